@@ -1,0 +1,84 @@
+"""The process beside a cluster that holds ranks to their shares, and that clears up should the cluster's owner die.
+
+Started by `Cluster` as `python keeper.py ORDERS`; it ends when its standard input does, which happens however its owner
+ends; an owner in good order says `stop` there first, and clears up itself. Ranks and owner speak to it over a Unix socket, one line each way: `hold RANK PID`, `release RANK PID`,
+`cores RANK CORES`; it answers `ok` or what was wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from emulation import leftovers  # noqa: E402
+from emulation.quota import CgroupQuota, DutyQuota, Quota  # noqa: E402
+
+
+def main(orders: dict) -> None:
+    """Returns when the owner has said `stop` or died; in the latter case nothing of its cluster is left."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # what ends the owner is for the owner to handle; then our input ends
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(orders["socket"])
+    listener.listen(64)
+    quota: Quota
+    if orders["quota"] == "duty":
+        quota = DutyQuota(orders["cores"], orders["period_us"])
+    else:
+        root = Path(orders["cgroup_root"])
+        quota = CgroupQuota(orders["quota"], root, orders["name"], orders["cores"], orders["period_us"])
+    print("ready", flush=True)
+    orderly = False
+    try:
+        orderly = serve(listener, quota)
+    finally:
+        quota.close()
+        if not orderly:
+            leftovers.remove(orders["name"])
+
+
+def serve(listener: socket.socket, quota: Quota) -> bool:
+    """True when the owner said `stop`, False when standard input just ended; until then it answers and ticks."""
+    while True:
+        readable, _, _ = select.select([sys.stdin, listener], [], [], quota.tick_s)
+        quota.tick()
+        if sys.stdin in readable:
+            return os.read(sys.stdin.fileno(), 16).startswith(b"stop")
+        if listener in readable:
+            connection, _ = listener.accept()
+            with connection:
+                connection.settimeout(1.0)
+                try:
+                    with connection.makefile("r") as request:
+                        reply = answer(request.readline().split(), quota)
+                    connection.sendall(reply.encode() + b"\n")
+                except OSError:
+                    pass  # whoever asked is gone, or asks nothing
+
+
+def answer(words: list[str], quota: Quota) -> str:
+    """"ok" when the request was carried out, otherwise one line saying why not."""
+    try:
+        verb, rank, value = words
+        if verb == "hold":
+            quota.hold(int(rank), int(value))
+        elif verb == "release":
+            quota.release(int(rank), int(value))
+        elif verb == "cores":
+            quota.set_cores(int(rank), float(value))
+        else:
+            return f"error: unknown request {verb!r}"
+    except (OSError, ValueError, KeyError) as error:
+        return f"error: {type(error).__name__}: {error}".replace("\n", " ")
+    return "ok"
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

@@ -1,0 +1,1 @@
+"""The command `hvd-hetero` and its subcommands."""

@@ -1,0 +1,170 @@
+"""`hvd-hetero build-horovod`: Horovod built for the frameworks of this environment, with its repairs, and installed."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hvd_hetero.cli import edits, toolchain
+from hvd_hetero.cli.cache import LOG, Cache, default_folder, key
+from hvd_hetero.cli.error import UsageError
+from hvd_hetero.cli.progress import Progress
+from hvd_hetero.cli.wheel import Recipe, build_wheel, download, install, install_missing, unpack
+
+BUILD_NEEDS = {"packaging": "packaging", "wheel": "wheel", "setuptools": "setuptools"}
+RUN_NEEDS = {"cloudpickle": "cloudpickle", "yaml": "pyyaml", "psutil": "psutil", "packaging": "packaging"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What the user asked for."""
+
+    mpi: str = "auto"
+    gpu: str = "auto"
+    frameworks: tuple[str, ...] | None = None
+    force: bool = False
+    jobs: int | None = None
+    cache_dir: Path | None = None
+    install: bool = True
+    plain: bool = False
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the command's options."""
+    parser.add_argument("--mpi", choices=("auto", "on", "off"), default="auto", help="with MPI (auto: where found)")
+    parser.add_argument("--gpu", choices=("auto", "nccl", "off"), default="auto", help="with NCCL (auto: where found)")
+    parser.add_argument("--frameworks", metavar="LIST", help="torch, tensorflow or both (default: those found)")
+    parser.add_argument("--force", action="store_true", help="build even if the cache holds the wheel")
+    parser.add_argument("--jobs", type=int, metavar="N", help="compile N files at a time (default: all cores)")
+    parser.add_argument("--cache-dir", type=Path, metavar="DIR", help="keep wheels here and not in the user's cache")
+    parser.add_argument("--no-install", action="store_true", help="build and keep the wheel, but do not install it")
+    parser.add_argument("--plain", action="store_true", help="only what is needed to compile: none of the repairs")
+
+
+def options_from(arguments: argparse.Namespace) -> Options:
+    """The options, checked; raises `UsageError`."""
+    frameworks: tuple[str, ...] | None = None
+    if arguments.frameworks is not None:
+        frameworks = tuple(dict.fromkeys(n.strip() for n in arguments.frameworks.split(",") if n.strip()))
+        unknown = [name for name in frameworks if name not in toolchain.FRAMEWORKS]
+        if unknown or not frameworks:
+            raise UsageError(
+                f"--frameworks expects {' or '.join(toolchain.FRAMEWORKS)}, or both with a comma between. "
+                f"Received: {arguments.frameworks!r}."
+            )
+    if arguments.jobs is not None and arguments.jobs < 1:
+        raise UsageError(f"--jobs expects a number of 1 or more. Received: {arguments.jobs}.")
+    return Options(
+        mpi=arguments.mpi,
+        gpu=arguments.gpu,
+        frameworks=frameworks,
+        force=arguments.force,
+        jobs=arguments.jobs,
+        cache_dir=arguments.cache_dir,
+        install=not arguments.no_install,
+        plain=arguments.plain,
+    )
+
+
+def recipe_for(options: Options) -> Recipe:
+    """How to build in this environment; raises when something that is needed is missing."""
+    frameworks = toolchain.frameworks(options.frameworks)
+    cuda = frameworks.get("torch", {}).get("cuda")
+    compiler, compiler_version = toolchain.compiler()
+    toolchain.make_program()
+    cmake, _ = toolchain.cmake()
+    cpu_flags = toolchain.cpu_flags()
+    mpi = toolchain.mpi(options.mpi)
+    gpu = toolchain.gpu(options.gpu, str(cuda) if cuda else None)
+    present = set(frameworks)
+    if {"avx", "f16c"} <= set(cpu_flags):
+        present.add("f16c")
+    return Recipe(
+        edits=edits.chosen(present, options.plain),
+        frameworks=frameworks,
+        compiler=compiler,
+        compiler_version=compiler_version,
+        cmake=cmake,
+        cpu_flags=cpu_flags,
+        mpi=mpi,
+        gpu=gpu,
+        plain=options.plain,
+        jobs=options.jobs or _cores(),
+    )
+
+
+def run(options: Options, progress: Progress | None = None) -> Path:
+    """The wheel's place in the cache, after it was built (if need be) and installed (if asked for)."""
+    show = progress if progress is not None else Progress()
+    try:
+        return _run(options, show)
+    finally:
+        show.interrupted()
+
+
+def _run(options: Options, show: Progress) -> Path:
+    show.stage("looking at the environment")
+    recipe = recipe_for(options)
+    cache = Cache((options.cache_dir or default_folder()).expanduser().absolute())
+    name = key(recipe.facts())
+    with cache.lock(name, lambda: show.stage("waiting for another build of the same wheel")):
+        wheel = cache.wheel(name)
+        if wheel is None or options.force:
+            wheel = _build(recipe, cache, name, show)
+        else:
+            show.stage(f"found in the cache: {wheel.parent.name}")
+    if options.install:
+        show.stage("installing")
+        install_missing(RUN_NEEDS)
+        install(wheel)
+    show.done(f"Horovod {edits.HOROVOD_VERSION} {'installed' if options.install else 'built'} for {recipe.summary()}")
+    print(wheel)
+    return wheel
+
+
+def _build(recipe: Recipe, cache: Cache, name: str, show: Progress) -> Path:
+    entry = cache.entry(name)
+    install_missing(BUILD_NEEDS)
+    with tempfile.TemporaryDirectory(prefix="hvd-hetero-horovod-") as folder:
+        place = Path(folder)
+        show.stage(f"downloading horovod {edits.HOROVOD_VERSION}")
+        source = unpack(download(place / "sdist"), place / "source")
+        show.stage(f"editing the source: {', '.join(edits.names(recipe.edits))}")
+        record = recipe.record(edits.apply(recipe.edits, source))
+        # one log per process, so that a build that is forced beside another does not write into its log
+        log = entry / f"{LOG}.{os.getpid()}"
+        show.stage(f"compiling for {recipe.summary()}, {recipe.jobs} at a time")
+        try:
+            built = build_wheel(source, place / "wheel", recipe, record, log, show.line)
+        finally:
+            if log.exists():
+                os.replace(log, entry / LOG)
+        return cache.store(name, built, {**record, "depends_on": recipe.facts()})
+
+
+def _cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return max(1, len(os.sched_getaffinity(0)))
+    return os.cpu_count() or 1
+
+
+def command(arguments: argparse.Namespace) -> int:
+    """Runs the command; its exit code."""
+    run(options_from(arguments))
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command on its own arguments, for `python -m hvd_hetero.cli.build_horovod`."""
+    from hvd_hetero.cli.main import main as whole
+
+    return whole(["build-horovod", *(sys.argv[1:] if argv is None else argv)])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

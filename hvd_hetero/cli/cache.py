@@ -1,0 +1,97 @@
+"""The per-user cache of built wheels: one folder per key, written so that two builds at once cannot harm each other."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from hvd_hetero.cli.error import CommandError
+
+RECORD = "build.json"
+LOG = "build.log"
+
+
+def default_folder() -> Path:
+    """`hvd_hetero/horovod` in the user's cache: XDG_CACHE_HOME, or ~/.cache."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    # the XDG specification says to ignore a relative path
+    root = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
+    return root / "hvd_hetero" / "horovod"
+
+
+def key(facts: Mapping[str, object]) -> str:
+    """A short name for everything a wheel depends on: equal facts give equal keys, whatever their order."""
+    text = json.dumps(facts, sort_keys=True, ensure_ascii=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:20]
+
+
+class Cache:
+    """The wheels of one user, by key."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def entry(self, name: str) -> Path:
+        """The folder of a key, made if need be; raises `CommandError` where that cannot be."""
+        path = self.folder / name
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CommandError(
+                f"expected to write the cache in {self.folder}. Received: {error}.\n"
+                "  What to do: name another folder with --cache-dir, or set XDG_CACHE_HOME."
+            ) from error
+        return path
+
+    def wheel(self, name: str) -> Path | None:
+        """The wheel of a key, or None. It is put in last, so that where it is, all else is too."""
+        return next(iter(sorted((self.folder / name).glob("*.whl"))), None)
+
+    def store(self, name: str, wheel: Path, record: Mapping[str, object]) -> Path:
+        """Puts the wheel and its record into the cache, each in one step, and returns the wheel's place."""
+        entry = self.entry(name)
+        put(entry / RECORD, lambda path: path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8"))
+        return put(entry / wheel.name, lambda path: shutil.copyfile(wheel, path))
+
+    @contextlib.contextmanager
+    def lock(self, name: str, waiting: Callable[[], None]) -> Iterator[None]:
+        """Held by one build of a key at a time; calls `waiting` once when another holds it.
+
+        Where the system or the file system has no locks two builds may both run: the cache stays whole all the same.
+        """
+        self.entry(name)
+        if sys.platform == "win32":
+            yield
+            return
+        import fcntl
+
+        with (self.folder / f"{name}.lock").open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                waiting()
+                fcntl.flock(file, fcntl.LOCK_EX)
+            except OSError:
+                pass
+            yield
+
+
+def put(place: Path, write: Callable[[Path], object]) -> Path:
+    """Returns `place` after `write` filled it; a reader sees the old content or the new one, never a part."""
+    handle, name = tempfile.mkstemp(dir=place.parent, prefix=f".{place.name}.")
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        write(temporary)
+        temporary.chmod(0o644)
+        os.replace(temporary, place)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return place

@@ -1,0 +1,161 @@
+"""`hvd-hetero doctor`: what is installed, which Horovod it is, which repairs it has, and what each missing one means."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from hvd_hetero.cli import edits, toolchain
+from hvd_hetero.cli.cache import default_folder
+from hvd_hetero.cli.error import CommandError
+from hvd_hetero.engine.build import installed_build
+
+# what the user meets on a Horovod without the named edit, and how to live with it
+WITHOUT = {
+    "process_set_interface": "a job on hosts whose name resolves to 127.0.x.x dies with `Connection refused`, whatever "
+    "--network-interfaces says; an entry in the hosts file helps",
+    "stall_inspector": "under Gloo nothing is reported when a rank waits for another for a long time",
+    "allgather_with_joined": "ranks may abort when one gathers (sparse gradients, too) while another has joined",
+    "vectorised_half": "sums of fp16 under Gloo are 4 to 6 times slower: Compression.fp16 can lose time",
+    "rendezvous_scope": "elastic jobs under Gloo now and then fail to start again: stale addresses",
+    "peer_death_with_process_sets": "when a rank dies in a job with process sets, the others abort: no elastic "
+    "recovery, no reports",
+    "in_place_copy": "an in-place all-reduce of one tensor under Gloo costs one copy more",
+    "blocking_wait": "waiting takes a whole core: hvd_hetero polls with sleeps, which costs some latency",
+    "event_driven_cycle": "the background threads wake every HOROVOD_CYCLE_TIME ms: a trade of CPU time for latency",
+    "gloo_allreduce_algorithm": "Gloo uses its ring only, which is slower for small tensors on many ranks",
+}
+_VARIABLES = {
+    "blocking_wait": "HOROVOD_BLOCKING_WAIT=1",
+    "event_driven_cycle": "HOROVOD_EVENT_DRIVEN_CYCLE=1",
+    "gloo_allreduce_algorithm": "HOROVOD_GLOO_ALLREDUCE=ring|bcube",
+}
+_PROBE = (
+    "import importlib, json, sys; hvd = importlib.import_module('horovod.' + sys.argv[1]); "
+    "print(json.dumps({'gloo': bool(hvd.gloo_built()), 'mpi': bool(hvd.mpi_built()), 'nccl': bool(hvd.nccl_built())}))"
+)
+REBUILD = "run `hvd-hetero build-horovod`"
+
+
+@dataclass
+class Report:
+    """What was found; `problems` stop work, `notes` are worth knowing."""
+
+    python: str
+    installed: dict[str, str | None]
+    tools: dict[str, str]
+    horovod: dict[str, Any] | None
+    loads: dict[str, str] = field(default_factory=dict)
+    present: list[str] = field(default_factory=list)
+    missing: dict[str, str] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def expected_edits() -> list[str]:
+    """The names of the repairs and speed-ups that a build on this machine would have."""
+    flags = toolchain.cpu_flags()
+    present = {"torch", "tensorflow"} | ({"f16c"} if {"avx", "f16c"} <= set(flags) else set())
+    return edits.names(e for e in edits.chosen(present) if e.kind != "compile")
+
+
+def examine(load: bool = True) -> Report:
+    """The report on the running environment; `load` also imports Horovod, in processes of their own."""
+    installed = {
+        "torch": toolchain.package_version("torch"),
+        "tensorflow": toolchain.tensorflow_version(),
+        "keras": toolchain.package_version("keras"),
+        "horovod": toolchain.package_version("horovod"),
+        "mpi4py": toolchain.package_version("mpi4py"),
+    }
+    report = Report(
+        python=f"{toolchain.python_facts()['python']} ({sys.executable})",
+        installed=installed,
+        tools=_tools(),
+        horovod=installed_build(),
+    )
+    frameworks = [name for name in toolchain.FRAMEWORKS if installed[name]]
+    if not frameworks:
+        report.problems.append("neither PyTorch nor TensorFlow is installed: install one, then build Horovod for it")
+    if report.horovod is None:
+        report.problems.append(f"Horovod is not installed: {REBUILD}")
+        return report
+    if installed["horovod"] != edits.HOROVOD_VERSION:
+        report.notes.append(
+            f"Horovod is {installed['horovod']}; hvd_hetero was made for {edits.HOROVOD_VERSION}: {REBUILD}"
+        )
+    wanted = expected_edits()
+    report.present = [name for name in wanted if name in report.horovod["edits"]]
+    report.missing = {name: WITHOUT.get(name, "") for name in wanted if name not in report.horovod["edits"]}
+    built_for = report.horovod.get("frameworks", {})
+    for name in frameworks:
+        version = built_for.get(name)
+        if version is not None and version != installed[name]:
+            report.problems.append(f"Horovod was built for {name} {version}, and {installed[name]} is there: {REBUILD}")
+        if load:
+            _load(name, report)
+    return report
+
+
+def _tools() -> dict[str, str]:
+    def found(find: Callable[[], str | None]) -> str:
+        try:
+            return find() or "none"
+        except CommandError as error:
+            return str(error).splitlines()[0]
+
+    return {
+        "compiler": found(lambda: toolchain.compiler()[1]),
+        "make": found(toolchain.make_program),
+        "cmake": found(lambda: toolchain.cmake()[1]),
+        "mpi": found(lambda: toolchain.mpi("auto")),
+        "processor": " ".join(toolchain.cpu_flags()) or "no AVX",
+        "cache": str(default_folder()),
+    }
+
+
+def _load(name: str, report: Report) -> None:
+    answer = toolchain.output([sys.executable, "-c", _PROBE, name])
+    if answer is None:
+        report.problems.append(
+            f"horovod.{name} cannot be imported: {REBUILD} (`python -c 'import horovod.{name}'` shows the error)"
+        )
+        return
+    built = json.loads(answer.splitlines()[-1])
+    report.loads[name] = ", ".join(part for part in ("gloo", "mpi", "nccl") if built[part]) or "no back end"
+
+
+def text(report: Report) -> str:
+    """The report for people."""
+    lines = [f"Python      {report.python}"]
+    lines += [f"{name:<11} {version or '–'}" for name, version in report.installed.items()]
+    lines += ["", *(f"{name:<11} {value}" for name, value in report.tools.items())]
+    if report.horovod is not None:
+        ours = "built by hvd-hetero" if "format" in report.horovod else "not built by hvd-hetero"
+        lines += ["", f"Horovod     {ours}" + (", without repairs (--plain)" if report.horovod.get("plain") else "")]
+        lines += [f"  horovod.{name} loads: {parts}" for name, parts in report.loads.items()]
+        for name in report.present:
+            lines.append(f"  has      {name}" + (f"  (on with {_VARIABLES[name]})" if name in _VARIABLES else ""))
+        lines += [f"  MISSING  {name}: {meaning}" for name, meaning in report.missing.items()]
+        if report.missing:
+            lines.append(f"  hvd_hetero works without them; to have them, {REBUILD}")
+    lines += ["", *(f"note: {note}" for note in report.notes), *(f"PROBLEM: {problem}" for problem in report.problems)]
+    lines += ["all is well"] if not (report.problems or report.notes or report.missing) else []
+    return "\n".join(lines).rstrip()
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the command's options."""
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.add_argument("--no-load", action="store_true", help="do not import Horovod to see whether it loads")
+
+
+def command(arguments: argparse.Namespace) -> int:
+    """Prints the report; 1 when something stops work, else 0."""
+    report = examine(load=not arguments.no_load)
+    print(json.dumps(vars(report), indent=1) if arguments.json else text(report))
+    return 1 if report.problems else 0

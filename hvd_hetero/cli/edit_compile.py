@@ -1,0 +1,85 @@
+"""The edits without which Horovod 0.28.1 does not build, or not well, beside today's frameworks."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from hvd_hetero.cli.edits import Edit
+
+BUILD_RECORD: Final = "hvd_hetero_build.json"
+
+EDITS: Final = (
+    Edit(
+        name="cxx20",
+        reason="PyTorch's headers need C++20 (17 up to 2.12), and what is linked together should share a standard",
+        kind="compile",
+        file="CMakeLists.txt",
+        find="set(CMAKE_CXX_STANDARD 14)",
+        replace="set(CMAKE_CXX_STANDARD 20)",
+    ),
+    Edit(
+        name="cxx20",
+        reason="the PyTorch part sets the standard once more",
+        kind="compile",
+        file="horovod/torch/CMakeLists.txt",
+        find="set(CMAKE_CXX_STANDARD 14)",
+        replace="set(CMAKE_CXX_STANDARD 20)",
+    ),
+    Edit(
+        name="no_xla_file",
+        reason="TensorFlow 2.21 installs no highwayhash header; the file serves XLA on GPUs alone",
+        kind="compile",
+        needs=("tensorflow",),
+        file="horovod/tensorflow/CMakeLists.txt",
+        find='list(APPEND TF_SOURCES "${PROJECT_SOURCE_DIR}/horovod/tensorflow/xla_mpi_ops.cc")\n',
+        replace="",
+    ),
+    Edit(
+        name="no_distutils",
+        reason="distutils left Python's standard library in 3.12; without it the include path would be empty",
+        kind="compile",
+        file="horovod/torch/CMakeLists.txt",
+        find="from distutils.sysconfig import get_python_inc; print(get_python_inc())",
+        replace="import sysconfig; print(sysconfig.get_paths()['include'])",
+    ),
+    Edit(
+        name="no_distutils",
+        reason="horovodrun imports this module at its start",
+        kind="compile",
+        file="horovod/runner/js_run.py",
+        find="from distutils.spawn import find_executable\n",
+        replace="from shutil import which as find_executable\n",
+    ),
+    Edit(
+        name="no_setup_requires",
+        reason="setup_requires would download packages in the middle of the build; what it lists is needed at run time",
+        kind="compile",
+        file="setup.py",
+        find="setup_requires=require_list if is_build_action() else [],",
+        replace="setup_requires=[],",
+    ),
+    Edit(
+        name="no_cffi",
+        reason="nothing in Horovod imports cffi since its PyTorch binding moved to pybind11",
+        kind="compile",
+        file="setup.py",
+        find="    require_list.append('cffi>=1.4.0')",
+        replace="    pass",
+    ),
+    Edit(
+        name="no_debug_info",
+        reason="debug information makes the build slower and the wheel several times larger",
+        kind="compile",
+        file="CMakeLists.txt",
+        find='string(REPLACE "-O2" "-O3" CMAKE_CXX_FLAGS_RELWITHDEBINFO "${CMAKE_CXX_FLAGS_RELWITHDEBINFO}")',
+        replace='set(CMAKE_CXX_FLAGS_RELWITHDEBINFO "-O3 -DNDEBUG")',
+    ),
+    Edit(
+        name="build_record",
+        reason=f"the wheel carries {BUILD_RECORD}, so that one can ask at run time which repairs are in",
+        kind="compile",
+        file="setup.py",
+        find="      zip_safe=False,\n",
+        replace=f"      zip_safe=False,\n      package_data={{'horovod': ['{BUILD_RECORD}']}},\n",
+    ),
+)

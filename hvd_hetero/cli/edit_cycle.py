@@ -1,0 +1,205 @@
+"""The speed edit that makes Horovod's cycle follow events, off until HOROVOD_EVENT_DRIVEN_CYCLE=1.
+
+Upstream sleeps from one cycle to the next, so that a short cycle costs every rank CPU time and a long one latency.
+Here a rank with work goes into the negotiation at once and waits there without CPU for the others, and a rank without
+work sleeps until it has some: the cycle time can be long at no cost in latency. HOROVOD_EVENT_DRIVEN_MIN_CYCLE_TIME
+(ms, default 0) keeps cycles apart, so that tensors enqueued one after the other travel together.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from hvd_hetero.cli.edits import Edit
+
+_NAME = "event_driven_cycle"
+
+_DECLARATION = """class TensorQueue {
+public:
+  TensorQueue() = default;
+"""
+
+_SIGNAL_HEADER = """// Wakes the background thread when there is something to negotiate. One for
+// all process sets, as there is one background thread.
+class CycleSignal {
+public:
+  // Whether HOROVOD_EVENT_DRIVEN_CYCLE=1 was set when first asked.
+  static bool Enabled();
+
+  // Ends the present or, if there is none, the next wait.
+  static void Notify();
+
+  // Returns when notified since the last return, when stop is set, or at the
+  // deadline. For the background thread alone.
+  static void WaitUntil(std::chrono::steady_clock::time_point deadline,
+                        const std::atomic_bool& stop);
+};
+
+"""
+
+_SIGNAL_SOURCE = """namespace {
+
+struct CycleState {
+  std::mutex mutex;
+  std::condition_variable condition;
+  uint64_t epoch = 0;
+  uint64_t seen = 0;
+};
+
+CycleState& GetCycleState() {
+  // Never destroyed: the background thread may wait while the process ends.
+  static auto* state = new CycleState();
+  return *state;
+}
+
+} // namespace
+
+bool CycleSignal::Enabled() {
+  static const bool enabled =
+      GetBoolEnvOrDefault("HOROVOD_EVENT_DRIVEN_CYCLE", false);
+  return enabled;
+}
+
+void CycleSignal::Notify() {
+  if (!Enabled()) {
+    return;
+  }
+  auto& state = GetCycleState();
+  {
+    std::lock_guard<std::mutex> guard(state.mutex);
+    ++state.epoch;
+  }
+  state.condition.notify_one();
+}
+
+void CycleSignal::WaitUntil(std::chrono::steady_clock::time_point deadline,
+                            const std::atomic_bool& stop) {
+  auto& state = GetCycleState();
+  std::unique_lock<std::mutex> lock(state.mutex);
+  state.condition.wait_until(lock, deadline, [&] {
+    return state.epoch != state.seen || stop.load();
+  });
+  state.seen = state.epoch;
+}
+
+"""
+
+_SLEEP = """  if (sleep_duration > std::chrono::steady_clock::duration::zero()) {
+    std::this_thread::sleep_for(sleep_duration);
+  }
+  state.last_cycle_start = std::chrono::steady_clock::now();
+"""
+
+_WAIT = """  if (CycleSignal::Enabled()) {
+    // A rank whose tensors are not complete must be in the negotiation soon,
+    // for the others wait there for it; one without any may sleep.
+    bool pending = false;
+    for (auto id : state.process_set_table.Ids()) {
+      auto& process_set = state.process_set_table.Get(id);
+      pending = pending || (process_set.initialization_done &&
+                            process_set.IsCurrentProcessIncluded() &&
+                            process_set.tensor_queue.HasPending());
+    }
+    auto cycle_time = std::chrono::microseconds(
+        long(state.parameter_manager.CycleTimeMs() * 1000.));
+    auto pending_time = std::chrono::microseconds(1000);
+    // The shortest distance of two cycles: lets tensors that are enqueued one
+    // after the other travel together.
+    static const auto shortest_time = std::chrono::microseconds(long(
+        1000. *
+        GetDoubleEnvOrDefault("HOROVOD_EVENT_DRIVEN_MIN_CYCLE_TIME", 0.)));
+    if (!state.shut_down) {
+      std::this_thread::sleep_until(state.last_cycle_start +
+                                    std::min(shortest_time, cycle_time));
+    }
+    CycleSignal::WaitUntil(
+        state.last_cycle_start +
+            (pending ? std::min(pending_time, cycle_time) : cycle_time),
+        state.shut_down);
+  } else if (sleep_duration > std::chrono::steady_clock::duration::zero()) {
+    std::this_thread::sleep_for(sleep_duration);
+  }
+  state.last_cycle_start = std::chrono::steady_clock::now();
+"""
+
+
+def _edit(file: str, find: str, replace: str, reason: str) -> Edit:
+    return Edit(name=_NAME, kind="speed", file=file, find=find, replace=replace, reason=reason)
+
+
+EDITS: Final = (
+    _edit(
+        "horovod/common/operations.cc",
+        _SLEEP,
+        _WAIT,
+        "the background thread sleeps from cycle to cycle whatever happens: a short cycle costs CPU time, a long one "
+        "latency; with HOROVOD_EVENT_DRIVEN_CYCLE=1 it wakes when a tensor comes in",
+    ),
+    _edit(
+        "horovod/common/tensor_queue.h",
+        _DECLARATION,
+        _SIGNAL_HEADER + _DECLARATION,
+        "the queue is where all frameworks' tensors come in",
+    ),
+    _edit(
+        "horovod/common/tensor_queue.h",
+        "#include <iostream>\n",
+        "#include <atomic>\n#include <chrono>\n#include <iostream>\n",
+        "what the signal's declaration needs",
+    ),
+    _edit(
+        "horovod/common/tensor_queue.h",
+        "  void RemoveJoinTensor();\n",
+        """  void RemoveJoinTensor();
+
+  // Whether a tensor was enqueued and not yet given to an operation.
+  bool HasPending() const {
+    std::lock_guard<std::mutex> guard(mutex_);
+    return !tensor_table_.empty();
+  }
+""",
+        "tells a rank that waits for others from one that has nothing to do",
+    ),
+    _edit(
+        "horovod/common/tensor_queue.cc",
+        "// Add a TensorTableEntry as well as its message to the queue.\n",
+        _SIGNAL_SOURCE + "// Add a TensorTableEntry as well as its message to the queue.\n",
+        "the signal itself",
+    ),
+    _edit(
+        "horovod/common/tensor_queue.cc",
+        '#include "logging.h"\n',
+        '#include <condition_variable>\n\n#include "logging.h"\n#include "utils/env_parser.h"\n',
+        "what the signal's definition needs",
+    ),
+    _edit(
+        "horovod/common/tensor_queue.cc",
+        "  message_queue_.push(std::move(message));\n  return Status::OK();\n",
+        "  message_queue_.push(std::move(message));\n  CycleSignal::Notify();\n  return Status::OK();\n",
+        "a tensor wakes the background thread",
+    ),
+    _edit(
+        "horovod/common/tensor_queue.cc",
+        "    message_queue_.push(std::move(messages[i]));\n  }\n  return Status::OK();\n",
+        "    message_queue_.push(std::move(messages[i]));\n  }\n  CycleSignal::Notify();\n  return Status::OK();\n",
+        "so does a group of tensors, once",
+    ),
+    _edit(
+        "horovod/common/operations.cc",
+        "    horovod_global.timeline.Shutdown();\n    horovod_global.shut_down = true;\n",
+        "    horovod_global.timeline.Shutdown();\n    horovod_global.shut_down = true;\n    CycleSignal::Notify();\n",
+        "a shutdown does not wait for the cycle's end",
+    ),
+    _edit(
+        "horovod/common/operations.cc",
+        "  // Block until the background thread has initialized the process set.\n",
+        "  CycleSignal::Notify();\n  // Block until the background thread has initialized the process set.\n",
+        "nor does a new process set",
+    ),
+    _edit(
+        "horovod/common/operations.cc",
+        "  // Block until the background thread has removed the process set.\n",
+        "  CycleSignal::Notify();\n  // Block until the background thread has removed the process set.\n",
+        "nor the removal of one",
+    ),
+)

@@ -1,0 +1,49 @@
+"""The command `hvd-hetero`. Each subcommand's module is imported only when it is used, so that `--help` is quick."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from hvd_hetero.cli.error import CommandError
+
+# name → (module, one line of help); a module has add_arguments(parser) and command(arguments) -> int
+COMMANDS = {
+    "build-horovod": (
+        "hvd_hetero.cli.build_horovod",
+        "build Horovod 0.28.1 for the installed frameworks, with its repairs, and install it",
+    ),
+    "doctor": ("hvd_hetero.cli.doctor", "what is installed, which repairs Horovod has, and what is missing"),
+}
+
+
+def parser(chosen: str | None = None) -> argparse.ArgumentParser:
+    """The parser; only the `chosen` subcommand's options are loaded."""
+    whole = argparse.ArgumentParser(prog="hvd-hetero", description="Training on mixed hardware with Horovod.")
+    commands = whole.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, (module, text) in COMMANDS.items():
+        part = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+        if name == chosen:
+            importlib.import_module(module).add_arguments(part)
+    return whole
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns its exit code: 0, that of a `CommandError`, or 130 when interrupted."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    chosen = next((word for word in words if word in COMMANDS), None)
+    arguments = parser(chosen).parse_args(words)
+    try:
+        return int(importlib.import_module(COMMANDS[arguments.command][0]).command(arguments))
+    except CommandError as error:
+        print(f"hvd-hetero {arguments.command}: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print(f"hvd-hetero {arguments.command}: interrupted", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

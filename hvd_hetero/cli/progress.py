@@ -1,0 +1,75 @@
+"""What a long build shows while it runs: the stage, how far it is, and the time that has passed."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Callable
+from typing import TextIO
+
+_PERCENT = re.compile(r"^\s*\[\s*(\d{1,3})%\]\s+(.*)$")
+_PLAIN_EVERY_PERCENT = 20
+
+
+def percent(line: str) -> int | None:
+    """The percentage in a line of make's output such as `[ 42%] Building CXX …`, or None."""
+    match = _PERCENT.match(line)
+    return min(int(match[1]), 100) if match else None
+
+
+class Progress:
+    """Shows stages on `stream`: one line that is rewritten on a terminal, plain lines elsewhere."""
+
+    def __init__(self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._stream = stream if stream is not None else sys.stderr
+        self._clock = clock
+        self._start = clock()
+        self._stage = ""
+        self._shown_percent = -1
+        self._terminal = bool(getattr(self._stream, "isatty", lambda: False)())
+        self._width = 0
+
+    def stage(self, text: str) -> None:
+        """Begins a stage; the one before is complete."""
+        self._end_line()
+        self._stage = text
+        self._shown_percent = -1
+        self._write(text)
+
+    def line(self, line: str) -> None:
+        """Looks at one line of the build's output and shows how far it is, where the line says so."""
+        now = percent(line)
+        if now is None or now <= self._shown_percent:
+            return
+        same_step = now // _PLAIN_EVERY_PERCENT == self._shown_percent // _PLAIN_EVERY_PERCENT
+        if not self._terminal and same_step and now < 100:
+            return
+        self._shown_percent = now
+        self._write(f"{self._stage} {now:3d} %")
+
+    def done(self, text: str) -> None:
+        """Ends the display with a last line."""
+        self._end_line()
+        self._write(text)
+        self._end_line()
+
+    def interrupted(self) -> None:
+        """Ends the display as it is, so that what is printed next stands on a line of its own."""
+        self._end_line()
+
+    def _write(self, text: str) -> None:
+        elapsed_s = int(self._clock() - self._start)
+        shown = f"[{elapsed_s // 60:d}:{elapsed_s % 60:02d}] {text}"
+        if self._terminal:
+            self._stream.write("\r" + shown.ljust(self._width))
+            self._width = len(shown)
+        else:
+            self._stream.write(shown + "\n")
+        self._stream.flush()
+
+    def _end_line(self) -> None:
+        if self._terminal and self._width:
+            self._stream.write("\n")
+            self._stream.flush()
+        self._width = 0

@@ -1,0 +1,197 @@
+"""What the running environment offers a build: frameworks, compiler, cmake, MPI, CUDA, processor."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+
+from hvd_hetero.cli.error import MissingFramework, MissingTool
+
+FRAMEWORKS = ("torch", "tensorflow")
+_TENSORFLOW_PACKAGES = ("tensorflow", "tensorflow-cpu", "tensorflow-gpu", "tf-nightly")
+_TORCH_PROBE = (
+    "import json, torch; print(json.dumps({'version': torch.__version__, "
+    "'cxx11_abi': bool(torch._C._GLIBCXX_USE_CXX11_ABI), 'cuda': torch.version.cuda}))"
+)
+
+
+def output(command: Sequence[str], timeout_s: float = 120.0) -> str | None:
+    """What the command printed on both channels, or None when it cannot be run or fails."""
+    try:
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout_s)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def first_line(text: str | None) -> str:
+    """The first line that says something, or an empty string."""
+    return next((line.strip() for line in (text or "").splitlines() if line.strip()), "")
+
+
+def package_version(*packages: str) -> str | None:
+    """The version of the first of the packages that is installed, or None."""
+    for package in packages:
+        try:
+            return metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def torch_facts() -> dict[str, object] | None:
+    """PyTorch's version, C++ ABI and CUDA version, asked of it in a process of its own; None when not installed."""
+    if package_version("torch") is None:
+        return None
+    answer = output([sys.executable, "-c", _TORCH_PROBE])
+    if answer is None:
+        raise MissingFramework(
+            "expected PyTorch to be importable, for it is installed. Received: `import torch` fails in "
+            f"{sys.executable}.\n  What to do: run `python -c 'import torch'` and repair what it says."
+        )
+    return dict(json.loads(answer.splitlines()[-1]))
+
+
+def tensorflow_version() -> str | None:
+    """TensorFlow's version, or None when not installed."""
+    return package_version(*_TENSORFLOW_PACKAGES)
+
+
+def frameworks(asked: Sequence[str] | None) -> dict[str, dict[str, object]]:
+    """The frameworks to build for, with what is known of each; those found when none was asked for by name."""
+    found: dict[str, dict[str, object]] = {}
+    if asked is None or "torch" in asked:
+        facts = torch_facts()
+        if facts is not None:
+            found["torch"] = facts
+    if asked is None or "tensorflow" in asked:
+        version = tensorflow_version()
+        if version is not None:
+            found["tensorflow"] = {"version": version}
+    missing = [name for name in asked or () if name not in found]
+    if missing or not found:
+        wanted = " and ".join(missing) if missing else "PyTorch or TensorFlow"
+        raise MissingFramework(
+            f"expected {wanted} in the environment of {sys.executable}, and it is not installed there.\n"
+            f"  What to do: install it first (`pip install {' '.join(missing) or 'torch'}`): Horovod is compiled "
+            "against the frameworks that are there."
+        )
+    return found
+
+
+def compiler() -> tuple[str, str]:
+    """The C++ compiler's command and version; raises `MissingTool`."""
+    for command in filter(None, (os.environ.get("CXX"), "c++", "g++", "clang++")):
+        program = shutil.which(command.split()[0])
+        if program and (version := first_line(output([program, "--version"]))):
+            return command, version
+    raise MissingTool(
+        "expected a C++ compiler (CXX, c++, g++ or clang++), and none runs here.\n"
+        "  What to do: install one with C++20, for example `apt-get install g++ make` or `dnf install gcc-c++ make`."
+    )
+
+
+def make_program() -> str:
+    """The path of make; raises `MissingTool`."""
+    program = shutil.which("make") or shutil.which("gmake")
+    if program is None:
+        raise MissingTool(
+            "expected `make`, with which cmake builds, and it is not there.\n"
+            "  What to do: install it, for example `apt-get install make`."
+        )
+    return program
+
+
+def cmake() -> tuple[str, str]:
+    """The path and version of a cmake of 3.13 or later: HOROVOD_CMAKE, this environment's, or the system's."""
+    beside = str(Path(sysconfig.get_path("scripts")) / "cmake")
+    seen: list[str] = []
+    for program in dict.fromkeys(filter(None, (os.environ.get("HOROVOD_CMAKE"), beside, shutil.which("cmake")))):
+        match = re.search(r"version\s+(\d+)\.(\d+)(\S*)", output([program, "--version"]) or "")
+        if match and (int(match[1]), int(match[2])) >= (3, 13):
+            return program, f"{match[1]}.{match[2]}{match[3]}"
+        if match:
+            seen.append(f"{match[1]}.{match[2]}{match[3]}")
+    raise MissingTool(
+        f"expected cmake 3.13 or later. Received: {', '.join(seen) or 'none'}.\n"
+        "  What to do: `pip install cmake` in this environment, or install your system's package."
+    )
+
+
+def mpi(option: str) -> str | None:
+    """The version of the MPI to build with, or None; `option` is "auto", "on" or "off"."""
+    if option == "off":
+        return None
+    wrapper = next((p for p in ("mpicxx", "mpic++", "mpiCC", "mpicc") if shutil.which(p)), None)
+    launcher = shutil.which("mpirun") or shutil.which("mpiexec")
+    if wrapper and launcher and (version := first_line(output([launcher, "--version"]))):
+        return version
+    if option == "on":
+        raise MissingTool(
+            "expected an MPI with its compiler wrapper (mpicxx) and launcher (mpirun), for --mpi on. Received: "
+            f"wrapper {wrapper or 'none'}, launcher {launcher or 'none'}.\n"
+            "  What to do: install one, for example `apt-get install libopenmpi-dev openmpi-bin`, or say --mpi off "
+            "(Gloo alone needs nothing)."
+        )
+    return None
+
+
+def gpu(option: str, torch_cuda: str | None) -> str | None:
+    """The CUDA compiler's version when NCCL is to be built in, else None; `option` is "auto", "nccl" or "off"."""
+    nvcc = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
+    version = re.search(r"release\s+(\S+),", output([nvcc, "--version"]) or "") if nvcc else None
+    if torch_cuda is not None and version is None:
+        # Horovod's cmake compiles its CUDA part whenever PyTorch has one, whatever was asked for
+        raise MissingTool(
+            f"expected the CUDA toolkit (nvcc), because the installed PyTorch is built for CUDA {torch_cuda}, and "
+            "Horovod's build then needs it even with --gpu off. Received: no nvcc.\n"
+            "  What to do: install the CUDA toolkit of that version and put its bin folder on PATH, or install "
+            "PyTorch's CPU build."
+        )
+    if option == "off":
+        return None
+    if version is not None and (option == "nccl" or (torch_cuda is not None and _nccl_header())):
+        return version[1]
+    if option == "nccl":
+        raise MissingTool(
+            "expected the CUDA toolkit (nvcc) for --gpu nccl. Received: no nvcc.\n"
+            "  What to do: install the toolkit and NCCL's headers, or say --gpu off."
+        )
+    return None
+
+
+def _nccl_header() -> bool:
+    home = os.environ.get("HOROVOD_NCCL_HOME")
+    folders = [Path(home) / "include"] if home else []
+    folders += [Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "include", Path("/usr/include")]
+    return any((folder / "nccl.h").is_file() for folder in folders)
+
+
+def cpu_flags() -> tuple[str, ...]:
+    """Those of "avx", "f16c" and "fma" that this processor has."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ()
+    match = re.search(r"^flags\s*:\s*(.*)$", text, flags=re.MULTILINE)
+    have = set(match[1].split()) if match else set()
+    return tuple(flag for flag in ("avx", "f16c", "fma") if flag in have)
+
+
+def python_facts() -> dict[str, str]:
+    """What of the interpreter and the system a compiled wheel depends on."""
+    return {
+        "python": platform.python_version(),
+        "abi": str(sysconfig.get_config_var("SOABI") or sys.implementation.cache_tag),
+        "platform": sysconfig.get_platform(),
+        "libc": " ".join(platform.libc_ver()).strip(),
+    }

@@ -1,0 +1,227 @@
+"""From Horovod's sdist to an installed wheel: download, unpack, compile, install; everything through pip."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tarfile
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hvd_hetero.cli import toolchain
+from hvd_hetero.cli.edit_compile import BUILD_RECORD
+from hvd_hetero.cli.edits import HOROVOD_VERSION, Edit, text_hash
+from hvd_hetero.cli.error import BuildFailed, DownloadFailed
+
+PIP = (sys.executable, "-m", "pip")
+_LAST_LINES = 25
+# where libraries are; every other variable of Horovod's build would change the wheel behind the cache's back
+_KEPT_VARIABLES = ("HOROVOD_NCCL_", "HOROVOD_CUDA_HOME", "HOROVOD_ROCM_HOME")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """All that decides what the wheel will be, and with which programs it is made."""
+
+    edits: tuple[Edit, ...]
+    frameworks: Mapping[str, Mapping[str, object]]
+    compiler: str
+    compiler_version: str
+    cmake: str
+    cpu_flags: tuple[str, ...]
+    mpi: str | None
+    gpu: str | None
+    plain: bool
+    jobs: int
+
+    def facts(self) -> dict[str, object]:
+        """What the wheel depends on; the number of jobs and cmake's place are not among it."""
+        return {
+            "horovod": HOROVOD_VERSION,
+            "edits": text_hash(self.edits),
+            "frameworks": {name: dict(facts) for name, facts in self.frameworks.items()},
+            "compiler": self.compiler_version,
+            "cxxflags": os.environ.get("CXXFLAGS", ""),
+            "cpu_flags": list(self.cpu_flags),
+            "mpi": self.mpi,
+            "gpu": self.gpu,
+            **toolchain.python_facts(),
+        }
+
+    def record(self, edits_made: Sequence[str]) -> dict[str, object]:
+        """What the wheel says about itself at run time."""
+        return {
+            "format": 1,
+            "horovod": HOROVOD_VERSION,
+            "plain": self.plain,
+            "edits": list(edits_made),
+            "frameworks": {name: facts["version"] for name, facts in self.frameworks.items()},
+            "mpi": self.mpi,
+            "gpu": self.gpu,
+            "cpu_flags": list(self.cpu_flags),
+        }
+
+    def summary(self) -> str:
+        """One line for people."""
+        parts = [f"{name} {facts['version']}" for name, facts in self.frameworks.items()]
+        parts.append("Gloo and MPI" if self.mpi else "Gloo")
+        if self.gpu:
+            parts.append(f"NCCL (CUDA {self.gpu})")
+        if self.plain:
+            parts.append("no repairs")
+        return ", ".join(parts)
+
+    def environment(self) -> dict[str, str]:
+        """The environment of the build; a part that fails is an error there and never left out in silence."""
+        env = {n: v for n, v in os.environ.items() if not n.startswith("HOROVOD_") or n.startswith(_KEPT_VARIABLES)}
+        env.update(
+            HOROVOD_WITH_GLOO="1",
+            HOROVOD_WITHOUT_MXNET="1",
+            HOROVOD_CMAKE=self.cmake,
+            HOROVOD_BUILD_ARCH_FLAGS=" ".join(f"-m{flag}" for flag in self.cpu_flags),
+            CMAKE_POLICY_VERSION_MINIMUM="3.5",  # CMake 4 refuses the older minimum that Gloo asks for
+            CXX=self.compiler,
+            MAKEFLAGS=f"-j{self.jobs}",
+        )
+        env["HOROVOD_WITH_MPI" if self.mpi else "HOROVOD_WITHOUT_MPI"] = "1"
+        for name, variable in (("torch", "PYTORCH"), ("tensorflow", "TENSORFLOW")):
+            env[f"HOROVOD_WITH_{variable}" if name in self.frameworks else f"HOROVOD_WITHOUT_{variable}"] = "1"
+        if self.gpu:
+            env["HOROVOD_GPU_OPERATIONS"] = "NCCL"
+        return env
+
+
+def _tail(text: str) -> str:
+    return "\n".join("  | " + line for line in text.strip().splitlines()[-_LAST_LINES:])
+
+
+def _pip(arguments: Sequence[str]) -> str | None:
+    """None when pip succeeds, else what it said."""
+    command = [*PIP, *arguments, "--disable-pip-version-check"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return None if done.returncode == 0 else done.stdout
+
+
+def install_missing(modules: Mapping[str, str]) -> None:
+    """Installs the packages (module → package) whose modules are not there; raises `BuildFailed`."""
+    importlib.invalidate_caches()
+    missing = [package for module, package in modules.items() if importlib.util.find_spec(module) is None]
+    if missing and (said := _pip(["install", *missing])) is not None:
+        raise BuildFailed(
+            f"expected to install {', '.join(missing)}, and pip failed:\n{_tail(said)}\n"
+            f"  What to do: install them yourself with `pip install {' '.join(missing)}`."
+        )
+
+
+def download(folder: Path) -> Path:
+    """The path of the sdist that pip brought into `folder`; raises `DownloadFailed`."""
+    wanted = f"horovod=={HOROVOD_VERSION}"
+    source_only = ["--no-deps", "--no-binary", "horovod", "--no-build-isolation"]
+    said = _pip(["download", *source_only, "--dest", str(folder), wanted])
+    if said is not None:
+        raise DownloadFailed(
+            f"expected pip to download {wanted}, and it failed:\n{_tail(said)}\n"
+            "  What to do: check the network and pip's settings (`pip config list`); "
+            f"`pip download --no-deps --no-binary horovod {wanted}` must work."
+        )
+    sdist = next(iter(folder.glob("horovod-*.tar.gz")), None)
+    if sdist is None:
+        raise DownloadFailed(
+            f"expected pip to bring horovod-{HOROVOD_VERSION}.tar.gz. Received: "
+            f"{', '.join(p.name for p in folder.glob('*')) or 'nothing'}."
+        )
+    return sdist
+
+
+def unpack(sdist: Path, folder: Path) -> Path:
+    """The root of the unpacked source; raises `DownloadFailed` where the archive is not what it should be."""
+    try:
+        with tarfile.open(sdist) as archive:
+            if hasattr(tarfile, "data_filter"):
+                archive.extractall(folder, filter="data")
+            else:  # Python before 3.10.12 and 3.11.4
+                archive.extractall(folder)
+    except (tarfile.TarError, OSError, EOFError) as error:
+        raise DownloadFailed(f"expected {sdist.name} to be a whole archive. Received: {error}.") from error
+    root = folder / f"horovod-{HOROVOD_VERSION}"
+    if not (root / "setup.py").is_file():
+        raise DownloadFailed(f"expected {sdist.name} to hold horovod-{HOROVOD_VERSION}/setup.py, and it does not.")
+    return root
+
+
+def build_wheel(
+    source: Path,
+    folder: Path,
+    recipe: Recipe,
+    record: Mapping[str, object],
+    log: Path,
+    watch: Callable[[str], None],
+) -> Path:
+    """The wheel built from `source` into `folder`; every line goes to `log` and `watch`; raises `BuildFailed`."""
+    (source / "horovod" / BUILD_RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    folder.mkdir(parents=True, exist_ok=True)
+    command = [*PIP, "wheel", "--verbose", "--no-deps", "--no-build-isolation", "--no-cache-dir"]
+    command += ["--disable-pip-version-check", "--wheel-dir", str(folder), str(source)]
+    last: deque[str] = deque(maxlen=_LAST_LINES)
+    errors: deque[str] = deque(maxlen=_LAST_LINES)
+    with log.open("w", encoding="utf-8", errors="replace") as file:
+        process = subprocess.Popen(
+            command,
+            env=recipe.environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                file.write(line)
+                last.append(line)
+                if " error" in line.lower() or line.lower().lstrip().startswith("error"):
+                    errors.append(line)
+                watch(line)
+            code = process.wait()
+        finally:
+            if process.poll() is None:
+                _stop(process)
+    wheel = next(iter(folder.glob("horovod-*.whl")), None)
+    if code != 0 or wheel is None:
+        shown = "".join(last) if not errors else "".join(errors) + "  …\n" + "".join(list(last)[-8:])
+        raise BuildFailed(
+            f"expected a wheel of Horovod {HOROVOD_VERSION}, and the build ended with exit code {code}.\n"
+            f"{_tail(shown)}\n"
+            f"  The whole log: {log.parent / log.stem}\n"
+            "  What to do: look for the first error in the log; --mpi off, --gpu off and --frameworks leave parts out."
+        )
+    return wheel
+
+
+def _stop(process: subprocess.Popen[str]) -> None:
+    """Ends the build with its compilers, which are a process group of their own."""
+    import signal
+
+    try:
+        os.killpg(process.pid, signal.SIGTERM)
+        process.wait(timeout=5)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    except ProcessLookupError:
+        pass
+
+
+def install(wheel: Path) -> None:
+    """Installs the wheel over whatever Horovod is there; raises `BuildFailed`."""
+    said = _pip(["install", "--no-deps", "--force-reinstall", str(wheel)])
+    if said is not None:
+        raise BuildFailed(
+            f"expected pip to install {wheel.name}, and it failed:\n{_tail(said)}\n"
+            f"  What to do: `pip install --no-deps --force-reinstall {wheel}` shows it again."
+        )

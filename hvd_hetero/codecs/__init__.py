@@ -1,0 +1,1 @@
+"""Codecs turn a gradient into what travels, and back. They never communicate."""

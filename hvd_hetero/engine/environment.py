@@ -1,0 +1,44 @@
+"""Every environment variable that this package reads or sets, in one place."""
+
+from __future__ import annotations
+
+import os
+
+from .build import installed_build
+
+# Read by a Horovod that `hvd-hetero build-horovod` built; see hvd_hetero/cli/edits.py for what each does.
+EVENT_DRIVEN_CYCLE = "HOROVOD_EVENT_DRIVEN_CYCLE"
+BLOCKING_WAIT = "HOROVOD_BLOCKING_WAIT"
+CYCLE_TIME_MS = "HOROVOD_CYCLE_TIME"
+
+
+def repairs() -> frozenset[str]:
+    """The names of the repairs in the installed Horovod; empty for one built otherwise."""
+    build = installed_build()
+    return frozenset(build["edits"]) if build else frozenset()
+
+
+def prepare_init() -> None:
+    """Sets, before `hvd.init()`, what makes Horovod cheap on ranks with little CPU – unless the user has set it.
+
+    Horovod's background thread negotiates once a cycle, on all ranks in lock-step. At its default of 1 ms that costs
+    a rank with a fifth of a core a good part of it. An event-driven cycle (a repair) starts when there is work, and
+    so may be long; without the repair, 5 ms is a compromise between that cost and the latency it adds.
+    """
+    if "event_driven_cycle" in repairs():
+        os.environ.setdefault(EVENT_DRIVEN_CYCLE, "1")
+        os.environ.setdefault(CYCLE_TIME_MS, "20" if os.environ[EVENT_DRIVEN_CYCLE] == "1" else "5")
+    else:
+        os.environ.setdefault(CYCLE_TIME_MS, "5")
+    if "blocking_wait" in repairs():
+        os.environ.setdefault(BLOCKING_WAIT, "1")
+
+
+def waits_without_spinning() -> bool:
+    """True when `horovod.torch.synchronize` sleeps; upstream's spins."""
+    return "blocking_wait" in repairs() and os.environ.get(BLOCKING_WAIT) == "1"
+
+
+def run_folder() -> str | None:
+    """Where traces go when the script names no folder: `HVD_HETERO_RUN`, or None."""
+    return os.environ.get("HVD_HETERO_RUN") or None

@@ -1,0 +1,123 @@
+"""The port on real Horovod. The only file that calls Horovod's collectives."""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from .environment import waits_without_spinning
+from .port import Op
+
+_OPS = {"sum": "Sum", "min": "Min", "max": "Max"}
+_SHORTEST_SLEEP_S = 0.0003
+_LONGEST_SLEEP_S = 0.002
+
+
+def wait_until(done: Callable[[], bool]) -> None:
+    """Sleeps until `done()`. Each look costs CPU that a slow rank needs, so the longer the wait, the rarer the looks."""
+    start = time.perf_counter()
+    while not done():
+        waited = time.perf_counter() - start
+        time.sleep(min(_LONGEST_SLEEP_S, max(_SHORTEST_SLEEP_S, waited / 16)))
+
+
+class HorovodHandle:
+    """A Horovod operation under way."""
+
+    def __init__(self, binding: Any, handle: int, like: Any) -> None:
+        self._binding, self._handle, self._like = binding, handle, like
+
+    def done(self) -> bool:
+        return bool(self._binding.poll(self._handle))
+
+    def wait(self) -> Any:
+        if not waits_without_spinning():
+            wait_until(self.done)
+        result = self._binding.synchronize(self._handle)
+        if isinstance(result, tuple):  # all-to-all returns the received splits as well
+            result = result[0]
+        return result.numpy() if isinstance(self._like, np.ndarray) else result
+
+
+class HorovodEngine:
+    """One rank of a Horovod process set, for torch tensors and numpy arrays (which share memory with tensors)."""
+
+    def __init__(self, process_set: Any = None) -> None:
+        # Horovod itself decides what `horovod.torch` needs; nothing is imported before somebody asks for it.
+        self._torch = importlib.import_module("torch")
+        self._binding = importlib.import_module("horovod.torch.mpi_ops")
+        self._set = process_set if process_set is not None else self._binding.global_process_set
+        self.failure: tuple[type[Exception], ...] = (self._binding.HorovodInternalError, ValueError)
+        if not self._binding.is_initialized():
+            raise RuntimeError("Expected hvd.init() before anything that communicates. Received: Horovod not initialised.")
+        if not self._set.included():
+            raise ValueError(
+                f"Expected a process set that includes this rank ({self._binding.rank()}). Received: {self._set.ranks}. "
+                f"Guard the call with process_set.included()."
+            )
+
+    @property
+    def rank(self) -> int:
+        return int(self._set.rank())
+
+    @property
+    def size(self) -> int:
+        return int(self._set.size())
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(self._set.ranks) if self._set.ranks else tuple(range(self._binding.size()))
+
+    def _tensor(self, array: Any) -> Any:
+        return self._torch.from_numpy(array) if isinstance(array, np.ndarray) else array
+
+    def allreduce_async(self, array: Any, *, name: str, op: Op = "sum") -> HorovodHandle:
+        handle = self._binding.allreduce_async_(
+            self._tensor(array), name=name, op=getattr(self._binding, _OPS[op]), process_set=self._set
+        )
+        return HorovodHandle(self._binding, handle, array)
+
+    def allgather_async(self, array: Any, *, name: str) -> HorovodHandle:
+        handle = self._binding.allgather_async(self._tensor(array), name=name, process_set=self._set)
+        return HorovodHandle(self._binding, handle, array)
+
+    def broadcast_async(self, array: Any, *, root: int, name: str) -> HorovodHandle:
+        handle = self._binding.broadcast_async_(
+            self._tensor(array), self.ranks[root], name=name, process_set=self._set
+        )
+        return HorovodHandle(self._binding, handle, array)
+
+    def reducescatter_async(self, array: Any, *, name: str) -> HorovodHandle:
+        handle = self._binding.reducescatter_async(
+            self._tensor(array), name=name, op=self._binding.Sum, process_set=self._set
+        )
+        return HorovodHandle(self._binding, handle, array)
+
+    def alltoall_async(self, array: Any, *, splits: Sequence[int], name: str) -> HorovodHandle:
+        if len(splits) != self.size or sum(splits) != len(array):
+            raise ValueError(
+                f"{name!r}: expected {self.size} splits that sum to {len(array)} rows. Received: {list(splits)}."
+            )
+        counts = self._torch.tensor(list(splits), dtype=self._torch.int32)
+        handle = self._binding.alltoall_async(self._tensor(array), splits=counts, name=name, process_set=self._set)
+        return HorovodHandle(self._binding, handle, array)
+
+    def group(self, ranks: Sequence[int]) -> HorovodEngine | None:
+        members = [self.ranks[rank] for rank in ranks]
+        if tuple(members) == self.ranks:
+            return self
+        if len(self.ranks) != self._binding.size():
+            raise ValueError("Expected group() on the engine of all ranks, because Horovod's process sets are made by "
+                             f"all ranks together. Received: the engine of ranks {self.ranks}.")
+        try:
+            process_set = self._binding.add_process_set(members)
+        except ValueError as error:
+            raise ValueError(
+                f"No process set of ranks {members}: {error} Expected HOROVOD_DYNAMIC_PROCESS_SETS=1 or "
+                f'hvd.init(process_sets="dynamic").'
+            ) from error
+        return HorovodEngine(process_set) if process_set.included() else None

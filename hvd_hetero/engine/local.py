@@ -1,0 +1,224 @@
+"""Engines without Horovod: `SoloEngine` (one rank) and `World(n)` (n ranks as threads of this process).
+
+`World` adds in rank order, so that its sums are the same in every run; that makes laws about more than two ranks
+testable bit by bit. It works on anything that `numpy.asarray` sees without a copy: numpy arrays, CPU torch tensors.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+
+from .port import CollectiveError, Op
+
+T = TypeVar("T")
+_REDUCE: dict[str, Callable[[Any, Any], Any]] = {"sum": np.add, "min": np.minimum, "max": np.maximum}
+
+
+@dataclass
+class _Call:
+    """One named collective: what each rank brought, and what each gets."""
+
+    size: int
+    arrays: dict[int, np.ndarray] = field(default_factory=dict)
+    signatures: dict[int, tuple[Any, ...]] = field(default_factory=dict)
+    results: dict[int, np.ndarray] = field(default_factory=dict)
+    error: str | None = None
+    ready: threading.Event = field(default_factory=threading.Event)
+
+
+class _Group:
+    """What the threads of one group share."""
+
+    def __init__(self, size: int, world: World | None) -> None:
+        self.size, self.world = size, world
+        self.lock = threading.Lock()
+        self.calls: dict[str, _Call] = {}
+
+    def enter(self, rank: int, name: str, array: np.ndarray, signature: tuple[Any, ...]) -> _Call:
+        with self.lock:
+            call = self.calls.setdefault(name, _Call(self.size))
+            if rank in call.arrays:
+                raise ValueError(
+                    f"{name!r}: expected at most one collective of this name under way. Received: a second one from "
+                    f"rank {rank}. Wait for the first, or name it differently."
+                )
+            call.arrays[rank], call.signatures[rank] = array, signature
+            if len(call.arrays) == self.size:
+                del self.calls[name]
+                _finish(name, call)
+                call.ready.set()
+        return call
+
+
+def _finish(name: str, call: _Call) -> None:
+    """Fills `call.results`, or `call.error` when the ranks disagree."""
+    arrays = [call.arrays[rank] for rank in range(call.size)]
+    kind = call.signatures[0][0]
+    # All-to-all brings its own splits on each rank; everything else must be called alike.
+    alike = {signature[:1] if kind == "alltoall" else signature for signature in call.signatures.values()}
+    same_rows = kind in ("allgather", "alltoall")
+    shapes = {(array.dtype, array.shape[1:] if same_rows else array.shape) for array in arrays}
+    if len(alike) > 1 or len(shapes) > 1:
+        seen = "; ".join(
+            f"rank {rank}: {call.signatures[rank]} of {arrays[rank].dtype}{list(arrays[rank].shape)}"
+            for rank in range(call.size)
+        )
+        call.error = f"{name!r}: expected the same operation, type and shape on all ranks. Received: {seen}."
+        return
+    if kind in ("allreduce", "reducescatter"):
+        total = arrays[0].copy()
+        for array in arrays[1:]:
+            total = _REDUCE[call.signatures[0][1]](total, array, out=total)
+        if kind == "allreduce":
+            for array in arrays:
+                array[...] = total
+            call.results = call.arrays
+        else:
+            call.results = dict(enumerate(part.copy() for part in np.array_split(total, call.size)))
+    elif kind == "allgather":
+        whole = np.concatenate(arrays)
+        call.results = {rank: whole.copy() for rank in range(call.size)}
+    elif kind == "broadcast":
+        root = arrays[call.signatures[0][1]].copy()
+        for array in arrays:
+            array[...] = root
+        call.results = call.arrays
+    else:
+        starts = [np.concatenate([[0], np.cumsum(call.signatures[rank][1])]) for rank in range(call.size)]
+        for to in range(call.size):
+            parts = [arrays[r][starts[r][to] : starts[r][to + 1]] for r in range(call.size)]
+            call.results[to] = np.concatenate(parts)
+
+
+class _Pending:
+    """A handle on a `_Call`, returning what the rank passed in where the operation works in place."""
+
+    def __init__(self, group: _Group, call: _Call, rank: int, name: str, mine: Any) -> None:
+        self.group, self.call, self.rank, self.name, self.mine = group, call, rank, name, mine
+
+    def done(self) -> bool:
+        return self.call.ready.is_set()
+
+    def wait(self) -> Any:
+        world = self.group.world
+        while not self.call.ready.wait(0.05):
+            if world is not None and world.failed.is_set():
+                raise CollectiveError(f"{self.name!r}: another rank stopped before it took part.")
+        if self.call.error is not None:
+            raise CollectiveError(self.call.error)
+        return self.mine if self.mine is not None else self.call.results[self.rank]
+
+
+class LocalEngine:
+    """A rank of a `_Group`; see the port for what each method does."""
+
+    failure: tuple[type[Exception], ...] = (CollectiveError,)
+
+    def __init__(self, group: _Group, rank: int, ranks: tuple[int, ...]) -> None:
+        self._group, self._rank, self._ranks = group, rank, ranks
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        return self._group.size
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return self._ranks
+
+    def _start(self, name: str, array: Any, signature: tuple[Any, ...], in_place: bool) -> _Pending:
+        view = np.asarray(array)
+        call = self._group.enter(self._rank, name, view, signature)
+        return _Pending(self._group, call, self._rank, name, array if in_place else None)
+
+    def allreduce_async(self, array: Any, *, name: str, op: Op = "sum") -> _Pending:
+        return self._start(name, array, ("allreduce", op), True)
+
+    def allgather_async(self, array: Any, *, name: str) -> _Pending:
+        return self._start(name, array, ("allgather",), False)
+
+    def broadcast_async(self, array: Any, *, root: int, name: str) -> _Pending:
+        return self._start(name, array, ("broadcast", root), True)
+
+    def reducescatter_async(self, array: Any, *, name: str) -> _Pending:
+        return self._start(name, array, ("reducescatter", "sum"), False)
+
+    def alltoall_async(self, array: Any, *, splits: Sequence[int], name: str) -> _Pending:
+        if len(splits) != self.size or sum(splits) != len(array):
+            raise ValueError(
+                f"{name!r}: expected {self.size} splits that sum to {len(array)} rows. Received: {list(splits)}."
+            )
+        return self._start(name, array, ("alltoall", tuple(splits)), False)
+
+    def group(self, ranks: Sequence[int]) -> LocalEngine | None:
+        chosen = tuple(ranks)
+        if self._group.world is None:
+            return self if chosen == (0,) else None
+        shared = self._group.world.subgroup(tuple(self._ranks[rank] for rank in chosen))
+        if self._rank not in chosen:
+            return None
+        return LocalEngine(shared, chosen.index(self._rank), tuple(self._ranks[rank] for rank in chosen))
+
+
+class SoloEngine(LocalEngine):
+    """The engine of one rank alone: every collective is the identity."""
+
+    def __init__(self) -> None:
+        super().__init__(_Group(1, None), 0, (0,))
+
+
+class World:
+    """`n` ranks as threads: `World(4).run(rank_program)` gives each its engine and returns their results.
+
+    A rank that raises ends the run: ranks that wait for it get a `CollectiveError`, and `run` raises the first
+    error that was not caused by another rank's.
+    """
+
+    def __init__(self, size: int) -> None:
+        if size < 1:
+            raise ValueError(f"size: expected at least 1 rank. Received: {size}.")
+        self.size = size
+        self.failed = threading.Event()
+        self._lock = threading.Lock()
+        self._groups: dict[tuple[int, ...], _Group] = {}
+
+    def subgroup(self, ranks: tuple[int, ...]) -> _Group:
+        """What the threads of these global ranks share."""
+        with self._lock:
+            return self._groups.setdefault(ranks, _Group(len(ranks), self))
+
+    def run(
+        self, program: Callable[[LocalEngine], T], *, timeout_s: float = 60.0, errors: Literal["raise", "return"] = "raise"
+    ) -> list[Any]:
+        """What `program(engine)` returned on each rank; with `errors="return"`, the exception where it raised."""
+        everyone = tuple(range(self.size))
+        shared = self.subgroup(everyone)
+        results: list[Any] = [None] * self.size
+
+        def rank_main(rank: int) -> None:
+            try:
+                results[rank] = program(LocalEngine(shared, rank, everyone))
+            except BaseException as error:  # handed to the caller below, never swallowed
+                results[rank] = error
+                self.failed.set()
+
+        threads = [threading.Thread(target=rank_main, args=(rank,), daemon=True) for rank in everyone]
+        for thread in threads:
+            thread.start()
+        for rank, thread in enumerate(threads):
+            thread.join(timeout_s)
+            if thread.is_alive():
+                raise TimeoutError(f"World({self.size}): rank {rank} did not end within {timeout_s} s.")
+        if errors == "raise":
+            raised = [result for result in results if isinstance(result, BaseException)]
+            for error in sorted(raised, key=lambda error: isinstance(error, CollectiveError)):
+                raise error
+        return results

@@ -1,0 +1,63 @@
+"""The port: the collectives that the algorithms are written on.
+
+Every operation is named, because Horovod pairs operations by name; it is asynchronous and returns a handle; arrays
+are mutable and live on the CPU or on a device (numpy arrays, torch tensors). Ranks are those of the group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, Protocol, runtime_checkable
+
+Op = Literal["sum", "min", "max"]
+
+
+class CollectiveError(RuntimeError):
+    """Ranks called a collective with arguments that do not fit together, or a peer is gone."""
+
+
+class Handle(Protocol):
+    """A collective under way."""
+
+    def done(self) -> bool:
+        """True when `wait` would return at once."""
+
+    def wait(self) -> Any:
+        """The result; sleeps (never spins) until it is there. Raises the engine's `failure` when it failed."""
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """One rank's view of a group of ranks."""
+
+    failure: tuple[type[Exception], ...]
+    """What a failed collective raises."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The global ranks of this group, in order."""
+
+    def allreduce_async(self, array: Any, *, name: str, op: Op = "sum") -> Handle:
+        """Reduces `array` over the group *in place*; the result is `array`. Shapes and types must be equal."""
+
+    def allgather_async(self, array: Any, *, name: str) -> Handle:
+        """The arrays of all ranks, concatenated along the first axis, whose length may differ (0 included)."""
+
+    def broadcast_async(self, array: Any, *, root: int, name: str) -> Handle:
+        """Overwrites `array` *in place* with that of rank `root` (a rank of this group)."""
+
+    def reducescatter_async(self, array: Any, *, name: str) -> Handle:
+        """This rank's rows of the sum; of n rows the first `n % size` ranks get one more."""
+
+    def alltoall_async(self, array: Any, *, splits: Sequence[int], name: str) -> Handle:
+        """Row blocks from all ranks, concatenated; `splits[i]` rows of `array` go to rank i."""
+
+    def group(self, ranks: Sequence[int]) -> Engine | None:
+        """The engine of a subset of this group's ranks, None on a rank outside it. Every rank of the group calls
+        it, with the same ranks, in the same order."""

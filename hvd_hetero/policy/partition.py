@@ -1,0 +1,240 @@
+"""Shares: how a global batch is split over ranks so that the slowest finishes as early as possible.
+
+    minimise max_i t_i(b_i)   with   sum_i b_i = B,   lower_i <= b_i <= upper_i,   b_i a multiple of quantum_i
+
+Give each next quantum to argmin_i t_i(b_i + q): optimal for every non-decreasing t_i when the quanta are equal
+(Ibaraki & Katoh 1988, "Resource Allocation Problems", min-max objective). The greedy starts where it would stand once
+it has handed out everything that finishes by a deadline found by bisection: the same result for less work.
+Unequal quanta make reaching the sum a subset-sum problem: the earliest deadline by which it can be reached is searched
+for with sets of reachable sums as the bits of integers (Bellman 1957).
+
+Ties go to the smaller seconds per sample, then to the lower rank, so that the answer is the same wherever it is
+computed and a slower rank never gets more.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from .speed import SpeedModel
+
+T = TypeVar("T")
+
+HANDED_OUT_SINGLY = 4        # quanta per rank for which a bisection would not pay
+BISECTIONS = 80              # more than a double has bits: after these the bracket is two neighbouring numbers
+
+
+class InfeasibleError(ValueError):
+    """No split respects the bounds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bound:
+    """What one rank's share may be: a multiple of `quantum` from `lower` to `upper` (what its memory holds)."""
+
+    lower: int = 0
+    upper: int | None = None
+    quantum: int = 1
+
+    def __post_init__(self) -> None:
+        if self.lower < 0 or self.quantum < 1:
+            raise ValueError("lower and quantum: expected at least 0 and at least 1. "
+                             f"Received: {self.lower} and {self.quantum}.")
+        if self.upper is not None and self.upper < self.lower:
+            raise ValueError(f"upper: expected at least lower ({self.lower}), or None. Received: {self.upper}.")
+
+    def allows(self, share: int) -> bool:
+        """Whether a rank may have this share."""
+        return share >= self.lower and (self.upper is None or share <= self.upper) and share % self.quantum == 0
+
+
+def split(models: Sequence[SpeedModel], global_batch_size: int, bounds: Sequence[Bound] | None = None, *,
+          micro_batch: Sequence[int | None] | None = None) -> tuple[int, ...]:
+    """The shares with the earliest finish of the slowest rank; exact.
+
+    `micro_batch` says per rank how many samples one forward and backward pass holds: each pass costs an overhead.
+
+    Raises:
+        InfeasibleError: no shares within the bounds have that sum.
+    """
+    ranks = [_Rank(rank, model, bound, cap, global_batch_size) for rank, (model, bound, cap) in enumerate(zip(
+        models, _per_rank(bounds, Bound(), models, "bounds"), _per_rank(micro_batch, None, models, "micro_batch"),
+        strict=True))]
+    _check(ranks, global_batch_size)
+    if len({r.quantum for r in ranks}) > 1:
+        return _split_uneven_quanta(ranks, global_batch_size)
+    if global_batch_size % ranks[0].quantum:
+        raise InfeasibleError(f"global_batch_size: expected a multiple of {ranks[0].quantum}, every rank's quantum. "
+                              f"Received: {global_batch_size}.")
+    return _split_even_quanta(ranks, global_batch_size)
+
+
+def equal_shares(global_batch_size: int, ranks: int) -> tuple[int, ...]:
+    """Shares that differ by at most one sample, the largest first."""
+    if ranks < 1 or global_batch_size < 0:
+        raise ValueError("global_batch_size and ranks: expected at least 0 and at least 1. "
+                         f"Received: {global_batch_size} and {ranks}.")
+    share, more = divmod(global_batch_size, ranks)
+    return (share + 1,) * more + (share,) * (ranks - more)
+
+
+def step_time_s(models: Sequence[SpeedModel], shares: Sequence[int],
+                micro_batch: Sequence[int | None] | None = None) -> float:
+    """The predicted compute time of the slowest rank."""
+    caps = _per_rank(micro_batch, None, models, "micro_batch")
+    return max((m.time_s(b, cap) for m, b, cap in zip(models, shares, caps, strict=True)), default=0.0)
+
+
+def micro_batches(share: int, cap: int | None) -> tuple[int, ...]:
+    """The share as the fewest micro-batches of at most `cap` samples, as equal as possible; () for no samples."""
+    if share < 0 or (cap is not None and cap < 1):
+        raise ValueError(f"share and cap: expected at least 0, and at least 1 or None. Received: {share} and {cap}.")
+    if share == 0:
+        return ()
+    return equal_shares(share, 1 if cap is None else -(-share // cap))
+
+
+def _per_rank(given: Sequence[T] | None, default: T, models: Sequence[SpeedModel], name: str) -> Sequence[T]:
+    if given is None:
+        return [default] * len(models)
+    if len(given) != len(models):
+        raise ValueError(f"{name}: expected one for each of {len(models)} models. Received: {len(given)}.")
+    return given
+
+
+class _Rank:
+    """One rank's side of the problem: its bounds on the grid of its quantum, and its time with the way back."""
+
+    def __init__(self, rank: int, model: SpeedModel, bound: Bound, cap: int | None, most: int) -> None:
+        if cap is not None and cap < 1:
+            raise ValueError(f"micro_batch: expected at least 1 or None for rank {rank}. Received: {cap}.")
+        self.rank, self.model, self.cap, self.quantum = rank, model, cap, bound.quantum
+        self.lowest = -(-bound.lower // bound.quantum) * bound.quantum
+        self.highest = min(most, most if bound.upper is None else bound.upper) // bound.quantum * bound.quantum
+        if bound.upper is not None and self.lowest > bound.upper:
+            raise InfeasibleError(f"bounds: expected a multiple of {bound.quantum} between {bound.lower} and "
+                                  f"{bound.upper} for rank {rank}. Received: a range without one.")
+
+    def time_s(self, share: int) -> float:
+        return self.model.time_s(share, self.cap)
+
+    def within(self, deadline_s: float) -> int:
+        """The largest share that finishes by the deadline; the lowest where none does."""
+        each, overhead, passes = self.model.seconds_per_sample, self.model.overhead_s, 0
+        if self.cap is not None:
+            passes = int(min(deadline_s / (overhead + self.cap * each), self.highest // self.cap))
+            deadline_s, asked_s = deadline_s - passes * (overhead + self.cap * each), deadline_s
+        else:
+            asked_s = deadline_s
+        rest = max(0, int(min((deadline_s - overhead) / each, self.highest)))
+        share = passes * (self.cap or 0) + (rest if self.cap is None else min(rest, self.cap))
+        share = min(max(share // self.quantum * self.quantum, self.lowest), self.highest)
+        while share < self.highest and self.time_s(share + self.quantum) <= asked_s:
+            share += self.quantum
+        while share > self.lowest and self.time_s(share) > asked_s:
+            share -= self.quantum
+        return share
+
+
+def _check(ranks: Sequence[_Rank], whole: int) -> None:
+    if not ranks or whole < 1:
+        raise ValueError("models and global_batch_size: expected at least one model and at least 1. "
+                         f"Received: {len(ranks)} and {whole}.")
+    least, most = sum(r.lowest for r in ranks), sum(r.highest for r in ranks)
+    if least > whole:
+        raise InfeasibleError(f"global_batch_size: expected at least {least}, the sum of the ranks' lower bounds (rounded "
+                              f"up to their quanta). Received: {whole}. Lower the bounds or use fewer ranks.")
+    if most < whole:
+        raise InfeasibleError(f"global_batch_size: expected at most {most}, what all ranks hold in one step (rounded down "
+                              f"to their quanta). Received: {whole}. Raise the upper bounds and use micro-batches.")
+
+
+def _deadline(ranks: Sequence[_Rank], whole: int, slack: int) -> tuple[float, list[int]]:
+    """A time by which at most `whole` samples can be finished, fewer by at most about `slack`, and who finishes what."""
+    early, late = 0.0, max(r.time_s(r.highest) for r in ranks)
+    shares = [r.lowest for r in ranks]
+    for _ in range(BISECTIONS):
+        if whole - sum(shares) <= slack:
+            break
+        middle = 0.5 * (early + late)
+        finished = [r.within(middle) for r in ranks]
+        if sum(finished) > whole:
+            late = middle
+        else:
+            early, shares = middle, finished
+    return early, shares
+
+
+def _split_even_quanta(ranks: Sequence[_Rank], whole: int) -> tuple[int, ...]:
+    """The greedy's shares, from the point that it must pass."""
+    quantum = ranks[0].quantum
+    _, shares = _deadline(ranks, whole, HANDED_OUT_SINGLY * len(ranks) * quantum)
+
+    def offer(r: _Rank) -> tuple[float, float, int]:
+        return r.time_s(shares[r.rank] + quantum), r.model.seconds_per_sample, r.rank
+
+    queue = [offer(r) for r in ranks if shares[r.rank] < r.highest]
+    heapq.heapify(queue)
+    for _ in range((whole - sum(shares)) // quantum):
+        r = ranks[queue[0][2]]
+        shares[r.rank] += quantum
+        if shares[r.rank] < r.highest:
+            heapq.heapreplace(queue, offer(r))
+        else:
+            heapq.heappop(queue)
+    return tuple(shares)
+
+
+def _split_uneven_quanta(ranks: Sequence[_Rank], whole: int) -> tuple[int, ...]:
+    """The shares at the smallest deadline for which some of the shares that meet it sum to the whole."""
+    everything = _sums(ranks, [r.highest for r in ranks], whole)[-1]
+    if not everything >> whole & 1:
+        raise InfeasibleError("global_batch_size: expected a sum of multiples of the ranks' quanta within their bounds; "
+                              f"the nearest below is {everything.bit_length() - 1}. Received: {whole}.")
+    early, late = 0.0, max(r.time_s(r.highest) for r in ranks)
+    if sum(r.lowest for r in ranks) < whole:
+        early, _ = _deadline(ranks, whole - 1, 0)
+    while True:
+        finished = [r.within(early) for r in ranks]
+        times = [r.time_s(b + r.quantum) for r, b in zip(ranks, finished, strict=True) if b < r.highest]
+        middle = max(min(times, default=late), 0.5 * (early + late))
+        if middle >= late:
+            return _pick(ranks, [r.within(late) for r in ranks], whole)
+        if _sums(ranks, [r.within(middle) for r in ranks], whole)[-1] >> whole & 1:
+            late = middle
+        else:
+            early = middle
+
+
+def _sums(ranks: Sequence[_Rank], most: Sequence[int], whole: int) -> list[int]:
+    """Which sums up to the whole the first 0, 1, 2, ... ranks can reach: bit n for the sum n."""
+    reached = [1]
+    for r, top in zip(ranks, most, strict=True):
+        sums, quanta, several = reached[-1] << r.lowest, (top - r.lowest) // r.quantum, 1
+        while quanta > 0:
+            several = min(several, quanta)
+            sums |= sums << several * r.quantum
+            quanta, several = quanta - several, 2 * several
+        reached.append(sums & ((2 << whole) - 1))
+    return reached
+
+
+def _pick(ranks: Sequence[_Rank], most: Sequence[int], whole: int) -> tuple[int, ...]:
+    """Shares of at most `most` with that sum, each as near as may be to the same part of its most; the faster the more."""
+    reached, left, shares = _sums(ranks, most, whole), whole, list(most)
+    for i in reversed(range(len(ranks))):
+        r, wanted = ranks[i], left * most[i] / max(sum(most[:i + 1]), 1)
+        shares[i] = min((b for b in range(r.lowest, min(most[i], left) + 1, r.quantum) if reached[i] >> (left - b) & 1),
+                        key=lambda b, wanted=wanted: (abs(b - wanted), b))
+        left -= shares[i]
+    for r in ranks:      # among ranks with the same bounds the slower one gets no more
+        alike = [o for o in ranks if (o.lowest, o.highest, o.quantum) == (r.lowest, r.highest, r.quantum)]
+        top = max(shares[o.rank] for o in alike)
+        alike.sort(key=lambda o, top=top: (o.time_s(top), o.model.seconds_per_sample, o.rank))
+        ordered = dict(zip((o.rank for o in alike), sorted((shares[o.rank] for o in alike), reverse=True), strict=True))
+        if all(b <= most[rank] for rank, b in ordered.items()):
+            shares = [ordered.get(rank, b) for rank, b in enumerate(shares)]
+    return tuple(shares)

@@ -1,0 +1,249 @@
+"""Speed models: how long one rank computes on b samples, from what it was seen to take.
+
+    t(b) = overhead + b * seconds per sample                 (t(0) = 0: a rank without samples computes nothing)
+
+Compute time alone goes in. In synchronous training every rank's *step* takes equally long, because waiting hides speed.
+
+- Observations are judged by the median of their size or, where sizes are mostly seen once, by the line of Theil (1950)
+  and Sen (1968), "Estimates of the regression coefficient based on Kendall's tau"; outliers go, and least squares with
+  noise proportional to the time takes the rest: nearly all the precision of a mean, and no spike counts.
+- The overhead is drawn towards a prior by its own uncertainty (the posterior mean under a normal prior), so that two
+  sizes close together do not invent an overhead, and two sizes far apart are believed.
+- A change of speed is told from a change of share without knowing the overhead: for any overhead >= 0, a larger share
+  makes the step longer and a sample shorter. What makes *both* longer (or both shorter) is a change of speed.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, insort
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+SHORTEST_S = 1e-9            # no step is shorter, whatever a coarse clock said
+LARGEST_OVERHEAD = 0.98      # of the time at the sizes seen: samples cost something even where none was noticed
+OVERHEAD_SPREAD = 0.15       # how far, as a fraction of the step, overhead may be expected to lie from the prior
+USUAL_NOISE = 0.05           # relative noise assumed before anything was seen; weighs as much as one observation
+OUTLIER = 0.2                # relative: what lies nearer than this to its size's median is never an outlier
+ENOUGH_OF_A_SIZE = 3         # a median of fewer does not withstand one spike
+REACH = 24                   # observations on either side of a possible change of speed that are compared
+LEAST_NOISE = 0.02           # relative noise between neighbouring steps, at the least
+CHANGE_IN_STANDARD_ERRORS = 5.0
+MEDIAN_INEFFICIENCY = 1.2533  # standard error of a median over that of a mean, normal noise: sqrt(pi / 2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observation:
+    """One step of one rank: the share it processed and the seconds of compute alone (no waiting, no data)."""
+
+    samples: int
+    compute_s: float
+
+    def __post_init__(self) -> None:
+        if self.samples < 0:
+            raise ValueError(f"samples: expected 0 or more, what the rank processed. Received: {self.samples}.")
+        if not (math.isfinite(self.compute_s) and self.compute_s >= 0.0):
+            raise ValueError("compute_s: expected a finite number of seconds, 0 or more: the difference of two "
+                             f"readings of a monotonic clock. Received: {self.compute_s}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeedModel:
+    """How long one rank computes: t(b) = overhead_s + b * seconds_per_sample, and how well that is known."""
+
+    overhead_s: float
+    seconds_per_sample: float
+    standard_error: float = 0.0     # of the predicted time at the sizes seen, relative to it
+    observations: int = 0           # how many it was fitted to
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.overhead_s) and self.overhead_s >= 0.0):
+            raise ValueError(f"overhead_s: expected a finite number, 0 or more. Received: {self.overhead_s}.")
+        if not (math.isfinite(self.seconds_per_sample) and self.seconds_per_sample > 0.0):
+            raise ValueError("seconds_per_sample: expected a finite number above 0; leave a rank that cannot compute "
+                             f"out with Bound(upper=0). Received: {self.seconds_per_sample}.")
+        if not self.standard_error >= 0.0 or self.observations < 0:
+            raise ValueError("standard_error and observations: expected 0 or more. "
+                             f"Received: {self.standard_error} and {self.observations}.")
+
+    def time_s(self, samples: int, micro_batch: int | None = None) -> float:
+        """The predicted seconds of compute on `samples`, taken at most `micro_batch` at once; 0.0 for no samples."""
+        if samples <= 0:
+            return 0.0
+        passes = 1 if micro_batch is None else -(-samples // micro_batch)
+        return passes * self.overhead_s + samples * self.seconds_per_sample
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Size:
+    """All observations of one size, reduced: how many, and the typical time."""
+
+    samples: int
+    count: int
+    time_s: float
+
+
+def fit(observations: Sequence[Observation], *, prior: SpeedModel | None = None) -> SpeedModel:
+    """The speed model of one rank, unmoved by single spikes.
+
+    `prior` lends its overhead, as a fraction of the step, as far as the observations cannot tell overhead from slope
+    (one size only; sizes close together). Without one that fraction is taken as 0: proportional through the origin.
+    Without any observation of a sample the prior itself comes back.
+    """
+    times = _by_size(observations)
+    if not times:
+        if prior is not None:
+            return prior
+        raise ValueError("observations: expected at least one with samples, or a prior; measure a step first. "
+                         f"Received: {len(observations)}, none with samples.")
+    sizes, noise = _typical_times(times)
+    kept = sum(z.count for z in sizes)
+    weights = [z.count / z.time_s**2 for z in sizes]
+    mean_b = math.fsum(w * z.samples for w, z in zip(weights, sizes, strict=True)) / math.fsum(weights)
+    mean_t = math.fsum(w * z.time_s for w, z in zip(weights, sizes, strict=True)) / math.fsum(weights)
+    fraction = 0.0 if prior is None else prior.overhead_s / (prior.overhead_s + mean_b * prior.seconds_per_sample)
+    overhead = fraction * mean_t
+    lever = math.fsum(w * (z.samples - mean_b) ** 2 for w, z in zip(weights, sizes, strict=True))
+    if len(sizes) > 1:
+        slope = math.fsum(w * (z.samples - mean_b) * z.time_s for w, z in zip(weights, sizes, strict=True)) / lever
+        variance = noise**2 * (1.0 / math.fsum(weights) + mean_b**2 / lever)
+        belief = 1.0 / (1.0 + variance / (OVERHEAD_SPREAD * mean_t) ** 2)
+        overhead += belief * (mean_t - slope * mean_b - overhead)
+    overhead = min(max(overhead, 0.0), LARGEST_OVERHEAD * mean_t)
+    slope = (math.fsum(w * z.samples * (z.time_s - overhead) for w, z in zip(weights, sizes, strict=True))
+             / math.fsum(w * z.samples**2 for w, z in zip(weights, sizes, strict=True)))
+    return SpeedModel(overhead_s=overhead, standard_error=noise * math.sqrt(min(2, len(sizes)) / kept),
+                      seconds_per_sample=max(slope, (1.0 - LARGEST_OVERHEAD) * mean_t / mean_b),
+                      observations=sum(len(seen) for seen in times.values()))
+
+
+def _by_size(observations: Sequence[Observation]) -> dict[int, list[float]]:
+    """The times seen at each size, sorted."""
+    times: dict[int, list[float]] = {}
+    for o in observations:
+        if o.samples > 0:
+            times.setdefault(o.samples, []).append(max(o.compute_s, SHORTEST_S))
+    for seen in times.values():
+        seen.sort()
+    return times
+
+
+def _middle(ordered: Sequence[float]) -> float:
+    """The median of a sorted, non-empty sequence."""
+    half = len(ordered) // 2
+    return ordered[half] if len(ordered) % 2 else 0.5 * (ordered[half - 1] + ordered[half])
+
+
+def _typical_times(times: Mapping[int, Sequence[float]]) -> tuple[list[_Size], float]:
+    """Per size how many observations are no outliers and their mean time; and the relative noise of one observation.
+
+    Sizes seen once or twice (a short last batch) are left out where the others, being the most, can do without them.
+    """
+    often = {b: seen for b, seen in times.items() if len(seen) >= ENOUGH_OF_A_SIZE}
+    if 2 * sum(map(len, often.values())) >= sum(map(len, times.values())):
+        times = often
+    expected = {b: _middle(seen) for b, seen in times.items()}
+    if len(times) > len(often):
+        expected = _theil_sen(times)
+    off = {b: [(t, abs(t / expected[b] - 1.0)) for t in seen] for b, seen in times.items()}
+    cut = max(OUTLIER, 3.0 * 1.4826 * _middle(sorted(d for pairs in off.values() for _, d in pairs)))
+    near = {b: [(t, d) for t, d in pairs if d <= cut] for b, pairs in sorted(off.items())}
+    sizes = [_Size(samples=b, count=len(pairs), time_s=math.fsum(t for t, _ in pairs) / len(pairs))
+             for b, pairs in near.items() if pairs]
+    squares = [d**2 for pairs in near.values() for _, d in pairs]
+    freedom = max(len(squares) - min(2, len(sizes)), 0)
+    return sizes, math.sqrt((math.fsum(squares) + USUAL_NOISE**2) / (freedom + 1))
+
+
+def _theil_sen(times: Mapping[int, Sequence[float]]) -> dict[int, float]:
+    """The time at each size on the line whose slope is the weighted median of all slopes between two sizes."""
+    sizes = [_Size(samples=b, count=len(seen), time_s=_middle(seen)) for b, seen in sorted(times.items())]
+    slopes = sorted(((q.time_s - p.time_s) / (q.samples - p.samples), p.count * q.count)
+                    for i, p in enumerate(sizes) for q in sizes[i + 1:])
+    half, reached, slope = 0.5 * sum(w for _, w in slopes), 0, sizes[0].time_s / sizes[0].samples
+    for candidate, weight in slopes:
+        reached, slope = reached + weight, candidate
+        if reached >= half:
+            break
+    overhead = _middle(sorted(z.time_s - slope * z.samples for z in sizes))
+    return {z.samples: max(overhead + slope * z.samples, SHORTEST_S) for z in sizes}
+
+
+def latest_regime(observations: Sequence[Observation], *, minimum: int = 4,
+                  tolerance: float = 0.15) -> Sequence[Observation]:
+    """What was measured since the speed last changed by more than `tolerance`; everything if it never did.
+
+    Every point with `minimum` observations on both sides is a candidate. There the medians before and after are
+    compared: for each size seen on both sides, and for the two sizes that meet there. Of the slower side three quarters
+    have to stand out (all of four), so that no handful of spikes passes for a change.
+    """
+    if minimum < 2 or not tolerance > 0.0:
+        raise ValueError("minimum and tolerance: expected 2 or more, and a number above 0. "
+                         f"Received: {minimum} and {tolerance}.")
+    seen = [o for o in observations if o.samples > 0]
+    start = _latest_change(seen, minimum, tolerance)
+    if start == 0:
+        return observations
+    return latest_regime(seen[start:], minimum=minimum, tolerance=tolerance)
+
+
+def _latest_change(seen: Sequence[Observation], minimum: int, tolerance: float) -> int:
+    """The index of the first observation after the latest change of speed; 0 if there was none."""
+    steady = sorted(abs(p.compute_s - o.compute_s) / max(o.compute_s, SHORTEST_S)
+                    for o, p in zip(seen, seen[1:], strict=False) if o.samples == p.samples)
+    noise = max(1.4826 * _middle(steady) / math.sqrt(2.0) if steady else 0.0, LEAST_NOISE)
+    before, after = _by_size(seen[:minimum]), _by_size(seen[minimum:minimum + REACH])
+    last, best, size, clearest = 0, 0, 0, 0.0
+    for at in range(minimum, len(seen) - minimum + 1):
+        pairs = [(b, b) for b in after if b in before]
+        if seen[at - 1].samples != seen[at].samples:
+            pairs.append((seen[at - 1].samples, seen[at].samples))
+        for b, c in pairs:
+            if min(len(before[b]), len(after[c])) < minimum:
+                continue
+            clarity = _change(b, before[b], c, after[c], noise, tolerance)
+            if clarity > 0.0 and (at > last + minimum or clarity >= clearest):
+                best, size, clearest = at, b if b == c else 0, clarity
+            last = at if clarity > 0.0 else last
+        _move(before, seen, add=at, drop=at - REACH)
+        _move(after, seen, add=at + REACH, drop=at)
+    return _boundary(seen, best, size, minimum) if size else best
+
+
+def _change(b: int, old: Sequence[float], c: int, new: Sequence[float], noise: float, tolerance: float) -> float:
+    """How many standard errors lie between the speeds before (size b) and after (size c); 0.0 if that is no change."""
+    error = MEDIAN_INEFFICIENCY * noise * math.sqrt(1.0 / len(old) + 1.0 / len(new))
+    margin = max(tolerance, CHANGE_IN_STANDARD_ERRORS * error)
+    first, second = _middle(old), _middle(new)
+    if second < first:      # time runs backwards: a faster speed after is a slower one before
+        b, old, first, c, new, second = c, new, second, b, old, first
+    surely = min(second / first, second * b / (first * c))      # slower per step *and* per sample
+    quarter = new[(len(new) - 1) // 4] / second * surely
+    return (surely - 1.0) / error if surely > 1.0 + margin and quarter > 1.0 + 0.5 * margin else 0.0
+
+
+def _move(times: dict[int, list[float]], seen: Sequence[Observation], *, add: int, drop: int) -> None:
+    """None; slides a window of times by size one observation onwards."""
+    if add < len(seen):
+        insort(times.setdefault(seen[add].samples, []), max(seen[add].compute_s, SHORTEST_S))
+    if drop >= 0:
+        of_size = times[seen[drop].samples]
+        del of_size[bisect_left(of_size, max(seen[drop].compute_s, SHORTEST_S))]
+        if not of_size:
+            del times[seen[drop].samples]
+
+
+def _boundary(seen: Sequence[Observation], near: int, size: int, minimum: int) -> int:
+    """The cut close to `near` that leaves the fewest observations of `size` on the wrong side of it."""
+    first, stop = max(near - REACH, 0), min(near + REACH, len(seen))
+    old = _middle(_by_size(seen[first:near])[size])
+    new = _middle(_by_size(seen[near:stop])[size])
+    late = [(o.compute_s**2 > old * new) == (new > old) for o in seen[first:stop]]
+    wrong = sum(not is_late for is_late, o in zip(late, seen[first:stop], strict=True) if o.samples == size)
+    fewest, where = len(seen), near
+    for at, is_late in enumerate(late, start=first):
+        if fewest >= wrong and minimum <= at <= len(seen) - minimum:
+            fewest, where = wrong, at
+        if seen[at].samples == size:
+            wrong += 1 if is_late else -1
+    return where

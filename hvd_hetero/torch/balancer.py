@@ -1,0 +1,88 @@
+"""The balancer of a torch script."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch.utils import _pytree as pytree
+
+from hvd_hetero.engine.environment import run_folder
+from hvd_hetero.engine.horovod import HorovodEngine
+from hvd_hetero.engine.port import Engine
+from hvd_hetero.optimizers import balancer as framework_free
+from hvd_hetero.policy.partition import micro_batches
+from hvd_hetero.policy.replan import ReplanRule
+from hvd_hetero.trace.record import Trace
+
+from .stopwatch import stopwatch
+
+Batch = TypeVar("Batch")
+_names = 0
+
+
+class Balancer(framework_free.Balancer):
+    """Shares of the global batch in proportion to each rank's measured speed; one per training loop.
+
+    Constructing it is a collective call. See `hvd_hetero.optimizers.balancer.Balancer` for the arguments.
+
+    Args:
+        process_set: the ranks that train together (default: all).
+        run: a folder for this run's trace, one file per rank; default: `HVD_HETERO_RUN`, or no trace.
+    """
+
+    def __init__(
+        self,
+        global_batch_size: int,
+        *,
+        min_share: int = 1,
+        max_share: int | None = None,
+        quantum: int = 1,
+        max_micro_batch: int | None = None,
+        shares: Sequence[int] | None = None,
+        adaptive: bool = True,
+        rule: ReplanRule | None = None,
+        process_set: Any = None,
+        run: str | None = None,
+        engine: Engine | None = None,
+    ) -> None:
+        global _names
+        _names += 1  # every rank makes its balancers in the same order, so the names agree
+        engine = engine if engine is not None else HorovodEngine(process_set)
+        folder = run or run_folder()
+        super().__init__(
+            engine,
+            global_batch_size=global_batch_size,
+            min_share=min_share,
+            max_share=max_share,
+            quantum=quantum,
+            max_micro_batch=max_micro_batch,
+            shares=shares,
+            adaptive=adaptive,
+            rule=rule,
+            stopwatch=stopwatch(),
+            trace=Trace(folder, rank=engine.rank, clock=time.time) if folder else None,
+            name=f"balancer{_names}",
+        )
+
+    def micro_batches(self, batch: Batch) -> Iterator[Batch]:
+        """The parts of `batch`, each of at most this rank's `max_micro_batch` samples, for one `backward()` each.
+
+        Their gradients add up to that of the whole, weighted by their sizes; ranks may have different numbers of
+        parts. Gradients travel during the last one.
+        """
+        leaves = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+        if not leaves:
+            raise TypeError(f"batch: expected tensors with samples along their first axis. Received: {type(batch)}.")
+        samples = len(leaves[0])
+        sizes = micro_batches(samples, self.terms.max_micro_batch) or (0,)
+        at = 0
+        for index, size in enumerate(sizes):
+            part = slice(at, at + size)
+            at += size
+            self.last_pass = index == len(sizes) - 1
+            if len(sizes) > 1:
+                self._set_count(float(size))
+            yield pytree.tree_map(lambda leaf, part=part: leaf[part] if isinstance(leaf, torch.Tensor) else leaf, batch)

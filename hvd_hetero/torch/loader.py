@@ -1,0 +1,179 @@
+"""Loading: each rank's share of one global order, as a batch sampler and as a data loader."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+
+from hvd_hetero.optimizers.agreement import agree_on
+from hvd_hetero.optimizers.balancer import Balancer
+from hvd_hetero.optimizers.dealer import Dealer, cut
+
+
+class BalancedBatchSampler(Sampler[list[int]]):
+    """This rank's indices of each global batch, for `DataLoader(batch_sampler=...)`.
+
+    Every sample of an epoch comes up exactly once over all ranks, whatever the plan does. Unlike with
+    `DistributedSampler`, nothing is repeated to make ranks even: the last batch may be short (`drop_last`).
+
+    Args:
+        length: samples in the dataset, the same on all ranks.
+        shuffle, seed: the order of epoch e depends on the seed and e alone; call `set_epoch(e)`.
+    """
+
+    def __init__(
+        self, length: int, *, balancer: Balancer, shuffle: bool = True, seed: int = 0, drop_last: bool = False
+    ) -> None:
+        self.balancer = balancer
+        agree_on(
+            balancer.engine,
+            {"dataset length": length, "shuffle": shuffle, "seed": seed, "drop_last": drop_last},
+            name=f"hvd_hetero.{balancer.name}.dealer",
+        )
+        self.dealer = Dealer(
+            length,
+            global_batch_size=balancer.global_batch_size,
+            shuffle=shuffle,
+            seed=seed,
+            drop_last=drop_last,
+        )
+        self.position = 0  # global batches of this epoch that were used
+        self._first = 0  # where the next iteration starts: not 0 after load_state_dict()
+        self.dealt: deque[int] = deque()  # sizes of batches dealt and not yet used
+
+    def __len__(self) -> int:
+        return len(self.dealer) - self._first
+
+    def set_epoch(self, epoch: int) -> None:
+        """Chooses the order of `epoch`, and starts at its beginning – unless it was resumed in the middle of it."""
+        if epoch != self.dealer.epoch:
+            self.dealer.epoch, self.position, self._first = epoch, 0, 0
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self.dealt.clear()
+        self.position, self._first = self._first, 0
+        first = self.balancer.step + 1  # the plan is looked up by the step in which the batch will be used
+        for ahead, batch in enumerate(self.dealer.batches(self.position)):
+            mine = cut(batch, self.balancer.plan_at(first + ahead).shares, self.balancer.rank)
+            self.dealt.append(len(mine))
+            # A rank without a sample still needs the form of a batch; the loader cuts it to no rows.
+            yield [int(index) for index in (mine if len(mine) else batch[:1])]
+
+    def used(self) -> int:
+        """The number of samples of the oldest batch dealt, which is now in use."""
+        self.position += 1
+        if self.position == len(self.dealer):
+            self.position = 0
+            self.dealer.epoch += 1  # a script that never calls set_epoch() still sees another order
+        return self.dealt.popleft()
+
+    def state_dict(self) -> dict[str, int]:
+        """Where in which epoch: the number of global batches used."""
+        return {
+            "epoch": self.dealer.epoch,
+            "position": self.position,
+            "length": self.dealer.length,
+            "seed": self.dealer.seed,
+            "global_batch_size": self.dealer.global_batch_size,
+        }
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Goes on where `state` was saved, on any number of ranks."""
+        for name in ("length", "seed", "global_batch_size"):
+            if state[name] != getattr(self.dealer, name):
+                raise ValueError(
+                    f"Expected the state of a sampler with {name} {getattr(self.dealer, name)}. Received: {state[name]}."
+                )
+        self.dealer.epoch, self.position, self._first = state["epoch"], state["position"], state["position"]
+
+
+def _no_rows(batch: Any) -> Any:
+    """`batch` with no rows, for a rank that has no sample in this global batch."""
+    return torch.utils._pytree.tree_map(lambda leaf: leaf[:0] if isinstance(leaf, torch.Tensor) else leaf, batch)
+
+
+class BalancedDataLoader:
+    """Batches of a map-style dataset, each as large as this rank's share at that moment.
+
+    Takes what `torch.utils.data.DataLoader` takes, but for `batch_size`, `sampler` and `batch_sampler`, which are the
+    balancer's. Each batch tells the balancer its size, so that gradients are weighted by it. When loading raises on
+    one rank, the others raise `PeerError` in the same step.
+
+    With `num_workers`, batches are dealt `num_workers * prefetch_factor` steps ahead, and a plan holds that much later.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        *,
+        balancer: Balancer,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        num_workers: int = 0,
+        prefetch_factor: int | None = None,
+        **arguments: Any,
+    ) -> None:
+        for name in ("batch_size", "sampler", "batch_sampler"):
+            if name in arguments:
+                raise TypeError(
+                    f"{name}: expected none, because the balancer deals the batches. Received: {arguments[name]!r}. "
+                    f"Give the global batch to hvd.Balancer."
+                )
+        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+            raise TypeError(
+                "dataset: expected a map-style dataset (with __getitem__ and __len__), so that every sample can be "
+                f"dealt to any rank. Received: {type(dataset).__name__}."
+            )
+        self.balancer, self.dataset = balancer, dataset
+        self.batch_sampler = BalancedBatchSampler(
+            len(dataset), balancer=balancer, shuffle=shuffle, seed=seed, drop_last=drop_last
+        )
+        ahead = num_workers * (2 if prefetch_factor is None else prefetch_factor)
+        balancer.lookahead = max(balancer.lookahead, ahead)
+        self.loader = DataLoader(
+            dataset,
+            batch_sampler=self.batch_sampler,
+            num_workers=num_workers,
+            prefetch_factor=prefetch_factor,
+            **arguments,
+        )
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Chooses the order of `epoch`."""
+        self.batch_sampler.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        batches = len(self)
+        source: Iterator[Any] | None = None
+        for _ in range(batches):
+            start = time.perf_counter()
+            try:
+                if source is None:
+                    source = iter(self.loader)
+                batch = next(source)
+                samples = self.batch_sampler.used()
+                if samples == 0:
+                    batch = _no_rows(batch)
+            except Exception as error:
+                self.balancer.fail(str(error))
+                raise
+            self.balancer.data_s += time.perf_counter() - start
+            self.balancer.begin(samples)
+            yield batch
+
+    def state_dict(self) -> dict[str, int]:
+        """The position in the epoch."""
+        return self.batch_sampler.state_dict()
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Goes on from a saved position."""
+        self.batch_sampler.load_state_dict(state)

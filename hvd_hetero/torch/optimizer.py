@@ -1,0 +1,213 @@
+"""`DistributedOptimizer`: Horovod's, and with a balancer one whose gradients are exactly weighted."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import horovod.torch as horovod
+import torch
+
+from hvd_hetero.codecs.codec import HorovodCompressor, Identity
+from hvd_hetero.engine.horovod import wait_until
+from hvd_hetero.optimizers.balancer import Balancer
+
+from .reducer import GradientReducer
+
+# Few and large: an operation costs each rank a negotiation. Two or three still overlap with the backward pass.
+BUCKET_BYTES = 8 << 20
+
+
+def DistributedOptimizer(  # noqa: N802 - Horovod's name
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
+    compression: Any = horovod.Compression.none,
+    backward_passes_per_step: int = 1,
+    op: Any = horovod.Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: int | list[list[torch.nn.Parameter]] | None = None,
+    sparse_as_dense: bool = False,
+    process_set: Any = horovod.global_process_set,
+    *,
+    balancer: Balancer | None = None,
+    bucket_bytes: int = BUCKET_BYTES,
+) -> torch.optim.Optimizer:
+    """The optimizer, of its own class, with gradients reduced over all ranks before each update.
+
+    Without `balancer` this is Horovod's own `DistributedOptimizer`; its arguments mean what they mean there. With one,
+    ranks may take unequal shares, and when `backward()` returns every `p.grad` is the gradient of the mean loss over
+    the whole global batch: g = sum_i n_i g_i / sum_i n_i, with n_i the samples (or, after `balancer.count(n)`, the
+    loss terms) of rank i. `op=Sum` multiplies it by the number of ranks; `backward_passes_per_step=k` sums over k
+    passes; both as in Horovod.
+
+    Args:
+        balancer: deals the shares and carries the counts.
+        bucket_bytes: at most so many bytes of gradients in one operation.
+
+    Raises:
+        ValueError, TypeError: arguments that do not fit together, on the rank that passed them.
+    """
+    if balancer is None:
+        return _plain(
+            optimizer,
+            named_parameters=named_parameters,
+            compression=compression,
+            backward_passes_per_step=backward_passes_per_step,
+            op=op,
+            gradient_predivide_factor=gradient_predivide_factor,
+            num_groups=num_groups,
+            groups=groups,
+            sparse_as_dense=sparse_as_dense,
+            process_set=process_set,
+        )
+    if not isinstance(balancer, Balancer):
+        raise TypeError(f"balancer: expected an hvd.Balancer. Received: {balancer!r}.")
+    if op not in (horovod.Average, horovod.Sum):
+        raise ValueError(f"op: expected hvd.Average or hvd.Sum with a balancer. Received: {op!r}.")
+    if backward_passes_per_step < 1:
+        raise ValueError(f"backward_passes_per_step: expected at least 1. Received: {backward_passes_per_step}.")
+    if bucket_bytes < 1:
+        raise ValueError(f"bucket_bytes: expected at least 1. Received: {bucket_bytes}.")
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if named_parameters is not None:
+        _check_names(list(named_parameters), parameters)
+    reducer = GradientReducer(
+        parameters,
+        engine=balancer.engine,
+        balancer=balancer,
+        codec=Identity() if compression is horovod.Compression.none else HorovodCompressor(compression),
+        passes=backward_passes_per_step,
+        scale=float(balancer.size) if op == horovod.Sum else 1.0,
+        predivide=gradient_predivide_factor,
+        sparse_as_dense=sparse_as_dense,
+        bucket_bytes=bucket_bytes,
+        groups=groups if groups is not None else (num_groups or None),
+    )
+    base = type(optimizer)
+    # horovod.torch.broadcast_optimizer_state tells a distributed optimizer by its module, and then steps the base.
+    methods = {**_methods(base), "__module__": "horovod.torch.optimizer"}
+    # The same state and parameter groups: a scheduler made before goes on working, and a loaded state is kept.
+    distributed = base.__new__(type(base.__name__, (base,), methods))
+    distributed.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
+    distributed.__dict__.update(
+        _reducer=reducer, _balancer=balancer, _wrapped=optimizer, _should_synchronize=True, _synchronized=False
+    )
+    return distributed
+
+
+def _check_names(
+    named: Sequence[tuple[str, torch.nn.Parameter]], parameters: Sequence[torch.nn.Parameter]
+) -> None:
+    """Raises as Horovod does, so that a mistake shows in the same way with a balancer and without."""
+    if any(not isinstance(pair, tuple) for pair in named):
+        raise ValueError("named_parameters: expected (name, parameter) tuples, as from model.named_parameters().")
+    names = [name for name, _ in named]
+    if len(set(names)) < len(names):
+        twice = sorted({name for name in names if names.count(name) > 1})
+        raise ValueError(f"named_parameters: expected unique names. Received twice: {', '.join(twice)}.")
+    unnamed = {id(p) for p in parameters} - {id(p) for _, p in named}
+    if unnamed:
+        raise ValueError(
+            f"named_parameters: expected every parameter of the optimizer. Received: {len(unnamed)} without a name."
+        )
+
+
+def _methods(base: type[torch.optim.Optimizer]) -> dict[str, Callable[..., Any]]:
+    """What a balanced optimizer does differently from its base class."""
+
+    def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
+        # A closure runs backward() itself, and backward() reduces.
+        if closure is None and self._should_synchronize:
+            self.synchronize()
+        self._wrapped._opt_called = True  # for a scheduler made before wrapping
+        result = base.step(self) if closure is None else base.step(self, closure)
+        self._synchronized = False
+        self._reducer.finished()
+        return result
+
+    def synchronize(self: Any) -> None:
+        """Returns when the gradients are reduced – which they are after backward(), but for a rank without samples."""
+        self._reducer.flush()
+        self._synchronized = True
+
+    @contextlib.contextmanager
+    def skip_synchronize(self: Any) -> Iterator[None]:
+        self._should_synchronize = False
+        try:
+            yield
+        finally:
+            self._should_synchronize = True
+
+    def set_backward_passes_per_step(self: Any, passes: int) -> None:
+        self._reducer.passes = passes
+
+    def add_param_group(self: Any, param_group: dict[str, Any]) -> None:
+        base.add_param_group(self, param_group)
+        if "_reducer" in self.__dict__:
+            self._reducer.add(self.param_groups[-1]["params"])
+
+    def __reduce__(self: Any) -> Any:  # noqa: N807 - pickles as the optimizer it wraps
+        return (_unwrapped, (base, {k: v for k, v in self.__getstate__().items()}))
+
+    return {
+        "step": step,
+        "synchronize": synchronize,
+        "skip_synchronize": skip_synchronize,
+        "set_backward_passes_per_step": set_backward_passes_per_step,
+        "add_param_group": add_param_group,
+        "__reduce__": __reduce__,
+    }
+
+
+def _unwrapped(base: type[torch.optim.Optimizer], state: dict[str, Any]) -> torch.optim.Optimizer:
+    """A plain optimizer from a pickled balanced one."""
+    optimizer = base.__new__(base)
+    optimizer.__setstate__(state)
+    return optimizer
+
+
+class _Widened:
+    """Horovod has no bfloat16: those gradients travel as float32, the others as `compression` says."""
+
+    def __init__(self, compression: Any) -> None:
+        self._compression = compression
+
+    def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        if tensor.dtype == torch.bfloat16:
+            return tensor.float(), torch.bfloat16
+        wire, context = self._compression.compress(tensor)
+        return wire, (context,)
+
+    def decompress(self, tensor: torch.Tensor, context: Any) -> torch.Tensor:
+        if context is torch.bfloat16:
+            return tensor.to(torch.bfloat16)
+        return self._compression.decompress(tensor, context[0])  # type: ignore[no-any-return]
+
+
+def _plain(optimizer: torch.optim.Optimizer, *, compression: Any, **arguments: Any) -> torch.optim.Optimizer:
+    """Horovod's own, with three repairs: bfloat16, zero_grad(set_to_none), and waiting that does not spin."""
+    if any(p.dtype == torch.bfloat16 for group in optimizer.param_groups for p in group["params"]):
+        compression = _Widened(compression)
+    distributed = horovod.DistributedOptimizer(optimizer, compression=compression, **arguments)
+    distributed.state = optimizer.state  # Horovod starts with none, which loses a loaded state
+    cls: Any = type(distributed)  # made by Horovod for this optimizer alone
+    original_zero_grad, original_synchronize = cls.zero_grad, cls.synchronize
+
+    def zero_grad(self: Any, set_to_none: bool = True) -> None:
+        if self._handles:
+            original_zero_grad(self)  # raises: gradients are under way
+        super(cls, self).zero_grad(set_to_none)
+
+    cls.zero_grad = zero_grad
+    if hasattr(cls, "synchronize") and cls.synchronize is not None and hasattr(cls, "_allreduce_grad_async"):
+
+        def synchronize(self: Any) -> None:
+            for handle, _ in list(self._handles.values()):
+                if isinstance(handle, int):
+                    wait_until(lambda handle=handle: horovod.poll(handle))
+            original_synchronize(self)
+
+        cls.synchronize = synchronize
+    return distributed  # type: ignore[no-any-return]

@@ -1,0 +1,312 @@
+"""From `backward()` to reduced gradients: hooks, flat buckets, and the weighted exchange.
+
+When `backward()` returns, every gradient is the exact gradient of the global batch, the same on all ranks – as with
+DistributedDataParallel – so clipping, `GradScaler` and whatever else looks at `p.grad` sees the same on all ranks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+
+from hvd_hetero.codecs.codec import Codec, Identity
+from hvd_hetero.engine.port import Engine
+from hvd_hetero.optimizers import control
+from hvd_hetero.optimizers.balancer import Balancer
+from hvd_hetero.optimizers.weighted import WeightedExchange
+from hvd_hetero.policy.buckets import assign
+
+# What travels. Horovod cannot sum bfloat16, and the sum of several float16 overflows: both travel as float32, which
+# holds either's range. `compression=` makes the wire narrower for those who want that.
+_WIRE = {
+    torch.float64: torch.float64,
+    torch.float32: torch.float32,
+    torch.bfloat16: torch.float32,
+    torch.float16: torch.float32,
+}
+
+
+def _write(view: torch.Tensor, values: Sequence[float]) -> None:
+    view.copy_(torch.tensor(values, dtype=view.dtype))
+
+
+class GradientReducer:
+    """Reduces the gradients of `parameters` after each backward pass, weighted by `balancer`'s counts.
+
+    Args:
+        parameters: those that require a gradient, in the order of the model.
+        passes: backward passes per step; the gradient is the sum over them, as Horovod's is.
+        scale: multiplies the weighted mean (the number of ranks for op=Sum).
+        predivide: divides before the sum and multiplies after it, for narrow wires.
+        bucket_bytes: at most so much in one operation.
+        groups: parameters that travel together, instead of buckets by size.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        *,
+        engine: Engine,
+        balancer: Balancer,
+        codec: Codec,
+        passes: int,
+        scale: float,
+        predivide: float,
+        sparse_as_dense: bool,
+        bucket_bytes: int,
+        groups: Sequence[Sequence[torch.nn.Parameter]] | int | None,
+    ) -> None:
+        self._engine, self._balancer, self._codec = engine, balancer, codec
+        self.passes, self._scale, self._predivide = passes, scale, predivide
+        self._sparse_as_dense, self._bucket_bytes, self._groups = sparse_as_dense, bucket_bytes, groups
+        self._parameters: list[torch.nn.Parameter] = []
+        self._number = balancer.attach(self._on_count, self.flush)
+        self._leads = self._number == 0
+        self._generation = 0
+        self._counts: list[float] = []  # of the passes since the last exchange
+        self._unit = 0.0  # `p.grad` is in units of 1 / this number of loss terms; 0 while it holds nothing
+        self._stash: dict[torch.nn.Parameter, torch.Tensor | None] | None = None
+        self._callback_queued = False
+        self.reduced = False  # gradients are the global ones
+        self.wait_s = 0.0  # for communication, in the last step
+        self.bytes_sent = 0
+        self.add(parameters)
+
+    # Layout ---------------------------------------------------------------------------------------------------------
+
+    def add(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Takes further parameters; every rank adds the same."""
+        known = {id(parameter) for parameter in self._parameters}
+        new = [p for p in parameters if p.requires_grad and id(p) not in known]
+        for parameter in new:
+            if parameter.dtype not in _WIRE:
+                raise TypeError(
+                    f"Expected parameters of a real floating type. Received: {parameter.dtype}, "
+                    f"shape {list(parameter.shape)}."
+                )
+            parameter.register_post_accumulate_grad_hook(self._hook)
+        self._parameters += new
+        self._lay_out()
+
+    def _lay_out(self) -> None:
+        """Flat buckets in the order in which gradients become ready: that of the model, reversed."""
+        self._buckets: list[torch.Tensor] = []
+        self._members: list[list[torch.nn.Parameter]] = []
+        self._slot: dict[torch.nn.Parameter, tuple[int, torch.Tensor]] = {}
+        tail = control.length(self._engine.size)
+        groups = self._grouped()
+        # The control vector rides at the end of the last bucket, where a codec does not round it.
+        rides = isinstance(self._codec, Identity) and bool(groups)
+        self._control = torch.zeros(tail, dtype=torch.float32)
+        for index, members in enumerate(groups):
+            wire, device = _WIRE[members[0].dtype], members[0].device
+            last = rides and index == len(groups) - 1
+            elements = sum(p.numel() for p in members)
+            flat = torch.zeros(elements + (tail if last else 0), dtype=wire, device=device)
+            at = 0
+            for parameter in members:
+                view = flat[at : at + parameter.numel()].view(parameter.shape)
+                self._slot[parameter] = (index, view)
+                at += parameter.numel()
+            if last:
+                self._control = flat[elements:]
+            self._buckets.append(flat)
+            self._members.append(members)
+        self._generation += 1
+        self._exchange = WeightedExchange(
+            self._engine,
+            self._buckets,
+            self._control,
+            rides_in=len(groups) - 1 if rides else None,
+            outgoing=self._outgoing,
+            name=f"hvd_hetero.{self._balancer.name}.{self._number}.{self._generation}",
+            codec=self._codec,
+            write=_write,
+        )
+        self._pending = [len(members) for members in self._members]
+        self._ready: set[torch.nn.Parameter] = set()
+        self._weight: float | None = None
+
+    def _grouped(self) -> list[list[torch.nn.Parameter]]:
+        """Parameters by bucket; one bucket has one type and one device."""
+        ordered = list(reversed(self._parameters))
+        chosen: list[list[torch.nn.Parameter]] = []
+        if isinstance(self._groups, int) and self._groups > 0:
+            whole = sum(p.numel() * p.element_size() for p in ordered)
+            cap = max(1, -(-whole // self._groups))
+        else:
+            cap = self._bucket_bytes
+            if self._groups:
+                named = [[p for p in group if p.requires_grad] for group in self._groups]  # type: ignore[union-attr]
+                chosen = [group for group in named if group]
+        taken = {id(p) for group in chosen for p in group}
+        kinds: dict[tuple[torch.dtype, torch.device], list[torch.nn.Parameter]] = {}
+        for parameter in ordered:
+            if id(parameter) not in taken:
+                kinds.setdefault((_WIRE[parameter.dtype], parameter.device), []).append(parameter)
+        for (wire, _), members in kinds.items():
+            sizes = [p.numel() * wire.itemsize for p in members]
+            chosen += [[members[i] for i in bucket] for bucket in assign(sizes, cap_bytes=cap)]
+        for group in chosen:
+            if len({(_WIRE[p.dtype], p.device) for p in group}) > 1:
+                raise ValueError("groups: expected one type and one device within a group. Received: a mixed group.")
+        return chosen
+
+    # During backward ------------------------------------------------------------------------------------------------
+
+    def _on_count(self, terms: float) -> None:
+        """Before a pass over `terms` loss terms: keeps `p.grad` equal to sum(n_j g_j) / n over the passes so far.
+
+        Adding this pass's mean gradient to it then gives the right sum again, whatever the passes' sizes.
+        """
+        self._callback_queued = False  # an exception may have ended the last pass before its callback
+        self._unstash()
+        if not self._counts:
+            return
+        if terms == 0:  # what this pass leaves in p.grad counts for nothing, and may be NaN
+            self._stash = {p: p.grad for p in self._parameters}
+            for parameter in self._parameters:
+                parameter.grad = None
+        elif self._unit != terms:
+            for parameter in self._parameters:
+                if self._unit and parameter.grad is not None:
+                    parameter.grad.mul_(self._unit / terms)
+            self._unit = terms
+
+    def _unstash(self) -> None:
+        if self._stash is not None:
+            for parameter, grad in self._stash.items():
+                parameter.grad = grad
+            self._stash = None
+
+    def _final_pass(self) -> bool:
+        return self._balancer.last_pass and len(self._counts) + 1 >= self.passes
+
+    def _hook(self, parameter: torch.nn.Parameter) -> None:
+        if not self._callback_queued:
+            if self._balancer.count_now is None:
+                raise RuntimeError(
+                    "Expected the number of samples of this batch before backward(). Received: none. Iterate over "
+                    "hvd.BalancedDataLoader, or call balancer.begin(samples) for each batch."
+                )
+            torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)
+            self._callback_queued = True
+            self.reduced = False
+        if self._final_pass() and self._balancer.count_now:
+            self._take(parameter)
+
+    def _take(self, parameter: torch.nn.Parameter) -> None:
+        """Writes the weighted gradient into its bucket, and sends the bucket when it is full."""
+        if parameter in self._ready:
+            raise RuntimeError(
+                "Expected each parameter's gradient once per backward pass. Received: one twice, as reentrant "
+                "checkpointing does. Use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
+            )
+        if self._weight is None:
+            self._weight = self._weight_now()
+        index, view = self._slot[parameter]
+        grad = parameter.grad
+        with torch.no_grad():
+            if grad is None or self._weight == 0.0:
+                view.zero_()
+            elif grad.is_sparse:
+                view.copy_(self._dense(grad)).mul_(self._weight)
+            elif grad.dtype == view.dtype:
+                torch.mul(grad, self._weight, out=view)
+            else:
+                view.copy_(grad).mul_(self._weight)
+        self._ready.add(parameter)
+        self._pending[index] -= 1
+        if self._pending[index] == 0:
+            self._exchange.submit(index)
+
+    def _dense(self, grad: torch.Tensor) -> torch.Tensor:
+        if not self._sparse_as_dense:
+            raise RuntimeError(
+                "Expected dense gradients with a balancer. Received: a sparse one. Pass sparse_as_dense=True."
+            )
+        return grad.to_dense()
+
+    def _reference(self) -> float:
+        return self._balancer.global_batch_size / self._engine.size
+
+    def _weight_now(self) -> float:
+        """c_i of this step: `p.grad` is a mean over as many terms as the last pass that had any."""
+        terms = self._balancer.count_now or self._unit
+        return terms / self._reference() / self._predivide
+
+    def _outgoing(self) -> list[float]:
+        return self._balancer.outgoing(leads=self._leads, count=sum(self._counts))
+
+    def _after_backward(self) -> None:
+        self._callback_queued = False
+        final = self._final_pass()
+        self._counts.append(self._balancer.count_now or 0.0)
+        self._unstash()
+        if not self._unit:
+            self._unit = self._counts[-1]
+        if final:
+            self._finish()
+        else:
+            self._balancer.pause()
+
+    # The end of a step ----------------------------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """Reduces what has not been: a rank without a sample, or one that stops, still takes part."""
+        if not self.reduced:
+            self._finish()
+
+    def finished(self) -> None:
+        """Ends the step, after the update."""
+        self.reduced = False
+        if self._leads:
+            self._balancer.finished(wait_s=self.wait_s, bytes_sent=self.bytes_sent)
+        self.wait_s, self.bytes_sent = 0.0, 0
+
+    def _finish(self) -> None:
+        for parameter in self._parameters:
+            if parameter not in self._ready:
+                if sum(self._counts) == 0:
+                    self._weight = 0.0  # nothing computed here counts, not even a NaN
+                self._take(parameter)
+        self._balancer.pause()
+        start = time.perf_counter()
+        try:
+            results, total = self._exchange.finish(self._factor)
+        finally:
+            self._pending = [len(members) for members in self._members]
+            self._ready.clear()
+            self._weight = None
+            self._counts.clear()
+            self._unit = 0.0
+        self.wait_s += time.perf_counter() - start
+        self._balancer.resume()
+        self._deliver(results)
+        self.reduced = True
+        self._balancer.incoming(total, leads=self._leads)
+
+    def _factor(self, total: list[float]) -> float:
+        """What turns the sum of c_i g_i into the mean over all loss terms – zero when there were none."""
+        if total[0] == 0:
+            return 0.0
+        return self._scale * self.passes * self._predivide * self._reference() / total[0]
+
+    def _deliver(self, results: list[torch.Tensor]) -> None:
+        with torch.no_grad():
+            for index, (members, flat) in enumerate(zip(self._members, results, strict=True)):
+                if flat is not self._buckets[index]:
+                    self._buckets[index].copy_(flat)
+                self.bytes_sent += flat.numel() * flat.element_size()
+                for parameter in members:
+                    view = self._slot[parameter][1]
+                    if parameter.grad is not None and parameter.grad.is_sparse:
+                        parameter.grad = view.to_sparse()
+                    elif view.dtype == parameter.dtype:
+                        parameter.grad = view
+                    elif parameter.grad is None:
+                        parameter.grad = view.to(parameter.dtype)
+                    else:
+                        parameter.grad.copy_(view)

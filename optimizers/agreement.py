@@ -1,0 +1,140 @@
+"""What all ranks must agree on before they train together, checked in one exchange.
+
+A rank with a wrong argument does not raise alone, which would leave the others waiting: it says so in the exchange,
+and every rank raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from hvd_hetero.engine.port import Engine
+from hvd_hetero.policy.partition import Bound, InfeasibleError, equal_shares, split
+from hvd_hetero.policy.speed import SpeedModel
+
+ABSENT = -1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Terms:
+    """The arguments of a balancer on one rank and, once agreed, what follows from those of all ranks."""
+
+    global_batch_size: int
+    min_share: int
+    max_share: int | None
+    quantum: int
+    max_micro_batch: int | None
+    shares: tuple[int, ...] | None
+    adaptive: bool
+    bounds: tuple[Bound, ...] = ()
+    first_shares: tuple[int, ...] = ()
+
+    def problem(self, size: int) -> str | None:
+        """What is wrong with this rank's own arguments, or None."""
+        for name in ("global_batch_size", "min_share", "quantum", "max_share", "max_micro_batch"):
+            value, least = getattr(self, name), 0 if name == "min_share" else 1
+            optional = name.startswith("max")
+            if value is None and optional:
+                continue
+            if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < least:
+                return f"{name}: expected an integer of at least {least}{' or None' if optional else ''}. Received: {value!r}."
+        if self.max_share is not None and self.max_share < self.min_share:
+            return f"max_share: expected at least min_share ({self.min_share}). Received: {self.max_share}."
+        if self.shares is not None and len(self.shares) != size:
+            return f"shares: expected one share for each of {size} ranks. Received: {len(self.shares)}, {self.shares}."
+        return None
+
+
+def agree(engine: Engine, mine: Terms, *, name: str) -> Terms:
+    """`mine`, with the bounds of all ranks and the first shares.
+
+    Raises:
+        ValueError: on every rank, with what was expected, what each rank passed, and what to do.
+    """
+    problem = mine.problem(engine.size)
+    row = np.full((1, 6 + engine.size), ABSENT, dtype=np.int64)
+    if problem is None:
+        row[0, :6] = [
+            mine.global_batch_size,
+            mine.min_share,
+            ABSENT if mine.max_share is None else mine.max_share,
+            mine.quantum,
+            ABSENT if mine.max_micro_batch is None else mine.max_micro_batch,
+            int(mine.adaptive),
+        ]
+        if mine.shares is not None:
+            row[0, 6:] = mine.shares
+    table = np.asarray(engine.allgather_async(row, name=name).wait())
+    if problem is not None:
+        raise ValueError(problem)
+    wrong = [rank for rank in range(engine.size) if table[rank, 0] == ABSENT]
+    if wrong:
+        raise ValueError(
+            f"Expected valid arguments on every rank. Received: wrong ones on rank {wrong[0]}; its own error says which."
+        )
+    for column, title in ((0, "global_batch_size"), (5, "adaptive")):
+        _same(table[:, column].tolist(), title)
+    _same([tuple(row[6:].tolist()) for row in table], "shares")
+    bounds = tuple(
+        Bound(lower=int(low), upper=None if high == ABSENT else int(high), quantum=int(quantum))
+        for low, high, quantum in table[:, 1:4].tolist()
+    )
+    return replace(mine, bounds=bounds, first_shares=_first_shares(mine, bounds))
+
+
+def agree_on(engine: Engine, values: Mapping[str, int], *, name: str) -> None:
+    """Returns when all ranks passed the same integers; raises ValueError on every rank otherwise."""
+    row = np.array([list(values.values())], dtype=np.int64)
+    table = np.asarray(engine.allgather_async(row, name=name).wait())
+    for column, title in enumerate(values):
+        _same(table[:, column].tolist(), title)
+
+
+def _same(values: list[object], title: str) -> None:
+    if len(set(values)) > 1:
+        received = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
+        raise ValueError(f"{title}: expected the same on every rank. Received: {received}.")
+
+
+def _first_shares(terms: Terms, bounds: tuple[Bound, ...]) -> tuple[int, ...]:
+    """The given shares, checked, or the most equal ones that the bounds allow."""
+    size, whole = len(bounds), terms.global_batch_size
+    least = sum(bound.lower for bound in bounds)
+    if whole < least:
+        raise ValueError(
+            f"global_batch_size: expected at least {least}, the sum of all ranks' min_share over {size} ranks. "
+            f"Received: {whole}. Use a larger global batch, fewer ranks, or min_share=0 for ranks that may idle."
+        )
+    if terms.shares is None:
+        return _equal_within(whole, bounds)
+    if sum(terms.shares) != whole:
+        raise ValueError(f"shares: expected a sum of {whole}, the global batch. Received: {terms.shares}.")
+    for rank, (share, bound) in enumerate(zip(terms.shares, bounds, strict=True)):
+        if share < bound.lower or (bound.upper is not None and share > bound.upper) or share % bound.quantum:
+            raise ValueError(
+                f"shares: expected for rank {rank} a multiple of {bound.quantum} between {bound.lower} and "
+                f"{bound.upper if bound.upper is not None else whole} (its max_share is what its memory holds). "
+                f"Received: {share}."
+            )
+    return terms.shares
+
+
+def _equal_within(whole: int, bounds: tuple[Bound, ...]) -> tuple[int, ...]:
+    """Shares as equal as the bounds allow."""
+    equal = equal_shares(whole, len(bounds))
+    fits = all(
+        bound.lower <= share <= (whole if bound.upper is None else bound.upper) and share % bound.quantum == 0
+        for share, bound in zip(equal, bounds, strict=True)
+    )
+    if fits:
+        return equal
+    alike = [SpeedModel(overhead_s=0.0, seconds_per_sample=1.0, standard_error=0.0, observations=0)] * len(bounds)
+    try:
+        return split(alike, whole, bounds)
+    except InfeasibleError as error:
+        raise ValueError(
+            f"global_batch_size: expected one that the ranks' bounds can hold. Received: {whole}. {error}"
+        ) from error

@@ -1,0 +1,338 @@
+"""The balancer: who takes how many samples of each global batch, measured and re-planned as the job runs."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any, Protocol
+
+from hvd_hetero.engine.port import Engine
+from hvd_hetero.policy.partition import Bound, equal_shares
+from hvd_hetero.policy.replan import Plan, ReplanRule, decide
+from hvd_hetero.policy.speed import Observation, SpeedModel, fit, latest_regime
+
+from . import control
+from .agreement import Terms, agree
+
+WINDOW = 64  # observations kept per rank
+SKIPPED = 2  # steps after a change of plan that are not observed: caches, JIT and allocators settle
+LOOK_EVERY = 4  # steps between two looks at the speeds: a fit costs rank 0 about a millisecond
+
+
+class PeerError(RuntimeError):
+    """Another rank cannot go on."""
+
+
+class Stopwatch(Protocol):
+    """Measures compute. A mark may be a device event, whose time is known only later."""
+
+    def mark(self) -> Any: ...
+
+    def seconds(self, start: Any, end: Any) -> float: ...
+
+
+class WallClock:
+    """A stopwatch of wall time, for ranks that compute where their Python runs."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+
+    def mark(self) -> float:
+        return self._clock()
+
+    def seconds(self, start: float, end: float) -> float:
+        return end - start
+
+
+class Balancer:
+    """Shares of a global batch in proportion to what each rank can do, from measured compute times.
+
+    Constructing one is a collective call: every rank does it, in the same order, with the same arguments where they
+    concern all ranks (a difference raises on every rank, naming it).
+
+    Args:
+        engine: the ranks that share the global batch.
+        global_batch_size: samples of one optimizer step over all ranks; it never changes, so neither does what is
+            learned, nor the right learning rate.
+        min_share, max_share: bounds for *this* rank, in samples; `max_share` is what its memory holds.
+        quantum: this rank's share is a multiple of it.
+        max_micro_batch: the most samples of one forward and backward pass on this rank, for `micro_batches`.
+        shares: the first plan (default: equal shares).
+        adaptive: False keeps the first plan for good.
+        rule: when a new plan pays.
+        stopwatch: measures compute.
+
+    Raises:
+        ValueError: on every rank, when the arguments are wrong on any rank or differ between ranks.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        global_batch_size: int,
+        min_share: int = 1,
+        max_share: int | None = None,
+        quantum: int = 1,
+        max_micro_batch: int | None = None,
+        shares: Sequence[int] | None = None,
+        adaptive: bool = True,
+        rule: ReplanRule | None = None,
+        stopwatch: Stopwatch | None = None,
+        trace: Any = None,
+        name: str = "balancer",
+    ) -> None:
+        self.engine, self.name = engine, name
+        self.terms = agree(
+            engine,
+            Terms(
+                global_batch_size=global_batch_size,
+                min_share=min_share,
+                max_share=max_share,
+                quantum=quantum,
+                max_micro_batch=max_micro_batch,
+                shares=None if shares is None else tuple(shares),
+                adaptive=adaptive,
+            ),
+            name=f"hvd_hetero.{name}.terms",
+        )
+        self.global_batch_size = global_batch_size
+        self.bounds: tuple[Bound, ...] = self.terms.bounds
+        self.adaptive = adaptive and engine.size > 1
+        self._rule = rule or ReplanRule()
+        self._stopwatch: Stopwatch = stopwatch or WallClock()
+        self.trace = trace
+        self.lookahead = 0  # batches dealt before they are used: a plan must not reach back into them
+        self.step = -1  # index of the global batch begun last, counted over all epochs
+        self.plans: list[Plan] = [
+            Plan(version=0, step=0, shares=self.terms.first_shares, reason="first plan", predicted_step_s=None)
+        ]
+        self._windows: tuple[deque[tuple[int, Observation]], ...] = tuple(
+            deque(maxlen=WINDOW) for _ in range(engine.size)
+        )
+        self.models: tuple[SpeedModel, ...] | None = None
+        self._announcement: control.Announcement | None = None
+        self._next_look = 0
+        self.count_now: float | None = None
+        self.counted = False  # the script counts loss terms itself
+        self.last_pass = True  # False while micro-batches are to follow
+        self._listeners: list[Callable[[float], None]] = []
+        self._flushes: list[Callable[[], None]] = []
+        self._failed = False
+        self._samples = 0  # of this rank since the last exchange
+        self._batches = 0  # begun since the last exchange
+        self._segments: list[tuple[Any, Any]] = []
+        self._segment_start: Any = None
+        self._reported: tuple[float, float] = (0.0, 0.0)  # samples and seconds per batch, for the next exchange
+        self.data_s = 0.0  # waited for data since the last exchange
+
+    # What a script asks ---------------------------------------------------------------------------------------------
+
+    @property
+    def rank(self) -> int:
+        return self.engine.rank
+
+    @property
+    def size(self) -> int:
+        return self.engine.size
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the batch begun last."""
+        return self.plan_at(max(self.step, 0))
+
+    @property
+    def share(self) -> int:
+        """This rank's samples of the next global batch."""
+        return self.plan_at(self.step + 1).shares[self.rank]
+
+    def plan_at(self, step: int) -> Plan:
+        """The plan that holds for global batch `step`."""
+        return next(plan for plan in reversed(self.plans) if plan.step <= step)
+
+    def begin(self, samples: int) -> None:
+        """Starts a global batch of which this rank has `samples`; `BalancedDataLoader` calls it for each batch."""
+        if samples < 0:
+            raise ValueError(f"samples: expected 0 or more. Received: {samples}.")
+        self.step += 1
+        self._batches += 1
+        self._samples += samples
+        self.counted, self.last_pass = False, True
+        self._set_count(float(samples))
+        self._segment_start = self._stopwatch.mark()
+
+    def count(self, terms: float) -> None:
+        """Says, before `backward()`, over how many loss terms this rank's loss is a mean.
+
+        Needed only when that is not the number of samples: unmasked tokens, for instance.
+        """
+        terms = float(terms)
+        if not 0 <= terms < float("inf"):
+            raise ValueError(f"terms: expected a number of loss terms, 0 or more. Received: {terms}.")
+        self.counted = True
+        self._set_count(terms)
+
+    def _set_count(self, terms: float) -> None:
+        for listener in self._listeners:
+            listener(terms)
+        self.count_now = terms
+        if self._segment_start is None:
+            self._segment_start = self._stopwatch.mark()
+
+    def fail(self, reason: str) -> None:
+        """Tells all ranks, in the exchange they wait in, that this one cannot go on; they raise `PeerError`."""
+        self._failed = True
+        self.step += 1
+        for flush in self._flushes:
+            flush()
+
+    # What the exchange asks -----------------------------------------------------------------------------------------
+
+    def attach(self, on_count: Callable[[float], None], flush: Callable[[], None]) -> int:
+        """The number of exchanges attached before; number 0 leads: it carries measurements and plans."""
+        self._listeners.append(on_count)
+        self._flushes.append(flush)
+        return len(self._listeners) - 1
+
+    def pause(self) -> None:
+        """Compute ends (gradients are ready); what follows is waiting."""
+        if self._segment_start is not None:
+            self._segments.append((self._segment_start, self._stopwatch.mark()))
+        self._segment_start = None
+
+    def resume(self) -> None:
+        """Compute goes on: the update, or another backward pass."""
+        self._segment_start = self._stopwatch.mark()
+
+    def outgoing(self, *, leads: bool, count: float) -> list[float]:
+        """This rank's control vector."""
+        samples, seconds = self._reported if leads else (0.0, 0.0)
+        return control.pack(
+            ranks=self.size,
+            rank=self.rank,
+            count=count,
+            compute_s=seconds,
+            samples=samples,
+            failed=self._failed,
+            announcement=self._announcement if leads and self.rank == 0 else None,
+        )
+
+    def incoming(self, total: Sequence[float], *, leads: bool) -> None:
+        """Takes in what all ranks said: measurements, a plan, a failure."""
+        report = control.unpack(total, ranks=self.size)
+        if report.failed and not self._failed:
+            ranks = ", ".join(str(self.engine.ranks[rank]) for rank in report.failed)
+            raise PeerError(
+                f"Expected every rank to deliver batch {self.step}. Received: rank {ranks} could not (its data loader "
+                f"raised). The cause is in the output of rank {ranks}; this rank stops with it."
+            )
+        if not leads:
+            return
+        for rank, (samples, seconds) in enumerate(zip(report.samples, report.compute_s, strict=True)):
+            if samples > 0 and seconds > 0 and self._observable(self.step - 1):
+                observation = Observation(samples=round(samples), compute_s=seconds)
+                self._windows[rank].append((self.step - 1, observation))
+        if report.announcement is not None:
+            self._accept(report.announcement)
+        elif self.adaptive and self.rank == 0 and self.step >= self._next_look:
+            self._look()
+
+    def finished(self, *, wait_s: float, bytes_sent: int) -> None:
+        """Ends a step, after the update: its compute time goes out with the next gradient."""
+        self.pause()
+        compute_s = sum(self._stopwatch.seconds(start, end) for start, end in self._segments)
+        self._segments.clear()
+        batches = max(self._batches, 1)
+        self._reported = (self._samples / batches, compute_s / batches)
+        if self.trace is not None:
+            self.trace.step(
+                step=self.step,
+                samples=self._samples,
+                data_s=self.data_s,
+                compute_s=compute_s,
+                wait_s=wait_s,
+                bytes=bytes_sent,
+                share=self.plan.shares[self.rank],
+            )
+        self._samples, self._batches, self.data_s = 0, 0, 0.0
+        self.resume()
+
+    def _observable(self, step: int) -> bool:
+        return step >= self._rule.warmup_steps and step - self.plan_at(step).step >= (SKIPPED if step else 0)
+
+    def _accept(self, announced: control.Announcement) -> None:
+        self._announcement = None
+        if announced.version <= self.plans[-1].version:
+            return
+        plan = Plan(
+            version=announced.version,
+            step=self.step + 1 + announced.delay,
+            shares=announced.shares,
+            reason=announced.reason,
+            predicted_step_s=announced.predicted_step_s,
+        )
+        self.plans.append(plan)
+        self._next_look = plan.step + SKIPPED + 1
+        if self.trace is not None:
+            self.trace.plan(plan)
+
+    def _look(self) -> None:
+        """Rank 0: fits the speeds and announces a plan if one pays."""
+        self._next_look = self.step + LOOK_EVERY
+        recent = [[seen for _, seen in window] for window in self._windows]
+        if any(len(window) < self._rule.minimum_observations for window in recent):
+            self._next_look = self.step + 1
+            return
+        prior = self.models or (None,) * self.size
+        self.models = tuple(
+            fit(latest_regime(window), prior=model) for window, model in zip(recent, prior, strict=True)
+        )
+        plan = decide(
+            self.plans[-1],
+            self.models,
+            step=self.step,
+            global_batch_size=self.global_batch_size,
+            bounds=self.bounds,
+            rule=self._rule,
+            previous=self.plans[:-1],
+        )
+        if plan is not None:
+            self._announcement = control.Announcement(
+                version=self.plans[-1].version + 1,
+                delay=self.lookahead,
+                shares=plan.shares,
+                reason=plan.reason,
+                predicted_step_s=plan.predicted_step_s or 0.0,
+            )
+
+    # State ----------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plans, measurements and the step, as plain numbers."""
+        return {
+            "global_batch_size": self.global_batch_size,
+            "size": self.size,
+            "step": self.step,
+            "plans": [asdict(plan) for plan in self.plans],
+            "windows": [[(step, asdict(seen)) for step, seen in window] for window in self._windows],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from `state`. On another number of ranks the plan starts anew; the step stays."""
+        if state["global_batch_size"] != self.global_batch_size:
+            raise ValueError(
+                f"Expected the state of a balancer of global batch {self.global_batch_size}. Received: one of "
+                f"{state['global_batch_size']}."
+            )
+        self.step = int(state["step"])
+        self._next_look = self.step + 1
+        if state["size"] != self.size:
+            shares = self.terms.first_shares or equal_shares(self.global_batch_size, self.size)
+            self.plans = [Plan(version=0, step=0, shares=shares, reason="another number of ranks")]
+            return
+        self.plans = [Plan(**{**plan, "shares": tuple(plan["shares"])}) for plan in state["plans"]]
+        for window, saved in zip(self._windows, state["windows"], strict=True):
+            window.clear()
+            window.extend((step, Observation(**seen)) for step, seen in saved)

@@ -1,0 +1,87 @@
+"""The control vector: what ranks tell each other with every gradient, at no message of its own.
+
+It is summed like a gradient. Each rank writes into its own slots and leaves the others' zero, so the sum is a gather:
+the number of loss terms, last step's share and compute time of every rank, whether a rank has failed, and – written
+by rank 0 alone – the next plan. All ranks read the identical sum, and therefore hold the identical plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+REASON_LENGTH = 80  # characters of a plan's reason that travel
+
+
+@dataclass(frozen=True, kw_only=True)
+class Announcement:
+    """A plan on its way: it holds `delay` batches after the one with whose gradient it arrives."""
+
+    version: int
+    delay: int
+    shares: tuple[int, ...]
+    reason: str
+    predicted_step_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What all ranks said: index i is rank i."""
+
+    count: float
+    compute_s: tuple[float, ...]
+    samples: tuple[float, ...]
+    failed: tuple[int, ...]
+    announcement: Announcement | None
+
+
+def length(ranks: int) -> int:
+    """The number of elements of the control vector."""
+    return 1 + 3 * ranks + 3 + ranks + REASON_LENGTH
+
+
+def pack(
+    *,
+    ranks: int,
+    rank: int,
+    count: float,
+    compute_s: float,
+    samples: float,
+    failed: bool,
+    announcement: Announcement | None,
+) -> list[float]:
+    """This rank's vector. Integers stay exact in fp32 up to 2**24."""
+    vector = [0.0] * length(ranks)
+    vector[0] = count
+    vector[1 + rank] = compute_s
+    vector[1 + ranks + rank] = samples
+    vector[1 + 2 * ranks + rank] = float(failed)
+    if announcement is not None:
+        at = 1 + 3 * ranks
+        text = announcement.reason.encode("ascii", "replace")[:REASON_LENGTH]
+        vector[at : at + 3] = [announcement.version, announcement.delay, announcement.predicted_step_s]
+        vector[at + 3 : at + 3 + ranks] = announcement.shares
+        vector[at + 3 + ranks : at + 3 + ranks + len(text)] = text
+    return vector
+
+
+def unpack(total: Sequence[float], *, ranks: int) -> Report:
+    """What all ranks said, out of the sum of their vectors."""
+    at = 1 + 3 * ranks
+    announcement = None
+    if total[at] > 0:
+        text = bytes(int(code) for code in total[at + 3 + ranks : at + 3 + ranks + REASON_LENGTH] if code > 0)
+        announcement = Announcement(
+            version=int(total[at]),
+            delay=int(total[at + 1]),
+            shares=tuple(int(share) for share in total[at + 3 : at + 3 + ranks]),
+            reason=text.decode("ascii"),
+            predicted_step_s=total[at + 2],
+        )
+    return Report(
+        count=total[0],
+        compute_s=tuple(total[1 : 1 + ranks]),
+        samples=tuple(total[1 + ranks : 1 + 2 * ranks]),
+        failed=tuple(rank for rank in range(ranks) if total[1 + 2 * ranks + rank] > 0),
+        announcement=announcement,
+    )

@@ -1,0 +1,72 @@
+"""Dealing the samples of an epoch: one global order, cut by the plan.
+
+Global batch k holds positions [k B, (k + 1) B) of the epoch's order, whatever the plan; rank i takes its contiguous
+block of it. So every sample is used exactly once per epoch however often the plan changes, and a resumed run deals
+the same samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+
+def proportional(shares: Sequence[int], total: int) -> tuple[int, ...]:
+    """`total` samples split like `shares` (largest remainders, lower rank first); for a short last batch."""
+    whole = sum(shares)
+    parts = [share * total // whole for share in shares]
+    by_remainder = sorted(range(len(shares)), key=lambda rank: (-(shares[rank] * total % whole), rank))
+    for rank in by_remainder[: total - sum(parts)]:
+        parts[rank] += 1
+    return tuple(parts)
+
+
+class Dealer:
+    """The order of one epoch of `length` samples in global batches.
+
+    Args:
+        length: samples in the dataset.
+        global_batch_size: samples in one global batch.
+        shuffle: a new order each epoch, from `seed` and the epoch alone.
+        drop_last: leave out what does not fill a global batch.
+    """
+
+    def __init__(self, length: int, *, global_batch_size: int, shuffle: bool, seed: int, drop_last: bool) -> None:
+        if length < 1:
+            raise ValueError(f"Expected a dataset with at least one sample. Received: {length}.")
+        if drop_last and length < global_batch_size:
+            raise ValueError(
+                f"Expected a dataset of at least one global batch ({global_batch_size} samples) with drop_last=True. "
+                f"Received: {length} samples. Use drop_last=False, or a smaller global batch."
+            )
+        self.length, self.global_batch_size = length, global_batch_size
+        self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
+        self.epoch = 0
+
+    def __len__(self) -> int:
+        whole, rest = divmod(self.length, self.global_batch_size)
+        return whole if self.drop_last or rest == 0 else whole + 1
+
+    def order(self) -> np.ndarray:
+        """The order of this epoch, int64 of shape [length].
+
+        RandomState's stream is frozen by NumPy for good: ranks with different NumPy versions agree.
+        """
+        if not self.shuffle:
+            return np.arange(self.length)
+        state = np.random.RandomState([self.seed & 0xFFFFFFFF, self.epoch])
+        return np.asarray(state.permutation(self.length))
+
+    def batches(self, first: int = 0) -> Iterator[np.ndarray]:
+        """The global batches of this epoch from batch `first` on, as arrays of indices."""
+        order = self.order()
+        for batch in range(first, len(self)):
+            yield order[batch * self.global_batch_size : (batch + 1) * self.global_batch_size]
+
+
+def cut(batch: np.ndarray, shares: Sequence[int], rank: int) -> np.ndarray:
+    """Rank `rank`'s block of a global batch, cut like `shares` (in proportion when the batch is short)."""
+    parts = tuple(shares) if len(batch) == sum(shares) else proportional(shares, len(batch))
+    start = sum(parts[:rank])
+    return batch[start : start + parts[rank]]

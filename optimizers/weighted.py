@@ -1,0 +1,93 @@
+"""Synchronous training with exactly weighted gradients.
+
+The global loss is the mean over all loss terms of a global batch. Rank i returns g_i, the mean over its own n_i terms.
+Then the gradient of the global loss is (form (c) of the weighted mean: weights travel with what they weigh)
+
+    g = sum_i c_i g_i / sum_i c_i,     c_i = n_i / n_ref
+
+which is exact for uneven shares, a short last batch, masked tokens, and a rank without any term (c_i = 0). n_ref keeps
+c_i near 1, so that low-precision wires keep their range; with equal shares c_i is exactly 1 and every product exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hvd_hetero.codecs.codec import Codec, Identity
+from hvd_hetero.engine.port import Engine, Handle
+
+
+def _write(array: Any, values: Sequence[float]) -> None:
+    array[...] = values
+
+
+class WeightedExchange:
+    """Sums flat buckets of weighted gradients over the ranks, and with them a *control* vector.
+
+    Args:
+        engine: who communicates.
+        buckets: flat arrays that hold c_i g_i when submitted, and g when finished (in place when the codec is
+            the identity).
+        control: a short array; the sum over ranks of what `outgoing()` returned comes back from `finish`. It is
+            either the tail of one of the buckets, and then `rides_in` is that bucket's index, or an array of its own.
+        outgoing: called right before the control vector is sent.
+        name: prefix of the operations' names, the same on all ranks and different from any other exchange's.
+        write: copies a list of floats into an array.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        buckets: Sequence[Any],
+        control: Any,
+        *,
+        rides_in: int | None,
+        outgoing: Callable[[], Sequence[float]],
+        name: str,
+        codec: Codec | None = None,
+        write: Callable[[Any, Sequence[float]], None] = _write,
+    ) -> None:
+        self._engine, self._buckets, self._control = engine, list(buckets), control
+        self._rides_in, self._outgoing, self._name = rides_in, outgoing, name
+        self._codec, self._write = codec or Identity(), write
+        self._handles: dict[int, tuple[Handle, Any]] = {}
+        self._control_handle: Handle | None = None
+
+    @property
+    def submitted(self) -> frozenset[int]:
+        """The buckets under way."""
+        return frozenset(self._handles)
+
+    def submit(self, index: int) -> None:
+        """Sends bucket `index`; once per step. Buckets may be sent in any order: they are paired by name."""
+        if self._rides_in == index:
+            self._write(self._control, self._outgoing())
+        elif self._rides_in is None and self._control_handle is None:
+            self._write(self._control, self._outgoing())
+            self._control_handle = self._engine.allreduce_async(self._control, name=f"{self._name}.control")
+        wire, context = self._codec.encode(self._buckets[index])
+        handle = self._engine.allreduce_async(wire, name=f"{self._name}.bucket.{index}")
+        self._handles[index] = (handle, context)
+
+    def finish(self, scale: Callable[[list[float]], float]) -> tuple[list[Any], list[float]]:
+        """The buckets, multiplied by `scale(control)`, and the control vector summed over the ranks.
+
+        Every bucket must have been submitted. Raises the engine's failure when a collective failed; nothing is
+        under way afterwards either way.
+        """
+        missing = set(range(len(self._buckets))) - set(self._handles)
+        if missing:
+            raise RuntimeError(f"Expected every bucket submitted before finish(). Received: {sorted(missing)} missing.")
+        handles, self._handles = self._handles, {}
+        control_handle, self._control_handle = self._control_handle, None
+        if control_handle is not None:
+            control_handle.wait()
+        results = [
+            self._codec.decode(handle.wait(), context) for _, (handle, context) in sorted(handles.items())
+        ]
+        sums = [float(value) for value in self._control.tolist()]
+        factor = scale(sums)
+        for result in results:
+            result *= factor
+        return results, sums
