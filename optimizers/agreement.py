@@ -30,6 +30,7 @@ class Terms:
     shares: tuple[int, ...] | None
     adaptive: bool
     bounds: tuple[Bound, ...] = ()
+    micro_caps: tuple[int | None, ...] = ()
     first_shares: tuple[int, ...] = ()
 
     def problem(self, size: int) -> str | None:
@@ -82,7 +83,8 @@ def agree(engine: Engine, mine: Terms, *, name: str) -> Terms:
         Bound(lower=int(low), upper=None if high == ABSENT else int(high), quantum=int(quantum))
         for low, high, quantum in table[:, 1:4].tolist()
     )
-    return replace(mine, bounds=bounds, first_shares=_first_shares(mine, bounds))
+    micro_caps = tuple(None if cap == ABSENT else int(cap) for cap in table[:, 4].tolist())
+    return replace(mine, bounds=bounds, micro_caps=micro_caps, first_shares=_first_shares(mine, bounds))
 
 
 def agree_on(engine: Engine, values: Mapping[str, int], *, name: str) -> None:

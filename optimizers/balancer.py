@@ -297,6 +297,7 @@ class Balancer:
             bounds=self.bounds,
             rule=self._rule,
             previous=self.plans[:-1],
+            micro_batch=self.terms.micro_caps,
         )
         if plan is not None:
             self._announcement = control.Announcement(

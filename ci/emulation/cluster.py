@@ -5,22 +5,18 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import random
-import shutil
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
-import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TextIO
 
-from . import leftovers, network, quota, running
+from . import checks, leftovers, network, quota, running, signals
 from .running import Finished, Process
 from .worker import emulation_hold
 
@@ -39,23 +35,31 @@ class EmulatedRank:
 class Cluster:
     """Emulated ranks to run jobs on, for as long as the `with` block lasts; then nothing of it is left."""
 
-    def __init__(self, ranks: Sequence[EmulatedRank], *, link_mbit: float | None = None, period_us: int = 10_000,
-                 network: str = "auto", quota: str = "auto", echo: TextIO | None = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        ranks: Sequence[EmulatedRank],
+        *,
+        link_mbit: float | None = None,
+        period_us: int = 10_000,
+        network: str = "auto",
+        quota: str = "auto",
+        echo: TextIO | None = None,
+    ) -> None:
         """`network`: "namespaces", "loopback" or "auto"; `quota`: "cgroup", "duty" or "auto"; `echo`: where the jobs'
         output also goes as it comes."""
         self.ranks = tuple(ranks)
-        _check(self.ranks, link_mbit, period_us, network, quota)
+        nodes = [rank.node for rank in ranks]
+        checks.check_cluster([rank.cores for rank in ranks], nodes, link_mbit, period_us, network, quota)
         self._mbit, self._period, self._echo = link_mbit, period_us, echo
-        self._nodes = Counter(rank.node for rank in self.ranks)
+        self._nodes = Counter(nodes)
         self._network_wanted, self._quota_wanted = network, quota
         self._cores = [rank.cores for rank in self.ranks]
-        self._name = ""
         self._jobs = 0
 
     def __enter__(self) -> Cluster:
         leftovers.sweep()
         self._name = leftovers.new_name()
-        self._old_handlers = _end_on_signals()
+        self._restore_signals = signals.end_on_signals()
         try:
             self._folder = Path(tempfile.mkdtemp(prefix=f"{self._name}-"))
             self.network = self._make_network()
@@ -65,8 +69,10 @@ class Cluster:
             raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
-        with _deaf():
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with signals.deaf():
             if keeper := getattr(self, "_keeper", None):
                 with contextlib.suppress(OSError, subprocess.TimeoutExpired):
                     keeper.communicate(b"stop\n", timeout=5)
@@ -75,28 +81,54 @@ class Cluster:
             leftovers.remove(self._name)
             if isinstance(net := getattr(self, "network", None), network.Namespaces):
                 net.close()
-        for number, handler in self._old_handlers.items():
-            signal.signal(number, handler)
+        self._restore_signals()
 
-    def horovodrun(self, command: Sequence[str], *, env: Mapping[str, str] = {}, controller: str = "gloo",  # noqa: B006
-                   timeout_s: float, python: str = sys.executable, hold_at_start: bool = False,
-                   arguments: Sequence[str] = ()) -> Finished:  # fmt: skip
+    def horovodrun(
+        self,
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str] = {},
+        controller: str = "gloo",
+        timeout_s: float,
+        python: str = sys.executable,
+        hold_at_start: bool = False,
+        arguments: Sequence[str] = (),
+    ) -> Finished:
         """What came of the command on every rank, started by the real horovodrun found beside `python`; that folder
         comes first on PATH. `arguments` are further ones of horovodrun's own."""
         if controller not in ("gloo", "mpi"):
             raise ValueError(f'controller: expected "gloo" or "mpi", received {controller!r}')
-        launcher = find_horovodrun(python)
+        launcher = running.find_horovodrun(python)
         slots = [f"{name}:{self._nodes[node]}" for node, name in enumerate(self.network.names)]
         if controller == "mpi" and self.network.kind == "loopback":
             slots = [f"localhost:{len(self.ranks)}"]  # MPI is not fooled by several names of one host
-        line = [*self.network.inside(0), python, str(launcher), "-np", str(len(self.ranks)), "-H", ",".join(slots),
-                f"--{controller}", "--network-interfaces", self.network.interface, "--disable-cache",
-                *arguments, *self._held(command, hold_at_start, python)]  # fmt: skip
+        line = [
+            *self.network.inside(0),
+            python,
+            str(launcher),
+            "-np",
+            str(len(self.ranks)),
+            "-H",
+            ",".join(slots),
+            f"--{controller}",
+            "--network-interfaces",
+            self.network.interface,
+            "--disable-cache",
+            *arguments,
+            *self._held(command, hold_at_start, python),
+        ]
         return self._run([Process(command=line, env=self._environment(env, python))], timeout_s)
 
-    def processes(self, command: Sequence[str], *, env: Mapping[str, str] = {}, timeout_s: float,  # noqa: B006
-                  ranks: Sequence[int] | None = None, python: str = sys.executable,
-                  hold_at_start: bool = False) -> Finished:  # fmt: skip
+    def processes(
+        self,
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str] = {},
+        timeout_s: float,
+        ranks: Sequence[int] | None = None,
+        python: str = sys.executable,
+        hold_at_start: bool = False,
+    ) -> Finished:
         """What came of the command on every rank, or on `ranks` as a smaller world, without Horovod's launcher:
         RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and their like are set as torchrun sets them."""
         chosen = list(range(len(self.ranks)) if ranks is None else ranks)
@@ -104,21 +136,29 @@ class Cluster:
             raise ValueError(f"ranks: expected some of 0 to {len(self.ranks) - 1}, received {chosen}")
         nodes = [self.ranks[rank].node for rank in chosen]
         common = {
-            **self._environment(env, python), "PYTHONUNBUFFERED": "1", "WORLD_SIZE": str(len(chosen)),
-            "MASTER_ADDR": self.network.address(nodes[0]), "MASTER_PORT": str(_free_port()),
+            **self._environment(env, python),
+            "PYTHONUNBUFFERED": "1",
+            "WORLD_SIZE": str(len(chosen)),
+            "MASTER_ADDR": self.network.address(nodes[0]),
+            "MASTER_PORT": str(_free_port()),
             "GLOO_SOCKET_IFNAME": self.network.interface,
-        }  # fmt: skip
+        }
         started = []
         for rank, (emulated, node) in enumerate(zip(chosen, nodes, strict=True)):
-            own = {"RANK": rank, "LOCAL_RANK": nodes[:rank].count(node), "LOCAL_WORLD_SIZE": nodes.count(node),
-                   "GROUP_RANK": sorted(set(nodes)).index(node), "HVD_EMULATION_RANK": emulated}  # fmt: skip
+            own = {
+                "RANK": rank,
+                "LOCAL_RANK": nodes[:rank].count(node),
+                "LOCAL_WORLD_SIZE": nodes.count(node),
+                "GROUP_RANK": sorted(set(nodes)).index(node),
+                "HVD_EMULATION_RANK": emulated,
+            }
             line = [*self.network.inside(node), *self._held(command, hold_at_start, python)]
             started.append(Process(command=line, env=common | {k: str(v) for k, v in own.items()}, rank=rank))
         return self._run(started, timeout_s)
 
     def set_cores(self, rank: int, cores: float) -> None:
         """From now on this rank gets `cores`, also in the middle of a job."""
-        _check_cores(rank, cores, self._period)
+        checks.check_cores(rank, cores, self._period)
         answer = emulation_hold.ask(str(self._folder / "hold"), f"cores {rank} {cores}")
         if answer != "ok":
             raise RuntimeError(f"set_cores({rank}, {cores}): the keeper answered {answer!r}")
@@ -150,17 +190,30 @@ class Cluster:
     def _start_keeper(self) -> subprocess.Popen[bytes]:
         cgroup = None if self._quota_wanted == "duty" else quota.writable_cgroup()
         if self._quota_wanted == "cgroup" and cgroup is None:
-            raise RuntimeError('quota="cgroup" is not to be had here: no cgroup tree accepts a CPU quota from us. '
-                               'Ask for quota="auto".')  # fmt: skip
+            raise RuntimeError(
+                'quota="cgroup" is not to be had here: no cgroup tree accepts a CPU quota from us. '
+                'Ask for quota="auto".'
+            )
         self.quota = cgroup[0] if cgroup else "duty"
-        orders = {"name": self._name, "socket": str(self._folder / "hold"), "quota": self.quota, "cores": self._cores,
-                  "cgroup_root": str(cgroup[1]) if cgroup else "", "period_us": self._period}  # fmt: skip
-        keeper = subprocess.Popen([sys.executable, str(KEEPER), json.dumps(orders)], stdin=subprocess.PIPE,
-                                  stdout=subprocess.PIPE, start_new_session=True)  # fmt: skip
+        orders = {
+            "name": self._name,
+            "socket": str(self._folder / "hold"),
+            "quota": self.quota,
+            "cores": self._cores,
+            "cgroup_root": str(cgroup[1]) if cgroup else "",
+            "period_us": self._period,
+        }
+        keeper = subprocess.Popen(
+            [sys.executable, str(KEEPER), json.dumps(orders)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
         assert keeper.stdout is not None
         if keeper.stdout.readline() != b"ready\n":
-            raise RuntimeError(f"the keeper of the emulated cluster did not start (exit status {keeper.wait()}); "
-                               "its error is above")  # fmt: skip
+            raise RuntimeError(
+                f"the keeper of the emulated cluster did not start (exit status {keeper.wait()}); its error is above"
+            )
         return keeper
 
     def _environment(self, env: Mapping[str, str], python: str) -> dict[str, str]:
@@ -182,3 +235,9 @@ class Cluster:
         return running.run_together(
             processes, timeout_s=timeout_s, kill=lambda: leftovers.kill_job(job), echo=self._echo
         )
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

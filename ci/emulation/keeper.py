@@ -1,8 +1,10 @@
 """The process beside a cluster that holds ranks to their shares, and that clears up should the cluster's owner die.
 
 Started by `Cluster` as `python keeper.py ORDERS`; it ends when its standard input does, which happens however its owner
-ends; an owner in good order says `stop` there first, and clears up itself. Ranks and owner speak to it over a Unix socket, one line each way: `hold RANK PID`, `release RANK PID`,
-`cores RANK CORES`; it answers `ok` or what was wrong.
+ends; an owner in good order says `stop` there first, and clears up itself.
+
+Ranks and owner speak to it over a Unix socket, one line each way: `hold RANK PID`,
+`release RANK PID`, `cores RANK CORES`; it answers `ok` or what was wrong.
 """
 
 from __future__ import annotations
@@ -17,8 +19,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from emulation import leftovers  # noqa: E402
-from emulation.quota import CgroupQuota, DutyQuota, Quota  # noqa: E402
+from emulation import leftovers
+from emulation.quota import CgroupQuota, DutyQuota, Quota
 
 
 def main(orders: dict) -> None:
@@ -64,7 +66,7 @@ def serve(listener: socket.socket, quota: Quota) -> bool:
 
 
 def answer(words: list[str], quota: Quota) -> str:
-    """"ok" when the request was carried out, otherwise one line saying why not."""
+    """What to reply: "ok" when the request was carried out, otherwise one line saying why not."""
     try:
         verb, rank, value = words
         if verb == "hold":

@@ -33,7 +33,7 @@ class Quota(Protocol):
 class CgroupQuota:
     """The kernel's own limit: one group with a CPU quota for each rank, and one without for those let go."""
 
-    tick_s = None
+    tick_s: float | None = None
 
     def __init__(self, kind: str, root: Path, name: str, cores: Sequence[float], period_us: int) -> None:
         self._first = kind == "cgroup1"
@@ -85,9 +85,9 @@ class CgroupQuota:
 
 class DutyQuota:
     """The same limit without privileges: each rank earns CPU time as the clock runs, and whoever has used it up is
-    stopped until there is some again. What it used is the kernel's count, so sleeping costs nothing, as with a quota."""
+    stopped until there is some again. Use is what the kernel counted, so that sleeping costs nothing."""
 
-    tick_s = DUTY_TICK_S
+    tick_s: float | None = DUTY_TICK_S
 
     def __init__(self, cores: Sequence[float], period_us: int) -> None:
         self._cores = dict(enumerate(cores))

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO, TextIO
 
 GRACE_S = 3.0
@@ -67,6 +68,17 @@ class _Output:
                             self._echo.flush()
 
 
+def find_horovodrun(python: str) -> Path:
+    """The horovodrun that belongs to this Python: the one beside it."""
+    launcher = Path(python).parent / "horovodrun"  # not resolved: a virtual environment's python is a link elsewhere
+    if not launcher.is_file():
+        raise RuntimeError(
+            f"expected horovodrun beside {python}, found none: install Horovod there (`hvd-hetero build-horovod`), "
+            "or name the Python that has it"
+        )
+    return launcher
+
+
 def run_together(
     processes: Sequence[Process], *, timeout_s: float, kill: Callable[[], None], echo: TextIO | None = None
 ) -> Finished:
@@ -99,10 +111,13 @@ def run_together(
 def _start(process: Process, output: _Output) -> subprocess.Popen[bytes]:
     marked = process.rank is not None
     popen = subprocess.Popen(
-        list(process.command), env=dict(process.env), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        list(process.command),
+        env=dict(process.env),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
         stderr=subprocess.PIPE if marked else subprocess.STDOUT,
         start_new_session=True,  # Ctrl-C in the terminal reaches us alone, and we decide how the job ends
-    )  # fmt: skip
+    )
     for name, stream in (("stdout", popen.stdout), ("stderr", popen.stderr)):
         if stream is not None:
             output.read(stream, f"[{process.rank}]<{name}>:" if marked else "")

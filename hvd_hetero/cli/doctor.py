@@ -1,11 +1,11 @@
-"""`hvd-hetero doctor`: what is installed, which Horovod it is, which repairs it has, and what each missing one means."""
+"""`hvd-hetero doctor`: what is installed, which Horovod it is, its repairs, and what each missing one means."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,10 +56,9 @@ class Report:
     notes: list[str] = field(default_factory=list)
 
 
-def expected_edits() -> list[str]:
-    """The names of the repairs and speed-ups that a build on this machine would have."""
-    flags = toolchain.cpu_flags()
-    present = {"torch", "tensorflow"} | ({"f16c"} if {"avx", "f16c"} <= set(flags) else set())
+def expected_edits(frameworks: Sequence[str]) -> list[str]:
+    """The names of the repairs and speed-ups that a build for the frameworks on this machine would have."""
+    present = {*frameworks, *(["f16c"] if {"avx", "f16c"} <= set(toolchain.cpu_flags()) else [])}
     return edits.names(e for e in edits.chosen(present) if e.kind != "compile")
 
 
@@ -88,7 +87,7 @@ def examine(load: bool = True) -> Report:
         report.notes.append(
             f"Horovod is {installed['horovod']}; hvd_hetero was made for {edits.HOROVOD_VERSION}: {REBUILD}"
         )
-    wanted = expected_edits()
+    wanted = expected_edits(frameworks)
     report.present = [name for name in wanted if name in report.horovod["edits"]]
     report.missing = {name: WITHOUT.get(name, "") for name in wanted if name not in report.horovod["edits"]}
     built_for = report.horovod.get("frameworks", {})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -46,6 +47,8 @@ class HorovodHandle:
 class HorovodEngine:
     """One rank of a Horovod process set, for torch tensors and numpy arrays (which share memory with tensors)."""
 
+    _named = itertools.count(1)  # of the process: Horovod's names are, too
+
     def __init__(self, process_set: Any = None) -> None:
         # Horovod itself decides what `horovod.torch` needs; nothing is imported before somebody asks for it.
         self._torch = importlib.import_module("torch")
@@ -71,6 +74,9 @@ class HorovodEngine:
     @property
     def ranks(self) -> tuple[int, ...]:
         return tuple(self._set.ranks) if self._set.ranks else tuple(range(self._binding.size()))
+
+    def unique(self, prefix: str) -> str:
+        return f"{prefix}{next(self._named)}"
 
     def _tensor(self, array: Any) -> Any:
         return self._torch.from_numpy(array) if isinstance(array, np.ndarray) else array

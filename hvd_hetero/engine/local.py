@@ -6,6 +6,7 @@ testable bit by bit. It works on anything that `numpy.asarray` sees without a co
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -121,6 +122,7 @@ class LocalEngine:
 
     def __init__(self, group: _Group, rank: int, ranks: tuple[int, ...]) -> None:
         self._group, self._rank, self._ranks = group, rank, ranks
+        self._named = itertools.count(1)
 
     @property
     def rank(self) -> int:
@@ -133,6 +135,9 @@ class LocalEngine:
     @property
     def ranks(self) -> tuple[int, ...]:
         return self._ranks
+
+    def unique(self, prefix: str) -> str:
+        return f"{prefix}{next(self._named)}"
 
     def _start(self, name: str, array: Any, signature: tuple[Any, ...], in_place: bool) -> _Pending:
         view = np.asarray(array)

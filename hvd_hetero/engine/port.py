@@ -43,6 +43,9 @@ class Engine(Protocol):
     def ranks(self) -> tuple[int, ...]:
         """The global ranks of this group, in order."""
 
+    def unique(self, prefix: str) -> str:
+        """A name that no earlier call returned, and the same on all ranks that call it in the same order."""
+
     def allreduce_async(self, array: Any, *, name: str, op: Op = "sum") -> Handle:
         """Reduces `array` over the group *in place*; the result is `array`. Shapes and types must be equal."""
 

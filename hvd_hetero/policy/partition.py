@@ -15,6 +15,7 @@ computed and a slower rank never gets more.
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -145,15 +146,16 @@ def _check(ranks: Sequence[_Rank], whole: int) -> None:
                          f"Received: {len(ranks)} and {whole}.")
     least, most = sum(r.lowest for r in ranks), sum(r.highest for r in ranks)
     if least > whole:
-        raise InfeasibleError(f"global_batch_size: expected at least {least}, the sum of the ranks' lower bounds (rounded "
-                              f"up to their quanta). Received: {whole}. Lower the bounds or use fewer ranks.")
+        raise InfeasibleError(f"global_batch_size: expected at least {least}, the sum of the ranks' lower bounds "
+                              f"(rounded up to their quanta). Received: {whole}. Lower the bounds or use fewer ranks.")
     if most < whole:
-        raise InfeasibleError(f"global_batch_size: expected at most {most}, what all ranks hold in one step (rounded down "
-                              f"to their quanta). Received: {whole}. Raise the upper bounds and use micro-batches.")
+        raise InfeasibleError(f"global_batch_size: expected at most {most}, what all ranks hold in one step "
+                              f"(rounded down to their quanta). Received: {whole}. Raise the upper bounds, with "
+                              "micro-batches where memory sets them.")
 
 
 def _deadline(ranks: Sequence[_Rank], whole: int, slack: int) -> tuple[float, list[int]]:
-    """A time by which at most `whole` samples can be finished, fewer by at most about `slack`, and who finishes what."""
+    """A time by which at most `whole` samples are finished, fewer by little more than `slack`; and the shares then."""
     early, late = 0.0, max(r.time_s(r.highest) for r in ranks)
     shares = [r.lowest for r in ranks]
     for _ in range(BISECTIONS):
@@ -192,21 +194,22 @@ def _split_uneven_quanta(ranks: Sequence[_Rank], whole: int) -> tuple[int, ...]:
     """The shares at the smallest deadline for which some of the shares that meet it sum to the whole."""
     everything = _sums(ranks, [r.highest for r in ranks], whole)[-1]
     if not everything >> whole & 1:
-        raise InfeasibleError("global_batch_size: expected a sum of multiples of the ranks' quanta within their bounds; "
-                              f"the nearest below is {everything.bit_length() - 1}. Received: {whole}.")
+        raise InfeasibleError("global_batch_size: expected a sum of multiples of the ranks' quanta within their "
+                              f"bounds; the nearest below is {everything.bit_length() - 1}. Received: {whole}.")
     early, late = 0.0, max(r.time_s(r.highest) for r in ranks)
     if sum(r.lowest for r in ranks) < whole:
-        early, _ = _deadline(ranks, whole - 1, 0)
+        early, _ = _deadline(ranks, whole - 1, sum(r.quantum for r in ranks))
+    stride = max(r.quantum * r.model.seconds_per_sample for r in ranks)
     while True:
         finished = [r.within(early) for r in ranks]
         times = [r.time_s(b + r.quantum) for r, b in zip(ranks, finished, strict=True) if b < r.highest]
-        middle = max(min(times, default=late), 0.5 * (early + late))
+        middle = max(min(times, default=late), min(early + stride, 0.5 * (early + late)))
         if middle >= late:
             return _pick(ranks, [r.within(late) for r in ranks], whole)
         if _sums(ranks, [r.within(middle) for r in ranks], whole)[-1] >> whole & 1:
             late = middle
         else:
-            early = middle
+            early, stride = middle, 2.0 * stride
 
 
 def _sums(ranks: Sequence[_Rank], most: Sequence[int], whole: int) -> list[int]:
@@ -223,18 +226,20 @@ def _sums(ranks: Sequence[_Rank], most: Sequence[int], whole: int) -> list[int]:
 
 
 def _pick(ranks: Sequence[_Rank], most: Sequence[int], whole: int) -> tuple[int, ...]:
-    """Shares of at most `most` with that sum, each as near as may be to the same part of its most; the faster the more."""
+    """Shares of at most `most` with that sum, each near the same part of its most; of two alike the faster has more."""
     reached, left, shares = _sums(ranks, most, whole), whole, list(most)
     for i in reversed(range(len(ranks))):
-        r, wanted = ranks[i], left * most[i] / max(sum(most[:i + 1]), 1)
-        shares[i] = min((b for b in range(r.lowest, min(most[i], left) + 1, r.quantum) if reached[i] >> (left - b) & 1),
-                        key=lambda b, wanted=wanted: (abs(b - wanted), b))
+        r, bits = ranks[i], reached[i].to_bytes(whole // 8 + 1, "little")
+        wanted = round((left * most[i] / max(sum(most[:i + 1]), 1) - r.lowest) / r.quantum)
+        nearest = (r.lowest + k * r.quantum for far in itertools.count() for k in (wanted - far, wanted + far))
+        shares[i] = next(b for b in nearest if r.lowest <= b <= min(most[i], left)
+                         and bits[(left - b) // 8] >> (left - b) % 8 & 1)
         left -= shares[i]
-    for r in ranks:      # among ranks with the same bounds the slower one gets no more
-        alike = [o for o in ranks if (o.lowest, o.highest, o.quantum) == (r.lowest, r.highest, r.quantum)]
-        top = max(shares[o.rank] for o in alike)
-        alike.sort(key=lambda o, top=top: (o.time_s(top), o.model.seconds_per_sample, o.rank))
-        ordered = dict(zip((o.rank for o in alike), sorted((shares[o.rank] for o in alike), reverse=True), strict=True))
-        if all(b <= most[rank] for rank, b in ordered.items()):
-            shares = [ordered.get(rank, b) for rank, b in enumerate(shares)]
+    for kind in dict.fromkeys((r.lowest, r.highest, r.quantum, r.cap) for r in ranks):
+        alike = [r for r in ranks if (r.lowest, r.highest, r.quantum, r.cap) == kind]
+        sizes = sorted((shares[r.rank] for r in alike), reverse=True)
+        times = {r.rank: (r.time_s(sizes[0]), r.model.seconds_per_sample, r.rank) for r in alike}
+        swapped = dict(zip(sorted(times, key=times.__getitem__), sizes, strict=True))
+        if all(b <= most[rank] for rank, b in swapped.items()):
+            shares = [swapped.get(rank, b) for rank, b in enumerate(shares)]
     return tuple(shares)

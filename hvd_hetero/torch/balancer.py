@@ -20,8 +20,6 @@ from hvd_hetero.trace.record import Trace
 from .stopwatch import stopwatch
 
 Batch = TypeVar("Batch")
-_names = 0
-
 
 class Balancer(framework_free.Balancer):
     """Shares of the global batch in proportion to each rank's measured speed; one per training loop.
@@ -48,8 +46,6 @@ class Balancer(framework_free.Balancer):
         run: str | None = None,
         engine: Engine | None = None,
     ) -> None:
-        global _names
-        _names += 1  # every rank makes its balancers in the same order, so the names agree
         engine = engine if engine is not None else HorovodEngine(process_set)
         folder = run or run_folder()
         super().__init__(
@@ -64,7 +60,7 @@ class Balancer(framework_free.Balancer):
             rule=rule,
             stopwatch=stopwatch(),
             trace=Trace(folder, rank=engine.rank, clock=time.time) if folder else None,
-            name=f"balancer{_names}",
+            name=engine.unique("balancer"),
         )
 
     def micro_batches(self, batch: Batch) -> Iterator[Batch]:

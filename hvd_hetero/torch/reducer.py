@@ -69,6 +69,7 @@ class GradientReducer:
         self._unit = 0.0  # `p.grad` is in units of 1 / this number of loss terms; 0 while it holds nothing
         self._stash: dict[torch.nn.Parameter, torch.Tensor | None] | None = None
         self._callback_queued = False
+        self._final = False  # this backward pass is the last before the exchange
         self.reduced = False  # gradients are the global ones
         self.wait_s = 0.0  # for communication, in the last step
         self.bytes_sent = 0
@@ -161,7 +162,9 @@ class GradientReducer:
 
         Adding this pass's mean gradient to it then gives the right sum again, whatever the passes' sizes.
         """
-        self._callback_queued = False  # an exception may have ended the last pass before its callback
+        if self._callback_queued:  # an exception ended the last pass before its callback
+            self._callback_queued = False
+            self._counts.pop()
         self._unstash()
         if not self._counts:
             return
@@ -181,20 +184,24 @@ class GradientReducer:
                 parameter.grad = grad
             self._stash = None
 
-    def _final_pass(self) -> bool:
-        return self._balancer.last_pass and len(self._counts) + 1 >= self.passes
+    def _begin_pass(self) -> None:
+        """At the first gradient of a backward pass."""
+        terms = self._balancer.count_now
+        if terms is None:
+            raise RuntimeError(
+                "Expected the number of samples of this batch before backward(). Received: none. Iterate over "
+                "hvd.BalancedDataLoader, or call balancer.begin(samples) for each batch."
+            )
+        torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)
+        self._callback_queued = True
+        self.reduced = False
+        self._counts.append(terms)
+        self._final = self._balancer.last_pass and len(self._counts) >= self.passes
 
     def _hook(self, parameter: torch.nn.Parameter) -> None:
         if not self._callback_queued:
-            if self._balancer.count_now is None:
-                raise RuntimeError(
-                    "Expected the number of samples of this batch before backward(). Received: none. Iterate over "
-                    "hvd.BalancedDataLoader, or call balancer.begin(samples) for each batch."
-                )
-            torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)
-            self._callback_queued = True
-            self.reduced = False
-        if self._final_pass() and self._balancer.count_now:
+            self._begin_pass()
+        if self._final and self._balancer.count_now:
             self._take(parameter)
 
     def _take(self, parameter: torch.nn.Parameter) -> None:
@@ -242,12 +249,10 @@ class GradientReducer:
 
     def _after_backward(self) -> None:
         self._callback_queued = False
-        final = self._final_pass()
-        self._counts.append(self._balancer.count_now or 0.0)
         self._unstash()
         if not self._unit:
             self._unit = self._counts[-1]
-        if final:
+        if self._final:
             self._finish()
         else:
             self._balancer.pause()

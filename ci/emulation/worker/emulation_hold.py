@@ -2,7 +2,8 @@
 
 `Cluster` puts this file's folder on PYTHONPATH, so a worker writes `from emulation_hold import hold, release`. It calls
 `hold()` when its imports and `hvd.init()` are done (importing torch at 0.2 cores takes more than ten seconds) and
-`release()` before it tears down. Outside an emulated cluster there is no such module; `HVD_EMULATION_HOLD` names this file.
+`release()` before it tears down. Outside an emulated cluster there is no such module; the variable
+`HVD_EMULATION_HOLD` names this file.
 
 `python emulation_hold.py COMMAND …` holds first and then becomes COMMAND: for commands whose source is not ours.
 """

@@ -1,0 +1,185 @@
+"""One rank of one contender of `ci/bench`: trains the demo's model and prints how fast, as a line of JSON.
+
+Contenders share the model, the data, the loader and the number of threads; they differ in who averages gradients.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, DistributedSampler
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def _load(name: str, path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def forever(loader: Any) -> Iterator[Any]:
+    """Batches, epoch after epoch."""
+    while True:
+        yield from loader
+
+
+class HandShares:
+    """A batch sampler with fixed shares of a common order: what a user would write by hand for DDP."""
+
+    def __init__(self, length: int, shares: list[int], rank: int) -> None:
+        self.length, self.shares, self.rank = length, shares, rank
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = torch.randperm(self.length, generator=torch.Generator().manual_seed(0)).tolist()
+        whole, start = sum(self.shares), sum(self.shares[: self.rank])
+        for first in range(0, self.length - whole + 1, whole):
+            yield order[first + start : first + start + self.shares[self.rank]]
+
+
+class Contender:
+    """How one contender sets up and makes a step: `step()` trains on one batch and returns when it is done."""
+
+    def __init__(self, arguments: argparse.Namespace, lm: Any) -> None:
+        self.arguments, self.lm = arguments, lm
+        self.rank = int(os.environ.get("HOROVOD_RANK", os.environ.get("RANK", "0")))
+        self.size = int(os.environ.get("HOROVOD_SIZE", os.environ.get("WORLD_SIZE", "1")))
+        self.shares = [int(share) for share in arguments.shares.split(":")]
+        text = lm.read_text(2.0)
+        self.windows = lm.Windows(text, 64)
+        torch.manual_seed(0)
+        self.model = lm.CharLM(width=arguments.width, layers=arguments.layers)
+        self.optimizer: Any = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self.balancer: Any = None
+        self.scale = 1.0
+        self.loss_model: Any = self.model
+        getattr(self, "set_up_" + arguments.contender.replace("-", "_"))()
+
+    def set_up_alone(self) -> None:
+        batch = self.shares[self.arguments.rank if self.arguments.rank is not None else self.rank]
+        self.batches = forever(DataLoader(self.windows, batch_size=batch, shuffle=True, drop_last=True))
+        self.global_batch = batch
+
+    def _equal(self) -> None:
+        self.global_batch = sum(self.shares)
+        sampler = DistributedSampler(self.windows, self.size, self.rank, drop_last=True)
+        self.batches = forever(
+            DataLoader(self.windows, batch_size=self.global_batch // self.size, sampler=sampler, drop_last=True)
+        )
+
+    def set_up_horovod(self) -> None:
+        import horovod.torch as hvd
+
+        hvd.init()
+        self._equal()
+        self.optimizer = hvd.DistributedOptimizer(self.optimizer, named_parameters=self.model.named_parameters())
+        hvd.broadcast_parameters(self.model.state_dict(), root_rank=0)
+
+    def set_up_ddp(self) -> None:
+        torch.distributed.init_process_group("gloo")
+        self._equal()
+        self.loss_model = torch.nn.parallel.DistributedDataParallel(self.model, gradient_as_bucket_view=True)
+
+    def set_up_ddp_hand(self) -> None:
+        torch.distributed.init_process_group("gloo")
+        self.global_batch = sum(self.shares)
+        sampler: Any = HandShares(len(self.windows), self.shares, self.rank)
+        self.batches = forever(DataLoader(self.windows, batch_sampler=sampler))
+        # DDP averages over ranks; weighting the loss by share makes that the mean over samples.
+        self.scale = self.shares[self.rank] * self.size / self.global_batch
+        self.loss_model = torch.nn.parallel.DistributedDataParallel(self.model, gradient_as_bucket_view=True)
+
+    def set_up_hetero(self) -> None:
+        import hvd_hetero.torch as hvd
+
+        hvd.init()
+        self.global_batch = sum(self.shares)
+        fixed = {"shares": self.shares, "adaptive": False} if self.arguments.fixed else {}
+        self.balancer = hvd.Balancer(global_batch_size=self.global_batch, **fixed)
+        self.batches = forever(hvd.BalancedDataLoader(self.windows, balancer=self.balancer, drop_last=True))
+        self.optimizer = hvd.DistributedOptimizer(
+            self.optimizer,
+            named_parameters=self.model.named_parameters(),
+            balancer=self.balancer,
+            compression=hvd.Compression.fp16 if self.arguments.fp16 else hvd.Compression.none,
+            **({"bucket_bytes": self.arguments.bucket_bytes} if self.arguments.bucket_bytes else {}),
+        )
+        hvd.broadcast_parameters(self.model.state_dict(), root_rank=0)
+
+    def step(self) -> None:
+        x, y = next(self.batches)
+        self.optimizer.zero_grad()
+        loss = self.lm.loss_of(self.loss_model, x, y)
+        (loss * self.scale if self.scale != 1.0 else loss).backward()
+        self.optimizer.step()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("contender", choices=["alone", "horovod", "ddp", "ddp-hand", "hetero"])
+    parser.add_argument("--shares", default="32:16:8:8", help="sum: the global batch; each: DDP's by hand, alone's")
+    parser.add_argument("--rank", type=int, help="of `alone`: which share")
+    parser.add_argument("--warmup", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--width", type=int, default=136)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--fixed", action="store_true", help="hetero: the given shares, never re-planned")
+    parser.add_argument("--fp16", action="store_true")
+    parser.add_argument("--bucket-bytes", type=int)
+    parser.add_argument("--every-step", action="store_true", help="print each step's time and shares")
+    arguments = parser.parse_args()
+
+    torch.set_num_threads(1)
+    lm = _load("torch_char_lm", ROOT / "examples" / "torch_char_lm.py")
+    contender = Contender(arguments, lm)
+    hold: Callable[[], None] = lambda: None  # noqa: E731
+    release: Callable[[], None] = hold
+    if os.environ.get("HVD_EMULATION_HOLD"):
+        module = _load("emulation_hold", Path(os.environ["HVD_EMULATION_HOLD"]))
+        hold, release = module.hold, module.release
+    hold()
+    times, shares = [], []
+    for _ in range(arguments.warmup):
+        start = time.perf_counter()
+        contender.step()
+        times.append(time.perf_counter() - start)
+        shares.append(contender.balancer.plan.shares if contender.balancer else None)
+    cpu, began = time.process_time(), time.perf_counter()
+    for _ in range(arguments.steps):
+        start = time.perf_counter()
+        contender.step()
+        times.append(time.perf_counter() - start)
+        shares.append(contender.balancer.plan.shares if contender.balancer else None)
+    seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
+    release()
+    record = {
+        "rank": contender.rank if arguments.rank is None else arguments.rank,
+        "samples_per_s": contender.global_batch * arguments.steps / seconds,
+        "step_ms": 1e3 * seconds / arguments.steps,
+        "median_step_ms": 1e3 * sorted(times[arguments.warmup :])[arguments.steps // 2],
+        "cpu_ms": 1e3 * cpu / arguments.steps,
+        "parameters": sum(p.numel() for p in contender.model.parameters()),
+        "shares": shares[-1],
+    }
+    if arguments.every_step:
+        record["times_s"], record["all_shares"] = times, shares
+    print("BENCH " + json.dumps(record), flush=True)
+    with contextlib.suppress(Exception):
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

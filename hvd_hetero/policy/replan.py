@@ -1,0 +1,164 @@
+"""Plans: when a new one pays.
+
+A plan replaces the current one when all of this holds (a plan that the bounds forbid is replaced at once):
+
+- the gain (T_now - T_new) / T_now exceeds a minimum and what noise alone would make of it: z standard errors of
+  1 - T_new / T_now, with z = max(2, sqrt(2 ln n)), the expected maximum of n normal errors, because T is the slowest of
+  n ranks (Cramer 1946, section 28.6);
+- some rank's share moves by more than the dead band (OmniLearn, flodl: 5 %);
+- the current plan has held for the cool-down: short while plans are few, or right after a change of speed;
+- what is gained over the steps left is more than the switch costs.
+
+How far it goes: each share grows at most by the trust region and shrinks at most by its square, since speed models are
+extrapolated from the shares seen; and a move that turns back the last one is halved (LB-BSP, section 3.3.2), unless the
+speed itself changed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from .partition import Bound, InfeasibleError, split, step_time_s
+from .speed import SpeedModel
+
+FEW_PLANS = 3                # up to so many, plans still follow each other after the early cool-down
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The shares, the step from which they hold, and why; every rank holds the identical plan."""
+
+    version: int
+    step: int
+    shares: tuple[int, ...]
+    reason: str
+    predicted_step_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.version < 0 or self.step < 0:
+            raise ValueError(f"version and step: expected 0 or more. Received: {self.version} and {self.step}.")
+        if not self.shares or min(self.shares) < 0:
+            raise ValueError(f"shares: expected one of 0 or more for each rank. Received: {self.shares}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplanRule:
+    """When a new plan pays, and how far one plan may move."""
+
+    warmup_steps: int = 3            # no plan before this step
+    minimum_observations: int = 5    # of every rank that has a share
+    minimum_gain: float = 0.03
+    dead_band: float = 0.05          # of a rank's share
+    cooldown_steps: int = 20
+    early_cooldown_steps: int = 6    # while plans are few, and after a change of speed
+    trust_region: float = 2.0        # growth of a share in one plan; it may shrink by the square
+    switch_cost_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("warmup_steps", "minimum_observations", "minimum_gain", "dead_band", "cooldown_steps",
+                     "early_cooldown_steps", "switch_cost_s"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name}: expected 0 or more. Received: {getattr(self, name)}.")
+        if not self.trust_region > 1.0:
+            raise ValueError("trust_region: expected more than 1, the factor by which a share may grow. "
+                             f"Received: {self.trust_region}.")
+
+
+def decide(
+    current: Plan,
+    models: Sequence[SpeedModel],
+    *,
+    step: int,
+    global_batch_size: int,
+    bounds: Sequence[Bound] | None = None,
+    rule: ReplanRule | None = None,
+    previous: Sequence[Plan] = (),
+    steps_left: int | None = None,
+    measured_step_s: float | None = None,
+    micro_batch: Sequence[int | None] | None = None,
+) -> Plan | None:
+    """The plan that should hold from `step`, or None where the current one should stay.
+
+    `previous` are the plans before the current one, oldest first. `measured_step_s` is the time of a whole step, with
+    what no plan changes (communication): the gain is then a part of that.
+
+    Raises:
+        InfeasibleError: no shares within the bounds sum to the global batch.
+    """
+    rule = rule or ReplanRule()
+    ranks = range(len(current.shares))
+    if len(models) != len(ranks):
+        raise ValueError(f"models: expected one for each of the plan's {len(ranks)} ranks. Received: {len(models)}.")
+    limits = [Bound()] * len(ranks) if bounds is None else list(bounds)
+    if not (sum(current.shares) == global_batch_size and all(map(Bound.allows, limits, current.shares))):
+        shares = split(models, global_batch_size, limits, micro_batch=micro_batch)
+        return _next_plan(current, shares, step, "the global batch or the bounds changed",
+                          step_time_s(models, shares, micro_batch))
+
+    counts = [model.observations for model, share in zip(models, current.shares, strict=True) if share > 0]
+    changed = any(n <= rule.cooldown_steps and 2 * n <= max(counts) for n in counts)
+    early = changed or len(previous) < FEW_PLANS
+    held = step - current.step
+    if (step < rule.warmup_steps or min(counts) < rule.minimum_observations
+            or held < (rule.early_cooldown_steps if early else rule.cooldown_steps)):
+        return None
+
+    shares = _reachable(current, models, global_batch_size, limits, rule, micro_batch,
+                        last=None if changed or not previous else previous[-1])
+    if all(abs(new - old) <= rule.dead_band * old for new, old in zip(shares, current.shares, strict=True)):
+        return None
+    before, after = _slowest(models, current.shares, micro_batch), _slowest(models, shares, micro_batch)
+    now_s, new_s = (models[i].time_s(s[i], micro_batch[i] if micro_batch else None)
+                    for i, s in ((before, current.shares), (after, shares)))
+    step_s = max(now_s, measured_step_s or 0.0)
+    error = new_s / now_s * math.hypot(models[before].standard_error, models[after].standard_error)
+    surprise = max(2.0, math.sqrt(2.0 * math.log(len(ranks))))
+    if (now_s - new_s) / step_s <= max(rule.minimum_gain, surprise * error * now_s / step_s):
+        return None
+    if steps_left is not None and (now_s - new_s) * steps_left <= rule.switch_cost_s:
+        return None
+    reason = f"rank {before} is slowest: compute {now_s:.4g} s, with the new shares {new_s:.4g} s"
+    return _next_plan(current, shares, step, reason, step_s - (now_s - new_s))
+
+
+def _next_plan(current: Plan, shares: tuple[int, ...], step: int, reason: str, predicted_step_s: float) -> Plan:
+    return Plan(version=current.version + 1, step=step, shares=shares, reason=reason, predicted_step_s=predicted_step_s)
+
+
+def _slowest(models: Sequence[SpeedModel], shares: Sequence[int], micro_batch: Sequence[int | None] | None) -> int:
+    """The rank with the longest predicted compute time."""
+    caps = micro_batch or [None] * len(models)
+    times = [m.time_s(b, cap) for m, b, cap in zip(models, shares, caps, strict=True)]
+    return max(range(len(times)), key=times.__getitem__)
+
+
+def _reachable(current: Plan, models: Sequence[SpeedModel], whole: int, limits: Sequence[Bound], rule: ReplanRule,
+               micro_batch: Sequence[int | None] | None, *, last: Plan | None) -> tuple[int, ...]:
+    """The best shares within the trust region, with moves halved that turn back the last ones."""
+    least = whole / (8 * len(models))      # a share near 0 may grow as if it were this, or it would crawl
+    trusted = [_narrowed(limit, share / rule.trust_region**2, max(share, least, limit.quantum) * rule.trust_region)
+               for share, limit in zip(current.shares, limits, strict=True)]
+    try:
+        shares = split(models, whole, trusted, micro_batch=micro_batch)
+    except InfeasibleError:                # a quantum or a bound leaves nothing there
+        return split(models, whole, limits, micro_batch=micro_batch)
+    if last is None or len(last.shares) != len(models):
+        return shares
+    damped = []
+    for new, now, old, trust in zip(shares, current.shares, last.shares, trusted, strict=True):
+        back = (new - now) * (now - old) < 0
+        damped.append(_narrowed(trust, min(now, (now + new) / 2), max(now, (now + new) / 2)) if back else trust)
+    try:
+        return split(models, whole, damped, micro_batch=micro_batch)
+    except InfeasibleError:
+        return shares
+
+
+def _narrowed(bound: Bound, lower: float, upper: float) -> Bound:
+    """The bound within [lower, upper], where the rounding (outwards, to the quantum) leaves the bound room."""
+    low = max(bound.lower, math.floor(lower / bound.quantum) * bound.quantum)
+    high = math.ceil(upper / bound.quantum) * bound.quantum
+    high = high if bound.upper is None else min(bound.upper, high)
+    return replace(bound, lower=low, upper=high) if low <= high else bound

@@ -1,0 +1,254 @@
+"""Every repair of `hvd-hetero build-horovod` on real processes. Few launches, each looked at by several tests."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from hvd_hetero.engine.build import has_edit, installed_build
+
+WORKER = Path(__file__).parent / "workers" / "repair_worker.py"
+HOROVODRUN = Path(sys.executable).with_name("horovodrun")
+LIMIT_S = 90
+
+pytestmark = [
+    pytest.mark.horovod,
+    pytest.mark.skipif(installed_build() is None, reason="no Horovod installed: run `hvd-hetero build-horovod`"),
+]
+
+
+def needs(name: str) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(
+        not (has_edit(name) or "HVD_HETERO_TEST_PLAIN" in os.environ),
+        reason=f"the installed Horovod was built without {name}",
+    )
+
+
+@dataclass
+class Launch:
+    """What came of one launch."""
+
+    code: int
+    text: str
+    ranks: dict[int, dict]
+
+
+def _end(process: subprocess.Popen, folder: Path) -> None:
+    """Ends the launcher's process group and the ranks, which horovodrun puts into groups of their own."""
+    pids = [int(path.stem.split("-")[1]) for path in folder.glob("*.pid")]
+    with_worker = [p for p in pids if _is_worker(p)]
+    for end, target in [(os.killpg, process.pid), *((os.kill, pid) for pid in with_worker)]:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            end(target, signal.SIGKILL)
+    process.wait()
+
+
+def _is_worker(pid: int) -> bool:
+    try:
+        return WORKER.name.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
+def _launch(mode: str, folder: Path, ranks: int, **variables: str) -> Launch:
+    command = [str(HOROVODRUN), "--gloo", "-np", str(ranks), "-H", f"localhost:{ranks}"]
+    command += [sys.executable, str(WORKER), mode, str(folder)]
+    env = {n: v for n, v in os.environ.items() if not n.startswith("HOROVOD_")}
+    env.update(OMP_NUM_THREADS="1", HOROVOD_GLOO_TIMEOUT_SECONDS="20", **variables)
+    output = folder / "output"
+    with output.open("w") as file:
+        process = subprocess.Popen(command, env=env, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            code = process.wait(timeout=LIMIT_S)
+        except subprocess.TimeoutExpired:
+            code = -1
+        finally:
+            _end(process, folder)
+    text = output.read_text(errors="replace")
+    return Launch(code, text, {int(p.stem): json.loads(p.read_text()) for p in folder.glob("*.json")})
+
+
+def _other_interface() -> str | None:
+    """An interface that the host name does not resolve to, or None."""
+    psutil = pytest.importorskip("psutil")
+    try:
+        resolved = {info[4][0] for info in socket.getaddrinfo(socket.gethostname(), None)}
+    except OSError:
+        resolved = set()
+    up = {name for name, state in psutil.net_if_stats().items() if state.isup}
+    for name, addresses in psutil.net_if_addrs().items():
+        v4 = [a.address for a in addresses if a.family == socket.AF_INET]
+        if name in up and v4 and resolved.isdisjoint(v4):
+            return name
+    return None
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launch]:
+    yield _launch(
+        "plain",
+        tmp_path_factory.mktemp("plain"),
+        2,
+        HOROVOD_LOG_LEVEL="debug",
+        HOROVOD_CYCLE_TIME="25",
+        HOROVOD_STALL_CHECK_TIME_SECONDS="1",
+        REPAIR_WORKER_IFACE=_other_interface() or "",
+    )
+
+
+@pytest.fixture(scope="module")
+def speed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launch]:
+    yield _launch(
+        "speed",
+        tmp_path_factory.mktemp("speed"),
+        4,
+        HOROVOD_BLOCKING_WAIT="1",
+        HOROVOD_EVENT_DRIVEN_CYCLE="1",
+        HOROVOD_CYCLE_TIME="500",
+        HOROVOD_GLOO_ALLREDUCE="bcube",
+        HOROVOD_DYNAMIC_PROCESS_SETS="1",
+    )
+
+
+def ended_well(launch: Launch, ranks: int) -> None:
+    assert launch.code == 0, launch.text[-3000:]
+    assert sorted(launch.ranks) == list(range(ranks)), launch.text[-3000:]
+
+
+@needs("process_set_interface")
+def test_every_context_listens_on_the_chosen_interface(plain: Launch) -> None:
+    interface = _other_interface()
+    if interface is None:
+        pytest.skip("the host name resolves to every interface there is: nothing to tell apart")
+    contexts = re.findall(r"(\S+) rendezvous started .*?iface=([^,]*),", plain.text)
+    assert any("process_set_hash" in name for name, _ in contexts), plain.text[-3000:]
+    assert {where for _, where in contexts} == {interface}, contexts
+
+
+@needs("stall_inspector")
+def test_a_late_rank_is_reported_under_gloo(plain: Launch) -> None:
+    ended_well(plain, 2)
+    assert "One or more tensors were submitted" in plain.text
+    assert re.search(r"\b1: \[allreduce\.late_tensor\]", plain.text), plain.text[-3000:]
+
+
+@needs("vectorised_half")
+def test_sums_of_half_precision_are_no_slower_than_single(plain: Launch) -> None:
+    # half as many bytes: with Gloo's scalar sums, fp16 takes three times as long as fp32
+    ended_well(plain, 2)
+    for seen in plain.ranks.values():
+        assert seen["half_s"] < 1.2 * seen["single_s"], seen
+
+
+def test_sums_in_place_are_right(plain: Launch) -> None:
+    ended_well(plain, 2)
+    for seen in plain.ranks.values():
+        assert seen["half_right"] and seen["single_right"] and seen["half_exact"], seen
+
+
+def test_without_its_variable_the_cycle_is_as_upstream(plain: Launch) -> None:
+    for seen in plain.ranks.values():
+        assert seen["cycles_s"] > 0.2, seen  # ten cycles of 25 ms
+
+
+@needs("gloo_allreduce_algorithm")
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_bcube_sums_exactly(speed: Launch, ranks: int) -> None:
+    ended_well(speed, 4)
+    sums = [seen["wrong"][str(ranks)] for seen in speed.ranks.values() if str(ranks) in seen["wrong"]]
+    assert len(sums) == ranks and not any(sums), sums
+
+
+@needs("blocking_wait")
+def test_waiting_takes_no_processor_time(speed: Launch) -> None:
+    ended_well(speed, 4)
+    for rank, seen in speed.ranks.items():
+        if rank != 0:  # rank 0 is the late one
+            assert seen["wait_s"] > 1.2, seen
+            assert seen["wait_cpu_s"] < 0.3 * seen["wait_s"], seen
+
+
+@needs("event_driven_cycle")
+def test_a_long_cycle_costs_no_latency(speed: Launch) -> None:
+    ended_well(speed, 4)
+    for seen in speed.ranks.values():
+        assert seen["ping_s"] < 2.0, seen  # twenty cycles of 500 ms are 10 s
+        assert seen["many_right"], seen
+
+
+@needs("event_driven_cycle")
+def test_changes_of_process_sets_do_not_wait_for_many_cycles(speed: Launch) -> None:
+    ended_well(speed, 4)
+    for seen in speed.ranks.values():
+        assert seen["add_set_s"] < 1.5 and seen["remove_set_s"] < 1.5 and seen.get("added_right", True), seen
+
+
+@needs("event_driven_cycle")
+def test_join_and_shutdown_work_with_events(speed: Launch) -> None:
+    ended_well(speed, 4)
+    assert speed.ranks[3]["joined_sum"] == 1.0
+    for seen in speed.ranks.values():
+        assert seen["last_joined"] == 3 and seen["after_join"] == 4.0, seen
+        assert seen["shutdown_s"] < 1.5, seen
+
+
+@needs("allgather_with_joined")
+def test_gathering_while_others_have_joined_is_an_error_and_no_crash(speed: Launch) -> None:
+    ended_well(speed, 4)
+    assert "not supported with Join" in speed.ranks[3]["gather"], speed.ranks[3]
+
+
+@needs("peer_death_with_process_sets")
+def test_survivors_of_a_dead_peer_raise_and_end(tmp_path: Path) -> None:
+    launch = _launch("peer_death", tmp_path, 3, HOROVOD_LOG_LEVEL="warning")
+    ended_well(launch, 3)
+    assert launch.ranks[2] == {"died_with": -signal.SIGKILL}
+    assert [launch.ranks[r] for r in (0, 1)] == [{"error": "HorovodInternalError"}] * 2, launch.text[-3000:]
+
+
+@needs("gloo_allreduce_algorithm")
+def test_an_unknown_algorithm_is_refused(tmp_path: Path) -> None:
+    launch = _launch("bad_algorithm", tmp_path, 1, HOROVOD_GLOO_ALLREDUCE="star")
+    assert "must be ring or bcube" in launch.ranks[0]["error"] and "star" in launch.ranks[0]["error"], launch.text
+
+
+@needs("rendezvous_scope")
+def test_a_scope_that_ends_leaves_the_lists_of_others_alone() -> None:
+    from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
+    from horovod.runner.http.http_server import RendezvousServer
+
+    server = RendezvousServer()
+    port = server.start()
+    try:
+        server.init(get_host_assignments(parse_hosts("somewhere:2"), 2))
+
+        def ask(method: str, path: str, data: bytes | None = None) -> int:
+            request = urllib.request.Request(f"http://127.0.0.1:{port}/{path}", data=data, method=method)
+            opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+            try:
+                with opener.open(request, timeout=10) as answer:
+                    return int(answer.status)
+            except urllib.error.HTTPError as error:
+                return error.code
+
+        ask("PUT", "local_somewhere/0", b"an address of this round")
+        assert ask("GET", "local_somewhere/0") == 200
+        # one of two leaves the local scope, then both leave the global one, then the other leaves the local one
+        for path in ("local_somewhere/0", "global/0", "global/1", "local_somewhere/1"):
+            ask("DELETE", path)
+        assert ask("GET", "local_somewhere/0") == 404, "a stale address is still served"
+    finally:
+        server.stop()

@@ -1,0 +1,173 @@
+"""One rank of the launches in `test_repairs.py`: `repair_worker.py MODE FOLDER` writes what it saw to FOLDER/RANK.json.
+
+It ends by itself: with a traceback when it takes too long.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+
+LIMIT_S = 60
+SIZES = [*range(1, 33), 63, 64, 65, 1000, 1001, 65537, 300_001]
+
+
+def seconds(action: Any, repeats: int = 1) -> list[float]:
+    """How long each call took."""
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        action()
+        times.append(time.perf_counter() - start)
+    return times
+
+
+def wrong_sums(prefix: str, ranks: list[int], process_set: Any) -> list[str]:
+    """The sums over the ranks that are not exact, by size and type."""
+    wrong = []
+    for size in SIZES:
+        for dtype in (torch.float16, torch.float32, torch.float64, torch.int64):
+            mine = (torch.arange(size) % 11 + hvd.rank()).to(dtype)
+            got = hvd.allreduce(mine, op=hvd.Sum, name=f"{prefix}.{size}.{dtype}", process_set=process_set)
+            want = sum((torch.arange(size) % 11 + rank).to(dtype) for rank in ranks)
+            if not torch.equal(got, want):
+                wrong.append(f"{size} × {dtype}")
+    return wrong
+
+
+def plain(_folder: Path) -> dict[str, Any]:
+    """Two ranks, no speed variable: interface, stall inspector, fp16 sums, in-place sums, the ordinary cycle."""
+    if interface := os.environ.get("REPAIR_WORKER_IFACE"):
+        os.environ["HOROVOD_GLOO_IFACE"] = interface  # horovodrun sets its own choice
+    hvd.init()
+    seen: dict[str, Any] = {}
+    with torch.no_grad():
+        half, single = torch.ones(2_000_000, dtype=torch.float16), torch.ones(2_000_000)
+        for name, tensor in (("half", half), ("single", single)):
+            seen[f"{name}_s"] = min(
+                seconds(lambda t=tensor, n=name: hvd.allreduce_(t.fill_(1.0), op=hvd.Sum, name=n), 9)
+            )
+            seen[f"{name}_right"] = bool((tensor == hvd.size()).all())
+        wide = torch.linspace(-3e4, 3e4, 10_007).half()
+        want = (wide.float() + wide.float()).half()
+        seen["half_exact"] = bool(torch.equal(hvd.allreduce(wide, op=hvd.Sum, name="wide"), want))
+        seen["cycles_s"] = sum(seconds(lambda: hvd.allreduce(torch.ones(1), name="cycle"), 10))
+    if hvd.rank() == 1:
+        time.sleep(4.0)  # longer than HOROVOD_STALL_CHECK_TIME_SECONDS, and its check comes once in so many seconds
+    hvd.allreduce(torch.ones(1), name="late_tensor")
+    return seen
+
+
+def speed(_folder: Path) -> dict[str, Any]:
+    """Four ranks with all speed variables and a cycle of half a second."""
+    sets = {2: hvd.ProcessSet([0, 1]), 3: hvd.ProcessSet([1, 2, 3])}
+    hvd.init(process_sets=list(sets.values()))
+    rank, size = hvd.rank(), hvd.size()
+    seen: dict[str, Any] = {"wrong": {}}
+    seen["wrong"]["4"] = wrong_sums("all", list(range(size)), hvd.global_process_set)
+    for count, process_set in sets.items():
+        if process_set.included():
+            seen["wrong"][str(count)] = wrong_sums(f"set{count}", list(process_set.ranks), process_set)
+    hvd.allreduce(torch.ones(1), name="start")
+
+    seen["ping_s"] = sum(seconds(lambda: hvd.allreduce(torch.ones(1), name="ping"), 20))
+    handles = [hvd.allreduce_async(torch.full((10,), float(i)), op=hvd.Sum, name=f"many.{i}") for i in range(50)]
+    seen["many_right"] = all(bool((hvd.synchronize(h) == i * size).all()) for i, h in enumerate(handles))
+
+    if rank == 0:
+        time.sleep(1.5)
+    cpu, start = time.process_time(), time.perf_counter()
+    hvd.allreduce(torch.ones(1), name="wait")
+    seen["wait_cpu_s"], seen["wait_s"] = time.process_time() - cpu, time.perf_counter() - start
+
+    # only the first set has work: the other ranks have nothing to wait for, and must not hold it up
+    start = time.perf_counter()
+    if sets[2].included():
+        for _ in range(5):
+            hvd.allreduce(torch.ones(1), name="some", process_set=sets[2])
+    seen["some_s"] = time.perf_counter() - start
+
+    start = time.perf_counter()
+    added = hvd.add_process_set([0, size - 1])
+    seen["add_set_s"] = time.perf_counter() - start
+    if added.included():
+        seen["added_right"] = bool(hvd.allreduce(torch.ones(1), op=hvd.Sum, name="in_added", process_set=added) == 2)
+    start = time.perf_counter()
+    hvd.remove_process_set(added)
+    seen["remove_set_s"] = time.perf_counter() - start
+
+    # ranks join one after the other, while the last one still sums and then gathers
+    if rank == size - 1:
+        seen["joined_sum"] = float(hvd.allreduce(torch.ones(1), op=hvd.Sum, name="while_joined"))
+        for attempt in range(10):
+            try:
+                hvd.allgather(torch.ones(7 + attempt, 3), name=f"gather.{attempt}")
+                seen["gather"] = "no error"
+            except Exception as error:
+                seen["gather"] = f"{type(error).__name__}: {error}"
+    start = time.perf_counter()
+    seen["last_joined"] = int(hvd.join())
+    seen["after_join"] = float(hvd.allreduce(torch.ones(1), op=hvd.Sum, name="after_join"))
+
+    start = time.perf_counter()
+    hvd.shutdown()
+    seen["shutdown_s"] = time.perf_counter() - start
+    return seen
+
+
+def peer_death(folder: Path) -> dict[str, Any]:
+    """Three ranks with process sets; the last one dies. Its parent stays, so that horovodrun lets the others go on."""
+    last = int(os.environ["HOROVOD_SIZE"]) - 1
+    if int(os.environ["HOROVOD_RANK"]) == last and "REPAIR_WORKER_CHILD" not in os.environ:
+        code = subprocess.call([sys.executable, *sys.argv], env={**os.environ, "REPAIR_WORKER_CHILD": "1"})
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline and any(not (folder / f"{r}.json").exists() for r in range(last)):
+            time.sleep(0.1)
+        return {"died_with": code}
+    hvd.init(process_sets=[hvd.ProcessSet([0, last]), hvd.ProcessSet([0, 1])])
+    hvd.allreduce(torch.ones(1), name="alive")
+    if hvd.rank() == last:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        for step in range(1000):
+            hvd.allreduce(torch.ones(1), name=f"step.{step}")
+        seen = "no error"
+    except Exception as error:
+        seen = type(error).__name__
+    hvd.shutdown()
+    return {"error": seen}
+
+
+def bad_algorithm(_folder: Path) -> dict[str, Any]:
+    """One rank with an algorithm that does not exist."""
+    hvd.init()
+    try:
+        hvd.allreduce(torch.ones(3), name="x")
+        return {"error": "no error"}
+    except Exception as error:
+        return {"error": str(error)}
+
+
+def main() -> None:
+    faulthandler.dump_traceback_later(LIMIT_S, exit=True)
+    mode, folder = sys.argv[1], Path(sys.argv[2])
+    rank = os.environ.get("HOROVOD_RANK", "0")
+    (folder / f"{rank}-{os.getpid()}.pid").touch()
+    result = {"plain": plain, "speed": speed, "peer_death": peer_death, "bad_algorithm": bad_algorithm}[mode](folder)
+    part = folder / f"{rank}.part"
+    part.write_text(json.dumps(result), encoding="utf-8")
+    part.replace(folder / f"{rank}.json")
+
+
+if __name__ == "__main__":
+    main()
