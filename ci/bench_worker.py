@@ -140,6 +140,9 @@ def main() -> None:
     parser.add_argument("--fp16", action="store_true")
     parser.add_argument("--bucket-bytes", type=int)
     parser.add_argument("--every-step", action="store_true", help="print each step's time and shares")
+    parser.add_argument("--slow-at", type=int, default=-1, help="the step at which a rank becomes slower")
+    parser.add_argument("--slow-rank", type=int, default=1)
+    parser.add_argument("--slow-cores", type=float, default=0.2)
     arguments = parser.parse_args()
 
     torch.set_num_threads(1)
@@ -151,18 +154,23 @@ def main() -> None:
         module = _load("emulation_hold", Path(os.environ["HVD_EMULATION_HOLD"]))
         hold, release = module.hold, module.release
     hold()
-    times, shares = [], []
-    for _ in range(arguments.warmup):
+    times: list[float] = []
+    shares: list[Any] = []
+    computes: list[Any] = []
+    cpu = began = 0.0
+    for step in range(arguments.warmup + arguments.steps):
+        if step == arguments.warmup:
+            cpu, began = time.process_time(), time.perf_counter()
+        if step == arguments.slow_at and contender.rank == 0:
+            cores = f"cores {arguments.slow_rank} {arguments.slow_cores}"
+            if module.ask(os.environ[module.SOCKET_VARIABLE], cores) != "ok":
+                raise RuntimeError(f"the emulated cluster did not accept {cores!r}")
         start = time.perf_counter()
         contender.step()
         times.append(time.perf_counter() - start)
-        shares.append(contender.balancer.plan.shares if contender.balancer else None)
-    cpu, began = time.process_time(), time.perf_counter()
-    for _ in range(arguments.steps):
-        start = time.perf_counter()
-        contender.step()
-        times.append(time.perf_counter() - start)
-        shares.append(contender.balancer.plan.shares if contender.balancer else None)
+        if contender.balancer:
+            shares.append(contender.balancer.plan.shares)
+            computes.append(contender.balancer.reported)
     seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
     release()
     record = {
@@ -172,10 +180,10 @@ def main() -> None:
         "median_step_ms": 1e3 * sorted(times[arguments.warmup :])[arguments.steps // 2],
         "cpu_ms": 1e3 * cpu / arguments.steps,
         "parameters": sum(p.numel() for p in contender.model.parameters()),
-        "shares": shares[-1],
+        "shares": shares[-1] if shares else None,
     }
     if arguments.every_step:
-        record["times_s"], record["all_shares"] = times, shares
+        record["times_s"], record["all_shares"], record["computes"] = times, shares, computes
     print("BENCH " + json.dumps(record), flush=True)
     with contextlib.suppress(Exception):
         torch.distributed.destroy_process_group()

@@ -41,7 +41,8 @@ class Terms:
             if value is None and optional:
                 continue
             if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < least:
-                return f"{name}: expected an integer of at least {least}{' or None' if optional else ''}. Received: {value!r}."
+                wanted = f"an integer of at least {least}{' or None' if optional else ''}"
+                return f"{name}: expected {wanted}. Received: {value!r}."
         if self.max_share is not None and self.max_share < self.min_share:
             return f"max_share: expected at least min_share ({self.min_share}). Received: {self.max_share}."
         if self.shares is not None and len(self.shares) != size:
@@ -74,7 +75,7 @@ def agree(engine: Engine, mine: Terms, *, name: str) -> Terms:
     wrong = [rank for rank in range(engine.size) if table[rank, 0] == ABSENT]
     if wrong:
         raise ValueError(
-            f"Expected valid arguments on every rank. Received: wrong ones on rank {wrong[0]}; its own error says which."
+            f"Expected valid arguments on every rank. Received: wrong ones on rank {wrong[0]}, whose error says which."
         )
     for column, title in ((0, "global_batch_size"), (5, "adaptive")):
         _same(table[:, column].tolist(), title)

@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from typing import Any, Protocol
 
 from hvd_hetero.engine.port import Engine
-from hvd_hetero.policy.partition import Bound, equal_shares
-from hvd_hetero.policy.replan import Plan, ReplanRule, decide
-from hvd_hetero.policy.speed import Observation, SpeedModel, fit, latest_regime
+from hvd_hetero.policy.replan import Plan, ReplanRule
 
 from . import control
 from .agreement import Terms, agree
-
-WINDOW = 64  # observations kept per rank
-SKIPPED = 2  # steps after a change of plan that are not observed: caches, JIT and allocators settle
-LOOK_EVERY = 4  # steps between two looks at the speeds: a fit costs rank 0 about a millisecond
+from .planner import Planner
 
 
 class PeerError(RuntimeError):
@@ -99,22 +92,12 @@ class Balancer:
             name=f"hvd_hetero.{name}.terms",
         )
         self.global_batch_size = global_batch_size
-        self.bounds: tuple[Bound, ...] = self.terms.bounds
         self.adaptive = adaptive and engine.size > 1
-        self._rule = rule or ReplanRule()
         self._stopwatch: Stopwatch = stopwatch or WallClock()
+        self.planner = Planner(self.terms, rule or ReplanRule())
         self.trace = trace
         self.lookahead = 0  # batches dealt before they are used: a plan must not reach back into them
         self.step = -1  # index of the global batch begun last, counted over all epochs
-        self.plans: list[Plan] = [
-            Plan(version=0, step=0, shares=self.terms.first_shares, reason="first plan", predicted_step_s=None)
-        ]
-        self._windows: tuple[deque[tuple[int, Observation]], ...] = tuple(
-            deque(maxlen=WINDOW) for _ in range(engine.size)
-        )
-        self.models: tuple[SpeedModel, ...] | None = None
-        self._announcement: control.Announcement | None = None
-        self._next_look = 0
         self.count_now: float | None = None
         self.counted = False  # the script counts loss terms itself
         self.last_pass = True  # False while micro-batches are to follow
@@ -125,7 +108,7 @@ class Balancer:
         self._batches = 0  # begun since the last exchange
         self._segments: list[tuple[Any, Any]] = []
         self._segment_start: Any = None
-        self._reported: tuple[float, float] = (0.0, 0.0)  # samples and seconds per batch, for the next exchange
+        self.reported: tuple[float, float] = (0.0, 0.0)  # samples and seconds per batch, for the next exchange
         self.data_s = 0.0  # waited for data since the last exchange
 
     # What a script asks ---------------------------------------------------------------------------------------------
@@ -141,7 +124,12 @@ class Balancer:
     @property
     def plan(self) -> Plan:
         """The plan of the batch begun last."""
-        return self.plan_at(max(self.step, 0))
+        return self.planner.plan_at(max(self.step, 0))
+
+    @property
+    def plans(self) -> Sequence[Plan]:
+        """All plans so far, and one that is yet to hold, oldest first."""
+        return tuple(self.planner.plans)
 
     @property
     def share(self) -> int:
@@ -150,7 +138,7 @@ class Balancer:
 
     def plan_at(self, step: int) -> Plan:
         """The plan that holds for global batch `step`."""
-        return next(plan for plan in reversed(self.plans) if plan.step <= step)
+        return self.planner.plan_at(step)
 
     def begin(self, samples: int) -> None:
         """Starts a global batch of which this rank has `samples`; `BalancedDataLoader` calls it for each batch."""
@@ -208,7 +196,7 @@ class Balancer:
 
     def outgoing(self, *, leads: bool, count: float) -> list[float]:
         """This rank's control vector."""
-        samples, seconds = self._reported if leads else (0.0, 0.0)
+        samples, seconds = self.reported if leads else (0.0, 0.0)
         return control.pack(
             ranks=self.size,
             rank=self.rank,
@@ -216,7 +204,7 @@ class Balancer:
             compute_s=seconds,
             samples=samples,
             failed=self._failed,
-            announcement=self._announcement if leads and self.rank == 0 else None,
+            announcement=self.planner.announcement if leads and self.rank == 0 else None,
         )
 
     def incoming(self, total: Sequence[float], *, leads: bool) -> None:
@@ -230,14 +218,13 @@ class Balancer:
             )
         if not leads:
             return
-        for rank, (samples, seconds) in enumerate(zip(report.samples, report.compute_s, strict=True)):
-            if samples > 0 and seconds > 0 and self._observable(self.step - 1):
-                observation = Observation(samples=round(samples), compute_s=seconds)
-                self._windows[rank].append((self.step - 1, observation))
+        self.planner.observe(self.step - 1, report.samples, report.compute_s)
         if report.announcement is not None:
-            self._accept(report.announcement)
-        elif self.adaptive and self.rank == 0 and self.step >= self._next_look:
-            self._look()
+            plan = self.planner.accept(report.announcement, self.step)
+            if plan is not None and self.trace is not None:
+                self.trace.plan(plan)
+        elif self.adaptive and self.rank == 0:
+            self.planner.look(self.step, delay=self.lookahead)
 
     def finished(self, *, wait_s: float, bytes_sent: int) -> None:
         """Ends a step, after the update: its compute time goes out with the next gradient."""
@@ -245,7 +232,7 @@ class Balancer:
         compute_s = sum(self._stopwatch.seconds(start, end) for start, end in self._segments)
         self._segments.clear()
         batches = max(self._batches, 1)
-        self._reported = (self._samples / batches, compute_s / batches)
+        self.reported = (self._samples / batches, compute_s / batches)
         if self.trace is not None:
             self.trace.step(
                 step=self.step,
@@ -259,66 +246,11 @@ class Balancer:
         self._samples, self._batches, self.data_s = 0, 0, 0.0
         self.resume()
 
-    def _observable(self, step: int) -> bool:
-        return step >= self._rule.warmup_steps and step - self.plan_at(step).step >= (SKIPPED if step else 0)
-
-    def _accept(self, announced: control.Announcement) -> None:
-        self._announcement = None
-        if announced.version <= self.plans[-1].version:
-            return
-        plan = Plan(
-            version=announced.version,
-            step=self.step + 1 + announced.delay,
-            shares=announced.shares,
-            reason=announced.reason,
-            predicted_step_s=announced.predicted_step_s,
-        )
-        self.plans.append(plan)
-        self._next_look = plan.step + SKIPPED + 1
-        if self.trace is not None:
-            self.trace.plan(plan)
-
-    def _look(self) -> None:
-        """Rank 0: fits the speeds and announces a plan if one pays."""
-        self._next_look = self.step + LOOK_EVERY
-        recent = [[seen for _, seen in window] for window in self._windows]
-        if any(len(window) < self._rule.minimum_observations for window in recent):
-            self._next_look = self.step + 1
-            return
-        prior = self.models or (None,) * self.size
-        self.models = tuple(
-            fit(latest_regime(window), prior=model) for window, model in zip(recent, prior, strict=True)
-        )
-        plan = decide(
-            self.plans[-1],
-            self.models,
-            step=self.step,
-            global_batch_size=self.global_batch_size,
-            bounds=self.bounds,
-            rule=self._rule,
-            previous=self.plans[:-1],
-            micro_batch=self.terms.micro_caps,
-        )
-        if plan is not None:
-            self._announcement = control.Announcement(
-                version=self.plans[-1].version + 1,
-                delay=self.lookahead,
-                shares=plan.shares,
-                reason=plan.reason,
-                predicted_step_s=plan.predicted_step_s or 0.0,
-            )
-
     # State ----------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Plans, measurements and the step, as plain numbers."""
-        return {
-            "global_batch_size": self.global_batch_size,
-            "size": self.size,
-            "step": self.step,
-            "plans": [asdict(plan) for plan in self.plans],
-            "windows": [[(step, asdict(seen)) for step, seen in window] for window in self._windows],
-        }
+        return {"global_batch_size": self.global_batch_size, "step": self.step, "planner": self.planner.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from `state`. On another number of ranks the plan starts anew; the step stays."""
@@ -328,12 +260,4 @@ class Balancer:
                 f"{state['global_batch_size']}."
             )
         self.step = int(state["step"])
-        self._next_look = self.step + 1
-        if state["size"] != self.size:
-            shares = self.terms.first_shares or equal_shares(self.global_batch_size, self.size)
-            self.plans = [Plan(version=0, step=0, shares=shares, reason="another number of ranks")]
-            return
-        self.plans = [Plan(**{**plan, "shares": tuple(plan["shares"])}) for plan in state["plans"]]
-        for window, saved in zip(self._windows, state["windows"], strict=True):
-            window.clear()
-            window.extend((step, Observation(**seen)) for step, seen in saved)
+        self.planner.load_state_dict(state["planner"], self.step)

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +30,7 @@ pytestmark = [
 
 
 def needs(name: str) -> pytest.MarkDecorator:
+    """Skips on a Horovod without the edit; HVD_HETERO_TEST_PLAIN=1 runs it there too, to see it fail."""
     return pytest.mark.skipif(
         not (has_edit(name) or "HVD_HETERO_TEST_PLAIN" in os.environ),
         reason=f"the installed Horovod was built without {name}",
@@ -48,9 +48,8 @@ class Launch:
 
 def _end(process: subprocess.Popen, folder: Path) -> None:
     """Ends the launcher's process group and the ranks, which horovodrun puts into groups of their own."""
-    pids = [int(path.stem.split("-")[1]) for path in folder.glob("*.pid")]
-    with_worker = [p for p in pids if _is_worker(p)]
-    for end, target in [(os.killpg, process.pid), *((os.kill, pid) for pid in with_worker)]:
+    ranks = [pid for path in folder.glob("*.pid") if _is_worker(pid := int(path.stem.split("-")[1]))]
+    for end, target in [(os.killpg, process.pid), *((os.kill, pid) for pid in ranks)]:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             end(target, signal.SIGKILL)
     process.wait()
@@ -84,10 +83,9 @@ def _launch(mode: str, folder: Path, ranks: int, **variables: str) -> Launch:
 def _other_interface() -> str | None:
     """An interface that the host name does not resolve to, or None."""
     psutil = pytest.importorskip("psutil")
-    try:
+    resolved = set()
+    with contextlib.suppress(OSError):
         resolved = {info[4][0] for info in socket.getaddrinfo(socket.gethostname(), None)}
-    except OSError:
-        resolved = set()
     up = {name for name, state in psutil.net_if_stats().items() if state.isup}
     for name, addresses in psutil.net_if_addrs().items():
         v4 = [a.address for a in addresses if a.family == socket.AF_INET]
@@ -97,8 +95,8 @@ def _other_interface() -> str | None:
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launch]:
-    yield _launch(
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Launch:
+    return _launch(
         "plain",
         tmp_path_factory.mktemp("plain"),
         2,
@@ -110,8 +108,8 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launch]:
 
 
 @pytest.fixture(scope="module")
-def speed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launch]:
-    yield _launch(
+def speed(tmp_path_factory: pytest.TempPathFactory) -> Launch:
+    return _launch(
         "speed",
         tmp_path_factory.mktemp("speed"),
         4,
@@ -130,8 +128,7 @@ def ended_well(launch: Launch, ranks: int) -> None:
 
 @needs("process_set_interface")
 def test_every_context_listens_on_the_chosen_interface(plain: Launch) -> None:
-    interface = _other_interface()
-    if interface is None:
+    if (interface := _other_interface()) is None:
         pytest.skip("the host name resolves to every interface there is: nothing to tell apart")
     contexts = re.findall(r"(\S+) rendezvous started .*?iface=([^,]*),", plain.text)
     assert any("process_set_hash" in name for name, _ in contexts), plain.text[-3000:]
@@ -239,8 +236,7 @@ def test_a_scope_that_ends_leaves_the_lists_of_others_alone() -> None:
             request = urllib.request.Request(f"http://127.0.0.1:{port}/{path}", data=data, method=method)
             opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
             try:
-                with opener.open(request, timeout=10) as answer:
-                    return int(answer.status)
+                return int(opener.open(request, timeout=10).status)
             except urllib.error.HTTPError as error:
                 return error.code
 

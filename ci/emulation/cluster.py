@@ -58,12 +58,13 @@ class Cluster:
 
     def __enter__(self) -> Cluster:
         leftovers.sweep()
-        self._name = leftovers.new_name()
+        self.name = leftovers.new_name()
         self._restore_signals = signals.end_on_signals()
         try:
-            self._folder = Path(tempfile.mkdtemp(prefix=f"{self._name}-"))
+            self._folder = Path(tempfile.mkdtemp(prefix=f"{self.name}-"))
             self.network = self._make_network()
             self._keeper = self._start_keeper()
+            self.keeper_pid = self._keeper.pid
         except BaseException:
             self.__exit__(None, None, None)
             raise
@@ -78,7 +79,7 @@ class Cluster:
                     keeper.communicate(b"stop\n", timeout=5)
                 keeper.kill()
                 keeper.wait()
-            leftovers.remove(self._name)
+            leftovers.remove(self.name)
             if isinstance(net := getattr(self, "network", None), network.Namespaces):
                 net.close()
         self._restore_signals()
@@ -185,7 +186,7 @@ class Cluster:
             raise RuntimeError(f'network="namespaces" is not to be had here: {missing}. Ask for network="auto".')
         if self._network_wanted == "loopback" or missing or len(self._nodes) == 1:
             return network.Loopback(len(self._nodes))
-        return network.Namespaces(self._name, self._folder, len(self._nodes), self._mbit)
+        return network.Namespaces(self.name, self._folder, len(self._nodes), self._mbit)
 
     def _start_keeper(self) -> subprocess.Popen[bytes]:
         cgroup = None if self._quota_wanted == "duty" else quota.writable_cgroup()
@@ -196,7 +197,7 @@ class Cluster:
             )
         self.quota = cgroup[0] if cgroup else "duty"
         orders = {
-            "name": self._name,
+            "name": self.name,
             "socket": str(self._folder / "hold"),
             "quota": self.quota,
             "cores": self._cores,
@@ -224,7 +225,7 @@ class Cluster:
         whole["HVD_EMULATION_HOLD"] = str(HOLD)
         whole[emulation_hold.SOCKET_VARIABLE] = str(self._folder / "hold")
         self._jobs += 1
-        whole[leftovers.JOB_VARIABLE] = f"{self._name}/{self._jobs}"
+        whole[leftovers.JOB_VARIABLE] = f"{self.name}/{self._jobs}"
         return whole
 
     def _held(self, command: Sequence[str], hold_at_start: bool, python: str) -> list[str]:

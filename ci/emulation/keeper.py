@@ -9,6 +9,7 @@ Ranks and owner speak to it over a Unix socket, one line each way: `hold RANK PI
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -48,21 +49,20 @@ def main(orders: dict) -> None:
 
 def serve(listener: socket.socket, quota: Quota) -> bool:
     """True when the owner said `stop`, False when standard input just ended; until then it answers and ticks."""
+    asking: list[socket.socket] = []
     while True:
-        readable, _, _ = select.select([sys.stdin, listener], [], [], quota.tick_s)
+        readable, _, _ = select.select([sys.stdin, listener, *asking], [], [], quota.tick_s)
         quota.tick()
         if sys.stdin in readable:
             return os.read(sys.stdin.fileno(), 16).startswith(b"stop")
         if listener in readable:
-            connection, _ = listener.accept()
-            with connection:
-                connection.settimeout(1.0)
-                try:
-                    with connection.makefile("r") as request:
-                        reply = answer(request.readline().split(), quota)
-                    connection.sendall(reply.encode() + b"\n")
-                except OSError:
-                    pass  # whoever asked is gone, or asks nothing
+            asking.append(listener.accept()[0])
+        # Never wait for one: a rank may have been stopped between its connecting and its asking.
+        for connection in [connection for connection in asking if connection in readable]:
+            asking.remove(connection)
+            with connection, contextlib.suppress(OSError):  # whoever asked may be gone
+                reply = answer(connection.recv(256).decode(errors="replace").split(), quota)
+                connection.sendall(reply.encode() + b"\n")
 
 
 def answer(words: list[str], quota: Quota) -> str:

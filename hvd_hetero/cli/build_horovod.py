@@ -80,7 +80,7 @@ def recipe_for(options: Options) -> Recipe:
     cmake, _ = toolchain.cmake()
     cpu_flags = toolchain.cpu_flags()
     mpi = toolchain.mpi(options.mpi)
-    gpu = toolchain.gpu(options.gpu, str(cuda) if cuda else None)
+    gpu = toolchain.gpu(options.gpu, str(cuda) if cuda else None, "torch" in frameworks)
     present = set(frameworks)
     if {"avx", "f16c"} <= set(cpu_flags):
         present.add("f16c")

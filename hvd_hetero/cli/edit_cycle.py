@@ -192,14 +192,14 @@ EDITS: Final = (
     ),
     _edit(
         "horovod/common/operations.cc",
-        "  // Block until the background thread has initialized the process set.\n",
-        "  CycleSignal::Notify();\n  // Block until the background thread has initialized the process set.\n",
-        "nor does a new process set",
+        "    if (process_set->initialization_done) {\n      return id;\n",
+        "    CycleSignal::Notify();\n    if (process_set->initialization_done) {\n      return id;\n",
+        "nor does a new process set, which takes several cycles: the thread that waits for it keeps them coming",
     ),
     _edit(
         "horovod/common/operations.cc",
-        "  // Block until the background thread has removed the process set.\n",
-        "  CycleSignal::Notify();\n  // Block until the background thread has removed the process set.\n",
+        "    if (horovod_global.process_set_table.ProcessSetHasJustBeenRemoved()) {\n",
+        "    CycleSignal::Notify();\n    if (horovod_global.process_set_table.ProcessSetHasJustBeenRemoved()) {\n",
         "nor the removal of one",
     ),
 )

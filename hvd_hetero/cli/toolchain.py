@@ -131,7 +131,7 @@ def mpi(option: str) -> str | None:
     """The version of the MPI to build with, or None; `option` is "auto", "on" or "off"."""
     if option == "off":
         return None
-    wrapper = next((p for p in ("mpicxx", "mpic++", "mpiCC", "mpicc") if shutil.which(p)), None)
+    wrapper = next((p for p in ("mpicxx", "mpic++", "mpiCC") if shutil.which(p)), None)
     launcher = shutil.which("mpirun") or shutil.which("mpiexec")
     if wrapper and launcher and (version := first_line(output([launcher, "--version"]))):
         return version
@@ -145,34 +145,33 @@ def mpi(option: str) -> str | None:
     return None
 
 
-def gpu(option: str, torch_cuda: str | None) -> str | None:
+def gpu(option: str, torch_cuda: str | None, torch_there: bool) -> str | None:
     """The CUDA compiler's version when NCCL is to be built in, else None; `option` is "auto", "nccl" or "off"."""
-    nvcc = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
+    if option == "nccl" and torch_there and torch_cuda is None:
+        raise MissingTool(
+            "expected a PyTorch built for CUDA, for --gpu nccl. Received: a PyTorch for CPUs.\n"
+            "  What to do: install PyTorch's CUDA build, or say --gpu off."
+        )
+    home = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"))
+    nvcc = shutil.which("nvcc") or shutil.which(str(home / "bin" / "nvcc"))
     version = re.search(r"release\s+(\S+),", output([nvcc, "--version"]) or "") if nvcc else None
-    if torch_cuda is not None and version is None:
+    if version is None and (option == "nccl" or torch_cuda is not None):
         # Horovod's cmake compiles its CUDA part whenever PyTorch has one, whatever was asked for
+        why = f"because PyTorch is built for CUDA {torch_cuda}" if torch_cuda else "for --gpu nccl"
         raise MissingTool(
-            f"expected the CUDA toolkit (nvcc), because the installed PyTorch is built for CUDA {torch_cuda}, and "
-            "Horovod's build then needs it even with --gpu off. Received: no nvcc.\n"
-            "  What to do: install the CUDA toolkit of that version and put its bin folder on PATH, or install "
-            "PyTorch's CPU build."
+            f"expected the CUDA toolkit (nvcc), {why}. Received: no nvcc.\n"
+            "  What to do: install the toolkit of that version and put its bin folder on PATH, or build for the CPU "
+            "alone: --gpu off with PyTorch's CPU build."
         )
-    if option == "off":
-        return None
-    if version is not None and (option == "nccl" or (torch_cuda is not None and _nccl_header())):
+    if version is not None and (option == "nccl" or (option == "auto" and torch_cuda and _nccl_header(home))):
         return version[1]
-    if option == "nccl":
-        raise MissingTool(
-            "expected the CUDA toolkit (nvcc) for --gpu nccl. Received: no nvcc.\n"
-            "  What to do: install the toolkit and NCCL's headers, or say --gpu off."
-        )
     return None
 
 
-def _nccl_header() -> bool:
+def _nccl_header(cuda: Path) -> bool:
     home = os.environ.get("HOROVOD_NCCL_HOME")
     folders = [Path(home) / "include"] if home else []
-    folders += [Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "include", Path("/usr/include")]
+    folders += [cuda / "include", Path("/usr/include")]
     return any((folder / "nccl.h").is_file() for folder in folders)
 
 

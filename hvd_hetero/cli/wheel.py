@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import tarfile
+import zipfile
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -76,7 +77,7 @@ class Recipe:
             parts.append("no repairs")
         return ", ".join(parts)
 
-    def environment(self) -> dict[str, str]:
+    def environment(self, source: Path) -> dict[str, str]:
         """The environment of the build; a part that fails is an error there and never left out in silence."""
         env = {n: v for n, v in os.environ.items() if not n.startswith("HOROVOD_") or n.startswith(_KEPT_VARIABLES)}
         env.update(
@@ -86,6 +87,8 @@ class Recipe:
             HOROVOD_BUILD_ARCH_FLAGS=" ".join(f"-m{flag}" for flag in self.cpu_flags),
             CMAKE_POLICY_VERSION_MINIMUM="3.5",  # CMake 4 refuses the older minimum that Gloo asks for
             CXX=self.compiler,
+            # the log's messages name their source file: not by a folder that is gone
+            CXXFLAGS=f"{os.environ.get('CXXFLAGS', '')} -ffile-prefix-map={source}=horovod-{HOROVOD_VERSION}".strip(),
             MAKEFLAGS=f"-j{self.jobs}",
         )
         env["HOROVOD_WITH_MPI" if self.mpi else "HOROVOD_WITHOUT_MPI"] = "1"
@@ -172,7 +175,7 @@ def build_wheel(
     with log.open("w", encoding="utf-8", errors="replace") as file:
         process = subprocess.Popen(
             command,
-            env=recipe.environment(),
+            env=recipe.environment(source),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -192,15 +195,23 @@ def build_wheel(
             if process.poll() is None:
                 _stop(process)
     wheel = next(iter(folder.glob("horovod-*.whl")), None)
-    if code != 0 or wheel is None:
+    left_out = [name for name in recipe.frameworks if wheel is None or not _has_library(wheel, name)]
+    if code != 0 or wheel is None or left_out:
         shown = "".join(last) if not errors else "".join(errors) + "  …\n" + "".join(list(last)[-8:])
         raise BuildFailed(
-            f"expected a wheel of Horovod {HOROVOD_VERSION}, and the build ended with exit code {code}.\n"
+            f"expected a wheel of Horovod {HOROVOD_VERSION} with a library for {' and '.join(recipe.frameworks)}, and "
+            f"the build ended with exit code {code}, without {' and '.join(left_out) or 'none'}.\n"
             f"{_tail(shown)}\n"
             f"  The whole log: {log.parent / log.stem}\n"
             "  What to do: look for the first error in the log; --mpi off, --gpu off and --frameworks leave parts out."
         )
     return wheel
+
+
+def _has_library(wheel: Path, framework: str) -> bool:
+    """Whether the wheel holds the compiled part of the framework; a broken cmake can leave it out in silence."""
+    with zipfile.ZipFile(wheel) as archive:
+        return any(name.startswith(f"horovod/{framework}/mpi_lib") for name in archive.namelist())
 
 
 def _stop(process: subprocess.Popen[str]) -> None:

@@ -19,7 +19,7 @@ _LONGEST_SLEEP_S = 0.002
 
 
 def wait_until(done: Callable[[], bool]) -> None:
-    """Sleeps until `done()`. Each look costs CPU that a slow rank needs, so the longer the wait, the rarer the looks."""
+    """Sleeps until `done()`. A look costs CPU that a slow rank needs, so the longer the wait, the rarer the looks."""
     start = time.perf_counter()
     while not done():
         waited = time.perf_counter() - start
@@ -56,11 +56,11 @@ class HorovodEngine:
         self._set = process_set if process_set is not None else self._binding.global_process_set
         self.failure: tuple[type[Exception], ...] = (self._binding.HorovodInternalError, ValueError)
         if not self._binding.is_initialized():
-            raise RuntimeError("Expected hvd.init() before anything that communicates. Received: Horovod not initialised.")
+            raise RuntimeError("Expected hvd.init() first. Received: Horovod not initialised.")
         if not self._set.included():
             raise ValueError(
-                f"Expected a process set that includes this rank ({self._binding.rank()}). Received: {self._set.ranks}. "
-                f"Guard the call with process_set.included()."
+                f"Expected a process set that includes this rank ({self._binding.rank()}). Received: "
+                f"{self._set.ranks}. Guard the call with process_set.included()."
             )
 
     @property

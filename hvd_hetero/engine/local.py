@@ -201,7 +201,11 @@ class World:
             return self._groups.setdefault(ranks, _Group(len(ranks), self))
 
     def run(
-        self, program: Callable[[LocalEngine], T], *, timeout_s: float = 60.0, errors: Literal["raise", "return"] = "raise"
+        self,
+        program: Callable[[LocalEngine], T],
+        *,
+        timeout_s: float = 60.0,
+        errors: Literal["raise", "return"] = "raise",
     ) -> list[Any]:
         """What `program(engine)` returned on each rank; with `errors="return"`, the exception where it raised."""
         everyone = tuple(range(self.size))

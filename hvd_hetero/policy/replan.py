@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from .partition import Bound, InfeasibleError, split, step_time_s
 from .speed import SpeedModel
 
+ZE=2.0; ZL=2.0; GROW=(1,1,1)
 FEW_PLANS = 3                # up to so many, plans still follow each other after the early cool-down
 
 
@@ -100,9 +101,10 @@ def decide(
     counts = [model.observations for model, share in zip(models, current.shares, strict=True) if share > 0]
     changed = any(n <= rule.cooldown_steps and 2 * n <= max(counts) for n in counts)
     early = changed or len(previous) < FEW_PLANS
+    cooldown = min(rule.early_cooldown_steps * GROW[min(len(previous),2)] if not changed else rule.early_cooldown_steps, rule.cooldown_steps) if early else rule.cooldown_steps
     held = step - current.step
     if (step < rule.warmup_steps or min(counts) < rule.minimum_observations
-            or held < (rule.early_cooldown_steps if early else rule.cooldown_steps)):
+            or held < cooldown):
         return None
 
     shares = _reachable(current, models, global_batch_size, limits, rule, micro_batch,
@@ -114,7 +116,7 @@ def decide(
                     for i, s in ((before, current.shares), (after, shares)))
     step_s = max(now_s, measured_step_s or 0.0)
     error = new_s / now_s * math.hypot(models[before].standard_error, models[after].standard_error)
-    surprise = max(2.0, math.sqrt(2.0 * math.log(len(ranks))))
+    surprise = max(ZE if early else ZL, math.sqrt(2.0 * math.log(len(ranks))) if not early else 0)
     if (now_s - new_s) / step_s <= max(rule.minimum_gain, surprise * error * now_s / step_s):
         return None
     if steps_left is not None and (now_s - new_s) * steps_left <= rule.switch_cost_s:

@@ -28,6 +28,7 @@ OUTLIER = 0.2                # relative: what lies nearer than this to its size'
 ENOUGH_OF_A_SIZE = 3         # a median of fewer does not withstand one spike
 REACH = 24                   # observations on either side of a possible change of speed that are compared
 LEAST_NOISE = 0.02           # relative noise between neighbouring steps, at the least
+FEW = 4.0                    # pairs of neighbours whose noise may by luck come out at half of what it is
 CHANGE_IN_STANDARD_ERRORS = 5.0
 MEDIAN_INEFFICIENCY = 1.2533  # standard error of a median over that of a mean, normal noise: sqrt(pi / 2)
 
@@ -102,7 +103,7 @@ def fit(observations: Sequence[Observation], *, prior: SpeedModel | None = None)
     mean_b = math.fsum(w * z.samples for w, z in zip(weights, sizes, strict=True)) / math.fsum(weights)
     mean_t = math.fsum(w * z.time_s for w, z in zip(weights, sizes, strict=True)) / math.fsum(weights)
     fraction = 0.0 if prior is None else prior.overhead_s / (prior.overhead_s + mean_b * prior.seconds_per_sample)
-    overhead = fraction * mean_t
+    overhead, belief = fraction * mean_t, 0.0
     lever = math.fsum(w * (z.samples - mean_b) ** 2 for w, z in zip(weights, sizes, strict=True))
     if len(sizes) > 1:
         slope = math.fsum(w * (z.samples - mean_b) * z.time_s for w, z in zip(weights, sizes, strict=True)) / lever
@@ -112,7 +113,7 @@ def fit(observations: Sequence[Observation], *, prior: SpeedModel | None = None)
     overhead = min(max(overhead, 0.0), LARGEST_OVERHEAD * mean_t)
     slope = (math.fsum(w * z.samples * (z.time_s - overhead) for w, z in zip(weights, sizes, strict=True))
              / math.fsum(w * z.samples**2 for w, z in zip(weights, sizes, strict=True)))
-    return SpeedModel(overhead_s=overhead, standard_error=noise * math.sqrt(min(2, len(sizes)) / kept),
+    return SpeedModel(overhead_s=overhead, standard_error=noise * math.sqrt((1.0 + belief) / kept),
                       seconds_per_sample=max(slope, (1.0 - LARGEST_OVERHEAD) * mean_t / mean_b),
                       observations=sum(len(seen) for seen in times.values()))
 
@@ -192,6 +193,7 @@ def _latest_change(seen: Sequence[Observation], minimum: int, tolerance: float) 
     steady = sorted(abs(p.compute_s - o.compute_s) / max(o.compute_s, SHORTEST_S)
                     for o, p in zip(seen, seen[1:], strict=False) if o.samples == p.samples)
     noise = max(1.4826 * _middle(steady) / math.sqrt(2.0) if steady else 0.0, LEAST_NOISE)
+    noise *= 1.0 + FEW / max(len(steady), 1)
     before, after = _by_size(seen[:minimum]), _by_size(seen[minimum:minimum + REACH])
     last, best, size, clearest = 0, 0, 0, 0.0
     for at in range(minimum, len(seen) - minimum + 1):
@@ -212,12 +214,14 @@ def _latest_change(seen: Sequence[Observation], minimum: int, tolerance: float) 
 
 def _change(b: int, old: Sequence[float], c: int, new: Sequence[float], noise: float, tolerance: float) -> float:
     """How many standard errors lie between the speeds before (size b) and after (size c); 0.0 if that is no change."""
-    error = MEDIAN_INEFFICIENCY * noise * math.sqrt(1.0 / len(old) + 1.0 / len(new))
-    margin = max(tolerance, CHANGE_IN_STANDARD_ERRORS * error)
     first, second = _middle(old), _middle(new)
     if second < first:      # time runs backwards: a faster speed after is a slower one before
         b, old, first, c, new, second = c, new, second, b, old, first
     surely = min(second / first, second * b / (first * c))      # slower per step *and* per sample
+    if surely <= 1.0 + tolerance:
+        return 0.0
+    error = MEDIAN_INEFFICIENCY * noise * math.sqrt(1.0 / len(old) + 1.0 / len(new))
+    margin = max(tolerance, CHANGE_IN_STANDARD_ERRORS * error)
     quarter = new[(len(new) - 1) // 4] / second * surely
     return (surely - 1.0) / error if surely > 1.0 + margin and quarter > 1.0 + 0.5 * margin else 0.0
 

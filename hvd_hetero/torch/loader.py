@@ -85,10 +85,9 @@ class BalancedBatchSampler(Sampler[list[int]]):
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Goes on where `state` was saved, on any number of ranks."""
         for name in ("length", "seed", "global_batch_size"):
-            if state[name] != getattr(self.dealer, name):
-                raise ValueError(
-                    f"Expected the state of a sampler with {name} {getattr(self.dealer, name)}. Received: {state[name]}."
-                )
+            expected = getattr(self.dealer, name)
+            if state[name] != expected:
+                raise ValueError(f"Expected the state of a sampler with {name} {expected}. Received: {state[name]}.")
         self.dealer.epoch, self.position, self._first = state["epoch"], state["position"], state["position"]
 
 

@@ -19,7 +19,7 @@ from .reducer import GradientReducer
 BUCKET_BYTES = 8 << 20
 
 
-def DistributedOptimizer(  # noqa: N802 - Horovod's name
+def DistributedOptimizer(
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
     compression: Any = horovod.Compression.none,
@@ -148,7 +148,7 @@ def _methods(base: type[torch.optim.Optimizer]) -> dict[str, Callable[..., Any]]
         if "_reducer" in self.__dict__:
             self._reducer.add(self.param_groups[-1]["params"])
 
-    def __reduce__(self: Any) -> Any:  # noqa: N807 - pickles as the optimizer it wraps
+    def __reduce__(self: Any) -> Any:
         return (_unwrapped, (base, {k: v for k, v in self.__getstate__().items()}))
 
     return {

@@ -16,16 +16,8 @@ from hvd_hetero.engine.port import Engine
 from hvd_hetero.optimizers import control
 from hvd_hetero.optimizers.balancer import Balancer
 from hvd_hetero.optimizers.weighted import WeightedExchange
-from hvd_hetero.policy.buckets import assign
 
-# What travels. Horovod cannot sum bfloat16, and the sum of several float16 overflows: both travel as float32, which
-# holds either's range. `compression=` makes the wire narrower for those who want that.
-_WIRE = {
-    torch.float64: torch.float64,
-    torch.float32: torch.float32,
-    torch.bfloat16: torch.float32,
-    torch.float16: torch.float32,
-}
+from .layout import WIRE, BucketLayout
 
 
 def _write(view: torch.Tensor, values: Sequence[float]) -> None:
@@ -82,7 +74,7 @@ class GradientReducer:
         known = {id(parameter) for parameter in self._parameters}
         new = [p for p in parameters if p.requires_grad and id(p) not in known]
         for parameter in new:
-            if parameter.dtype not in _WIRE:
+            if parameter.dtype not in WIRE:
                 raise TypeError(
                     f"Expected parameters of a real floating type. Received: {parameter.dtype}, "
                     f"shape {list(parameter.shape)}."
@@ -92,68 +84,27 @@ class GradientReducer:
         self._lay_out()
 
     def _lay_out(self) -> None:
-        """Flat buckets in the order in which gradients become ready: that of the model, reversed."""
-        self._buckets: list[torch.Tensor] = []
-        self._members: list[list[torch.nn.Parameter]] = []
-        self._slot: dict[torch.nn.Parameter, tuple[int, torch.Tensor]] = {}
+        # The control vector rides in a bucket unless a codec would round it.
         tail = control.length(self._engine.size)
-        groups = self._grouped()
-        # The control vector rides at the end of the last bucket, where a codec does not round it.
-        rides = isinstance(self._codec, Identity) and bool(groups)
-        self._control = torch.zeros(tail, dtype=torch.float32)
-        for index, members in enumerate(groups):
-            wire, device = _WIRE[members[0].dtype], members[0].device
-            last = rides and index == len(groups) - 1
-            elements = sum(p.numel() for p in members)
-            flat = torch.zeros(elements + (tail if last else 0), dtype=wire, device=device)
-            at = 0
-            for parameter in members:
-                view = flat[at : at + parameter.numel()].view(parameter.shape)
-                self._slot[parameter] = (index, view)
-                at += parameter.numel()
-            if last:
-                self._control = flat[elements:]
-            self._buckets.append(flat)
-            self._members.append(members)
+        exact = isinstance(self._codec, Identity)
+        self._layout = BucketLayout(
+            self._parameters, bucket_bytes=self._bucket_bytes, groups=self._groups, tail=tail if exact else 0
+        )
+        rides = self._layout.tail is not None
         self._generation += 1
         self._exchange = WeightedExchange(
             self._engine,
-            self._buckets,
-            self._control,
-            rides_in=len(groups) - 1 if rides else None,
+            self._layout.buckets,
+            self._layout.tail if rides else torch.zeros(tail, dtype=torch.float64),
+            rides_in=len(self._layout.buckets) - 1 if rides else None,
             outgoing=self._outgoing,
             name=f"hvd_hetero.{self._balancer.name}.{self._number}.{self._generation}",
             codec=self._codec,
             write=_write,
         )
-        self._pending = [len(members) for members in self._members]
+        self._pending = [len(members) for members in self._layout.members]
         self._ready: set[torch.nn.Parameter] = set()
         self._weight: float | None = None
-
-    def _grouped(self) -> list[list[torch.nn.Parameter]]:
-        """Parameters by bucket; one bucket has one type and one device."""
-        ordered = list(reversed(self._parameters))
-        chosen: list[list[torch.nn.Parameter]] = []
-        if isinstance(self._groups, int) and self._groups > 0:
-            whole = sum(p.numel() * p.element_size() for p in ordered)
-            cap = max(1, -(-whole // self._groups))
-        else:
-            cap = self._bucket_bytes
-            if self._groups:
-                named = [[p for p in group if p.requires_grad] for group in self._groups]  # type: ignore[union-attr]
-                chosen = [group for group in named if group]
-        taken = {id(p) for group in chosen for p in group}
-        kinds: dict[tuple[torch.dtype, torch.device], list[torch.nn.Parameter]] = {}
-        for parameter in ordered:
-            if id(parameter) not in taken:
-                kinds.setdefault((_WIRE[parameter.dtype], parameter.device), []).append(parameter)
-        for (wire, _), members in kinds.items():
-            sizes = [p.numel() * wire.itemsize for p in members]
-            chosen += [[members[i] for i in bucket] for bucket in assign(sizes, cap_bytes=cap)]
-        for group in chosen:
-            if len({(_WIRE[p.dtype], p.device) for p in group}) > 1:
-                raise ValueError("groups: expected one type and one device within a group. Received: a mixed group.")
-        return chosen
 
     # During backward ------------------------------------------------------------------------------------------------
 
@@ -213,7 +164,7 @@ class GradientReducer:
             )
         if self._weight is None:
             self._weight = self._weight_now()
-        index, view = self._slot[parameter]
+        index, view = self._layout.slot[parameter]
         grad = parameter.grad
         with torch.no_grad():
             if grad is None or self._weight == 0.0:
@@ -282,7 +233,7 @@ class GradientReducer:
         try:
             results, total = self._exchange.finish(self._factor)
         finally:
-            self._pending = [len(members) for members in self._members]
+            self._pending = [len(members) for members in self._layout.members]
             self._ready.clear()
             self._weight = None
             self._counts.clear()
@@ -301,12 +252,12 @@ class GradientReducer:
 
     def _deliver(self, results: list[torch.Tensor]) -> None:
         with torch.no_grad():
-            for index, (members, flat) in enumerate(zip(self._members, results, strict=True)):
-                if flat is not self._buckets[index]:
-                    self._buckets[index].copy_(flat)
+            for index, (members, flat) in enumerate(zip(self._layout.members, results, strict=True)):
+                if flat is not self._layout.buckets[index]:
+                    self._layout.buckets[index].copy_(flat)
                 self.bytes_sent += flat.numel() * flat.element_size()
                 for parameter in members:
-                    view = self._slot[parameter][1]
+                    view = self._layout.slot[parameter][1]
                     if parameter.grad is not None and parameter.grad.is_sparse:
                         parameter.grad = view.to_sparse()
                     elif view.dtype == parameter.dtype:

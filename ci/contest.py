@@ -1,0 +1,150 @@
+"""Contests: every contender of a scenario on the same emulated cluster, interleaved, medians of the repeats."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from emulation import Cluster, EmulatedRank
+
+WORKER = str(Path(__file__).resolve().parent / "bench_worker.py")
+_LINE = re.compile(r"BENCH (\{.*\})")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contender:
+    """One row of the table: what its worker is told, and how it is launched."""
+
+    name: str
+    arguments: tuple[str, ...]
+    launcher: str = "horovodrun"  # or "processes", as torchrun starts them
+    warmup: int = 6
+    steps: int = 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """A cluster and the shares that suit it, which DDP gets by hand and each rank alone takes."""
+
+    name: str
+    ranks: tuple[EmulatedRank, ...]
+    shares: tuple[int, ...]
+    contenders: tuple[Contender, ...]
+    link_mbit: float | None = None
+    network: str = "auto"
+    worker: tuple[str, ...] = ()
+    description: str = ""
+
+
+@dataclass
+class Outcome:
+    """What was measured: contender name -> samples/s of each repeat, and the last repeat's records."""
+
+    samples_per_s: dict[str, list[float]] = field(default_factory=dict)
+    alone: dict[int, list[float]] = field(default_factory=dict)
+    records: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+
+    def median(self, name: str) -> float:
+        return statistics.median(self.samples_per_s[name])
+
+    def ideal(self) -> float:
+        """The sum of what the ranks do alone, each with its share of the batch and nobody to wait for."""
+        return sum(statistics.median(values) for values in self.alone.values())
+
+    def ratio(self, name: str, other: str | None) -> float:
+        """The median over repeats of the ratio within a repeat: drift of the machine cancels."""
+        mine = self.samples_per_s[name]
+        if other is None:
+            theirs = [sum(values[i] for values in self.alone.values()) for i in range(len(mine))]
+        else:
+            theirs = self.samples_per_s[other]
+        return statistics.median(a / b for a, b in zip(mine, theirs, strict=True))
+
+
+def records_of(output: str) -> list[dict[str, Any]]:
+    """What the ranks printed, by rank."""
+    return sorted((json.loads(found) for found in _LINE.findall(output)), key=lambda record: record["rank"])
+
+
+def launch(
+    cluster: Cluster, scenario: Scenario, contender: Contender, *, quick: bool, extra: Sequence[str] = ()
+) -> list[dict[str, Any]]:
+    """The records of one run of `contender`. Raises RuntimeError with its output when it fails."""
+    steps = max(10, contender.steps // 2) if quick else contender.steps
+    command = [
+        sys.executable,
+        WORKER,
+        *contender.arguments,
+        *scenario.worker,
+        *("--shares", ":".join(map(str, scenario.shares)), "--warmup", str(contender.warmup), "--steps", str(steps)),
+        *extra,
+    ]
+    start = cluster.horovodrun if contender.launcher == "horovodrun" else cluster.processes
+    finished = start(command, timeout_s=240)
+    records = records_of(finished.output)
+    if finished.returncode or len(records) != len(scenario.ranks):
+        raise RuntimeError(f"{contender.name} failed (exit status {finished.returncode}):\n{finished.output[-4000:]}")
+    return records
+
+
+def run_alone(cluster: Cluster, scenario: Scenario, *, quick: bool) -> dict[int, float]:
+    """Samples per second of each rank by itself."""
+    alone = {}
+    for rank in range(len(scenario.ranks)):
+        command = [sys.executable, WORKER, "alone", "--rank", str(rank), *scenario.worker]
+        command += ["--shares", ":".join(map(str, scenario.shares))]
+        command += ["--warmup", "5", "--steps", "15" if quick else "30"]
+        finished = cluster.processes(command, timeout_s=240, ranks=[rank])
+        records = records_of(finished.output)
+        if finished.returncode or not records:
+            raise RuntimeError(f"rank {rank} alone failed:\n{finished.output[-4000:]}")
+        alone[rank] = records[0]["samples_per_s"]
+    return alone
+
+
+def contest(scenario: Scenario, *, repeats: int, quick: bool, say: Callable[[str], None]) -> Outcome:
+    """All contenders in turn, `repeats` times over."""
+    outcome = Outcome()
+    with Cluster(scenario.ranks, link_mbit=scenario.link_mbit, network=scenario.network) as cluster:
+        say(cluster.describe())
+        for repeat in range(repeats):
+            for rank, value in run_alone(cluster, scenario, quick=quick).items():
+                outcome.alone.setdefault(rank, []).append(value)
+            ideal = sum(values[-1] for values in outcome.alone.values())
+            say(f"repeat {repeat + 1}/{repeats}: {'each rank alone, summed':28s} {ideal:7.1f} samples/s")
+            for contender in scenario.contenders:
+                records = launch(cluster, scenario, contender, quick=quick)
+                value = statistics.mean(record["samples_per_s"] for record in records)
+                outcome.samples_per_s.setdefault(contender.name, []).append(value)
+                outcome.records[contender.name] = records
+                shares = records[0]["shares"]
+                note = f"  shares {':'.join(map(str, shares))}" if shares else ""
+                say(f"repeat {repeat + 1}/{repeats}: {contender.name:28s} {value:7.1f} samples/s{note}")
+    return outcome
+
+
+def machine() -> dict[str, Any]:
+    """Where this was measured."""
+    import torch
+
+    model = ""
+    if os.path.exists("/proc/cpuinfo"):
+        with open("/proc/cpuinfo") as lines:
+            model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
+    return {
+        "cpu": model,
+        "cores": len(os.sched_getaffinity(0)),
+        "load_before": os.getloadavg()[0],
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+    }

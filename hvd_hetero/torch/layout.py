@@ -1,0 +1,80 @@
+"""Which gradient lies where: flat buckets, filled in the order in which gradients become ready."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from hvd_hetero.policy.buckets import assign
+
+# What travels. Horovod cannot sum bfloat16, and the sum of several float16 overflows: both travel as float32, which
+# holds either's range. `compression=` makes the wire narrower for those who want that.
+WIRE = {
+    torch.float64: torch.float64,
+    torch.float32: torch.float32,
+    torch.bfloat16: torch.float32,
+    torch.float16: torch.float32,
+}
+
+Groups = int | Sequence[Sequence[torch.nn.Parameter]] | None
+
+
+class BucketLayout:
+    """Every parameter in exactly one bucket; one bucket has one type and one device.
+
+    Args:
+        bucket_bytes: at most so many bytes in a bucket, unless a single gradient is larger.
+        groups: parameters that share a bucket instead, or the number of buckets.
+        tail: so many more elements at the end of the last bucket.
+
+    Attributes:
+        buckets: flat tensors.
+        members: the parameters of each bucket.
+        slot: parameter -> its bucket's index, and its view in the bucket, of the parameter's shape.
+        tail: the view of the last bucket's tail, None without one.
+    """
+
+    def __init__(
+        self, parameters: Sequence[torch.nn.Parameter], *, bucket_bytes: int, groups: Groups, tail: int
+    ) -> None:
+        self.members = _grouped(list(reversed(parameters)), bucket_bytes, groups)
+        self.buckets: list[torch.Tensor] = []
+        self.slot: dict[torch.nn.Parameter, tuple[int, torch.Tensor]] = {}
+        self.tail: torch.Tensor | None = None
+        for index, members in enumerate(self.members):
+            elements = sum(parameter.numel() for parameter in members)
+            extra = tail if index == len(self.members) - 1 else 0
+            flat = torch.zeros(elements + extra, dtype=WIRE[members[0].dtype], device=members[0].device)
+            at = 0
+            for parameter in members:
+                self.slot[parameter] = (index, flat[at : at + parameter.numel()].view(parameter.shape))
+                at += parameter.numel()
+            if extra:
+                self.tail = flat[elements:]
+            self.buckets.append(flat)
+
+
+def _grouped(
+    ready_order: list[torch.nn.Parameter], bucket_bytes: int, groups: Groups
+) -> list[list[torch.nn.Parameter]]:
+    """The parameters by bucket."""
+    chosen: list[list[torch.nn.Parameter]] = []
+    if isinstance(groups, int):
+        whole = sum(p.numel() * WIRE[p.dtype].itemsize for p in ready_order)
+        bucket_bytes = max(1, -(-whole // groups)) if groups > 0 else bucket_bytes
+    elif groups is not None:
+        ours = {id(p) for p in ready_order}
+        chosen = [kept for group in groups if (kept := [p for p in group if id(p) in ours])]
+    for group in chosen:
+        if len({(WIRE[p.dtype], p.device) for p in group}) > 1:
+            raise ValueError("groups: expected one type and one device within a group. Received: a mixed group.")
+    taken = {id(p) for group in chosen for p in group}
+    kinds: dict[tuple[torch.dtype, torch.device], list[torch.nn.Parameter]] = {}
+    for parameter in ready_order:
+        if id(parameter) not in taken:
+            kinds.setdefault((WIRE[parameter.dtype], parameter.device), []).append(parameter)
+    for (wire, _), members in kinds.items():
+        sizes = [p.numel() * wire.itemsize for p in members]
+        chosen += [[members[i] for i in bucket] for bucket in assign(sizes, cap_bytes=bucket_bytes)]
+    return chosen

@@ -1,0 +1,124 @@
+"""The planner: every rank keeps the same plans and measurements; rank 0 looks for a better plan and announces it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from hvd_hetero.policy.replan import Plan, ReplanRule, decide
+from hvd_hetero.policy.speed import Observation, SpeedModel, fit, latest_regime
+
+from .agreement import Terms
+from .control import Announcement
+
+WINDOW = 64  # observations kept per rank
+SKIPPED = 2  # steps after a change of plan that are not observed: caches, JIT and allocators settle
+LOOK_EVERY = 4  # steps between two looks at the speeds: a look costs rank 0 milliseconds
+
+
+class Planner:
+    """Plans and what they rest on.
+
+    Args:
+        terms: the bounds of all ranks, the global batch and the first shares.
+        rule: when a new plan pays.
+    """
+
+    def __init__(self, terms: Terms, rule: ReplanRule) -> None:
+        self._terms, self._rule = terms, rule
+        self.size = len(terms.bounds)
+        self.plans: list[Plan] = [Plan(version=0, step=0, shares=terms.first_shares, reason="first plan")]
+        self.models: tuple[SpeedModel, ...] | None = None
+        self.announcement: Announcement | None = None
+        self._windows: tuple[deque[tuple[int, Observation]], ...] = tuple(
+            deque(maxlen=WINDOW) for _ in range(self.size)
+        )
+        self._next_look = 0
+
+    def plan_at(self, step: int) -> Plan:
+        """The plan that holds for global batch `step`."""
+        return next(plan for plan in reversed(self.plans) if plan.step <= step)
+
+    def observe(self, step: int, samples: Sequence[float], compute_s: Sequence[float]) -> None:
+        """Takes in what each rank needed for its samples of batch `step`; 0 where there is nothing to say."""
+        settled = step >= self._rule.warmup_steps and (step - self.plan_at(step).step >= SKIPPED or step < SKIPPED)
+        if not settled:
+            return
+        for window, number, seconds in zip(self._windows, samples, compute_s, strict=True):
+            if number > 0 and seconds > 0:
+                window.append((step, Observation(samples=round(number), compute_s=seconds)))
+
+    def accept(self, announced: Announcement, step: int) -> Plan | None:
+        """The plan that arrived with the gradient of batch `step`, unless it is known already."""
+        self.announcement = None
+        if announced.version <= self.plans[-1].version:
+            return None
+        plan = Plan(
+            version=announced.version,
+            step=step + 1 + announced.delay,
+            shares=announced.shares,
+            reason=announced.reason,
+            predicted_step_s=announced.predicted_step_s,
+        )
+        self.plans.append(plan)
+        self._next_look = plan.step + SKIPPED + self._rule.minimum_observations
+        return plan
+
+    def look(self, step: int, *, delay: int) -> None:
+        """Fits the speeds and prepares an announcement, if it is time and a plan pays. For rank 0 alone."""
+        if step < self._next_look or self.announcement is not None:
+            return
+        self._next_look = step + LOOK_EVERY
+        recent = [[seen for _, seen in window] for window in self._windows]
+        idle = [share == 0 for share in self.plans[-1].shares]
+        if any(
+            len(window) < self._rule.minimum_observations and not none
+            for window, none in zip(recent, idle, strict=True)
+        ):
+            self._next_look = step + 1
+            return
+        prior = self.models or (None,) * self.size
+        self.models = tuple(
+            fit(latest_regime(window), prior=model) for window, model in zip(recent, prior, strict=True)
+        )
+        plan = decide(
+            self.plans[-1],
+            self.models,
+            step=step,
+            global_batch_size=self._terms.global_batch_size,
+            bounds=self._terms.bounds,
+            rule=self._rule,
+            previous=self.plans[:-1],
+            micro_batch=self._terms.micro_caps,
+        )
+        if plan is not None:
+            self.announcement = Announcement(
+                version=self.plans[-1].version + 1,
+                delay=delay,
+                shares=plan.shares,
+                reason=plan.reason,
+                predicted_step_s=plan.predicted_step_s or 0.0,
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plans and measurements, as plain numbers."""
+        return {
+            "plans": [asdict(plan) for plan in self.plans],
+            "windows": [[(step, asdict(seen)) for step, seen in window] for window in self._windows],
+        }
+
+    def load_state_dict(self, state: dict[str, Any], step: int) -> None:
+        """Goes on from `state`; on another number of ranks with the first plan."""
+        self._next_look = step + 1
+        self.announcement = None
+        if len(state["windows"]) != self.size:
+            self.plans = [
+                Plan(version=0, step=0, shares=self._terms.first_shares, reason="resumed on another number of ranks")
+            ]
+            return
+        self.plans = [Plan(**{**plan, "shares": tuple(plan["shares"])}) for plan in state["plans"]]
+        for window, saved in zip(self._windows, state["windows"], strict=True):
+            window.clear()
+            window.extend((at, Observation(**seen)) for at, seen in saved)

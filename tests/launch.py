@@ -1,0 +1,50 @@
+"""Starting real ranks from a test: the real `horovodrun`, a time limit, and no process left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+WORKERS = Path(__file__).parent / "workers"
+
+
+@dataclass(frozen=True)
+class Launched:
+    """How a job ended, and what its ranks printed."""
+
+    returncode: int
+    output: str
+
+
+def horovodrun(
+    ranks: int, worker: str, *arguments: str, controller: str = "gloo", timeout_s: float = 120, **env: str
+) -> Launched:
+    """Runs `tests/workers/WORKER ARGUMENTS` on `ranks` ranks of this host; fails the test when it does not end."""
+    binaries = Path(sys.executable).parent
+    command = [sys.executable, str(binaries / "horovodrun"), "-np", str(ranks), f"--{controller}", "--disable-cache"]
+    if controller == "mpi":
+        # Open MPI spins while it waits, which on two cores would starve the ranks that compute.
+        command += ["--mpi-args=--mca mpi_yield_when_idle 1 --oversubscribe"]
+    command += [sys.executable, str(WORKERS / worker), *arguments]
+    environment = {**os.environ, "PATH": f"{binaries}{os.pathsep}{os.environ.get('PATH', '')}", **env}
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
+    )
+    try:
+        output, _ = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        process.terminate()  # horovodrun ends its ranks, which are in process groups of their own
+        try:
+            output, _ = process.communicate(timeout=10)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            output, _ = process.communicate()
+        raise AssertionError(f"did not end within {timeout_s} s:\n{output[-6000:]}") from None
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    return Launched(process.returncode, output)

@@ -1,0 +1,109 @@
+"""The cache of built wheels, and what a build shows while it runs."""
+
+from __future__ import annotations
+
+import io
+import multiprocessing
+import sys
+from multiprocessing.synchronize import Event
+from pathlib import Path
+
+import pytest
+from test_build_horovod import recipe
+
+from hvd_hetero.cli import edits
+from hvd_hetero.cli.cache import Cache, default_folder, key, put
+from hvd_hetero.cli.progress import Progress, percent
+
+
+def test_the_key_follows_what_a_wheel_depends_on() -> None:
+    assert key({"a": 1, "b": 2}) == key({"b": 2, "a": 1})
+    base = key(recipe().facts())
+    assert base == key(recipe(jobs=7, cmake="another").facts())
+    for change in (
+        {"edits": edits.chosen(["torch"], plain=True)},
+        {"frameworks": {"torch": {"version": "3", "cxx11_abi": True, "cuda": None}}},
+        {"frameworks": {"torch": {"version": "2", "cxx11_abi": False, "cuda": None}}},
+        {"compiler_version": "gcc 13"},
+        {"cpu_flags": ()},
+        {"mpi": "Open MPI 4"},
+        {"gpu": "12.4"},
+    ):
+        assert key(recipe(**change).facts()) != base, change
+
+
+def test_the_cache_is_the_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert default_folder() == tmp_path / "hvd_hetero" / "horovod"
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    assert default_folder() == Path.home() / ".cache" / "hvd_hetero" / "horovod"
+
+
+def test_a_wheel_is_found_once_it_is_whole(tmp_path: Path) -> None:
+    cache, built = Cache(tmp_path / "cache"), tmp_path / "horovod-0.28.1-x.whl"
+    built.write_bytes(b"wheel")
+    assert cache.wheel("k") is None
+    stored = cache.store("k", built, {"edits": []})
+    assert cache.wheel("k") == stored and stored.read_bytes() == b"wheel"
+    assert sorted(p.name for p in stored.parent.iterdir()) == ["build.json", built.name]
+
+    def fail(path: Path) -> None:
+        path.write_bytes(b"half")
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        put(stored, fail)
+    assert stored.read_bytes() == b"wheel" and len(list(stored.parent.iterdir())) == 2
+
+
+def _hold(folder: str, held: Event, release: Event) -> None:
+    with Cache(Path(folder)).lock("k", lambda: None):
+        held.set()
+        release.wait(20)
+
+
+def test_a_second_build_of_the_same_wheel_waits(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork" if sys.platform != "win32" else "spawn")
+    held, release = context.Event(), context.Event()
+    other = context.Process(target=_hold, args=(str(tmp_path), held, release))
+    other.start()
+    try:
+        assert held.wait(20)
+        said: list[str] = []
+
+        def waiting() -> None:
+            said.append("waiting")
+            release.set()
+
+        with Cache(tmp_path).lock("k", waiting):
+            assert said == ["waiting"]
+    finally:
+        release.set()
+        other.join(20)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_percentages_are_read_from_makes_output() -> None:
+    assert percent("  [ 42%] Building CXX object a.o") == 42
+    assert percent("[100%] Linking") == 100
+    assert percent("cc1plus: [x] 12%") is None
+
+
+@pytest.mark.parametrize("stream", [io.StringIO(), Terminal()])
+def test_progress_shows_stage_percent_and_time(stream: io.StringIO) -> None:
+    now = iter(range(0, 10_000, 61))
+    show = Progress(stream, clock=lambda: float(next(now)))
+    show.stage("compiling")
+    for n in range(101):
+        show.line(f"[{n:3d}%] Building")
+    show.done("built")
+    shown = stream.getvalue()
+    assert "[1:01] compiling" in shown and "compiling 100 %" in shown and shown.endswith("built\n")
+    if stream.isatty():
+        assert shown.count("\n") == 2 and "compiling  42 %" in shown
+    else:
+        assert "\r" not in shown and shown.count("\n") < 10

@@ -1,0 +1,200 @@
+"""`hvd-hetero build-horovod`: its cache, its progress, and what it says when something is missing."""
+
+from __future__ import annotations
+
+import json
+import stat
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from hvd_hetero.cli import build_horovod, edits, toolchain, wheel
+from hvd_hetero.cli.edits import Edit
+from hvd_hetero.cli.main import main
+
+REAL_BUILD = wheel.build_wheel
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_built_or_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test may touch the environment it runs in, also when what it expects to fail does not."""
+    for name in ("download", "build_wheel", "install", "install_missing"):
+        monkeypatch.setattr(build_horovod, name, lambda *_, name=name: pytest.fail(f"{name} was called"))
+
+
+def recipe(**changes: object) -> wheel.Recipe:
+    facts: dict[str, object] = {
+        "edits": edits.chosen(["torch"]),
+        "frameworks": {"torch": {"version": "2", "cxx11_abi": True, "cuda": None}},
+        "compiler": "c++",
+        "compiler_version": "gcc 12",
+        "cmake": "cmake",
+        "cpu_flags": ("avx",),
+        "mpi": None,
+        "gpu": None,
+        "plain": False,
+        "jobs": 2,
+    }
+    return wheel.Recipe(**{**facts, **changes})  # type: ignore[arg-type]
+
+
+def program(folder: Path, name: str, text: str) -> Path:
+    folder.mkdir(exist_ok=True)
+    path = folder / name
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return path
+
+
+def fails(arguments: list[str], code: int, capsys: pytest.CaptureFixture[str]) -> str:
+    """What the command printed; it must end with `code`, and without a traceback."""
+    assert main(arguments) == code
+    said = capsys.readouterr().err
+    assert "Traceback" not in said
+    return said
+
+
+@pytest.fixture
+def torch_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(toolchain, "torch_facts", lambda: {"version": "2.13.0", "cxx11_abi": True, "cuda": None})
+    monkeypatch.setattr(toolchain, "tensorflow_version", lambda: None)
+
+
+def test_no_framework(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(toolchain, "package_version", lambda *_: None)
+    assert "expected PyTorch or TensorFlow" in fails(["build-horovod"], 4, capsys)
+    assert "expected tensorflow in" in fails(["build-horovod", "--frameworks", "tensorflow"], 4, capsys)
+
+
+def test_an_unknown_framework_or_number(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "Received: 'jax'" in fails(["build-horovod", "--frameworks", "jax"], 2, capsys)
+    assert "Received: 0" in fails(["build-horovod", "--jobs", "0"], 2, capsys)
+
+
+@pytest.mark.usefixtures("torch_there")
+def test_no_compiler_make_cmake_or_mpi(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    monkeypatch.setenv("PATH", str(tools))
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.delenv("HOROVOD_CMAKE", raising=False)
+    monkeypatch.setattr(toolchain.sysconfig, "get_path", lambda *_: str(tools))
+    assert "expected a C++ compiler" in fails(["build-horovod"], 3, capsys)
+    program(tools, "g++", "echo g++ 12.2")
+    assert "expected `make`" in fails(["build-horovod"], 3, capsys)
+    program(tools, "make", "echo make")
+    program(tools, "cmake", "echo cmake version 3.5.1")
+    assert "expected cmake 3.13 or later. Received: 3.5.1" in fails(["build-horovod"], 3, capsys)
+    program(tools, "cmake", "echo cmake version 4.0.0")
+    assert "expected an MPI" in fails(["build-horovod", "--mpi", "on"], 3, capsys)
+    assert "expected a PyTorch built for CUDA" in fails(["build-horovod", "--gpu", "nccl"], 3, capsys)
+    monkeypatch.setattr(toolchain, "torch_facts", lambda: {"version": "2", "cxx11_abi": True, "cuda": "12.8"})
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "nowhere"))
+    for option in ("auto", "nccl", "off"):
+        assert "because PyTorch is built for CUDA 12.8" in fails(["build-horovod", "--gpu", option], 3, capsys)
+
+
+@pytest.mark.usefixtures("torch_there")
+def test_a_cache_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    said = fails(["build-horovod", "--cache-dir", str(tmp_path / "file" / "cache")], 1, capsys)
+    assert "expected to write the cache" in said
+
+
+@pytest.fixture
+def little(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A source of one file in place of Horovod's, and one edit that replaces "old" in it."""
+    root = tmp_path / "little" / "horovod-0.28.1"
+    (root / "horovod").mkdir(parents=True)
+    (root / "setup.py").write_text("old")
+    archive = tmp_path / "horovod-0.28.1.tar.gz"
+    with tarfile.open(archive, "w:gz") as file:
+        file.add(root, root.name)
+    monkeypatch.setattr(build_horovod, "download", lambda _: archive)
+    monkeypatch.setattr(build_horovod, "install_missing", lambda _: None)
+    only = Edit(name="an_edit", reason="r", file="setup.py", find="old", replace="new")
+    monkeypatch.setattr(edits, "chosen", lambda *_: (only,))
+
+
+@pytest.mark.usefixtures("torch_there", "little")
+def test_a_changed_source_is_not_built(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = Edit(name="gone", reason="it was needed", file="setup.py", find="a text that is gone", replace="x")
+    monkeypatch.setattr(edits, "chosen", lambda *_: (other,))
+    said = fails(["build-horovod", "--no-install", "--cache-dir", str(tmp_path / "cache")], 6, capsys)
+    assert "edit 'gone' expected its text 1 time(s) in setup.py, and found it 0 time(s)" in said
+    assert "it was needed" in said and "Nothing was built" in said
+
+
+@pytest.mark.usefixtures("torch_there", "little")
+def test_a_failed_build_shows_its_end_and_keeps_its_log(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pip = program(tmp_path, "pip", "echo '[ 10%] Building CXX'; echo 'a.cc:1:2: error: no such thing'; exit 3")
+    monkeypatch.setattr(build_horovod, "build_wheel", REAL_BUILD)
+    monkeypatch.setattr(wheel, "PIP", (str(pip),))
+    said = fails(["build-horovod", "--no-install", "--cache-dir", str(tmp_path / "cache")], 7, capsys)
+    assert "exit code 3" in said and "error: no such thing" in said
+    log = Path(next(line for line in said.splitlines() if "The whole log:" in line).split(": ", 1)[1])
+    assert "no such thing" in log.read_text()
+    assert [p.name for p in log.parent.iterdir()] == ["build.log"]
+
+
+@pytest.mark.usefixtures("torch_there", "little")
+def test_a_wheel_is_built_once_and_then_found(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    built: list[str] = []
+
+    def pretend(source: Path, folder: Path, _recipe: object, record: object, _log: Path, _watch: object) -> Path:
+        built.append((source / "setup.py").read_text())
+        folder.mkdir()
+        (folder / "horovod-0.28.1-x.whl").write_text(json.dumps(record))
+        return folder / "horovod-0.28.1-x.whl"
+
+    monkeypatch.setattr(build_horovod, "build_wheel", pretend)
+    arguments = ["build-horovod", "--no-install", "--cache-dir", str(tmp_path / "cache")]
+    assert main(arguments) == 0
+    first = capsys.readouterr().out
+    assert main(arguments) == 0
+    assert capsys.readouterr().out == first and built == ["new"]
+    assert main([*arguments, "--force"]) == 0 and built == ["new", "new"]
+    assert json.loads(Path(first.strip()).read_text())["edits"] == ["an_edit"]
+
+
+def test_a_wheel_without_a_compiled_part_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "horovod").mkdir()
+    with zipfile.ZipFile(tmp_path / "empty.whl", "w") as archive:
+        archive.writestr("horovod/torch/mpi_ops.py", "")
+    pip = program(tmp_path, "pip", f"mkdir -p {tmp_path}/w; cp {tmp_path}/empty.whl {tmp_path}/w/horovod-0-x.whl")
+    monkeypatch.setattr(wheel, "PIP", (str(pip),))
+    with pytest.raises(wheel.BuildFailed, match="without torch"):
+        wheel.build_wheel(tmp_path, tmp_path / "w", recipe(), {}, tmp_path / "build.log.1", lambda _: None)
+
+
+def test_pip_that_cannot_download(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(wheel, "PIP", (str(program(tmp_path, "pip", "echo no route to host; exit 1")),))
+    with pytest.raises(wheel.DownloadFailed, match="no route to host"):
+        wheel.download(tmp_path)
+    monkeypatch.setattr(wheel, "PIP", (str(program(tmp_path, "pip", "exit 0")),))
+    with pytest.raises(wheel.DownloadFailed, match="Received: "):
+        wheel.download(tmp_path / "empty")
+    broken = tmp_path / "horovod-0.28.1.tar.gz"
+    broken.write_bytes(b"not an archive")
+    with pytest.raises(wheel.DownloadFailed, match="a whole archive"):
+        wheel.unpack(broken, tmp_path / "out")
+
+
+def test_the_environment_of_the_build_is_ours_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOROVOD_CPU_OPERATIONS", "mpi")
+    monkeypatch.setenv("HOROVOD_WITHOUT_GLOO", "1")
+    monkeypatch.setenv("HOROVOD_NCCL_HOME", "there")
+    env = recipe(mpi=None).environment(tmp_path)
+    assert "HOROVOD_CPU_OPERATIONS" not in env and "HOROVOD_WITHOUT_GLOO" not in env
+    assert env["HOROVOD_NCCL_HOME"] == "there" and env["HOROVOD_WITHOUT_MPI"] == "1"
+    assert env["HOROVOD_WITH_PYTORCH"] == "1" and env["HOROVOD_WITHOUT_TENSORFLOW"] == "1"

@@ -1,0 +1,65 @@
+"""What is installed is read without importing it, and `hvd-hetero doctor` says what is missing."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hvd_hetero.cli import doctor
+from hvd_hetero.cli.main import COMMANDS, main
+from hvd_hetero.engine import build
+
+RECORD = json.dumps({"format": 1, "horovod": "0.28.1", "edits": ["stall_inspector"], "frameworks": {}})
+
+
+def fake_horovod(folder: Path, record: str | None) -> None:
+    package = folder / "horovod"
+    package.mkdir(exist_ok=True)
+    (package / "__init__.py").write_text("raise RuntimeError('it was imported')")
+    if record is not None:
+        (package / build.BUILD_RECORD).write_text(record)
+
+
+def test_the_installed_build_is_read_without_importing_horovod(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.delitem(sys.modules, "horovod", raising=False)
+    fake_horovod(tmp_path, None)
+    assert build.installed_build() == {"edits": []}
+    fake_horovod(tmp_path, "not json")
+    assert build.installed_build() == {"edits": []}
+    fake_horovod(tmp_path, RECORD)
+    assert build.has_edit("stall_inspector") and not build.has_edit("blocking_wait")
+
+
+def test_no_horovod_at_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "horovod", raising=False)
+    assert build.installed_build() is None and not build.has_edit("stall_inspector")
+
+
+def test_the_doctor_says_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.delitem(sys.modules, "horovod", raising=False)
+    fake_horovod(tmp_path, RECORD)
+    main(["doctor", "--no-load"])
+    said = capsys.readouterr().out
+    assert "has      stall_inspector" in said
+    assert f"MISSING  rendezvous_scope: {doctor.WITHOUT['rendezvous_scope']}" in said
+    main(["doctor", "--no-load", "--json"])
+    assert "stall_inspector" in json.loads(capsys.readouterr().out)["present"]
+
+
+def test_help_is_quick_and_imports_no_framework() -> None:
+    code = "import sys; from hvd_hetero.cli.main import parser; print(parser().format_help()); " + (
+        "assert not {'torch', 'tensorflow', 'horovod', 'rich'} & set(sys.modules)"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert said.returncode == 0 and all(name in said.stdout for name in COMMANDS), said.stderr

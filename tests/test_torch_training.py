@@ -1,0 +1,332 @@
+"""The torch face in the ways that scripts use it, on ranks that are threads: training equals one process's (law 2)."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("horovod.torch", reason="build it with hvd-hetero build-horovod")
+
+import hvd_hetero.torch as hvd
+from hvd_hetero.engine.local import World
+from hvd_hetero.optimizers.balancer import PeerError
+
+LENGTH, WHOLE = 20, 8  # the third batch of an epoch is short
+SHARES = (5, 2, 1)
+
+
+class Data(torch.utils.data.Dataset):
+    def __init__(self, length=LENGTH, fail_at=None):
+        generator = torch.Generator().manual_seed(3)
+        self.x = torch.randn(length, 4, generator=generator, dtype=torch.float64)
+        self.y = torch.randint(0, 3, (length,), generator=generator)
+        self.fail_at = fail_at
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, index):
+        if index == self.fail_at:
+            raise OSError("disk on fire")
+        return self.x[index], self.y[index], index
+
+
+def make_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+
+
+def train(model, optimizer, loader, epochs, *, after_backward=lambda: None, scheduler=None, scaler=None, begin=None):
+    """An ordinary training loop; the parameters that come out of it."""
+    for epoch in range(epochs):
+        if hasattr(loader, "set_epoch"):
+            loader.set_epoch(epoch)
+        for x, y, _ in loader:
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(x), y)
+            (scaler.scale(loss) if scaler else loss).backward()
+            after_backward()
+            if scaler:
+                scaler.step(optimizer)
+                scaler.update()
+            else:
+                optimizer.step()
+        if scheduler:
+            scheduler.step()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+class GlobalBatches:
+    """What one process would see: the same global batches, whole."""
+
+    def __init__(self, dataset):
+        from hvd_hetero.optimizers.dealer import Dealer
+
+        self.dataset = dataset
+        self.dealer = Dealer(len(dataset), global_batch_size=WHOLE, shuffle=True, seed=0, drop_last=False)
+
+    def set_epoch(self, epoch):
+        self.dealer.epoch = epoch
+
+    def __iter__(self):
+        for batch in self.dealer.batches():
+            yield torch.utils.data.default_collate([self.dataset[int(i)] for i in batch])
+
+
+def compare(make_optimizer, *, epochs=3, extras=lambda model, optimizer: {}, wrap=lambda model: model, shares=SHARES):
+    """Trains on one process and on three ranks; the worst difference between any rank's parameters and the former."""
+    torch.set_num_threads(1)
+    model = make_model()
+    optimizer = make_optimizer(model)
+    expected = train(wrap(model), optimizer, GlobalBatches(Data()), epochs, **extras(model, optimizer))
+    prototype = make_model()
+
+    def program(engine):
+        model = copy.deepcopy(prototype)
+        balancer = hvd.Balancer(WHOLE, engine=engine, shares=shares)
+        loader = hvd.BalancedDataLoader(Data(), balancer=balancer)
+        optimizer = hvd.DistributedOptimizer(make_optimizer(model), model.named_parameters(), balancer=balancer)
+        return train(wrap(model), optimizer, loader, epochs, **extras(model, optimizer))
+
+    found = World(len(shares)).run(program, timeout_s=60)
+    return max((a - b).abs().max().item() for rank in found for a, b in zip(rank, expected, strict=True))
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3)
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+@pytest.mark.parametrize("make_optimizer", [sgd, adamw])
+def test_training_equals_one_process(make_optimizer):
+    assert compare(make_optimizer) <= 1e-12
+
+
+def test_clipping_sees_the_global_gradient():
+    def clip(model, optimizer):
+        return {"after_backward": lambda: nn.utils.clip_grad_norm_(model.parameters(), 0.05)}
+
+    assert compare(sgd, extras=clip) <= 1e-12
+
+
+def test_horovods_own_clipping_pattern():
+    """synchronize(), clip, step() within skip_synchronize(): as Horovod's documentation has it."""
+
+    def pattern(model, optimizer):
+        if not hasattr(optimizer, "synchronize"):
+            return {"after_backward": lambda: nn.utils.clip_grad_norm_(model.parameters(), 0.05)}
+
+        def after():
+            optimizer.synchronize()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+
+        return {"after_backward": after}
+
+    assert compare(sgd, extras=pattern) <= 1e-12
+
+
+def test_learning_rate_schedulers_made_before_and_after_wrapping():
+    def schedule(model, optimizer):
+        return {"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)}
+
+    assert compare(sgd, extras=schedule) <= 1e-12
+
+    def made_before(model):
+        optimizer = sgd(model)
+        optimizer.scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        return optimizer
+
+    assert compare(made_before, extras=lambda model, optimizer: {"scheduler": optimizer.scheduler}) <= 1e-12
+
+
+def test_grad_scaler_unscales_the_global_gradient():
+    assert compare(sgd, extras=lambda m, o: {"scaler": torch.amp.GradScaler("cpu", init_scale=2.0**10)}) <= 1e-12
+
+
+def test_an_overflow_on_one_rank_skips_the_step_on_all():
+    torch.set_num_threads(1)
+
+    prototype = make_model()  # threads share torch's generator
+
+    def program(engine):
+        model = copy.deepcopy(prototype)
+        balancer = hvd.Balancer(4, engine=engine, shares=(3, 1))
+        optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters(), balancer=balancer)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        before = [p.detach().clone() for p in model.parameters()]
+        balancer.begin(3 if engine.rank == 0 else 1)
+        loss = model(torch.ones(1, 4, dtype=torch.float64)).sum()
+        scaler.scale(loss * float("inf") if engine.rank == 1 else loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return scaler.get_scale(), all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+    assert World(2).run(program) == [(2.0, True)] * 2
+
+
+def test_compiled_models():
+    # aot_eager runs the whole of torch.compile but for generating C++, which would take a minute.
+    assert compare(sgd, epochs=1, wrap=lambda model: torch.compile(model, backend="aot_eager")) <= 1e-12
+
+
+def test_two_optimizers_share_a_balancer():
+    torch.set_num_threads(1)
+    data = Data()
+
+    def losses(first, second, x, y):
+        hidden = torch.tanh(first(x))
+        return nn.functional.cross_entropy(second(hidden), y), second(hidden.detach()).square().mean()
+
+    def make():
+        torch.manual_seed(0)
+        return nn.Linear(4, 6).double(), nn.Linear(6, 3).double()
+
+    def alternate(first, second, one, two, batches):
+        for x, y, _ in batches:
+            one.zero_grad()
+            losses(first, second, x, y)[0].backward()
+            one.step()
+            two.zero_grad()
+            losses(first, second, x, y)[1].backward()
+            two.step()
+        return [p.detach().clone() for p in [*first.parameters(), *second.parameters()]]
+
+    first, second = make()
+    expected = alternate(first, second, sgd(first), sgd(second), GlobalBatches(data))
+    prototype = make()  # threads share torch's generator, so none of them may draw from it
+
+    def program(engine):
+        first, second = copy.deepcopy(prototype)
+        balancer = hvd.Balancer(WHOLE, engine=engine, shares=SHARES)
+        one = hvd.DistributedOptimizer(sgd(first), balancer=balancer)
+        two = hvd.DistributedOptimizer(sgd(second), balancer=balancer)
+        return alternate(first, second, one, two, hvd.BalancedDataLoader(data, balancer=balancer))
+
+    for found in World(3).run(program, timeout_s=30):
+        assert max((a - b).abs().max().item() for a, b in zip(found, expected, strict=True)) <= 1e-12
+
+
+def test_step_with_a_closure_and_step_hooks_run_once():
+    torch.set_num_threads(1)
+
+    prototype = make_model()
+
+    def program(engine):
+        model, calls = copy.deepcopy(prototype), []
+        balancer = hvd.Balancer(2, engine=engine)
+        optimizer = hvd.DistributedOptimizer(sgd(model), balancer=balancer)
+        optimizer.register_step_pre_hook(lambda *_: calls.append("pre"))
+        balancer.begin(1)
+
+        def closure():
+            optimizer.zero_grad(set_to_none=False)
+            loss = model(torch.ones(1, 4, dtype=torch.float64)).sum()
+            loss.backward()
+            return loss
+
+        assert optimizer.step(closure) is not None
+        return calls, isinstance(optimizer, torch.optim.SGD)
+
+    assert World(2).run(program) == [(["pre"], True)] * 2
+
+
+def test_a_loaded_state_survives_wrapping_and_a_wrapped_optimizer_pickles():
+    model = make_model()
+    optimizer = adamw(model)
+    model(torch.ones(1, 4, dtype=torch.float64)).sum().backward()
+    optimizer.step()
+
+    def program(engine):
+        wrapped = hvd.DistributedOptimizer(optimizer, balancer=hvd.Balancer(2, engine=engine))
+        copied = pickle.loads(pickle.dumps(wrapped))
+        saved = io.BytesIO()
+        torch.save(wrapped.state_dict(), saved)
+        return len(wrapped.state), type(copied), len(copied.state_dict()["state"])
+
+    assert World(1).run(program) == [(4, torch.optim.AdamW, 4)]
+
+
+def test_parameters_added_later_are_reduced():
+    torch.set_num_threads(1)
+
+    prototype = nn.Linear(2, 1).double(), nn.Linear(2, 1).double()
+
+    def program(engine):
+        old, new = copy.deepcopy(prototype)
+        balancer = hvd.Balancer(4, engine=engine, shares=(3, 1))
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(old.parameters(), lr=0.1), balancer=balancer)
+        optimizer.add_param_group({"params": new.parameters()})
+        balancer.begin(3 if engine.rank == 0 else 1)
+        x = torch.full((1, 2), float(engine.rank), dtype=torch.float64)
+        (old(x) + new(x)).sum().backward()
+        return old.weight.grad.tolist(), new.weight.grad.tolist()
+
+    assert World(2).run(program) == [([[0.25, 0.25]], [[0.25, 0.25]])] * 2
+
+
+def test_a_rank_whose_loader_raises_stops_all_ranks_with_the_cause():
+    torch.set_num_threads(1)
+
+    prototype = make_model()  # threads share torch's generator
+
+    def program(engine):
+        model = copy.deepcopy(prototype)
+        balancer = hvd.Balancer(WHOLE, engine=engine, shares=SHARES)
+        loader = hvd.BalancedDataLoader(Data(fail_at=13), balancer=balancer, shuffle=False)
+        optimizer = hvd.DistributedOptimizer(sgd(model), balancer=balancer)
+        return train(model, optimizer, loader, 1)
+
+    outcome = World(3).run(program, timeout_s=20, errors="return")
+    assert sorted(type(error).__name__ for error in outcome) == ["OSError", "PeerError", "PeerError"]
+    failed = next(rank for rank, error in enumerate(outcome) if isinstance(error, OSError))
+    for error in outcome:
+        assert isinstance(error, OSError) or (isinstance(error, PeerError) and f"rank {failed}" in str(error))
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (lambda rank: {"global_batch_size": 8 + rank}, r"global_batch_size.*rank 0: 8, rank 1: 9"),
+        (lambda rank: {"global_batch_size": 1}, "at least 2"),
+        (lambda rank: {"global_batch_size": 0}, "at least 1"),
+        (lambda rank: {"global_batch_size": 8.0} if rank else {"global_batch_size": 8}, "rank 1|integer"),
+        (lambda rank: {"global_batch_size": 8, "shares": (6, 1)}, "sum of 8"),
+        (lambda rank: {"global_batch_size": 8, "shares": (7, 1), "max_share": 6}, "memory"),
+        (lambda rank: {"global_batch_size": 8, "max_share": 3}, "hold"),
+        (lambda rank: {"global_batch_size": 8, "shares": (4, 4) if rank else (6, 2)}, "same on every rank"),
+    ],
+)
+def test_bad_arguments_raise_on_every_rank(arguments, message):
+    def program(engine):
+        with pytest.raises(ValueError, match=message):
+            hvd.Balancer(engine=engine, **arguments(engine.rank))
+        return True
+
+    assert World(2).run(program, timeout_s=10) == [True, True]
+
+
+def test_ranks_that_disagree_about_the_dataset():
+    def program(engine):
+        with pytest.raises(ValueError, match="dataset length.*rank 0: 20, rank 1: 21"):
+            hvd.BalancedDataLoader(Data(20 + engine.rank), balancer=hvd.Balancer(8, engine=engine))
+        return True
+
+    assert World(2).run(program, timeout_s=10) == [True, True]
+
+
+def test_a_dataset_smaller_than_a_global_batch():
+    def program(engine):
+        balancer = hvd.Balancer(8, engine=engine, shares=(5, 3))
+        with pytest.raises(ValueError, match="drop_last=False"):
+            hvd.BalancedDataLoader(Data(5), balancer=balancer, drop_last=True)
+        batches = list(hvd.BalancedDataLoader(Data(5), balancer=balancer))
+        return [index.tolist() for _, _, index in batches]
+
+    (first,), (second,) = World(2).run(program, timeout_s=10)
+    assert sorted(first + second) == list(range(5)) and len(first) == 3
