@@ -1,0 +1,58 @@
+"""The laws on real Horovod, under the real `horovodrun`: few launches, many checks in each."""
+
+import re
+import shutil
+
+import pytest
+from launch import horovodrun
+
+from hvd_hetero.engine.build import installed_build
+
+pytestmark = [
+    pytest.mark.horovod,
+    pytest.mark.skipif(installed_build() is None, reason="no Horovod installed: run `hvd-hetero build-horovod`"),
+]
+
+CHECKS = [
+    "law_contract",
+    "law_2_gradient",
+    "law_1_identical_to_plain_horovod",
+    "law_4_every_sample_once",
+    "law_5_bfloat16_and_broadcast",
+    "nan_on_one_rank_is_seen_by_all",
+    "waiting_does_not_spin",
+    "errors_on_every_rank",
+]
+
+
+def run_checks(ranks, checks, **options):
+    launched = horovodrun(ranks, "law_worker.py", *checks, **options)
+    passed = re.findall(r"OK (\w+)", launched.output)
+    assert launched.returncode == 0 and passed == checks, launched.output[-6000:]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_laws_under_gloo(ranks):
+    run_checks(ranks, CHECKS)
+
+
+@pytest.mark.mpi
+@pytest.mark.skipif(
+    not (installed_build() or {}).get("mpi") or not shutil.which("mpirun"), reason="Horovod was built without MPI"
+)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_laws_under_mpi(ranks):
+    run_checks(ranks, [check for check in CHECKS if check != "waiting_does_not_spin"], controller="mpi")
+
+
+def test_the_laws_hold_without_our_settings():
+    """Horovod's own waiting and cycle, as on a build without the performance repairs."""
+    settings = {"HOROVOD_EVENT_DRIVEN_CYCLE": "0", "HOROVOD_BLOCKING_WAIT": "0", "HOROVOD_CYCLE_TIME": "1"}
+    run_checks(2, CHECKS, **settings)
+
+
+def test_a_loader_that_raises_on_one_rank_ends_every_rank_with_the_cause():
+    launched = horovodrun(3, "law_worker.py", "loader_raises", timeout_s=60)
+    assert launched.returncode != 0
+    ended = dict(re.findall(r"ENDED rank (\d): (\w+)", launched.output))
+    assert ended == {"0": "PeerError", "1": "OSError", "2": "PeerError"}, launched.output[-4000:]
