@@ -127,6 +127,17 @@ class Contender:
         self.optimizer.step()
 
 
+def cpu_by_thread() -> dict[str, float]:
+    """CPU milliseconds of each thread of this process so far: "name/id" -> ms."""
+    spent = {}
+    for task in Path("/proc/self/task").glob("*"):
+        with contextlib.suppress(OSError):
+            name, _, rest = (task / "stat").read_text().partition("(")[2].rpartition(")")
+            fields = rest.split()
+            spent[f"{name}/{task.name}"] = 1e3 * (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return spent
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("contender", choices=["alone", "horovod", "ddp", "ddp-hand", "hetero"])
@@ -158,9 +169,10 @@ def main() -> None:
     shares: list[Any] = []
     computes: list[Any] = []
     cpu = began = 0.0
+    threads: dict[str, float] = {}
     for step in range(arguments.warmup + arguments.steps):
         if step == arguments.warmup:
-            cpu, began = time.process_time(), time.perf_counter()
+            cpu, began, threads = time.process_time(), time.perf_counter(), cpu_by_thread()
         if step == arguments.slow_at and contender.rank == 0:
             cores = f"cores {arguments.slow_rank} {arguments.slow_cores}"
             if module.ask(os.environ[module.SOCKET_VARIABLE], cores) != "ok":
@@ -172,6 +184,7 @@ def main() -> None:
             shares.append(contender.balancer.plan.shares)
             computes.append(contender.balancer.reported)
     seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
+    by_thread = {name: (ms - threads.get(name, 0.0)) / arguments.steps for name, ms in cpu_by_thread().items()}
     release()
     record = {
         "rank": contender.rank if arguments.rank is None else arguments.rank,
@@ -179,6 +192,7 @@ def main() -> None:
         "step_ms": 1e3 * seconds / arguments.steps,
         "median_step_ms": 1e3 * sorted(times[arguments.warmup :])[arguments.steps // 2],
         "cpu_ms": 1e3 * cpu / arguments.steps,
+        "thread_ms": {name: round(ms, 2) for name, ms in by_thread.items() if ms > 0.05},
         "parameters": sum(p.numel() for p in contender.model.parameters()),
         "shares": shares[-1] if shares else None,
     }

@@ -21,11 +21,20 @@ class Launched:
 
 
 def horovodrun(
-    ranks: int, worker: str, *arguments: str, controller: str = "gloo", timeout_s: float = 120, **env: str
+    ranks: int,
+    worker: str | Path,
+    *arguments: str,
+    controller: str = "gloo",
+    options: tuple[str, ...] = (),
+    timeout_s: float = 120,
+    **env: str,
 ) -> Launched:
-    """Runs `tests/workers/WORKER ARGUMENTS` on `ranks` ranks of this host; fails the test when it does not end."""
+    """Runs `tests/workers/WORKER ARGUMENTS` on `ranks` ranks of this host; fails the test when it does not end.
+
+    `options` are further ones of horovodrun's own.
+    """
     binaries = Path(sys.executable).parent
-    command = [sys.executable, str(binaries / "horovodrun"), "-np", str(ranks), f"--{controller}", "--disable-cache"]
+    command = [sys.executable, str(binaries / "horovodrun"), "-np", str(ranks), f"--{controller}", "--disable-cache", *options]
     if controller == "mpi":
         # Open MPI spins while it waits, which on two cores would starve the ranks that compute.
         command += ["--mpi-args=--mca mpi_yield_when_idle 1 --oversubscribe"]

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import stat
 import tarfile
+import time
 import zipfile
 from pathlib import Path
 
@@ -13,6 +16,7 @@ import pytest
 from hvd_hetero.cli import build_horovod, edits, toolchain, wheel
 from hvd_hetero.cli.edits import Edit
 from hvd_hetero.cli.main import main
+from hvd_hetero.cli.progress import Progress
 
 REAL_BUILD = wheel.build_wheel
 
@@ -165,6 +169,21 @@ def test_a_wheel_is_built_once_and_then_found(
     assert capsys.readouterr().out == first and built == ["new"]
     assert main([*arguments, "--force"]) == 0 and built == ["new", "new"]
     assert json.loads(Path(first.strip()).read_text())["edits"] == ["an_edit"]
+
+
+@pytest.mark.usefixtures("torch_there", "little")
+def test_a_build_that_is_ended_ends_its_compilers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pip = program(tmp_path, "pip", f"sleep 60 & echo $! > {tmp_path}/pid; echo started; wait")
+    monkeypatch.setattr(build_horovod, "build_wheel", REAL_BUILD)
+    monkeypatch.setattr(wheel, "PIP", (str(pip),))
+    monkeypatch.setattr(Progress, "line", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(SystemExit):
+        main(["build-horovod", "--no-install", "--cache-dir", str(tmp_path / "cache")])
+    compiler = Path("/proc") / (tmp_path / "pid").read_text().strip() / "stat"
+    deadline = time.monotonic() + 10
+    while compiler.exists() and compiler.read_text().split()[2] != "Z" and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not compiler.exists() or compiler.read_text().split()[2] == "Z"
 
 
 def test_a_wheel_without_a_compiled_part_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hvd_hetero.cli import doctor
+from hvd_hetero.cli import doctor, toolchain
 from hvd_hetero.cli.main import COMMANDS, main
 from hvd_hetero.engine import build
 
@@ -63,3 +63,17 @@ def test_help_is_quick_and_imports_no_framework() -> None:
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert said.returncode == 0 and all(name in said.stdout for name in COMMANDS), said.stderr
+
+
+def test_the_doctor_sees_a_horovod_built_for_something_else(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.delitem(sys.modules, "horovod", raising=False)
+    versions = {"torch": "2.13.0", "tensorflow": "2.21.0", "horovod": "0.28.1"}
+    monkeypatch.setattr(toolchain, "package_version", lambda *names: versions.get(names[0]))
+    fake_horovod(tmp_path, json.dumps({**json.loads(RECORD), "frameworks": {"torch": "2.12.0"}}))
+    assert main(["doctor", "--no-load"]) == 1
+    said = capsys.readouterr().out
+    assert "PROBLEM: Horovod was built for torch 2.12.0, and 2.13.0 is there" in said
+    assert "PROBLEM: Horovod was built without tensorflow" in said

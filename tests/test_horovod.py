@@ -4,7 +4,7 @@ import re
 import shutil
 
 import pytest
-from launch import horovodrun
+from launch import WORKERS, horovodrun
 
 from hvd_hetero.engine.build import installed_build
 
@@ -56,3 +56,26 @@ def test_a_loader_that_raises_on_one_rank_ends_every_rank_with_the_cause():
     assert launched.returncode != 0
     ended = dict(re.findall(r"ENDED rank (\d): (\w+)", launched.output))
     assert ended == {"0": "PeerError", "1": "OSError", "2": "PeerError"}, launched.output[-4000:]
+
+
+def run_pattern(name, tmp_path, *, ours, **options):
+    """What the script prints as its result, as it stands or with its import line changed."""
+    text = (WORKERS / name).read_text()
+    line = "import horovod.torch as hvd\n"
+    assert text.count(line) == 1
+    script = tmp_path / name
+    script.write_text(text.replace(line, "import hvd_hetero.torch as hvd\n") if ours else text)
+    launched = horovodrun(2, script, **options)
+    result = re.findall(r"RESULT (.*)", launched.output)
+    assert launched.returncode == 0 and len(result) == 1, launched.output[-4000:]
+    return result[0]
+
+
+@pytest.mark.parametrize("name", ["pattern_basic.py", "pattern_accumulation.py"])
+def test_a_horovod_script_gives_the_same_with_its_import_line_changed(name, tmp_path):
+    assert run_pattern(name, tmp_path, ours=True) == run_pattern(name, tmp_path, ours=False)
+
+
+def test_the_elastic_skeleton_runs_with_its_import_line_changed(tmp_path):
+    options = ("--min-np", "2", "-H", "localhost:1,127.0.0.1:1")
+    assert run_pattern("pattern_elastic.py", tmp_path, ours=True, options=options) == "10 1"

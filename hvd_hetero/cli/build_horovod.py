@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from hvd_hetero.cli import edits, toolchain
 from hvd_hetero.cli.cache import LOG, Cache, default_folder, key
 from hvd_hetero.cli.error import UsageError
 from hvd_hetero.cli.progress import Progress
-from hvd_hetero.cli.wheel import Recipe, build_wheel, download, install, install_missing, unpack
+from hvd_hetero.cli.wheel import Recipe, build_wheel, download, install, install_missing, is_installed, unpack
 
 BUILD_NEEDS = {"packaging": "packaging", "wheel": "wheel", "setuptools": "setuptools"}
 RUN_NEEDS = {"cloudpickle": "cloudpickle", "yaml": "pyyaml", "psutil": "psutil", "packaging": "packaging"}
@@ -118,7 +119,7 @@ def _run(options: Options, show: Progress) -> Path:
             wheel = _build(recipe, cache, name, show)
         else:
             show.stage(f"found in the cache: {wheel.parent.name}")
-    if options.install:
+    if options.install and (options.force or not is_installed(wheel)):
         show.stage("installing")
         install_missing(RUN_NEEDS)
         install(wheel)
@@ -155,7 +156,12 @@ def _cores() -> int:
 
 def command(arguments: argparse.Namespace) -> int:
     """Runs the command; its exit code."""
-    run(options_from(arguments))
+    # an exception, so that the compilers end with us: they are a process group of their own
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        run(options_from(arguments))
+    finally:
+        signal.signal(signal.SIGTERM, before)
     return 0
 
 

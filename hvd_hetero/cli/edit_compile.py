@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from hvd_hetero.cli.edits import Edit
-
-BUILD_RECORD: Final = "hvd_hetero_build.json"
+from hvd_hetero.engine.build import BUILD_RECORD
 
 EDITS: Final = (
     Edit(

@@ -61,6 +61,14 @@ EDITS: Final = (
         replace='  "${CMAKE_CURRENT_SOURCE_DIR}/gatherv.cc"\n  "${CMAKE_CURRENT_SOURCE_DIR}/math.cc"\n',
     ),
     Edit(
+        name="half_assignment",
+        reason="Gloo's fp16 is only assigned when it differs, and to differ compares bits with a number: 14744 + 14744 "
+        "stays 14744. Every value has one sum (a large one) at which a rank's part is lost without a word",
+        file="third_party/gloo/gloo/types.h",
+        find="    return !(*this == rhs.x);",
+        replace="    return x != rhs.x;",
+    ),
+    Edit(
         name="rendezvous_scope",
         reason="the last worker to leave one scope clears the lists of all scopes, so that another scope never reaches "
         "its size and stale addresses of an earlier round are served",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
 import os
@@ -12,12 +13,13 @@ import zipfile
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 
 from hvd_hetero.cli import toolchain
-from hvd_hetero.cli.edit_compile import BUILD_RECORD
 from hvd_hetero.cli.edits import HOROVOD_VERSION, Edit, text_hash
 from hvd_hetero.cli.error import BuildFailed, DownloadFailed
+from hvd_hetero.engine.build import BUILD_RECORD
 
 PIP = (sys.executable, "-m", "pip")
 _LAST_LINES = 25
@@ -226,6 +228,17 @@ def _stop(process: subprocess.Popen[str]) -> None:
         process.wait()
     except ProcessLookupError:
         pass
+
+
+def is_installed(wheel: Path) -> bool:
+    """Whether the Horovod that is installed came from exactly this wheel, by the hash that pip keeps of it."""
+    try:
+        origin = metadata.distribution("horovod").read_text("direct_url.json")
+        kept = json.loads(origin or "{}").get("archive_info", {})
+    except (metadata.PackageNotFoundError, ValueError):
+        return False
+    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    return kept.get("hashes", {}).get("sha256") == digest or kept.get("hash") == f"sha256={digest}"
 
 
 def install(wheel: Path) -> None:

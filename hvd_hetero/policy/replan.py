@@ -3,10 +3,10 @@
 A plan replaces the current one when all of this holds (a plan that the bounds forbid is replaced at once):
 
 - the gain (T_now - T_new) / T_now exceeds a minimum and what noise alone would make of it: z standard errors of
-  1 - T_new / T_now, with z = max(2, sqrt(2 ln n)), the expected maximum of n normal errors, because T is the slowest of
-  n ranks (Cramer 1946, section 28.6);
-- some rank's share moves by more than the dead band (OmniLearn, flodl: 5 %);
-- the current plan has held for the cool-down: short while plans are few, or right after a change of speed;
+  1 - T_new / T_now, with z >= 2 and z >= sqrt(2 ln n), about the largest of n normal errors, because T is the slowest
+  of n ranks; both bars rise once three plans were made lately, and fall again when the speed changes;
+- some rank's share moves by more than the dead band (flodl and OmniLearn: 5 %);
+- the current plan has held for the cool-down: short for the first plans and right after a change of speed;
 - what is gained over the steps left is more than the switch costs.
 
 How far it goes: each share grows at most by the trust region and shrinks at most by its square, since speed models are
@@ -23,8 +23,9 @@ from dataclasses import dataclass, replace
 from .partition import Bound, InfeasibleError, split, step_time_s
 from .speed import SpeedModel
 
-ZE=2.0; ZL=2.0; GROW=(1,1,1)
-FEW_PLANS = 3                # up to so many, plans still follow each other after the early cool-down
+EARLY_PLANS = 2      # so many new plans may follow each other after the early cool-down
+FEW_PLANS = 3        # from so many on, the next one has to gain twice as much, and to be surer of it
+LATELY = 15          # cool-downs that a plan counts as a recent one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +54,7 @@ class ReplanRule:
     minimum_gain: float = 0.03
     dead_band: float = 0.05          # of a rank's share
     cooldown_steps: int = 20
-    early_cooldown_steps: int = 6    # while plans are few, and after a change of speed
+    early_cooldown_steps: int = 7    # while plans are few, and after a change of speed
     trust_region: float = 2.0        # growth of a share in one plan; it may shrink by the square
     switch_cost_s: float = 0.0
 
@@ -100,11 +101,10 @@ def decide(
 
     counts = [model.observations for model, share in zip(models, current.shares, strict=True) if share > 0]
     changed = any(n <= rule.cooldown_steps and 2 * n <= max(counts) for n in counts)
-    early = changed or len(previous) < FEW_PLANS
-    cooldown = min(rule.early_cooldown_steps * GROW[min(len(previous),2)] if not changed else rule.early_cooldown_steps, rule.cooldown_steps) if early else rule.cooldown_steps
-    held = step - current.step
-    if (step < rule.warmup_steps or min(counts) < rule.minimum_observations
-            or held < cooldown):
+    recent = 0 if changed else sum(plan.step > step - LATELY * rule.cooldown_steps for plan in (*previous, current)[1:])
+    cooldown = rule.early_cooldown_steps if recent < EARLY_PLANS else rule.cooldown_steps
+    if (step < rule.warmup_steps or step - current.step < cooldown
+            or min(counts) < rule.minimum_observations):
         return None
 
     shares = _reachable(current, models, global_batch_size, limits, rule, micro_batch,
@@ -115,9 +115,11 @@ def decide(
     now_s, new_s = (models[i].time_s(s[i], micro_batch[i] if micro_batch else None)
                     for i, s in ((before, current.shares), (after, shares)))
     step_s = max(now_s, measured_step_s or 0.0)
-    error = new_s / now_s * math.hypot(models[before].standard_error, models[after].standard_error)
-    surprise = max(ZE if early else ZL, math.sqrt(2.0 * math.log(len(ranks))) if not early else 0)
-    if (now_s - new_s) / step_s <= max(rule.minimum_gain, surprise * error * now_s / step_s):
+    stretch = models[after].overhead_error * abs(shares[after] / max(current.shares[after], 1) - 1.0)
+    error = math.hypot(models[before].standard_error, models[after].standard_error, stretch) * new_s / now_s
+    surprise = max(2.0, math.sqrt(2.0 * math.log(len(ranks)))) * (1.0 if recent < FEW_PLANS else 1.5)
+    minimum = rule.minimum_gain * (1.0 if recent < FEW_PLANS else 2.0)
+    if (now_s - new_s) / step_s <= max(minimum, surprise * error * now_s / step_s):
         return None
     if steps_left is not None and (now_s - new_s) * steps_left <= rule.switch_cost_s:
         return None

@@ -15,6 +15,7 @@ Compute time alone goes in. In synchronous training every rank's *step* takes eq
 
 from __future__ import annotations
 
+import itertools
 import math
 from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
@@ -23,8 +24,9 @@ from dataclasses import dataclass
 SHORTEST_S = 1e-9            # no step is shorter, whatever a coarse clock said
 LARGEST_OVERHEAD = 0.98      # of the time at the sizes seen: samples cost something even where none was noticed
 OVERHEAD_SPREAD = 0.15       # how far, as a fraction of the step, overhead may be expected to lie from the prior
+WORTH_HEARING = 2.0          # an overhead known so many times better than it now shows itself is left as it is
 USUAL_NOISE = 0.05           # relative noise assumed before anything was seen; weighs as much as one observation
-OUTLIER = 0.2                # relative: what lies nearer than this to its size's median is never an outlier
+OUTLIER = 0.2                # relative: what is nearer than this to its size's median is none
 ENOUGH_OF_A_SIZE = 3         # a median of fewer does not withstand one spike
 REACH = 24                   # observations on either side of a possible change of speed that are compared
 LEAST_NOISE = 0.02           # relative noise between neighbouring steps, at the least
@@ -56,6 +58,7 @@ class SpeedModel:
     seconds_per_sample: float
     standard_error: float = 0.0     # of the predicted time at the sizes seen, relative to it
     observations: int = 0           # how many it was fitted to
+    overhead_error: float = OVERHEAD_SPREAD      # standard error of overhead_s, relative to the time at the sizes seen
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.overhead_s) and self.overhead_s >= 0.0):
@@ -63,9 +66,9 @@ class SpeedModel:
         if not (math.isfinite(self.seconds_per_sample) and self.seconds_per_sample > 0.0):
             raise ValueError("seconds_per_sample: expected a finite number above 0; leave a rank that cannot compute "
                              f"out with Bound(upper=0). Received: {self.seconds_per_sample}.")
-        if not self.standard_error >= 0.0 or self.observations < 0:
-            raise ValueError("standard_error and observations: expected 0 or more. "
-                             f"Received: {self.standard_error} and {self.observations}.")
+        if not (self.standard_error >= 0.0 and self.overhead_error >= 0.0 and self.observations >= 0):
+            raise ValueError("standard_error, overhead_error and observations: expected 0 or more. Received: "
+                             f"{self.standard_error}, {self.overhead_error} and {self.observations}.")
 
     def time_s(self, samples: int, micro_batch: int | None = None) -> float:
         """The predicted seconds of compute on `samples`, taken at most `micro_batch` at once; 0.0 for no samples."""
@@ -77,7 +80,7 @@ class SpeedModel:
 
 @dataclass(frozen=True, kw_only=True)
 class _Size:
-    """All observations of one size, reduced: how many, and the typical time."""
+    """All observations of one size: how many, and the typical time."""
 
     samples: int
     count: int
@@ -87,9 +90,8 @@ class _Size:
 def fit(observations: Sequence[Observation], *, prior: SpeedModel | None = None) -> SpeedModel:
     """The speed model of one rank, unmoved by single spikes.
 
-    `prior` lends its overhead, as a fraction of the step, as far as the observations cannot tell overhead from slope
-    (one size only; sizes close together). Without one that fraction is taken as 0: proportional through the origin.
-    Without any observation of a sample the prior itself comes back.
+    `prior` lends its overhead, as a fraction of the step, where the observations cannot tell overhead from slope (one
+    size, or sizes close together). Without one the overhead is taken as 0. Without observations the prior comes back.
     """
     times = _by_size(observations)
     if not times:
@@ -102,20 +104,23 @@ def fit(observations: Sequence[Observation], *, prior: SpeedModel | None = None)
     weights = [z.count / z.time_s**2 for z in sizes]
     mean_b = math.fsum(w * z.samples for w, z in zip(weights, sizes, strict=True)) / math.fsum(weights)
     mean_t = math.fsum(w * z.time_s for w, z in zip(weights, sizes, strict=True)) / math.fsum(weights)
-    fraction = 0.0 if prior is None else prior.overhead_s / (prior.overhead_s + mean_b * prior.seconds_per_sample)
-    overhead, belief = fraction * mean_t, 0.0
-    lever = math.fsum(w * (z.samples - mean_b) ** 2 for w, z in zip(weights, sizes, strict=True))
+    overhead, known, belief = 0.0, OVERHEAD_SPREAD, 0.0
+    if prior is not None:
+        overhead = mean_t * prior.overhead_s / (prior.overhead_s + mean_b * prior.seconds_per_sample)
+        known = min(max(prior.overhead_error, LEAST_NOISE), OVERHEAD_SPREAD)
     if len(sizes) > 1:
+        lever = math.fsum(w * (z.samples - mean_b) ** 2 for w, z in zip(weights, sizes, strict=True))
         slope = math.fsum(w * (z.samples - mean_b) * z.time_s for w, z in zip(weights, sizes, strict=True)) / lever
-        variance = noise**2 * (1.0 / math.fsum(weights) + mean_b**2 / lever)
-        belief = 1.0 / (1.0 + variance / (OVERHEAD_SPREAD * mean_t) ** 2)
-        overhead += belief * (mean_t - slope * mean_b - overhead)
+        error = noise * math.sqrt(1.0 / math.fsum(weights) + mean_b**2 / lever) / mean_t
+        if prior is None or error < WORTH_HEARING * known:
+            belief = known**2 / (known**2 + error**2)
+            overhead, known = overhead + belief * (mean_t - slope * mean_b - overhead), min(known, error)
     overhead = min(max(overhead, 0.0), LARGEST_OVERHEAD * mean_t)
     slope = (math.fsum(w * z.samples * (z.time_s - overhead) for w, z in zip(weights, sizes, strict=True))
              / math.fsum(w * z.samples**2 for w, z in zip(weights, sizes, strict=True)))
     return SpeedModel(overhead_s=overhead, standard_error=noise * math.sqrt((1.0 + belief) / kept),
                       seconds_per_sample=max(slope, (1.0 - LARGEST_OVERHEAD) * mean_t / mean_b),
-                      observations=sum(len(seen) for seen in times.values()))
+                      observations=sum(len(seen) for seen in times.values()), overhead_error=known)
 
 
 def _by_size(observations: Sequence[Observation]) -> dict[int, list[float]]:
@@ -144,8 +149,7 @@ def _typical_times(times: Mapping[int, Sequence[float]]) -> tuple[list[_Size], f
     if 2 * sum(map(len, often.values())) >= sum(map(len, times.values())):
         times = often
     expected = {b: _middle(seen) for b, seen in times.items()}
-    if len(times) > len(often):
-        expected = _theil_sen(times)
+    expected = _theil_sen(times) if len(times) > len(often) else expected
     off = {b: [(t, abs(t / expected[b] - 1.0)) for t in seen] for b, seen in times.items()}
     cut = max(OUTLIER, 3.0 * 1.4826 * _middle(sorted(d for pairs in off.values() for _, d in pairs)))
     near = {b: [(t, d) for t, d in pairs if d <= cut] for b, pairs in sorted(off.items())}
@@ -161,11 +165,8 @@ def _theil_sen(times: Mapping[int, Sequence[float]]) -> dict[int, float]:
     sizes = [_Size(samples=b, count=len(seen), time_s=_middle(seen)) for b, seen in sorted(times.items())]
     slopes = sorted(((q.time_s - p.time_s) / (q.samples - p.samples), p.count * q.count)
                     for i, p in enumerate(sizes) for q in sizes[i + 1:])
-    half, reached, slope = 0.5 * sum(w for _, w in slopes), 0, sizes[0].time_s / sizes[0].samples
-    for candidate, weight in slopes:
-        reached, slope = reached + weight, candidate
-        if reached >= half:
-            break
+    reached = list(itertools.accumulate(weight for _, weight in slopes))
+    slope = slopes[bisect_left(reached, 0.5 * reached[-1])][0] if slopes else sizes[0].time_s / sizes[0].samples
     overhead = _middle(sorted(z.time_s - slope * z.samples for z in sizes))
     return {z.samples: max(overhead + slope * z.samples, SHORTEST_S) for z in sizes}
 
@@ -174,18 +175,16 @@ def latest_regime(observations: Sequence[Observation], *, minimum: int = 4,
                   tolerance: float = 0.15) -> Sequence[Observation]:
     """What was measured since the speed last changed by more than `tolerance`; everything if it never did.
 
-    Every point with `minimum` observations on both sides is a candidate. There the medians before and after are
-    compared: for each size seen on both sides, and for the two sizes that meet there. Of the slower side three quarters
-    have to stand out (all of four), so that no handful of spikes passes for a change.
+    At every point with `minimum` observations on both sides the medians before and after are compared: for each size
+    seen on both sides, and for the two sizes that meet there. Of the slower side three quarters have to stand out (all
+    of four), so that no handful of spikes passes for a change.
     """
     if minimum < 2 or not tolerance > 0.0:
         raise ValueError("minimum and tolerance: expected 2 or more, and a number above 0. "
                          f"Received: {minimum} and {tolerance}.")
     seen = [o for o in observations if o.samples > 0]
     start = _latest_change(seen, minimum, tolerance)
-    if start == 0:
-        return observations
-    return latest_regime(seen[start:], minimum=minimum, tolerance=tolerance)
+    return latest_regime(seen[start:], minimum=minimum, tolerance=tolerance) if start else observations
 
 
 def _latest_change(seen: Sequence[Observation], minimum: int, tolerance: float) -> int:
@@ -195,7 +194,8 @@ def _latest_change(seen: Sequence[Observation], minimum: int, tolerance: float) 
     noise = max(1.4826 * _middle(steady) / math.sqrt(2.0) if steady else 0.0, LEAST_NOISE)
     noise *= 1.0 + FEW / max(len(steady), 1)
     before, after = _by_size(seen[:minimum]), _by_size(seen[minimum:minimum + REACH])
-    last, best, size, clearest = 0, 0, 0, 0.0
+    last = best = size = 0
+    clearest = 0.0
     for at in range(minimum, len(seen) - minimum + 1):
         pairs = [(b, b) for b in after if b in before]
         if seen[at - 1].samples != seen[at].samples:

@@ -61,6 +61,8 @@ def plain(_folder: Path) -> dict[str, Any]:
         wide = torch.linspace(-3e4, 3e4, 10_007).half()
         want = (wide.float() + wide.float()).half()
         seen["half_exact"] = bool(torch.equal(hvd.allreduce(wide, op=hvd.Sum, name="wide"), want))
+        few = torch.full((3,), 14744.0).half()  # too few for the vectorised sums
+        seen["half_few"] = hvd.allreduce(few, op=hvd.Sum, name="few").tolist()
         seen["cycles_s"] = sum(seconds(lambda: hvd.allreduce(torch.ones(1), name="cycle"), 10))
     if hvd.rank() == 1:
         time.sleep(4.0)  # longer than HOROVOD_STALL_CHECK_TIME_SECONDS, and its check comes once in so many seconds

@@ -1,0 +1,1 @@
+"""Pure decisions: numbers in, numbers out. No clock, no randomness, no environment, no framework."""

@@ -1,0 +1,190 @@
+"""The reader: the record of a run, rank by rank, and what it amounts to.
+
+A run may have been killed in the middle of a line, and resumed: lines that are no JSON are counted and passed over, and
+what a resumed run does again (it goes back to its checkpoint) takes the place of the first time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+from hvd_hetero.policy.replan import Plan
+
+from .record import FIELDS, FORMAT
+
+PAUSE = 10.0      # an interval so many times longer than the median one is a pause (a checkpoint, a validation)
+
+
+class NewerFormatError(Exception):
+    """The record was written by a newer hvd_hetero."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One step of one rank. Seconds that were not finite, and fields that the file lacks, are 0."""
+
+    step: int
+    t_s: float           # on the rank's own clock, as the step ended
+    samples: int
+    data_s: float
+    compute_s: float
+    wait_s: float
+    bytes: int
+    share: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """Something that happened on a rank."""
+
+    t_s: float
+    kind: str
+    fields: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankSummary:
+    """What a rank's record amounts to. Medians are over steps; 0.0 where there were none."""
+
+    rank: int
+    steps: int
+    samples: int
+    median_data_s: float
+    median_compute_s: float
+    median_wait_s: float
+    samples_per_s: float
+    bytes: int
+    shares: tuple[tuple[int, int], ...]      # (step, share) wherever the share changed
+
+
+@dataclass(kw_only=True)
+class RankRun:
+    """The record of one rank."""
+
+    rank: int
+    steps: list[Step] = field(default_factory=list)
+    plans: list[Plan] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    sessions: int = 0        # how often the run was started
+    dropped: int = 0         # records that could not be written
+    unreadable: int = 0      # lines that are not of this format
+
+    def summary(self, *, skip: int = 0) -> RankSummary:
+        """Medians, speed and the history of shares, without the first `skip` steps."""
+        steps = self.steps[skip:]
+        shares = [(s.step, s.share) for i, s in enumerate(steps) if i == 0 or s.share != steps[i - 1].share]
+        return RankSummary(
+            rank=self.rank,
+            steps=len(steps),
+            samples=sum(s.samples for s in steps),
+            median_data_s=_median(s.data_s for s in steps),
+            median_compute_s=_median(s.compute_s for s in steps),
+            median_wait_s=_median(s.wait_s for s in steps),
+            samples_per_s=_samples_per_s(steps),
+            bytes=sum(s.bytes for s in steps),
+            shares=tuple(shares),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """The records of all ranks, by rank."""
+
+    folder: str
+    ranks: dict[int, RankRun]
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """The plans of the run. All ranks hold the same ones; they are taken from the rank that recorded the most."""
+        return tuple(max([r.plans for r in self.ranks.values()], key=lambda plans: len(plans)))
+
+    def summaries(self, *, skip: int = 0) -> tuple[RankSummary, ...]:
+        """One summary per rank, in the order of ranks."""
+        return tuple(rank.summary(skip=skip) for rank in self.ranks.values())
+
+
+def read(folder: str | os.PathLike[str]) -> Run:
+    """The run recorded in a folder.
+
+    Raises:
+        FileNotFoundError: the folder holds no record.
+        NewerFormatError: a record was written by a newer hvd_hetero.
+    """
+    folder = os.fspath(folder)
+    names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+    names = [name for name in names if name.startswith("rank-") and name.endswith(".jsonl")]
+    if not names:
+        raise FileNotFoundError(f"Expected a folder with the record of a run, rank-00000.jsonl and so on. Received: "
+                                f"{folder}.")
+    ranks = [_read_rank(os.path.join(folder, name)) for name in names]
+    return Run(folder=folder, ranks={r.rank: r for r in sorted(ranks, key=lambda r: r.rank)})
+
+
+def _read_rank(path: str) -> RankRun:
+    run = RankRun(rank=int(os.path.basename(path)[len("rank-"):-len(".jsonl")]))
+    fields: Sequence[str] = FIELDS
+    plans_before: int | None = None      # set from the header of a resumed run to its first step
+    with open(path, encoding="utf-8", errors="replace") as lines:
+        for line in filter(str.strip, lines):
+            try:
+                entry = json.loads(line)
+                if isinstance(entry, dict) and "format" in entry:
+                    _check(entry["format"], path)
+                    fields, plans_before = tuple(entry["fields"]), len(run.plans)
+                    run.sessions += 1
+                    continue
+                if isinstance(entry, list) and plans_before is not None:
+                    _go_back(run, _step(fields, entry).step, plans_before)
+                    plans_before = None
+                _take(run, fields, entry)
+            except (ValueError, TypeError, KeyError):
+                run.unreadable += 1
+    return run
+
+
+def _check(version: int, path: str) -> None:
+    if version > FORMAT:
+        raise NewerFormatError(f"{path}: expected a record of format {FORMAT} or older. Received: {version}. "
+                               "Read it with the hvd_hetero that wrote it.")
+
+
+def _go_back(run: RankRun, step: int, plans_before: int) -> None:
+    """None; forgets what earlier sessions recorded from `step` on."""
+    run.steps = [s for s in run.steps if s.step < step]
+    run.plans = [plan for plan in run.plans[:plans_before] if plan.step <= step] + run.plans[plans_before:]
+
+
+def _take(run: RankRun, fields: Sequence[str], entry: Any) -> None:
+    """None; adds what one line says. Raises ValueError, TypeError or KeyError where it says nothing of this format."""
+    if isinstance(entry, list):
+        run.steps.append(_step(fields, entry))
+    elif "plan" in entry:
+        run.plans.append(Plan(**{**entry["plan"], "shares": tuple(entry["plan"]["shares"])}))
+    elif "event" in entry:
+        run.events.append(Event(t_s=entry["t_s"], kind=entry["event"], fields=entry["fields"]))
+    else:
+        run.dropped += entry["dropped"]
+
+
+def _step(fields: Sequence[str], values: Sequence[Any]) -> Step:
+    seen = dict(zip(fields, values, strict=True))
+    return Step(**{name: seen.get(name) or 0 for name in FIELDS})
+
+
+def _median(values: Iterable[float]) -> float:
+    seen = list(values)
+    return float(median(seen)) if seen else 0.0
+
+
+def _samples_per_s(steps: Sequence[Step]) -> float:
+    """Samples over time, from the intervals between consecutive steps that are no pauses."""
+    spans = [(b.t_s - a.t_s, b.samples) for a, b in pairwise(steps) if b.step == a.step + 1 and b.t_s > a.t_s]
+    longest = PAUSE * _median(span for span, _ in spans)
+    spans = [(span, samples) for span, samples in spans if span <= longest]
+    return sum(samples for _, samples in spans) / sum(span for span, _ in spans) if spans else 0.0

@@ -1,0 +1,197 @@
+"""The writer: one file of JSON lines per rank in the run's folder, `rank-00003.jsonl`.
+
+The first line is a header that names the fields; a step is an array in that order, everything else an object:
+
+    {"format": 1, "rank": 3, "fields": ["step", "t_s", ...]}
+    [12,31.06250,64,0.0012,0.1467,0.0034,1884160,64]
+    {"plan": {"version": 1, "step": 14, "shares": [32, 16, 8, 8], ...}, "t_s": 31.07}
+    {"event": "loss is not finite", "t_s": 40.2, "fields": {"loss": "nan"}}
+    {"dropped": 17, "t_s": 52.0}
+
+Training goes on whatever happens to the file: what cannot be written is dropped, counted, and the count is recorded.
+A file that exists (a resumed run) is continued, with a header of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import math
+import os
+import threading
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any, Protocol
+
+from hvd_hetero.policy.replan import Plan
+
+FORMAT = 1
+FIELDS = ("step", "t_s", "samples", "data_s", "compute_s", "wait_s", "bytes", "share")
+LINE = "[%d,%.5f,%d,%.5g,%.5g,%.5g,%d,%d]\n"
+KEPT_LINES = 4096            # no more wait in memory for the next flush
+ROOM_TO_END_BYTES = 256      # kept free in a bounded file for the line that tells what was dropped
+
+
+def file_name(rank: int) -> str:
+    """The name of a rank's file in the folder of the run."""
+    return f"rank-{rank:05d}.jsonl"
+
+
+class Recorder(Protocol):
+    """What can be told to a trace."""
+
+    def step(self, *, step: int, samples: int, data_s: float = 0.0, compute_s: float = 0.0, wait_s: float = 0.0,
+             bytes: int = 0, share: int = 0) -> None: ...
+
+    def plan(self, plan: Plan) -> None: ...
+
+    def event(self, kind: str, /, **fields: Any) -> None: ...
+
+    def flush(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class NullTrace:
+    """A trace that keeps nothing."""
+
+    def step(self, *, step: int, samples: int, data_s: float = 0.0, compute_s: float = 0.0, wait_s: float = 0.0,
+             bytes: int = 0, share: int = 0) -> None:
+        """None; nothing is recorded."""
+
+    def plan(self, plan: Plan) -> None:
+        """None; nothing is recorded."""
+
+    def event(self, kind: str, /, **fields: Any) -> None:
+        """None; nothing is recorded."""
+
+    def flush(self) -> None:
+        """None; there is nothing to write."""
+
+    def close(self) -> None:
+        """None; there is nothing to close."""
+
+    def __enter__(self) -> NullTrace:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+class Trace:
+    """A rank's record of a run, buffered in memory and written about every `flush_every_s` seconds.
+
+    Args:
+        folder: the run's folder, made where it is missing; the same for all ranks.
+        rank: whose record this is.
+        clock: seconds, monotonic; called once per record.
+        flush_every_s: how much may be lost in a crash.
+        max_bytes: no more is written to the file; further steps are dropped and counted. Plans and events have the last
+            eighth to themselves.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], *, rank: int, clock: Callable[[], float],
+                 flush_every_s: float = 1.0, max_bytes: int | None = None) -> None:
+        if rank < 0 or not flush_every_s >= 0.0:
+            raise ValueError(f"rank and flush_every_s: expected 0 or more. Received: {rank} and {flush_every_s}.")
+        if max_bytes is not None and max_bytes < 4096:
+            raise ValueError(f"max_bytes: expected at least 4096, or None. Received: {max_bytes}.")
+        self.path = os.path.join(os.fspath(folder), file_name(rank))
+        self.dropped = 0
+        self._told = 0       # how many dropped lines the file knows of
+        self._clock, self._flush_every_s = clock, flush_every_s
+        self._most = math.inf if max_bytes is None else max_bytes
+        self._used = 0       # bytes in the file and on their way to it
+        self._file: io.FileIO | None = None
+        self._torn = False   # the file ends within a line
+        self._closed = self._warned = False
+        self._lock = threading.Lock()
+        self._last_flush_s = clock()
+        self._header = json.dumps({"format": FORMAT, "rank": rank, "t_s": self._last_flush_s, "fields": FIELDS}) + "\n"
+        self._lines: list[str] = []
+        self.flush()
+
+    def step(self, *, step: int, samples: int, data_s: float = 0.0, compute_s: float = 0.0, wait_s: float = 0.0,
+             bytes: int = 0, share: int = 0) -> None:
+        """None; records one step as it ends: seconds of each kind, and the bytes this rank gave to be exchanged."""
+        now = self._clock()
+        line = LINE % (step, now, samples, data_s, compute_s, wait_s, bytes, share)
+        if "n" in line:      # nan or inf, which JSON does not know
+            line = line.replace("nan", "null").replace("-inf", "null").replace("inf", "null")
+        self._add(line, now, room=0.875)
+
+    def plan(self, plan: Plan) -> None:
+        """None; records a new plan."""
+        now = self._clock()
+        self._add(json.dumps({"plan": asdict(plan), "t_s": now}, default=repr) + "\n", now)
+
+    def event(self, kind: str, /, **fields: Any) -> None:
+        """None; records that something happened. What JSON cannot hold is recorded as its `repr`."""
+        now = self._clock()
+        try:
+            line = json.dumps({"event": kind, "t_s": now, "fields": fields}, default=repr, allow_nan=False)
+        except (ValueError, TypeError, RecursionError):
+            line = json.dumps({"event": kind, "t_s": now, "fields": {k: repr(v) for k, v in fields.items()}})
+        self._add(line + "\n", now)
+
+    def flush(self) -> None:
+        """None; writes what is buffered, or drops and counts it where the file does not take it."""
+        with self._lock:
+            lines, self._lines = self._lines, []
+            dropped = self.dropped
+            told = json.dumps({"dropped": dropped - self._told, "t_s": self._last_flush_s}) + "\n"
+            try:
+                self._write("".join([self._header, *lines, *([told] if dropped > self._told else [])]).encode())
+                self._header, self._told = "", dropped
+            except OSError as error:
+                self.dropped += len(lines)
+                if not self._warned:
+                    warnings.warn(f"Expected to write the trace to {self.path}. Received: {error}. Training goes on; "
+                                  "what cannot be written is dropped.", RuntimeWarning, stacklevel=4)
+                self._warned = True
+
+    def close(self) -> None:
+        """None; writes the rest. What is recorded afterwards is dropped."""
+        if self._closed:
+            return
+        self._closed = True
+        self.flush()
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                self._file.close()
+
+    def __enter__(self) -> Trace:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _add(self, line: str, now: float, room: float = 1.0) -> None:
+        with self._lock:
+            if self._closed or self._used + len(line) > room * self._most - ROOM_TO_END_BYTES:
+                self.dropped += 1
+            else:
+                self._lines.append(line)
+                self._used += len(line)
+        if now - self._last_flush_s >= self._flush_every_s or len(self._lines) >= KEPT_LINES:
+            self._last_flush_s = now
+            if not self._closed:
+                self.flush()
+
+    def _write(self, data: bytes) -> None:
+        """None; appends, on a new line where the last write ended within one. Raises OSError."""
+        if not data:
+            return
+        if self._file is None:
+            os.makedirs(os.path.dirname(self.path) or ".", exist_ok=True)
+            self._file = io.FileIO(self.path, "ab")     # unbuffered: a failed write leaves nothing behind in it
+            self._torn = self._file.tell() > 0
+            self._used += self._file.tell() + len(data)
+        view = memoryview(b"\n" + data if self._torn else data)
+        while view:
+            written = self._file.write(view)
+            self._torn = True
+            view = view[written:]
+        self._torn = False

@@ -1,0 +1,155 @@
+"""The balancer and the dealer, without a framework: laws 3 and 4 while plans change, on ranks that are threads."""
+
+import json
+
+import numpy as np
+import pytest
+
+from hvd_hetero.engine.local import World
+from hvd_hetero.optimizers import control
+from hvd_hetero.optimizers.balancer import Balancer
+from hvd_hetero.optimizers.dealer import Dealer, cut, proportional
+from hvd_hetero.optimizers.weighted import WeightedExchange
+
+WHOLE = 64
+
+
+class Speed:
+    """A stopwatch of a rank that needs `seconds` for the samples it was last told."""
+
+    def __init__(self, seconds_per_sample):
+        self.seconds_per_sample, self.samples = seconds_per_sample, 0
+
+    def mark(self):
+        return 0
+
+    def seconds(self, start, end):
+        # Two segments a step, compute and update; the second is the overhead.
+        part, self.samples = self.samples * self.seconds_per_sample, 0
+        return part or 0.001
+
+
+def train(engine, *, speeds, steps, lookahead=0, length=None, changes=None, state=None):
+    """`steps` steps of a job whose ranks have the given speeds; the balancer, and how often each sample was dealt."""
+    watch = Speed(speeds[engine.rank])
+    balancer = Balancer(engine, global_batch_size=WHOLE, stopwatch=watch)
+    balancer.lookahead = lookahead
+    if state is not None:
+        balancer.load_state_dict(json.loads(json.dumps(state)))
+    number = balancer.attach(lambda terms: None, lambda: None)
+    vector = np.zeros(control.length(engine.size))
+    exchange = WeightedExchange(
+        engine,
+        [vector],
+        vector,
+        rides_in=0,
+        outgoing=lambda: balancer.outgoing(leads=number == 0, count=balancer.count_now),
+        name="train",
+    )
+    dealer = Dealer(length or WHOLE * steps, global_batch_size=WHOLE, shuffle=True, seed=7, drop_last=False)
+    seen = np.zeros(dealer.length, dtype=int)
+    first = balancer.step + 1
+    dealt = []
+    batches = list(dealer.batches())
+    for step in range(steps):
+        while len(dealt) <= step + lookahead and len(dealt) < len(batches):  # as workers that load ahead do
+            shares = balancer.plan_at(first + len(dealt)).shares
+            dealt.append(cut(batches[len(dealt)], shares, engine.rank))
+        if changes and step in changes:
+            watch.seconds_per_sample = changes[step][engine.rank]
+        mine = dealt[step]
+        seen[mine] += 1
+        balancer.begin(len(mine))
+        watch.samples = len(mine)
+        exchange.submit(0)
+        balancer.pause()
+        _, total = exchange.finish(lambda total: 1.0)
+        balancer.resume()
+        balancer.incoming(total, leads=True)
+        balancer.finished(wait_s=0.0, bytes_sent=0)
+    return balancer, seen
+
+
+@pytest.mark.parametrize("lookahead", [0, 1, 5])
+@pytest.mark.parametrize("length", [WHOLE * 60, WHOLE * 60 - 37, WHOLE * 59 + 2])
+def test_every_sample_once_whatever_the_plan_does(lookahead, length):
+    changes = {30: [0.004, 0.001, 0.002]}
+    ended = World(3).run(
+        lambda engine: train(
+            engine, speeds=[0.001, 0.002, 0.004], steps=60, lookahead=lookahead, length=length, changes=changes
+        )
+    )
+    assert (sum(seen for _, seen in ended) == 1).all()
+    assert len(ended[0][0].plans) >= 3, "the plan never changed: the test shows nothing"
+    for balancer, _ in ended:
+        assert balancer.plans == ended[0][0].plans
+        assert all(sum(plan.shares) == WHOLE for plan in balancer.plans)
+
+
+def test_shares_follow_speed_and_rest():
+    ended = World(4).run(lambda engine: train(engine, speeds=[0.001, 0.002, 0.004, 0.004], steps=300))
+    plans = ended[0][0].plans
+    assert np.abs(np.array(plans[-1].shares) - [32, 16, 8, 8]).max() <= 1
+    assert len(plans) <= 4 and plans[-1].step <= 40
+
+
+def test_the_first_plan_stays_where_speeds_are_equal():
+    ended = World(3).run(lambda engine: train(engine, speeds=[0.002] * 3, steps=100))
+    assert [len(balancer.plans) for balancer, _ in ended] == [1, 1, 1]
+
+
+def test_a_saved_state_goes_on_with_the_plan_and_on_other_ranks_with_a_first_one():
+    ended = World(2).run(lambda engine: train(engine, speeds=[0.001, 0.003], steps=40))
+    state = ended[0][0].state_dict()
+    again = World(2).run(lambda engine: train(engine, speeds=[0.001, 0.003], steps=5, state=state))
+    assert again[0][0].plan.shares == ended[0][0].plan.shares != (32, 32)
+    assert again[0][0].step == ended[0][0].step + 5
+    other = World(3).run(lambda engine: train(engine, speeds=[0.001] * 3, steps=5, state=state))
+    assert sum(other[0][0].plan.shares) == WHOLE and len(other[0][0].plan.shares) == 3
+
+
+def test_the_plans_reason_and_prediction_arrive_on_every_rank():
+    ended = World(2).run(lambda engine: train(engine, speeds=[0.001, 0.003], steps=40))
+    first, second = (balancer.plans[-1] for balancer, _ in ended)
+    assert first == second and "slowest" in first.reason and first.predicted_step_s > 0
+
+
+def test_proportional_is_exact_and_within_one_of_the_share():
+    rng = np.random.RandomState(0)
+    for _ in range(500):
+        shares = tuple(int(s) for s in rng.randint(0, 20, size=rng.randint(1, 7)))
+        if not sum(shares):
+            continue
+        total = int(rng.randint(0, sum(shares) + 1))
+        parts = proportional(shares, total)
+        assert sum(parts) == total
+        assert all(0 <= part <= share for part, share in zip(parts, shares, strict=True))
+        assert all(abs(p - s * total / sum(shares)) < 1 for p, s in zip(parts, shares, strict=True))
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_the_order_depends_on_seed_and_epoch_alone(shuffle):
+    def order(seed, epoch):
+        dealer = Dealer(100, global_batch_size=8, shuffle=shuffle, seed=seed, drop_last=False)
+        dealer.epoch = epoch
+        return dealer.order().tolist()
+
+    assert order(1, 0) == order(1, 0) and sorted(order(1, 0)) == list(range(100))
+    assert (order(1, 0) != order(1, 1)) is shuffle and (order(1, 0) != order(2, 0)) is shuffle
+
+
+def test_the_control_vector_comes_back_as_it_went():
+    announcement = control.Announcement(
+        version=3, delay=2, shares=(40, 24), reason="rank 1 is slowest", predicted_step_s=0.5
+    )
+    vectors = [
+        control.pack(
+            ranks=2, rank=rank, count=10.0 + rank, compute_s=0.5 * rank, samples=32.0, failed=rank == 1,
+            announcement=announcement if rank == 0 else None,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    total = np.sum(np.array(vectors, dtype=np.float32), axis=0).tolist()
+    report = control.unpack(total, ranks=2)
+    assert report.announcement == announcement
+    assert report.count == 21.0 and report.failed == (1,) and report.compute_s == (0.0, 0.5)
