@@ -24,7 +24,7 @@ from .partition import Bound, InfeasibleError, split, step_time_s
 from .speed import SpeedModel
 
 EARLY_PLANS = 2      # so many new plans may follow each other after the early cool-down
-FEW_PLANS = 3        # from so many on, the next one has to gain twice as much, and to be surer of it
+FEW_PLANS = 3        # from so many on, the next one has to gain three times as much, and to be surer of it
 LATELY = 15          # cool-downs that a plan counts as a recent one
 
 
@@ -118,7 +118,7 @@ def decide(
     stretch = models[after].overhead_error * abs(shares[after] / max(current.shares[after], 1) - 1.0)
     error = math.hypot(models[before].standard_error, models[after].standard_error, stretch) * new_s / now_s
     surprise = max(2.0, math.sqrt(2.0 * math.log(len(ranks)))) * (1.0 if recent < FEW_PLANS else 1.5)
-    minimum = rule.minimum_gain * (1.0 if recent < FEW_PLANS else 2.0)
+    minimum = rule.minimum_gain * (1.0 if recent < FEW_PLANS else 3.0)
     if (now_s - new_s) / step_s <= max(minimum, surprise * error * now_s / step_s):
         return None
     if steps_left is not None and (now_s - new_s) * steps_left <= rule.switch_cost_s:

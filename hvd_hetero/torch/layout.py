@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from hvd_hetero.policy.buckets import assign
+from hvd_hetero.policy.buckets import by_dtype
 
 # What travels. Horovod cannot sum bfloat16, and the sum of several float16 overflows: both travel as float32, which
 # holds either's range. `compression=` makes the wire narrower for those who want that.
@@ -70,11 +70,8 @@ def _grouped(
         if len({(WIRE[p.dtype], p.device) for p in group}) > 1:
             raise ValueError("groups: expected one type and one device within a group. Received: a mixed group.")
     taken = {id(p) for group in chosen for p in group}
-    kinds: dict[tuple[torch.dtype, torch.device], list[torch.nn.Parameter]] = {}
-    for parameter in ready_order:
-        if id(parameter) not in taken:
-            kinds.setdefault((WIRE[parameter.dtype], parameter.device), []).append(parameter)
-    for (wire, _), members in kinds.items():
-        sizes = [p.numel() * wire.itemsize for p in members]
-        chosen += [[members[i] for i in bucket] for bucket in assign(sizes, cap_bytes=bucket_bytes)]
+    rest = [p for p in ready_order if id(p) not in taken]
+    sizes = [p.numel() * WIRE[p.dtype].itemsize for p in rest]
+    kinds = [(WIRE[p.dtype], p.device) for p in rest]
+    chosen += [[rest[i] for i in bucket] for bucket in by_dtype(sizes, kinds, cap_bytes=bucket_bytes)]
     return chosen

@@ -102,7 +102,10 @@ class Run:
     @property
     def plans(self) -> tuple[Plan, ...]:
         """The plans of the run. All ranks hold the same ones; they are taken from the rank that recorded the most."""
-        return tuple(max([r.plans for r in self.ranks.values()], key=lambda plans: len(plans)))
+        longest: list[Plan] = []
+        for rank in self.ranks.values():
+            longest = max(longest, rank.plans, key=len)
+        return tuple(longest)
 
     def summaries(self, *, skip: int = 0) -> tuple[RankSummary, ...]:
         """One summary per rank, in the order of ranks."""

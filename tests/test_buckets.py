@@ -1,0 +1,65 @@
+"""Law 7: every tensor is in exactly one bucket; order and caps hold."""
+
+import random
+
+import pytest
+
+from hvd_hetero.policy.buckets import assign, by_dtype
+
+
+def cases(count=300):
+    rng = random.Random(7)
+    for _ in range(count):
+        sizes = [rng.choice([0, 1, rng.randint(1, 50), rng.randint(1, 400)]) for _ in range(rng.randint(0, 40))]
+        yield sizes, {"cap_bytes": rng.randint(1, 200), "first_cap_bytes": rng.choice([None, rng.randint(1, 60)]),
+                      "last_cap_bytes": rng.choice([None, rng.randint(1, 60)])}
+
+
+def test_every_tensor_is_in_exactly_one_bucket_in_the_order_given():
+    for sizes, caps in cases():
+        assert [i for bucket in assign(sizes, **caps) for i in bucket] == list(range(len(sizes)))
+
+
+def test_no_bucket_exceeds_its_cap_unless_it_holds_a_single_tensor():
+    for sizes, caps in cases():
+        buckets = assign(sizes, **caps)
+        most = [caps["cap_bytes"]] * len(buckets)
+        if buckets:
+            most[0] = caps["first_cap_bytes"] or most[0]
+            most[-1] = caps["last_cap_bytes"] or most[-1]
+        for bucket, cap in zip(buckets, most, strict=True):
+            assert bucket and (len(bucket) == 1 or sum(sizes[i] for i in bucket) <= cap)
+
+
+def test_no_bucket_is_closed_before_it_is_full():
+    for sizes, caps in cases():
+        caps["last_cap_bytes"] = None
+        buckets = assign(sizes, **caps)
+        for k in range(len(buckets) - 1):
+            cap = (caps["first_cap_bytes"] if k == 0 else None) or caps["cap_bytes"]
+            assert sum(sizes[i] for i in buckets[k]) + sizes[buckets[k + 1][0]] > cap
+
+
+def test_small_first_and_last_buckets():
+    assert assign([10] * 8, cap_bytes=30, first_cap_bytes=10, last_cap_bytes=20) == ((0,), (1, 2, 3), (4, 5), (6, 7))
+    assert assign([1, 100, 1], cap_bytes=10) == ((0,), (1,), (2,))
+    assert assign([], cap_bytes=1) == ()
+
+
+def test_one_dtype_per_bucket_and_every_tensor_once_ordered_by_when_complete():
+    rng = random.Random(3)
+    for sizes, caps in cases():
+        dtypes = [rng.choice("abc") for _ in sizes]
+        buckets = by_dtype(sizes, dtypes, **caps)
+        assert sorted(i for bucket in buckets for i in bucket) == list(range(len(sizes)))
+        assert all(len({dtypes[i] for i in bucket}) == 1 and list(bucket) == sorted(bucket) for bucket in buckets)
+        assert [bucket[-1] for bucket in buckets] == sorted(bucket[-1] for bucket in buckets)
+
+
+def test_wrong_arguments_say_what_was_received():
+    with pytest.raises(ValueError, match="cap_bytes: expected at least 1. Received: 0"):
+        assign([1], cap_bytes=0)
+    with pytest.raises(ValueError, match="Received: -1"):
+        assign([1, -1], cap_bytes=1)
+    with pytest.raises(ValueError, match="one for each of 2 tensors. Received: 1"):
+        by_dtype([1, 1], ["a"], cap_bytes=1)

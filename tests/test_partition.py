@@ -1,0 +1,119 @@
+"""Law 3: shares sum to the global batch, respect every bound, and no other split has a smaller slowest rank."""
+
+import itertools
+import random
+import time
+
+import pytest
+
+from hvd_hetero.policy.partition import Bound, InfeasibleError, equal_shares, micro_batches, split, step_time_s
+from hvd_hetero.policy.speed import SpeedModel
+
+
+def model(seconds_per_sample=1.0, overhead_s=0.0):
+    return SpeedModel(overhead_s=overhead_s, seconds_per_sample=seconds_per_sample)
+
+
+def random_case(rng, *, uneven_quanta):
+    ranks, whole = rng.randint(1, 4), rng.randint(1, 22)
+    models = [model(rng.choice([1.0, 0.05 + rng.random()]), rng.choice([0.0, 0.0, 5 * rng.random()]))
+              for _ in range(ranks)]
+    quantum, bounds = rng.choice([1, 1, 2, 3]), []
+    for _ in range(ranks):
+        lower = rng.choice([0, 0, 1, 3])
+        bounds.append(Bound(lower=lower, upper=rng.choice([None, None, lower + rng.randint(0, 12)]),
+                            quantum=rng.choice([1, 2, 3, 4]) if uneven_quanta else quantum))
+    return models, whole, bounds, [rng.choice([None, None, rng.randint(1, 6)]) for _ in range(ranks)]
+
+
+@pytest.mark.parametrize("uneven_quanta", [False, True])
+def test_no_other_split_has_a_smaller_slowest_rank(uneven_quanta):
+    rng, infeasible = random.Random(5), 0
+    for _ in range(400):
+        models, whole, bounds, caps = random_case(rng, uneven_quanta=uneven_quanta)
+        grids = [[b for b in range(whole + 1) if bound.allows(b)] for bound in bounds]
+        times = [step_time_s(models, shares, caps) for shares in itertools.product(*grids) if sum(shares) == whole]
+        if not times:
+            infeasible += 1
+            with pytest.raises(InfeasibleError):
+                split(models, whole, bounds, micro_batch=caps)
+            continue
+        shares = split(models, whole, bounds, micro_batch=caps)
+        assert sum(shares) == whole
+        assert all(bound.allows(b) for bound, b in zip(bounds, shares, strict=True))
+        assert step_time_s(models, shares, caps) == min(times)
+    assert 10 < infeasible < 300
+
+
+def test_a_slower_rank_never_gets_more():
+    rng = random.Random(6)
+    for _ in range(300):
+        models = [model(rng.choice([1.0, 2.0, 3.0]), rng.choice([0.0, 1.0, 2.0])) for _ in range(rng.randint(2, 6))]
+        shares = split(models, rng.randint(1, 60))
+        for a, b in itertools.permutations(range(len(models)), 2):
+            slower = (models[a].overhead_s >= models[b].overhead_s
+                      and models[a].seconds_per_sample >= models[b].seconds_per_sample and models[a] != models[b])
+            assert not slower or shares[a] <= shares[b], (models, shares)
+
+
+def test_large_batches_are_split_exactly_as_one_by_one_and_quickly():
+    rng = random.Random(8)
+    models = [model(0.01 + rng.random(), rng.random()) for _ in range(16)]
+    singly = [0] * 16
+    for _ in range(3000):
+        i = min(range(16), key=lambda i: (models[i].time_s(singly[i] + 1), models[i].seconds_per_sample, i))
+        singly[i] += 1
+    assert split(models, 3000) == tuple(singly)
+    start = time.perf_counter()
+    assert sum(split(models, 10**6)) == 10**6
+    assert time.perf_counter() - start < 1.0
+
+
+def test_equal_speeds_give_equal_shares():
+    for whole, ranks in itertools.product(range(1, 70), range(1, 7)):
+        assert split([model()] * ranks, whole) == equal_shares(whole, ranks)
+
+
+def test_shares_follow_speeds_and_overhead():
+    assert split([model(1 / 8), model(1 / 4), model(1 / 2), model(1 / 2)], 64) == (32, 16, 8, 8)
+    assert split([model(1.0), model(1.0, overhead_s=4.0)], 10) == (7, 3)
+    assert split([model(1.0), model(1.0, overhead_s=40.0)], 10) == (10, 0)       # best left out
+    assert split([model(1.0), model(1.0, overhead_s=40.0)], 10, [Bound(), Bound(lower=1)]) == (9, 1)
+
+
+def test_micro_batches_cost_their_overhead():
+    models = [model(1.0, 3.0), model(1.0, 3.0)]
+    assert split(models, 12, micro_batch=[2, None]) == (4, 8)       # 4 + 2 * 3 s against 8 + 3 s; equal would be 15 s
+    assert step_time_s(models, (4, 8), [2, None]) == 11.0
+
+
+def test_equal_shares_and_micro_batches():
+    for share, cap in itertools.product(range(0, 40), [None, 1, 3, 7, 64]):
+        parts = micro_batches(share, cap)
+        assert sum(parts) == share and (not parts or max(parts) - min(parts) <= 1)
+        assert all(0 < part <= (cap or share) for part in parts)
+        assert len(parts) == (0 if share == 0 else 1 if cap is None else -(-share // cap))
+    assert equal_shares(10, 4) == (3, 3, 2, 2)
+
+
+@pytest.mark.parametrize(("whole", "bounds", "message"), [
+    (5, [Bound(lower=3), Bound(lower=3)], "at least 6"),
+    (50, [Bound(upper=20), Bound(upper=9, quantum=1)], "at most 29"),
+    (9, [Bound(quantum=2), Bound(quantum=2)], "multiple of 2"),
+    (11, [Bound(quantum=4), Bound(quantum=6)], "nearest below is 10"),
+    (11, [Bound(lower=5, upper=7, quantum=4), Bound()], "multiple of 4 between 5 and 7"),
+])
+def test_what_cannot_be_split_says_why(whole, bounds, message):
+    with pytest.raises(InfeasibleError, match=message):
+        split([model(), model()], whole, bounds)
+
+
+def test_wrong_arguments_say_what_was_received():
+    with pytest.raises(ValueError, match="expected one for each of 2 models. Received: 1"):
+        split([model(), model()], 4, [Bound()])
+    with pytest.raises(ValueError, match="Received: 1 and 0"):
+        split([model()], 0)
+    with pytest.raises(ValueError, match="upper: expected at least lower"):
+        Bound(lower=3, upper=2)
+    with pytest.raises(ValueError, match="Received: 0 and 0"):
+        Bound(quantum=0)

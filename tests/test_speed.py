@@ -1,0 +1,146 @@
+"""The speed model: what was put in comes out, spikes do not count, and a change of speed is no change of share."""
+
+import random
+
+import pytest
+
+from hvd_hetero.policy.speed import Observation, SpeedModel, fit, latest_regime
+
+
+def observe(rng, samples, count, *, overhead=0.0, each=1.0, noise=0.0, spikes=0.0):
+    """`count` observations of one size, with relative noise and now and then a step of five times the time."""
+    seen = []
+    for _ in range(count):
+        time_s = (overhead + samples * each) * max(0.3, rng.gauss(1.0, noise)) * (5.0 if rng.random() < spikes else 1.0)
+        seen.append(Observation(samples=samples, compute_s=time_s))
+    return seen
+
+
+@pytest.mark.parametrize("overhead", [0.0, 1.0, 4.0, 16.0])
+def test_overhead_and_slope_come_out_as_put_in(overhead):
+    rng = random.Random(1)
+    model = fit(observe(rng, 8, 10, overhead=overhead) + observe(rng, 32, 10, overhead=overhead))
+    assert model.time_s(8) == pytest.approx(overhead + 8, rel=0.02)
+    assert model.time_s(32) == pytest.approx(overhead + 32, rel=0.02)
+    assert model.time_s(64) == pytest.approx(overhead + 64, rel=0.05)
+    assert model.time_s(0) == 0.0 and model.observations == 20
+    scattered = fit([o for b in range(4, 40, 3) for o in observe(rng, b, 1, overhead=overhead)])
+    assert scattered.time_s(20) == pytest.approx(overhead + 20, rel=0.02)
+
+
+def test_time_counts_an_overhead_per_micro_batch():
+    model = SpeedModel(overhead_s=2.0, seconds_per_sample=1.0)
+    assert [model.time_s(10, cap) for cap in (None, 10, 5, 4)] == [12.0, 12.0, 14.0, 16.0]
+
+
+def test_spikes_do_not_count():
+    for seed in range(20):
+        rng = random.Random(seed)
+        sizes = ((16, 20), (8, 20)) if seed % 2 else ((16, 40),)
+        clean = [o for b, n in sizes for o in observe(rng, b, n, overhead=2.0, noise=0.03)]
+        spiked = [Observation(samples=o.samples, compute_s=o.compute_s * (5 if i % 10 == 3 else 1))
+                  for i, o in enumerate(clean)]
+        assert fit(spiked).time_s(16) == pytest.approx(fit(clean).time_s(16), rel=0.03)
+    short = observe(rng, 16, 20) + [Observation(samples=3, compute_s=15.0)]      # the short last batch of an epoch
+    assert fit(short).time_s(16) == pytest.approx(16.0, rel=0.01)
+    assert fit(short).overhead_s < 0.1
+    one = [o for b in range(10, 30) for o in observe(rng, b, 1)]
+    one[7] = Observation(samples=17, compute_s=85.0)
+    assert fit(one).time_s(17) == pytest.approx(17.0, rel=0.02)
+
+
+def test_one_size_takes_the_overhead_of_the_prior_scaled_or_none():
+    seen = observe(random.Random(2), 10, 8, overhead=4.0, each=2.0)       # 24 s
+    assert fit(seen).overhead_s == 0.0
+    assert fit(seen).time_s(5) == pytest.approx(12.0)
+    prior = SpeedModel(overhead_s=2.0, seconds_per_sample=1.0)            # twice as fast, the same proportions
+    assert fit(seen, prior=prior).overhead_s == pytest.approx(4.0)
+    assert fit(seen, prior=prior).time_s(5) == pytest.approx(14.0)
+
+
+def test_sizes_close_together_do_not_invent_an_overhead():
+    for seed in range(40):
+        rng = random.Random(seed)
+        model = fit(observe(rng, 16, 6, noise=0.1) + observe(rng, 15, 6, noise=0.1))
+        assert model.overhead_s < 0.3 * model.time_s(16)
+
+
+def test_a_known_overhead_outlives_the_sizes_that_showed_it():
+    rng = random.Random(3)
+    model = fit(observe(rng, 32, 20, overhead=8.0, noise=0.02) + observe(rng, 8, 20, overhead=8.0, noise=0.02))
+    for _ in range(200):        # later the window holds only sizes next to each other
+        close = observe(rng, 16, 30, overhead=8.0, noise=0.1) + observe(rng, 15, 30, overhead=8.0, noise=0.1)
+        model = fit(close, prior=model)
+    assert model.overhead_s == pytest.approx(8.0, rel=0.3)
+
+
+def test_the_standard_error_is_that_of_the_prediction():
+    errors = []
+    for seed in range(200):
+        model = fit(observe(random.Random(seed), 16, 20, noise=0.1, spikes=0.02))
+        errors.append((model.time_s(16) / 16 - 1.0) / model.standard_error)
+    spread = (sum(e * e for e in errors) / len(errors)) ** 0.5
+    assert 0.75 < spread < 1.35
+
+
+def test_without_observations_the_prior_comes_back():
+    prior = SpeedModel(overhead_s=1.0, seconds_per_sample=1.0)
+    assert fit([], prior=prior) is prior
+    assert fit([Observation(samples=0, compute_s=0.0)], prior=prior) is prior
+    with pytest.raises(ValueError, match="at least one with samples.* Received: 0"):
+        fit([])
+    assert fit([Observation(samples=4, compute_s=0.0)] * 5).seconds_per_sample > 0.0      # a clock too coarse to see it
+
+
+@pytest.mark.parametrize("factor", [2.0, 0.5])
+@pytest.mark.parametrize("noise", [0.02, 0.1])
+def test_a_change_of_speed_is_seen_within_six_steps(factor, noise):
+    late = 0
+    for seed in range(25):
+        rng = random.Random(seed)
+        seen = observe(rng, 16, 60, overhead=2.0, noise=noise, spikes=0.02)
+        seen += observe(rng, 16, 6, overhead=2.0 * factor, each=factor, noise=noise, spikes=0.02)
+        regime = latest_regime(seen)
+        late += not 4 <= len(regime) <= 8
+    assert late <= 1
+
+
+def test_a_steady_speed_is_one_regime():
+    false = 0
+    for seed in range(6):
+        rng, window = random.Random(seed), []
+        for observation in observe(rng, 16, 300, noise=0.1, spikes=0.03):
+            window = [*window[-63:], observation]
+            false += len(latest_regime(window)) < len(window)
+    assert false <= 6       # of 1800: a single false alarm is seen for a few steps
+
+
+@pytest.mark.parametrize("overhead", [0.0, 4.0, 16.0, 1000.0])
+@pytest.mark.parametrize("shares", [(16, 4), (4, 16), (16, 14), (8, 32, 16)])
+def test_a_change_of_share_is_no_change_of_speed(overhead, shares):
+    rng = random.Random(4)
+    seen = [o for b in shares for o in observe(rng, b, 20, overhead=overhead, noise=0.03)]
+    assert latest_regime(seen) == seen
+
+
+def test_a_change_of_speed_is_seen_through_changes_of_share():
+    rng = random.Random(5)
+    before = observe(rng, 16, 30, overhead=3.0, noise=0.05) + observe(rng, 20, 10, overhead=3.0, noise=0.05)
+    slow = [o for b, n in ((20, 6), (10, 15)) for o in observe(rng, b, n, overhead=6.0, each=2.0, noise=0.05)]
+    assert 20 <= len(latest_regime(before + slow)) <= 22      # long after the re-plan that it caused
+    at_once = observe(rng, 18, 8, overhead=6.0, each=2.0, noise=0.05)
+    assert len(latest_regime(before + at_once)) == 8          # both changed in one step
+    back = observe(rng, 10, 12, overhead=3.0, noise=0.05)
+    assert len(latest_regime(before + slow + back)) in (11, 12, 13)
+
+
+@pytest.mark.parametrize(("make", "message"), [
+    (lambda: Observation(samples=-1, compute_s=1.0), "samples: expected 0 or more.* Received: -1"),
+    (lambda: Observation(samples=1, compute_s=float("nan")), "compute_s: .* Received: nan"),
+    (lambda: SpeedModel(overhead_s=-1.0, seconds_per_sample=1.0), "overhead_s: .* Received: -1"),
+    (lambda: SpeedModel(overhead_s=0.0, seconds_per_sample=0.0), "Bound\\(upper=0\\). Received: 0"),
+    (lambda: latest_regime([], minimum=1), "Received: 1 and 0.15"),
+])
+def test_wrong_arguments_say_what_was_received(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
