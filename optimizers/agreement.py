@@ -57,7 +57,7 @@ def agree(engine: Engine, mine: Terms, *, name: str) -> Terms:
         ValueError: on every rank, with what was expected, what each rank passed, and what to do.
     """
     problem = mine.problem(engine.size)
-    row = np.full((1, 6 + engine.size), ABSENT, dtype=np.int64)
+    row: np.ndarray = np.full((1, 6 + engine.size), ABSENT, dtype=np.int64)
     if problem is None:
         row[0, :6] = [
             mine.global_batch_size,

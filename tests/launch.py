@@ -34,7 +34,8 @@ def horovodrun(
     `options` are further ones of horovodrun's own.
     """
     binaries = Path(sys.executable).parent
-    command = [sys.executable, str(binaries / "horovodrun"), "-np", str(ranks), f"--{controller}", "--disable-cache", *options]
+    command = [sys.executable, str(binaries / "horovodrun"), "-np", str(ranks), f"--{controller}", "--disable-cache"]
+    command += options
     if controller == "mpi":
         # Open MPI spins while it waits, which on two cores would starve the ranks that compute.
         command += ["--mpi-args=--mca mpi_yield_when_idle 1 --oversubscribe"]

@@ -49,10 +49,11 @@ def test_a_slower_rank_never_gets_more():
     rng = random.Random(6)
     for _ in range(300):
         models = [model(rng.choice([1.0, 2.0, 3.0]), rng.choice([0.0, 1.0, 2.0])) for _ in range(rng.randint(2, 6))]
-        shares = split(models, rng.randint(1, 60))
+        whole = rng.choice([rng.randint(1, 8), rng.randint(1, 60)])
+        shares = split(models, whole)
         for a, b in itertools.permutations(range(len(models)), 2):
-            slower = (models[a].overhead_s >= models[b].overhead_s
-                      and models[a].seconds_per_sample >= models[b].seconds_per_sample and models[a] != models[b])
+            times = [(models[a].time_s(n), models[b].time_s(n)) for n in range(1, whole + 2)]
+            slower = models[a] != models[b] and all(of_a >= of_b for of_a, of_b in times)
             assert not slower or shares[a] <= shares[b], (models, shares)
 
 

@@ -134,8 +134,7 @@ def download(folder: Path) -> Path:
             "  What to do: check the network and pip's settings (`pip config list`); "
             f"`pip download --no-deps --no-binary horovod {wanted}` must work."
         )
-    sdist = next(iter(folder.glob("horovod-*.tar.gz")), None)
-    if sdist is None:
+    if (sdist := next(iter(folder.glob("horovod-*.tar.gz")), None)) is None:
         raise DownloadFailed(
             f"expected pip to bring horovod-{HOROVOD_VERSION}.tar.gz. Received: "
             f"{', '.join(p.name for p in folder.glob('*')) or 'nothing'}."

@@ -17,7 +17,7 @@ import numpy as np
 from .port import CollectiveError, Op
 
 T = TypeVar("T")
-_REDUCE: dict[str, Callable[[Any, Any], Any]] = {"sum": np.add, "min": np.minimum, "max": np.maximum}
+_REDUCE: dict[str, Any] = {"sum": np.add, "min": np.minimum, "max": np.maximum}
 
 
 @dataclass

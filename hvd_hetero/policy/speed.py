@@ -79,9 +79,7 @@ class SpeedModel:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Size:
-    """All observations of one size: how many, and the typical time."""
-
+class _Size:      # all observations of one size
     samples: int
     count: int
     time_s: float
@@ -116,10 +114,9 @@ def fit(observations: Sequence[Observation], *, prior: SpeedModel | None = None)
             belief = known**2 / (known**2 + error**2)
             overhead, known = overhead + belief * (mean_t - slope * mean_b - overhead), min(known, error)
     overhead = min(max(overhead, 0.0), LARGEST_OVERHEAD * mean_t)
-    slope = (math.fsum(w * z.samples * (z.time_s - overhead) for w, z in zip(weights, sizes, strict=True))
-             / math.fsum(w * z.samples**2 for w, z in zip(weights, sizes, strict=True)))
+    # Through the centre, whatever the overhead: a fit to the same observations with itself as the prior changes nothing.
     return SpeedModel(overhead_s=overhead, standard_error=noise * math.sqrt((1.0 + belief) / kept),
-                      seconds_per_sample=max(slope, (1.0 - LARGEST_OVERHEAD) * mean_t / mean_b),
+                      seconds_per_sample=(mean_t - overhead) / mean_b,
                       observations=sum(len(seen) for seen in times.values()), overhead_error=known)
 
 
@@ -180,8 +177,7 @@ def latest_regime(observations: Sequence[Observation], *, minimum: int = 4,
     of four), so that no handful of spikes passes for a change.
     """
     if minimum < 2 or not tolerance > 0.0:
-        raise ValueError("minimum and tolerance: expected 2 or more, and a number above 0. "
-                         f"Received: {minimum} and {tolerance}.")
+        raise ValueError(f"minimum and tolerance: expected at least 2, and above 0. Received: {minimum}, {tolerance}.")
     seen = [o for o in observations if o.samples > 0]
     start = _latest_change(seen, minimum, tolerance)
     return latest_regime(seen[start:], minimum=minimum, tolerance=tolerance) if start else observations
@@ -194,8 +190,7 @@ def _latest_change(seen: Sequence[Observation], minimum: int, tolerance: float) 
     noise = max(1.4826 * _middle(steady) / math.sqrt(2.0) if steady else 0.0, LEAST_NOISE)
     noise *= 1.0 + FEW / max(len(steady), 1)
     before, after = _by_size(seen[:minimum]), _by_size(seen[minimum:minimum + REACH])
-    last = best = size = 0
-    clearest = 0.0
+    last, best, size, clearest = 0, 0, 0, 0.0
     for at in range(minimum, len(seen) - minimum + 1):
         pairs = [(b, b) for b in after if b in before]
         if seen[at - 1].samples != seen[at].samples:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -21,7 +22,7 @@ def init(*args: Any, **kwargs: Any) -> None:
 def synchronize(handle: Any) -> Any:
     """The result of an asynchronous operation; sleeps until it is there, where Horovod's own spins."""
     if isinstance(handle, int) and not waits_without_spinning():
-        wait_until(lambda: horovod.poll(handle))
+        wait_until(functools.partial(horovod.poll, handle))
     return horovod.synchronize(handle)
 
 

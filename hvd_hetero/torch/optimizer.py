@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -89,7 +90,7 @@ def DistributedOptimizer(
     # horovod.torch.broadcast_optimizer_state tells a distributed optimizer by its module, and then steps the base.
     methods = {**_methods(base), "__module__": "horovod.torch.optimizer"}
     # The same state and parameter groups: a scheduler made before goes on working, and a loaded state is kept.
-    distributed = base.__new__(type(base.__name__, (base,), methods))
+    distributed: Any = object.__new__(type(base.__name__, (base,), methods))
     distributed.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
     distributed.__dict__.update(
         _reducer=reducer, _balancer=balancer, _wrapped=optimizer, _should_synchronize=True, _synchronized=False
@@ -163,9 +164,9 @@ def _methods(base: type[torch.optim.Optimizer]) -> dict[str, Callable[..., Any]]
 
 def _unwrapped(base: type[torch.optim.Optimizer], state: dict[str, Any]) -> torch.optim.Optimizer:
     """A plain optimizer from a pickled balanced one."""
-    optimizer = base.__new__(base)
+    optimizer: Any = object.__new__(base)
     optimizer.__setstate__(state)
-    return optimizer
+    return optimizer  # type: ignore[no-any-return]
 
 
 class _Widened:
@@ -206,7 +207,7 @@ def _plain(optimizer: torch.optim.Optimizer, *, compression: Any, **arguments: A
         def synchronize(self: Any) -> None:
             for handle, _ in list(self._handles.values()):
                 if isinstance(handle, int):
-                    wait_until(lambda handle=handle: horovod.poll(handle))
+                    wait_until(functools.partial(horovod.poll, handle))
             original_synchronize(self)
 
         cls.synchronize = synchronize

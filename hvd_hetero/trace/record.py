@@ -39,6 +39,14 @@ def file_name(rank: int) -> str:
     return f"rank-{rank:05d}.jsonl"
 
 
+def _json(value: object) -> str:
+    """The value as JSON; what JSON cannot hold as its `repr`."""
+    try:
+        return json.dumps(value, default=repr, allow_nan=False)
+    except (ValueError, TypeError, RecursionError):
+        return json.dumps(repr(value))
+
+
 class Recorder(Protocol):
     """What can be told to a trace."""
 
@@ -130,23 +138,22 @@ class Trace:
     def event(self, kind: str, /, **fields: Any) -> None:
         """None; records that something happened. What JSON cannot hold is recorded as its `repr`."""
         now = self._clock()
-        try:
-            line = json.dumps({"event": kind, "t_s": now, "fields": fields}, default=repr, allow_nan=False)
-        except (ValueError, TypeError, RecursionError):
-            line = json.dumps({"event": kind, "t_s": now, "fields": {k: repr(v) for k, v in fields.items()}})
-        self._add(line + "\n", now)
+        written = ", ".join(f"{json.dumps(name)}: {_json(value)}" for name, value in fields.items())
+        self._add(f'{{"event": {json.dumps(kind)}, "t_s": {now}, "fields": {{{written}}}}}\n', now)
 
     def flush(self) -> None:
         """None; writes what is buffered, or drops and counts it where the file does not take it."""
         with self._lock:
             lines, self._lines = self._lines, []
-            dropped = self.dropped
-            told = json.dumps({"dropped": dropped - self._told, "t_s": self._last_flush_s}) + "\n"
+            dropped, telling = self.dropped, 0
+            if dropped > self._told and (self._closed or (lines and self._used < self._most - ROOM_TO_END_BYTES)):
+                lines.append(json.dumps({"dropped": dropped - self._told, "t_s": self._last_flush_s}) + "\n")
+                self._used, telling = self._used + len(lines[-1]), 1
             try:
-                self._write("".join([self._header, *lines, *([told] if dropped > self._told else [])]).encode())
-                self._header, self._told = "", dropped
+                self._write("".join([self._header, *lines]).encode())
+                self._header, self._told = "", dropped if telling else self._told
             except OSError as error:
-                self.dropped += len(lines)
+                self.dropped += len(lines) - telling
                 if not self._warned:
                     warnings.warn(f"Expected to write the trace to {self.path}. Received: {error}. Training goes on; "
                                   "what cannot be written is dropped.", RuntimeWarning, stacklevel=4)
@@ -186,12 +193,14 @@ class Trace:
             return
         if self._file is None:
             os.makedirs(os.path.dirname(self.path) or ".", exist_ok=True)
-            self._file = io.FileIO(self.path, "ab")     # unbuffered: a failed write leaves nothing behind in it
-            self._torn = self._file.tell() > 0
-            self._used += self._file.tell() + len(data)
+            file = io.FileIO(self.path, "ab")      # unbuffered: a failed write leaves nothing behind in it
+            if file.tell() + len(self._header) > self._most - ROOM_TO_END_BYTES:
+                file.close()
+                raise OSError(f"a file of {self._most} bytes, max_bytes, from earlier runs")
+            self._file, self._torn = file, file.tell() > 0
+            self._used += file.tell() + len(self._header)
         view = memoryview(b"\n" + data if self._torn else data)
         while view:
-            written = self._file.write(view)
             self._torn = True
-            view = view[written:]
+            view = view[self._file.write(view):]
         self._torn = False

@@ -14,9 +14,9 @@ from torch import nn
 import hvd_hetero.torch as hvd
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from contract import check_engine  # noqa: E402
+from contract import check_engine
 
-from hvd_hetero.engine.horovod import HorovodEngine  # noqa: E402
+from hvd_hetero.engine.horovod import HorovodEngine
 
 WHOLE = 24
 UNEVEN = {1: (24,), 2: (19, 5), 3: (17, 7, 0), 4: (13, 8, 2, 1)}

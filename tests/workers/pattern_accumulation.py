@@ -1,9 +1,8 @@
 """A script as Horovod's users write it: gradients accumulated over micro-batches, fp16 compression."""
 
+import horovod.torch as hvd
 import torch
 from torch import nn
-
-import horovod.torch as hvd
 
 hvd.init()
 torch.manual_seed(42)
@@ -22,7 +21,7 @@ hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 hvd.broadcast_optimizer_state(optimizer, root_rank=0)
 
 generator = torch.Generator().manual_seed(hvd.rank())
-for step in range(5):
+for _ in range(5):
     optimizer.zero_grad()
     for _ in range(PASSES):
         x = torch.randn(4, 8, generator=generator)

@@ -1,9 +1,8 @@
 """A script as Horovod's users write it: DistributedSampler, scaled learning rate, broadcasts, metric averages."""
 
+import horovod.torch as hvd
 import torch
 from torch import nn
-
-import horovod.torch as hvd
 
 hvd.init()
 torch.manual_seed(42)

@@ -1,9 +1,8 @@
 """A script as Horovod's users write it: the skeleton of elastic training."""
 
+import horovod.torch as hvd
 import torch
 from torch import nn
-
-import horovod.torch as hvd
 
 hvd.init()
 torch.manual_seed(42)

@@ -1,0 +1,203 @@
+"""What is recorded is read again, at next to no cost, and no trouble with the file reaches the training."""
+
+import errno
+import json
+import timeit
+import warnings
+
+import pytest
+
+from hvd_hetero.policy.replan import Plan
+from hvd_hetero.trace import NewerFormatError, NullTrace, Trace, read
+
+PLAN = Plan(version=1, step=3, shares=(6, 2), reason="rank 1 is slowest", predicted_step_s=0.5)
+
+
+class Clock:
+    """A clock that goes on only when told."""
+
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+def write(folder, clock, *, rank=0, steps=range(10), share=4, span_s=0.25, **options):
+    with Trace(folder, rank=rank, clock=clock, **options) as trace:
+        for step in steps:
+            clock.now += span_s
+            trace.step(step=step, samples=share, data_s=0.01, compute_s=0.2, wait_s=0.04, bytes=1000, share=share)
+    return trace
+
+
+def test_what_is_recorded_is_read_again(tmp_path):
+    clock = Clock()
+    for rank in (1, 0):
+        with Trace(tmp_path / "run", rank=rank, clock=clock) as trace:
+            trace.step(step=2, samples=4, data_s=0.01, compute_s=1 / 3, wait_s=0.25, bytes=12345678, share=4)
+            trace.plan(PLAN)
+            trace.event("evaluation", loss=1.5, note='a "quoted"\nline', what={1, }, bad=float("nan"))
+    run = read(tmp_path / "run")
+    assert list(run.ranks) == [0, 1] and run.plans == (PLAN,)
+    record = run.ranks[1]
+    step = record.steps[0]
+    assert (step.step, step.samples, step.bytes, step.share, step.t_s) == (2, 4, 12345678, 4, 100.0)
+    assert step.compute_s == pytest.approx(1 / 3, rel=1e-4) and step.wait_s == 0.25
+    assert record.events[0].kind == "evaluation" and record.events[0].fields["note"] == 'a "quoted"\nline'
+    assert (record.sessions, record.dropped, record.unreadable) == (1, 0, 0)
+
+
+def test_every_line_is_json_whatever_is_recorded(tmp_path):
+    with Trace(tmp_path, rank=3, clock=Clock()) as trace:
+        trace.step(step=0, samples=1, compute_s=float("nan"), wait_s=float("-inf"), data_s=float("inf"))
+        loop = []
+        loop.append(loop)
+        trace.event("odd", loop=loop, thing=object(), key={(1, 2): 3}, inf=float("inf"))
+
+    def refuse(constant):
+        raise AssertionError(constant)
+
+    lines = (tmp_path / "rank-00003.jsonl").read_text().splitlines()
+    assert len([json.loads(line, parse_constant=refuse) for line in lines]) == 3
+    assert read(tmp_path).ranks[3].steps[0].compute_s == 0
+
+
+def test_the_summary_of_a_rank(tmp_path):
+    clock = Clock()
+    with Trace(tmp_path, rank=0, clock=clock) as trace:
+        for step in range(40):
+            clock.now += 0.5 if step != 20 else 60.0       # a checkpoint
+            share = 8 if step < 10 else 12
+            trace.step(step=step, samples=share, data_s=0.1, compute_s=0.3 if step else 9.0, wait_s=0.05, share=share)
+    summary = read(tmp_path).summaries(skip=10)[0]
+    assert (summary.steps, summary.samples, summary.shares) == (30, 360, ((10, 12),))
+    assert (summary.median_data_s, summary.median_compute_s, summary.median_wait_s) == (0.1, 0.3, 0.05)
+    assert summary.samples_per_s == pytest.approx(24.0)
+    assert read(tmp_path).summaries()[0].shares == ((0, 8), (10, 12))
+
+
+def test_a_step_costs_less_than_20_microseconds(tmp_path):
+    with Trace(tmp_path, rank=0, clock=timeit.default_timer) as trace:
+        def step():
+            trace.step(step=12345, samples=64, data_s=0.00123, compute_s=0.14567, wait_s=0.0345, bytes=188416, share=64)
+
+        assert min(timeit.repeat(step, number=2000, repeat=5)) / 2000 < 20e-6
+    assert len(read(tmp_path).ranks[0].steps) == 10000
+
+
+def test_records_are_written_when_the_clock_says_so(tmp_path):
+    clock = Clock()
+    trace = Trace(tmp_path, rank=0, clock=clock, flush_every_s=1.0)
+    trace.step(step=0, samples=1)
+    assert not read(tmp_path).ranks[0].steps
+    clock.now += 1.0
+    trace.step(step=1, samples=1)
+    assert len(read(tmp_path).ranks[0].steps) == 2      # readable while the run goes on
+    trace.close()
+    trace.close()
+    trace.step(step=2, samples=1)
+    assert trace.dropped == 1
+
+
+def test_a_torn_line_costs_that_line_only(tmp_path):
+    trace = write(tmp_path, Clock())
+    with open(trace.path, "ab") as file:
+        file.truncate(file.tell() - 20)
+    record = read(tmp_path).ranks[0]
+    assert (len(record.steps), record.unreadable) == (9, 1)
+    write(tmp_path, Clock(), steps=range(9, 12))        # resumed: appended on a line of its own
+    record = read(tmp_path).ranks[0]
+    assert [s.step for s in record.steps] == list(range(12))
+    assert (record.sessions, record.unreadable) == (2, 1)
+
+
+def test_what_a_resumed_run_does_again_replaces_the_first_time(tmp_path):
+    clock = Clock()
+    with Trace(tmp_path, rank=0, clock=clock) as trace:
+        for step in range(10):
+            trace.step(step=step, samples=4, share=4)
+        trace.plan(PLAN)
+        trace.plan(Plan(version=2, step=8, shares=(5, 3), reason="undone"))
+    write(tmp_path, clock, steps=range(6, 8), share=5)
+    run = read(tmp_path)
+    assert [(s.step, s.share) for s in run.ranks[0].steps] == [(i, 4) for i in range(6)] + [(6, 5), (7, 5)]
+    assert run.plans == (PLAN,)
+
+
+class FullDisk:
+    """A file on a disk that is full for a while, and takes part of a line before it says so."""
+
+    def __init__(self, file):
+        self.file, self.full = file, True
+
+    def write(self, data):
+        if self.full:
+            self.file.write(data[:7])
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return self.file.write(data)
+
+    def close(self):
+        self.file.close()
+
+
+def test_a_full_disk_is_warned_of_once_and_what_was_dropped_is_counted(tmp_path):
+    clock = Clock()
+    trace = Trace(tmp_path, rank=0, clock=clock, flush_every_s=0.0)
+    trace._file = disk = FullDisk(trace._file)
+    with pytest.warns(RuntimeWarning, match="No space left on device.*Training goes on"):
+        trace.step(step=0, samples=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step in range(1, 5):
+            trace.step(step=step, samples=1)
+        disk.full = False
+        trace.step(step=5, samples=1)
+        trace.close()
+    record = read(tmp_path).ranks[0]
+    assert [s.step for s in record.steps] == [5]
+    assert record.dropped == trace.dropped == 5
+
+
+def test_a_folder_that_cannot_be_made_is_warned_of(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.warns(RuntimeWarning, match="Training goes on"):
+        trace = write(tmp_path / "file" / "run", Clock())
+    assert trace.dropped == 10
+
+
+def test_a_bounded_file_stays_within_its_bound_and_keeps_room_for_plans(tmp_path):
+    clock = Clock()
+    for _ in range(2):      # also when it is continued
+        with Trace(tmp_path, rank=0, clock=clock, max_bytes=8192, flush_every_s=0.0) as trace:
+            for step in range(1000):
+                trace.step(step=step, samples=1, compute_s=0.123456)
+            trace.plan(PLAN)
+    assert (tmp_path / "rank-00000.jsonl").stat().st_size <= 8192
+    record = read(tmp_path).ranks[0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(9):
+            write(tmp_path, clock, max_bytes=8192)
+    assert (tmp_path / "rank-00000.jsonl").stat().st_size <= 8192
+    assert record.plans and record.dropped > 1000 and len(record.steps) + record.dropped == 2000
+
+
+def test_a_null_trace_takes_everything():
+    with NullTrace() as trace:
+        trace.step(step=0, samples=1)
+        trace.plan(PLAN)
+        trace.event("anything", at="all")
+        trace.flush()
+
+
+def test_wrong_arguments_say_what_was_received(tmp_path):
+    with pytest.raises(ValueError, match="Received: -1"):
+        Trace(tmp_path, rank=-1, clock=Clock())
+    with pytest.raises(ValueError, match="max_bytes: expected at least 4096, or None. Received: 10"):
+        Trace(tmp_path, rank=0, clock=Clock(), max_bytes=10)
+    with pytest.raises(FileNotFoundError, match="Expected a folder with the record of a run"):
+        read(tmp_path / "none")
+    (tmp_path / "rank-00000.jsonl").write_text('{"format": 99, "rank": 0, "fields": []}\n')
+    with pytest.raises(NewerFormatError, match="format 1 or older. Received: 99"):
+        read(tmp_path)
