@@ -114,7 +114,7 @@ def fit(observations: Sequence[Observation], *, prior: SpeedModel | None = None)
             belief = known**2 / (known**2 + error**2)
             overhead, known = overhead + belief * (mean_t - slope * mean_b - overhead), min(known, error)
     overhead = min(max(overhead, 0.0), LARGEST_OVERHEAD * mean_t)
-    # Through the centre, whatever the overhead: a fit to the same observations with itself as the prior changes nothing.
+    # Through the centre, whatever the overhead: fitting the same observations again and again then does not drift.
     return SpeedModel(overhead_s=overhead, standard_error=noise * math.sqrt((1.0 + belief) / kept),
                       seconds_per_sample=(mean_t - overhead) / mean_b,
                       observations=sum(len(seen) for seen in times.values()), overhead_error=known)
