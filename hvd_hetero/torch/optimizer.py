@@ -16,7 +16,7 @@ from hvd_hetero.optimizers.balancer import Balancer
 
 from .reducer import GradientReducer
 
-# Few and large: an operation costs each rank a negotiation. Two or three still overlap with the backward pass.
+# Few and large: an operation costs each rank a negotiation.
 BUCKET_BYTES = 8 << 20
 
 
