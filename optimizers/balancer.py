@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -103,6 +105,8 @@ class Balancer:
         self.last_pass = True  # False while micro-batches are to follow
         self._listeners: list[Callable[[float], None]] = []
         self._flushes: list[Callable[[], None]] = []
+        self._began: float | None = None
+        self._step_s: deque[float] = deque(maxlen=9)
         self._failed = False
         self._samples = 0  # of this rank since the last exchange
         self._batches = 0  # begun since the last exchange
@@ -145,6 +149,10 @@ class Balancer:
         if samples < 0:
             raise ValueError(f"samples: expected 0 or more. Received: {samples}.")
         self.step += 1
+        now = time.perf_counter()
+        if self._began is not None:
+            self._step_s.append(now - self._began)
+        self._began = now
         self._batches += 1
         self._samples += samples
         self.counted, self.last_pass = False, True
@@ -224,7 +232,8 @@ class Balancer:
             if plan is not None and self.trace is not None:
                 self.trace.plan(plan)
         elif self.adaptive and self.rank == 0:
-            self.planner.look(self.step, delay=self.lookahead)
+            recent = statistics.median(self._step_s) if self._step_s else None
+            self.planner.look(self.step, delay=self.lookahead, measured_step_s=recent)
 
     def finished(self, *, wait_s: float, bytes_sent: int) -> None:
         """Ends a step, after the update: its compute time goes out with the next gradient."""

@@ -15,7 +15,8 @@ from .control import Announcement
 
 WINDOW = 64  # observations kept per rank
 SKIPPED = 2  # steps after a change of plan that are not observed: caches, JIT and allocators settle
-LOOK_EVERY = 4  # steps between two looks at the speeds: a look costs rank 0 milliseconds
+LOOK_EVERY = 4  # steps between two looks at the speeds: a look costs rank 0 about 0.4 ms per rank
+EARLY_STEPS = 40  # while the first plans are made it looks at every step
 
 
 class Planner:
@@ -66,11 +67,14 @@ class Planner:
         self._next_look = plan.step + SKIPPED + self._rule.minimum_observations
         return plan
 
-    def look(self, step: int, *, delay: int) -> None:
-        """Fits the speeds and prepares an announcement, if it is time and a plan pays. For rank 0 alone."""
+    def look(self, step: int, *, delay: int, measured_step_s: float | None = None) -> None:
+        """Fits the speeds and prepares an announcement, if it is time and a plan pays. For rank 0 alone.
+
+        `measured_step_s` is what a whole step takes, with the communication that no plan changes.
+        """
         if step < self._next_look or self.announcement is not None:
             return
-        self._next_look = step + LOOK_EVERY
+        self._next_look = step + (1 if step < EARLY_STEPS else LOOK_EVERY)
         recent = [[seen for _, seen in window] for window in self._windows]
         idle = [share == 0 for share in self.plans[-1].shares]
         if any(
@@ -92,6 +96,7 @@ class Planner:
             rule=self._rule,
             previous=self.plans[:-1],
             micro_batch=self._terms.micro_caps,
+            measured_step_s=measured_step_s,
         )
         if plan is not None:
             self.announcement = Announcement(

@@ -76,5 +76,6 @@ def _grouped(
     sizes = [p.numel() * WIRE[p.dtype].itemsize for p in rest]
     kinds = [(WIRE[p.dtype], p.device) for p in rest]
     last = min(bucket_bytes, max(1, sum(sizes) // 2))
-    chosen += [[rest[i] for i in bucket] for bucket in by_dtype(sizes, kinds, cap_bytes=bucket_bytes, last_cap_bytes=last)]
+    buckets = by_dtype(sizes, kinds, cap_bytes=bucket_bytes, last_cap_bytes=last)
+    chosen += [[rest[i] for i in bucket] for bucket in buckets]
     return chosen
