@@ -16,8 +16,8 @@ EXTRAS = {
     "torch": ["torch>=2.1"],
     "keras": ["keras>=3.5", "tensorflow-cpu>=2.18"],
     "mpi": ["mpi4py>=4.0"],
-    "report": ["rich>=13", "matplotlib>=3.8"],
-    "dev": ["pytest>=8", "ruff>=0.6", "mypy>=1.11", "tqdm>=4.60", "matplotlib>=3.8"],
+    "report": ["rich>=13", "matplotlib>=3.8", "tqdm>=4.60"],
+    "dev": ["pytest>=8", "ruff>=0.6", "mypy>=1.11", "matplotlib>=3.8"],
 }
 
 setup(

@@ -18,7 +18,7 @@ ALLOWED = {
     "trace": ({"trace", "policy"}, set()),
     "engine": ({"engine", "policy"}, {"numpy"}),
     "optimizers": ({"optimizers", "policy", "codecs", "engine.port"}, {"numpy"}),
-    "torch": ({"torch", "optimizers", "engine", "policy", "codecs", "trace"}, {"torch", "horovod"}),
+    "torch": ({"torch", "optimizers", "engine", "policy", "codecs", "trace"}, {"torch", "horovod", "tqdm"}),
     "cli": ({"cli", "engine", "policy", "optimizers", "trace", "codecs"}, {"rich", "matplotlib", "packaging"}),
 }
 

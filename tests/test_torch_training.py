@@ -330,3 +330,35 @@ def test_a_dataset_smaller_than_a_global_batch():
 
     (first,), (second,) = World(2).run(program, timeout_s=10)
     assert sorted(first + second) == list(range(5)) and len(first) == 3
+
+
+def test_a_progress_bar_on_rank_0_alone(capfd):
+    def program(engine):
+        balancer = hvd.Balancer(WHOLE, engine=engine, shares=(5, 3))
+        return len(list(hvd.BalancedDataLoader(Data(), balancer=balancer, progress=True)))
+
+    assert World(2).run(program) == [3, 3]
+    shown = capfd.readouterr().err
+    assert "shares 5:3" in shown and shown.count("24/24") == 1
+
+
+def test_a_run_is_traced_on_every_rank(tmp_path):
+    from hvd_hetero.trace.reader import read
+
+    torch.set_num_threads(1)
+    prototype = make_model()
+
+    def program(engine):
+        model = copy.deepcopy(prototype)
+        balancer = hvd.Balancer(WHOLE, engine=engine, shares=(5, 3), run=str(tmp_path))
+        optimizer = hvd.DistributedOptimizer(sgd(model), balancer=balancer)
+        train(model, optimizer, hvd.BalancedDataLoader(Data(), balancer=balancer), 2)
+        balancer.trace.close()
+
+    World(2).run(program)
+    run = read(tmp_path)
+    for rank, share in enumerate((5, 3)):
+        steps = run.ranks[rank].steps
+        assert [step.step for step in steps] == list(range(6))
+        assert [step.samples for step in steps][:2] == [share, share]
+        assert all(step.compute_s > 0 and step.bytes > 0 for step in steps)

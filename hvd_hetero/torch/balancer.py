@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
@@ -62,6 +63,9 @@ class Balancer(framework_free.Balancer):
             trace=Trace(folder, rank=engine.rank, clock=time.time) if folder else None,
             name=engine.unique("balancer"),
         )
+        if self.trace is not None:
+            self.trace.plan(self.plan)
+            atexit.register(self.trace.close)
 
     def micro_batches(self, batch: Batch) -> Iterator[Batch]:
         """The parts of `batch`, each of at most this rank's `max_micro_batch` samples, for one `backward()` each.

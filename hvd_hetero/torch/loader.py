@@ -96,12 +96,23 @@ def _no_rows(batch: Any) -> Any:
     return torch.utils._pytree.tree_map(lambda leaf: leaf[:0] if isinstance(leaf, torch.Tensor) else leaf, batch)
 
 
+def _progress_bar() -> Any:
+    """tqdm's class of bars."""
+    try:
+        from tqdm import tqdm
+    except ImportError as error:
+        raise ImportError("progress=True: expected tqdm. Received: not installed. Run: pip install tqdm.") from error
+    return tqdm
+
+
 class BalancedDataLoader:
     """Batches of a map-style dataset, each as large as this rank's share at that moment.
 
     Takes what `torch.utils.data.DataLoader` takes, but for `batch_size`, `sampler` and `batch_sampler`, which are the
     balancer's. Each batch tells the balancer its size, so that gradients are weighted by it. When loading raises on
     one rank, the others raise `PeerError` in the same step.
+
+    `progress=True` shows a bar on rank 0, with the global samples per second and the shares (it needs tqdm).
 
     With `num_workers`, batches are dealt `num_workers * prefetch_factor` steps ahead, and a plan holds that much later.
     """
@@ -116,6 +127,7 @@ class BalancedDataLoader:
         drop_last: bool = False,
         num_workers: int = 0,
         prefetch_factor: int | None = None,
+        progress: bool = False,
         **arguments: Any,
     ) -> None:
         for name in ("batch_size", "sampler", "batch_sampler"):
@@ -130,6 +142,7 @@ class BalancedDataLoader:
                 f"dealt to any rank. Received: {type(dataset).__name__}."
             )
         self.balancer, self.dataset = balancer, dataset
+        self._bar = _progress_bar() if progress and balancer.rank == 0 else None
         self.batch_sampler = BalancedBatchSampler(
             len(dataset), balancer=balancer, shuffle=shuffle, seed=seed, drop_last=drop_last
         )
@@ -153,6 +166,7 @@ class BalancedDataLoader:
     def __iter__(self) -> Iterator[Any]:
         batches = len(self)
         source: Iterator[Any] | None = None
+        bar = self._bar(total=batches * self.balancer.global_batch_size, unit="samples") if self._bar else None
         for _ in range(batches):
             start = time.perf_counter()
             try:
@@ -168,6 +182,11 @@ class BalancedDataLoader:
             self.balancer.data_s += time.perf_counter() - start
             self.balancer.begin(samples)
             yield batch
+            if bar is not None:
+                bar.set_postfix_str("shares " + ":".join(map(str, self.balancer.plan.shares)), refresh=False)
+                bar.update(self.balancer.global_batch_size)
+        if bar is not None:
+            bar.close()
 
     def state_dict(self) -> dict[str, int]:
         """The position in the epoch."""

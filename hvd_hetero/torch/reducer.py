@@ -156,7 +156,7 @@ class GradientReducer:
             self._take(parameter)
 
     def _take(self, parameter: torch.nn.Parameter) -> None:
-        """Writes the weighted gradient into its bucket, and sends the bucket when it is full."""
+        """Notes that a gradient is ready, and sends its bucket when that was the last one."""
         if parameter in self._ready:
             raise RuntimeError(
                 "Expected each parameter's gradient once per backward pass. Received: one twice, as reentrant "
@@ -164,21 +164,31 @@ class GradientReducer:
             )
         if self._weight is None:
             self._weight = self._weight_now()
-        index, view = self._layout.slot[parameter]
-        grad = parameter.grad
-        with torch.no_grad():
-            if grad is None or self._weight == 0.0:
-                view.zero_()
-            elif grad.is_sparse:
-                view.copy_(self._dense(grad)).mul_(self._weight)
-            elif grad.dtype == view.dtype:
-                torch.mul(grad, self._weight, out=view)
-            else:
-                view.copy_(grad).mul_(self._weight)
+        index, _ = self._layout.slot[parameter]
         self._ready.add(parameter)
         self._pending[index] -= 1
         if self._pending[index] == 0:
+            self._fill(index, self._weight)
             self._exchange.submit(index)
+
+    def _fill(self, index: int, weight: float) -> None:
+        """Writes the weighted gradients into bucket `index`: one call for all of them, since each costs Python time."""
+        flat, views, grads = self._layout.buckets[index], [], []
+        with torch.no_grad():
+            if weight == 0.0:
+                flat.zero_()
+                return
+            for parameter in self._layout.members[index]:
+                view, grad = self._layout.slot[parameter][1], parameter.grad
+                if grad is None:
+                    view.zero_()
+                else:
+                    views.append(view)
+                    grads.append(self._dense(grad) if grad.is_sparse else grad)
+            if grads:
+                torch._foreach_copy_(views, grads)
+            if weight != 1.0:
+                flat.mul_(weight)
 
     def _dense(self, grad: torch.Tensor) -> torch.Tensor:
         if not self._sparse_as_dense:
