@@ -117,9 +117,11 @@ def main() -> None:
     balancer = hvd.Balancer(global_batch_size=arguments.global_batch_size)
     loader = hvd.BalancedDataLoader(training, balancer=balancer, seed=0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.learning_rate)
-    step = 0
-    if arguments.checkpoint and os.path.exists(arguments.checkpoint):
+    step, saved = 0, None
+    if arguments.checkpoint and hvd.rank() == 0 and os.path.exists(arguments.checkpoint):
         saved = torch.load(arguments.checkpoint, weights_only=True)
+    saved = hvd.broadcast_object(saved, root_rank=0)  # the file need not be on every node
+    if saved:
         step = saved["step"]
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
@@ -127,8 +129,7 @@ def main() -> None:
         loader.load_state_dict(saved["loader"])
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), balancer=balancer)
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-    if step == 0:
-        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
 
     started, since = time.perf_counter(), step
     while step < arguments.steps:

@@ -96,6 +96,11 @@ def agree_on(engine: Engine, values: Mapping[str, int], *, name: str) -> None:
         _same(table[:, column].tolist(), title)
 
 
+def largest(engine: Engine, value: int, *, name: str) -> int:
+    """The largest of all ranks' values."""
+    return int(np.asarray(engine.allgather_async(np.array([value], dtype=np.int64), name=name).wait()).max())
+
+
 def _same(values: list[object], title: str) -> None:
     if len(set(values)) > 1:
         received = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))

@@ -15,6 +15,8 @@ from . import control
 from .agreement import Terms, agree
 from .planner import Planner
 
+FAIL_WAIT_S = 30.0  # at least so long a rank that fails waits for the others to hear of it
+
 
 class PeerError(RuntimeError):
     """Another rank cannot go on."""
@@ -26,6 +28,19 @@ class Stopwatch(Protocol):
     def mark(self) -> Any: ...
 
     def seconds(self, start: Any, end: Any) -> float: ...
+
+
+class Attached(Protocol):
+    """An exchange of gradients, as the balancer sees it."""
+
+    def on_begin(self) -> None:
+        """A global batch begins."""
+
+    def on_count(self, terms: float) -> None:
+        """The next backward pass is over so many loss terms."""
+
+    def withdraw(self) -> Callable[[], bool]:
+        """Takes part with nothing, without waiting; what it returns tells whether the exchange is over."""
 
 
 class WallClock:
@@ -96,6 +111,7 @@ class Balancer:
         self.global_batch_size = global_batch_size
         self.adaptive = adaptive and engine.size > 1
         self._stopwatch: Stopwatch = stopwatch or WallClock()
+        self._stopwatch_given = stopwatch is not None
         self.planner = Planner(self.terms, rule or ReplanRule())
         self.trace = trace
         self.lookahead = 0  # batches dealt before they are used: a plan must not reach back into them
@@ -103,8 +119,7 @@ class Balancer:
         self.count_now: float | None = None
         self.counted = False  # the script counts loss terms itself
         self.last_pass = True  # False while micro-batches are to follow
-        self._listeners: list[Callable[[float], None]] = []
-        self._flushes: list[Callable[[], None]] = []
+        self._exchanges: list[Attached] = []
         self._began: float | None = None
         self._step_s: deque[float] = deque(maxlen=9)
         self._failed = False
@@ -156,6 +171,8 @@ class Balancer:
         self._batches += 1
         self._samples += samples
         self.counted, self.last_pass = False, True
+        for exchange in self._exchanges:
+            exchange.on_begin()
         self._set_count(float(samples))
         self._segment_start = self._stopwatch.mark()
 
@@ -171,8 +188,8 @@ class Balancer:
         self._set_count(terms)
 
     def _set_count(self, terms: float) -> None:
-        for listener in self._listeners:
-            listener(terms)
+        for exchange in self._exchanges:
+            exchange.on_count(terms)
         self.count_now = terms
         if self._segment_start is None:
             self._segment_start = self._stopwatch.mark()
@@ -181,16 +198,24 @@ class Balancer:
         """Tells all ranks, in the exchange they wait in, that this one cannot go on; they raise `PeerError`."""
         self._failed = True
         self.step += 1
-        for flush in self._flushes:
-            flush()
+        # Which exchange the others are in is theirs to know: this rank takes part in all, until one is over.
+        over = [exchange.withdraw() for exchange in self._exchanges]
+        usual = statistics.median(self._step_s) if self._step_s else 0.0
+        deadline = time.monotonic() + max(FAIL_WAIT_S, 10 * usual)
+        while over and not any(done() for done in over) and time.monotonic() < deadline:
+            time.sleep(0.01)
 
     # What the exchange asks -----------------------------------------------------------------------------------------
 
-    def attach(self, on_count: Callable[[float], None], flush: Callable[[], None]) -> int:
+    def attach(self, exchange: Attached) -> int:
         """The number of exchanges attached before; number 0 leads: it carries measurements and plans."""
-        self._listeners.append(on_count)
-        self._flushes.append(flush)
-        return len(self._listeners) - 1
+        self._exchanges.append(exchange)
+        return len(self._exchanges) - 1
+
+    def measure_with(self, stopwatch: Stopwatch) -> None:
+        """Measures compute with what suits the device, unless the constructor was told."""
+        if not self._stopwatch_given:
+            self._stopwatch = stopwatch
 
     def pause(self) -> None:
         """Compute ends (gradients are ready); what follows is waiting."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from hvd_hetero.policy.replan import Plan, ReplanRule, decide
@@ -84,9 +84,13 @@ class Planner:
             self._next_look = step + 1
             return
         prior = self.models or (None,) * self.size
-        self.models = tuple(
-            fit(latest_regime(window), prior=model) for window, model in zip(recent, prior, strict=True)
-        )
+        fitted = [
+            fit(latest_regime(window), prior=model) if window else model
+            for window, model in zip(recent, prior, strict=True)
+        ]
+        known = sorted((model for model in fitted if model), key=lambda model: model.seconds_per_sample)
+        # A rank that never had a sample is taken for an ordinary one.
+        self.models = tuple(model or replace(known[len(known) // 2], observations=0) for model in fitted)
         plan = decide(
             self.plans[-1],
             self.models,

@@ -70,6 +70,11 @@ class WeightedExchange:
         handle = self._engine.allreduce_async(wire, name=f"{self._name}.bucket.{index}")
         self._handles[index] = (handle, context)
 
+    def done(self) -> bool:
+        """True when nothing is under way."""
+        control_done = self._control_handle is None or self._control_handle.done()
+        return control_done and all(handle.done() for handle, _ in self._handles.values())
+
     def finish(self, scale: Callable[[list[float]], float]) -> tuple[list[Any], list[float]]:
         """The buckets, multiplied by `scale(control)`, and the control vector summed over the ranks.
 

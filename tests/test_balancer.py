@@ -29,6 +29,16 @@ class Speed:
         return part or 0.001
 
 
+class Silent:
+    """An exchange that needs nothing of the balancer."""
+
+    def on_begin(self):
+        pass
+
+    def on_count(self, terms):
+        pass
+
+
 def train(engine, *, speeds, steps, lookahead=0, length=None, changes=None, state=None):
     """`steps` steps of a job whose ranks have the given speeds; the balancer, and how often each sample was dealt."""
     watch = Speed(speeds[engine.rank])
@@ -36,7 +46,7 @@ def train(engine, *, speeds, steps, lookahead=0, length=None, changes=None, stat
     balancer.lookahead = lookahead
     if state is not None:
         balancer.load_state_dict(json.loads(json.dumps(state)))
-    number = balancer.attach(lambda terms: None, lambda: None)
+    number = balancer.attach(Silent())
     vector = np.zeros(control.length(engine.size))
     exchange = WeightedExchange(
         engine,
@@ -153,3 +163,20 @@ def test_the_control_vector_comes_back_as_it_went():
     report = control.unpack(total, ranks=2)
     assert report.announcement == announcement
     assert report.count == 21.0 and report.failed == (1,) and report.compute_s == (0.0, 0.5)
+
+
+def test_a_rank_that_never_had_a_sample_stops_no_planning():
+    from hvd_hetero.optimizers.agreement import Terms
+    from hvd_hetero.optimizers.planner import Planner
+    from hvd_hetero.policy.partition import Bound
+    from hvd_hetero.policy.replan import ReplanRule
+
+    terms = Terms(
+        global_batch_size=64, min_share=0, max_share=None, quantum=1, max_micro_batch=None, shares=(32, 32, 0),
+        adaptive=True, bounds=(Bound(),) * 3, micro_caps=(None,) * 3, first_shares=(32, 32, 0),
+    )  # fmt: skip
+    planner = Planner(terms, ReplanRule())
+    for step in range(30):
+        planner.observe(step, (32, 32, 0), (0.032, 0.096, 0.0))
+        planner.look(step, delay=0)
+    assert planner.models is not None and len(planner.models) == 3

@@ -220,3 +220,47 @@ def test_backward_without_a_count_says_what_to_do():
 
     with pytest.raises(RuntimeError, match="BalancedDataLoader"):
         World(2).run(rank_program)
+
+
+def test_micro_batches_within_accumulation_and_a_step_that_comes_early():
+    """Ranks have different numbers of micro-batches; the exchange comes after as many batches as on every rank."""
+
+    def passes(batches):
+        def program(model, optimizer, balancer, x, y):
+            cut = len(x) // 2
+            for part in (slice(0, cut), slice(cut, None))[:batches]:
+                part = part if batches == 2 else slice(None)
+                balancer.begin(len(x[part]))
+                for part_x, part_y in balancer.micro_batches((x[part], y[part])):
+                    nn.functional.cross_entropy(model(part_x), part_y).backward()
+            optimizer.step()
+
+        return program
+
+    options = {"balancer_options": {"max_micro_batch": 2}, "backward_passes_per_step": 2}
+    assert relative_error(run((10, 2), passes(2), **options), reference(factor=2.0)) <= 1e-12
+    # One batch of the two: the sum over the passes done, not over those planned.
+    assert relative_error(run((10, 2), passes(1), **options), reference()) <= 1e-12
+
+
+def test_a_first_pass_over_nothing_leaves_nothing_behind():
+    def program(model, optimizer, balancer, x, y):
+        balancer.begin(len(x))
+        balancer.count(0)
+        (nn.functional.cross_entropy(model(x), y) * float("nan")).backward()
+        balancer.begin(len(x))
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.synchronize()
+
+    found = run((9, 3), program, backward_passes_per_step=2)
+    assert relative_error(found, reference(factor=2.0)) <= 1e-12
+
+
+def test_a_last_pass_that_a_rank_skips():
+    def program(model, optimizer, balancer, x, y):
+        balancer.begin(len(x))
+        nn.functional.cross_entropy(model(x), y).backward()
+        balancer.begin(0)  # no samples, and no backward either
+        optimizer.synchronize()
+
+    assert relative_error(run((9, 3), program, backward_passes_per_step=2), reference(factor=2.0)) <= 1e-12

@@ -362,3 +362,89 @@ def test_a_run_is_traced_on_every_rank(tmp_path):
         assert [step.step for step in steps] == list(range(6))
         assert [step.samples for step in steps][:2] == [share, share]
         assert all(step.compute_s > 0 and step.bytes > 0 for step in steps)
+
+
+def test_lbfgs_decides_alike_on_all_ranks():
+    torch.set_num_threads(1)
+    data = Data(WHOLE)
+
+    def minimise(model, optimizer, x, y, begin):
+        def closure():
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(x), y)
+            loss.backward()
+            return loss
+
+        begin()
+        optimizer.step(closure)
+        return [p.detach().clone() for p in model.parameters()]
+
+    def lbfgs(model):
+        return torch.optim.LBFGS(model.parameters(), line_search_fn="strong_wolfe", max_iter=15)
+
+    one = make_model()
+    expected = minimise(one, lbfgs(one), data.x, data.y, lambda: None)
+    prototype = make_model()
+
+    def program(engine):
+        model = copy.deepcopy(prototype)
+        balancer = hvd.Balancer(WHOLE, engine=engine, shares=SHARES)
+        optimizer = hvd.DistributedOptimizer(lbfgs(model), balancer=balancer)
+        start = sum(SHARES[: engine.rank])
+        mine = slice(start, start + SHARES[engine.rank])
+        return minimise(model, optimizer, data.x[mine], data.y[mine], lambda: balancer.begin(SHARES[engine.rank]))
+
+    for found in World(3).run(program, timeout_s=30):
+        assert max((a - b).abs().max().item() for a, b in zip(found, expected, strict=True)) <= 1e-8
+
+
+def test_a_scheduler_made_before_wrapping_lives_through_load_state_dict():
+    def program(engine):
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        wrapped = hvd.DistributedOptimizer(optimizer, balancer=hvd.Balancer(2, engine=engine))
+        wrapped.load_state_dict(wrapped.state_dict())
+        wrapped.step()
+        scheduler.step()
+        return wrapped.param_groups[0]["lr"]
+
+    assert World(1).run(program) == [0.5]
+
+
+def test_every_rank_plans_as_far_ahead_as_the_one_that_loads_furthest():
+    def program(engine):
+        balancer = hvd.Balancer(WHOLE, engine=engine)
+        hvd.BalancedDataLoader(Data(), balancer=balancer, num_workers=engine.rank * 2)
+        return balancer.lookahead
+
+    assert World(3).run(program) == [8, 8, 8]
+
+
+@pytest.mark.parametrize("stop", [1, 2, 3])
+def test_a_loader_resumed_in_the_middle_or_at_the_end_of_an_epoch(stop):
+    """20 samples, global batch 8: three batches an epoch. Two epochs, stopped after batch `stop` of the first."""
+
+    def epoch(loader):
+        return [index.tolist() for _, _, index in loader]
+
+    def program(engine):
+        def make():
+            return hvd.BalancedDataLoader(Data(), balancer=hvd.Balancer(WHOLE, engine=engine, shares=SHARES))
+
+        whole = make()
+        expected = epoch(whole) + epoch(whole)
+        first, seen = make(), []
+        for _, _, index in first:
+            seen.append(index.tolist())
+            if len(seen) == stop:
+                state = first.state_dict()
+                break
+        resumed = make()
+        resumed.load_state_dict(state)
+        resumed.set_epoch(state["epoch"])
+        seen += epoch(resumed)
+        seen += epoch(resumed)
+        return seen == expected
+
+    assert World(3).run(program) == [True] * 3

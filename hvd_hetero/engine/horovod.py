@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib
 import itertools
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -47,7 +47,8 @@ class HorovodHandle:
 class HorovodEngine:
     """One rank of a Horovod process set, for torch tensors and numpy arrays (which share memory with tensors)."""
 
-    _named = itertools.count(1)  # of the process: Horovod's names are, too
+    # By ranks: Horovod pairs names within a process set, and only its members count.
+    _named: ClassVar[dict[tuple[int, ...], Iterator[int]]] = {}
 
     def __init__(self, process_set: Any = None) -> None:
         # Horovod itself decides what `horovod.torch` needs; nothing is imported before somebody asks for it.
@@ -76,7 +77,7 @@ class HorovodEngine:
         return tuple(self._set.ranks) if self._set.ranks else tuple(range(self._binding.size()))
 
     def unique(self, prefix: str) -> str:
-        return f"{prefix}{next(self._named)}"
+        return f"{prefix}{next(self._named.setdefault(self.ranks, itertools.count(1)))}"
 
     def _tensor(self, array: Any) -> Any:
         return self._torch.from_numpy(array) if isinstance(array, np.ndarray) else array

@@ -18,8 +18,6 @@ from hvd_hetero.policy.partition import micro_batches
 from hvd_hetero.policy.replan import ReplanRule
 from hvd_hetero.trace.record import Trace
 
-from .stopwatch import stopwatch
-
 Batch = TypeVar("Batch")
 
 class Balancer(framework_free.Balancer):
@@ -59,7 +57,6 @@ class Balancer(framework_free.Balancer):
             shares=shares,
             adaptive=adaptive,
             rule=rule,
-            stopwatch=stopwatch(),
             trace=Trace(folder, rank=engine.rank, clock=time.time) if folder else None,
             name=engine.unique("balancer"),
         )

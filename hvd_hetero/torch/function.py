@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import horovod.torch as horovod
+import horovod.torch.optimizer as horovod_optimizer
 import torch
 
 from hvd_hetero.engine.environment import prepare_init, waits_without_spinning
@@ -16,6 +17,8 @@ from hvd_hetero.engine.horovod import wait_until
 def init(*args: Any, **kwargs: Any) -> None:
     """Initialises Horovod, with settings that suit ranks with little CPU where the user has set none."""
     prepare_init()
+    if not waits_without_spinning():
+        horovod_optimizer.synchronize = synchronize  # what Horovod's own DistributedOptimizer waits with
     horovod.init(*args, **kwargs)
 
 

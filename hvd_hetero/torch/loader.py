@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
-from hvd_hetero.optimizers.agreement import agree_on
+from hvd_hetero.optimizers.agreement import agree_on, largest
 from hvd_hetero.optimizers.balancer import Balancer
 from hvd_hetero.optimizers.dealer import Dealer, cut
 
@@ -24,10 +24,22 @@ class BalancedBatchSampler(Sampler[list[int]]):
     Args:
         length: samples in the dataset, the same on all ranks.
         shuffle, seed: the order of epoch e depends on the seed and e alone; call `set_epoch(e)`.
+        lookahead: batches that are dealt before they are used, `num_workers * prefetch_factor` of the `DataLoader`. A
+            plan holds so many batches later – on all ranks, the largest of theirs counts.
+
+    With a `DataLoader` of your own, begin each batch with `balancer.begin(sampler.used())`. Where `used()` is 0, this
+    rank has no sample in a short last batch: the batch then holds one that is another rank's, to be cut off.
     """
 
     def __init__(
-        self, length: int, *, balancer: Balancer, shuffle: bool = True, seed: int = 0, drop_last: bool = False
+        self,
+        length: int,
+        *,
+        balancer: Balancer,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        lookahead: int = 0,
     ) -> None:
         self.balancer = balancer
         agree_on(
@@ -35,6 +47,8 @@ class BalancedBatchSampler(Sampler[list[int]]):
             {"dataset length": length, "shuffle": shuffle, "seed": seed, "drop_last": drop_last},
             name=f"hvd_hetero.{balancer.name}.dealer",
         )
+        ahead = largest(balancer.engine, lookahead, name=f"hvd_hetero.{balancer.name}.lookahead")
+        balancer.lookahead = max(balancer.lookahead, ahead)
         self.dealer = Dealer(
             length,
             global_batch_size=balancer.global_batch_size,
@@ -56,6 +70,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         self.dealt.clear()
+        self.end_epoch()
         self.position, self._first = self._first, 0
         first = self.balancer.step + 1  # the plan is looked up by the step in which the batch will be used
         for ahead, batch in enumerate(self.dealer.batches(self.position)):
@@ -67,10 +82,13 @@ class BalancedBatchSampler(Sampler[list[int]]):
     def used(self) -> int:
         """The number of samples of the oldest batch dealt, which is now in use."""
         self.position += 1
-        if self.position == len(self.dealer):
-            self.position = 0
-            self.dealer.epoch += 1  # a script that never calls set_epoch() still sees another order
         return self.dealt.popleft()
+
+    def end_epoch(self) -> None:
+        """Goes to the next epoch if this one is used up: a script without set_epoch() still sees another order."""
+        if max(self.position, self._first) >= len(self.dealer):
+            self.dealer.epoch += 1
+            self.position = self._first = 0
 
     def state_dict(self) -> dict[str, int]:
         """Where in which epoch: the number of global batches used."""
@@ -136,6 +154,8 @@ class BalancedDataLoader:
                     f"{name}: expected none, because the balancer deals the batches. Received: {arguments[name]!r}. "
                     f"Give the global batch to hvd.Balancer."
                 )
+        if not arguments.get("in_order", True):
+            raise TypeError("in_order: expected True: sizes go with batches in the order dealt. Received: False.")
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
             raise TypeError(
                 "dataset: expected a map-style dataset (with __getitem__ and __len__), so that every sample can be "
@@ -144,10 +164,13 @@ class BalancedDataLoader:
         self.balancer, self.dataset = balancer, dataset
         self._bar = _progress_bar() if progress and balancer.rank == 0 else None
         self.batch_sampler = BalancedBatchSampler(
-            len(dataset), balancer=balancer, shuffle=shuffle, seed=seed, drop_last=drop_last
+            len(dataset),
+            balancer=balancer,
+            shuffle=shuffle,
+            seed=seed,
+            drop_last=drop_last,
+            lookahead=num_workers * (2 if prefetch_factor is None else prefetch_factor),
         )
-        ahead = num_workers * (2 if prefetch_factor is None else prefetch_factor)
-        balancer.lookahead = max(balancer.lookahead, ahead)
         self.loader = DataLoader(
             dataset,
             batch_sampler=self.batch_sampler,
@@ -185,6 +208,7 @@ class BalancedDataLoader:
             if bar is not None:
                 bar.set_postfix_str("shares " + ":".join(map(str, self.balancer.plan.shares)), refresh=False)
                 bar.update(self.balancer.global_batch_size)
+        self.batch_sampler.end_epoch()
         if bar is not None:
             bar.close()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -11,7 +10,6 @@ import horovod.torch as horovod
 import torch
 
 from hvd_hetero.codecs.codec import HorovodCompressor, Identity
-from hvd_hetero.engine.horovod import wait_until
 from hvd_hetero.optimizers.balancer import Balancer
 
 from .reducer import GradientReducer
@@ -119,11 +117,15 @@ def _methods(base: type[torch.optim.Optimizer]) -> dict[str, Callable[..., Any]]
     """What a balanced optimizer does differently from its base class."""
 
     def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
-        # A closure runs backward() itself, and backward() reduces.
-        if closure is None and self._should_synchronize:
-            self.synchronize()
         self._wrapped._opt_called = True  # for a scheduler made before wrapping
-        result = base.step(self) if closure is None else base.step(self, closure)
+        if closure is not None:
+            # It runs backward() itself, and backward() reduces. The loss is made global as well, because an optimizer
+            # that decides by it (LBFGS) must decide alike on all ranks.
+            result = base.step(self, lambda: self._reducer.mean_over_ranks(closure()))
+        else:
+            if self._should_synchronize:
+                self.synchronize()
+            result = base.step(self)
         self._synchronized = False
         self._reducer.finished()
         return result
@@ -141,6 +143,11 @@ def _methods(base: type[torch.optim.Optimizer]) -> dict[str, Callable[..., Any]]
         finally:
             self._should_synchronize = True
 
+    def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
+        base.load_state_dict(self, state_dict)
+        # It makes new groups; a scheduler made before wrapping must go on seeing ours.
+        self._wrapped.state, self._wrapped.param_groups = self.state, self.param_groups
+
     def set_backward_passes_per_step(self: Any, passes: int) -> None:
         self._reducer.passes = passes
 
@@ -156,6 +163,7 @@ def _methods(base: type[torch.optim.Optimizer]) -> dict[str, Callable[..., Any]]
         "step": step,
         "synchronize": synchronize,
         "skip_synchronize": skip_synchronize,
+        "load_state_dict": load_state_dict,
         "set_backward_passes_per_step": set_backward_passes_per_step,
         "add_param_group": add_param_group,
         "__reduce__": __reduce__,
@@ -188,13 +196,13 @@ class _Widened:
 
 
 def _plain(optimizer: torch.optim.Optimizer, *, compression: Any, **arguments: Any) -> torch.optim.Optimizer:
-    """Horovod's own, with three repairs: bfloat16, zero_grad(set_to_none), and waiting that does not spin."""
+    """Horovod's own, with three repairs: bfloat16, zero_grad(set_to_none), and a state that survives wrapping."""
     if any(p.dtype == torch.bfloat16 for group in optimizer.param_groups for p in group["params"]):
         compression = _Widened(compression)
     distributed = horovod.DistributedOptimizer(optimizer, compression=compression, **arguments)
     distributed.state = optimizer.state  # Horovod starts with none, which loses a loaded state
     cls: Any = type(distributed)  # made by Horovod for this optimizer alone
-    original_zero_grad, original_synchronize = cls.zero_grad, cls.synchronize
+    original_zero_grad = cls.zero_grad
 
     def zero_grad(self: Any, set_to_none: bool = True) -> None:
         if self._handles:
@@ -202,13 +210,4 @@ def _plain(optimizer: torch.optim.Optimizer, *, compression: Any, **arguments: A
         super(cls, self).zero_grad(set_to_none)
 
     cls.zero_grad = zero_grad
-    if hasattr(cls, "synchronize") and cls.synchronize is not None and hasattr(cls, "_allreduce_grad_async"):
-
-        def synchronize(self: Any) -> None:
-            for handle, _ in list(self._handles.values()):
-                if isinstance(handle, int):
-                    wait_until(functools.partial(horovod.poll, handle))
-            original_synchronize(self)
-
-        cls.synchronize = synchronize
     return distributed  # type: ignore[no-any-return]

@@ -7,7 +7,8 @@ DistributedDataParallel – so clipping, `GradScaler` and whatever else looks at
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -18,6 +19,7 @@ from hvd_hetero.optimizers.balancer import Balancer
 from hvd_hetero.optimizers.weighted import WeightedExchange
 
 from .layout import WIRE, BucketLayout
+from .stopwatch import stopwatch_of
 
 
 def _write(view: torch.Tensor, values: Sequence[float]) -> None:
@@ -54,9 +56,10 @@ class GradientReducer:
         self.passes, self._scale, self._predivide = passes, scale, predivide
         self._sparse_as_dense, self._bucket_bytes, self._groups = sparse_as_dense, bucket_bytes, groups
         self._parameters: list[torch.nn.Parameter] = []
-        self._number = balancer.attach(self._on_count, self.flush)
+        self._number = balancer.attach(self)
         self._leads = self._number == 0
         self._generation = 0
+        self._batches = 0  # begun since the last exchange, the same on all ranks
         self._counts: list[float] = []  # of the passes since the last exchange
         self._unit = 0.0  # `p.grad` is in units of 1 / this number of loss terms; 0 while it holds nothing
         self._stash: dict[torch.nn.Parameter, torch.Tensor | None] | None = None
@@ -80,6 +83,8 @@ class GradientReducer:
                     f"shape {list(parameter.shape)}."
                 )
             parameter.register_post_accumulate_grad_hook(self._hook)
+        if self._leads and new:
+            self._balancer.measure_with(stopwatch_of(new[0].device))
         self._parameters += new
         self._lay_out()
 
@@ -108,7 +113,11 @@ class GradientReducer:
 
     # During backward ------------------------------------------------------------------------------------------------
 
-    def _on_count(self, terms: float) -> None:
+    def on_begin(self) -> None:
+        """A global batch begins."""
+        self._batches += 1
+
+    def on_count(self, terms: float) -> None:
         """Before a pass over `terms` loss terms: keeps `p.grad` equal to sum(n_j g_j) / n over the passes so far.
 
         Adding this pass's mean gradient to it then gives the right sum again, whatever the passes' sizes.
@@ -117,7 +126,7 @@ class GradientReducer:
             self._callback_queued = False
             self._counts.pop()
         self._unstash()
-        if not self._counts:
+        if not self._counts or not self._unit:
             return
         if terms == 0:  # what this pass leaves in p.grad counts for nothing, and may be NaN
             self._stash = {p: p.grad for p in self._parameters}
@@ -147,7 +156,7 @@ class GradientReducer:
         self._callback_queued = True
         self.reduced = False
         self._counts.append(terms)
-        self._final = self._balancer.last_pass and len(self._counts) >= self.passes
+        self._final = self._balancer.last_pass and max(1, self._batches) >= self.passes
 
     def _hook(self, parameter: torch.nn.Parameter) -> None:
         if not self._callback_queued:
@@ -213,6 +222,9 @@ class GradientReducer:
         self._unstash()
         if not self._unit:
             self._unit = self._counts[-1]
+            if not self._unit and not self._final:  # nothing counted yet, so nothing may be left, not even a NaN
+                for parameter in self._parameters:
+                    parameter.grad = None
         if self._final:
             self._finish()
         else:
@@ -232,12 +244,35 @@ class GradientReducer:
             self._balancer.finished(wait_s=self.wait_s, bytes_sent=self.bytes_sent)
         self.wait_s, self.bytes_sent = 0.0, 0
 
-    def _finish(self) -> None:
+    def _submit_rest(self) -> None:
+        """Sends what no hook has sent."""
+        self._unstash()
         for parameter in self._parameters:
             if parameter not in self._ready:
                 if sum(self._counts) == 0:
                     self._weight = 0.0  # nothing computed here counts, not even a NaN
                 self._take(parameter)
+
+    def withdraw(self) -> Callable[[], bool]:
+        """Takes part in the next exchange with nothing, without waiting; tells whether it is over."""
+        self._counts.clear()
+        self._submit_rest()
+        return self._exchange.done
+
+    def mean_over_ranks(self, loss: Any) -> Any:
+        """The mean of `loss` over all ranks' loss terms."""
+        if loss is None:
+            return None
+        terms = self._balancer.count_now or 0.0
+        local = loss.detach() if isinstance(loss, torch.Tensor) else loss
+        value = float(local) * terms if terms else 0.0
+        sums = torch.tensor([value, terms], dtype=torch.float64)
+        self._engine.allreduce_async(sums, name=f"hvd_hetero.{self._balancer.name}.{self._number}.loss").wait()
+        mean = sums[0] / sums[1] if sums[1] else sums[0]
+        return mean.to(loss) if isinstance(loss, torch.Tensor) else float(mean)
+
+    def _finish(self) -> None:
+        self._submit_rest()
         self._balancer.pause()
         start = time.perf_counter()
         try:
@@ -248,6 +283,7 @@ class GradientReducer:
             self._weight = None
             self._counts.clear()
             self._unit = 0.0
+            self._batches = 0
         self.wait_s += time.perf_counter() - start
         self._balancer.resume()
         self._deliver(results)
@@ -258,7 +294,9 @@ class GradientReducer:
         """What turns the sum of c_i g_i into the mean over all loss terms – zero when there were none."""
         if total[0] == 0:
             return 0.0
-        return self._scale * self.passes * self._predivide * self._reference() / total[0]
+        # The sum over the passes done, as Horovod's: fewer than `passes` where step() came early.
+        passes = max(1, min(self._batches, self.passes))
+        return self._scale * passes * self._predivide * self._reference() / total[0]
 
     def _deliver(self, results: list[torch.Tensor]) -> None:
         with torch.no_grad():

@@ -10,11 +10,14 @@ from hvd_hetero.optimizers.balancer import Stopwatch, WallClock
 
 
 class CudaStopwatch:
-    """Marks are events on the current stream: a GPU's kernels run long after Python has launched them."""
+    """Marks are events on the device's current stream: a GPU's kernels run long after Python has launched them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
 
     def mark(self) -> Any:
         event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event.record(torch.cuda.current_stream(self._device))
         return event
 
     def seconds(self, start: Any, end: Any) -> float:
@@ -22,6 +25,6 @@ class CudaStopwatch:
         return float(start.elapsed_time(end)) / 1e3
 
 
-def stopwatch() -> Stopwatch:
-    """What fits the device that torch computes on by default in this process."""
-    return CudaStopwatch() if torch.cuda.is_available() and torch.cuda.is_initialized() else WallClock()
+def stopwatch_of(device: torch.device) -> Stopwatch:
+    """What measures compute on `device`."""
+    return CudaStopwatch(device) if device.type == "cuda" else WallClock()
