@@ -13,6 +13,7 @@ from hvd_hetero.policy.replan import Plan, ReplanRule
 
 from . import control
 from .agreement import Terms, agree
+from .meter import ComputeMeter, Stopwatch, WallClock
 from .planner import Planner
 
 FAIL_WAIT_S = 30.0  # at least so long a rank that fails waits for the others to hear of it
@@ -20,14 +21,6 @@ FAIL_WAIT_S = 30.0  # at least so long a rank that fails waits for the others to
 
 class PeerError(RuntimeError):
     """Another rank cannot go on."""
-
-
-class Stopwatch(Protocol):
-    """Measures compute. A mark may be a device event, whose time is known only later."""
-
-    def mark(self) -> Any: ...
-
-    def seconds(self, start: Any, end: Any) -> float: ...
 
 
 class Attached(Protocol):
@@ -41,19 +34,6 @@ class Attached(Protocol):
 
     def withdraw(self) -> Callable[[], bool]:
         """Takes part with nothing, without waiting; what it returns tells whether the exchange is over."""
-
-
-class WallClock:
-    """A stopwatch of wall time, for ranks that compute where their Python runs."""
-
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
-
-    def mark(self) -> float:
-        return self._clock()
-
-    def seconds(self, start: float, end: float) -> float:
-        return end - start
 
 
 class Balancer:
@@ -110,7 +90,7 @@ class Balancer:
         )
         self.global_batch_size = global_batch_size
         self.adaptive = adaptive and engine.size > 1
-        self._stopwatch: Stopwatch = stopwatch or WallClock()
+        self._meter = ComputeMeter(stopwatch or WallClock())
         self._stopwatch_given = stopwatch is not None
         self.planner = Planner(self.terms, rule or ReplanRule())
         self.trace = trace
@@ -125,8 +105,6 @@ class Balancer:
         self._failed = False
         self._samples = 0  # of this rank since the last exchange
         self._batches = 0  # begun since the last exchange
-        self._segments: list[tuple[Any, Any]] = []
-        self._segment_start: Any = None
         self.reported: tuple[float, float] = (0.0, 0.0)  # samples and seconds per batch, for the next exchange
         self.data_s = 0.0  # waited for data since the last exchange
 
@@ -174,7 +152,7 @@ class Balancer:
         for exchange in self._exchanges:
             exchange.on_begin()
         self._set_count(float(samples))
-        self._segment_start = self._stopwatch.mark()
+        self._meter.run()
 
     def count(self, terms: float) -> None:
         """Says, before `backward()`, over how many loss terms this rank's loss is a mean.
@@ -191,8 +169,8 @@ class Balancer:
         for exchange in self._exchanges:
             exchange.on_count(terms)
         self.count_now = terms
-        if self._segment_start is None:
-            self._segment_start = self._stopwatch.mark()
+        if not self._meter.running:
+            self._meter.run()
 
     def fail(self, reason: str) -> None:
         """Tells all ranks, in the exchange they wait in, that this one cannot go on; they raise `PeerError`."""
@@ -215,17 +193,15 @@ class Balancer:
     def measure_with(self, stopwatch: Stopwatch) -> None:
         """Measures compute with what suits the device, unless the constructor was told."""
         if not self._stopwatch_given:
-            self._stopwatch = stopwatch
+            self._meter.stopwatch = stopwatch
 
     def pause(self) -> None:
         """Compute ends (gradients are ready); what follows is waiting."""
-        if self._segment_start is not None:
-            self._segments.append((self._segment_start, self._stopwatch.mark()))
-        self._segment_start = None
+        self._meter.pause()
 
     def resume(self) -> None:
         """Compute goes on: the update, or another backward pass."""
-        self._segment_start = self._stopwatch.mark()
+        self._meter.run()
 
     def outgoing(self, *, leads: bool, count: float) -> list[float]:
         """This rank's control vector."""
@@ -263,8 +239,7 @@ class Balancer:
     def finished(self, *, wait_s: float, bytes_sent: int) -> None:
         """Ends a step, after the update: its compute time goes out with the next gradient."""
         self.pause()
-        compute_s = sum(self._stopwatch.seconds(start, end) for start, end in self._segments)
-        self._segments.clear()
+        compute_s = self._meter.take_s()
         batches = max(self._batches, 1)
         self.reported = (self._samples / batches, compute_s / batches)
         if self.trace is not None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from hvd_hetero.optimizers.balancer import Stopwatch, WallClock
+from hvd_hetero.optimizers.meter import Stopwatch, WallClock
 
 
 class CudaStopwatch:
