@@ -97,7 +97,6 @@ class Balancer:
         self.lookahead = 0  # batches dealt before they are used: a plan must not reach back into them
         self.step = -1  # index of the global batch begun last, counted over all epochs
         self.count_now: float | None = None
-        self.counted = False  # the script counts loss terms itself
         self.last_pass = True  # False while micro-batches are to follow
         self._exchanges: list[Attached] = []
         self._began: float | None = None
@@ -148,7 +147,7 @@ class Balancer:
         self._began = now
         self._batches += 1
         self._samples += samples
-        self.counted, self.last_pass = False, True
+        self.last_pass = True
         for exchange in self._exchanges:
             exchange.on_begin()
         self._set_count(float(samples))
@@ -162,7 +161,6 @@ class Balancer:
         terms = float(terms)
         if not 0 <= terms < float("inf"):
             raise ValueError(f"terms: expected a number of loss terms, 0 or more. Received: {terms}.")
-        self.counted = True
         self._set_count(terms)
 
     def _set_count(self, terms: float) -> None:
@@ -172,7 +170,7 @@ class Balancer:
         if not self._meter.running:
             self._meter.run()
 
-    def fail(self, reason: str) -> None:
+    def fail(self) -> None:
         """Tells all ranks, in the exchange they wait in, that this one cannot go on; they raise `PeerError`."""
         self._failed = True
         self.step += 1

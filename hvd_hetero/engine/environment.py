@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 
 from .build import installed_build
@@ -16,6 +17,7 @@ CYCLE_TIME_MS = "HOROVOD_CYCLE_TIME"
 EVENT_DRIVEN_CYCLE_MS = "100"
 
 
+@functools.cache  # every wait asks, and the answer is in a file
 def repairs() -> frozenset[str]:
     """The names of the repairs in the installed Horovod; empty for one built otherwise."""
     build = installed_build()

@@ -199,8 +199,8 @@ class BalancedDataLoader:
                 samples = self.batch_sampler.used()
                 if samples == 0:
                     batch = _no_rows(batch)
-            except Exception as error:
-                self.balancer.fail(str(error))
+            except Exception:
+                self.balancer.fail()
                 raise
             self.balancer.data_s += time.perf_counter() - start
             self.balancer.begin(samples)

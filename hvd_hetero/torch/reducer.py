@@ -134,7 +134,7 @@ class GradientReducer:
                 parameter.grad = None
         elif self._unit != terms:
             for parameter in self._parameters:
-                if self._unit and parameter.grad is not None:
+                if parameter.grad is not None:
                     parameter.grad.mul_(self._unit / terms)
             self._unit = terms
 
@@ -247,10 +247,10 @@ class GradientReducer:
     def _submit_rest(self) -> None:
         """Sends what no hook has sent."""
         self._unstash()
+        if sum(self._counts) == 0:
+            self._weight = 0.0  # nothing computed here counts, not even a NaN
         for parameter in self._parameters:
             if parameter not in self._ready:
-                if sum(self._counts) == 0:
-                    self._weight = 0.0  # nothing computed here counts, not even a NaN
                 self._take(parameter)
 
     def withdraw(self) -> Callable[[], bool]:
