@@ -32,7 +32,7 @@ setup(
     packages=find_packages(where=".", include=["hvd_hetero", "hvd_hetero.*"])
     # find_packages does not follow the link, so the linked package is named.
     + [name for name in ["hvd_hetero.optimizers"] if (HERE / "hvd_hetero" / "optimizers").exists()],
-    package_data={"hvd_hetero": ["py.typed"]},
+    package_data={"hvd_hetero": ["py.typed"], "hvd_hetero.cli": ["source/*"]},
     # Horovod's own build needs cmake, wheel, packaging and setuptools; Horovod at run time the other three.
     install_requires=["numpy>=1.24", "cloudpickle", "psutil", "pyyaml", "packaging", "setuptools", "wheel"],
     extras_require=EXTRAS,

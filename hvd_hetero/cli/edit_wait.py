@@ -1,4 +1,4 @@
-"""Two speed edits, each off until its variable is set: a wait that sleeps, and the choice of Gloo's all-reduce."""
+"""The speed edit that makes waiting sleep, off until HOROVOD_BLOCKING_WAIT=1."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Final
 from hvd_hetero.cli.edits import Edit
 
 _WAIT = "blocking_wait"
-_ALGORITHM = "gloo_allreduce_algorithm"
 
 EDITS: Final = (
     Edit(
@@ -101,67 +100,5 @@ void HandleManager::WaitUntilDone(int handle) {
         file="horovod/torch/handle_manager.cc",
         find="  results_.clear();\n  last_handle_ = 0;\n",
         replace="  results_.clear();\n  last_handle_ = 0;\n  done_.notify_all();\n",
-    ),
-    Edit(
-        name=_ALGORITHM,
-        reason="Gloo always runs its ring, whose steps grow with the ranks; HOROVOD_GLOO_ALLREDUCE=bcube halves and "
-        "doubles instead (measured no faster on one host of two cores: try it)",
-        kind="speed",
-        file="horovod/common/ops/gloo_operations.cc",
-        find="""template <typename T>
-GlooAlgorithms<T>::GlooAlgorithms(GlooContext* gloo_context)
-""",
-        replace="""namespace {
-
-gloo::AllreduceOptions::Algorithm AllreduceAlgorithmFromEnv() {
-  auto value = std::getenv("HOROVOD_GLOO_ALLREDUCE");
-  std::string name = value != nullptr ? value : "";
-  if (name.empty()) {
-    return gloo::AllreduceOptions::Algorithm::UNSPECIFIED;
-  }
-  if (name == "ring") {
-    return gloo::AllreduceOptions::Algorithm::RING;
-  }
-  if (name == "bcube") {
-    return gloo::AllreduceOptions::Algorithm::BCUBE;
-  }
-  throw std::invalid_argument(
-      "HOROVOD_GLOO_ALLREDUCE must be ring or bcube. Received: " + name);
-}
-
-} // namespace
-
-template <typename T>
-GlooAlgorithms<T>::GlooAlgorithms(GlooContext* gloo_context)
-""",
-    ),
-    Edit(
-        name=_ALGORITHM,
-        reason="the choice is made once, for all tensors",
-        kind="speed",
-        file="horovod/common/ops/gloo_operations.cc",
-        find="  gloo::allreduce(opts);\n",
-        replace="""  static const auto algorithm = AllreduceAlgorithmFromEnv();
-  opts.setAlgorithm(algorithm);
-  gloo::allreduce(opts);
-""",
-    ),
-    Edit(
-        name=_ALGORITHM,
-        reason="the negotiation of every cycle, a few bytes, is all latency: it gains most from fewer steps",
-        kind="speed",
-        file="horovod/common/gloo/gloo_controller.cc",
-        find="  opts.setReduceFunction(gloo::AllreduceOptions::Func(func));\n  gloo::allreduce(opts);\n",
-        replace="""  opts.setReduceFunction(gloo::AllreduceOptions::Func(func));
-  static const bool bcube =
-      std::string("bcube") == (std::getenv("HOROVOD_GLOO_ALLREDUCE") != nullptr
-                                   ? std::getenv("HOROVOD_GLOO_ALLREDUCE")
-                                   : "");
-  if (bcube) {
-    opts.setAlgorithm(gloo::AllreduceOptions::Algorithm::BCUBE);
-  }
-  gloo::allreduce(opts);
-""",
-        count=2,
     ),
 )

@@ -26,6 +26,7 @@ class Edit:
     `kind` says what it is for: "compile" (needed to build at all), "repair" (a bug, always on) or "speed" (off until
     an environment variable asks for it). `needs` lists what must be present for it: "torch", "tensorflow", "f16c".
     An `optional` edit may find its text absent; found any other number of times than `count` is still an error.
+    An edit that `creates` adds a file, whose text is `replace`, and finds nothing.
     """
 
     name: str
@@ -35,21 +36,25 @@ class Edit:
     replace: str
     count: int = 1
     optional: bool = False
+    creates: bool = False
     kind: Kind = "repair"
     needs: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if not self.name or not self.reason or not self.find or self.count < 1:
-            raise ValueError(f"an edit needs a name, a reason, a text to find and a positive count. Received: {self!r}")
+        if not self.name or not self.reason or bool(self.find) == self.creates or self.count < 1:
+            raise ValueError(
+                "an edit needs a name, a reason, a text to find (unless it creates its file) and a positive count. "
+                f"Received: {self!r}"
+            )
         if self.find == self.replace:
             raise ValueError(f"edit {self.name!r} replaces its text by itself")
 
 
 def all_edits() -> tuple[Edit, ...]:
     """Every edit this package knows, in the order in which they are made."""
-    from hvd_hetero.cli import edit_compile, edit_cycle, edit_repair, edit_wait
+    from hvd_hetero.cli import edit_compile, edit_cycle, edit_hierarchy, edit_repair, edit_wait
 
-    return (*edit_compile.EDITS, *edit_repair.EDITS, *edit_wait.EDITS, *edit_cycle.EDITS)
+    return (*edit_compile.EDITS, *edit_repair.EDITS, *edit_wait.EDITS, *edit_cycle.EDITS, *edit_hierarchy.EDITS)
 
 
 def chosen(present: Iterable[str], plain: bool = False) -> tuple[Edit, ...]:
@@ -102,6 +107,15 @@ def apply(edits: Sequence[Edit], root: Path) -> list[str]:
     made: list[Edit] = []
     for edit in edits:
         path = root / edit.file
+        if edit.creates:
+            if path.exists() or path in texts:
+                raise EditFailed(
+                    f"edit {edit.name!r} expected no file {edit.file} in the source, for it makes one, and it is there.\n"
+                    f"  What to do: build from the unchanged sdist of Horovod {HOROVOD_VERSION}. Nothing was built."
+                )
+            texts[path] = edit.replace
+            made.append(edit)
+            continue
         if path not in texts:
             if not path.is_file():
                 if edit.optional:

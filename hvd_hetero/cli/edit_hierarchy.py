@@ -1,0 +1,111 @@
+"""The speed edit that adds an all-reduce in two levels to Gloo's, off until HOROVOD_GLOO_ALLREDUCE=hierarchical.
+
+The algorithm is a file of our own, `source/gloo_hierarchy.cc`; the edits here only call it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+from hvd_hetero.cli.edits import Edit
+
+_NAME = "gloo_hierarchy"
+_SOURCE = Path(__file__).parent / "source"
+_PLACE = "horovod/common/gloo"
+
+_NEGOTIATION = """  if (GlooHierarchy* hierarchy = gloo_context_.Hierarchy()) {
+    hierarchy->Allreduce(bitvector.data(), count, sizeof(long long), func);
+    return;
+  }
+"""
+
+
+def _edit(file: str, find: str, replace: str, reason: str, count: int = 1) -> Edit:
+    return Edit(name=_NAME, kind="speed", file=file, find=find, replace=replace, reason=reason, count=count)
+
+
+def _file(name: str) -> Edit:
+    return Edit(
+        name=_NAME,
+        kind="speed",
+        file=f"{_PLACE}/{name}",
+        creates=True,
+        find="",
+        replace=(_SOURCE / name).read_text(encoding="utf-8"),
+        reason="Gloo has one level: its ring over all ranks takes 2 (n - 1) steps, sends most bytes between ranks of "
+        "one node through sockets, and sums in an order that depends on a tensor's place. With "
+        "HOROVOD_GLOO_ALLREDUCE=hierarchical the ranks of a node sum in shared memory, and the nodes exchange sums",
+    )
+
+
+EDITS: Final = (
+    _file("gloo_hierarchy.cc"),
+    _file("gloo_hierarchy.h"),
+    _edit(
+        "CMakeLists.txt",
+        '"${PROJECT_SOURCE_DIR}/horovod/common/gloo/gloo_controller.cc"\n',
+        f'"${{PROJECT_SOURCE_DIR}}/{_PLACE}/gloo_controller.cc"\n'
+        f'                        "${{PROJECT_SOURCE_DIR}}/{_PLACE}/gloo_hierarchy.cc"\n',
+        "the file is compiled",
+    ),
+    _edit(
+        f"{_PLACE}/gloo_context.h",
+        '#include "../logging.h"\n',
+        '#include "../logging.h"\n#include "gloo_hierarchy.h"\n',
+        "each context has a hierarchy of its own",
+    ),
+    _edit(
+        f"{_PLACE}/gloo_context.h",
+        "  std::shared_ptr<gloo::Context> local_ctx = nullptr;\n",
+        "  std::shared_ptr<gloo::Context> local_ctx = nullptr;\n"
+        "  // Made by the first all-reduce; goes with ctx.\n"
+        "  std::shared_ptr<GlooHierarchy> hierarchy = nullptr;\n\n"
+        "  // Null where it is not asked for, or does not work.\n"
+        "  GlooHierarchy* Hierarchy() {\n"
+        "    if (!GlooHierarchy::Enabled()) {\n"
+        "      return nullptr;\n"
+        "    }\n"
+        "    if (hierarchy == nullptr) {\n"
+        "      hierarchy = std::make_shared<GlooHierarchy>(ctx);\n"
+        "    }\n"
+        "    return hierarchy->Usable() ? hierarchy.get() : nullptr;\n"
+        "  }\n",
+        "each context has a hierarchy of its own",
+    ),
+    _edit(
+        f"{_PLACE}/gloo_context.cc",
+        "  global_ctx.reset();\n  ctx.reset();\n",
+        "  hierarchy.reset();\n  global_ctx.reset();\n  ctx.reset();\n",
+        "it goes with its context",
+    ),
+    _edit(
+        "horovod/common/ops/gloo_operations.cc",
+        "  gloo::allreduce(opts);\n",
+        """  GlooHierarchy::Reduce reduce = nullptr;
+  if (reduce_op == ReduceOp::SUM) {
+    reduce = &::gloo::sum<T>;
+  } else if (reduce_op == ReduceOp::MIN) {
+    reduce = &::gloo::min<T>;
+  } else if (reduce_op == ReduceOp::MAX) {
+    reduce = &::gloo::max<T>;
+  } else if (reduce_op == ReduceOp::PRODUCT) {
+    reduce = &::gloo::product<T>;
+  }
+  auto* hierarchy = reduce != nullptr ? gloo_context_->Hierarchy() : nullptr;
+  if (hierarchy != nullptr) {
+    hierarchy->Allreduce(buffer_data, num_elements, sizeof(T), reduce);
+    return;
+  }
+  gloo::allreduce(opts);
+""",
+        "tensors go through it",
+    ),
+    _edit(
+        f"{_PLACE}/gloo_controller.cc",
+        "  opts.setReduceFunction(gloo::AllreduceOptions::Func(func));\n  gloo::allreduce(opts);\n",
+        _NEGOTIATION + "  opts.setReduceFunction(gloo::AllreduceOptions::Func(func));\n  gloo::allreduce(opts);\n",
+        "the negotiation of every cycle, a few bytes, is all latency: three steps instead of 2 (n - 1)",
+        count=2,
+    ),
+)
