@@ -33,7 +33,8 @@ def source(unpacked: Path, tmp_path: Path) -> Path:
     """A copy of those files of the real source that are edited."""
     for name in {e.file for e in edits.all_edits()}:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(unpacked / name, tmp_path / name)
+        if (unpacked / name).exists():  # an edit may make a file
+            shutil.copyfile(unpacked / name, tmp_path / name)
     return tmp_path
 
 
@@ -53,7 +54,7 @@ def test_an_optional_edit_may_be_absent_but_not_doubled() -> None:
         edits.replaced("old old", edit(optional=True))
 
 
-@pytest.mark.parametrize("change", [{"reason": ""}, {"find": ""}, {"count": 0}, {"replace": "old"}])
+@pytest.mark.parametrize("change", [{"reason": ""}, {"find": ""}, {"creates": True}, {"count": 0}, {"replace": "old"}])
 def test_an_edit_without_sense_is_refused(change: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="edit"):
         edit(**change)
@@ -69,6 +70,14 @@ def test_all_edits_are_made_or_none(tmp_path: Path) -> None:
         edits.apply([edit(file="c")], tmp_path)
     assert edits.apply([edit(name="one", file="a"), edit(name="two", file="b", optional=True)], tmp_path) == ["one"]
     assert (tmp_path / "a").read_bytes() == b"new\r\n"
+
+
+def test_an_edit_may_make_a_file_but_not_over_another(tmp_path: Path) -> None:
+    made = edit(file="new.cc", find="", replace="all of it", creates=True)
+    assert edits.apply([made], tmp_path) == ["n"]
+    assert (tmp_path / "new.cc").read_text() == "all of it"
+    with pytest.raises(EditFailed, match="expected no file new.cc"):
+        edits.apply([made], tmp_path)
 
 
 @pytest.mark.parametrize("plain", [False, True])

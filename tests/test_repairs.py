@@ -114,7 +114,8 @@ def speed(tmp_path_factory: pytest.TempPathFactory) -> Launch:
         HOROVOD_BLOCKING_WAIT="1",
         HOROVOD_EVENT_DRIVEN_CYCLE="1",
         HOROVOD_CYCLE_TIME="500",
-        HOROVOD_GLOO_ALLREDUCE="bcube",
+        HOROVOD_GLOO_ALLREDUCE="hierarchical",
+        REPAIR_WORKER_NODES="a,a,b,b",
         HOROVOD_DYNAMIC_PROCESS_SETS="1",
     )
 
@@ -164,9 +165,9 @@ def test_without_its_variable_the_cycle_is_as_upstream(plain: Launch) -> None:
         assert seen["cycles_s"] > 0.2, seen  # ten cycles of 25 ms
 
 
-@needs("gloo_allreduce_algorithm")
+@needs("gloo_hierarchy")
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_bcube_sums_exactly(speed: Launch, ranks: int) -> None:
+def test_sums_in_two_levels_are_exact(speed: Launch, ranks: int) -> None:
     ended_well(speed, 4)
     sums = [seen["wrong"][str(ranks)] for seen in speed.ranks.values() if str(ranks) in seen["wrong"]]
     assert len(sums) == ranks and not any(sums), sums
@@ -209,18 +210,29 @@ def test_gathering_while_others_have_joined_is_an_error_and_no_crash(speed: Laun
     assert "not supported with Join" in speed.ranks[3]["gather"], speed.ranks[3]
 
 
+@needs("gloo_hierarchy")
+def test_sums_in_two_levels_are_in_the_order_of_nodes_bit_for_bit(tmp_path: Path) -> None:
+    settings = {"HOROVOD_GLOO_ALLREDUCE": "hierarchical", "REPAIR_WORKER_NODES": "a,b,a,c,c"}
+    launch = _launch("hierarchy", tmp_path, 5, HOROVOD_BLOCKING_WAIT="1", **settings)
+    ended_well(launch, 5)
+    assert all(seen == {"wrong": [], "extremes": [0.0, 4.0]} for seen in launch.ranks.values()), launch.ranks
+
+
 @needs("peer_death_with_process_sets")
-def test_survivors_of_a_dead_peer_raise_and_end(tmp_path: Path) -> None:
-    launch = _launch("peer_death", tmp_path, 3, HOROVOD_LOG_LEVEL="warning")
+@pytest.mark.parametrize("algorithm", ["ring", "hierarchical"])
+def test_survivors_of_a_dead_peer_raise_and_end(tmp_path: Path, algorithm: str) -> None:
+    settings = {"HOROVOD_GLOO_ALLREDUCE": algorithm, "HOROVOD_LOG_LEVEL": "warning"}
+    launch = _launch("peer_death", tmp_path, 3, **settings)
     ended_well(launch, 3)
     assert launch.ranks[2] == {"died_with": -signal.SIGKILL}
     assert [launch.ranks[r] for r in (0, 1)] == [{"error": "HorovodInternalError"}] * 2, launch.text[-3000:]
 
 
-@needs("gloo_allreduce_algorithm")
+@needs("gloo_hierarchy")
 def test_an_unknown_algorithm_is_refused(tmp_path: Path) -> None:
     launch = _launch("bad_algorithm", tmp_path, 1, HOROVOD_GLOO_ALLREDUCE="star")
-    assert "must be ring or bcube" in launch.ranks[0]["error"] and "star" in launch.ranks[0]["error"], launch.text
+    error = launch.ranks[0]["error"]
+    assert "must be ring or hierarchical" in error and "star" in error, launch.text
 
 
 @needs("rendezvous_scope")

@@ -82,7 +82,8 @@ EDITS: Final = (
     _edit(
         "horovod/common/ops/gloo_operations.cc",
         "  gloo::allreduce(opts);\n",
-        """  GlooHierarchy::Reduce reduce = nullptr;
+        """  GlooHierarchy::CheckVariable();
+  GlooHierarchy::Reduce reduce = nullptr;
   if (reduce_op == ReduceOp::SUM) {
     reduce = &::gloo::sum<T>;
   } else if (reduce_op == ReduceOp::MIN) {

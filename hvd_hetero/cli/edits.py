@@ -110,7 +110,7 @@ def apply(edits: Sequence[Edit], root: Path) -> list[str]:
         if edit.creates:
             if path.exists() or path in texts:
                 raise EditFailed(
-                    f"edit {edit.name!r} expected no file {edit.file} in the source, for it makes one, and it is there.\n"
+                    f"edit {edit.name!r} expected no file {edit.file} in the source, as it makes it, and it is there.\n"
                     f"  What to do: build from the unchanged sdist of Horovod {HOROVOD_VERSION}. Nothing was built."
                 )
             texts[path] = edit.replace

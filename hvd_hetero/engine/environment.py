@@ -11,6 +11,7 @@ from .build import installed_build
 EVENT_DRIVEN_CYCLE = "HOROVOD_EVENT_DRIVEN_CYCLE"
 BLOCKING_WAIT = "HOROVOD_BLOCKING_WAIT"
 CYCLE_TIME_MS = "HOROVOD_CYCLE_TIME"
+GLOO_ALLREDUCE = "HOROVOD_GLOO_ALLREDUCE"
 
 # Every cycle in which nothing is agreed costs each rank a small all-reduce. From 20 to 100 ms, Horovod's threads went
 # from 7.4 to 5.2 ms of CPU per step on a rank with 0.2 cores (ci/bench mixed); what is enqueued starts a cycle anyway.
@@ -34,6 +35,8 @@ def prepare_init() -> None:
     """
     if "blocking_wait" in repairs():
         os.environ.setdefault(BLOCKING_WAIT, "1")
+    if "gloo_hierarchy" in repairs():
+        os.environ.setdefault(GLOO_ALLREDUCE, "hierarchical")
     if _under_mpi():
         return
     if "event_driven_cycle" in repairs():

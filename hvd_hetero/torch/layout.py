@@ -17,8 +17,11 @@ WIRE = {
     torch.float16: torch.float32,
 }
 
-# The last bucket has no backward pass left to hide behind, so it holds at most half of all; each further bucket would
-# cost every rank another operation, 2-3 ms of CPU, which is much on a rank with a fifth of a core.
+# The last bucket has no backward pass left to hide behind, so it holds at most half of all. That needs a second bucket,
+# which costs every rank an operation, about 1 ms of CPU: a model with fewer bytes than this keeps one bucket, as what
+# could be hidden is worth less (2 MB on ranks of 0.2 to 0.8 cores: one bucket 183-261 ms a step, two 195-280).
+OVERLAP_BYTES = 4 * 2**20
+
 Groups = int | Sequence[Sequence[torch.nn.Parameter]] | None
 
 
@@ -75,7 +78,7 @@ def _grouped(
     rest = [p for p in ready_order if id(p) not in taken]
     sizes = [p.numel() * WIRE[p.dtype].itemsize for p in rest]
     kinds = [(WIRE[p.dtype], p.device) for p in rest]
-    last = min(bucket_bytes, max(1, sum(sizes) // 2))
+    last = min(bucket_bytes, sum(sizes) // 2) if sum(sizes) > OVERLAP_BYTES else bucket_bytes
     buckets = by_dtype(sizes, kinds, cap_bytes=bucket_bytes, last_cap_bytes=last)
     chosen += [[rest[i] for i in bucket] for bucket in buckets]
     return chosen

@@ -127,6 +127,49 @@ def speed(_folder: Path) -> dict[str, Any]:
     return seen
 
 
+def in_order_of_nodes(parts: list[torch.Tensor], nodes: list[str]) -> torch.Tensor:
+    """The sum of all ranks' parts, in the order of ranks within each node and then of nodes: a slow reference."""
+    sums = []
+    for node in dict.fromkeys(nodes):
+        first, *others = [part for part, where in zip(parts, nodes, strict=True) if where == node]
+        sums.append(first.clone())
+        for other in others:
+            sums[-1] += other
+    total, *others = sums
+    for other in others:
+        total += other
+    return total
+
+
+def hierarchy(_folder: Path) -> dict[str, Any]:
+    """Ranks on "nodes" of 2, 1 and 2: sums of random numbers, bit for bit, also many times and in a process set."""
+    nodes = os.environ["REPAIR_WORKER_NODES"].split(",")
+    some = hvd.ProcessSet([0, 2, 3])
+    hvd.init(process_sets=[some])
+    rank, size = hvd.rank(), hvd.size()
+    draws = [torch.Generator().manual_seed(rank) for rank in range(size)]
+    wrong = []
+    for repeat in range(3):
+        for count in (1, 15, 17, 100, 4097, 65_536, 100_003, 524_288, 1_000_003):
+            for dtype in (torch.float16, torch.float32, torch.float64):
+                parts = [torch.randn(count, generator=draw).to(dtype) for draw in draws]
+                for name, process_set in (("all", hvd.global_process_set), ("some", some)):
+                    if not process_set.included():
+                        continue
+                    members = list(process_set.ranks) if name == "some" else list(range(size))
+                    want = in_order_of_nodes([parts[m] for m in members], [nodes[m] for m in members])
+                    got = hvd.allreduce(
+                        parts[rank], op=hvd.Sum, name=f"{name}.{count}.{dtype}", process_set=process_set
+                    )
+                    if not torch.equal(got, want):
+                        wrong.append(f"{name}: {count} × {dtype}, repeat {repeat}")
+    extremes = [
+        float(hvd.allreduce(torch.full((5000,), float(rank)), op=op, name=f"extreme.{op}")[-1])
+        for op in (hvd.Min, hvd.Max)
+    ]
+    return {"wrong": wrong, "extremes": extremes}
+
+
 def peer_death(folder: Path) -> dict[str, Any]:
     """Three ranks with process sets; the last one dies. Its parent stays, so that horovodrun lets the others go on."""
     last = int(os.environ["HOROVOD_SIZE"]) - 1
@@ -164,8 +207,16 @@ def main() -> None:
     faulthandler.dump_traceback_later(LIMIT_S, exit=True)
     mode, folder = sys.argv[1], Path(sys.argv[2])
     rank = os.environ.get("HOROVOD_RANK", "0")
+    if nodes := os.environ.get("REPAIR_WORKER_NODES"):
+        os.environ["HOROVOD_GLOO_NODE"] = nodes.split(",")[int(rank)]
     (folder / f"{rank}-{os.getpid()}.pid").touch()
-    result = {"plain": plain, "speed": speed, "peer_death": peer_death, "bad_algorithm": bad_algorithm}[mode](folder)
+    result = {
+        "plain": plain,
+        "speed": speed,
+        "peer_death": peer_death,
+        "bad_algorithm": bad_algorithm,
+        "hierarchy": hierarchy,
+    }[mode](folder)
     part = folder / f"{rank}.part"
     part.write_text(json.dumps(result), encoding="utf-8")
     part.replace(folder / f"{rank}.json")

@@ -61,13 +61,16 @@ Range PartOf(size_t count, int parts, int index) {
   return {begin, std::min(count, begin + each) - begin};
 }
 
+std::string Variable(const char* name) {
+  const char* given = std::getenv(name);
+  return given != nullptr ? given : "";
+}
+
 uint64_t HashOfHost() {
-  std::string name;
-  for (const char* variable : {"HOROVOD_GLOO_NODE", "HOROVOD_HOSTNAME"}) {
-    const char* given = std::getenv(variable);
-    if (name.empty() && given != nullptr) {
-      name = given;
-    }
+  // HOROVOD_GLOO_NODE is for those whose host names do not say who shares memory.
+  std::string name = Variable("HOROVOD_GLOO_NODE");
+  if (name.empty()) {
+    name = Variable("HOROVOD_HOSTNAME");
   }
   if (name.empty()) {
     char buffer[256] = {0};
@@ -122,15 +125,15 @@ struct GlooHierarchy::Header {
 };
 
 bool GlooHierarchy::Enabled() {
-  static const bool enabled = [] {
-    const char* given = std::getenv("HOROVOD_GLOO_ALLREDUCE");
-    const std::string word = given != nullptr ? given : "";
-    if (!word.empty() && word != "ring" && word != "hierarchical") {
-      throw std::invalid_argument("HOROVOD_GLOO_ALLREDUCE must be ring or hierarchical. Received: " + word);
-    }
-    return word == "hierarchical";
-  }();
+  static const bool enabled = Variable("HOROVOD_GLOO_ALLREDUCE") == "hierarchical";
   return enabled;
+}
+
+void GlooHierarchy::CheckVariable() {
+  static const std::string word = Variable("HOROVOD_GLOO_ALLREDUCE");
+  if (!word.empty() && word != "ring" && word != "hierarchical") {
+    throw std::invalid_argument("HOROVOD_GLOO_ALLREDUCE must be ring or hierarchical. Received: " + word);
+  }
 }
 
 GlooHierarchy::GlooHierarchy(std::shared_ptr<gloo::Context> context) : context_(std::move(context)) {

@@ -33,9 +33,11 @@ public:
   // c[i] = a[i] op b[i] for n elements; c may be a or b.
   typedef void (*Reduce)(void* c, const void* a, const void* b, size_t n);
 
-  // Whether HOROVOD_GLOO_ALLREDUCE=hierarchical was set when first asked. Throws std::invalid_argument for a word that
-  // is not known.
+  // Whether HOROVOD_GLOO_ALLREDUCE=hierarchical was set when first asked.
   static bool Enabled();
+
+  // Throws std::invalid_argument for a HOROVOD_GLOO_ALLREDUCE that is not known.
+  static void CheckVariable();
 
   // A collective call: all ranks of the context make one. It finds out which ranks share a node, and gives them shared
   // memory. Where that fails on any node, Usable() is false on all ranks.
