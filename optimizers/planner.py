@@ -15,6 +15,9 @@ from .control import Announcement
 
 WINDOW = 64  # observations kept per rank
 SKIPPED = 2  # steps after a change of plan that are not observed: caches, JIT and allocators settle
+# A speed that changes by more starts a new window. Less is left to the window to forget: the ranks of a machine that
+# drifts change together, and a rank judged by its last steps alone would be compared with the others' past.
+CHANGED = 0.3
 LOOK_EVERY = 4  # steps between two looks at the speeds: a look costs rank 0 about 0.4 ms per rank
 EARLY_STEPS = 40  # while the first plans are made it looks at every step
 
@@ -85,7 +88,7 @@ class Planner:
             return
         prior = self.models or (None,) * self.size
         fitted = [
-            fit(latest_regime(window), prior=model) if window else model
+            fit(latest_regime(window, tolerance=CHANGED), prior=model) if window else model
             for window, model in zip(recent, prior, strict=True)
         ]
         known = sorted((model for model in fitted if model), key=lambda model: model.seconds_per_sample)

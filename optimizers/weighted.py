@@ -5,8 +5,9 @@ Then the gradient of the global loss is (form (c) of the weighted mean: weights 
 
     g = sum_i c_i g_i / sum_i c_i,     c_i = n_i / n_ref
 
-which is exact for uneven shares, a short last batch, masked tokens, and a rank without any term (c_i = 0). n_ref keeps
-c_i near 1, so that low-precision wires keep their range; with equal shares c_i is exactly 1 and every product exact.
+which is exact for uneven shares, a short last batch, masked tokens, and a rank without any term (c_i = 0). n_ref is any
+number that all ranks agree on: the mean share keeps c_i near 1, so that narrow wires keep their range, and with equal
+shares every product is exact; the whole batch makes the divisor 1, and saves going through all gradients once more.
 """
 
 from __future__ import annotations
@@ -93,6 +94,7 @@ class WeightedExchange:
         ]
         sums = [float(value) for value in self._control.tolist()]
         factor = scale(sums)
-        for result in results:
-            result *= factor
+        if factor != 1.0:
+            for result in results:
+                result *= factor
         return results, sums

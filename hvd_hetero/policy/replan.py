@@ -4,7 +4,8 @@ A plan replaces the current one when all of this holds (a plan that the bounds f
 
 - the gain (T_now - T_new) / T_now exceeds a minimum and what noise alone would make of it: z standard errors of
   1 - T_new / T_now, with z >= 2 and z >= sqrt(2 ln n), about the largest of n normal errors, because T is the slowest
-  of n ranks; both bars rise once three plans were made lately, and fall again when the speed changes;
+  of n ranks. Both bars rise with the plans made lately, for a machine that drifts always offers another one; and what
+  rests on a new speed, seen for a few steps only, has to gain twice as much: a change worth following does;
 - some rank's share moves by more than the dead band (flodl and OmniLearn: 5 %);
 - the current plan has held for the cool-down: short for the first plans and right after a change of speed;
 - what is gained over the steps left is more than the switch costs.
@@ -24,7 +25,8 @@ from .partition import Bound, InfeasibleError, split, step_time_s
 from .speed import SpeedModel
 
 EARLY_PLANS = 2      # so many new plans may follow each other after the early cool-down
-FEW_PLANS = 3        # from so many on, the next one has to gain three times as much, and to be surer of it
+FEW_PLANS = 3        # from so many on, the next one has to be surer of its gain
+DEARER = (1.0, 1.0, 2.5, 4.0)    # how many times the minimum gain after so many recent plans
 LATELY = 15          # cool-downs that a plan counts as a recent one
 
 
@@ -101,7 +103,8 @@ def decide(
 
     counts = [model.observations for model, share in zip(models, current.shares, strict=True) if share > 0]
     changed = any(n <= rule.cooldown_steps and 2 * n <= max(counts) for n in counts)
-    recent = 0 if changed else sum(plan.step > step - LATELY * rule.cooldown_steps for plan in (*previous, current)[1:])
+    lately = sum(plan.step > step - LATELY * rule.cooldown_steps for plan in (*previous, current)[1:])
+    recent = 0 if changed else lately
     cooldown = rule.early_cooldown_steps if recent < EARLY_PLANS else rule.cooldown_steps
     if (step < rule.warmup_steps or step - current.step < cooldown
             or min(counts) < rule.minimum_observations):
@@ -118,7 +121,8 @@ def decide(
     stretch = models[after].overhead_error * abs(shares[after] / max(current.shares[after], 1) - 1.0)
     error = math.hypot(models[before].standard_error, models[after].standard_error, stretch) * new_s / now_s
     surprise = max(2.0, math.sqrt(2.0 * math.log(len(ranks)))) * (1.0 if recent < FEW_PLANS else 1.5)
-    minimum = rule.minimum_gain * (1.0 if recent < FEW_PLANS else 3.0)
+    minimum = rule.minimum_gain * DEARER[min(lately, len(DEARER) - 1)]
+    minimum *= 2.0 if changed and lately >= EARLY_PLANS else 1.0
     if (now_s - new_s) / step_s <= max(minimum, surprise * error * now_s / step_s):
         return None
     if steps_left is not None and (now_s - new_s) * steps_left <= rule.switch_cost_s:

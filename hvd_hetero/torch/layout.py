@@ -32,6 +32,7 @@ class BucketLayout:
         bucket_bytes: at most so many bytes in a bucket, unless a single gradient is larger.
         groups: parameters that share a bucket instead, or the number of buckets.
         tail: so many more elements at the end of the last bucket.
+        sparse_as_dense: whether sparse gradients are taken, as dense ones.
 
     Attributes:
         buckets: flat tensors.
@@ -41,8 +42,15 @@ class BucketLayout:
     """
 
     def __init__(
-        self, parameters: Sequence[torch.nn.Parameter], *, bucket_bytes: int, groups: Groups, tail: int
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        *,
+        bucket_bytes: int,
+        groups: Groups,
+        tail: int,
+        sparse_as_dense: bool = False,
     ) -> None:
+        self._sparse_as_dense = sparse_as_dense
         self.members = _grouped(list(reversed(parameters)), bucket_bytes, groups)
         self.buckets: list[torch.Tensor] = []
         self.slot: dict[torch.nn.Parameter, tuple[int, torch.Tensor]] = {}
@@ -58,6 +66,48 @@ class BucketLayout:
             if extra:
                 self.tail = flat[elements:]
             self.buckets.append(flat)
+
+    def fill(self, index: int, weight: float) -> None:
+        """Writes the gradients of bucket `index` into it, times `weight`; zeros where there are none."""
+        flat, views, grads = self.buckets[index], [], []
+        with torch.no_grad():
+            if weight == 0.0:
+                flat.zero_()
+                return
+            for parameter in self.members[index]:
+                view, grad = self.slot[parameter][1], parameter.grad
+                if grad is None:
+                    view.zero_()
+                else:
+                    views.append(view)
+                    grads.append(self._dense(grad) if grad.is_sparse else grad)
+            if grads:  # one call for all of them, since each costs Python time
+                torch._foreach_copy_(views, grads)
+            if weight != 1.0:
+                flat.mul_(weight)
+
+    def _dense(self, grad: torch.Tensor) -> torch.Tensor:
+        if not self._sparse_as_dense:
+            raise RuntimeError(
+                "Expected dense gradients with a balancer. Received: a sparse one. Pass sparse_as_dense=True."
+            )
+        return grad.to_dense()
+
+    def deliver(self, index: int, flat: torch.Tensor) -> None:
+        """Makes `flat`, what the exchange returned for bucket `index`, its parameters' gradients."""
+        with torch.no_grad():
+            if flat is not self.buckets[index]:
+                self.buckets[index].copy_(flat)
+            for parameter in self.members[index]:
+                view, grad = self.slot[parameter][1], parameter.grad
+                if grad is not None and grad.is_sparse:
+                    parameter.grad = view.to_sparse()
+                elif view.dtype == parameter.dtype:
+                    parameter.grad = view
+                elif grad is None:
+                    parameter.grad = view.to(parameter.dtype)
+                else:
+                    grad.copy_(view)
 
 
 def _grouped(

@@ -19,6 +19,7 @@ from hvd_hetero.optimizers.balancer import Balancer
 from hvd_hetero.optimizers.weighted import WeightedExchange
 
 from .layout import WIRE, BucketLayout
+from .passes import Passes
 from .stopwatch import stopwatch_of
 
 
@@ -60,9 +61,7 @@ class GradientReducer:
         self._leads = self._number == 0
         self._generation = 0
         self._batches = 0  # begun since the last exchange, the same on all ranks
-        self._counts: list[float] = []  # of the passes since the last exchange
-        self._unit = 0.0  # `p.grad` is in units of 1 / this number of loss terms; 0 while it holds nothing
-        self._stash: dict[torch.nn.Parameter, torch.Tensor | None] | None = None
+        self._passes = Passes(self._parameters)  # since the last exchange
         self._callback_queued = False
         self._final = False  # this backward pass is the last before the exchange
         self.reduced = False  # gradients are the global ones
@@ -93,7 +92,11 @@ class GradientReducer:
         tail = control.length(self._engine.size)
         exact = isinstance(self._codec, Identity)
         self._layout = BucketLayout(
-            self._parameters, bucket_bytes=self._bucket_bytes, groups=self._groups, tail=tail if exact else 0
+            self._parameters,
+            bucket_bytes=self._bucket_bytes,
+            groups=self._groups,
+            tail=tail if exact else 0,
+            sparse_as_dense=self._sparse_as_dense,
         )
         rides = self._layout.tail is not None
         self._generation += 1
@@ -118,31 +121,11 @@ class GradientReducer:
         self._batches += 1
 
     def on_count(self, terms: float) -> None:
-        """Before a pass over `terms` loss terms: keeps `p.grad` equal to sum(n_j g_j) / n over the passes so far.
-
-        Adding this pass's mean gradient to it then gives the right sum again, whatever the passes' sizes.
-        """
+        """Before a pass over `terms` loss terms."""
         if self._callback_queued:  # an exception ended the last pass before its callback
             self._callback_queued = False
-            self._counts.pop()
-        self._unstash()
-        if not self._counts or not self._unit:
-            return
-        if terms == 0:  # what this pass leaves in p.grad counts for nothing, and may be NaN
-            self._stash = {p: p.grad for p in self._parameters}
-            for parameter in self._parameters:
-                parameter.grad = None
-        elif self._unit != terms:
-            for parameter in self._parameters:
-                if parameter.grad is not None:
-                    parameter.grad.mul_(self._unit / terms)
-            self._unit = terms
-
-    def _unstash(self) -> None:
-        if self._stash is not None:
-            for parameter, grad in self._stash.items():
-                parameter.grad = grad
-            self._stash = None
+            self._passes.undo()
+        self._passes.expect(terms)
 
     def _begin_pass(self) -> None:
         """At the first gradient of a backward pass."""
@@ -155,7 +138,7 @@ class GradientReducer:
         torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)
         self._callback_queued = True
         self.reduced = False
-        self._counts.append(terms)
+        self._passes.begin(terms)
         self._final = self._balancer.last_pass and max(1, self._batches) >= self.passes
 
     def _hook(self, parameter: torch.nn.Parameter) -> None:
@@ -177,54 +160,29 @@ class GradientReducer:
         self._ready.add(parameter)
         self._pending[index] -= 1
         if self._pending[index] == 0:
-            self._fill(index, self._weight)
+            self._layout.fill(index, self._weight)
             self._exchange.submit(index)
 
-    def _fill(self, index: int, weight: float) -> None:
-        """Writes the weighted gradients into bucket `index`: one call for all of them, since each costs Python time."""
-        flat, views, grads = self._layout.buckets[index], [], []
-        with torch.no_grad():
-            if weight == 0.0:
-                flat.zero_()
-                return
-            for parameter in self._layout.members[index]:
-                view, grad = self._layout.slot[parameter][1], parameter.grad
-                if grad is None:
-                    view.zero_()
-                else:
-                    views.append(view)
-                    grads.append(self._dense(grad) if grad.is_sparse else grad)
-            if grads:
-                torch._foreach_copy_(views, grads)
-            if weight != 1.0:
-                flat.mul_(weight)
-
-    def _dense(self, grad: torch.Tensor) -> torch.Tensor:
-        if not self._sparse_as_dense:
-            raise RuntimeError(
-                "Expected dense gradients with a balancer. Received: a sparse one. Pass sparse_as_dense=True."
-            )
-        return grad.to_dense()
-
     def _reference(self) -> float:
-        return self._balancer.global_batch_size / self._engine.size
+        """n_ref of this step, the same on all ranks."""
+        whole, shares = self._balancer.global_batch_size, self._balancer.plan.shares
+        # The whole batch, for then the sum needs no factor; unless the products would be less exact than they could
+        # be (equal shares: c_i = 1), or too small for a narrow wire.
+        if isinstance(self._codec, Identity) and min(shares) != max(shares):
+            return whole
+        return whole / self._engine.size
 
     def _weight_now(self) -> float:
         """c_i of this step: `p.grad` is a mean over as many terms as the last pass that had any."""
-        terms = self._balancer.count_now or self._unit
+        terms = self._balancer.count_now or self._passes.unit
         return terms / self._reference() / self._predivide
 
     def _outgoing(self) -> list[float]:
-        return self._balancer.outgoing(leads=self._leads, count=sum(self._counts))
+        return self._balancer.outgoing(leads=self._leads, count=self._passes.terms)
 
     def _after_backward(self) -> None:
         self._callback_queued = False
-        self._unstash()
-        if not self._unit:
-            self._unit = self._counts[-1]
-            if not self._unit and not self._final:  # nothing counted yet, so nothing may be left, not even a NaN
-                for parameter in self._parameters:
-                    parameter.grad = None
+        self._passes.end(final=self._final)
         if self._final:
             self._finish()
         else:
@@ -246,8 +204,8 @@ class GradientReducer:
 
     def _submit_rest(self) -> None:
         """Sends what no hook has sent."""
-        self._unstash()
-        if sum(self._counts) == 0:
+        self._passes.restore()
+        if self._passes.terms == 0:
             self._weight = 0.0  # nothing computed here counts, not even a NaN
         for parameter in self._parameters:
             if parameter not in self._ready:
@@ -255,7 +213,7 @@ class GradientReducer:
 
     def withdraw(self) -> Callable[[], bool]:
         """Takes part in the next exchange with nothing, without waiting; tells whether it is over."""
-        self._counts.clear()
+        self._passes.forget()
         self._submit_rest()
         return self._exchange.done
 
@@ -281,12 +239,13 @@ class GradientReducer:
             self._pending = [len(members) for members in self._layout.members]
             self._ready.clear()
             self._weight = None
-            self._counts.clear()
-            self._unit = 0.0
+            self._passes.clear()
             self._batches = 0
         self.wait_s += time.perf_counter() - start
         self._balancer.resume()
-        self._deliver(results)
+        for index, flat in enumerate(results):
+            self._layout.deliver(index, flat)
+            self.bytes_sent += flat.numel() * flat.element_size()
         self.reduced = True
         self._balancer.incoming(total, leads=self._leads)
 
@@ -297,20 +256,3 @@ class GradientReducer:
         # The sum over the passes done, as Horovod's: fewer than `passes` where step() came early.
         passes = max(1, min(self._batches, self.passes))
         return self._scale * passes * self._predivide * self._reference() / total[0]
-
-    def _deliver(self, results: list[torch.Tensor]) -> None:
-        with torch.no_grad():
-            for index, (members, flat) in enumerate(zip(self._layout.members, results, strict=True)):
-                if flat is not self._layout.buckets[index]:
-                    self._layout.buckets[index].copy_(flat)
-                self.bytes_sent += flat.numel() * flat.element_size()
-                for parameter in members:
-                    view = self._layout.slot[parameter][1]
-                    if parameter.grad is not None and parameter.grad.is_sparse:
-                        parameter.grad = view.to_sparse()
-                    elif view.dtype == parameter.dtype:
-                        parameter.grad = view
-                    elif parameter.grad is None:
-                        parameter.grad = view.to(parameter.dtype)
-                    else:
-                        parameter.grad.copy_(view)

@@ -1,0 +1,77 @@
+"""The backward passes of one step, over different numbers of loss terms, added up in `p.grad`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+class Passes:
+    """Keeps `p.grad` equal to sum(n_j g_j) / n over the passes so far, where pass j's mean over n_j terms is g_j.
+
+    `p.grad` is in units of 1 / n: adding the next pass's mean gradient to it then gives the right sum again, whatever
+    the passes' sizes.
+
+    Args:
+        parameters: a sequence that may grow.
+    """
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        self._parameters = parameters
+        self._counts: list[float] = []
+        self._stash: dict[torch.nn.Parameter, torch.Tensor | None] | None = None
+        self.unit = 0.0  # n; 0 while `p.grad` holds nothing
+
+    @property
+    def terms(self) -> float:
+        """Loss terms of all passes."""
+        return sum(self._counts)
+
+    def expect(self, terms: float) -> None:
+        """Before a pass over `terms` loss terms."""
+        self.restore()
+        if not self._counts or not self.unit:
+            return
+        if terms == 0:  # what this pass leaves in p.grad counts for nothing, and may be NaN
+            self._stash = {p: p.grad for p in self._parameters}
+            for parameter in self._parameters:
+                parameter.grad = None
+        elif self.unit != terms:
+            for parameter in self._parameters:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(self.unit / terms)
+            self.unit = terms
+
+    def begin(self, terms: float) -> None:
+        """At the first gradient of a pass."""
+        self._counts.append(terms)
+
+    def undo(self) -> None:
+        """The pass that began did not end."""
+        self._counts.pop()
+
+    def end(self, *, final: bool) -> None:
+        """After a pass; `final`: the exchange follows."""
+        self.restore()
+        if not self.unit:
+            self.unit = self._counts[-1]
+            if not self.unit and not final:  # nothing counted yet, so nothing may be left, not even a NaN
+                for parameter in self._parameters:
+                    parameter.grad = None
+
+    def restore(self) -> None:
+        """Puts back what a pass without terms must not touch."""
+        if self._stash is not None:
+            for parameter, grad in self._stash.items():
+                parameter.grad = grad
+            self._stash = None
+
+    def forget(self) -> None:
+        """What was computed will not count."""
+        self._counts.clear()
+
+    def clear(self) -> None:
+        """After the exchange: `p.grad` is the global gradient."""
+        self._counts.clear()
+        self.unit = 0.0
