@@ -5,42 +5,26 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 from hvd_hetero.engine.port import Engine
 from hvd_hetero.policy.replan import Plan, ReplanRule
 
 from . import control
 from .agreement import Terms, agree
+from .attachment import Attached, PeerError
 from .meter import ComputeMeter, Stopwatch, WallClock
 from .planner import Planner
 
 FAIL_WAIT_S = 30.0  # at least so long a rank that fails waits for the others to hear of it
 
 
-class PeerError(RuntimeError):
-    """Another rank cannot go on."""
-
-
-class Attached(Protocol):
-    """An exchange of gradients, as the balancer sees it."""
-
-    def on_begin(self) -> None:
-        """A global batch begins."""
-
-    def on_count(self, terms: float) -> None:
-        """The next backward pass is over so many loss terms."""
-
-    def withdraw(self) -> Callable[[], bool]:
-        """Takes part with nothing, without waiting; what it returns tells whether the exchange is over."""
-
-
 class Balancer:
     """Shares of a global batch in proportion to what each rank can do, from measured compute times.
 
-    Constructing one is a collective call: every rank does it, in the same order, with the same arguments where they
-    concern all ranks (a difference raises on every rank, naming it).
+    Constructing one is a collective call, with the same arguments on all ranks where they concern all (a difference
+    raises on every rank, naming it).
 
     Args:
         engine: the ranks that share the global batch.
@@ -75,6 +59,7 @@ class Balancer:
         name: str = "balancer",
     ) -> None:
         self.engine, self.name = engine, name
+        self.rank, self.size = engine.rank, engine.size
         self.terms = agree(
             engine,
             Terms(
@@ -108,14 +93,6 @@ class Balancer:
         self.data_s = 0.0  # waited for data since the last exchange
 
     # What a script asks ---------------------------------------------------------------------------------------------
-
-    @property
-    def rank(self) -> int:
-        return self.engine.rank
-
-    @property
-    def size(self) -> int:
-        return self.engine.size
 
     @property
     def plan(self) -> Plan:

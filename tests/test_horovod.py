@@ -46,9 +46,13 @@ def test_laws_under_mpi(ranks):
 
 
 def test_the_laws_hold_without_our_settings():
-    """Horovod's own waiting and cycle, as on a build without the performance repairs."""
+    """Horovod's own waiting, cycle and all-reduce, as on a build without the performance repairs."""
     settings = {"HOROVOD_EVENT_DRIVEN_CYCLE": "0", "HOROVOD_BLOCKING_WAIT": "0", "HOROVOD_CYCLE_TIME": "1"}
-    run_checks(2, CHECKS, **settings)
+    run_checks(2, CHECKS, HOROVOD_GLOO_ALLREDUCE="ring", **settings)
+
+
+def test_the_laws_hold_on_two_nodes_of_unlike_size():
+    run_checks(3, CHECKS, options=("-H", "localhost:2,127.0.0.1:1"))
 
 
 def test_a_loader_that_raises_on_one_rank_ends_every_rank_with_the_cause():

@@ -173,6 +173,13 @@ def test_sums_in_two_levels_are_exact(speed: Launch, ranks: int) -> None:
     assert len(sums) == ranks and not any(sums), sums
 
 
+@needs("gloo_loop")
+def test_an_idle_rank_sleeps(speed: Launch) -> None:
+    ended_well(speed, 4)
+    for seen in speed.ranks.values():
+        assert seen["idle_wake_ups"] < 100, seen  # each of several event threads alone would come to 100
+
+
 @needs("blocking_wait")
 def test_waiting_takes_no_processor_time(speed: Launch) -> None:
     ended_well(speed, 4)

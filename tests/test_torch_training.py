@@ -12,7 +12,7 @@ pytest.importorskip("horovod.torch", reason="build it with hvd-hetero build-horo
 
 import hvd_hetero.torch as hvd
 from hvd_hetero.engine.local import World
-from hvd_hetero.optimizers.balancer import PeerError
+from hvd_hetero.optimizers.attachment import PeerError
 
 LENGTH, WHOLE = 20, 8  # the third batch of an epoch is short
 SHARES = (5, 2, 1)

@@ -144,4 +144,45 @@ EDITS: Final = (
     fused_input_data = buffer_data;
 """,
     ),
+    Edit(
+        name="gloo_loop",
+        reason="each of Gloo's event threads, one per context, wakes 100 times a second to look whether it should end: "
+        "0.4 ms of CPU a step on a rank with a fifth of a core. It is woken when there is a reason",
+        file="third_party/gloo/gloo/transport/tcp/loop.cc",
+        find="    nfds = epoll_wait(fd_, events.data(), events.size(), 10);\n",
+        replace="    nfds = epoll_wait(fd_, events.data(), events.size(), 1000);\n",
+    ),
+    Edit(
+        name="gloo_loop",
+        reason="the end is such a reason",
+        file="third_party/gloo/gloo/transport/tcp/loop.cc",
+        find="    done_ = true;\n    loop_->join();\n",
+        replace="    done_ = true;\n    defer([] {});\n    loop_->join();\n",
+    ),
+    Edit(
+        name="gloo_loop",
+        reason="so is a thread that waits for the next turn. What is deferred takes the lock, which is free once that "
+        "thread waits: the turn's signal cannot come before",
+        file="third_party/gloo/gloo/transport/tcp/loop.cc",
+        find="    std::unique_lock<std::mutex> lock(m_);\n    cv_.wait(lock);\n",
+        replace="    std::unique_lock<std::mutex> lock(m_);\n"
+        "    defer([this] { std::lock_guard<std::mutex> guard(m_); });\n"
+        "    cv_.wait(lock);\n",
+    ),
+    Edit(
+        name="gloo_loop",
+        reason="while another thread holds a connection's lock, the event thread finds the same event again and again: "
+        "it spins, for as long as a rank with a small quota has none left. A short sleep leaves that thread the core",
+        file="third_party/gloo/gloo/transport/tcp/pair.cc",
+        find="  std::unique_lock<std::mutex> lock(m_, std::try_to_lock);\n  if (!lock) {\n    return;\n",
+        replace="  std::unique_lock<std::mutex> lock(m_, std::try_to_lock);\n  if (!lock) {\n"
+        "    std::this_thread::sleep_for(std::chrono::microseconds(20));\n    return;\n",
+    ),
+    Edit(
+        name="gloo_loop",
+        reason="what the sleep needs",
+        file="third_party/gloo/gloo/transport/tcp/pair.cc",
+        find="#include <sstream>\n",
+        replace="#include <chrono>\n#include <sstream>\n#include <thread>\n",
+    ),
 )

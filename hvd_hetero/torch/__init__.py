@@ -70,7 +70,7 @@ from horovod.torch import (
     stop_timeline,
 )
 
-from hvd_hetero.optimizers.balancer import PeerError
+from hvd_hetero.optimizers.attachment import PeerError
 from hvd_hetero.policy.replan import ReplanRule
 
 from .balancer import Balancer

@@ -19,12 +19,9 @@ from hvd_hetero.optimizers.balancer import Balancer
 from hvd_hetero.optimizers.weighted import WeightedExchange
 
 from .layout import WIRE, BucketLayout
+from .loss import mean_over_ranks
 from .passes import Passes
 from .stopwatch import stopwatch_of
-
-
-def _write(view: torch.Tensor, values: Sequence[float]) -> None:
-    view.copy_(torch.tensor(values, dtype=view.dtype))
 
 
 class GradientReducer:
@@ -108,7 +105,7 @@ class GradientReducer:
             outgoing=self._outgoing,
             name=f"hvd_hetero.{self._balancer.name}.{self._number}.{self._generation}",
             codec=self._codec,
-            write=_write,
+            write=lambda view, values: view.copy_(torch.tensor(values, dtype=view.dtype)),
         )
         self._pending = [len(members) for members in self._layout.members]
         self._ready: set[torch.nn.Parameter] = set()
@@ -166,11 +163,10 @@ class GradientReducer:
     def _reference(self) -> float:
         """n_ref of this step, the same on all ranks."""
         whole, shares = self._balancer.global_batch_size, self._balancer.plan.shares
-        # The whole batch, for then the sum needs no factor; unless the products would be less exact than they could
-        # be (equal shares: c_i = 1), or too small for a narrow wire.
-        if isinstance(self._codec, Identity) and min(shares) != max(shares):
-            return whole
-        return whole / self._engine.size
+        # The whole batch makes the sum's factor 1; but equal shares have exact products with c_i = 1, and narrow wires
+        # need that range.
+        exact = isinstance(self._codec, Identity) and min(shares) != max(shares)
+        return whole if exact else whole / self._engine.size
 
     def _weight_now(self) -> float:
         """c_i of this step: `p.grad` is a mean over as many terms as the last pass that had any."""
@@ -219,15 +215,8 @@ class GradientReducer:
 
     def mean_over_ranks(self, loss: Any) -> Any:
         """The mean of `loss` over all ranks' loss terms."""
-        if loss is None:
-            return None
-        terms = self._balancer.count_now or 0.0
-        local = loss.detach() if isinstance(loss, torch.Tensor) else loss
-        value = float(local) * terms if terms else 0.0
-        sums = torch.tensor([value, terms], dtype=torch.float64)
-        self._engine.allreduce_async(sums, name=f"hvd_hetero.{self._balancer.name}.{self._number}.loss").wait()
-        mean = sums[0] / sums[1] if sums[1] else sums[0]
-        return mean.to(loss) if isinstance(loss, torch.Tensor) else float(mean)
+        name = f"hvd_hetero.{self._balancer.name}.{self._number}.loss"
+        return mean_over_ranks(loss, terms=self._balancer.count_now or 0.0, engine=self._engine, name=name)
 
     def _finish(self) -> None:
         self._submit_rest()

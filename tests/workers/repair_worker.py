@@ -32,6 +32,15 @@ def seconds(action: Any, repeats: int = 1) -> list[float]:
     return times
 
 
+def wake_ups() -> int:
+    """How often the threads of this process have gone to sleep so far."""
+    switches = 0
+    for status in Path("/proc/self/task").glob("*/status"):
+        lines = status.read_text().splitlines()
+        switches += int(next(line.split()[1] for line in lines if line.startswith("voluntary_ctxt_switches")))
+    return switches
+
+
 def wrong_sums(prefix: str, ranks: list[int], process_set: Any) -> list[str]:
     """The sums over the ranks that are not exact, by size and type."""
     wrong = []
@@ -81,6 +90,10 @@ def speed(_folder: Path) -> dict[str, Any]:
         if process_set.included():
             seen["wrong"][str(count)] = wrong_sums(f"set{count}", list(process_set.ranks), process_set)
     hvd.allreduce(torch.ones(1), name="start")
+
+    before = wake_ups()
+    time.sleep(1.0)
+    seen["idle_wake_ups"] = wake_ups() - before
 
     seen["ping_s"] = sum(seconds(lambda: hvd.allreduce(torch.ones(1), name="ping"), 20))
     handles = [hvd.allreduce_async(torch.full((10,), float(i)), op=hvd.Sum, name=f"many.{i}") for i in range(50)]

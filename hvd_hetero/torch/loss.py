@@ -1,0 +1,24 @@
+"""A loss that all ranks agree on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hvd_hetero.engine.port import Engine
+
+
+def mean_over_ranks(loss: Any, *, terms: float, engine: Engine, name: str) -> Any:
+    """The mean over all ranks' loss terms of `loss`, this rank's mean over `terms` of them; None for None.
+
+    A collective call. A tensor gives a tensor of its type and device, a number a float.
+    """
+    if loss is None:
+        return None
+    local = loss.detach() if isinstance(loss, torch.Tensor) else loss
+    value = float(local) * terms if terms else 0.0
+    sums = torch.tensor([value, terms], dtype=torch.float64)
+    engine.allreduce_async(sums, name=name).wait()
+    mean = sums[0] / sums[1] if sums[1] else sums[0]
+    return mean.to(loss) if isinstance(loss, torch.Tensor) else float(mean)
