@@ -6,7 +6,7 @@ import shutil
 import pytest
 from launch import WORKERS, horovodrun
 
-from hvd_hetero.engine.build import installed_build
+from hvd_hetero.engine.build import has_edit, installed_build
 
 pytestmark = [
     pytest.mark.horovod,
@@ -25,6 +25,15 @@ CHECKS = [
 ]
 
 
+def checks_for(ranks, controller="gloo"):
+    """Those that can hold: law 1 needs a plain Horovod that repeats itself.
+
+    Its sums of more than two depend on how it happens to fuse tensors, unless they are made in the order of nodes.
+    """
+    repeats = ranks == 2 or (controller == "gloo" and has_edit("gloo_hierarchy"))
+    return [check for check in CHECKS if repeats or check != "law_1_identical_to_plain_horovod"]
+
+
 def run_checks(ranks, checks, **options):
     launched = horovodrun(ranks, "law_worker.py", *checks, **options)
     passed = re.findall(r"OK (\w+)", launched.output)
@@ -33,7 +42,7 @@ def run_checks(ranks, checks, **options):
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_laws_under_gloo(ranks):
-    run_checks(ranks, CHECKS)
+    run_checks(ranks, checks_for(ranks))
 
 
 @pytest.mark.mpi
@@ -42,7 +51,8 @@ def test_laws_under_gloo(ranks):
 )
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_laws_under_mpi(ranks):
-    run_checks(ranks, [check for check in CHECKS if check != "waiting_does_not_spin"], controller="mpi")
+    checks = [check for check in checks_for(ranks, "mpi") if check != "waiting_does_not_spin"]
+    run_checks(ranks, checks, controller="mpi")
 
 
 def test_the_laws_hold_without_our_settings():
@@ -52,7 +62,7 @@ def test_the_laws_hold_without_our_settings():
 
 
 def test_the_laws_hold_on_two_nodes_of_unlike_size():
-    run_checks(3, CHECKS, options=("-H", "localhost:2,127.0.0.1:1"))
+    run_checks(3, checks_for(3), options=("-H", "localhost:2,127.0.0.1:1"))
 
 
 def test_a_loader_that_raises_on_one_rank_ends_every_rank_with_the_cause():

@@ -67,11 +67,7 @@ class Passes:
                 parameter.grad = grad
             self._stash = None
 
-    def forget(self) -> None:
-        """What was computed will not count."""
-        self._counts.clear()
-
     def clear(self) -> None:
-        """After the exchange: `p.grad` is the global gradient."""
+        """Starts anew: what `p.grad` holds is the global gradient, or will not count."""
         self._counts.clear()
         self.unit = 0.0

@@ -209,7 +209,7 @@ class GradientReducer:
 
     def withdraw(self) -> Callable[[], bool]:
         """Takes part in the next exchange with nothing, without waiting; tells whether it is over."""
-        self._passes.forget()
+        self._passes.clear()
         self._submit_rest()
         return self._exchange.done
 

@@ -24,7 +24,6 @@
 #include "gloo/allgather.h"
 #include "gloo/common/error.h"
 #include "gloo/transport/unbound_buffer.h"
-#include "gloo/types.h"
 
 #include "../logging.h"
 
@@ -137,8 +136,10 @@ void GlooHierarchy::CheckVariable() {
 }
 
 GlooHierarchy::GlooHierarchy(std::shared_ptr<gloo::Context> context) : context_(std::move(context)) {
-  usable_ = FindNodes() && ShareMemory() && ConnectNodes();
-  if (!usable_) {
+  usable_ = FindNodes() && ShareMemory();
+  if (usable_) {
+    ConnectNodes();
+  } else {
     LOG(DEBUG) << "All-reduce in one level: the ranks of a node could not share memory, or there are too many nodes.";
     Unmap();
   }
@@ -320,7 +321,7 @@ void GlooHierarchy::Abort() noexcept {}
 
 // Buffers on both sides of each pair of owners, made once: what is sent goes straight into its place. (Gloo's unbound
 // buffers, made for each operation, take three messages for one: either side first tells the other.)
-bool GlooHierarchy::ConnectNodes() {
+void GlooHierarchy::ConnectNodes() {
   const int slot = context_->nextSlot(2);
   const int nodes = nodes_.size();
   if (local_ < rails_ && nodes > 1) {
@@ -337,12 +338,13 @@ bool GlooHierarchy::ConnectNodes() {
       auto& peer = peers_[node];
       peer.sum_out = pair->createSendBuffer(slot, Results(), 2 * kChunkBytes);
       peer.sum_in = pair->createRecvBuffer(slot, Incoming(node, 0), kPlaces * place_bytes_);
-      peer.total_out = pair->createSendBuffer(slot + 1, Results(), 2 * kChunkBytes);
-      peer.total_in = pair->createRecvBuffer(slot + 1, Results(), 2 * kChunkBytes);
+      if (nodes > 2) {  // two nodes exchange sums, and each makes the total
+        peer.total_out = pair->createSendBuffer(slot + 1, Results(), 2 * kChunkBytes);
+        peer.total_in = pair->createRecvBuffer(slot + 1, Results(), 2 * kChunkBytes);
+      }
     }
   }
   Gathered(context_, uint8_t{1});  // nobody sends before everybody can receive
-  return true;
 }
 
 // One all-reduce: the data goes through in chunks. While one chunk is between the nodes, the next is summed within them.

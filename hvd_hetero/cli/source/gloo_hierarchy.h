@@ -62,7 +62,7 @@ private:
 
   bool FindNodes();
   bool ShareMemory();
-  bool ConnectNodes();
+  void ConnectNodes();
   void Unmap();
   void Abort() noexcept;
   void Announce(std::atomic<uint32_t>& word, uint32_t chunk);
