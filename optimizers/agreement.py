@@ -6,7 +6,7 @@ and every rank raises.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -94,6 +94,34 @@ def agree_on(engine: Engine, values: Mapping[str, int], *, name: str) -> None:
     table = np.asarray(engine.allgather_async(row, name=name).wait())
     for column, title in enumerate(values):
         _same(table[:, column].tolist(), title)
+
+
+TEXT_BYTES = 1024
+
+
+def agree_text(engine: Engine, describe: Callable[[], str], *, title: str, name: str) -> None:
+    """Returns when `describe()` gave the same text on all ranks.
+
+    Raises:
+        ValueError, TypeError: what `describe` raised, on the rank where it did; on all others, and where texts
+            differ, a ValueError that says who passed what.
+    """
+    problem: Exception | None = None
+    text = ""
+    try:
+        text = describe()
+    except (ValueError, TypeError) as error:
+        problem, text = error, f"wrong arguments ({error})"
+    row: np.ndarray = np.zeros((1, TEXT_BYTES), dtype=np.uint8)
+    written = (("!" if problem else "=") + text).encode("utf-8")[:TEXT_BYTES]
+    row[0, : len(written)] = np.frombuffer(written, dtype=np.uint8)
+    table = np.asarray(engine.allgather_async(row, name=name).wait())
+    if problem is not None:
+        raise problem
+    said = [bytes(one).rstrip(b"\0").decode("utf-8", "replace") for one in table]
+    if len(set(said)) > 1:
+        received = "; ".join(f"rank {rank}: {one[1:]}" for rank, one in enumerate(said))
+        raise ValueError(f"{title}: expected the same on every rank. Received: {received}.")
 
 
 def largest(engine: Engine, value: int, *, name: str) -> int:

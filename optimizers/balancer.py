@@ -130,6 +130,10 @@ class Balancer:
         self._set_count(float(samples))
         self._meter.run()
 
+    def begin_unseen(self) -> bool:
+        """Whether a batch begins now that nothing has announced: never, for a balancer that is told of its batches."""
+        return False
+
     def count(self, terms: float) -> None:
         """Says, before `backward()`, over how many loss terms this rank's loss is a mean.
 

@@ -12,10 +12,11 @@ shares every product is exact; the whole batch makes the divisor 1, and saves go
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
-from hvd_hetero.codecs.codec import Codec, Identity
+from hvd_hetero.codecs.verbs import verbs_of
 from hvd_hetero.engine.port import Engine, Handle
 
 
@@ -23,17 +24,26 @@ def _write(array: Any, values: Sequence[float]) -> None:
     array[...] = values
 
 
+class Way(Protocol):
+    """How a bucket is summed: a `Route`, or several to choose from."""
+
+    def start(self, array: Any, *, name: str) -> Handle: ...
+
+    def settle(self, finite: bool) -> None: ...
+
+
 class WeightedExchange:
     """Sums flat buckets of weighted gradients over the ranks, and with them a *control* vector.
 
     Args:
         engine: who communicates.
-        buckets: flat arrays that hold c_i g_i when submitted, and g when finished (in place when the codec is
-            the identity).
+        buckets: flat arrays that hold c_i g_i when submitted, and perhaps g when finished.
+        routes: the way of each bucket.
         control: a short array; the sum over ranks of what `outgoing()` returned comes back from `finish`. It is
             either the tail of one of the buckets, and then `rides_in` is that bucket's index, or an array of its own.
         outgoing: called right before the control vector is sent.
         name: prefix of the operations' names, the same on all ranks and different from any other exchange's.
+        lossy: whether a route may keep something back, which a step that is not finite must leave alone.
         write: copies a list of floats into an array.
     """
 
@@ -43,16 +53,17 @@ class WeightedExchange:
         buckets: Sequence[Any],
         control: Any,
         *,
+        routes: Sequence[Way],
         rides_in: int | None,
         outgoing: Callable[[], Sequence[float]],
         name: str,
-        codec: Codec | None = None,
+        lossy: bool = False,
         write: Callable[[Any, Sequence[float]], None] = _write,
     ) -> None:
         self._engine, self._buckets, self._control = engine, list(buckets), control
         self._rides_in, self._outgoing, self._name = rides_in, outgoing, name
-        self._codec, self._write = codec or Identity(), write
-        self._handles: dict[int, tuple[Handle, Any]] = {}
+        self._routes, self._lossy, self._write = list(routes), lossy, write
+        self._handles: dict[int, Handle] = {}
         self._control_handle: Handle | None = None
 
     @property
@@ -67,14 +78,14 @@ class WeightedExchange:
         elif self._rides_in is None and self._control_handle is None:
             self._write(self._control, self._outgoing())
             self._control_handle = self._engine.allreduce_async(self._control, name=f"{self._name}.control")
-        wire, context = self._codec.encode(self._buckets[index])
-        handle = self._engine.allreduce_async(wire, name=f"{self._name}.bucket.{index}")
-        self._handles[index] = (handle, context)
+        self._handles[index] = self._routes[index].start(self._buckets[index], name=f"{self._name}.bucket.{index}")
+        for handle in self._handles.values():
+            handle.done()  # starts what may follow on what is done
 
     def done(self) -> bool:
         """True when nothing is under way."""
         control_done = self._control_handle is None or self._control_handle.done()
-        return control_done and all(handle.done() for handle, _ in self._handles.values())
+        return control_done and all([handle.done() for handle in self._handles.values()])
 
     def finish(self, scale: Callable[[list[float]], float]) -> tuple[list[Any], list[float]]:
         """The buckets, multiplied by `scale(control)`, and the control vector summed over the ranks.
@@ -89,9 +100,11 @@ class WeightedExchange:
         control_handle, self._control_handle = self._control_handle, None
         if control_handle is not None:
             control_handle.wait()
-        results = [
-            self._codec.decode(handle.wait(), context) for _, (handle, context) in sorted(handles.items())
-        ]
+        results = [handle.wait() for _, handle in sorted(handles.items())]
+        if self._lossy:
+            finite = all(math.isfinite(verbs_of(result).largest(result)) for result in results)
+            for route in self._routes:
+                route.settle(finite)
         sums = [float(value) for value in self._control.tolist()]
         factor = scale(sums)
         if factor != 1.0:

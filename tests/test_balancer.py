@@ -5,10 +5,12 @@ import json
 import numpy as np
 import pytest
 
+from hvd_hetero.engine.hierarchy import one_level
 from hvd_hetero.engine.local import World
 from hvd_hetero.optimizers import control
 from hvd_hetero.optimizers.balancer import Balancer
 from hvd_hetero.optimizers.dealer import Dealer, cut, proportional
+from hvd_hetero.optimizers.route import Route
 from hvd_hetero.optimizers.weighted import WeightedExchange
 
 WHOLE = 64
@@ -52,6 +54,7 @@ def train(engine, *, speeds, steps, lookahead=0, length=None, changes=None, stat
         engine,
         [vector],
         vector,
+        routes=[Route(one_level(engine), "flat")],
         rides_in=0,
         outgoing=lambda: balancer.outgoing(leads=number == 0, count=balancer.count_now),
         name="train",

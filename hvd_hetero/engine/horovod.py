@@ -120,11 +120,21 @@ class HorovodEngine:
         if len(self.ranks) != self._binding.size():
             raise ValueError("Expected group() on the engine of all ranks, because Horovod's process sets are made by "
                              f"all ranks together. Received: the engine of ranks {self.ranks}.")
+        process_set = self._process_set(members)
+        return HorovodEngine(process_set) if process_set.included() else None
+
+    def _process_set(self, members: list[int]) -> Any:
+        """The process set of these global ranks: the one that there is, or a new one."""
+        process_sets = importlib.import_module("horovod.common.process_sets")
+        for number, ranks in process_sets._basics._get_process_set_ids_and_ranks().items():
+            if ranks == members:
+                existing = process_sets.ProcessSet(members)
+                existing.process_set_id = number
+                return existing
         try:
-            process_set = self._binding.add_process_set(members)
+            return process_sets.add_process_set(members)
         except ValueError as error:
             raise ValueError(
-                f"No process set of ranks {members}: {error} Expected HOROVOD_DYNAMIC_PROCESS_SETS=1 or "
-                f'hvd.init(process_sets="dynamic").'
+                f"Expected process sets that can be made after hvd.init(), for ranks {members}. Received: {error} "
+                f'Set HOROVOD_DYNAMIC_PROCESS_SETS=1, or call hvd.init(process_sets="dynamic").'
             ) from error
-        return HorovodEngine(process_set) if process_set.included() else None

@@ -97,10 +97,10 @@ def _finish(name: str, call: _Call) -> None:
 
 
 class _Pending:
-    """A handle on a `_Call`, returning what the rank passed in where the operation works in place."""
+    """A handle on a `_Call`: `mine`, what the rank passed in, where the operation works in place, else its like."""
 
-    def __init__(self, group: _Group, call: _Call, rank: int, name: str, mine: Any) -> None:
-        self.group, self.call, self.rank, self.name, self.mine = group, call, rank, name, mine
+    def __init__(self, group: _Group, call: _Call, rank: int, name: str, mine: Any, in_place: bool) -> None:
+        self.group, self.call, self.rank, self.name, self.mine, self.in_place = group, call, rank, name, mine, in_place
 
     def done(self) -> bool:
         return self.call.ready.is_set()
@@ -112,7 +112,10 @@ class _Pending:
                 raise CollectiveError(f"{self.name!r}: another rank stopped before it took part.")
         if self.call.error is not None:
             raise CollectiveError(self.call.error)
-        return self.mine if self.mine is not None else self.call.results[self.rank]
+        if self.in_place:
+            return self.mine
+        result = self.call.results[self.rank]
+        return result if isinstance(self.mine, np.ndarray) else self.mine.new_tensor(result)
 
 
 class LocalEngine:
@@ -142,7 +145,7 @@ class LocalEngine:
     def _start(self, name: str, array: Any, signature: tuple[Any, ...], in_place: bool) -> _Pending:
         view = np.asarray(array)
         call = self._group.enter(self._rank, name, view, signature)
-        return _Pending(self._group, call, self._rank, name, array if in_place else None)
+        return _Pending(self._group, call, self._rank, name, array, in_place)
 
     def allreduce_async(self, array: Any, *, name: str, op: Op = "sum") -> _Pending:
         return self._start(name, array, ("allreduce", op), True)

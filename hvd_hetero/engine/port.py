@@ -6,7 +6,7 @@ are mutable and live on the CPU or on a device (numpy arrays, torch tensors). Ra
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
 
 Op = Literal["sum", "min", "max"]
@@ -64,3 +64,48 @@ class Engine(Protocol):
     def group(self, ranks: Sequence[int]) -> Engine | None:
         """The engine of a subset of this group's ranks, None on a rank outside it. Every rank of the group calls
         it, with the same ranks, in the same order."""
+
+
+Steps = Generator[Handle, Any, Any]
+"""Collectives one after the other: yields each one's handle, is sent its result, and returns the last result."""
+
+
+class Chain:
+    """The handle on several collectives, each of which starts when the one before it is done.
+
+    Ranks that have several chains under way must start them in the same order, and wait for them in that order or
+    look at all of them: then no two ranks ever wait for each other.
+    """
+
+    def __init__(self, steps: Steps) -> None:
+        self._steps = steps
+        self._current: Handle | None = None
+        self._result: Any = None
+        self._go(lambda: next(steps))
+
+    def _go(self, step: Callable[[], Handle]) -> None:
+        try:
+            self._current = step()
+        except StopIteration as end:
+            self._current, self._result = None, end.value
+
+    def _forward(self, current: Handle) -> None:
+        try:
+            value = current.wait()
+        except Exception as error:
+            failure = error
+            self._go(lambda: self._steps.throw(failure))
+        else:
+            self._go(lambda: self._steps.send(value))
+
+    def done(self) -> bool:
+        """True when all of it is done; starts what can be started."""
+        while self._current is not None and self._current.done():
+            self._forward(self._current)
+        return self._current is None
+
+    def wait(self) -> Any:
+        """What the last collective led to. Raises what any of them raised."""
+        while self._current is not None:
+            self._forward(self._current)
+        return self._result

@@ -7,7 +7,6 @@ Every public name of `horovod.torch` is here with its meaning unchanged. Added a
 from horovod.torch import (
     Adasum,
     Average,
-    Compression,
     HorovodInternalError,
     Max,
     Min,
@@ -72,8 +71,10 @@ from horovod.torch import (
 
 from hvd_hetero.optimizers.attachment import PeerError
 from hvd_hetero.policy.replan import ReplanRule
+from hvd_hetero.policy.topology import Topology
 
 from .balancer import Balancer
+from .compression import Compression
 from .function import broadcast_optimizer_state, broadcast_parameters, init, synchronize
 from .loader import BalancedBatchSampler, BalancedDataLoader
 from .optimizer import DistributedOptimizer
@@ -95,6 +96,7 @@ __all__ = [
     "ReplanRule",
     "Sum",
     "SyncBatchNorm",
+    "Topology",
     "add_process_set",
     "allgather",
     "allgather_async",

@@ -20,6 +20,7 @@ from hvd_hetero.trace.record import Trace
 
 Batch = TypeVar("Batch")
 
+
 class Balancer(framework_free.Balancer):
     """Shares of the global batch in proportion to each rank's measured speed; one per training loop.
 
@@ -83,3 +84,18 @@ class Balancer(framework_free.Balancer):
             if len(sizes) > 1:
                 self._set_count(float(size))
             yield pytree.tree_map(lambda leaf, part=part: leaf[part] if isinstance(leaf, torch.Tensor) else leaf, batch)
+
+
+class EqualWeights(Balancer):
+    """A balancer for those who want none: one loss term for each rank and backward pass, as Horovod counts."""
+
+    def begin_unseen(self) -> bool:
+        """True: a batch that nothing has announced begins."""
+        self.begin(1)
+        return True
+
+
+def equal_weights(process_set: Any) -> EqualWeights:
+    """An `EqualWeights` over the ranks of `process_set`. A collective call."""
+    engine = HorovodEngine(process_set)
+    return EqualWeights(engine.size, adaptive=False, engine=engine)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -33,12 +33,16 @@ class BucketLayout:
         groups: parameters that share a bucket instead, or the number of buckets.
         tail: so many more elements at the end of the last bucket.
         sparse_as_dense: whether sparse gradients are taken, as dense ones.
+        lossy: whether a parameter's gradient goes through a codec. Those that do share no bucket with the others, and
+            the tail is never among them.
 
     Attributes:
         buckets: flat tensors.
+        lossy: for each bucket, whether it goes through a codec.
         members: the parameters of each bucket.
         slot: parameter -> its bucket's index, and its view in the bucket, of the parameter's shape.
-        tail: the view of the last bucket's tail, None without one.
+        tail: the view of the tail, None without one.
+        tail_in: the index of the bucket that has it.
     """
 
     def __init__(
@@ -49,15 +53,19 @@ class BucketLayout:
         groups: Groups,
         tail: int,
         sparse_as_dense: bool = False,
+        lossy: Callable[[torch.nn.Parameter], bool] = lambda parameter: False,
     ) -> None:
         self._sparse_as_dense = sparse_as_dense
-        self.members = _grouped(list(reversed(parameters)), bucket_bytes, groups)
+        self.members = _grouped(list(reversed(parameters)), bucket_bytes, groups, lossy)
+        self.lossy = [lossy(members[0]) for members in self.members]
+        exact = [index for index, through in enumerate(self.lossy) if not through]
+        self.tail_in = exact[-1] if exact and tail else None
         self.buckets: list[torch.Tensor] = []
         self.slot: dict[torch.nn.Parameter, tuple[int, torch.Tensor]] = {}
         self.tail: torch.Tensor | None = None
         for index, members in enumerate(self.members):
             elements = sum(parameter.numel() for parameter in members)
-            extra = tail if index == len(self.members) - 1 else 0
+            extra = tail if index == self.tail_in else 0
             flat = torch.zeros(elements + extra, dtype=WIRE[members[0].dtype], device=members[0].device)
             at = 0
             for parameter in members:
@@ -111,7 +119,10 @@ class BucketLayout:
 
 
 def _grouped(
-    ready_order: list[torch.nn.Parameter], bucket_bytes: int, groups: Groups
+    ready_order: list[torch.nn.Parameter],
+    bucket_bytes: int,
+    groups: Groups,
+    lossy: Callable[[torch.nn.Parameter], bool],
 ) -> list[list[torch.nn.Parameter]]:
     """The parameters by bucket."""
     chosen: list[list[torch.nn.Parameter]] = []
@@ -124,10 +135,12 @@ def _grouped(
     for group in chosen:
         if len({(WIRE[p.dtype], p.device) for p in group}) > 1:
             raise ValueError("groups: expected one type and one device within a group. Received: a mixed group.")
+    # A user's group travels together as far as the codec allows.
+    chosen = [part for group in chosen for through in (True, False) if (part := [p for p in group if lossy(p) is through])]
     taken = {id(p) for group in chosen for p in group}
     rest = [p for p in ready_order if id(p) not in taken]
     sizes = [p.numel() * WIRE[p.dtype].itemsize for p in rest]
-    kinds = [(WIRE[p.dtype], p.device) for p in rest]
+    kinds = [(WIRE[p.dtype], p.device, lossy(p)) for p in rest]
     last = min(bucket_bytes, sum(sizes) // 2) if sum(sizes) > OVERLAP_BYTES else bucket_bytes
     buckets = by_dtype(sizes, kinds, cap_bytes=bucket_bytes, last_cap_bytes=last)
     chosen += [[rest[i] for i in bucket] for bucket in buckets]

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import horovod.torch as horovod
 import torch
 
-from hvd_hetero.codecs.codec import HorovodCompressor, Identity
 from hvd_hetero.optimizers.balancer import Balancer
+from hvd_hetero.policy.topology import Topology
 
+from .balancer import equal_weights
+from .compression import is_ours, wire_of
 from .reducer import GradientReducer
+from .ways import Ways
 
 # Few and large: an operation costs each rank a negotiation.
 BUCKET_BYTES = 8 << 20
@@ -31,6 +35,7 @@ def DistributedOptimizer(
     process_set: Any = horovod.global_process_set,
     *,
     balancer: Balancer | None = None,
+    topology: Topology | str | None = None,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> torch.optim.Optimizer:
     """The optimizer, of its own class, with gradients reduced over all ranks before each update.
@@ -41,14 +46,23 @@ def DistributedOptimizer(
     loss terms) of rank i. `op=Sum` multiplies it by the number of ranks; `backward_passes_per_step=k` sums over k
     passes; both as in Horovod.
 
+    A topology, or one of our codecs as `compression`, works with a balancer and without; without one, every rank's
+    gradient counts alike, as in Horovod, and is there when `backward()` returns.
+
     Args:
+        compression: one of `hvd.Compression`, or an object with Horovod's `compress` and `decompress`.
         balancer: deals the shares and carries the counts.
+        topology: how gradients are summed. "flat" (and None): over all ranks at once. "rails", "leader": within nodes
+            and between them, by that algorithm (see `hvd_hetero.engine.hierarchy`). "auto": whichever is fastest when
+            measured, for each bucket. A `Topology`: its nodes instead of those that are found. All but "flat" need
+            `hvd.init(process_sets="dynamic")`.
         bucket_bytes: at most so many bytes of gradients in one operation.
 
     Raises:
         ValueError, TypeError: arguments that do not fit together, on the rank that passed them.
     """
-    if balancer is None:
+    ours = is_ours(compression) or topology is not None
+    if balancer is None and not ours:
         return _plain(
             optimizer,
             named_parameters=named_parameters,
@@ -61,10 +75,12 @@ def DistributedOptimizer(
             sparse_as_dense=sparse_as_dense,
             process_set=process_set,
         )
-    if not isinstance(balancer, Balancer):
+    if balancer is not None and not isinstance(balancer, Balancer):
         raise TypeError(f"balancer: expected an hvd.Balancer. Received: {balancer!r}.")
     if op not in (horovod.Average, horovod.Sum):
-        raise ValueError(f"op: expected hvd.Average or hvd.Sum with a balancer. Received: {op!r}.")
+        raise ValueError(
+            f"op: expected hvd.Average or hvd.Sum with a balancer, a topology or our codecs. Received: {op!r}."
+        )
     if backward_passes_per_step < 1:
         raise ValueError(f"backward_passes_per_step: expected at least 1. Received: {backward_passes_per_step}.")
     if bucket_bytes < 1:
@@ -72,11 +88,20 @@ def DistributedOptimizer(
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if named_parameters is not None:
         _check_names(list(named_parameters), parameters)
+    if balancer is None:
+        balancer = equal_weights(process_set)
+    trace = balancer.trace
+    ways = Ways(
+        balancer.engine,
+        wire=wire_of(compression),
+        topology=topology,
+        tell=lambda name, choice: trace.event("route", bucket=name, **asdict(choice)) if trace else None,
+    )
     reducer = GradientReducer(
         parameters,
         engine=balancer.engine,
         balancer=balancer,
-        codec=Identity() if compression is horovod.Compression.none else HorovodCompressor(compression),
+        ways=ways,
         passes=backward_passes_per_step,
         scale=float(balancer.size) if op == horovod.Sum else 1.0,
         predivide=gradient_predivide_factor,

@@ -28,6 +28,11 @@ class Passes:
         """Loss terms of all passes."""
         return sum(self._counts)
 
+    @property
+    def begun(self) -> bool:
+        """Whether there was a pass."""
+        return bool(self._counts)
+
     def expect(self, terms: float) -> None:
         """Before a pass over `terms` loss terms."""
         self.restore()

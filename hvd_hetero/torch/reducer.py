@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from hvd_hetero.codecs.codec import Codec, Identity
 from hvd_hetero.engine.port import Engine
 from hvd_hetero.optimizers import control
 from hvd_hetero.optimizers.balancer import Balancer
@@ -22,6 +21,7 @@ from .layout import WIRE, BucketLayout
 from .loss import mean_over_ranks
 from .passes import Passes
 from .stopwatch import stopwatch_of
+from .ways import Ways
 
 
 class GradientReducer:
@@ -31,6 +31,7 @@ class GradientReducer:
         parameters: those that require a gradient, in the order of the model.
         passes: backward passes per step; the gradient is the sum over them, as Horovod's is.
         scale: multiplies the weighted mean (the number of ranks for op=Sum).
+        ways: how buckets travel.
         predivide: divides before the sum and multiplies after it, for narrow wires.
         bucket_bytes: at most so much in one operation.
         groups: parameters that travel together, instead of buckets by size.
@@ -42,7 +43,7 @@ class GradientReducer:
         *,
         engine: Engine,
         balancer: Balancer,
-        codec: Codec,
+        ways: Ways,
         passes: int,
         scale: float,
         predivide: float,
@@ -50,7 +51,7 @@ class GradientReducer:
         bucket_bytes: int,
         groups: Sequence[Sequence[torch.nn.Parameter]] | int | None,
     ) -> None:
-        self._engine, self._balancer, self._codec = engine, balancer, codec
+        self._engine, self._balancer, self._ways = engine, balancer, ways
         self.passes, self._scale, self._predivide = passes, scale, predivide
         self._sparse_as_dense, self._bucket_bytes, self._groups = sparse_as_dense, bucket_bytes, groups
         self._parameters: list[torch.nn.Parameter] = []
@@ -87,24 +88,26 @@ class GradientReducer:
     def _lay_out(self) -> None:
         # The control vector rides in a bucket unless a codec would round it.
         tail = control.length(self._engine.size)
-        exact = isinstance(self._codec, Identity)
         self._layout = BucketLayout(
             self._parameters,
             bucket_bytes=self._bucket_bytes,
             groups=self._groups,
-            tail=tail if exact else 0,
+            tail=tail,
             sparse_as_dense=self._sparse_as_dense,
+            lossy=self._ways.takes,
         )
         rides = self._layout.tail is not None
         self._generation += 1
+        name = f"hvd_hetero.{self._balancer.name}.{self._number}.{self._generation}"
         self._exchange = WeightedExchange(
             self._engine,
             self._layout.buckets,
             self._layout.tail if rides else torch.zeros(tail, dtype=torch.float64),
-            rides_in=len(self._layout.buckets) - 1 if rides else None,
+            routes=self._ways.of(self._layout, name=name),
+            rides_in=self._layout.tail_in,
             outgoing=self._outgoing,
-            name=f"hvd_hetero.{self._balancer.name}.{self._number}.{self._generation}",
-            codec=self._codec,
+            name=name,
+            lossy=any(self._layout.lossy),
             write=lambda view, values: view.copy_(torch.tensor(values, dtype=view.dtype)),
         )
         self._pending = [len(members) for members in self._layout.members]
@@ -126,6 +129,7 @@ class GradientReducer:
 
     def _begin_pass(self) -> None:
         """At the first gradient of a backward pass."""
+        self._balancer.begin_unseen()
         terms = self._balancer.count_now
         if terms is None:
             raise RuntimeError(
@@ -165,7 +169,7 @@ class GradientReducer:
         whole, shares = self._balancer.global_batch_size, self._balancer.plan.shares
         # The whole batch makes the sum's factor 1; but equal shares have exact products with c_i = 1, and narrow wires
         # need that range.
-        exact = isinstance(self._codec, Identity) and min(shares) != max(shares)
+        exact = self._ways.exact and min(shares) != max(shares)
         return whole if exact else whole / self._engine.size
 
     def _weight_now(self) -> float:
@@ -188,8 +192,11 @@ class GradientReducer:
 
     def flush(self) -> None:
         """Reduces what has not been: a rank without a sample, or one that stops, still takes part."""
-        if not self.reduced:
-            self._finish()
+        if self.reduced:
+            return
+        if not self._passes.begun and self._balancer.begin_unseen():
+            self._passes.begin(self._balancer.count_now or 0.0)
+        self._finish()
 
     def finished(self) -> None:
         """Ends the step, after the update."""

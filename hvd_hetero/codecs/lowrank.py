@@ -1,0 +1,107 @@
+"""PowerSGD: a gradient matrix as the product of two thin ones, found by one step of power iteration.
+
+Vogels, Karimireddy & Jaggi 2019, arXiv:1905.13727, algorithm 1, with N ranks that hold M_i (weighted):
+
+    P = sum_i M_i Q;    P = orthonormal columns of P;    Q = sum_i M_i^T P;    sum_i M_i ~ P Q^T
+
+Both sums are linear in M_i, so weights fold in and ordinary all-reduces do. Q starts the next step (warm start).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from .verbs import verbs_of
+
+TINY = 1e-8  # columns shorter than this times the longest are taken for noise of the others
+
+
+def orthonormal(matrix: Any) -> Any:
+    """The columns of `matrix` [n, r] made orthonormal, in place, by Gram and Schmidt's modified method.
+
+    A column that depends on those before it becomes zero; what it would have carried stays in the residual.
+    """
+    columns = matrix.shape[1]
+    longest = max((float((matrix[:, j] @ matrix[:, j]) ** 0.5) for j in range(columns)), default=0.0)
+    for j in range(columns):
+        column = matrix[:, j]
+        for _ in range(2):  # once more, since rounding leaves a part of the others ("twice is enough")
+            for k in range(j):
+                column -= (matrix[:, k] @ column) * matrix[:, k]
+        norm = float((column @ column) ** 0.5)
+        column *= 1.0 / norm if not norm <= TINY * longest else 0.0
+    return matrix
+
+
+class LowRank:
+    """The shapes and the arithmetic of PowerSGD for the matrices that lie one after the other in a flat array.
+
+    Args:
+        shapes: (rows, columns) of each matrix, in the order in which they lie.
+        rank: columns of the thin factors.
+        seed: of the first Q, the same on all ranks.
+    """
+
+    name = "powersgd"
+
+    def __init__(self, shapes: Sequence[tuple[int, int]], *, rank: int = 4, seed: int = 0) -> None:
+        if rank < 1:
+            raise ValueError(f"rank: expected at least 1. Received: {rank}.")
+        self.shapes = [(int(rows), int(columns)) for rows, columns in shapes]
+        self.ranks = [min(rank, rows, columns) for rows, columns in self.shapes]
+        self.seed = seed
+        self.length = sum(rows * columns for rows, columns in self.shapes)
+
+    def matrices(self, flat: Any) -> list[Any]:
+        """Views of the matrices in `flat`."""
+        if len(flat) != self.length:
+            raise ValueError(f"Expected {self.length} values, those of the shapes {self.shapes}. Received: {len(flat)}.")
+        views, at = [], 0
+        for rows, columns in self.shapes:
+            views.append(flat[at : at + rows * columns].reshape(rows, columns))
+            at += rows * columns
+        return views
+
+    def first_q(self, like: Any) -> list[Any]:
+        """Q before the first step: [columns, rank] for each matrix."""
+        verbs = verbs_of(like)
+        return [
+            verbs.seeded((columns, rank), self.seed + index, like)
+            for index, ((_, columns), rank) in enumerate(zip(self.shapes, self.ranks, strict=True))
+        ]
+
+    def left(self, flat: Any, q: Sequence[Any]) -> Any:
+        """M Q of every matrix, flat, one after the other."""
+        return self._flat([matrix @ right for matrix, right in zip(self.matrices(flat), q, strict=True)])
+
+    def right(self, flat: Any, p: Sequence[Any]) -> Any:
+        """M^T P of every matrix, flat, one after the other."""
+        return self._flat([matrix.T @ left for matrix, left in zip(self.matrices(flat), p, strict=True)])
+
+    def split_left(self, flat: Any) -> list[Any]:
+        """The P of each matrix in what `left` returned."""
+        return self._split(flat, [rows for rows, _ in self.shapes])
+
+    def split_right(self, flat: Any) -> list[Any]:
+        """The Q of each matrix in what `right` returned."""
+        return self._split(flat, [columns for _, columns in self.shapes])
+
+    def product(self, p: Sequence[Any], q: Sequence[Any]) -> Any:
+        """P Q^T of every matrix, flat."""
+        return self._flat([left @ right.T for left, right in zip(p, q, strict=True)])
+
+    def _flat(self, matrices: Sequence[Any]) -> Any:
+        return verbs_of(matrices[0]).joined([matrix.reshape(-1) for matrix in matrices])
+
+    def _split(self, flat: Any, heights: Sequence[int]) -> list[Any]:
+        views, at = [], 0
+        for height, rank in zip(heights, self.ranks, strict=True):
+            views.append(flat[at : at + height * rank].reshape(height, rank))
+            at += height * rank
+        return views
+
+
+def pays(rows: int, columns: int, rank: int) -> bool:
+    """Whether factors of this rank are less than half of the matrix (the rule of torch's PowerSGD hook)."""
+    return 2 * (rows + columns) * min(rank, rows, columns) < rows * columns

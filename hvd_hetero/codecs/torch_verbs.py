@@ -1,0 +1,87 @@
+"""The codecs' verbs for torch tensors. See `verbs.Verbs` for what each returns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+_KINDS = {
+    "int8": torch.int8,
+    "int16": torch.int16,
+    "int32": torch.int32,
+    "float32": torch.float32,
+    "float64": torch.float64,
+}
+
+
+class TorchVerbs:
+    """For torch tensors, on any device."""
+
+    def zeros(self, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(tuple(shape), dtype=like.dtype, device=like.device)
+
+    def seeded(self, shape: Sequence[int], seed: int, like: torch.Tensor) -> torch.Tensor:
+        drawn = np.random.RandomState(seed).standard_normal(tuple(shape))
+        return torch.from_numpy(drawn).to(dtype=like.dtype, device=like.device)
+
+    def largest(self, array: torch.Tensor) -> float:
+        return float(torch.linalg.vector_norm(array, float("inf"))) if array.numel() else 0.0
+
+    def row_largest(self, rows: torch.Tensor) -> torch.Tensor:
+        return torch.linalg.vector_norm(rows, float("inf"), dim=1)  # type: ignore[no-any-return]
+
+    def rounded(self, array: torch.Tensor) -> torch.Tensor:
+        return array.round().nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0).to(torch.int8)
+
+    def half(self, array: torch.Tensor) -> torch.Tensor:
+        return array.half()
+
+    def nan_for_infinite(self, array: torch.Tensor) -> torch.Tensor:
+        return array * 0 + array
+
+    def single(self, array: torch.Tensor) -> torch.Tensor:
+        return array.float()
+
+    def widened(self, array: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        return array.to(like.dtype)
+
+    def brain_bits(self, array: torch.Tensor) -> torch.Tensor:
+        return array.to(torch.bfloat16).view(torch.int16)
+
+    def from_brain_bits(self, bits: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        return bits.view(torch.bfloat16).to(like.dtype)
+
+    def as_bytes(self, array: torch.Tensor) -> torch.Tensor:
+        return array.contiguous().view(torch.uint8)
+
+    def from_bytes(self, rows: torch.Tensor, kind: str) -> torch.Tensor:
+        flat = rows.contiguous().reshape(-1)
+        flat = flat.clone() if flat.storage_offset() else flat  # a wider type needs its first byte aligned
+        return flat.view(_KINDS[kind]).reshape(len(rows), rows.shape[1] // _KINDS[kind].itemsize)
+
+    def beside(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        return torch.cat(list(parts), dim=1)
+
+    def joined(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        return torch.cat(list(parts))
+
+    def top(self, array: torch.Tensor, count: int) -> torch.Tensor:
+        found = torch.topk(array.abs(), min(count, array.numel()), sorted=False).indices
+        return found.to(torch.int32).sort().values
+
+    def take(self, array: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+        return array[indices.long()]
+
+    def clear_at(self, array: torch.Tensor, indices: torch.Tensor) -> None:
+        array[indices.long()] = 0
+
+    def add_at(self, array: torch.Tensor, indices: torch.Tensor, values: torch.Tensor) -> None:
+        array[indices.long()] += values
+
+    def copied(self, array: torch.Tensor) -> torch.Tensor:
+        return array.clone()
+
+
+VERBS = TorchVerbs()

@@ -1,0 +1,169 @@
+"""The few array verbs that the codecs are written on, so that each codec is written once for all frameworks.
+
+Here for numpy; `torch_verbs` has the same for torch. Arrays are float32 or float64 unless a name says otherwise, and
+"flat" means of one axis. What both libraries spell alike (`abs`, `@`, slices, `reshape`) the codecs write directly.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import Any, Protocol, cast
+
+import numpy as np
+
+
+class Verbs(Protocol):
+    """What a codec asks of an array library."""
+
+    def zeros(self, shape: Sequence[int], like: Any) -> Any:
+        """Zeros of the type and on the device of `like`."""
+
+    def seeded(self, shape: Sequence[int], seed: int, like: Any) -> Any:
+        """Standard normal numbers, the same for the same seed on every rank and in every library."""
+
+    def largest(self, array: Any) -> float:
+        """max |x|; 0 of nothing; NaN where there is a NaN."""
+
+    def row_largest(self, rows: Any) -> Any:
+        """max |x| of each row; NaN where there is a NaN."""
+
+    def rounded(self, array: Any) -> Any:
+        """int8 of the nearest integers; 0 where there is none."""
+
+    def half(self, array: Any) -> Any:
+        """float16."""
+
+    def nan_for_infinite(self, array: Any) -> Any:
+        """`array`, NaN where it was infinite."""
+
+    def single(self, array: Any) -> Any:
+        """float32."""
+
+    def widened(self, array: Any, like: Any) -> Any:
+        """`array`, in the type of `like`."""
+
+    def brain_bits(self, array: Any) -> Any:
+        """int16 with the bits of the nearest bfloat16 (ties to even), NaN kept."""
+
+    def from_brain_bits(self, bits: Any, like: Any) -> Any:
+        """What `brain_bits` stands for, in the type of `like`."""
+
+    def as_bytes(self, array: Any) -> Any:
+        """The bytes of an array of rows: uint8 of shape [rows, bytes of a row]."""
+
+    def from_bytes(self, rows: Any, kind: str) -> Any:
+        """The reverse of `as_bytes`, for `kind` "int8", "int16", "int32", "float32" or "float64"."""
+
+    def beside(self, parts: Sequence[Any]) -> Any:
+        """Rows of all parts, one beside the other."""
+
+    def joined(self, parts: Sequence[Any]) -> Any:
+        """Flat arrays, one after the other."""
+
+    def top(self, array: Any, count: int) -> Any:
+        """int32 indices of the `count` largest |x| of a flat array, ascending; NaN counts as largest."""
+
+    def take(self, array: Any, indices: Any) -> Any:
+        """array[indices]."""
+
+    def clear_at(self, array: Any, indices: Any) -> None:
+        """array[indices] = 0."""
+
+    def add_at(self, array: Any, indices: Any, values: Any) -> None:
+        """array[indices] += values, no index twice."""
+
+    def copied(self, array: Any) -> Any:
+        """A copy."""
+
+
+class NumpyVerbs:
+    """For numpy arrays."""
+
+    def zeros(self, shape: Sequence[int], like: np.ndarray) -> np.ndarray:
+        return np.zeros(tuple(shape), dtype=like.dtype)
+
+    def seeded(self, shape: Sequence[int], seed: int, like: np.ndarray) -> np.ndarray:
+        return np.random.RandomState(seed).standard_normal(tuple(shape)).astype(like.dtype)
+
+    def largest(self, array: np.ndarray) -> float:
+        return float(np.abs(array).max()) if array.size else 0.0
+
+    def row_largest(self, rows: np.ndarray) -> np.ndarray:
+        return np.asarray(np.abs(rows).max(axis=1))
+
+    def rounded(self, array: np.ndarray) -> np.ndarray:
+        return np.nan_to_num(np.rint(array), nan=0.0, posinf=0.0, neginf=0.0).astype(np.int8)
+
+    def half(self, array: np.ndarray) -> np.ndarray:
+        with np.errstate(over="ignore"):
+            return array.astype(np.float16)
+
+    def nan_for_infinite(self, array: np.ndarray) -> np.ndarray:
+        return np.where(np.isinf(array), array.dtype.type(np.nan), array)
+
+    def single(self, array: np.ndarray) -> np.ndarray:
+        with np.errstate(over="ignore"):
+            return array.astype(np.float32)
+
+    def widened(self, array: np.ndarray, like: np.ndarray) -> np.ndarray:
+        return array.astype(like.dtype)
+
+    def brain_bits(self, array: np.ndarray) -> np.ndarray:
+        bits = np.ascontiguousarray(array, dtype=np.float32).view(np.uint32)
+        nearest = (bits + (0x7FFF + ((bits >> 16) & 1)).astype(np.uint32)) >> 16
+        return np.where(np.isnan(array), 0x7FC0, nearest).astype(np.uint16).view(np.int16)
+
+    def from_brain_bits(self, bits: np.ndarray, like: np.ndarray) -> np.ndarray:
+        wide = bits.view(np.uint16).astype(np.uint32) << 16
+        return wide.view(np.float32).astype(like.dtype, copy=False)
+
+    def as_bytes(self, array: np.ndarray) -> np.ndarray:
+        return np.ascontiguousarray(array).view(np.uint8)
+
+    def from_bytes(self, rows: np.ndarray, kind: str) -> np.ndarray:
+        return np.ascontiguousarray(rows).view(np.dtype(kind))
+
+    def beside(self, parts: Sequence[np.ndarray]) -> np.ndarray:
+        return np.concatenate(parts, axis=1)
+
+    def joined(self, parts: Sequence[np.ndarray]) -> np.ndarray:
+        return np.concatenate(parts)
+
+    def top(self, array: np.ndarray, count: int) -> np.ndarray:
+        if count >= array.size:
+            return np.arange(array.size, dtype=np.int32)
+        return np.sort(np.argpartition(np.abs(array), array.size - count)[array.size - count :]).astype(np.int32)
+
+    def take(self, array: np.ndarray, indices: np.ndarray) -> np.ndarray:
+        return np.asarray(array[indices])
+
+    def clear_at(self, array: np.ndarray, indices: np.ndarray) -> None:
+        array[indices] = 0
+
+    def add_at(self, array: np.ndarray, indices: np.ndarray, values: np.ndarray) -> None:
+        array[indices] += values
+
+    def copied(self, array: np.ndarray) -> np.ndarray:
+        return array.copy()
+
+
+_NUMPY = NumpyVerbs()
+
+
+def verbs_of(array: Any) -> Verbs:
+    """The verbs for `array`, found from its type; no framework is imported that is not there already."""
+    if isinstance(array, np.ndarray):
+        return _NUMPY
+    if type(array).__module__.split(".")[0] == "torch":
+        return cast(Verbs, importlib.import_module("hvd_hetero.codecs.torch_verbs").VERBS)
+    raise TypeError(f"Expected a numpy array or a torch tensor. Received: {type(array)}.")
+
+
+def rows_of(array: Any, width: int) -> Any:
+    """A flat array as rows of `width`, zeros filling the last one."""
+    missing = -len(array) % width
+    if missing:
+        verbs = verbs_of(array)
+        array = verbs.joined([array, verbs.zeros([missing], array)])
+    return array.reshape(-1, width)

@@ -1,0 +1,125 @@
+"""All-reduce in two levels, within nodes and between them, written on the port.
+
+    rails    reduce-scatter within each node, all-reduce of each part between the nodes, all-gather within each node
+    leader   all-reduce within each node, all-reduce between the nodes' first ranks, broadcast within each node
+
+(BlueConnect, Cho et al., MLSys 2019; cost model in `hvd_hetero.policy.algorithm`.) Both work for nodes of unlike size:
+there are as many rails as the smallest node has ranks. Sums are taken everywhere and divided nowhere: averaging
+averages would be wrong where nodes differ in size.
+
+Process sets are few, because each costs its members a negotiation in every cycle: one per node and one per rail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from hvd_hetero.policy.topology import Topology
+
+from .port import Engine, Steps
+
+
+class Sum(Protocol):
+    """How one level sums: the `steps` of a reduction."""
+
+    def __call__(self, engine: Engine, array: Any, *, name: str) -> Steps: ...
+
+
+Algorithm = Callable[..., Steps]
+
+
+def plain_sum(engine: Engine, array: Any, *, name: str) -> Steps:
+    """The all-reduce of the port."""
+    return (yield engine.allreduce_async(array, name=name))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Levels:
+    """The groups that one rank belongs to."""
+
+    everyone: Engine
+    local: Engine | None
+    """The ranks of its node; None for a rank alone on its node."""
+    cross: Engine | None
+    """One rank of each node: its rail. None for a rank without a rail, and on a single node."""
+    nodes: int
+    rails: int
+    even: bool
+    """Whether every rank has a rail."""
+
+    @property
+    def local_rank(self) -> int:
+        return self.local.rank if self.local is not None else 0
+
+
+def one_level(engine: Engine) -> Levels:
+    """Levels without nodes, for "flat"."""
+    return Levels(everyone=engine, local=None, cross=None, nodes=1, rails=1, even=False)
+
+
+def levels_of(engine: Engine, topology: Topology) -> Levels:
+    """This rank's groups. A collective call, with the same topology on all ranks.
+
+    Raises:
+        ValueError: a topology of another number of ranks, on every rank.
+    """
+    if topology.size != engine.size:
+        raise ValueError(
+            f"topology: expected one of {engine.size} ranks, those of this job. Received: one of {topology.size} ranks "
+            f"in {len(topology.nodes)} nodes, {topology.nodes}."
+        )
+    local = cross = None
+    for node in topology.nodes:
+        if len(node) > 1:
+            group = engine.group(node)
+            local = group if engine.rank in node else local
+    if len(topology.nodes) > 1:
+        for rail in range(topology.rails):
+            ranks = [node[rail] for node in topology.nodes]
+            group = engine.group(sorted(ranks))
+            cross = group if engine.rank in ranks else cross
+    even = all(len(node) == topology.rails for node in topology.nodes)
+    nodes = len(topology.nodes)
+    return Levels(everyone=engine, local=local, cross=cross, nodes=nodes, rails=topology.rails, even=even)
+
+
+def flat(levels: Levels, array: Any, *, name: str, local: Sum | None, cross: Sum) -> Steps:
+    """The sum over all ranks in one level."""
+    return (yield from cross(levels.everyone, array, name=name))
+
+
+def rails(levels: Levels, array: Any, *, name: str, local: Sum | None, cross: Sum) -> Steps:
+    """The sum over all ranks, a part of it along each rail. `local`: how nodes sum, None for a reduce-scatter."""
+    if levels.local is None or levels.rails == 1 or len(array) < levels.rails:
+        return (yield from leader(levels, array, name=name, local=local, cross=cross))
+    if levels.even and local is None:
+        part = yield levels.local.reducescatter_async(array, name=f"{name}.within")
+    else:
+        array = yield from (local or plain_sum)(levels.local, array, name=f"{name}.within")
+        part = array[slice(*_part(len(array), levels.rails, levels.local_rank))]
+    if levels.cross is not None:
+        part = yield from cross(levels.cross, part, name=f"{name}.between")
+    return (yield levels.local.allgather_async(part, name=f"{name}.out"))
+
+
+def leader(levels: Levels, array: Any, *, name: str, local: Sum | None, cross: Sum) -> Steps:
+    """The sum over all ranks, all of it through the first rank of each node."""
+    if levels.local is not None:
+        array = yield from (local or plain_sum)(levels.local, array, name=f"{name}.node")
+    if levels.cross is not None and levels.local_rank == 0:
+        array = yield from cross(levels.cross, array, name=f"{name}.leaders")
+    if levels.local is not None and levels.everyone.size > levels.local.size:
+        array = yield levels.local.broadcast_async(array, root=0, name=f"{name}.back")
+    return array
+
+
+ALGORITHMS: dict[str, Algorithm] = {"flat": flat, "rails": rails, "leader": leader}
+
+
+def _part(length: int, parts: int, index: int) -> tuple[int, int]:
+    """Begin and end of part `index`; the first `length % parts` parts have one more. Empty from `parts` on."""
+    each, more = divmod(length, parts)
+    begin = min(index, parts) * each + min(index, more)
+    return begin, begin + (each + (index < more) if index < parts else 0)

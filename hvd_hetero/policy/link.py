@@ -1,0 +1,78 @@
+"""Links: how long a message takes between two ranks, from what it was seen to take.
+
+    t(s) = latency + s / bandwidth
+
+the alpha-beta model of Hockney (1994), "The communication challenge for MPP: Intel Paragon and Meiko CS-2".
+
+- Noise only ever makes a transfer longer, so the fastest of the repeats tells the latency. Bandwidth is what a run gets
+  on the whole, so the median tells the slope.
+- Least squares are weighted by 1/t: the noise of a transfer grows with its time, and without weights the largest size
+  alone would decide.
+- The slope is taken where the size shows, at twice the smallest time and above, if there are two such sizes. Below,
+  a shaper's burst allowance or a switch's buffer makes a link look faster than it stays.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+SIZE_SHOWS = 2.0        # times the smallest time: from here on, size and not latency makes most of the time
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """What joins two ranks: the seconds that any message costs, and the bytes per second beyond them."""
+
+    latency_s: float
+    bandwidth_bytes_per_s: float
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.latency_s) and self.latency_s >= 0.0):
+            raise ValueError(f"latency_s: expected a finite number, 0 or more. Received: {self.latency_s}.")
+        if not (math.isfinite(self.bandwidth_bytes_per_s) and self.bandwidth_bytes_per_s > 0.0):
+            raise ValueError("bandwidth_bytes_per_s: expected a finite number above 0; ranks that cannot reach one "
+                             f"another have no link. Received: {self.bandwidth_bytes_per_s}.")
+
+    def time_s(self, size_bytes: float) -> float:
+        """The predicted seconds for one message of `size_bytes`."""
+        if not size_bytes >= 0:
+            raise ValueError(f"size_bytes: expected 0 or more. Received: {size_bytes}.")
+        return self.latency_s + size_bytes / self.bandwidth_bytes_per_s
+
+
+def fit_link(sizes_bytes: Sequence[float], seconds: Sequence[float]) -> Link:
+    """The link on which transfers of these sizes took these seconds; sizes may come any number of times.
+
+    Where noise hides the slope (it would be 0 or below) or there is one size only, the whole time counts as transfer
+    at the largest size: the bandwidth is then a lower bound. A latency is at least 0, at most the fastest transfer.
+    """
+    sizes, times = np.asarray(sizes_bytes, dtype=float), np.asarray(seconds, dtype=float)
+    if sizes.shape != times.shape or sizes.ndim != 1 or not len(sizes):
+        raise ValueError("sizes_bytes and seconds: expected two sequences of one length, at least 1. "
+                         f"Received: shapes {list(sizes.shape)} and {list(times.shape)}.")
+    if not (np.isfinite(sizes).all() and np.isfinite(times).all() and (sizes > 0).all() and (times > 0).all()):
+        raise ValueError("sizes_bytes and seconds: expected finite numbers above 0; a time of 0 means a clock that is "
+                         f"too coarse. Received: {list(sizes)} and {list(times)}.")
+    each = np.unique(sizes)
+    middle = np.array([np.median(times[sizes == size]) for size in each])
+    fastest = np.array([np.min(times[sizes == size]) for size in each])
+    shows = middle >= SIZE_SHOWS * middle.min()
+    if shows.sum() < 2:
+        shows[:] = True
+    slope = _slope(each[shows], middle[shows])
+    if not slope > 0.0:
+        return Link(latency_s=0.0, bandwidth_bytes_per_s=float(each[-1] / middle[-1]))
+    latency = float(np.average(fastest - slope * each, weights=1.0 / fastest))
+    return Link(latency_s=min(max(latency, 0.0), float(fastest.min())), bandwidth_bytes_per_s=float(1.0 / slope))
+
+
+def _slope(sizes: np.ndarray, times: np.ndarray) -> float:
+    """Seconds per byte on the line of least squares with weights 1/t; 0.0 for one size."""
+    weights = 1.0 / times
+    off = sizes - np.average(sizes, weights=weights)
+    lever = float(np.sum(weights * off**2))
+    return float(np.sum(weights * off * times) / lever) if lever > 0.0 else 0.0

@@ -1,0 +1,170 @@
+"""Topology: which ranks form a node, from who shares a host and how fast the links are.
+
+Hosts come first. Between them, the bandwidths decide: the maximum spanning tree over hosts, cut where its bandwidths
+fall apart, is single-linkage clustering (Gower & Ross 1969, "Minimum spanning trees and single linkage cluster
+analysis"; KungFu, Mai et al. 2020, builds the same tree over (W + W^T) / 2).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from .link import Link
+
+# Two levels pay when the slower is slower by a factor: with less than 2 between them, an all-reduce in two levels gains
+# little (FORMULAE 5), and two measurements of one kind of link may differ by nearly as much on a busy machine.
+SIGNIFICANT_GAP = 2.0
+# Ranks of one host share memory, which is measured with the noise of shared cores: pairs differ by up to 4 although
+# nothing separates them. A wire between them, which only a wrong host identity can hide, is slower by 8 or more.
+GAP_WITHIN_HOST = 8.0
+_SAME = 1e-9            # relative: two gaps closer than this are one, so that rounding decides nothing
+
+
+@dataclass(frozen=True, kw_only=True)
+class Topology:
+    """Ranks by node. `local` is the link between ranks of one node, `cross` that between nodes; None: not measured."""
+
+    nodes: tuple[tuple[int, ...], ...]
+    local: Link | None = None
+    cross: Link | None = None
+
+    def __post_init__(self) -> None:
+        ranks = [rank for node in self.nodes for rank in node]
+        if not ranks or not all(self.nodes) or sorted(ranks) != list(range(len(ranks))):
+            raise ValueError("nodes: expected each rank from 0 upwards in exactly one node, and no empty node. "
+                             f"Received: {self.nodes}.")
+        if any(list(node) != sorted(node) for node in self.nodes) or list(self.nodes) != sorted(self.nodes):
+            raise ValueError("nodes: expected the ranks of each node in ascending order, and nodes in the order of "
+                             f"their first rank. Received: {self.nodes}.")
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return sum(map(len, self.nodes))
+
+    @property
+    def rails(self) -> int:
+        """The fewest ranks of any node: so many pairs of ranks can join each two nodes."""
+        return min(map(len, self.nodes))
+
+    @property
+    def is_flat(self) -> bool:
+        """True where a second level would be empty: one node, or one rank on each."""
+        return len(self.nodes) == 1 or all(len(node) == 1 for node in self.nodes)
+
+    def node_of(self, rank: int) -> int:
+        """The index of the node that a rank is on."""
+        for index, node in enumerate(self.nodes):
+            if rank in node:
+                return index
+        raise ValueError(f"rank: expected 0 to {self.size - 1}. Received: {rank}.")
+
+    def as_dict(self) -> dict[str, Any]:
+        """The same as JSON can hold it."""
+        return {
+            "nodes": [list(node) for node in self.nodes],
+            "local": asdict(self.local) if self.local else None,
+            "cross": asdict(self.cross) if self.cross else None,
+        }
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> Topology:
+        """What `as_dict` was made from."""
+        links = {name: Link(**content[name]) if content[name] else None for name in ("local", "cross")}
+        return cls(nodes=tuple(tuple(int(rank) for rank in node) for node in content["nodes"]), **links)
+
+
+def by_host(hosts: Sequence[str | int]) -> tuple[tuple[int, ...], ...]:
+    """The ranks of each host, in the order of the first; `hosts[r]` is the identity of rank r's."""
+    found: dict[str | int, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        found.setdefault(host, []).append(rank)
+    return tuple(tuple(ranks) for ranks in found.values())
+
+
+def group(hosts: Sequence[str | int], bandwidth: np.ndarray) -> tuple[tuple[int, ...], ...]:
+    """Nodes: `hosts[r]` is the identity of rank r's host, `bandwidth[i, j]` in bytes/s; its diagonal is not read.
+
+    1. Ranks of one host are one node, unless its own tree of bandwidths falls apart by `GAP_WITHIN_HOST`: then the
+       identity was wrong (two machines that look alike), and the parts count as hosts of their own.
+    2. The bandwidths in the tree between hosts and those within hosts are sorted. Where the largest factor between
+       neighbours is at least `SIGNIFICANT_GAP`, hosts joined by what lies above it become one node. A factor counts
+       only where a bandwidth of the tree lies below it (else it would separate no hosts); of equal ones, the slowest.
+    """
+    weights = _checked(hosts, bandwidth)
+    parts = [part for ranks in by_host(hosts) for part in _cut(ranks, _tree(weights, [(r,) for r in ranks]),
+                                                               None, GAP_WITHIN_HOST)]
+    parts.sort()
+    edges = _tree(weights, parts)
+    within = [w for part in parts for w, *_ in _tree(weights, [(rank,) for rank in part])]
+    joined = _cut(range(len(parts)), edges, within, SIGNIFICANT_GAP)
+    return tuple(sorted(tuple(sorted(rank for part in node for rank in parts[part])) for node in joined))
+
+
+def tournament(players: Sequence[int]) -> list[list[tuple[int, int]]]:
+    """Turns of disjoint pairs in which each two players meet once (circle method).
+
+    n - 1 turns for an even number of players, n for an odd one, where one sits out in turn; none for a single player.
+    """
+    seats: list[int | None] = [*players, *([None] if len(players) % 2 else [])]
+    turns = []
+    for _ in range(len(seats) - 1):
+        pairs = [(seats[i], seats[-1 - i]) for i in range(len(seats) // 2)]
+        turns.append([(min(a, b), max(a, b)) for a, b in pairs if a is not None and b is not None])
+        seats = [seats[0], seats[-1], *seats[1:-1]]
+    return [turn for turn in turns if turn]
+
+
+def _checked(hosts: Sequence[str | int], bandwidth: np.ndarray) -> np.ndarray:
+    """(W + W^T) / 2 of a valid matrix."""
+    weights = np.asarray(bandwidth, dtype=float)
+    if not len(hosts) or weights.shape != (len(hosts), len(hosts)):
+        raise ValueError("hosts and bandwidth: expected at least one host and a square matrix of as many rows. "
+                         f"Received: {len(hosts)} hosts and shape {list(weights.shape)}.")
+    between = weights[~np.eye(len(hosts), dtype=bool)]
+    if not (np.isfinite(between).all() and (between > 0).all()):
+        raise ValueError("bandwidth: expected finite numbers of bytes/s above 0 outside the diagonal. "
+                         f"Received: {weights.tolist()}.")
+    return (weights + weights.T) / 2
+
+
+def _tree(weights: np.ndarray, parts: Sequence[tuple[int, ...]]) -> list[tuple[float, int, int]]:
+    """The maximum spanning tree over parts (Prim 1957): bandwidth and two indices; between parts, the fastest link."""
+    if len(parts) < 2:
+        return []
+    between = np.array([[weights[np.ix_(a, b)].max() for b in parts] for a in parts])
+    best, source = between[0].copy(), np.zeros(len(parts), dtype=int)
+    outside = np.arange(len(parts)) > 0
+    edges = []
+    for _ in range(len(parts) - 1):
+        new = int(np.argmax(np.where(outside, best, -np.inf)))
+        edges.append((float(best[new]), int(source[new]), new))
+        outside[new] = False
+        closer = between[new] > best
+        best[closer], source[closer] = between[new][closer], new
+    return edges
+
+
+def _cut(members: Sequence[int], edges: Sequence[tuple[float, int, int]], within: Sequence[float] | None,
+         significant: float) -> list[tuple[int, ...]]:
+    """Members joined by the edges above the largest gap; edges index them.
+
+    Without a gap: each on its own or, where `within` is None, all together.
+    """
+    values = sorted([weight for weight, *_ in edges] + list(within or []))
+    slowest = min((weight for weight, *_ in edges), default=math.inf)
+    widest, threshold = 1.0, -math.inf if within is None else math.inf
+    for low, high in itertools.pairwise(values):
+        if low >= slowest and high / low >= significant and high / low > widest * (1.0 + _SAME):
+            widest, threshold = high / low, high
+    part = list(range(len(members)))
+    for weight, a, b in edges:
+        if weight >= threshold:
+            part = [part[a] if p == part[b] else p for p in part]
+    return [tuple(m for m, p in zip(members, part, strict=True) if p == name) for name in dict.fromkeys(part)]

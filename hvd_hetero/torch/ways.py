@@ -1,0 +1,115 @@
+"""How the buckets of a torch model travel: from the arguments of `DistributedOptimizer` to a way for each bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from hvd_hetero.codecs.codec import HorovodCompressor
+from hvd_hetero.engine.hierarchy import Levels, levels_of, one_level
+from hvd_hetero.engine.port import Engine
+from hvd_hetero.optimizers.agreement import agree_text
+from hvd_hetero.optimizers.compressed import Exact
+from hvd_hetero.optimizers.recipe import Wire
+from hvd_hetero.optimizers.route import Route
+from hvd_hetero.optimizers.router import Router, Tell
+from hvd_hetero.optimizers.weighted import Way
+from hvd_hetero.policy.topology import Topology
+
+from .layout import BucketLayout
+
+STRATEGIES = ("auto", "flat", "rails", "leader")
+
+
+class Ways:
+    """Makes a way for each bucket. With a topology or a codec, constructing one is a collective call.
+
+    Args:
+        engine: the ranks that train together.
+        wire: the codecs, or a compressor of the user's own.
+        topology: "flat" (or None): one level. "auto": nodes found and links measured, and the fastest algorithm for
+            each bucket. "rails", "leader": nodes found, and that algorithm. A `Topology`: its nodes, and the fastest
+            algorithm for each bucket.
+        tell: is told what was chosen, and why.
+
+    Raises:
+        ValueError: on every rank, when arguments are wrong on one, or differ.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        wire: Wire | HorovodCompressor,
+        topology: Topology | str | None,
+        tell: Tell = lambda name, choice: None,
+    ) -> None:
+        self._compressor = wire if isinstance(wire, HorovodCompressor) else None
+        self._wire = wire if isinstance(wire, Wire) else Wire()
+        self.exact = self._compressor is None and not self._wire.auto and all(
+            recipe.exact for recipe in (self._wire.cross, self._wire.local)
+        )
+        agree_text(
+            engine,
+            lambda: _described(engine, topology, wire),
+            title="topology and compression",
+            name=engine.unique("hvd_hetero.ways."),
+        )
+        self._levels = _levels(engine, topology)
+        algorithm = topology if isinstance(topology, str) else "flat" if topology is None else "auto"
+        self._router = (
+            Router(self._levels, algorithm=algorithm, wire=self._wire, tell=tell) if self._compressor is None else None
+        )
+
+    def takes(self, parameter: torch.nn.Parameter) -> bool:
+        """Whether a parameter's gradient goes through a codec."""
+        return self._compressor is not None or self._wire.takes(tuple(parameter.shape))
+
+    def of(self, layout: BucketLayout, *, name: str) -> list[Way]:
+        """A way for each bucket. All ranks call it with the same layout."""
+        return [
+            self._way(f"{name}.bucket.{index}", bucket, [tuple(p.shape) for p in members], lossy)
+            for index, (bucket, members, lossy) in enumerate(
+                zip(layout.buckets, layout.members, layout.lossy, strict=True)
+            )
+        ]
+
+    def _way(self, name: str, bucket: torch.Tensor, shapes: Sequence[tuple[int, ...]], lossy: bool) -> Way:
+        if self._router is None:
+            return Route(self._levels, "flat", cross=Exact(self._compressor))
+        return self._router.way(name, bucket, shapes, lossy=lossy)
+
+
+def _described(engine: Engine, topology: Any, wire: Wire | HorovodCompressor) -> str:
+    """This rank's arguments in words. Raises what is wrong with them."""
+    if isinstance(topology, str) and topology not in STRATEGIES:
+        raise ValueError(f"topology: expected a Topology or one of {', '.join(STRATEGIES)}. Received: {topology!r}.")
+    if topology is not None and not isinstance(topology, (str, Topology)):
+        raise TypeError(f"topology: expected a Topology or one of {', '.join(STRATEGIES)}. Received: {topology!r}.")
+    if isinstance(topology, Topology) and topology.size != engine.size:
+        raise ValueError(
+            f"topology: expected one of {engine.size} ranks, those of this job. Received: one of {topology.size}, "
+            f"{topology.nodes}."
+        )
+    if isinstance(wire, HorovodCompressor) and topology not in (None, "flat"):
+        raise ValueError(
+            f"compression: expected one of hvd.Compression with a topology. Received: {wire.compression!r}, a "
+            "compressor of your own, which is made for one level: use topology=\"flat\"."
+        )
+    nodes = topology.nodes if isinstance(topology, Topology) else topology
+    how = type(wire.compression).__name__ if isinstance(wire, HorovodCompressor) else str(wire)
+    return f"topology={nodes}, compression={how}"
+
+
+def _levels(engine: Engine, topology: Topology | str | None) -> Levels:
+    if topology in (None, "flat"):
+        return one_level(engine)
+    if isinstance(topology, Topology):
+        return levels_of(engine, topology)
+    from hvd_hetero.engine.probe import probe  # few jobs need it
+
+    return levels_of(engine, probe(engine).topology)
+
+

@@ -1,0 +1,127 @@
+"""Codecs as a user names them: what makes each bucket's reduction, and what all ranks must have the same."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from hvd_hetero.codecs.block import Brain, Int8
+from hvd_hetero.codecs.lowrank import LowRank, pays
+from hvd_hetero.codecs.sparse import TopK
+
+from .compressed import Exact, Factored, Gathered, Half, Reduction, Sparse
+
+Shape = tuple[int, ...]
+
+# Below, the place and the scale of what is left out cost as much as they save; and biases, norms and small tensors
+# carry more in each value than the large ones do.
+EXACT_BELOW = 1024
+
+
+def matrix_shape(shape: Shape) -> tuple[int, int]:
+    """Rows and columns of a parameter seen as a matrix: its first axis, and all others."""
+    return shape[0], math.prod(shape[1:])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """A codec by its name and numbers.
+
+    Args:
+        name: "none", "fp16", "bf16", "int8", "topk" or "powersgd".
+        block: int8: values that share a scale.
+        density: topk: the part of the entries that travels.
+        rank: powersgd: columns of the factors.
+        warmup_steps: topk and powersgd: so many steps are exact first. Gradients turn fastest at the start of a
+            training, and what waits in the residual is then out of date when it travels.
+    """
+
+    name: str
+    block: int = 512
+    density: float = 0.01
+    rank: int = 4
+    warmup_steps: int = 100
+
+    def __post_init__(self) -> None:
+        if self.name not in _MAKERS:
+            raise ValueError(f"name: expected one of {', '.join(_MAKERS)}. Received: {self.name!r}.")
+        if self.warmup_steps < 0:
+            raise ValueError(f"warmup_steps: expected 0 or more. Received: {self.warmup_steps}.")
+        self.reduction([(64, 64)])  # raises what is wrong with the numbers
+
+    @property
+    def exact(self) -> bool:
+        """Whether nothing is lost."""
+        return self.name == "none"
+
+    @property
+    def keeps(self) -> bool:
+        """Whether its reductions keep residuals."""
+        return self.name in ("int8", "topk", "powersgd")
+
+    @property
+    def whole(self) -> bool:
+        """Whether it needs whole matrices, and so cannot work on one rail's part of a bucket."""
+        return self.name == "powersgd"
+
+    def takes(self, shape: Shape) -> bool:
+        """Whether a parameter of this shape goes through the codec; the others travel as they are."""
+        if self.exact or len(shape) < 2 or math.prod(shape) < EXACT_BELOW:
+            return False
+        return self.name != "powersgd" or pays(*matrix_shape(shape), self.rank)
+
+    def reduction(self, shapes: Sequence[Shape]) -> Reduction:
+        """A new reduction for a bucket of tensors of these shapes."""
+        return _MAKERS[self.name](self, shapes)
+
+    def __str__(self) -> str:
+        numbers = {"int8": ["block"], "topk": ["density", "warmup_steps"], "powersgd": ["rank", "warmup_steps"]}
+        listed = ", ".join(f"{key}={getattr(self, key)}" for key in numbers.get(self.name, []))
+        return f"{self.name}({listed})" if listed else self.name
+
+
+_MAKERS: dict[str, Callable[[Recipe, Sequence[Shape]], Reduction]] = {
+    "none": lambda recipe, shapes: Exact(),
+    "fp16": lambda recipe, shapes: Half(),
+    "bf16": lambda recipe, shapes: Gathered(Brain()),
+    "int8": lambda recipe, shapes: Gathered(Int8(recipe.block)),
+    "topk": lambda recipe, shapes: Sparse(TopK(recipe.density), warmup_steps=recipe.warmup_steps),
+    "powersgd": lambda recipe, shapes: Factored(
+        LowRank([matrix_shape(shape) for shape in shapes], rank=recipe.rank), warmup_steps=recipe.warmup_steps
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wire:
+    """Which codec works where.
+
+    Args:
+        cross: between nodes – or between all ranks where there is one level only.
+        local: within nodes; "none", or "fp16".
+        auto: whether the codec between nodes is chosen by timing, among none, fp16 and int8.
+    """
+
+    cross: Recipe = Recipe(name="none")
+    local: Recipe = Recipe(name="none")
+    auto: bool = False
+
+    def __post_init__(self) -> None:
+        if self.local.name not in ("none", "fp16", "bf16"):
+            raise ValueError(
+                f"local: expected none, fp16 or bf16, since links within a node are fast. Received: {self.local}."
+            )
+
+    @property
+    def recipes(self) -> tuple[Recipe, ...]:
+        """The codecs that may work between nodes."""
+        return tuple(Recipe(name=name) for name in ("none", "fp16", "int8")) if self.auto else (self.cross,)
+
+    def takes(self, shape: Shape) -> bool:
+        """Whether a parameter of this shape goes through any codec."""
+        return any(recipe.takes(shape) for recipe in (*self.recipes, self.local))
+
+    def __str__(self) -> str:
+        cross = "auto" if self.auto else str(self.cross)
+        return cross if self.local.exact else f"per_link(cross={cross}, local={self.local})"

@@ -1,0 +1,202 @@
+"""Which way each bucket takes: the candidates, what timing predicts of them, and what a trial on the job says."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from hvd_hetero.codecs.verbs import verbs_of
+from hvd_hetero.engine.hierarchy import Levels
+from hvd_hetero.engine.port import Chain, Engine, Handle, Steps
+from hvd_hetero.policy.algorithm import Choice, choose, confirm, rivals
+from hvd_hetero.policy.link import Link, fit_link
+
+from .compressed import Exact
+from .recipe import Recipe, Shape, Wire
+from .route import Route
+from .weighted import Way
+
+SIZES_BYTES = (2**14, 2**18, 2**21)  # timed; what lies beyond follows the line through them
+REPEATS = 3
+ROUNDS = 8  # steps that each route of a trial gets, besides its first one, which is not counted
+
+Tell = Callable[[str, Choice], None]
+
+
+class Router:
+    """Makes the ways of an exchange's buckets. Constructing one and each of its calls are collective calls.
+
+    Args:
+        levels: the groups of this rank.
+        algorithm: "flat", "rails", "leader", or "auto" to choose by timing.
+        wire: the codecs.
+        tell: is told of each choice, by the bucket's name.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        levels: Levels,
+        *,
+        algorithm: str,
+        wire: Wire,
+        tell: Tell = lambda name, choice: None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._levels, self._algorithm, self._wire = levels, algorithm, wire
+        self._tell, self._clock = tell, clock
+        self._timed: dict[tuple[str, str], Link] = {}
+
+    def way(self, name: str, array: Any, shapes: Sequence[Shape], *, lossy: bool) -> Way:
+        """The way of the bucket `array`, made of tensors of these shapes; `lossy`: through the codec."""
+        recipes = self._wire.recipes if lossy else (Recipe(name="none"),)
+        local = self._wire.local if lossy else Recipe(name="none")
+
+        def build(algorithm: str, recipe: Recipe) -> Route:
+            within = None if local.exact or algorithm == "flat" else local.reduction(shapes)
+            return Route(self._levels, algorithm, cross=recipe.reduction(shapes), local=within)
+
+        candidates = [
+            (algorithm, recipe)
+            for recipe in recipes
+            for algorithm in self._algorithms()
+            if not (recipe.whole and algorithm == "rails")
+        ]
+        if len(candidates) == 1:
+            return build(*candidates[0])
+        routes = {self._title(*candidate): candidate for candidate in candidates}
+        timed = {title: self._time(array, *candidate) for title, candidate in routes.items()}
+        size_bytes = len(array) * array.itemsize
+        choice = choose(size_bytes, timed, default=next(iter(routes)))
+        self._tell(name, choice)
+        near = rivals(size_bytes, timed, choice.route)
+        if len(near) == 1:
+            return build(*routes[choice.route])
+        return Trial(
+            {title: build(*routes[title]) for title in near},
+            chosen=choice.route,
+            size_bytes=size_bytes,
+            engine=self._levels.everyone,
+            tell=lambda confirmed: self._tell(name, confirmed),
+            clock=self._clock,
+        )
+
+    def _algorithms(self) -> list[str]:
+        """Those that this topology allows, "flat" first."""
+        levels = self._levels
+        if levels.nodes == 1 or self._algorithm == "flat":
+            return ["flat"]
+        if self._algorithm == "auto":
+            return ["flat", *(["rails"] if levels.rails > 1 else []), "leader"]
+        return [self._algorithm]
+
+    def _title(self, algorithm: str, recipe: Recipe) -> str:
+        return f"{algorithm}, {recipe}"
+
+    def _time(self, like: Any, algorithm: str, recipe: Recipe) -> Link:
+        """The line through this route's times at several sizes, the same on all ranks."""
+        key = (self._title(algorithm, recipe), str(like.dtype))
+        if key in self._timed:
+            return self._timed[key]
+        engine = self._levels.everyone
+        times = np.zeros((len(SIZES_BYTES), REPEATS))
+        for index, size_bytes in enumerate(SIZES_BYTES):
+            side = max(1, int((size_bytes / like.itemsize) ** 0.5))
+            array = verbs_of(like).seeded([side * side], 0, like)
+            route = Route(self._levels, algorithm, cross=recipe.reduction([(side, side)]))
+            name = f"{engine.unique('hvd_hetero.timing.')}.{size_bytes}"
+            for repeat in range(-1, REPEATS):  # once unseen: names are negotiated at their first use
+                copy = verbs_of(like).copied(array)
+                engine.allreduce_async(np.zeros(1), name=f"{name}.ready").wait()
+                begin = self._clock()
+                route.start(copy, name=name).wait()
+                if repeat >= 0:
+                    times[index, repeat] = self._clock() - begin
+                route.settle(True)
+        engine.allreduce_async(times, name=engine.unique("hvd_hetero.timing.") + ".slowest", op="max").wait()
+        sizes = np.repeat(np.array(SIZES_BYTES), REPEATS)
+        self._timed[key] = fit_link(sizes, times.reshape(-1))
+        return self._timed[key]
+
+
+class Trial:
+    """Several routes for one bucket, in turn and timed on the running job, until it is known which is fastest.
+
+    A route's time in a step is that of the rank on which it took least: the rank that came last, and so did not wait
+    for others. Where a route keeps something back, the next one takes it over.
+    """
+
+    def __init__(
+        self,
+        routes: Mapping[str, Route],
+        *,
+        chosen: str,
+        size_bytes: int,
+        engine: Engine,
+        tell: Callable[[Choice], None] = lambda choice: None,
+        clock: Callable[[], float] = time.perf_counter,
+        rounds: int = ROUNDS,
+    ) -> None:
+        self._routes, self._chosen, self._size_bytes = dict(routes), chosen, size_bytes
+        self._engine, self._tell, self._clock, self._rounds = engine, tell, clock, rounds
+        self._titles = list(self._routes)
+        self._times = np.zeros((rounds + 1, len(self._titles)))
+        self._step = 0
+        self._route = self._routes[self._titles[0]]
+
+    @property
+    def title(self) -> str | None:
+        """The route that was found fastest, None while it is not known."""
+        return None if self._step <= self._times.size else self._chosen
+
+    def start(self, array: Any, *, name: str) -> Handle:
+        """Begins a sum of `array`, which it may overwrite."""
+        self._step += 1
+        if self._step > self._times.size + 1:
+            return self._begin(self._chosen, array, name)
+        if self._step == self._times.size + 1:
+            return Chain(self._decide(array, name))
+        turn, index = divmod(self._step - 1, len(self._titles))
+        return Chain(self._measure(turn, index, array, name))
+
+    def _begin(self, title: str, array: Any, name: str) -> Handle:
+        route = self._routes[title]
+        if route is not self._route:
+            self._route.release_into(array)
+            self._route = route
+        return route.start(array, name=f"{name}.{self._titles.index(title)}")
+
+    def _measure(self, turn: int, index: int, array: Any, name: str) -> Steps:
+        begin = self._clock()
+        result = yield self._begin(self._titles[index], array, name)
+        self._times[turn, index] = self._clock() - begin
+        return result
+
+    def _decide(self, array: Any, name: str) -> Steps:
+        times = self._times[1:].copy()
+        yield self._engine.allreduce_async(times, name=f"{name}.trial", op="min")
+        measured = {title: times[:, index].tolist() for index, title in enumerate(self._titles)}
+        choice = confirm(measured, self._chosen, self._size_bytes)
+        self._chosen = choice.route
+        self._tell(choice)
+        return (yield self._begin(self._chosen, array, name))
+
+    def settle(self, finite: bool) -> None:
+        """Ends a step; see `Reduction.settle`."""
+        self._route.settle(finite)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the route in use keeps."""
+        return self._route.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from `state`, if it is that of the route in use."""
+        self._route.load_state_dict(state)
+
+
+def plain_route(levels: Levels) -> Route:
+    """The exact sum in one level: what Horovod does."""
+    return Route(levels, "flat", cross=Exact())

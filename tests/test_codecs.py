@@ -1,0 +1,205 @@
+"""The codecs: law 6, slow references beside the fast paths, and what must come through unharmed."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from hvd_hetero.codecs.block import Brain, Int8
+from hvd_hetero.codecs.half import GREATEST, ScaledHalf, exponent_of, scale_for
+from hvd_hetero.codecs.lowrank import LowRank, orthonormal, pays
+from hvd_hetero.codecs.sparse import TopK
+from hvd_hetero.codecs.verbs import verbs_of
+
+LIBRARIES = {"numpy": np.asarray, "torch": lambda values: torch.from_numpy(np.array(values))}
+
+
+@pytest.fixture(params=LIBRARIES)
+def array(request):
+    """Makes an array of the library under test."""
+    return LIBRARIES[request.param]
+
+
+def noise(length, seed=0, dtype=np.float32):
+    return (np.random.RandomState(seed).standard_normal(length) * 10.0 ** np.random.RandomState(seed + 1).uniform(
+        -3, 3, length)).astype(dtype)
+
+
+def numbers(values):
+    return np.asarray(values)
+
+
+# int8 -------------------------------------------------------------------------------------------------------------
+
+
+def int8_reference(values, block):
+    """The formula, value by value, in exact arithmetic: decoded values of q = round(x / s), s = max |x| / 127."""
+    decoded = []
+    for begin in range(0, len(values), block):
+        part = [float(value) for value in values[begin : begin + block]]
+        scale = float(np.float32(max(abs(value) for value in part) / 127))
+        decoded += [round(value / scale) * scale if scale else 0.0 for value in part]
+    return decoded
+
+
+@pytest.mark.parametrize("length", [1, 8, 511, 512, 513, 3000])
+def test_int8_is_the_formula(array, length):
+    values = noise(length, dtype=np.float64)
+    codec = Int8(block=64)
+    rows = codec.encode(array(values))
+    assert tuple(rows.shape) == (-(-length // 64), 64 + 4)
+    decoded = numbers(codec.decode(rows, array(values)))[:length]
+    np.testing.assert_allclose(decoded, int8_reference(values, 64), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("codec", [Int8(64), Brain()], ids=["int8", "bf16"])
+def test_what_is_decoded_and_the_error_make_the_value(array, codec):
+    values = array(noise(1000))
+    error = values - codec.decode(codec.encode(values), values)[:1000]
+    total = numbers(codec.decode(codec.encode(values), values)[:1000] + error)
+    np.testing.assert_allclose(total, numbers(values), rtol=0, atol=1e-7 * np.abs(numbers(values)).max())
+    bound = np.abs(numbers(values)).max() / 127 * 0.51 if codec.name == "int8" else np.abs(numbers(values)) / 256
+    assert (np.abs(numbers(error)) <= bound).all()
+
+
+def test_blocks_of_zeros_stay_zero_and_lost_blocks_are_seen(array):
+    values = np.zeros(192, dtype=np.float32)
+    values[64], values[128] = math.inf, math.nan
+    codec = Int8(64)
+    decoded = numbers(codec.decode(codec.encode(array(values)), array(values)))
+    assert (decoded[:64] == 0).all() and np.isnan(decoded[64:]).all()
+
+
+def test_brain_rounds_to_nearest_as_torch_does(array):
+    values = np.concatenate([noise(4000), [0.0, -0.0, 1.0, 1.00390625, 1.01171875, math.inf, -math.inf]]).astype(
+        np.float32
+    )
+    codec = Brain()
+    decoded = numbers(codec.decode(codec.encode(array(values)), array(values)))[: len(values)]
+    expected = torch.from_numpy(values).to(torch.bfloat16).float().numpy()
+    assert decoded.tobytes() == expected.tobytes()
+    assert np.isnan(numbers(codec.decode(codec.encode(array(np.array([math.nan], np.float32))), array(values)))[0])
+
+
+def test_int8_refuses_a_block_that_makes_no_sense():
+    with pytest.raises(ValueError, match="block: expected a multiple of 4"):
+        Int8(block=6)
+
+
+# fp16 -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("largest", [1e-30, 3e-8, 0.5, 1.0, 40_000.0, 65_504.0, 1e30])
+@pytest.mark.parametrize("ranks", [1, 2, 4, 7, 64])
+def test_the_scale_leaves_room_for_the_sum_and_wastes_little_of_it(largest, ranks):
+    exponent = exponent_of(largest)
+    scale = scale_for(exponent, ranks)
+    assert largest <= 2.0**exponent < 2 * largest * (1 + 1e-12)
+    assert ranks * largest * scale <= GREATEST / 2
+    if scale < 2.0**120:
+        assert ranks * largest * scale > GREATEST / 16
+    assert math.frexp(scale)[0] == 0.5, "a power of two changes no mantissa"
+
+
+def test_scaled_half_keeps_eleven_bits(array):
+    values = noise(1000) * 1e6
+    scale = scale_for(exponent_of(float(np.abs(values).max())), 4)
+    codec = ScaledHalf()
+    decoded = numbers(codec.decode(codec.encode(array(values), scale), array(values), scale))
+    large = np.abs(values) > np.abs(values).max() * 1e-4
+    np.testing.assert_allclose(decoded[large], values[large], rtol=2**-11)
+
+
+def test_nothing_and_infinity_have_their_own_exponents():
+    assert scale_for(exponent_of(0.0), 4) == 1.0
+    assert scale_for(exponent_of(math.inf), 4) is None and scale_for(exponent_of(math.nan), 4) is None
+
+
+# top-k ------------------------------------------------------------------------------------------------------------
+
+
+def topk_reference(values, count):
+    """The `count` entries of largest magnitude, found by sorting; zeros elsewhere."""
+    kept = sorted(range(len(values)), key=lambda i: -abs(values[i]))[:count]
+    return [values[i] if i in kept else 0.0 for i in range(len(values))]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("density", [0.001, 0.1, 1.0])
+def test_topk_sends_the_largest_entries(array, dtype, density):
+    values = noise(500, dtype=dtype)
+    codec = TopK(density)
+    decoded = array(np.zeros(500, dtype=dtype))
+    rows = codec.encode(array(values))
+    codec.add_to(decoded, rows)
+    assert len(rows) == max(1, round(500 * density))
+    assert numbers(decoded).tolist() == topk_reference(values.tolist(), codec.count(500))
+
+
+def test_topk_sends_a_nan(array):
+    values = noise(100)
+    values[40] = math.nan
+    decoded = array(np.zeros(100, dtype=np.float32))
+    codec = TopK(0.02)
+    codec.add_to(decoded, codec.encode(array(values)))
+    assert np.isnan(numbers(decoded)[40])
+
+
+# PowerSGD ---------------------------------------------------------------------------------------------------------
+
+
+def powersgd_reference(matrices, q):
+    """Algorithm 1 of arXiv:1905.13727 for the matrices of all workers, in the paper's notation and in fp64."""
+    p = sum(m @ q for m in matrices)
+    p_hat, _ = np.linalg.qr(p)  # ORTHOGONALIZE
+    q_new = sum(m.T @ p_hat for m in matrices)
+    return p_hat @ q_new.T
+
+
+@pytest.mark.parametrize("rank", [1, 2, 4])
+def test_powersgd_is_the_papers_algorithm(array, rank):
+    shapes = [(12, 20), (30, 7)]
+    workers = [noise(12 * 20 + 30 * 7, seed=w, dtype=np.float64) for w in range(3)]
+    codec = LowRank(shapes, rank=rank)
+    q = codec.first_q(array(workers[0]))
+    left = sum(codec.left(array(w), q) for w in workers)
+    p = [orthonormal(matrix) for matrix in codec.split_left(left)]
+    right = codec.split_right(sum(codec.right(array(w), p) for w in workers))
+    result = numbers(codec.product(p, right))
+    for index, (begin, (rows, columns)) in enumerate(zip([0, 240], shapes, strict=True)):
+        matrices = [w[begin : begin + rows * columns].reshape(rows, columns) for w in workers]
+        expected = powersgd_reference(matrices, numbers(q[index]))
+        np.testing.assert_allclose(result[begin : begin + rows * columns], expected.reshape(-1), rtol=1e-9, atol=1e-6)
+
+
+def test_columns_become_orthonormal_and_dependent_ones_zero(array):
+    matrix = np.random.RandomState(0).standard_normal((50, 4))
+    matrix[:, 2] = matrix[:, 0] + 2 * matrix[:, 1]
+    done = numbers(orthonormal(array(matrix.copy())))
+    np.testing.assert_allclose(done.T @ done, np.diag([1.0, 1.0, 0.0, 1.0]), atol=1e-12)
+
+
+def test_powersgd_of_a_matrix_of_low_rank_is_exact(array):
+    left, right = np.random.RandomState(1).standard_normal((40, 2)), np.random.RandomState(2).standard_normal((30, 2))
+    values = array((left @ right.T).reshape(-1))
+    codec = LowRank([(40, 30)], rank=2)
+    p = [orthonormal(matrix) for matrix in codec.split_left(codec.left(values, codec.first_q(values)))]
+    result = codec.product(p, codec.split_right(codec.right(values, p)))
+    np.testing.assert_allclose(numbers(result), numbers(values), atol=1e-10)
+
+
+def test_powersgd_pays_for_large_matrices_only():
+    assert pays(512, 512, 4) and not pays(8, 512, 4) and not pays(512, 8, 4)
+
+
+def test_the_first_q_is_the_same_in_every_library():
+    codec = LowRank([(8, 16)], rank=3)
+    ours = codec.first_q(np.zeros(1, np.float32))[0]
+    theirs = codec.first_q(torch.zeros(1))[0]
+    assert ours.tobytes() == theirs.numpy().tobytes()
+
+
+def test_something_else_than_an_array_is_refused():
+    with pytest.raises(TypeError, match="Expected a numpy array or a torch tensor. Received: <class 'list'>"):
+        verbs_of([1.0])

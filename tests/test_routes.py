@@ -1,0 +1,325 @@
+"""Sums over ranks, by every algorithm with every codec, on ranks that are threads: laws 1, 2, 5 and 6."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from hvd_hetero.engine.hierarchy import ALGORITHMS, levels_of, one_level
+from hvd_hetero.engine.local import World
+from hvd_hetero.optimizers.compressed import Exact, Gathered, Half
+from hvd_hetero.optimizers.recipe import Recipe, Wire
+from hvd_hetero.optimizers.route import Route
+from hvd_hetero.optimizers.router import Router, Trial
+from hvd_hetero.policy.link import Link
+from hvd_hetero.policy.topology import Topology
+
+SHAPES = [(24, 40), (60, 16)]
+LENGTH = 24 * 40 + 60 * 16
+CODECS = {
+    "none": Recipe(name="none"),
+    "fp16": Recipe(name="fp16"),
+    "bf16": Recipe(name="bf16"),
+    "int8": Recipe(name="int8", block=64),
+    "topk": Recipe(name="topk", density=0.05, warmup_steps=0),
+    "powersgd": Recipe(name="powersgd", rank=2, warmup_steps=0),
+}
+NODES = [
+    ((0,),),
+    ((0, 1),),
+    ((0,), (1,)),
+    ((0, 1), (2,)),
+    ((0, 1), (2, 3)),
+    ((0, 1, 2), (3,)),
+    ((0, 3), (1, 2, 4)),
+    ((0, 1, 2), (3, 4), (5, 6, 7)),
+    ((0,), (1, 2, 3, 4), (5, 6, 7)),
+]
+LIBRARIES = {"numpy": np.asarray, "torch": torch.from_numpy}
+
+
+def gradients(ranks, step, dtype=np.float64):
+    """What each rank brings to a step."""
+    return [np.random.RandomState(1000 * step + rank).standard_normal(LENGTH).astype(dtype) for rank in range(ranks)]
+
+
+def combinations():
+    for nodes, algorithm, codec in itertools.product(NODES, ALGORITHMS, CODECS):
+        if not (codec == "powersgd" and algorithm == "rails"):  # it needs whole matrices
+            yield pytest.param(nodes, algorithm, codec, id=f"{'+'.join(str(len(n)) for n in nodes)}-{algorithm}-{codec}")
+
+
+def route_of(engine, nodes, algorithm, recipe, local=None):
+    return Route(levels_of(engine, Topology(nodes=nodes)), algorithm, cross=recipe.reduction(SHAPES), local=local)
+
+
+def summed(nodes, algorithm, recipe, steps, array=np.asarray, dtype=np.float64, brought=gradients):
+    """What each rank got in each step, and what all ranks together still keep: [rank][step], array."""
+    ranks = sum(map(len, nodes))
+
+    def program(engine):
+        route = route_of(engine, nodes, algorithm, recipe)
+        results = []
+        for step in range(steps):
+            mine = array(brought(ranks, step, dtype)[engine.rank])
+            result = route.start(mine, name="sum").wait()
+            results.append(np.asarray(result).copy())
+            route.settle(bool(np.isfinite(results[-1]).all()))
+        kept = array(np.zeros(LENGTH, dtype=dtype))
+        route.release_into(kept)
+        return results, np.asarray(kept)
+
+    ended = World(ranks).run(program)
+    return [results for results, _ in ended], sum(kept for _, kept in ended)
+
+
+@pytest.mark.parametrize(("nodes", "algorithm", "codec"), list(combinations()))
+def test_nothing_is_lost_and_all_ranks_get_the_same(nodes, algorithm, codec):
+    ranks, steps = sum(map(len, nodes)), 4
+    results, kept = summed(nodes, algorithm, CODECS[codec], steps)
+    for step in range(steps):
+        assert len({results[rank][step].tobytes() for rank in range(ranks)}) == 1, "law 5"
+    expected = [sum(gradients(ranks, step)) for step in range(steps)]
+    if codec in ("none", "fp16", "bf16"):
+        close = {"none": 1e-12, "fp16": 2**-10, "bf16": 2**-7}[codec]
+        for got, true in zip(results[0], expected, strict=True):
+            assert np.abs(got - true).max() <= close * np.abs(true).max() * (1 if codec == "none" else 2), "law 2"
+    else:  # law 6: what was sent and what is kept make what was brought
+        np.testing.assert_allclose(sum(results[0]) + kept, sum(expected), rtol=0, atol=1e-5)
+        if codec != "int8" and (len(nodes) > 1 or (algorithm == "flat" and ranks > 1)):
+            assert np.abs(kept).max() > 0.1, "these keep a good deal back; a test that never sees it shows nothing"
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("algorithm", ["flat", "leader"])
+def test_torch_and_numpy_give_the_same(algorithm, codec):
+    nodes = ((0, 1), (2,))
+    ours, kept = summed(nodes, algorithm, CODECS[codec], 3, dtype=np.float32)
+    theirs, kept_there = summed(nodes, algorithm, CODECS[codec], 3, array=torch.from_numpy, dtype=np.float32)
+    np.testing.assert_allclose(np.array(ours), np.array(theirs), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(kept, kept_there, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_nan_on_one_rank_is_seen_by_all_and_spoils_nothing_that_is_kept(codec):
+    nodes = ((0, 1), (2, 3))
+
+    def brought(ranks, step, dtype):
+        values = gradients(ranks, step, dtype)
+        if step == 2:
+            values[1][100] = math.nan
+        return values
+
+    for algorithm in ALGORITHMS:
+        if codec == "powersgd" and algorithm == "rails":
+            continue
+        results, kept = summed(nodes, algorithm, CODECS[codec], 5, brought=brought)
+        for rank in range(4):
+            assert np.isnan(results[rank][2]).any()
+            assert all(np.isfinite(results[rank][step]).all() for step in (0, 1, 3, 4))
+        if CODECS[codec].keeps:  # the step that failed left no trace
+            sent = sum(results[0][step] for step in (0, 1, 3, 4))
+            true = sum(sum(gradients(4, step)) for step in (0, 1, 3, 4))
+            np.testing.assert_allclose(sent + kept, true, rtol=0, atol=1e-5)
+
+
+def test_sums_that_overflow_float16_come_out_right():
+    """4 ranks at 40,000, which Horovod's own fp16 makes infinite."""
+
+    def brought(ranks, step, dtype):
+        return [np.full(LENGTH, 40_000.0 if step != 1 else 10.0, dtype=dtype) for _ in range(ranks)]
+
+    for algorithm in ALGORITHMS:
+        results, _ = summed(((0, 1), (2, 3)), algorithm, CODECS["fp16"], 4, dtype=np.float32, brought=brought)
+        for step, expected in enumerate([160_000.0, 40.0, 160_000.0, 160_000.0]):
+            np.testing.assert_allclose(results[0][step], expected, rtol=2**-10)
+
+
+def test_what_grows_beyond_its_scale_is_sent_again():
+    names = []
+
+    class Watched:
+        def __init__(self, engine):
+            self.engine = engine
+
+        def __getattr__(self, name):
+            return getattr(self.engine, name)
+
+        def allreduce_async(self, array, *, name, op="sum"):
+            names.append(name)
+            return self.engine.allreduce_async(array, name=name, op=op)
+
+    def program(engine):
+        route = Route(one_level(Watched(engine)), "flat", cross=Half())
+        for value in (1.0, 1.0, 1.5, 1e3):
+            result = route.start(np.full(8, value, dtype=np.float32), name="x").wait()
+            np.testing.assert_allclose(result, 2 * value, rtol=2**-10)
+
+    World(2).run(program)
+    assert sorted(set(names)) == ["x.again", "x.exact", "x.half"]
+    assert names.count("x.again") == 2, "once, on both ranks"
+
+
+def test_half_carries_zeros_and_comes_back_from_them():
+    def program(engine):
+        route = Route(one_level(engine), "flat", cross=Half())
+        values = [0.0, 0.0, 5.0, 5.0]
+        return [route.start(np.full(8, v, dtype=np.float32), name="x").wait()[0] for v in values]
+
+    assert World(3).run(program)[0] == [0.0, 0.0, 15.0, 15.0]
+
+
+def test_a_codec_within_nodes_composes_with_one_between_them():
+    nodes = ((0, 1), (2, 3))
+
+    def program(engine):
+        route = route_of(engine, nodes, "rails", CODECS["int8"], local=Half())
+        return [np.array(route.start(gradients(4, step)[engine.rank], name="x").wait()) for step in range(2)]
+
+    results = World(4).run(program)
+    for step in range(2):
+        true = sum(gradients(4, step))
+        assert len({ranks[step].tobytes() for ranks in results}) == 1
+        assert np.abs(results[0][step] - true).max() < 0.15
+
+
+def test_warm_up_is_exact():
+    recipe = Recipe(name="topk", density=0.01, warmup_steps=2)
+    results, _ = summed(((0, 1), (2,)), "leader", recipe, 3)
+    for step in range(2):
+        np.testing.assert_allclose(results[0][step], sum(gradients(3, step)), atol=1e-12)
+    assert np.count_nonzero(results[0][2]) <= 3 * 0.01 * LENGTH + 3
+
+
+def test_a_factor_that_died_out_comes_back():
+    """After a gradient of zeros, PowerSGD's Q is zero, and would stay so."""
+
+    def brought(ranks, step, dtype):
+        return [values * (step != 1) for values in gradients(ranks, step, dtype)]
+
+    recipe = CODECS["powersgd"]
+    results, kept = summed(((0,), (1,)), "flat", recipe, 6, brought=brought)
+    assert all(np.abs(results[0][step]).max() > 0.1 for step in (2, 3, 4, 5))
+
+
+class Ticking:
+    """A clock on which `costs[title]` seconds pass while a route is under way."""
+
+    def __init__(self, costs):
+        self.costs, self.now = costs, 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def test_a_trial_finds_the_fastest_route_and_loses_nothing():
+    steps, nodes = 30, ((0, 1), (2, 3))
+
+    def program(engine):
+        clock = Ticking({})
+        told = []
+        routes = {
+            "slow": route_of(engine, nodes, "rails", CODECS["int8"]),
+            "fast": route_of(engine, nodes, "flat", CODECS["topk"]),
+        }
+        for title, seconds in (("slow", 2.0), ("fast", 1.0)):
+            start = routes[title].start
+
+            def slowed(array, *, name, start=start, seconds=seconds):
+                clock.now += seconds * (1 + engine.rank)  # other ranks wait longer: they came first
+                return start(array, name=name)
+
+            routes[title].start = slowed
+        # The clock stands still while a route starts, so what passes is what the route says.
+        trial = Trial(routes, chosen="slow", size_bytes=LENGTH * 8, engine=engine, tell=told.append, clock=clock)
+        total = 0.0
+        for step in range(steps):
+            total = total + np.array(trial.start(gradients(4, step)[engine.rank], name="x").wait())
+            trial.settle(True)
+        kept = np.zeros(LENGTH)
+        for route in routes.values():
+            route.release_into(kept)
+        return trial.title, [choice.route for choice in told], total, kept
+
+    ended = World(4).run(program)
+    assert {title for title, *_ in ended} == {"fast"}
+    assert all(told == ["fast"] for _, told, _, _ in ended)
+    assert len({total.tobytes() for _, _, total, _ in ended}) == 1
+    true = sum(sum(gradients(4, step)) for step in range(steps))
+    np.testing.assert_allclose(ended[0][2] + sum(kept for *_, kept in ended), true, rtol=0, atol=1e-4)
+
+
+def test_the_router_gives_every_rank_the_same_way():
+    nodes = ((0, 1), (2, 3))
+
+    def program(engine):
+        told = []
+        levels = levels_of(engine, Topology(nodes=nodes))
+        router = Router(levels, algorithm="auto", wire=Wire(auto=True), tell=lambda name, choice: told.append(choice))
+        ways = [router.way(f"b{i}", np.zeros(LENGTH), SHAPES, lossy=lossy) for i, lossy in enumerate((True, False))]
+        for step in range(2):
+            for i, way in enumerate(ways):
+                way.start(gradients(4, step)[engine.rank], name=f"b{i}").wait()
+                way.settle(True)
+        return [choice.route for choice in told]
+
+    chosen = World(4).run(program)
+    assert len(set(map(tuple, chosen))) == 1 and len(chosen[0]) == 2
+
+
+def test_one_node_has_one_level():
+    def program(engine):
+        router = Router(levels_of(engine, Topology(nodes=((0, 1),))), algorithm="auto", wire=Wire())
+        return router.way("b", np.zeros(4), [(4,)], lossy=False).title
+
+    assert World(2).run(program) == ["flat, exact", "flat, exact"]
+
+
+def test_wrong_arguments_say_what_was_expected():
+    def program(engine):
+        with pytest.raises(ValueError, match="topology: expected one of 2 ranks.*Received: one of 3 ranks"):
+            levels_of(engine, Topology(nodes=((0, 1), (2,)), local=Link(latency_s=1e-6, bandwidth_bytes_per_s=1e9)))
+        with pytest.raises(ValueError, match="algorithm: expected one of flat, rails, leader"):
+            Route(one_level(engine), "ring", cross=Exact())
+
+    World(2).run(program)
+    for wrong, message in (
+        ({"name": "zip"}, "name: expected one of none, fp16"),
+        ({"name": "int8", "block": 3}, "block: expected"),
+        ({"name": "topk", "density": 0.0}, "density: expected"),
+        ({"name": "powersgd", "rank": 0}, "rank: expected"),
+        ({"name": "topk", "warmup_steps": -1}, "warmup_steps: expected"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Recipe(**wrong)
+    with pytest.raises(ValueError, match="local: expected none, fp16 or bf16"):
+        Wire(local=Recipe(name="topk"))
+
+
+def test_states_go_on_where_they_were():
+    """A route that is saved and loaded gives what it would have given."""
+    for codec in ("fp16", "int8", "topk", "powersgd"):
+
+        def program(engine, codec=codec):
+            first = Route(one_level(engine), "flat", cross=CODECS[codec].reduction(SHAPES))
+            for step in range(3):
+                first.start(gradients(2, step)[engine.rank], name="a").wait()
+                first.settle(True)
+            second = Route(one_level(engine), "flat", cross=CODECS[codec].reduction(SHAPES))
+            second.load_state_dict(first.state_dict())
+            return [
+                np.array(route.start(gradients(2, 3)[engine.rank], name=name).wait())
+                for route, name in ((first, "a"), (second, "b"))
+            ]
+
+        for one, other in World(2).run(program):
+            assert one.tobytes() == other.tobytes(), codec
+
+
+def test_blocks_are_summed_in_the_order_of_ranks():
+    """So that results repeat bit for bit, whoever comes first."""
+    runs = [summed(((0, 1, 2),), "flat", Recipe(name="bf16"), 2)[0][0][1].tobytes() for _ in range(3)]
+    assert len(set(runs)) == 1
+    assert isinstance(Recipe(name="bf16").reduction(SHAPES), Gathered)
