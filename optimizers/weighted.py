@@ -105,7 +105,8 @@ class WeightedExchange:
             finite = all(math.isfinite(verbs_of(result).largest(result)) for result in results)
             for route in self._routes:
                 route.settle(finite)
-        sums = [float(value) for value in self._control.tolist()]
+        said = self._control if self._rides_in is None else results[self._rides_in][-len(self._control) :]
+        sums = [float(value) for value in said.tolist()]
         factor = scale(sums)
         if factor != 1.0:
             for result in results:
