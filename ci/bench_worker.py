@@ -85,13 +85,30 @@ class Contender:
 
         hvd.init()
         self._equal()
-        self.optimizer = hvd.DistributedOptimizer(self.optimizer, named_parameters=self.model.named_parameters())
+        self.optimizer = hvd.DistributedOptimizer(
+            self.optimizer,
+            named_parameters=self.model.named_parameters(),
+            compression=hvd.Compression.fp16 if self.arguments.codec == "fp16" else hvd.Compression.none,
+        )
         hvd.broadcast_parameters(self.model.state_dict(), root_rank=0)
 
     def set_up_ddp(self) -> None:
         torch.distributed.init_process_group("gloo")
         self._equal()
-        self.loss_model = torch.nn.parallel.DistributedDataParallel(self.model, gradient_as_bucket_view=True)
+        # Its PowerSGD hook mixes up the collectives of several buckets under Gloo, and aborts: one bucket for it.
+        cap = {"bucket_cap_mb": 1000} if self.arguments.codec == "powersgd" else {}
+        self.loss_model = torch.nn.parallel.DistributedDataParallel(self.model, gradient_as_bucket_view=True, **cap)
+        if self.arguments.codec == "fp16":
+            from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+            self.loss_model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        elif self.arguments.codec == "powersgd":
+            from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
+            state = powerSGD_hook.PowerSGDState(
+                None, matrix_approximation_rank=4, start_powerSGD_iter=self.arguments.dense_steps
+            )
+            self.loss_model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
     def set_up_ddp_hand(self) -> None:
         torch.distributed.init_process_group("gloo")
@@ -105,7 +122,17 @@ class Contender:
     def set_up_hetero(self) -> None:
         import hvd_hetero.torch as hvd
 
-        hvd.init()
+        levels = {"process_sets": "dynamic"} if self.arguments.topology else {}
+        hvd.init(**levels)
+        dense = self.arguments.dense_steps
+        codecs = {
+            "none": hvd.Compression.none,
+            "fp16": hvd.Compression.fp16,
+            "int8": hvd.Compression.int8,
+            "auto": hvd.Compression.auto,
+            "topk": hvd.Compression.topk(0.01, warmup_steps=dense),
+            "powersgd": hvd.Compression.powersgd(4, warmup_steps=dense),
+        }
         self.global_batch = sum(self.shares)
         fixed = {"shares": self.shares, "adaptive": False} if self.arguments.fixed else {}
         self.balancer = hvd.Balancer(global_batch_size=self.global_batch, **fixed)
@@ -114,7 +141,8 @@ class Contender:
             self.optimizer,
             named_parameters=self.model.named_parameters(),
             balancer=self.balancer,
-            compression=hvd.Compression.fp16 if self.arguments.fp16 else hvd.Compression.none,
+            compression=codecs[self.arguments.codec],
+            topology=self.arguments.topology,
             **({"bucket_bytes": self.arguments.bucket_bytes} if self.arguments.bucket_bytes else {}),
         )
         hvd.broadcast_parameters(self.model.state_dict(), root_rank=0)
@@ -148,7 +176,10 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=136)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--fixed", action="store_true", help="hetero: the given shares, never re-planned")
-    parser.add_argument("--fp16", action="store_true")
+    parser.add_argument("--codec", default="none", help="how gradients travel; DDP: its hook")
+    parser.add_argument("--dense-steps", type=int, default=20, help="of codecs that want some first")
+    parser.add_argument("--topology", help="hetero: flat, rails, leader or auto")
+    parser.add_argument("--validate", action="store_true", help="rank 0: the loss on other text, after all steps")
     parser.add_argument("--bucket-bytes", type=int)
     parser.add_argument("--every-step", action="store_true", help="print each step's time and shares")
     parser.add_argument("--slow-at", type=int, default=-1, help="the step at which a rank becomes slower")
@@ -196,6 +227,9 @@ def main() -> None:
         "parameters": sum(p.numel() for p in contender.model.parameters()),
         "shares": shares[-1] if shares else None,
     }
+    if arguments.validate and contender.rank == 0:
+        text = lm.read_text(2.5)
+        record["validation_loss"] = lm.validate(contender.model, lm.Windows(text[2_000_000:], 64))
     if arguments.every_step:
         record["times_s"], record["all_shares"], record["computes"] = times, shares, computes
     print("BENCH " + json.dumps(record), flush=True)

@@ -84,24 +84,35 @@ class Half:
         self._exponent: int | None = None
 
     def steps(self, engine: Engine, array: Any, *, name: str) -> Steps:
-        verbs, length = verbs_of(array), len(array)
+        verbs = verbs_of(array)
         slots = verbs.zeros([engine.size], array)
         slots[engine.rank] = exponent_of(verbs.largest(array))
         scale = None if self._exponent is None else scale_for(self._exponent, engine.size)
         if scale is None:
-            total = yield engine.allreduce_async(verbs.joined([array, slots]), name=f"{name}.exact")
-            result = total[:length]
+            result = yield engine.allreduce_async(verbs.joined([array, slots]), name=f"{name}.exact")
+            result, said = result[: len(array)], result[len(array) :]
         else:
-            wire = verbs.joined([self._codec.encode(array, scale), verbs.half(slots)])
-            total = yield engine.allreduce_async(wire, name=f"{name}.half")
-            result = self._codec.decode(total[:length], array, scale)
-        exponents = [int(value) for value in total[length:].tolist()]
+            result, said = yield from self._scaled(engine, array, slots, scale, name=name)
+        exponents = [int(value) for value in said.tolist()]
         if scale is not None and NOT_FINITE not in exponents and not math.isfinite(verbs.largest(result)):
             result = yield engine.allreduce_async(verbs.copied(array), name=f"{name}.again")
         now = max(exponents)
         if now != NOT_FINITE:  # a falling scale is followed slowly, since gradients come and go
             self._exponent = now if self._exponent is None else max(now, self._exponent - 1)
         return result
+
+    def _scaled(self, engine: Engine, array: Any, slots: Any, scale: float, *, name: str) -> Steps:
+        verbs, pieces, handles = verbs_of(array), _pieces(len(array)), []
+        for index, piece in enumerate(pieces):
+            wire = self._codec.encode(array[piece], scale)
+            if index == len(pieces) - 1:
+                wire = verbs.joined([wire, verbs.half(slots)])
+            handles.append(engine.allreduce_async(wire, name=f"{name}.half.{index}"))
+        result = verbs.empty(array)
+        for piece, handle in zip(pieces, handles, strict=True):
+            total = yield handle
+            self._codec.decode_into(result[piece], total[: piece.stop - piece.start], scale)
+        return result, total[pieces[-1].stop - pieces[-1].start :]
 
     def settle(self, finite: bool) -> None:
         pass
@@ -117,17 +128,16 @@ class Half:
 
 
 class _Feedback:
-    """Arrays kept from step to step, and what will replace them if the step counts."""
-
-    kept: tuple[str, ...] = ()
+    """Arrays kept from step to step, by name, and what will replace them if the step counts."""
 
     def __init__(self) -> None:
-        self._now: dict[str, Any] = dict.fromkeys(self.kept)
+        self._now: dict[str, Any] = {}
         self._next: dict[str, Any] = {}
         self._step = 0
 
-    def _with_residual(self, array: Any, key: str = "residual") -> Any:
-        kept = self._now[key]
+    def _with_kept(self, array: Any, key: str) -> Any:
+        """A copy of `array`, plus what was kept under `key`."""
+        kept = self._now.get(key)
         return verbs_of(array).copied(array) if kept is None else array + kept
 
     def settle(self, finite: bool) -> None:
@@ -137,15 +147,14 @@ class _Feedback:
         self._next = {}
 
     def release(self, engine: Engine) -> Any | None:
-        kept, self._now["residual"] = self._now["residual"], None
-        return kept
+        return self._now.pop("residual", None)
 
     def state_dict(self) -> dict[str, Any]:
         return {"step": self._step, **self._now}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._step = int(state["step"])
-        self._now = {key: state[key] for key in self.kept}
+        self._now = dict(state)
+        self._step = int(self._now.pop("step"))
 
 
 class Gathered(_Feedback):
@@ -153,10 +162,9 @@ class Gathered(_Feedback):
 
     Each rank is dealt a part of the blocks: an all-to-all brings it that part from every rank, it adds them up in full
     precision, encodes the sum, and an all-gather brings the sums to all (the scatter-reduce-allgather of CGX,
-    arXiv:2111.08617). That rounds twice; each rank keeps its own first error, and the second of its part.
+    arXiv:2111.08617). That rounds twice; each rank keeps its own first error, and the second of its part. Between two
+    ranks, an all-gather of everything brings as few bytes in one stage, and rounds once.
     """
-
-    kept = ("residual", "part_residual")
 
     def __init__(self, codec: BlockCodec) -> None:
         super().__init__()
@@ -164,34 +172,88 @@ class Gathered(_Feedback):
         self.name = codec.name
 
     def steps(self, engine: Engine, array: Any, *, name: str) -> Steps:
-        codec, length = self._codec, len(array)
-        values = array if codec.rounds else self._with_residual(array)
-        rows = codec.encode(values)
-        parts = _parts(len(rows), engine.size)
-        handle = engine.alltoall_async(rows, splits=parts, name=f"{name}.scatter")
+        pieces = _pieces(len(array), unit=self._codec.block)
+        values = array if self._codec.rounds else self._with_kept(array, "residual")
+        if engine.size <= 2:
+            return self._in_one_stage(engine, values, pieces, name=name)
+        return self._in_two_stages(engine, values, pieces, name=name)
+
+    def _in_one_stage(self, engine: Engine, values: Any, pieces: list[slice], *, name: str) -> Steps:
+        codec, handles, encoded = self._codec, [], []
+        for index, piece in enumerate(pieces):
+            encoded.append(codec.encode(values[piece]))
+            handles.append(engine.allgather_async(encoded[-1], name=f"{name}.all.{index}"))
+        result = verbs_of(values).empty(values)
+        for piece, handle, mine in zip(pieces, handles, encoded, strict=True):
+            length, rows = piece.stop - piece.start, len(mine)
+            own = codec.decode(mine, values)[:length]
+            received = yield handle
+            if engine.size == 1:
+                result[piece] = own
+            else:  # a sum of two is the same in either order
+                other = (1 - engine.rank) * rows
+                result[piece] = codec.decode(received[other : other + rows], values)[:length]
+                result[piece] += own
+            if not codec.rounds:
+                values[piece] -= own
         if not codec.rounds:
-            self._next["residual"] = values - codec.decode(rows, array)[:length]
-        received, mine = (yield handle), parts[engine.rank]
-        total = codec.decode(received[:mine], array)
-        for rank in range(1, engine.size):
-            total += codec.decode(received[rank * mine : (rank + 1) * mine], array)
+            self._next["residual"] = values
+        return result
+
+    def _in_two_stages(self, engine: Engine, array: Any, pieces: list[slice], *, name: str) -> Steps:
+        codec, values, handles, encoded = self._codec, array, [], []
+        for index, piece in enumerate(pieces):
+            encoded.append(codec.encode(values[piece]))
+            parts = _parts(len(encoded[-1]), engine.size)
+            handles.append(engine.alltoall_async(encoded[-1], splits=parts, name=f"{name}.scatter.{index}"))
         if not codec.rounds:
-            total = self._with_residual(total, "part_residual")
+            self._next["residual"] = values
+            for piece, rows in zip(pieces, encoded, strict=True):
+                values[piece] -= codec.decode(rows, array)[: piece.stop - piece.start]
+        for index, handle in enumerate(handles):
+            rows = self._summed((yield handle), array, engine.size, key=f"part.{index}")
+            handles[index] = engine.allgather_async(rows, name=f"{name}.gather.{index}")
+        result = verbs_of(array).empty(array)
+        for piece, handle in zip(pieces, handles, strict=True):
+            result[piece] = codec.decode((yield handle), array)[: piece.stop - piece.start]
+        return result
+
+    def _summed(self, received: Any, like: Any, ranks: int, *, key: str) -> Any:
+        """The sum of what all ranks sent of this rank's part, encoded."""
+        codec, mine = self._codec, len(received) // ranks
+        total = codec.decode(received[:mine], like)
+        for rank in range(1, ranks):
+            total += codec.decode(received[rank * mine : (rank + 1) * mine], like)
+        if codec.rounds:
+            return codec.encode(total)
+        total = self._with_kept(total, key)
         rows = codec.encode(total)
-        handle = engine.allgather_async(rows, name=f"{name}.gather")
-        if not codec.rounds:
-            self._next["part_residual"] = total - codec.decode(rows, array)
-        return codec.decode((yield handle), array)[:length]
+        total -= codec.decode(rows, like)
+        self._next[key] = total
+        return rows
 
     def release(self, engine: Engine) -> Any | None:
-        kept, part = super().release(engine), self._now["part_residual"]
-        self._now["part_residual"] = None
-        if kept is not None and part is not None:
-            rows = -(-len(kept) // self._codec.block)
-            begin = sum(_parts(rows, engine.size)[: engine.rank]) * self._codec.block
-            part = part[: max(0, len(kept) - begin)]  # without the last row's filling
-            kept[begin : begin + len(part)] += part
+        kept = super().release(engine)
+        if kept is None:
+            return None
+        for index, piece in enumerate(_pieces(len(kept), unit=self._codec.block)):
+            part, length = self._now.pop(f"part.{index}", None), piece.stop - piece.start
+            if part is not None:
+                rows = -(-length // self._codec.block)
+                begin = piece.start + sum(_parts(rows, engine.size)[: engine.rank]) * self._codec.block
+                part = part[: max(0, piece.stop - begin)]  # without the last row's filling
+                kept[begin : begin + len(part)] += part
         return kept
+
+
+PIECE = 2**20  # values that are encoded and sent at a time: while one piece travels, the next is encoded
+
+
+def _pieces(length: int, *, unit: int = 1) -> list[slice]:
+    """Nearly equal pieces of at least `PIECE` values, each but the last a multiple of `unit`."""
+    count = max(1, length // PIECE)
+    each = -(-length // (count * unit)) * unit
+    return [slice(begin, min(length, begin + each)) for begin in range(0, max(1, length), max(1, each))]
 
 
 def _parts(rows: int, ranks: int) -> list[int]:
@@ -207,7 +269,6 @@ class Sparse(_Feedback):
         warmup_steps: exact sums for so many steps, while gradients still change their direction.
     """
 
-    kept = ("residual",)
     name = "topk"
 
     def __init__(self, codec: TopK, *, warmup_steps: int = 0) -> None:
@@ -218,7 +279,7 @@ class Sparse(_Feedback):
         if self._step < self._warmup_steps:
             return (yield engine.allreduce_async(array, name=f"{name}.exact"))
         verbs, codec = verbs_of(array), self._codec
-        values = self._with_residual(array)
+        values = self._with_kept(array, "residual")
         wire = codec.encode(values)
         handle = engine.allgather_async(wire, name=f"{name}.gather")
         verbs.clear_at(values, codec.places(wire))
@@ -236,7 +297,6 @@ class Factored(_Feedback):
         warmup_steps: exact sums for so many steps.
     """
 
-    kept = ("residual", "q")
     name = "powersgd"
 
     def __init__(self, codec: LowRank, *, warmup_steps: int = 0) -> None:
@@ -246,7 +306,7 @@ class Factored(_Feedback):
     def _q(self, like: Any) -> list[Any]:
         """Q of the last step. A column that has died out would stay so: a new one takes its place."""
         codec = self._codec
-        if self._now["q"] is None:
+        if "q" not in self._now:
             return codec.first_q(like)
         chosen = codec.split_right(verbs_of(like).copied(self._now["q"]))
         for index, matrix in enumerate(chosen):
@@ -260,7 +320,7 @@ class Factored(_Feedback):
         if self._step < self._warmup_steps:
             return (yield engine.allreduce_async(array, name=f"{name}.exact"))
         verbs, codec = verbs_of(array), self._codec
-        values = self._with_residual(array)
+        values = self._with_kept(array, "residual")
         left = yield engine.allreduce_async(codec.left(values, self._q(array)), name=f"{name}.p")
         p = [orthonormal(matrix) for matrix in codec.split_left(left)]
         own = codec.right(values, p)

@@ -16,7 +16,7 @@ class Route:
 
     Args:
         levels: the groups of this rank.
-        algorithm: "flat", "rails" or "leader".
+        algorithm: "flat", "rails", "scatter" or "leader".
         cross: how ranks of different nodes sum; with "flat", how all ranks do.
         local: how the ranks of a node do. None: in the way that suits the algorithm.
     """
@@ -62,7 +62,7 @@ class Route:
     def _begin(self, length: int) -> int:
         """Where the part lies that this rank sums between the nodes."""
         levels = self.levels
-        if self.algorithm != "rails" or levels.local is None or levels.rails == 1 or length < levels.rails:
+        if self.algorithm not in ("rails", "scatter") or levels.local is None or levels.rails == 1 or length < levels.rails:
             return 0
         each, more = divmod(length, levels.rails)
         return levels.local_rank * each + min(levels.local_rank, more)

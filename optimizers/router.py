@@ -31,7 +31,7 @@ class Router:
 
     Args:
         levels: the groups of this rank.
-        algorithm: "flat", "rails", "leader", or "auto" to choose by timing.
+        algorithm: "flat", "rails", "scatter", "leader", or "auto" to choose by timing.
         wire: the codecs.
         tell: is told of each choice, by the bucket's name.
         clock: seconds.
@@ -63,7 +63,7 @@ class Router:
             (algorithm, recipe)
             for recipe in recipes
             for algorithm in self._algorithms()
-            if not (recipe.whole and algorithm == "rails")
+            if not (recipe.whole and algorithm in ("rails", "scatter"))
         ]
         if len(candidates) == 1:
             return build(*candidates[0])
@@ -90,7 +90,7 @@ class Router:
         if levels.nodes == 1 or self._algorithm == "flat":
             return ["flat"]
         if self._algorithm == "auto":
-            return ["flat", *(["rails"] if levels.rails > 1 else []), "leader"]
+            return ["flat", *(["rails"] if levels.rails > 1 else []), *(["scatter"] if levels.even else []), "leader"]
         return [self._algorithm]
 
     def _title(self, algorithm: str, recipe: Recipe) -> str:

@@ -12,8 +12,9 @@ import pytest
 from test_build_horovod import recipe
 
 from hvd_hetero.cli import edits
-from hvd_hetero.cli.cache import Cache, default_folder, key, put
+from hvd_hetero.cli.cache import Cache, default_folder
 from hvd_hetero.cli.progress import Progress, percent
+from hvd_hetero.engine.cache import key, put
 
 
 def test_the_key_follows_what_a_wheel_depends_on() -> None:

@@ -105,8 +105,9 @@ def test_the_scale_leaves_room_for_the_sum_and_wastes_little_of_it(largest, rank
 def test_scaled_half_keeps_eleven_bits(array):
     values = noise(1000) * 1e6
     scale = scale_for(exponent_of(float(np.abs(values).max())), 4)
-    codec = ScaledHalf()
-    decoded = numbers(codec.decode(codec.encode(array(values), scale), array(values), scale))
+    codec, decoded = ScaledHalf(), array(np.zeros_like(values))
+    codec.decode_into(decoded, codec.encode(array(values), scale), scale)
+    decoded = numbers(decoded)
     large = np.abs(values) > np.abs(values).max() * 1e-4
     np.testing.assert_allclose(decoded[large], values[large], rtol=2**-11)
 
@@ -135,6 +136,26 @@ def test_topk_sends_the_largest_entries(array, dtype, density):
     codec.add_to(decoded, rows)
     assert len(rows) == max(1, round(500 * density))
     assert numbers(decoded).tolist() == topk_reference(values.tolist(), codec.count(500))
+
+
+@pytest.mark.parametrize("kind", ["normal", "ties", "concentrated", "constant"])
+def test_a_sampled_threshold_finds_the_same_entries(kind):
+    """The fast path of long torch tensors, against numpy's."""
+    values = np.random.RandomState(3).standard_normal(200_000).astype(np.float32)
+    if kind == "ties":
+        values = np.round(values, 1)
+    if kind == "concentrated":  # no sample sees them
+        values[:] = 0.0
+        values[1001:1101] = 5.0
+    if kind == "constant":
+        values[:] = 1.0
+    for density in (0.0003, 0.01, 0.4):
+        codec, found = TopK(density), torch.zeros(200_000)
+        codec.add_to(found, codec.encode(torch.from_numpy(values)))
+        count = codec.count(200_000)
+        assert sorted(np.abs(values))[-count:] == sorted(np.abs(values[codec.places(
+            codec.encode(torch.from_numpy(values))).numpy()])), density
+        assert (found.numpy() == values)[found.numpy() != 0].all()
 
 
 def test_topk_sends_a_nan(array):

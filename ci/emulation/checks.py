@@ -8,7 +8,12 @@ from .quota import KERNEL_MINIMUM_US
 
 
 def check_cluster(
-    cores: Sequence[float], nodes: Sequence[int], link_mbit: float | None, period_us: int, network: str, quota: str
+    cores: Sequence[float],
+    nodes: Sequence[int],
+    link_mbit: Sequence[float] | None,
+    period_us: int,
+    network: str,
+    quota: str,
 ) -> None:
     """Returns when such a cluster makes sense; otherwise ValueError says what does."""
     if not cores:
@@ -18,8 +23,10 @@ def check_cluster(
             f"ranks: expected nodes numbered from 0 without a gap and in rising order, received {list(nodes)}: "
             "horovodrun numbers the ranks node by node"
         )
-    if link_mbit is not None and link_mbit < 1:
-        raise ValueError(f"link_mbit: expected at least 1 (a tbf of less stalls), received {link_mbit}")
+    if link_mbit is not None and len(link_mbit) != len(set(nodes)):
+        raise ValueError(f"link_mbit: expected one number, or one for each of {len(set(nodes))} nodes, received {link_mbit}")
+    if link_mbit is not None and min(link_mbit) < 1:
+        raise ValueError(f"link_mbit: expected at least 1 (a tbf of less stalls), received {min(link_mbit)}")
     if not 1_000 <= period_us <= 1_000_000:
         raise ValueError(f"period_us: expected 1000 to 1000000 (the kernel's bounds), received {period_us}")
     for name, value, known in (

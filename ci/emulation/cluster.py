@@ -39,19 +39,20 @@ class Cluster:
         self,
         ranks: Sequence[EmulatedRank],
         *,
-        link_mbit: float | None = None,
+        link_mbit: float | Sequence[float] | None = None,
         period_us: int = 10_000,
         network: str = "auto",
         quota: str = "auto",
         echo: TextIO | None = None,
     ) -> None:
-        """`network`: "namespaces", "loopback" or "auto"; `quota`: "cgroup", "duty" or "auto"; `echo`: where the jobs'
+        """`link_mbit`: of every node's link, or one for each node; `network`: "namespaces", "loopback" or "auto"; `quota`: "cgroup", "duty" or "auto"; `echo`: where the jobs'
         output also goes as it comes."""
         self.ranks = tuple(ranks)
         nodes = [rank.node for rank in ranks]
-        checks.check_cluster([rank.cores for rank in ranks], nodes, link_mbit, period_us, network, quota)
-        self._mbit, self._period, self._echo = link_mbit, period_us, echo
         self._nodes = Counter(nodes)
+        self._mbit = [link_mbit] * len(self._nodes) if isinstance(link_mbit, (int, float)) else link_mbit
+        checks.check_cluster([rank.cores for rank in ranks], nodes, self._mbit, period_us, network, quota)
+        self._period, self._echo = period_us, echo
         self._network_wanted, self._quota_wanted = network, quota
         self._cores = [rank.cores for rank in self.ranks]
         self._jobs = 0
@@ -172,7 +173,8 @@ class Cluster:
         for rank, (cores, place) in enumerate(zip(self._cores, self.ranks, strict=True)):
             lines.append(f"  rank {rank}: {cores:g} cores on {self.network.names[place.node]}")
         if self._mbit is not None and self.network.kind == "loopback":
-            lines.append(f"  not emulated: links of {self._mbit:g} Mbit/s, since {self._no_namespaces()}")
+            rates = ", ".join(f"{rate:g}" for rate in sorted(set(self._mbit)))
+            lines.append(f"  not emulated: links of {rates} Mbit/s, since {self._no_namespaces()}")
         if sum(self._cores) > (machine := len(os.sched_getaffinity(0))):
             lines.append(f"  beware: {sum(self._cores):g} cores are promised, the machine has {machine}")
         return "\n".join(lines)

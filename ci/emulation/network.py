@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -63,13 +64,14 @@ class Namespaces:
     kind = "namespaces"
     interface = "e0"
 
-    def __init__(self, name: str, folder: Path, nodes: int, link_mbit: float | None) -> None:
+    def __init__(self, name: str, folder: Path, nodes: int, link_mbit: Sequence[float] | None) -> None:
+        """`link_mbit`: of each node's link; two nodes share one, the slower of both."""
         self._name, self._folder, self._mbit = name, folder, link_mbit
         self.names = [f"node{node}" for node in range(nodes)]
         for node in range(nodes):
             self._make_node(node)
         if nodes == 2:
-            self._cable(self._space(0), "e0", self._space(1), "e0")
+            self._cable(self._space(0), "e0", self._space(1), "e0", None if link_mbit is None else min(link_mbit))
         else:
             self._switch(nodes)
         for node in range(nodes):
@@ -90,7 +92,9 @@ class Namespaces:
         return f"10.99.0.{10 + node}"  # nothing outside the namespaces can see or reach it
 
     def describe(self) -> str:
-        speed = "as fast as the machine" if self._mbit is None else f"{self._mbit:g} Mbit/s each way"
+        rates = sorted(set(self._mbit or ()))
+        each = f"{rates[0]:g}" if len(rates) == 1 else ", ".join(f"{rate:g}" for rate in self._mbit or ())
+        speed = f"{each} Mbit/s each way" if rates else "as fast as the machine"
         return f"nodes {', '.join(self.names)} as network namespaces with sshd, links {speed}"
 
     def close(self) -> None:
@@ -119,14 +123,14 @@ class Namespaces:
         run("ip", "-n", switch, "link", "add", "br0", "type", "bridge")
         run("ip", "-n", switch, "link", "set", "br0", "up")
         for node in range(nodes):
-            self._cable(self._space(node), "e0", switch, f"p{node}")
+            self._cable(self._space(node), "e0", switch, f"p{node}", None if self._mbit is None else self._mbit[node])
             run("ip", "-n", switch, "link", "set", f"p{node}", "master", "br0")
 
-    def _cable(self, space: str, device: str, other_space: str, other: str) -> None:
+    def _cable(self, space: str, device: str, other_space: str, other: str, mbit: float | None) -> None:
         run("ip", "link", "add", device, "netns", space, "type", "veth", "peer", "name", other, "netns", other_space)
         for where, end in ((space, device), (other_space, other)):
-            if self._mbit is not None:
-                _shape(where, end, f"{round(self._mbit * 1000)}kbit")
+            if mbit is not None:
+                _shape(where, end, f"{round(mbit * 1000)}kbit")
             run("ip", "-n", where, "link", "set", end, "up")
 
 

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvd_hetero.cli import edits, toolchain
-from hvd_hetero.cli.cache import LOG, Cache, default_folder, key
+from hvd_hetero.cli.cache import LOG, Cache, default_folder
 from hvd_hetero.cli.error import UsageError
 from hvd_hetero.cli.progress import Progress
 from hvd_hetero.cli.wheel import Recipe, build_wheel, download, install, install_missing, is_installed, unpack
+from hvd_hetero.engine.cache import key
 
 BUILD_NEEDS = {"packaging": "packaging", "wheel": "wheel", "setuptools": "setuptools"}
 RUN_NEEDS = {"cloudpickle": "cloudpickle", "yaml": "pyyaml", "psutil": "psutil", "packaging": "packaging"}

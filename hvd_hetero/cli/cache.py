@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
-import os
 import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from hvd_hetero.cli.error import CommandError
+from hvd_hetero.engine.cache import put
+from hvd_hetero.engine.environment import cache_folder
 
 RECORD = "build.json"
 LOG = "build.log"
@@ -20,16 +19,7 @@ LOG = "build.log"
 
 def default_folder() -> Path:
     """`hvd_hetero/horovod` in the user's cache: XDG_CACHE_HOME, or ~/.cache."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    # the XDG specification says to ignore a relative path
-    root = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
-    return root / "hvd_hetero" / "horovod"
-
-
-def key(facts: Mapping[str, object]) -> str:
-    """A short name for everything a wheel depends on: equal facts give equal keys, whatever their order."""
-    text = json.dumps(facts, sort_keys=True, ensure_ascii=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:20]
+    return cache_folder() / "horovod"
 
 
 class Cache:
@@ -81,17 +71,3 @@ class Cache:
             except OSError:
                 pass
             yield
-
-
-def put(place: Path, write: Callable[[Path], object]) -> Path:
-    """Returns `place` after `write` filled it; a reader sees the old content or the new one, never a part."""
-    handle, name = tempfile.mkstemp(dir=place.parent, prefix=f".{place.name}.")
-    os.close(handle)
-    temporary = Path(name)
-    try:
-        write(temporary)
-        temporary.chmod(0o644)
-        os.replace(temporary, place)
-    finally:
-        temporary.unlink(missing_ok=True)
-    return place

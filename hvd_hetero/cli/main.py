@@ -16,6 +16,7 @@ COMMANDS = {
         "build Horovod 0.28.1 for the installed frameworks, with its repairs, and install it",
     ),
     "doctor": ("hvd_hetero.cli.doctor", "what is installed, which repairs Horovod has, and what is missing"),
+    "probe": ("hvd_hetero.cli.probe", "measure the devices of all ranks and the links between them, under horovodrun"),
 }
 
 

@@ -66,7 +66,7 @@ class Int8:
         values = rows_of(array, self.block)
         scale = verbs.nan_for_infinite(verbs.single(verbs.row_largest(values) / 127.0))  # either way it is lost
         divisor = verbs.widened(scale + (scale == 0), array).reshape(-1, 1)
-        codes = verbs.rounded(values / divisor)
+        codes = verbs.rounded(values / divisor)  # not times the inverse, which rounds once more
         return verbs.beside([verbs.as_bytes(codes), verbs.as_bytes(scale.reshape(-1, 1))])
 
     def decode(self, rows: Any, like: Any) -> Any:

@@ -47,8 +47,7 @@ class ScaledHalf:
         """`array` times `scale` as float16."""
         return verbs_of(array).half(array * scale)
 
-    def decode(self, wire: Any, like: Any, scale: float) -> Any:
-        """What `wire` stands for, in the type of `like`."""
-        result = verbs_of(wire).widened(wire, like)
-        result *= 1.0 / scale
-        return result
+    def decode_into(self, array: Any, wire: Any, scale: float) -> None:
+        """Writes what `wire` stands for into `array`."""
+        array[...] = wire
+        array *= 1.0 / scale

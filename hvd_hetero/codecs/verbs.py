@@ -19,6 +19,9 @@ class Verbs(Protocol):
     def zeros(self, shape: Sequence[int], like: Any) -> Any:
         """Zeros of the type and on the device of `like`."""
 
+    def empty(self, like: Any) -> Any:
+        """An array like `like`, whatever is in it."""
+
     def seeded(self, shape: Sequence[int], seed: int, like: Any) -> Any:
         """Standard normal numbers, the same for the same seed on every rank and in every library."""
 
@@ -29,7 +32,7 @@ class Verbs(Protocol):
         """max |x| of each row; NaN where there is a NaN."""
 
     def rounded(self, array: Any) -> Any:
-        """int8 of the nearest integers; 0 where there is none."""
+        """int8 of the nearest integers; 0 where there is none. May overwrite `array`."""
 
     def half(self, array: Any) -> Any:
         """float16."""
@@ -82,6 +85,9 @@ class NumpyVerbs:
 
     def zeros(self, shape: Sequence[int], like: np.ndarray) -> np.ndarray:
         return np.zeros(tuple(shape), dtype=like.dtype)
+
+    def empty(self, like: np.ndarray) -> np.ndarray:
+        return np.empty_like(like)
 
     def seeded(self, shape: Sequence[int], seed: int, like: np.ndarray) -> np.ndarray:
         return np.random.RandomState(seed).standard_normal(tuple(shape)).astype(like.dtype)

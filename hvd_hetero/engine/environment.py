@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+from pathlib import Path
 
 from .build import installed_build
 
@@ -37,7 +38,7 @@ def prepare_init() -> None:
         os.environ.setdefault(BLOCKING_WAIT, "1")
     if "gloo_hierarchy" in repairs():
         os.environ.setdefault(GLOO_ALLREDUCE, "hierarchical")
-    if _under_mpi():
+    if under_mpi():
         return
     if "event_driven_cycle" in repairs():
         os.environ.setdefault(EVENT_DRIVEN_CYCLE, "1")
@@ -45,7 +46,7 @@ def prepare_init() -> None:
     os.environ.setdefault(CYCLE_TIME_MS, EVENT_DRIVEN_CYCLE_MS if event_driven else "5")
 
 
-def _under_mpi() -> bool:
+def under_mpi() -> bool:
     """True when mpirun started this process and nothing says that Horovod should use Gloo all the same."""
     started = any(name in os.environ for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK"))
     return started and os.environ.get("HOROVOD_CONTROLLER", "").lower() != "gloo"
@@ -59,3 +60,25 @@ def waits_without_spinning() -> bool:
 def run_folder() -> str | None:
     """Where traces go when the script names no folder: `HVD_HETERO_RUN`, or None."""
     return os.environ.get("HVD_HETERO_RUN") or None
+
+
+def launcher_host_name() -> str | None:
+    """What horovodrun calls this rank's host (the name in its `-H`), or None without it and under MPI."""
+    return os.environ.get("HOROVOD_HOSTNAME") or None
+
+
+def launched() -> bool:
+    """True when a launcher (horovodrun, mpirun) started this process as one of several ranks."""
+    return under_mpi() or int(os.environ.get("HOROVOD_SIZE") or 1) > 1
+
+
+def visible_gpus() -> str | None:
+    """The text of CUDA_VISIBLE_DEVICES; None where it is not set, so that every GPU is visible."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
+def cache_folder() -> Path:
+    """`hvd_hetero` in the user's cache: XDG_CACHE_HOME, or ~/.cache."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    # the XDG specification says to ignore a relative path
+    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "hvd_hetero"

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from .environment import waits_without_spinning
+from .environment import prepare_init, waits_without_spinning
 from .port import Op
 
 _OPS = {"sum": "Sum", "min": "Min", "max": "Max"}
@@ -138,3 +138,10 @@ class HorovodEngine:
                 f"Expected process sets that can be made after hvd.init(), for ranks {members}. Received: {error} "
                 f'Set HOROVOD_DYNAMIC_PROCESS_SETS=1, or call hvd.init(process_sets="dynamic").'
             ) from error
+
+
+def start() -> HorovodEngine:
+    """The engine of all ranks, once Horovod is initialised; for programs that have no face of a framework."""
+    prepare_init()
+    importlib.import_module("horovod.torch.mpi_ops").init()
+    return HorovodEngine()

@@ -33,8 +33,8 @@ def expected_s(algorithm: str, size_bytes: float, topology: Topology, *, ratio: 
     local, cross = topology.local, topology.cross
     nodes, rails, ranks = len(topology.nodes), topology.rails, topology.size
     most = max(len(node) for node in topology.nodes)
-    if algorithm not in ("flat", "rails", "leader"):
-        raise ValueError(f"algorithm: expected flat, rails or leader. Received: {algorithm!r}.")
+    if algorithm not in ("flat", "rails", "scatter", "leader"):
+        raise ValueError(f"algorithm: expected flat, rails, scatter or leader. Received: {algorithm!r}.")
     if (nodes > 1 and cross is None) or (most > 1 and local is None):
         raise ValueError("topology: expected measured links (see hvd_hetero.engine.probe). Received: one without.")
     slow = cross if nodes > 1 else local

@@ -10,6 +10,7 @@ the alpha-beta model of Hockney (1994), "The communication challenge for MPP: In
   alone would decide.
 - The slope is taken where the size shows, at twice the smallest time and above, if there are two such sizes. Below,
   a shaper's burst allowance or a switch's buffer makes a link look faster than it stays.
+- The latency is taken where it is at least half of the time, and at the smallest size in any case.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Link:
         return self.latency_s + size_bytes / self.bandwidth_bytes_per_s
 
 
-def fit_link(sizes_bytes: Sequence[float], seconds: Sequence[float]) -> Link:
+def fit_link(sizes_bytes: Sequence[float] | np.ndarray, seconds: Sequence[float] | np.ndarray) -> Link:
     """The link on which transfers of these sizes took these seconds; sizes may come any number of times.
 
     Where noise hides the slope (it would be 0 or below) or there is one size only, the whole time counts as transfer
@@ -66,7 +67,10 @@ def fit_link(sizes_bytes: Sequence[float], seconds: Sequence[float]) -> Link:
     slope = _slope(each[shows], middle[shows])
     if not slope > 0.0:
         return Link(latency_s=0.0, bandwidth_bytes_per_s=float(each[-1] / middle[-1]))
-    latency = float(np.average(fastest - slope * each, weights=1.0 / fastest))
+    transfer = slope * each
+    mostly_latency = transfer <= fastest / SIZE_SHOWS
+    mostly_latency[0] = True
+    latency = float(np.median((fastest - transfer)[mostly_latency]))
     return Link(latency_s=min(max(latency, 0.0), float(fastest.min())), bandwidth_bytes_per_s=float(1.0 / slope))
 
 

@@ -139,7 +139,8 @@ def _tree(weights: np.ndarray, parts: Sequence[tuple[int, ...]]) -> list[tuple[f
     if len(parts) < 2:
         return []
     between = np.array([[weights[np.ix_(a, b)].max() for b in parts] for a in parts])
-    best, source = between[0].copy(), np.zeros(len(parts), dtype=int)
+    best = between[0].copy()
+    source: np.ndarray = np.zeros(len(parts), dtype=int)
     outside = np.arange(len(parts)) > 0
     edges = []
     for _ in range(len(parts) - 1):

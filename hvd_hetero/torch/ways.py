@@ -20,7 +20,7 @@ from hvd_hetero.policy.topology import Topology
 
 from .layout import BucketLayout
 
-STRATEGIES = ("auto", "flat", "rails", "leader")
+STRATEGIES = ("auto", "flat", "rails", "scatter", "leader")
 
 
 class Ways:
@@ -30,7 +30,7 @@ class Ways:
         engine: the ranks that train together.
         wire: the codecs, or a compressor of the user's own.
         topology: "flat" (or None): one level. "auto": nodes found and links measured, and the fastest algorithm for
-            each bucket. "rails", "leader": nodes found, and that algorithm. A `Topology`: its nodes, and the fastest
+            each bucket. "rails", "scatter", "leader": nodes found, and that algorithm. A `Topology`: its nodes, and the fastest
             algorithm for each bucket.
         tell: is told what was chosen, and why.
 

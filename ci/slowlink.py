@@ -1,0 +1,199 @@
+"""`ci/bench slowlink`: sums and training over slow links, by every algorithm and codec."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from contest import records_of
+from emulation import Cluster, EmulatedRank, Finished
+
+HERE = Path(__file__).resolve().parent
+ALLREDUCE, TRAINING = str(HERE / "allreduce_worker.py"), str(HERE / "bench_worker.py")
+SIZES = {4096: "4 kB", 1 << 20: "1 MB", 16 << 20: "16 MB"}
+BASE = "plain Horovod"
+
+# Equal ranks, so that sums are limited by links; training runs on the mixed ones of `ci/bench mixed`.
+EVEN = tuple(EmulatedRank(cores=1.0, node=node) for node in (0, 0, 1, 1))
+THREE = tuple(EmulatedRank(cores=1.0, node=node) for node in (0, 0, 1, 1, 2))
+MIXED = tuple(EmulatedRank(cores=cores, node=node) for cores, node in ((0.8, 0), (0.4, 0), (0.2, 1), (0.2, 1)))
+SHARES = "8:4:2:2"  # of a global batch of 16: what DDP cannot have, and we find
+# About 4 million parameters.
+MODEL = ("--width", "400", "--layers", "2", "--shares", SHARES)
+TRAINED = {
+    "plain Horovod": ("horovod",),
+    "plain Horovod, fp16": ("horovod", "--codec", "fp16"),
+    "PyTorch DDP": ("ddp",),
+    "DDP, fp16 hook": ("ddp", "--codec", "fp16"),
+    "DDP, PowerSGD hook": ("ddp", "--codec", "powersgd"),
+    "hvd_hetero": ("hetero", "--topology", "auto"),
+    "hvd_hetero, fp16": ("hetero", "--topology", "auto", "--codec", "fp16"),
+    "hvd_hetero, int8": ("hetero", "--topology", "auto", "--codec", "int8"),
+    "hvd_hetero, top-k": ("hetero", "--topology", "auto", "--codec", "topk"),
+    "hvd_hetero, PowerSGD": ("hetero", "--topology", "auto", "--codec", "powersgd"),
+}
+LOSS_STEPS = 120  # after which losses are compared
+DENSE_STEPS = 20  # of the codecs that want some first
+
+
+def _records(finished: Finished, what: str, ranks: int) -> list[dict[str, Any]]:
+    records = records_of(finished.output)
+    if finished.returncode or len(records) != ranks:
+        raise RuntimeError(f"{what} failed (exit status {finished.returncode}):\n{finished.output[-4000:]}")
+    return records
+
+
+def sums(
+    ranks: Sequence[EmulatedRank],
+    *,
+    link_mbit: float | Sequence[float] | None,
+    network: str = "auto",
+    repeats: int,
+    quick: bool,
+    ways: str = "",
+    say: Callable[[str], None],
+) -> dict[str, Any]:
+    """Seconds of every way at every size, a list over repeats, and what `auto` said: {"times", "choices"}."""
+    times: dict[str, dict[int, list[float]]] = {}
+    choices: dict[str, list[dict[str, Any]]] = {}
+    counts = "5,3,2" if quick else "20,8,3"
+    with Cluster(ranks, link_mbit=link_mbit, network=network) as cluster:
+        say(cluster.describe())
+        for _ in range(repeats):
+            for contender in ("horovod", "ddp", "hetero"):
+                command = [sys.executable, ALLREDUCE, contender, "--repetitions", counts]
+                command += ["--ways", ways] if contender == "hetero" else []
+                start = cluster.processes if contender == "ddp" else cluster.horovodrun
+                record = _records(start(command, timeout_s=400), contender, len(ranks))[0]
+                for way, of_size in record["times_s"].items():
+                    for size, seconds in of_size.items():
+                        times.setdefault(way, {}).setdefault(int(size), []).append(seconds)
+                if "choices" in record:
+                    choices = record["choices"]
+                    say(f"  probed in {record['probe_s']:.1f} s: nodes {record['nodes']}")
+    return {"times": times, "choices": choices}
+
+
+def ratio(times: dict[str, dict[int, list[float]]], way: str, size: int, base: str = BASE) -> float:
+    """How many times faster than `base`: the median over repeats of the ratio within each."""
+    return statistics.median(b / a for a, b in zip(times[way][size], times[base][size], strict=True))
+
+
+def show_sums(result: dict[str, Any], say: Callable[[str], None]) -> None:
+    times = result["times"]
+    say(f"  {'':34s}" + "".join(f"{SIZES[size] + ', ms':>12s}{'x':>6s}" for size in SIZES))
+    for way in times:
+        cells = "".join(
+            f"{1e3 * statistics.median(times[way][size]):12.1f}{ratio(times, way, size):6.2f}" for size in SIZES
+        )
+        say(f"  {way:34s}{cells}")
+    for bucket, told in result["choices"].items():
+        for choice in told:
+            say(f"  {bucket}: {choice['reason']}")
+
+
+def predictions(result: dict[str, Any], size: int) -> list[float]:
+    """Measured over predicted seconds, for each bucket of `size` that `auto` chose a way for."""
+    found = []
+    for bucket, told in result["choices"].items():
+        title, _, length = bucket.rpartition(" ")
+        if int(length) == size and told:
+            found.append(statistics.median(result["times"][title][size]) / told[0]["predicted_s"])
+    return found
+
+
+def _loss(record: dict[str, Any]) -> float:
+    return float(record["validation_loss"])
+
+
+def train(cluster: Cluster, name: str, *, steps: int, warmup: int, validate: bool) -> dict[str, Any]:
+    """Rank 0's record of one contender's run."""
+    command = [sys.executable, TRAINING, *TRAINED[name], *MODEL, "--dense-steps", str(DENSE_STEPS)]
+    command += ["--warmup", str(warmup), "--steps", str(steps), *(["--validate"] if validate else [])]
+    start = cluster.processes if name.startswith(("DDP", "PyTorch")) else cluster.horovodrun
+    return _records(start(command, timeout_s=550), name, len(cluster.ranks))[0]
+
+
+def slowlink(*, repeats: int, quick: bool, parts: Sequence[str], say: Callable[[str], None]) -> dict[str, Any]:
+    """All tables and checks: {"rows", "checks"}."""
+    rows: list[dict[str, Any]] = []
+    checks: list[dict[str, Any]] = []
+
+    def check(name: str, value: float, bar: float, *, at_most: bool = False) -> None:
+        ok = value <= bar if at_most else value >= bar
+        checks.append({"name": name, "value": round(value, 3), "bar": bar, "ok": ok, "at_most": at_most})
+
+    def keep(title: str, result: dict[str, Any]) -> None:
+        show_sums(result, say)
+        for way, of_size in result["times"].items():
+            for size, seconds in of_size.items():
+                rows.append({"where": title, "name": way, "bytes": size, "ms": 1e3 * statistics.median(seconds),
+                             "of_plain_horovod": ratio(result["times"], way, size)})
+
+    if "sums" in parts:
+        say("\nSums, two nodes of two ranks joined at 100 Mbit/s (x: times faster than plain Horovod)")
+        slow = sums(EVEN, link_mbit=100, repeats=repeats, quick=quick, say=say)
+        keep("100 Mbit/s", slow)
+        times, large = slow["times"], 16 << 20
+        for title, ways, bar in (
+            ("two levels", ("flat", "rails", "leader"), 1.35),  # flat: in two levels within Horovod's Gloo
+            ("fp16 between nodes", ("flat, fp16", "rails, fp16 between"), 2.6),
+            ("int8 between nodes", ("rails, int8 between",), 4.0),
+            ("PowerSGD or top-k between nodes", ("rails, top-k 1 % between", "leader, PowerSGD rank 4 between"), 8.0),
+        ):
+            best = max(ways, key=lambda way: ratio(times, way, large))
+            check(f"100 Mbit/s, 16 MB: {title} ({best}) / plain Horovod", ratio(times, best, large), bar)
+        for where, options in (
+            ("1 Gbit/s", {"link_mbit": 1000.0}),
+            ("one host", {"link_mbit": None, "network": "loopback"}),
+        ):
+            say(f"\nSums, {where}")
+            ranks = EVEN if where == "1 Gbit/s" else tuple(EmulatedRank(cores=1.0) for _ in EVEN)
+            result = sums(ranks, repeats=repeats, quick=quick, say=say, **options)  # type: ignore[arg-type]
+            keep(where, result)
+            for size, title in SIZES.items():
+                check(f"{where}, {title}: auto", ratio(result["times"], "auto", size), 0.97)
+                if size >= 1 << 20:
+                    for over in predictions(result, size):
+                        check(f"{where}, {title}: measured / predicted - 1", abs(over - 1), 0.25, at_most=True)
+    if "three" in parts:
+        say("\nSums, three nodes (2 + 2 + 1 ranks), the third behind 100 Mbit/s, the others at 1 Gbit/s")
+        result = sums(THREE, link_mbit=[1000, 1000, 100], repeats=1, quick=True, say=say)
+        keep("three nodes, one slow link", result)
+    if "training" in parts:
+        say("\nTraining, about 4 M parameters, ranks of 0.8 and 0.4, 0.2 and 0.2 cores joined at 100 Mbit/s")
+        speed: dict[str, list[float]] = {}
+        with Cluster(MIXED, link_mbit=100) as cluster:
+            for repeat in range(repeats):
+                for name in TRAINED:
+                    adapts = name.startswith("hvd_hetero")
+                    warmup = 45 if adapts else DENSE_STEPS + 5 if "PowerSGD" in name else 3
+                    record = train(cluster, name, steps=6 if quick else 15, warmup=warmup, validate=False)
+                    speed.setdefault(name, []).append(record["samples_per_s"])
+                    say(f"  repeat {repeat + 1}/{repeats}: {name:24s} {record['samples_per_s']:7.1f} samples/s")
+        losses: dict[str, float] = {}
+        with Cluster(tuple(EmulatedRank(cores=0.5) for _ in MIXED), network="loopback") as cluster:
+            for name in TRAINED:
+                if name in ("plain Horovod", "DDP, PowerSGD hook") or name.startswith("hvd_hetero"):
+                    losses[name] = _loss(train(cluster, name, steps=LOSS_STEPS, warmup=0, validate=True))
+                    say(f"  {name:24s} validation loss after {LOSS_STEPS} steps {losses[name]:.4f}")
+        for name, values in speed.items():
+            rows.append({"where": "training", "name": name, "samples_per_s": statistics.median(values),
+                         "validation_loss": losses.get(name)})
+        hooks = [name for name in TRAINED if name.startswith("DDP")]
+        near = {name: 0.01 if "int8" in name else 0.005 for name in losses if name.startswith("hvd_hetero")}
+        good = [name for name, most in near.items() if losses[name] <= losses[BASE] * (1 + most)]
+        best = max(good, key=lambda name: statistics.median(speed[name]))
+        gains = [speed[best][i] / max(speed[hook][i] for hook in hooks) for i in range(repeats)]
+        check(f"training: {best} / the best of DDP's hooks", statistics.median(gains), 1.5)
+        for name in near:
+            check(f"training: {name}, loss over fp32's - 1", losses[name] / losses[BASE] - 1, near[name], at_most=True)
+    return {"rows": rows, "checks": checks}
+
+
+if __name__ == "__main__":
+    print(json.dumps(slowlink(repeats=1, quick=True, parts=sys.argv[1:] or ["sums"], say=print), indent=1))

@@ -1,0 +1,202 @@
+"""`hvd-hetero probe`: what this cluster is – the devices of all ranks, the links between them, the nodes they form.
+
+Every rank runs it (`horovodrun -np 4 -H a:2,b:2 hvd-hetero probe`); rank 0 prints.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import combinations, product
+from pathlib import Path
+from typing import Any
+
+from hvd_hetero.cli.error import CommandError, MissingFramework
+from hvd_hetero.engine.environment import launched
+from hvd_hetero.engine.finding import Probe
+from hvd_hetero.engine.local import SoloEngine
+from hvd_hetero.engine.port import Engine
+from hvd_hetero.engine.probe import BUDGET_S, probe
+from hvd_hetero.engine.transfer import STALL_S
+
+WIDTH = 132             # of the tables where output is no terminal: horovodrun's prefix comes on top
+MOST_ROWS = 16          # of links; of a larger cluster each level has one row
+HOW_TO_START = "one rank: to see links, start it on several, such as `horovodrun -np 4 -H a:2,b:2 hvd-hetero probe`"
+TO_STDOUT = "-"
+NOTEWORTHY_STALLS = 0.02
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkRow:
+    """The slowest link among some; `nodes` is one node, or the two that it joins."""
+
+    nodes: tuple[int, ...]
+    title: str
+    latency_s: float
+    bandwidth_bytes_per_s: float
+    contended: float = 1.0
+
+
+def link_rows(found: Probe) -> list[LinkRow]:
+    """A row for the ranks of each node that has several, and one for each two nodes."""
+    nodes = found.topology.nodes
+    rows = []
+    for index, node in enumerate(nodes):
+        if len(node) > 1:
+            rows.append(_slowest(found, (index,), f"within node {index}", combinations(node, 2)))
+    for a, b in combinations(range(len(nodes)), 2):
+        rows.append(_slowest(found, (a, b), f"node {a} – node {b}", product(nodes[a], nodes[b])))
+    return rows
+
+
+def _slowest(found: Probe, nodes: tuple[int, ...], title: str, pairs: Iterator[tuple[int, int]]) -> LinkRow:
+    host = {rank: index for index, ranks in enumerate(found.hosts) for rank in ranks}
+    a, b = min(pairs, key=lambda pair: found.bandwidth_bytes_per_s[pair[0]][pair[1]])
+    return LinkRow(nodes=nodes, title=title, latency_s=found.latency_s[a][b],
+                   bandwidth_bytes_per_s=found.bandwidth_bytes_per_s[a][b], contended=found.contended[host[a]][host[b]])
+
+
+def by_level(rows: list[LinkRow]) -> list[LinkRow]:
+    """The slowest row of each level."""
+    levels = {"slowest within a node": 1, "slowest between nodes": 2}
+    slowest = {title: min((row for row in rows if len(row.nodes) == count), default=None,
+                          key=lambda row: row.bandwidth_bytes_per_s) for title, count in levels.items()}
+    return [LinkRow(**{**vars(row), "title": title}) for title, row in slowest.items() if row is not None]
+
+
+def seconds_text(seconds: float) -> str:
+    """Seconds for people: "85 µs", "1.2 ms", "3.4 s"."""
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+        if seconds >= 0.9995 * scale or unit == "µs":      # which is shown as 1
+            break
+    return f"{seconds / scale:.3g} {unit}"
+
+
+def rate_text(bytes_per_s: float) -> str:
+    """A bandwidth for people, in MB/s (10^6 bytes)."""
+    value = bytes_per_s / 1e6
+    return f"{value:,.0f} MB/s" if value >= 100 else f"{value:.3g} MB/s"
+
+
+def show(found: Probe) -> None:
+    """None; prints the tables."""
+    try:
+        console_module, tables = importlib.import_module("rich.console"), importlib.import_module("rich.table")
+    except ImportError as error:
+        raise CommandError(f"expected the package rich, which prints the tables. Received: {error}.\n"
+                           "  What to do: pip install rich, or take --json.") from error
+    console = console_module.Console(highlight=False)
+    if not console.is_terminal:
+        console = console_module.Console(highlight=False, width=WIDTH)
+    console.print(_rank_table(found, tables.Table))
+    if found.size > 1:
+        console.print(_link_table(found, tables.Table))
+    for line in summary(found):
+        console.print(line, markup=False, soft_wrap=True)
+
+
+def _rank_table(found: Probe, table_class: Any) -> Any:
+    table = table_class(title="Ranks")
+    with_gpus = any(device.gpus for device in found.devices)
+    for name in ("rank", "node", "host", "processor", *(["GPUs of the host"] if with_gpus else []), "cores", "memory",
+                 "GFLOP/s of a core", "share by speed"):
+        right = name in ("rank", "node", "cores", "memory", "GFLOP/s of a core", "share by speed")
+        table.add_column(name, justify="right" if right else "left", overflow="fold")
+    for rank, device in enumerate(found.devices):
+        memory = f"{device.memory_bytes / 1e9:.1f} GB" if device.memory_bytes else "?"
+        models = [gpu.model for gpu in device.gpus]
+        gpus = ", ".join(f"{models.count(model)} × {model}" for model in dict.fromkeys(models)) or "–"
+        table.add_row(str(rank), str(found.topology.node_of(rank)), device.host_name, device.cpu,
+                      *([gpus] if with_gpus else []), f"{device.cores:g}", memory,
+                      f"{found.core_gflop_per_s[rank]:.1f}", f"{100 * found.shares[rank]:.1f} %")
+    return table
+
+
+def _link_table(found: Probe, table_class: Any) -> Any:
+    table = table_class(title="Links of a pair of ranks, through Horovod")
+    table.add_column("link")
+    for name in ("latency", "bandwidth", "with all ranks at once"):
+        table.add_column(name, justify="right")
+    rows = link_rows(found)
+    for row in rows if len(rows) <= MOST_ROWS else by_level(rows):
+        several = len(row.nodes) > 1 and min(len(found.topology.nodes[node]) for node in row.nodes) > 1
+        slower = f"{row.contended:.1f} × slower" if several else "–"
+        table.add_row(row.title, seconds_text(row.latency_s), rate_text(row.bandwidth_bytes_per_s), slower)
+    return table
+
+
+def summary(found: Probe) -> list[str]:
+    """What the tables do not say."""
+    nodes = "; ".join(f"node {index}: {'rank' if len(node) == 1 else 'ranks'} {', '.join(map(str, node))}"
+                      for index, node in enumerate(found.topology.nodes))
+    took = f"{found.seconds:.1f} s" + (", by an earlier run on this hardware (--fresh measures again)"
+                                       if found.cached else "")
+    lines = [f"Nodes found: {nodes}. Measured in {took}."]
+    if found.size > 1:
+        lines.append(f"Latencies include what Horovod takes to agree: {seconds_text(found.empty_s)} for a collective "
+                     "that moves nothing.")
+    if found.stalled > NOTEWORTHY_STALLS:
+        lines.append(f"{100 * found.stalled:.0f} % of the transfers stalled for {1e3 * STALL_S:.0f} ms or more and are "
+                     "left out: TCP waits for acknowledgements or sends again. Training may stall likewise.")
+    if any(device.gpus for device in found.devices):
+        lines.append("Shares are by the processors' speed; the balancer measures what a GPU does in training.")
+    for note in dict.fromkeys(note for device in found.devices for note in device.notes):
+        lines.append(f"note: {note}")
+    return lines
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the command's options."""
+    parser.add_argument("--json", nargs="?", const=TO_STDOUT, metavar="FILE",
+                        help="write everything that was measured as JSON to FILE, or to the output instead of tables")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw nodes and links into FILE (.png, .svg)")
+    parser.add_argument("--fresh", action="store_true", help="measure, whatever an earlier run found")
+    parser.add_argument("--budget", type=float, default=BUDGET_S, metavar="S",
+                        help="seconds that measuring may take, about (default: %(default)g)")
+
+
+def command(arguments: argparse.Namespace) -> int:
+    """Measures on all ranks and, on rank 0, prints; 0."""
+    if launched():
+        try:
+            engine = importlib.import_module("hvd_hetero.engine.horovod").start()
+        except ImportError as error:
+            raise MissingFramework(
+                f"expected PyTorch and a Horovod built for it. Received: {error}.\n"
+                "  What to do: install torch, run `hvd-hetero build-horovod`; `hvd-hetero doctor` says more."
+            ) from error
+    else:
+        engine = SoloEngine()
+    found = _found(engine, arguments)
+    if engine.rank == 0:
+        _report(found, arguments)
+    return 0
+
+
+def _found(engine: Engine, arguments: argparse.Namespace) -> Probe:
+    try:
+        return probe(engine, budget_s=arguments.budget, fresh=arguments.fresh)
+    except Exception as error:
+        if not isinstance(error, (*engine.failure, ValueError, RuntimeError)):
+            raise
+        raise CommandError(f"rank {engine.rank}: {error}") from error
+
+
+def _report(found: Probe, arguments: argparse.Namespace) -> None:
+    if arguments.json == TO_STDOUT:
+        print(json.dumps(found.as_dict()), flush=True)
+    else:
+        show(found)
+        if found.size == 1:
+            print(HOW_TO_START, flush=True)
+    try:
+        if arguments.json not in (None, TO_STDOUT):
+            Path(arguments.json).write_text(json.dumps(found.as_dict()) + "\n", encoding="utf-8")
+        if arguments.picture is not None:
+            importlib.import_module("hvd_hetero.cli.picture").draw(found, arguments.picture)
+    except (OSError, ValueError) as error:
+        raise CommandError(f"expected files that can be written. Received: {error}. What was measured is kept: the "
+                           "next run is quick.") from error

@@ -1,0 +1,190 @@
+"""The probe: what devices the ranks have, how fast the links between them are, and which of them form nodes.
+
+`probe(engine)` is a collective call: all ranks return the same `Probe`, bit for bit, so that decisions made from it
+agree without another exchange. It goes through the engine alone, see `transfer`.
+
+Ranks of a host are timed pair by pair, all hosts at once; hosts likewise, by their first ranks. Then two hosts meet
+once more with as many pairs of ranks as the smaller has (the rails), to see whether those share one wire. In a
+tournament of many hosts disjoint pairs run at once: where they share a wire beyond their hosts (racks), each sees its
+part of it.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import chain, combinations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hvd_hetero.policy.link import Link
+from hvd_hetero.policy.topology import Topology, by_host, group, tournament
+
+from . import cache
+from .device import Device, core_gflop_per_s, describe_device
+from .environment import cache_folder, under_mpi
+from .finding import Probe
+from .host import mpi_host, mpi_world
+from .port import Engine
+from .transfer import Pair, Timer
+
+FORMAT = 1          # of the cached file: raise it when what is measured changes its meaning
+BUDGET_S = 10.0
+TYPICAL_BYTES = 1 << 20     # links are compared by their time at this size: of the order of a gradient bucket
+
+
+def probe(engine: Engine, *, clock: Callable[[], float] = time.perf_counter, budget_s: float = BUDGET_S,
+          fresh: bool = False, folder: Path | None = None, describe: Callable[[], Device] = describe_device,
+          benchmark: Callable[[Callable[[], float]], float] = core_gflop_per_s) -> Probe:
+    """What was measured on all ranks of `engine`, or what the cache holds of the same hardware. A collective call.
+
+    Sizes of transfers are chosen so that it takes at most about `budget_s`. `folder` is where rank 0 keeps results
+    (the user's cache, if None); `fresh` measures whatever it holds.
+
+    Raises:
+        ValueError: arguments that are wrong, or differ between ranks; on every rank.
+        RuntimeError: a rank could not describe its device; on every rank.
+    """
+    name = engine.unique("hvd_hetero.probe.")
+    timer = Timer(engine, name=name, clock=clock)
+    devices = _devices(engine, name, describe, {"budget_s": budget_s, "fresh": fresh})
+    if not budget_s > 0.0:
+        raise ValueError(f"budget_s: expected above 0, the seconds that probing may take. Received: {budget_s}.")
+    key = cache.key({"format": FORMAT, "mpi": under_mpi(),
+                     "devices": [{**device.as_dict(), "notes": []} for device in devices]})
+    place = folder if folder is not None else cache_folder() / "probe"
+    kept = None if fresh else _kept(engine, name, place, key)
+    if kept is not None:
+        return replace(kept, cached=True)
+    engine.allreduce_async(np.zeros(1, np.float32), name=f"{name}.benchmark").wait()   # cores are shared as in training
+    speeds = _benchmarked(engine, name, benchmark, clock)
+    found = _measured(timer, devices, speeds, budget_s)
+    found = replace(found, seconds=timer.elapsed_s())
+    if engine.rank == 0:
+        cache.store(place, key, {"key": key, "probe": found.as_dict()})
+    return found
+
+
+def _devices(engine: Engine, name: str, describe: Callable[[], Device], terms: dict[str, Any]) -> tuple[Device, ...]:
+    """The devices of all ranks; also checks that all ranks were called alike."""
+    mine: dict[str, Any] = {"terms": terms}
+    try:
+        mpi = mpi_world(engine.size)
+        mine |= {"device": describe().as_dict(), "mpi": mpi is not None}
+    except Exception as error:      # told to all ranks, which raise below: none is left waiting
+        mine["error"] = f"{type(error).__name__}: {error}"
+    rows = [json.loads(text) for text in _gathered(engine, json.dumps(mine), f"{name}.device")]
+    if failed := {rank: row["error"] for rank, row in enumerate(rows) if "error" in row}:
+        raise RuntimeError("describe: expected every rank to describe its device. Received: "
+                           + "; ".join(f"rank {rank}: {error}" for rank, error in failed.items()) + ".")
+    for title in terms:
+        if len({row["terms"][title] for row in rows}) > 1:
+            seen = ", ".join(f"rank {rank}: {row['terms'][title]}" for rank, row in enumerate(rows))
+            raise ValueError(f"{title}: expected the same on every rank. Received: {seen}.")
+    devices = tuple(Device.from_dict(row["device"]) for row in rows)
+    if all(row["mpi"] for row in rows):     # only all together: asking MPI is a collective call of its own
+        hosts = _gathered(engine, mpi_host(mpi), f"{name}.host")
+        devices = tuple(replace(device, host=host) for device, host in zip(devices, hosts, strict=True))
+    return devices
+
+
+def _gathered(engine: Engine, text: str, name: str) -> list[str]:
+    """The texts of all ranks; none may hold a line break, which JSON written on one line does not."""
+    row = np.frombuffer(f"{text}\n".encode(), dtype=np.uint8).copy()
+    whole = np.asarray(engine.allgather_async(row, name=name).wait())
+    return whole.tobytes().decode().splitlines()
+
+
+def _kept(engine: Engine, name: str, folder: Path, key: str) -> Probe | None:
+    """What rank 0's cache holds under `key`, if it is whole and their own in the eyes of all ranks."""
+    texts = _gathered(engine, " ".join(cache.load(folder, key).split()) if engine.rank == 0 else "", f"{name}.cache")
+    try:
+        content = json.loads(texts[0])
+        found = Probe.from_dict(content["probe"]) if content["key"] == key else None
+    except (ValueError, KeyError, TypeError, AttributeError):      # a file that is not ours, or half of one
+        found = None
+    sound = np.array([float(found is not None and found.size == engine.size)], dtype=np.float32)
+    engine.allreduce_async(sound, name=f"{name}.cache.sound", op="min").wait()
+    return found if sound[0] else None
+
+
+def _benchmarked(engine: Engine, name: str, benchmark: Callable[[Callable[[], float]], float],
+                 clock: Callable[[], float]) -> tuple[float, ...]:
+    """The speeds of all ranks' cores; raises on every rank where it failed on one."""
+    try:
+        speed, failure = benchmark(clock), None
+    except Exception as error:
+        speed, failure = float("nan"), error
+    speeds = np.asarray(engine.allgather_async(np.array([speed]), name=f"{name}.speed").wait())
+    wrong = [rank for rank, value in enumerate(speeds) if not value > 0.0]
+    if wrong:
+        raise RuntimeError(f"benchmark: expected a speed above 0 of every rank. Received: none of rank {wrong[0]}"
+                           f"{f' ({failure})' if failure else ', whose error says why'}.") from failure
+    return tuple(speeds.tolist())
+
+
+def _measured(timer: Timer, devices: tuple[Device, ...], speeds: tuple[float, ...], budget_s: float) -> Probe:
+    """The probe of these devices; `seconds` is left at 0."""
+    names, size = [device.host for device in devices], len(devices)
+    hosts = by_host(names)
+    within = [tournament(host) for host in hosts]
+    local_turns = [[pair for turns in within for pair in chain.from_iterable(turns[number:number + 1])]
+                   for number in range(max(map(len, within)))]
+    cross_turns = tournament(range(len(hosts)))
+    rails_of = {(a, b): list(zip(hosts[a], hosts[b], strict=False)) for a, b in chain.from_iterable(cross_turns)}
+    rail_turns = [railed for turn in cross_turns if (railed := [pair for pair in turn if len(rails_of[pair]) > 1])]
+
+    latency, bandwidth = np.zeros((size, size)), np.full((size, size), np.inf)
+    contended = np.ones((len(hosts), len(hosts)))
+    timer.warm_up()
+    empty_s = timer.empty_s()
+    left = len(local_turns) + len(cross_turns) + len(rail_turns)
+
+    def links(pairs: list[Pair]) -> dict[Pair, Link]:
+        nonlocal left
+        allowed_s = (budget_s - timer.elapsed_s()) / left
+        left -= 1
+        return timer.links(pairs, title=str(left), allowed_s=allowed_s)
+
+    def enter(some: tuple[int, ...], others: tuple[int, ...], link: Link) -> None:
+        for rows, columns in ((some, others), (others, some)):
+            latency[np.ix_(rows, columns)] = link.latency_s
+            bandwidth[np.ix_(rows, columns)] = link.bandwidth_bytes_per_s
+
+    for turn in local_turns:
+        for (one, other), link in links(turn).items():
+            enter((one,), (other,), link)
+    for turn in cross_turns:
+        alone = links([rails_of[pair][0] for pair in turn])
+        for a, b in turn:
+            enter(hosts[a], hosts[b], alone[rails_of[a, b][0]])
+    for turn in rail_turns:
+        together = links([rail for pair in turn for rail in rails_of[pair]])
+        for a, b in turn:
+            rate = float(np.median([together[rail].bandwidth_bytes_per_s for rail in rails_of[a, b]]))
+            contended[a, b] = contended[b, a] = max(1.0, bandwidth[rails_of[a, b][0]] / rate)
+
+    topology = _topology(group(names, bandwidth), latency, bandwidth)
+    return Probe(devices=devices, core_gflop_per_s=speeds, hosts=hosts, latency_s=_rows(latency),
+                 bandwidth_bytes_per_s=_rows(bandwidth), contended=_rows(contended), empty_s=empty_s,
+                 stalled=timer.stalled, topology=topology, seconds=0.0)
+
+
+def _topology(nodes: tuple[tuple[int, ...], ...], latency: np.ndarray, bandwidth: np.ndarray) -> Topology:
+    """These nodes with the slowest local and the slowest cross link, of a pair of ranks alone."""
+    topology = Topology(nodes=nodes)
+    found: dict[bool, list[Link]] = {True: [], False: []}
+    for a, b in combinations(range(topology.size), 2):
+        link = Link(latency_s=float(latency[a, b]), bandwidth_bytes_per_s=float(bandwidth[a, b]))
+        found[topology.node_of(a) == topology.node_of(b)].append(link)
+    slowest = {inside: max(links, key=lambda link: link.time_s(TYPICAL_BYTES), default=None)
+               for inside, links in found.items()}
+    return replace(topology, local=slowest[True], cross=slowest[False])
+
+
+def _rows(matrix: np.ndarray) -> tuple[tuple[float, ...], ...]:
+    return tuple(tuple(row) for row in matrix.tolist())

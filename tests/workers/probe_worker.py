@@ -1,0 +1,7 @@
+"""One rank of `hvd-hetero probe ARGUMENTS`, started without the console script."""
+
+import sys
+
+from hvd_hetero.cli.main import main
+
+sys.exit(main(["probe", *sys.argv[1:]]))
