@@ -60,7 +60,8 @@ class HorovodContender:
         }
 
     def slowest(self, seconds: float) -> float:
-        return float(self._hvd.allreduce(torch.tensor([seconds], dtype=torch.float64), op=self._hvd.Max, name="slowest"))
+        value = torch.tensor([seconds], dtype=torch.float64)
+        return float(self._hvd.allreduce(value, op=self._hvd.Max, name="slowest"))
 
     def barrier(self) -> None:
         self._hvd.allreduce(torch.zeros(1), name="barrier")

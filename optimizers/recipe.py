@@ -10,7 +10,8 @@ from hvd_hetero.codecs.block import Brain, Int8
 from hvd_hetero.codecs.lowrank import LowRank, pays
 from hvd_hetero.codecs.sparse import TopK
 
-from .compressed import Exact, Factored, Gathered, Half, Reduction, Sparse
+from .compressed import Exact, Half, Reduction
+from .feedback import Factored, Gathered, Sparse
 
 Shape = tuple[int, ...]
 

@@ -62,7 +62,8 @@ class Route:
     def _begin(self, length: int) -> int:
         """Where the part lies that this rank sums between the nodes."""
         levels = self.levels
-        if self.algorithm not in ("rails", "scatter") or levels.local is None or levels.rails == 1 or length < levels.rails:
+        in_parts = self.algorithm in ("rails", "scatter") and levels.local is not None
+        if not in_parts or levels.rails == 1 or length < levels.rails:
             return 0
         each, more = divmod(length, levels.rails)
         return levels.local_rank * each + min(levels.local_rank, more)

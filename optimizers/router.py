@@ -117,7 +117,7 @@ class Router:
                     times[index, repeat] = self._clock() - begin
                 route.settle(True)
         engine.allreduce_async(times, name=engine.unique("hvd_hetero.timing.") + ".slowest", op="max").wait()
-        sizes = np.repeat(np.array(SIZES_BYTES), REPEATS)
+        sizes: np.ndarray = np.repeat(np.array(SIZES_BYTES), REPEATS)
         self._timed[key] = fit_link(sizes, times.reshape(-1))
         return self._timed[key]
 

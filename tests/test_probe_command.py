@@ -48,6 +48,16 @@ def test_seconds_are_for_people(seconds, text):
     assert command.seconds_text(seconds) == text
 
 
+def test_what_the_links_make_one_expect_is_said_where_there_are_several_nodes():
+    slow, fast = (Link(latency_s=1e-4, bandwidth_bytes_per_s=rate) for rate in (12.5e6, 1e9))
+    found = found_on("aabb", {})
+    assert command.expectations(found) == []
+    known = Topology(nodes=((0, 1), (2, 3)), local=fast, cross=slow)
+    said = command.expectations(Probe(**{**vars(found), "topology": known}))
+    assert "in one level 2.01 s, in two levels 1.38 s, with fp16 between nodes 705 ms, with int8 369 ms" in said[0]
+    assert command.expectations(found_on("aaaa", {})) == []
+
+
 def test_the_tables_say_what_was_found(capsys):
     command.show(found_on("aab", {(0, 2): 12.5e6, (1, 2): 12.5e6}))
     said = capsys.readouterr().out

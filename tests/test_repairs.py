@@ -219,12 +219,25 @@ def test_gathering_while_others_have_joined_is_an_error_and_no_crash(speed: Laun
     assert "not supported with Join" in speed.ranks[3]["gather"], speed.ranks[3]
 
 
-@needs("gloo_hierarchy")
-def test_sums_in_two_levels_are_in_the_order_of_nodes_bit_for_bit(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def hierarchy(tmp_path_factory: pytest.TempPathFactory) -> Launch:
     settings = {"HOROVOD_GLOO_ALLREDUCE": "hierarchical", "REPAIR_WORKER_NODES": "a,b,a,c,c"}
-    launch = _launch("hierarchy", tmp_path, 5, HOROVOD_BLOCKING_WAIT="1", **settings)
-    ended_well(launch, 5)
-    assert all(seen == {"wrong": [], "extremes": [0.0, 4.0]} for seen in launch.ranks.values()), launch.ranks
+    return _launch("hierarchy", tmp_path_factory.mktemp("hierarchy"), 5, HOROVOD_BLOCKING_WAIT="1", **settings)
+
+
+@needs("gloo_hierarchy")
+def test_sums_in_two_levels_are_in_the_order_of_nodes_bit_for_bit(hierarchy: Launch) -> None:
+    ended_well(hierarchy, 5)
+    for seen in hierarchy.ranks.values():
+        assert seen["wrong"] == [] and seen["extremes"] == [0.0, 4.0], seen
+
+
+@needs("gloo_send_buffer")
+def test_small_sums_leave_the_send_buffers_alone(hierarchy: Launch) -> None:
+    ended_well(hierarchy, 5)
+    least = int(Path("/proc/sys/net/ipv4/tcp_wmem").read_text().split()[1])  # what the kernel begins with
+    for seen in hierarchy.ranks.values():
+        assert seen["least_send_buffer"] >= least, seen
 
 
 @needs("peer_death_with_process_sets")

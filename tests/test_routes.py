@@ -10,7 +10,8 @@ import torch
 from hvd_hetero.engine.hierarchy import ALGORITHMS, levels_of, one_level
 from hvd_hetero.engine.local import World
 from hvd_hetero.optimizers import compressed
-from hvd_hetero.optimizers.compressed import Exact, Gathered, Half
+from hvd_hetero.optimizers.compressed import Exact, Half
+from hvd_hetero.optimizers.feedback import Gathered
 from hvd_hetero.optimizers.recipe import Recipe, Wire
 from hvd_hetero.optimizers.route import Route
 from hvd_hetero.optimizers.router import Router, Trial
@@ -49,7 +50,8 @@ def gradients(ranks, step, dtype=np.float64):
 def combinations():
     for nodes, algorithm, codec in itertools.product(NODES, ALGORITHMS, CODECS):
         if not (codec == "powersgd" and algorithm in ("rails", "scatter")):  # it needs whole matrices
-            yield pytest.param(nodes, algorithm, codec, id=f"{'+'.join(str(len(n)) for n in nodes)}-{algorithm}-{codec}")
+            sizes = "+".join(str(len(node)) for node in nodes)
+            yield pytest.param(nodes, algorithm, codec, id=f"{sizes}-{algorithm}-{codec}")
 
 
 def route_of(engine, nodes, algorithm, recipe, local=None):

@@ -23,8 +23,8 @@ def check_cluster(
             f"ranks: expected nodes numbered from 0 without a gap and in rising order, received {list(nodes)}: "
             "horovodrun numbers the ranks node by node"
         )
-    if link_mbit is not None and len(link_mbit) != len(set(nodes)):
-        raise ValueError(f"link_mbit: expected one number, or one for each of {len(set(nodes))} nodes, received {link_mbit}")
+    if link_mbit is not None and len(link_mbit) != (count := len(set(nodes))):
+        raise ValueError(f"link_mbit: expected one number, or one for each of {count} nodes, received {link_mbit}")
     if link_mbit is not None and min(link_mbit) < 1:
         raise ValueError(f"link_mbit: expected at least 1 (a tbf of less stalls), received {min(link_mbit)}")
     if not 1_000 <= period_us <= 1_000_000:

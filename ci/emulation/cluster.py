@@ -45,8 +45,8 @@ class Cluster:
         quota: str = "auto",
         echo: TextIO | None = None,
     ) -> None:
-        """`link_mbit`: of every node's link, or one for each node; `network`: "namespaces", "loopback" or "auto"; `quota`: "cgroup", "duty" or "auto"; `echo`: where the jobs'
-        output also goes as it comes."""
+        """`link_mbit`: of every node's link, or one for each node; `network`: "namespaces", "loopback" or "auto";
+        `quota`: "cgroup", "duty" or "auto"; `echo`: where the jobs' output also goes as it comes."""
         self.ranks = tuple(ranks)
         nodes = [rank.node for rank in ranks]
         self._nodes = Counter(nodes)

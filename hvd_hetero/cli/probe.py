@@ -21,12 +21,14 @@ from hvd_hetero.engine.local import SoloEngine
 from hvd_hetero.engine.port import Engine
 from hvd_hetero.engine.probe import BUDGET_S, probe
 from hvd_hetero.engine.transfer import STALL_S
+from hvd_hetero.policy.algorithm import expected_s
 
 WIDTH = 132             # of the tables where output is no terminal: horovodrun's prefix comes on top
 MOST_ROWS = 16          # of links; of a larger cluster each level has one row
 HOW_TO_START = "one rank: to see links, start it on several, such as `horovodrun -np 4 -H a:2,b:2 hvd-hetero probe`"
 TO_STDOUT = "-"
 NOTEWORTHY_STALLS = 0.02
+EXPECTED_BYTES = 2**24
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,9 +145,26 @@ def summary(found: Probe) -> list[str]:
                      "left out: TCP waits for acknowledgements or sends again. Training may stall likewise.")
     if any(device.gpus for device in found.devices):
         lines.append("Shares are by the processors' speed; the balancer measures what a GPU does in training.")
+    lines += expectations(found)
     for note in dict.fromkeys(note for device in found.devices for note in device.notes):
         lines.append(f"note: {note}")
     return lines
+
+
+def expectations(found: Probe) -> list[str]:
+    """What the links make one expect of sums, by the formulas of `hvd_hetero.policy.algorithm`; nothing on one node."""
+    topology = found.topology
+    if len(topology.nodes) == 1 or topology.cross is None or (topology.local is None and not topology.is_flat):
+        return []
+    ways = {"in one level": ("flat", 1.0)}
+    if not topology.is_flat:
+        ways["in two levels"] = ("leader", 1.0)
+    between = "flat" if topology.is_flat else "leader"
+    ways.update({"with fp16 between nodes": (between, 2.0), "with int8": (between, 4.0)})
+    times = {title: expected_s(how, EXPECTED_BYTES, topology, ratio=ratio) for title, (how, ratio) in ways.items()}
+    listed = ", ".join(f"{title} {seconds_text(seconds)}" for title, seconds in times.items())
+    return [f"Of 16 MiB of gradients these links make one expect, for a sum over all ranks: {listed}. "
+            'topology="auto" and hvd.Compression.auto measure it, and choose.']
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

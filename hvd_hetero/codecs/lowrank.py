@@ -56,7 +56,7 @@ class LowRank:
     def matrices(self, flat: Any) -> list[Any]:
         """Views of the matrices in `flat`."""
         if len(flat) != self.length:
-            raise ValueError(f"Expected {self.length} values, those of the shapes {self.shapes}. Received: {len(flat)}.")
+            raise ValueError(f"Expected {self.length} values, of the shapes {self.shapes}. Received: {len(flat)}.")
         views, at = [], 0
         for rows, columns in self.shapes:
             views.append(flat[at : at + rows * columns].reshape(rows, columns))
@@ -87,9 +87,15 @@ class LowRank:
         """The Q of each matrix in what `right` returned."""
         return self._split(flat, [columns for _, columns in self.shapes])
 
-    def product(self, p: Sequence[Any], q: Sequence[Any]) -> Any:
-        """P Q^T of every matrix, flat."""
-        return self._flat([left @ right.T for left, right in zip(p, q, strict=True)])
+    def product_into(self, flat: Any, p: Sequence[Any], q: Sequence[Any]) -> None:
+        """Writes P Q^T of every matrix into `flat`."""
+        for matrix, left, right in zip(self.matrices(flat), p, q, strict=True):
+            verbs_of(flat).product_into(matrix, left, right)
+
+    def subtract_product(self, flat: Any, p: Sequence[Any], q: Sequence[Any]) -> None:
+        """Subtracts P Q^T of every matrix from `flat`."""
+        for matrix, left, right in zip(self.matrices(flat), p, q, strict=True):
+            verbs_of(flat).subtract_product(matrix, left, right)
 
     def _flat(self, matrices: Sequence[Any]) -> Any:
         return verbs_of(matrices[0]).joined([matrix.reshape(-1) for matrix in matrices])

@@ -101,6 +101,12 @@ class TorchVerbs:
     def add_at(self, array: torch.Tensor, indices: torch.Tensor, values: torch.Tensor) -> None:
         array[indices.long()] += values
 
+    def product_into(self, matrix: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+        torch.mm(left, right.T, out=matrix)
+
+    def subtract_product(self, matrix: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+        matrix.addmm_(left, right.T, alpha=-1)
+
     def copied(self, array: torch.Tensor) -> torch.Tensor:
         return array.clone()
 

@@ -76,6 +76,12 @@ class Verbs(Protocol):
     def add_at(self, array: Any, indices: Any, values: Any) -> None:
         """array[indices] += values, no index twice."""
 
+    def product_into(self, matrix: Any, left: Any, right: Any) -> None:
+        """matrix = left @ right.T."""
+
+    def subtract_product(self, matrix: Any, left: Any, right: Any) -> None:
+        """matrix -= left @ right.T."""
+
     def copied(self, array: Any) -> Any:
         """A copy."""
 
@@ -149,6 +155,12 @@ class NumpyVerbs:
 
     def add_at(self, array: np.ndarray, indices: np.ndarray, values: np.ndarray) -> None:
         array[indices] += values
+
+    def product_into(self, matrix: np.ndarray, left: np.ndarray, right: np.ndarray) -> None:
+        np.matmul(left, right.T, out=matrix)
+
+    def subtract_product(self, matrix: np.ndarray, left: np.ndarray, right: np.ndarray) -> None:
+        matrix -= left @ right.T
 
     def copied(self, array: np.ndarray) -> np.ndarray:
         return array.copy()

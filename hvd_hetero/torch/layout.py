@@ -136,7 +136,8 @@ def _grouped(
         if len({(WIRE[p.dtype], p.device) for p in group}) > 1:
             raise ValueError("groups: expected one type and one device within a group. Received: a mixed group.")
     # A user's group travels together as far as the codec allows.
-    chosen = [part for group in chosen for through in (True, False) if (part := [p for p in group if lossy(p) is through])]
+    parts = [[p for p in group if lossy(p) is through] for group in chosen for through in (True, False)]
+    chosen = [part for part in parts if part]
     taken = {id(p) for group in chosen for p in group}
     rest = [p for p in ready_order if id(p) not in taken]
     sizes = [p.numel() * WIRE[p.dtype].itemsize for p in rest]

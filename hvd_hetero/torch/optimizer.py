@@ -52,10 +52,10 @@ def DistributedOptimizer(
     Args:
         compression: one of `hvd.Compression`, or an object with Horovod's `compress` and `decompress`.
         balancer: deals the shares and carries the counts.
-        topology: how gradients are summed. "flat" (and None): over all ranks at once. "rails", "scatter", "leader": within
-            nodes and between them, by that algorithm (see `hvd_hetero.engine.hierarchy`). "auto": whichever is fastest when
-            measured, for each bucket. A `Topology`: its nodes instead of those that are found. All but "flat" need
-            `hvd.init(process_sets="dynamic")`.
+        topology: how gradients are summed. "flat" (and None): over all ranks at once. "rails", "scatter", "leader":
+            within nodes and between them, by that algorithm (see `hvd_hetero.engine.hierarchy`). "auto": whichever is
+            fastest when measured, for each bucket. A `Topology`: its nodes instead of those that are found. All but
+            "flat" need `hvd.init(process_sets="dynamic")`.
         bucket_bytes: at most so many bytes of gradients in one operation.
 
     Raises:

@@ -30,8 +30,8 @@ class Ways:
         engine: the ranks that train together.
         wire: the codecs, or a compressor of the user's own.
         topology: "flat" (or None): one level. "auto": nodes found and links measured, and the fastest algorithm for
-            each bucket. "rails", "scatter", "leader": nodes found, and that algorithm. A `Topology`: its nodes, and the fastest
-            algorithm for each bucket.
+            each bucket. "rails", "scatter", "leader": nodes found, and that algorithm. A `Topology`: its nodes, and the
+            fastest algorithm for each bucket.
         tell: is told what was chosen, and why.
 
     Raises:

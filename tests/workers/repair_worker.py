@@ -5,10 +5,12 @@ It ends by itself: with a traceback when it takes too long.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -39,6 +41,19 @@ def wake_ups() -> int:
         lines = status.read_text().splitlines()
         switches += int(next(line.split()[1] for line in lines if line.startswith("voluntary_ctxt_switches")))
     return switches
+
+
+def least_send_buffer() -> int:
+    """Bytes, over all TCP connections of this process."""
+    least = 1 << 62
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            if os.readlink(link).startswith("socket:"):
+                with socket.socket(fileno=os.dup(int(link.name))) as end:
+                    end.getpeername()
+                    if end.type == socket.SOCK_STREAM and end.family in (socket.AF_INET, socket.AF_INET6):
+                        least = min(least, end.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF))
+    return least
 
 
 def wrong_sums(prefix: str, ranks: list[int], process_set: Any) -> list[str]:
@@ -163,6 +178,9 @@ def hierarchy(_folder: Path) -> dict[str, Any]:
     some = hvd.ProcessSet([0, 2, 3])
     hvd.init(process_sets=[some])
     rank, size = hvd.rank(), hvd.size()
+    for _ in range(3):
+        hvd.allreduce(torch.ones(8), name="small")
+    least = least_send_buffer()
     draws = [torch.Generator().manual_seed(rank) for rank in range(size)]
     wrong = []
     for repeat in range(3):
@@ -183,7 +201,7 @@ def hierarchy(_folder: Path) -> dict[str, Any]:
         float(hvd.allreduce(torch.full((5000,), float(rank)), op=op, name=f"extreme.{op}")[-1])
         for op in (hvd.Min, hvd.Max)
     ]
-    return {"wrong": wrong, "extremes": extremes}
+    return {"wrong": wrong, "extremes": extremes, "least_send_buffer": least}
 
 
 def peer_death(folder: Path) -> dict[str, Any]:

@@ -1,0 +1,83 @@
+"""Which way is fastest: the formulas, their limits, and the choices that follow from times."""
+
+import pytest
+
+from hvd_hetero.policy.algorithm import MARGIN, choose, confirm, expected_s, rivals
+from hvd_hetero.policy.link import Link
+from hvd_hetero.policy.topology import Topology
+
+LOCAL = Link(latency_s=5e-6, bandwidth_bytes_per_s=50e9)
+ETHERNET = Link(latency_s=30e-6, bandwidth_bytes_per_s=1.25e9)
+SLOW = Link(latency_s=200e-6, bandwidth_bytes_per_s=12.5e6)
+
+
+def nodes(*sizes):
+    ranks = iter(range(sum(sizes)))
+    return tuple(tuple(next(ranks) for _ in range(size)) for size in sizes)
+
+
+def test_two_levels_gain_latency_and_a_codec_between_nodes_gains_bandwidth():
+    """4 nodes of 8 ranks on 10 Gbit/s, the figures of FORMULAE 5: 7.2, 2.3 and 1.27 times; 4.6 with 4 x compression."""
+    topology = Topology(nodes=nodes(8, 8, 8, 8), local=LOCAL, cross=ETHERNET)
+    for size, gain in ((10e3, 7.2), (1e6, 2.3), (100e6, 1.27)):
+        assert expected_s("flat", size, topology) / expected_s("rails", size, topology) == pytest.approx(gain, rel=0.03)
+    compressed = expected_s("rails", 100e6, topology, ratio=4)
+    assert expected_s("flat", 100e6, topology) / compressed == pytest.approx(4.6, rel=0.05)
+
+
+def test_over_a_slow_link_two_nodes_of_two_gain_half():
+    topology = Topology(nodes=nodes(2, 2), local=LOCAL, cross=SLOW)
+    assert expected_s("flat", 16e6, topology) / expected_s("leader", 16e6, topology) == pytest.approx(1.5, rel=0.01)
+
+
+@pytest.mark.parametrize("algorithm", ["flat", "rails", "scatter", "leader"])
+@pytest.mark.parametrize("sizes", [(1,), (3,), (1, 1), (2, 1), (2, 2), (3, 1, 2)])
+def test_more_bytes_and_slower_links_never_take_less(algorithm, sizes):
+    def seconds(size, cross=ETHERNET, local=LOCAL, **more):
+        return expected_s(algorithm, size, Topology(nodes=nodes(*sizes), local=local, cross=cross), **more)
+
+    assert seconds(0) <= seconds(1e3) <= seconds(1e6) <= seconds(1e9)
+    assert seconds(1e6) <= seconds(1e6, cross=SLOW)
+    assert seconds(1e6, ratio=4) <= seconds(1e6)
+    if sizes == (1,):
+        assert seconds(1e9) == 0.0
+
+
+def test_what_is_missing_is_named():
+    with pytest.raises(ValueError, match="topology: expected measured links"):
+        expected_s("flat", 1.0, Topology(nodes=nodes(2, 2)))
+    with pytest.raises(ValueError, match="algorithm: expected flat, rails, scatter or leader. Received: 'ring'"):
+        expected_s("ring", 1.0, Topology(nodes=nodes(2), local=LOCAL))
+
+
+TIMED = {
+    "flat": Link(latency_s=1e-3, bandwidth_bytes_per_s=8e6),
+    "rails": Link(latency_s=5e-3, bandwidth_bytes_per_s=12e6),
+    "leader": Link(latency_s=4e-3, bandwidth_bytes_per_s=11e6),
+}
+
+
+def test_small_buckets_stay_flat_and_large_ones_take_the_faster_way():
+    assert choose(4096, TIMED, default="flat").route == "flat"
+    large = choose(16e6, TIMED, default="flat")
+    assert large.route == "rails" and large.predicted_s == pytest.approx(5e-3 + 16 / 12)
+    assert "rails 1338.3 ms predicted; next leader" in large.reason
+
+
+def test_flat_is_left_only_for_a_clear_gain():
+    close = {"flat": TIMED["flat"], "rails": Link(latency_s=1e-3, bandwidth_bytes_per_s=8e6 / (1 - 0.8 * MARGIN))}
+    assert choose(16e6, close, default="flat").route == "flat"
+    with pytest.raises(ValueError, match="default: expected one of flat, rails"):
+        choose(1.0, close, default="star")
+
+
+def test_a_trial_compares_what_is_near():
+    assert rivals(16e6, TIMED, "rails") == ("rails", "leader")
+    far = {**TIMED, "leader": TIMED["flat"], "flat": Link(latency_s=1.0, bandwidth_bytes_per_s=1e6)}
+    assert rivals(16e6, {k: far[k] for k in ("rails", "flat")}, "rails") == ("rails",)
+
+
+def test_a_trial_overrules_the_prediction_only_by_a_margin():
+    assert confirm({"a": [1.0, 1.0, 9.0], "b": [0.95, 0.95, 0.95]}, "a", 1).route == "a"
+    found = confirm({"a": [1.0, 1.0, 9.0], "b": [0.5, 0.5, 9.0]}, "a", 1)
+    assert found.route == "b" and found.predicted_s == 0.5 and "measured a 1000.0 ms, b 500.0 ms" in found.reason

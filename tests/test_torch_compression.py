@@ -1,0 +1,149 @@
+"""Codecs and levels through the torch face, on ranks that are threads; real ranks are in test_topology_horovod.py."""
+
+import copy
+import json
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("horovod.torch", reason="build it with hvd-hetero build-horovod")
+
+import horovod.torch as horovod
+
+import hvd_hetero.torch as hvd
+from hvd_hetero.engine.local import World
+
+WHOLE = 12
+CODECS = {
+    "fp16": (hvd.Compression.fp16, 2e-3),
+    "bf16": (hvd.Compression.bf16, 2e-2),
+    "int8": (hvd.Compression.int8, 3e-2),
+    "topk of all": (hvd.Compression.topk(1.0, warmup_steps=0), 1e-12),
+    "powersgd, warming up": (hvd.Compression.powersgd(1, warmup_steps=9), 1e-12),
+    "none": (hvd.Compression.none, 1e-12),
+}
+
+
+def make_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(30, 64), nn.LayerNorm(64), nn.Tanh(), nn.Linear(64, 40), nn.Linear(40, 3)).double()
+
+
+def make_data():
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(WHOLE, 30, generator=generator).double(), torch.randint(0, 3, (WHOLE,), generator=generator)
+
+
+def gradients(shares, *, run=None, **options):
+    """Each rank's gradients of the global batch, [rank][parameter]."""
+    torch.set_num_threads(1)
+    prototype, (x, y) = make_model(), make_data()
+
+    def program(engine):
+        model = copy.deepcopy(prototype)
+        balancer = hvd.Balancer(WHOLE, engine=engine, min_share=0, shares=shares, adaptive=False, run=run)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.0), model.named_parameters(), balancer=balancer, **options
+        )
+        begin = sum(shares[: engine.rank])
+        mine = slice(begin, begin + shares[engine.rank])
+        for _ in range(2):  # fp16 is exact in its first step
+            optimizer.zero_grad()
+            balancer.begin(shares[engine.rank])
+            nn.functional.cross_entropy(model(x[mine]), y[mine]).backward()
+            optimizer.step()
+        if balancer.trace is not None:
+            balancer.trace.close()
+        return [p.grad.clone() for p in model.parameters()]
+
+    found = World(len(shares)).run(program)
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True)), "law 5"
+    return found
+
+
+def reference():
+    model, (x, y) = make_model(), make_data()
+    nn.functional.cross_entropy(model(x), y).backward()
+    return [p.grad for p in model.parameters()]
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("shares", [(9, 3), (7, 0, 5), (6, 3, 2, 1)])
+@pytest.mark.parametrize("levels", [False, True])
+def test_uneven_shares_codecs_and_levels_compose(shares, codec, levels):
+    compression, close = CODECS[codec]
+    nodes = {2: ((0,), (1,)), 3: ((0, 1), (2,)), 4: ((0, 1), (2, 3))}[len(shares)]
+    topology = hvd.Topology(nodes=nodes) if levels else None
+    found, expected = gradients(shares, compression=compression, topology=topology)[0], reference()
+    largest = max(grad.abs().max() for grad in expected)
+    for one, other in zip(found, expected, strict=True):
+        if other.dim() < 2 or other.numel() < 1024:
+            assert (one - other).abs().max() <= 1e-12, "biases, norms and small tensors travel as they are"
+        else:
+            assert (one - other).abs().max() <= close * largest
+
+
+def test_a_lossy_codec_does_lose():
+    """Or the test above would say nothing."""
+    found, expected = gradients((9, 3), compression=hvd.Compression.int8)[0], reference()
+    assert (found[0] - expected[0]).abs().max() > 1e-9
+
+
+def test_what_was_chosen_and_why_is_in_the_trace(tmp_path):
+    gradients((6, 3, 2, 1), topology=hvd.Topology(nodes=((0, 1), (2, 3))), run=str(tmp_path))
+    for file in tmp_path.iterdir():
+        events = [json.loads(line) for line in file.read_text().splitlines() if '"event"' in line]
+        routes = [event["fields"] for event in events if event["event"] == "route"]
+        assert routes and "predicted" in routes[0]["reason"] and routes[0]["predicted_s"] > 0, file
+        assert routes[0]["route"].split(",")[0] in ("flat", "rails", "scatter", "leader")
+
+
+def test_horovods_own_names_mean_what_they_mean_there():
+    assert hvd.Compression.none is horovod.Compression.none
+    assert hvd.Compression.fp16 is horovod.Compression.fp16
+
+
+def test_per_link_says_what_it_takes():
+    wire = hvd.Compression.per_link(cross=hvd.Compression.int8, local=hvd.Compression.fp16)
+    assert str(wire) == "per_link(cross=int8(block=512), local=fp16)"
+    assert hvd.Compression.per_link(cross=hvd.Compression.auto).auto
+    with pytest.raises(ValueError, match="local: expected none, fp16 or bf16"):
+        hvd.Compression.per_link(local=hvd.Compression.int8)
+    with pytest.raises(ValueError, match="local: expected none, fp16 or bf16. Received: auto"):
+        hvd.Compression.per_link(local=hvd.Compression.auto)
+    with pytest.raises(TypeError, match="cross: expected one of hvd.Compression.none"):
+        hvd.Compression.per_link(cross=wire)
+    with pytest.raises(TypeError, match="compression: expected an object with compress"):
+        hvd.Compression.per_link(cross="int8")
+
+
+def test_a_compressor_of_ones_own_has_one_level_only():
+    class Doubling:
+        @staticmethod
+        def compress(tensor):
+            return tensor.double(), None
+
+        @staticmethod
+        def decompress(tensor, context):
+            return tensor
+
+    found = gradients((9, 3), compression=Doubling)[0]
+    assert all((a - b).abs().max() <= 1e-12 for a, b in zip(found, reference(), strict=True))
+    with pytest.raises(ValueError, match="compression: expected one of hvd.Compression with a topology"):
+        gradients((9, 3), compression=Doubling, topology="rails")
+
+
+def test_user_groups_stay_together_as_far_as_the_codec_allows():
+    model = make_model()
+    weights = [p for p in model.parameters()]
+    from hvd_hetero.torch.layout import BucketLayout
+
+    layout = BucketLayout(weights, bucket_bytes=1 << 20, groups=[weights[:4]], tail=3,
+                          lossy=lambda p: p.dim() == 2 and p.numel() >= 1024)
+    assert sum(map(len, layout.members)) == len(weights), "law 7"
+    assert len({id(p) for members in layout.members for p in members}) == len(weights)
+    for members, lossy in zip(layout.members, layout.lossy, strict=True):
+        assert {p.dim() == 2 and p.numel() >= 1024 for p in members} == {lossy}
+    assert layout.tail is not None and not layout.lossy[layout.tail_in]
