@@ -21,9 +21,9 @@ BASE = "plain Horovod"
 EVEN = tuple(EmulatedRank(cores=1.0, node=node) for node in (0, 0, 1, 1))
 THREE = tuple(EmulatedRank(cores=1.0, node=node) for node in (0, 0, 1, 1, 2))
 MIXED = tuple(EmulatedRank(cores=cores, node=node) for cores, node in ((0.8, 0), (0.4, 0), (0.2, 1), (0.2, 1)))
-SHARES = "8:4:2:2"  # of a global batch of 16: what DDP cannot have, and we find
+SHARES = "32:16:8:8"  # of the global batch; contenders find theirs, or take equal ones
 # About 4 million parameters.
-MODEL = ("--width", "400", "--layers", "2", "--shares", SHARES)
+MODEL = ("--width", "400", "--layers", "2")
 TRAINED = {
     "plain Horovod": ("horovod",),
     "plain Horovod, fp16": ("horovod", "--codec", "fp16"),
@@ -36,7 +36,7 @@ TRAINED = {
     "hvd_hetero, top-k": ("hetero", "--topology", "auto", "--codec", "topk"),
     "hvd_hetero, PowerSGD": ("hetero", "--topology", "auto", "--codec", "powersgd"),
 }
-LOSS_STEPS = 120  # after which losses are compared
+LOSS_STEPS, LOSS_SHARES = 120, "4:4:4:4"  # after which losses are compared, and of what batch: small, to be quick
 DENSE_STEPS = 20  # of the codecs that want some first
 
 
@@ -113,7 +113,8 @@ def _loss(record: dict[str, Any]) -> float:
 def train(cluster: Cluster, name: str, *, steps: int, warmup: int, validate: bool) -> dict[str, Any]:
     """Rank 0's record of one contender's run."""
     command = [sys.executable, TRAINING, *TRAINED[name], *MODEL, "--dense-steps", str(DENSE_STEPS)]
-    command += ["--warmup", str(warmup), "--steps", str(steps), *(["--validate"] if validate else [])]
+    command += ["--warmup", str(warmup), "--steps", str(steps), "--shares", LOSS_SHARES if validate else SHARES]
+    command += ["--validate"] if validate else []
     start = cluster.processes if name.startswith(("DDP", "PyTorch")) else cluster.horovodrun
     return _records(start(command, timeout_s=550), name, len(cluster.ranks))[0]
 
@@ -172,7 +173,7 @@ def slowlink(*, repeats: int, quick: bool, parts: Sequence[str], say: Callable[[
                 for name in TRAINED:
                     adapts = name.startswith("hvd_hetero")
                     warmup = 45 if adapts else DENSE_STEPS + 5 if "PowerSGD" in name else 3
-                    record = train(cluster, name, steps=6 if quick else 15, warmup=warmup, validate=False)
+                    record = train(cluster, name, steps=4 if quick else 10, warmup=warmup, validate=False)
                     speed.setdefault(name, []).append(record["samples_per_s"])
                     say(f"  repeat {repeat + 1}/{repeats}: {name:24s} {record['samples_per_s']:7.1f} samples/s")
         losses: dict[str, float] = {}
