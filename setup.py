@@ -16,6 +16,7 @@ EXTRAS = {
     "torch": ["torch>=2.1"],
     "keras": ["keras>=3.5", "tensorflow-cpu>=2.18"],
     "mpi": ["mpi4py>=4.0"],
+    "gpu": ["nvidia-ml-py>=12"],
     "report": ["rich>=13", "matplotlib>=3.8", "tqdm>=4.60"],
     "dev": ["pytest>=8", "ruff>=0.6", "mypy>=1.11", "matplotlib>=3.8"],
 }

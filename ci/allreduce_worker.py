@@ -30,6 +30,7 @@ WAYS = {
     "rails, fp16 between": ("rails", "fp16", {}),
     "rails, bf16 between": ("rails", "bf16", {}),
     "rails, int8 between": ("rails", "int8", {}),
+    "leader, int8 between": ("leader", "int8", {}),
     "rails, top-k 1 % between": ("rails", "topk", {"density": 0.01, "warmup_steps": 0}),
     "leader, PowerSGD rank 4 between": ("leader", "powersgd", {"rank": 4, "warmup_steps": 0}),
     "auto": ("auto", "none", {}),

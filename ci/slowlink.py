@@ -143,7 +143,7 @@ def slowlink(*, repeats: int, quick: bool, parts: Sequence[str], say: Callable[[
         for title, ways, bar in (
             ("two levels", ("flat", "rails", "leader"), 1.35),  # flat: in two levels within Horovod's Gloo
             ("fp16 between nodes", ("flat, fp16", "rails, fp16 between"), 2.6),
-            ("int8 between nodes", ("rails, int8 between",), 4.0),
+            ("int8 between nodes", ("rails, int8 between", "leader, int8 between"), 4.0),
             ("PowerSGD or top-k between nodes", ("rails, top-k 1 % between", "leader, PowerSGD rank 4 between"), 8.0),
         ):
             best = max(ways, key=lambda way: ratio(times, way, large))

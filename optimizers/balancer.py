@@ -131,7 +131,7 @@ class Balancer:
         self._meter.run()
 
     def begin_unseen(self) -> bool:
-        """Whether a batch begins now that nothing has announced: never, for a balancer that is told of its batches."""
+        """Whether a batch begins that nothing announced: never, for a balancer that is told of its batches."""
         return False
 
     def count(self, terms: float) -> None:

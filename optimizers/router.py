@@ -19,7 +19,8 @@ from .recipe import Recipe, Shape, Wire
 from .route import Route
 from .weighted import Way
 
-SIZES_BYTES = (2**14, 2**18, 2**21)  # timed; what lies beyond follows the line through them
+SIZES_BYTES = (2**14, 2**18, 2**21, 2**24)  # timed; what lies beyond follows the line through them
+MOST_S = 0.1  # a size that promises to take longer is left out
 REPEATS = 3
 ROUNDS = 8  # steps that each route of a trial gets, besides its first one, which is not counted
 
@@ -65,7 +66,7 @@ class Router:
             for algorithm in self._algorithms()
             if not (recipe.whole and algorithm in ("rails", "scatter"))
         ]
-        if len(candidates) == 1:
+        if len(candidates) == 1 and self._algorithm != "auto":
             return build(*candidates[0])
         routes = {self._title(*candidate): candidate for candidate in candidates}
         timed = {title: self._time(array, *candidate) for title, candidate in routes.items()}
@@ -102,24 +103,35 @@ class Router:
         if key in self._timed:
             return self._timed[key]
         engine = self._levels.everyone
-        times = np.zeros((len(SIZES_BYTES), REPEATS))
-        for index, size_bytes in enumerate(SIZES_BYTES):
-            side = max(1, int((size_bytes / like.itemsize) ** 0.5))
-            array = verbs_of(like).seeded([side * side], 0, like)
-            route = Route(self._levels, algorithm, cross=recipe.reduction([(side, side)]))
-            name = f"{engine.unique('hvd_hetero.timing.')}.{size_bytes}"
-            for repeat in range(-1, REPEATS):  # once unseen: names are negotiated at their first use
-                copy = verbs_of(like).copied(array)
-                engine.allreduce_async(np.zeros(1), name=f"{name}.ready").wait()
-                begin = self._clock()
-                route.start(copy, name=name).wait()
-                if repeat >= 0:
-                    times[index, repeat] = self._clock() - begin
-                route.settle(True)
-        engine.allreduce_async(times, name=engine.unique("hvd_hetero.timing.") + ".slowest", op="max").wait()
-        sizes: np.ndarray = np.repeat(np.array(SIZES_BYTES), REPEATS)
-        self._timed[key] = fit_link(sizes, times.reshape(-1))
+        sizes: list[int] = []
+        times: list[np.ndarray] = []
+        for size_bytes in SIZES_BYTES:
+            if times and times[-1].max() * size_bytes > MOST_S * sizes[-1]:
+                break  # over a slow link the line is clear by now; elsewhere caches bend it
+            taken = self._repeated(like, algorithm, recipe, size_bytes)
+            engine.allreduce_async(taken, name=engine.unique("hvd_hetero.timing.") + ".slowest", op="max").wait()
+            sizes.append(size_bytes)
+            times.append(taken)
+        at: np.ndarray = np.repeat(np.array(sizes), REPEATS)
+        self._timed[key] = fit_link(at, np.concatenate(times))
         return self._timed[key]
+
+    def _repeated(self, like: Any, algorithm: str, recipe: Recipe, size_bytes: int) -> np.ndarray:
+        """Seconds of each of `REPEATS` sums, on this rank."""
+        engine, times = self._levels.everyone, np.zeros(REPEATS)
+        side = max(1, int((size_bytes / like.itemsize) ** 0.5))
+        array = verbs_of(like).seeded([side * side], 0, like)
+        route = Route(self._levels, algorithm, cross=recipe.reduction([(side, side)]))
+        name = f"{engine.unique('hvd_hetero.timing.')}.{size_bytes}"
+        for repeat in range(-1, REPEATS):  # once unseen: names are negotiated at their first use
+            copy = verbs_of(like).copied(array)
+            engine.allreduce_async(np.zeros(1), name=f"{name}.ready").wait()
+            begin = self._clock()
+            route.start(copy, name=name).wait()
+            if repeat >= 0:
+                times[repeat] = self._clock() - begin
+            route.settle(True)
+        return times
 
 
 class Trial:

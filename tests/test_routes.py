@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from hvd_hetero.optimizers.feedback import Gathered
 from hvd_hetero.optimizers.recipe import Recipe, Wire
 from hvd_hetero.optimizers.route import Route
 from hvd_hetero.optimizers.router import Router, Trial
+from hvd_hetero.optimizers.weighted import WeightedExchange
 from hvd_hetero.policy.link import Link
 from hvd_hetero.policy.topology import Topology
 
@@ -340,3 +342,39 @@ def test_blocks_are_summed_in_the_order_of_ranks():
     runs = [summed(((0, 1, 2),), "flat", Recipe(name="bf16"), 2)[0][0][1].tobytes() for _ in range(3)]
     assert len(set(runs)) == 1
     assert isinstance(Recipe(name="bf16").reduction(SHAPES), Gathered)
+
+
+def test_later_stages_start_while_a_rank_still_computes():
+    """Between two gradients a rank looks at what is under way: the sum between nodes does not wait for the last one."""
+
+    def program(engine):
+        started = []
+
+        class Watched:
+            def __init__(self, inner):
+                self.inner = inner
+
+            def __getattr__(self, name):
+                return getattr(self.inner, name)
+
+            def allreduce_async(self, array, *, name, op="sum"):
+                started.append(name)
+                return self.inner.allreduce_async(array, name=name, op=op)
+
+        levels = levels_of(engine, Topology(nodes=((0, 1), (2, 3))))
+        levels = replace(levels, cross=levels.cross and Watched(levels.cross))
+        buckets = [np.ones(8), np.ones(8), np.ones(8)]
+        exchange = WeightedExchange(
+            engine, buckets, np.zeros(1), routes=[Route(levels, "leader") for _ in buckets], rides_in=None,
+            outgoing=lambda: [1.0], name="x",
+        )
+        for index in range(3):
+            exchange.submit(index)
+            engine.allreduce_async(np.zeros(1), name=f"computing.{index}").wait()  # everybody has submitted
+        before = list(started)
+        results, total = exchange.finish(lambda total: 1.0)
+        assert total == [4.0] and all((result == 4.0).all() for result in results)
+        return before
+
+    before = World(4).run(program)
+    assert before[0] == ["x.bucket.0.leaders", "x.bucket.1.leaders"] == before[2]

@@ -96,13 +96,12 @@ class GradientReducer:
             sparse_as_dense=self._sparse_as_dense,
             lossy=self._ways.takes,
         )
-        rides = self._layout.tail is not None
         self._generation += 1
         name = f"hvd_hetero.{self._balancer.name}.{self._number}.{self._generation}"
         self._exchange = WeightedExchange(
             self._engine,
             self._layout.buckets,
-            self._layout.tail if rides else torch.zeros(tail, dtype=torch.float64),
+            torch.zeros(tail, dtype=torch.float64) if self._layout.tail is None else self._layout.tail,
             routes=self._ways.of(self._layout, name=name),
             rides_in=self._layout.tail_in,
             outgoing=self._outgoing,
@@ -167,10 +166,9 @@ class GradientReducer:
     def _reference(self) -> float:
         """n_ref of this step, the same on all ranks."""
         whole, shares = self._balancer.global_batch_size, self._balancer.plan.shares
-        # The whole batch makes the sum's factor 1; but equal shares have exact products with c_i = 1, and narrow wires
-        # need that range.
-        exact = self._ways.exact and min(shares) != max(shares)
-        return whole if exact else whole / self._engine.size
+        # The whole batch makes the sum's factor 1; but equal shares have exact products with c_i = 1, narrow wires need
+        # that range, and what a codec keeps back must keep its unit.
+        return whole if self._ways.exact and min(shares) != max(shares) else whole / self._engine.size
 
     def _weight_now(self) -> float:
         """c_i of this step: `p.grad` is a mean over as many terms as the last pass that had any."""
