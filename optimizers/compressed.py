@@ -122,8 +122,8 @@ class Half:
 PIECE = 2**20  # values that are encoded and sent at a time: while one piece travels, the next is encoded
 
 
-def pieces_of(length: int, *, unit: int = 1) -> list[slice]:
-    """Nearly equal pieces of at least `PIECE` values, each but the last a multiple of `unit`."""
-    count = max(1, length // PIECE)
+def pieces_of(length: int, *, unit: int = 1, least: int | None = None) -> list[slice]:
+    """Nearly equal pieces of at least `least` (default: `PIECE`) values, each but the last a multiple of `unit`."""
+    count = max(1, length // (least or PIECE))
     each = -(-length // (count * unit)) * unit
     return [slice(begin, min(length, begin + each)) for begin in range(0, max(1, length), max(1, each))]

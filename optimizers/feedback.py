@@ -9,6 +9,7 @@ so that over time everything is sent (Seide et al. 2014; Karimireddy et al. 2019
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,10 +17,15 @@ from hvd_hetero.codecs.block import BlockCodec
 from hvd_hetero.codecs.lowrank import LowRank, orthonormal
 from hvd_hetero.codecs.sparse import TopK
 from hvd_hetero.codecs.verbs import verbs_of
-from hvd_hetero.engine.port import Engine, Steps
+from hvd_hetero.engine.port import Engine, Handle, Steps
 
 from .compressed import pieces_of
 
+# Between two ranks so many pieces of so many values are under way at a time. Gathers go through sockets whose buffers
+# the kernel sizes: with more under way than the queue of a slow link holds (1.25 MB at 100 Mbit/s and 100 ms), packets
+# are lost, and TCP waits 200 ms to send them again.
+SHORT_PIECE = 2**18
+AHEAD = 2
 
 class Feedback:
     """Arrays kept from step to step, by name, and what will replace them if the step counts."""
@@ -66,36 +72,37 @@ class Gathered(Feedback):
         self.name = codec.name
 
     def steps(self, engine: Engine, array: Any, *, name: str) -> Steps:
-        pieces = pieces_of(len(array), unit=self._codec.block)
         values = array if self._codec.rounds else self._with_kept(array, "residual")
         if engine.size <= 2:
-            return self._in_one_stage(engine, values, pieces, name=name)
-        return self._in_two_stages(engine, values, pieces, name=name)
+            return self._in_one_stage(engine, values, name=name)
+        return self._in_two_stages(engine, values, name=name)
 
-    def _in_one_stage(self, engine: Engine, values: Any, pieces: list[slice], *, name: str) -> Steps:
-        codec, handles, encoded = self._codec, [], []
-        for index, piece in enumerate(pieces):
-            encoded.append(codec.encode(values[piece]))
-            handles.append(engine.allgather_async(encoded[-1], name=f"{name}.all.{index}"))
-        result = verbs_of(values).empty(values)
-        for piece, handle, mine in zip(pieces, handles, encoded, strict=True):
-            length, rows = piece.stop - piece.start, len(mine)
-            own = codec.decode(mine, values)[:length]
-            received = yield handle
-            if engine.size == 1:
-                result[piece] = own
-            else:  # a sum of two is the same in either order
-                other = (1 - engine.rank) * rows
-                result[piece] = codec.decode(received[other : other + rows], values)[:length]
-                result[piece] += own
-            if not codec.rounds:
-                values[piece] -= own
+    def _in_one_stage(self, engine: Engine, values: Any, *, name: str) -> Steps:
+        codec, result = self._codec, verbs_of(values).empty(values)
+        pieces = pieces_of(len(values), unit=codec.block, least=SHORT_PIECE)
+        under_way: deque[tuple[slice, Any, Handle]] = deque()
+        for index, piece in enumerate([*pieces, *[None] * AHEAD]):
+            if len(under_way) == AHEAD or (piece is None and under_way):
+                at, mine, handle = under_way.popleft()
+                own, rows = codec.decode(mine, values)[: at.stop - at.start], len(mine)
+                received = yield handle
+                result[at] = own
+                if engine.size == 2:  # a sum of two is the same in either order
+                    other = (1 - engine.rank) * rows
+                    result[at] += codec.decode(received[other : other + rows], values)[: at.stop - at.start]
+                if not codec.rounds:
+                    values[at] -= own
+            if piece is not None:
+                encoded = codec.encode(values[piece])
+                handle = engine.allgather_async(encoded, name=f"{name}.all.{index}")
+                under_way.append((piece, encoded, handle))
         if not codec.rounds:
             self._next["residual"] = values
         return result
 
-    def _in_two_stages(self, engine: Engine, array: Any, pieces: list[slice], *, name: str) -> Steps:
+    def _in_two_stages(self, engine: Engine, array: Any, *, name: str) -> Steps:
         codec, values, handles, encoded = self._codec, array, [], []
+        pieces = pieces_of(len(array), unit=codec.block)
         for index, piece in enumerate(pieces):
             encoded.append(codec.encode(values[piece]))
             parts = _parts(len(encoded[-1]), engine.size)

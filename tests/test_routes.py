@@ -10,7 +10,7 @@ import torch
 
 from hvd_hetero.engine.hierarchy import ALGORITHMS, levels_of, one_level
 from hvd_hetero.engine.local import World
-from hvd_hetero.optimizers import compressed
+from hvd_hetero.optimizers import compressed, feedback
 from hvd_hetero.optimizers.compressed import Exact, Half
 from hvd_hetero.optimizers.feedback import Gathered
 from hvd_hetero.optimizers.recipe import Recipe, Wire
@@ -101,6 +101,7 @@ def test_nothing_is_lost_and_all_ranks_get_the_same(nodes, algorithm, codec):
 @pytest.mark.parametrize("piece", [200, 333, 64])
 def test_long_arrays_go_in_pieces(codec, piece, monkeypatch):
     monkeypatch.setattr(compressed, "PIECE", piece)
+    monkeypatch.setattr(feedback, "SHORT_PIECE", piece)
     for algorithm in ("flat", "rails"):
         results, kept = summed(((0, 1), (2, 3, 4)), algorithm, CODECS[codec], 3)
         assert len({result[-1].tobytes() for result in results}) == 1
@@ -377,4 +378,5 @@ def test_later_stages_start_while_a_rank_still_computes():
         return before
 
     before = World(4).run(program)
-    assert before[0] == ["x.bucket.0.leaders", "x.bucket.1.leaders"] == before[2]
+    for rank in (0, 2):
+        assert {"x.bucket.0.leaders", "x.bucket.1.leaders"} <= set(before[rank]), before
