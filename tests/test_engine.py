@@ -7,7 +7,7 @@ import pytest
 from contract import check_engine
 
 from hvd_hetero.engine.local import SoloEngine, World
-from hvd_hetero.engine.port import CollectiveError, Engine
+from hvd_hetero.engine.port import Chain, CollectiveError, Engine
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])
@@ -73,3 +73,61 @@ def test_waiting_uses_no_cpu():
         return time.thread_time() - before
 
     assert max(World(2).run(program)) < 0.05
+
+
+class Given:
+    """A handle whose result is there once `ready` is set."""
+
+    def __init__(self, result, ready=True):
+        self.result, self.ready = result, ready
+
+    def done(self):
+        return self.ready
+
+    def wait(self):
+        if isinstance(self.result, Exception):
+            raise self.result
+        return self.result
+
+
+def test_a_chain_starts_each_stage_when_the_one_before_is_done():
+    first, started = Given(1, ready=False), []
+
+    def steps():
+        one = yield first
+        started.append(one)
+        two = yield Given(2)
+        return one + two
+
+    chain = Chain(steps())
+    assert not chain.done() and not started
+    first.ready = True
+    assert chain.done() and started == [1] and chain.wait() == 3
+
+
+def test_a_chain_may_end_without_a_stage_and_waits_through_all_of_them():
+    def nothing():
+        return 7
+        yield
+
+    assert Chain(nothing()).wait() == 7
+
+    def two():
+        return (yield Given((yield Given(3, ready=False)) + 1, ready=False))
+
+    assert Chain(two()).wait() == 4
+
+
+def test_a_stage_that_fails_ends_its_chain():
+    ended = []
+
+    def steps():
+        try:
+            yield Given(CollectiveError("gone"))
+        finally:
+            ended.append(True)
+
+    chain = Chain(steps())
+    with pytest.raises(CollectiveError, match="gone"):
+        chain.wait()
+    assert ended and chain.done()

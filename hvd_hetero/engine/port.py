@@ -88,6 +88,9 @@ class Chain:
             self._current = step()
         except StopIteration as end:
             self._current, self._result = None, end.value
+        except BaseException:
+            self._current = None  # nothing is under way any more
+            raise
 
     def _forward(self, current: Handle) -> None:
         try:
