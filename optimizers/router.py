@@ -19,8 +19,9 @@ from .recipe import Recipe, Shape, Wire
 from .route import Route
 from .weighted import Way
 
-SIZES_BYTES = (2**14, 2**18, 2**21, 2**24)  # timed; what lies beyond follows the line through them
-MOST_S = 0.1  # a size that promises to take longer is left out
+SIZES_BYTES = (2**14, 2**18, 2**21)  # timed; what lies beyond follows the line through them
+LARGE_BYTES = 2**24  # timed as well where it promises to take no longer than this: there caches bend the line
+LARGE_S = 0.1
 REPEATS = 3
 ROUNDS = 8  # steps that each route of a trial gets, besides its first one, which is not counted
 
@@ -105,9 +106,9 @@ class Router:
         engine = self._levels.everyone
         sizes: list[int] = []
         times: list[np.ndarray] = []
-        for size_bytes in SIZES_BYTES:
-            if times and times[-1].max() * size_bytes > MOST_S * sizes[-1]:
-                break  # over a slow link the line is clear by now; elsewhere caches bend it
+        for size_bytes in (*SIZES_BYTES, LARGE_BYTES):
+            if size_bytes == LARGE_BYTES and times[-1].max() * LARGE_BYTES > LARGE_S * sizes[-1]:
+                break
             taken = self._repeated(like, algorithm, recipe, size_bytes)
             engine.allreduce_async(taken, name=engine.unique("hvd_hetero.timing.") + ".slowest", op="max").wait()
             sizes.append(size_bytes)

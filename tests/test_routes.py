@@ -289,6 +289,34 @@ def test_the_router_gives_every_rank_the_same_way():
     assert len(set(map(tuple, chosen))) == 1 and len(chosen[0]) == 2
 
 
+@pytest.mark.parametrize(("latency_s", "rate", "sizes"), [(8e-3, 12.5e6, 3), (1e-4, 1e9, 4)])
+def test_a_line_is_fitted_to_three_sizes_at_least(latency_s, rate, sizes):
+    """Small sums that take long must not end the timing: a line through one size predicts nothing."""
+
+    def program(engine):
+        clock, seen = Ticking({}), set()
+
+        class Timed:
+            def __getattr__(self, name):
+                return getattr(engine, name)
+
+            def allreduce_async(self, array, *, name, op="sum"):
+                if name.rsplit(".", 1)[-1].isdigit():
+                    seen.add(array.nbytes)
+                    clock.now += latency_s + array.nbytes / rate
+                return engine.allreduce_async(array, name=name, op=op)
+
+        told = []
+        router = Router(one_level(Timed()), algorithm="auto", wire=Wire(), clock=clock,
+                        tell=lambda name, choice: told.append(choice))
+        router.way("b", np.zeros(2**21), [(2**21,)], lossy=False)
+        return len(seen), told[0].predicted_s
+
+    for timed, predicted_s in World(2).run(program):
+        assert timed == sizes
+        assert predicted_s == pytest.approx(latency_s + 2**24 / rate, rel=0.02)
+
+
 def test_one_node_has_one_level():
     def program(engine):
         router = Router(levels_of(engine, Topology(nodes=((0, 1),))), algorithm="auto", wire=Wire())
