@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
-from contest import Contender, Scenario, launch
+from contest import Contender, Scenario, check, launch
 from emulation import Cluster
 
 from hvd_hetero.policy.partition import split, step_time_s
@@ -49,14 +49,11 @@ def adapt(scenario: Scenario, *, picture: str, say: Callable[[str], None]) -> li
     say(f"picture: {picture}")
     found = step_time_s(before, shares[FOUND]) / step_time_s(before, best)
     return [
-        _at_most(f"compute time with the plan after {FOUND} steps / with the best split", found, 1.05),
-        _at_most(f"step time {FOUND_AGAIN} steps after the slowdown / with the best shares", settled_s / best_s, 1.10),
-        _at_most(f"plans in {CONSTANT} steps at constant speed", plans, 3),
+        check(f"compute time with the plan after {FOUND} steps / with the best split", found, 1.05, at_most=True),
+        check(f"step time {FOUND_AGAIN} steps after the slowdown / with the best shares", settled_s / best_s, 1.10,
+              at_most=True),
+        check(f"plans in {CONSTANT} steps at constant speed", plans, 3, at_most=True),
     ]
-
-
-def _at_most(name: str, value: float, bar: float) -> dict[str, Any]:
-    return {"name": name, "value": round(value, 3), "bar": bar, "ok": value <= bar, "at_most": True}
 
 
 def _draw(picture: str, times: list[float], shares: list[tuple[int, ...]]) -> None:

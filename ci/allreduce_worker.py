@@ -6,17 +6,14 @@ A time is from a barrier to the moment in which the slowest rank has the result;
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
-import os
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from emulation.worker.emulation_hold import hold, release
 
 Reduce = Callable[[torch.Tensor, str], Any]
 
@@ -151,15 +148,6 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     contender = CONTENDERS[arguments.contender]()
-    hold: Callable[[], None] = lambda: None  # noqa: E731
-    release = hold
-    if os.environ.get("HVD_EMULATION_HOLD"):
-        spec = importlib.util.spec_from_file_location("emulation_hold", Path(os.environ["HVD_EMULATION_HOLD"]))
-        assert spec and spec.loader
-        module = importlib.util.module_from_spec(spec)
-        sys.modules["emulation_hold"] = module
-        spec.loader.exec_module(module)
-        hold, release = module.hold, module.release
     hold()
     wanted = [part for part in arguments.ways.split(";") if part]
     times: dict[str, dict[str, float]] = {}

@@ -12,11 +12,12 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from emulation.worker.emulation_hold import SOCKET_VARIABLE, ask, hold, release
 from torch.utils.data import DataLoader, DistributedSampler
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -190,11 +191,6 @@ def main() -> None:
     torch.set_num_threads(1)
     lm = _load("torch_char_lm", ROOT / "examples" / "torch_char_lm.py")
     contender = Contender(arguments, lm)
-    hold: Callable[[], None] = lambda: None  # noqa: E731
-    release: Callable[[], None] = hold
-    if os.environ.get("HVD_EMULATION_HOLD"):
-        module = _load("emulation_hold", Path(os.environ["HVD_EMULATION_HOLD"]))
-        hold, release = module.hold, module.release
     hold()
     times: list[float] = []
     shares: list[Any] = []
@@ -206,7 +202,7 @@ def main() -> None:
             cpu, began, threads = time.process_time(), time.perf_counter(), cpu_by_thread()
         if step == arguments.slow_at and contender.rank == 0:
             cores = f"cores {arguments.slow_rank} {arguments.slow_cores}"
-            if module.ask(os.environ[module.SOCKET_VARIABLE], cores) != "ok":
+            if ask(os.environ[SOCKET_VARIABLE], cores) != "ok":
                 raise RuntimeError(f"the emulated cluster did not accept {cores!r}")
         start = time.perf_counter()
         contender.step()

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from emulation import Cluster, EmulatedRank
+from emulation import Cluster, EmulatedRank, Finished
 
 WORKER = str(Path(__file__).resolve().parent / "bench_worker.py")
 _LINE = re.compile(r"BENCH (\{.*\})")
@@ -70,9 +70,18 @@ class Outcome:
         return statistics.median(a / b for a, b in zip(mine, theirs, strict=True))
 
 
-def records_of(output: str) -> list[dict[str, Any]]:
-    """What the ranks printed, by rank."""
-    return sorted((json.loads(found) for found in _LINE.findall(output)), key=lambda record: record["rank"])
+def check(name: str, value: float, bar: float, *, at_most: bool = False) -> dict[str, Any]:
+    """One line of what a scenario asks for: whether `value` reaches `bar`, or stays below it."""
+    ok = value <= bar if at_most else value >= bar
+    return {"name": name, "value": round(value, 3), "bar": bar, "ok": ok, "at_most": at_most}
+
+
+def records_of(finished: Finished, *, what: str, ranks: int) -> list[dict[str, Any]]:
+    """What the ranks printed, by rank. Raises RuntimeError with the output where one of them failed."""
+    records = [json.loads(found) for found in _LINE.findall(finished.output)]
+    if finished.returncode or len(records) != ranks:
+        raise RuntimeError(f"{what} failed (exit status {finished.returncode}):\n{finished.output[-4000:]}")
+    return sorted(records, key=lambda record: record["rank"])
 
 
 def launch(
@@ -89,11 +98,7 @@ def launch(
         *extra,
     ]
     start = cluster.horovodrun if contender.launcher == "horovodrun" else cluster.processes
-    finished = start(command, timeout_s=240)
-    records = records_of(finished.output)
-    if finished.returncode or len(records) != len(scenario.ranks):
-        raise RuntimeError(f"{contender.name} failed (exit status {finished.returncode}):\n{finished.output[-4000:]}")
-    return records
+    return records_of(start(command, timeout_s=240), what=contender.name, ranks=len(scenario.ranks))
 
 
 def run_alone(cluster: Cluster, scenario: Scenario, *, quick: bool) -> dict[int, float]:
@@ -104,10 +109,7 @@ def run_alone(cluster: Cluster, scenario: Scenario, *, quick: bool) -> dict[int,
         command += ["--shares", ":".join(map(str, scenario.shares))]
         command += ["--warmup", "5", "--steps", "15" if quick else "30"]
         finished = cluster.processes(command, timeout_s=240, ranks=[rank])
-        records = records_of(finished.output)
-        if finished.returncode or not records:
-            raise RuntimeError(f"rank {rank} alone failed:\n{finished.output[-4000:]}")
-        alone[rank] = records[0]["samples_per_s"]
+        alone[rank] = records_of(finished, what=f"rank {rank} alone", ranks=1)[0]["samples_per_s"]
     return alone
 
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from contest import records_of
-from emulation import Cluster, EmulatedRank, Finished
+from contest import check, records_of
+from emulation import Cluster, EmulatedRank
 
+Row = dict[str, Any]
 HERE = Path(__file__).resolve().parent
 ALLREDUCE, TRAINING = str(HERE / "allreduce_worker.py"), str(HERE / "bench_worker.py")
 SIZES = {4096: "4 kB", 1 << 20: "1 MB", 16 << 20: "16 MB"}
@@ -40,13 +40,6 @@ LOSS_STEPS, LOSS_SHARES = 80, "4:4:4:4"  # after which losses are compared, and 
 DENSE_STEPS = 20  # of the codecs that want some first
 
 
-def _records(finished: Finished, what: str, ranks: int) -> list[dict[str, Any]]:
-    records = records_of(finished.output)
-    if finished.returncode or len(records) != ranks:
-        raise RuntimeError(f"{what} failed (exit status {finished.returncode}):\n{finished.output[-4000:]}")
-    return records
-
-
 def sums(
     ranks: Sequence[EmulatedRank],
     *,
@@ -68,7 +61,7 @@ def sums(
                 command = [sys.executable, ALLREDUCE, contender, "--repetitions", counts]
                 command += ["--ways", ways] if contender == "hetero" else []
                 start = cluster.processes if contender == "ddp" else cluster.horovodrun
-                record = _records(start(command, timeout_s=400), contender, len(ranks))[0]
+                record = records_of(start(command, timeout_s=400), what=contender, ranks=len(ranks))[0]
                 for way, of_size in record["times_s"].items():
                     for size, seconds in of_size.items():
                         times.setdefault(way, {}).setdefault(int(size), []).append(seconds)
@@ -106,98 +99,106 @@ def predictions(result: dict[str, Any], size: int) -> list[float]:
     return found
 
 
-def _loss(record: dict[str, Any]) -> float:
-    return float(record["validation_loss"])
-
-
 def train(cluster: Cluster, name: str, *, steps: int, warmup: int, validate: bool) -> dict[str, Any]:
     """Rank 0's record of one contender's run."""
     command = [sys.executable, TRAINING, *TRAINED[name], *MODEL, "--dense-steps", str(DENSE_STEPS)]
     command += ["--warmup", str(warmup), "--steps", str(steps), "--shares", LOSS_SHARES if validate else SHARES]
     command += ["--validate"] if validate else []
     start = cluster.processes if name.startswith(("DDP", "PyTorch")) else cluster.horovodrun
-    return _records(start(command, timeout_s=550), name, len(cluster.ranks))[0]
+    return records_of(start(command, timeout_s=550), what=name, ranks=len(cluster.ranks))[0]
 
 
 def slowlink(*, repeats: int, quick: bool, parts: Sequence[str], say: Callable[[str], None]) -> dict[str, Any]:
     """All tables and checks: {"rows", "checks"}."""
-    rows: list[dict[str, Any]] = []
-    checks: list[dict[str, Any]] = []
-
-    def check(name: str, value: float, bar: float, *, at_most: bool = False) -> None:
-        ok = value <= bar if at_most else value >= bar
-        checks.append({"name": name, "value": round(value, 3), "bar": bar, "ok": ok, "at_most": at_most})
-
-    def keep(title: str, result: dict[str, Any]) -> None:
-        show_sums(result, say)
-        for way, of_size in result["times"].items():
-            for size, seconds in of_size.items():
-                rows.append({"where": title, "name": way, "bytes": size, "ms": 1e3 * statistics.median(seconds),
-                             "of_plain_horovod": ratio(result["times"], way, size)})
-
+    rows: list[Row] = []
+    checks: list[Row] = []
     if "sums" in parts:
-        say("\nSums, two nodes of two ranks joined at 100 Mbit/s (x: times faster than plain Horovod)")
-        slow = sums(EVEN, link_mbit=100, repeats=repeats, quick=quick, say=say)
-        keep("100 Mbit/s", slow)
-        times, large = slow["times"], 16 << 20
-        for title, ways, bar in (
-            ("two levels", ("flat", "rails", "leader"), 1.35),  # flat: in two levels within Horovod's Gloo
-            ("fp16 between nodes", ("flat, fp16", "rails, fp16 between"), 2.6),
-            ("int8 between nodes", ("rails, int8 between", "leader, int8 between"), 4.0),
-            ("PowerSGD or top-k between nodes", ("rails, top-k 1 % between", "leader, PowerSGD rank 4 between"), 8.0),
-        ):
-            best = max(ways, key=lambda way: ratio(times, way, large))
-            check(f"100 Mbit/s, 16 MB: {title} ({best}) / plain Horovod", ratio(times, best, large), bar)
-        for where, options in (
-            ("1 Gbit/s", {"link_mbit": 1000.0}),
-            ("one host", {"link_mbit": None, "network": "loopback"}),
-        ):
-            say(f"\nSums, {where}")
-            ranks = EVEN if where == "1 Gbit/s" else tuple(EmulatedRank(cores=1.0) for _ in EVEN)
-            result = sums(ranks, repeats=repeats, quick=quick, say=say, **options)  # type: ignore[arg-type]
-            keep(where, result)
-            for size, title in SIZES.items():
-                check(f"{where}, {title}: auto", ratio(result["times"], "auto", size), 0.97)
-                if size >= 1 << 20:
-                    for over in predictions(result, size):
-                        check(f"{where}, {title}: measured / predicted - 1", abs(over - 1), 0.25, at_most=True)
+        for table in (_slow_sums, _quick_sums):
+            table(rows, checks, repeats=repeats, quick=quick, say=say)
     if "three" in parts:
         say("\nSums, three nodes (2 + 2 + 1 ranks), the third behind 100 Mbit/s, the others at 1 Gbit/s")
         result = sums(THREE, link_mbit=[1000, 1000, 100], repeats=1, quick=True, say=say)
-        keep("three nodes, one slow link", result)
+        _keep(rows, "three nodes, one slow link", result, say)
     if "training" in parts:
-        say("\nTraining, about 4 M parameters, ranks of 0.8 and 0.4, 0.2 and 0.2 cores joined at 100 Mbit/s")
-        speed: dict[str, list[float]] = {}
-        with Cluster(MIXED, link_mbit=100) as cluster:
-            for repeat in range(repeats):
-                for name in TRAINED:
-                    adapts = name.startswith("hvd_hetero")
-                    warmup = 40 if adapts else DENSE_STEPS + 5 if "PowerSGD" in name else 3
-                    record = train(cluster, name, steps=4 if quick else 8, warmup=warmup, validate=False)
-                    speed.setdefault(name, []).append(record["samples_per_s"])
-                    say(f"  repeat {repeat + 1}/{repeats}: {name:24s} {record['samples_per_s']:7.1f} samples/s")
-        losses: dict[str, float] = {}
-        with Cluster(tuple(EmulatedRank(cores=0.5) for _ in MIXED), network="loopback") as cluster:
-            for name in TRAINED:
-                if name in (BASE, "DDP, PowerSGD hook") or name.startswith("hvd_hetero"):
-                    losses[name] = _loss(train(cluster, name, steps=LOSS_STEPS, warmup=0, validate=True))
-                    say(f"  {name:24s} validation loss after {LOSS_STEPS} steps {losses[name]:.4f}")
-        for name, values in speed.items():
-            rows.append({"where": "training", "name": name, "samples_per_s": statistics.median(values),
-                         "validation_loss": losses.get(name)})
-        hooks = [name for name in TRAINED if name.startswith("DDP")]
-        # Each against fp32 on the same batches: ours deals samples in another order than DistributedSampler.
-        over = {name: loss / losses[OURS if name.startswith(OURS) else BASE] - 1 for name, loss in losses.items()}
-        near = {name: 0.01 if "int8" in name else 0.005 for name in losses if name.startswith(OURS)}
-        best = max((name for name in near if over[name] <= near[name]), key=lambda name: statistics.median(speed[name]))
-        as_good = [hook for hook in hooks if over.get(hook, 0.0) <= 0.005]  # fp16 loses nothing to see
-        for title, others in (("the best of DDP's hooks", hooks), ("the best of those at such a loss", as_good)):
-            gains = [speed[best][i] / max(speed[hook][i] for hook in others) for i in range(repeats)]
-            check(f"training: {best} / {title}", statistics.median(gains), 1.5)
-        for name in near:
-            check(f"training: {name}, loss over fp32's - 1", over[name], near[name], at_most=True)
+        _training(rows, checks, repeats=repeats, quick=quick, say=say)
     return {"rows": rows, "checks": checks}
 
 
-if __name__ == "__main__":
-    print(json.dumps(slowlink(repeats=1, quick=True, parts=sys.argv[1:] or ["sums"], say=print), indent=1))
+def _keep(rows: list[Row], title: str, result: dict[str, Any], say: Callable[[str], None]) -> None:
+    show_sums(result, say)
+    for way, of_size in result["times"].items():
+        for size, seconds in of_size.items():
+            rows.append({"where": title, "name": way, "bytes": size, "ms": 1e3 * statistics.median(seconds),
+                         "of_plain_horovod": ratio(result["times"], way, size)})
+
+
+def _slow_sums(
+    rows: list[Row], checks: list[Row], *, repeats: int, quick: bool, say: Callable[[str], None]
+) -> None:
+    say("\nSums, two nodes of two ranks joined at 100 Mbit/s (x: times faster than plain Horovod)")
+    result = sums(EVEN, link_mbit=100, repeats=repeats, quick=quick, say=say)
+    _keep(rows, "100 Mbit/s", result, say)
+    times, large = result["times"], 16 << 20
+    for title, ways, bar in (
+        ("two levels", ("flat", "rails", "leader"), 1.35),  # flat: in two levels within Horovod's Gloo
+        ("fp16 between nodes", ("flat, fp16", "rails, fp16 between"), 2.6),
+        ("int8 between nodes", ("rails, int8 between", "leader, int8 between"), 4.0),
+        ("PowerSGD or top-k between nodes", ("rails, top-k 1 % between", "leader, PowerSGD rank 4 between"), 8.0),
+    ):
+        best = max(ways, key=lambda way: ratio(times, way, large))
+        checks.append(check(f"100 Mbit/s, 16 MB: {title} ({best}) / plain Horovod", ratio(times, best, large), bar))
+
+
+def _quick_sums(
+    rows: list[Row], checks: list[Row], *, repeats: int, quick: bool, say: Callable[[str], None]
+) -> None:
+    for where, options in (
+        ("1 Gbit/s", {"link_mbit": 1000.0}),
+        ("one host", {"link_mbit": None, "network": "loopback"}),
+    ):
+        say(f"\nSums, {where}")
+        ranks = EVEN if where == "1 Gbit/s" else tuple(EmulatedRank(cores=1.0) for _ in EVEN)
+        result = sums(ranks, repeats=repeats, quick=quick, say=say, **options)  # type: ignore[arg-type]
+        _keep(rows, where, result, say)
+        for size, title in SIZES.items():
+            checks.append(check(f"{where}, {title}: auto", ratio(result["times"], "auto", size), 0.97))
+            if size >= 1 << 20:
+                for over in predictions(result, size):
+                    name = f"{where}, {title}: measured / predicted - 1"
+                    checks.append(check(name, abs(over - 1), 0.25, at_most=True))
+
+
+def _training(
+    rows: list[Row], checks: list[Row], *, repeats: int, quick: bool, say: Callable[[str], None]
+) -> None:
+    say("\nTraining, about 4 M parameters, ranks of 0.8 and 0.4, 0.2 and 0.2 cores joined at 100 Mbit/s")
+    speed: dict[str, list[float]] = {}
+    with Cluster(MIXED, link_mbit=100) as cluster:
+        for repeat in range(repeats):
+            for name in TRAINED:
+                adapts = name.startswith("hvd_hetero")
+                warmup = 40 if adapts else DENSE_STEPS + 5 if "PowerSGD" in name else 3
+                record = train(cluster, name, steps=4 if quick else 8, warmup=warmup, validate=False)
+                speed.setdefault(name, []).append(record["samples_per_s"])
+                say(f"  repeat {repeat + 1}/{repeats}: {name:24s} {record['samples_per_s']:7.1f} samples/s")
+    losses: dict[str, float] = {}
+    with Cluster(tuple(EmulatedRank(cores=0.5) for _ in MIXED), network="loopback") as cluster:
+        for name in TRAINED:
+            if name in (BASE, "DDP, PowerSGD hook") or name.startswith("hvd_hetero"):
+                record = train(cluster, name, steps=LOSS_STEPS, warmup=0, validate=True)
+                losses[name] = record["validation_loss"]
+                say(f"  {name:24s} validation loss after {LOSS_STEPS} steps {losses[name]:.4f}")
+    for name, values in speed.items():
+        rows.append({"where": "training", "name": name, "samples_per_s": statistics.median(values),
+                     "validation_loss": losses.get(name)})
+    hooks = [name for name in TRAINED if name.startswith("DDP")]
+    # Each against fp32 on the same batches: ours deals samples in another order than DistributedSampler.
+    over = {name: loss / losses[OURS if name.startswith(OURS) else BASE] - 1 for name, loss in losses.items()}
+    near = {name: 0.01 if "int8" in name else 0.005 for name in losses if name.startswith(OURS)}
+    best = max((name for name in near if over[name] <= near[name]), key=lambda name: statistics.median(speed[name]))
+    as_good = [hook for hook in hooks if over.get(hook, 0.0) <= 0.005]  # fp16 loses nothing to see
+    for title, others in (("the best of DDP's hooks", hooks), ("the best of those at such a loss", as_good)):
+        gains = [speed[best][i] / max(speed[hook][i] for hook in others) for i in range(repeats)]
+        checks.append(check(f"training: {best} / {title}", statistics.median(gains), 1.5))
+    for name in near:
+        checks.append(check(f"training: {name}, loss over fp32's - 1", over[name], near[name], at_most=True))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from hvd_hetero.engine.port import Engine
+from hvd_hetero.engine.port import Engine, gather_text
 from hvd_hetero.policy.partition import Bound, InfeasibleError, equal_shares, split
 from hvd_hetero.policy.speed import SpeedModel
 
@@ -96,9 +96,6 @@ def agree_on(engine: Engine, values: Mapping[str, int], *, name: str) -> None:
         _same(table[:, column].tolist(), title)
 
 
-TEXT_BYTES = 1024
-
-
 def agree_text(engine: Engine, describe: Callable[[], str], *, title: str, name: str) -> None:
     """Returns when `describe()` gave the same text on all ranks.
 
@@ -112,15 +109,11 @@ def agree_text(engine: Engine, describe: Callable[[], str], *, title: str, name:
         text = describe()
     except (ValueError, TypeError) as error:
         problem, text = error, f"wrong arguments ({error})"
-    row: np.ndarray = np.zeros((1, TEXT_BYTES), dtype=np.uint8)
-    written = (("!" if problem else "=") + text).encode("utf-8")[:TEXT_BYTES]
-    row[0, : len(written)] = np.frombuffer(written, dtype=np.uint8)
-    table = np.asarray(engine.allgather_async(row, name=name).wait())
+    said = gather_text(engine, text, name=name)
     if problem is not None:
         raise problem
-    said = [bytes(one).rstrip(b"\0").decode("utf-8", "replace") for one in table]
     if len(set(said)) > 1:
-        received = "; ".join(f"rank {rank}: {one[1:]}" for rank, one in enumerate(said))
+        received = "; ".join(f"rank {rank}: {one}" for rank, one in enumerate(said))
         raise ValueError(f"{title}: expected the same on every rank. Received: {received}.")
 
 

@@ -35,7 +35,17 @@ class Reduction(Protocol):
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
-class Exact:
+class KeepsNothing:
+    """What a reduction does at the end of a step when it sends everything."""
+
+    def settle(self, finite: bool) -> None:
+        pass
+
+    def release(self, engine: Engine) -> None:
+        return None
+
+
+class Exact(KeepsNothing):
     """The plain sum, or that of a codec whose wire form can be summed and that keeps nothing back."""
 
     def __init__(self, codec: Codec | None = None) -> None:
@@ -48,12 +58,6 @@ class Exact:
         total = yield engine.allreduce_async(wire, name=name)
         return self._codec.decode(total, context)
 
-    def settle(self, finite: bool) -> None:
-        pass
-
-    def release(self, engine: Engine) -> None:
-        return None
-
     def state_dict(self) -> dict[str, Any]:
         return {}
 
@@ -61,7 +65,7 @@ class Exact:
         pass
 
 
-class Half:
+class Half(KeepsNothing):
     """float16 sums that cannot overflow unseen.
 
     With the values travels each rank's exponent, in a slot of its own (a sum with zeros, so a gather): the scale of
@@ -105,12 +109,6 @@ class Half:
             total = yield handle
             self._codec.decode_into(result[piece], total[: piece.stop - piece.start], scale)
         return result, total[pieces[-1].stop - pieces[-1].start :]
-
-    def settle(self, finite: bool) -> None:
-        pass
-
-    def release(self, engine: Engine) -> None:
-        return None
 
     def state_dict(self) -> dict[str, Any]:
         return {"exponent": self._exponent}

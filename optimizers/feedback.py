@@ -18,6 +18,7 @@ from hvd_hetero.codecs.lowrank import LowRank, orthonormal
 from hvd_hetero.codecs.sparse import TopK
 from hvd_hetero.codecs.verbs import verbs_of
 from hvd_hetero.engine.port import Engine, Handle, Steps
+from hvd_hetero.policy.partition import equal_shares
 
 from .compressed import pieces_of
 
@@ -105,7 +106,7 @@ class Gathered(Feedback):
         pieces = pieces_of(len(array), unit=codec.block)
         for index, piece in enumerate(pieces):
             encoded.append(codec.encode(values[piece]))
-            parts = _parts(len(encoded[-1]), engine.size)
+            parts = equal_shares(len(encoded[-1]), engine.size)
             handles.append(engine.alltoall_async(encoded[-1], splits=parts, name=f"{name}.scatter.{index}"))
         if not codec.rounds:
             self._next["residual"] = values
@@ -141,34 +142,43 @@ class Gathered(Feedback):
             part, length = self._now.pop(f"part.{index}", None), piece.stop - piece.start
             if part is not None:
                 rows = -(-length // self._codec.block)
-                begin = piece.start + sum(_parts(rows, engine.size)[: engine.rank]) * self._codec.block
+                begin = piece.start + sum(equal_shares(rows, engine.size)[: engine.rank]) * self._codec.block
                 part = part[: max(0, piece.stop - begin)]  # without the last row's filling
                 kept[begin : begin + len(part)] += part
         return kept
 
 
-def _parts(rows: int, ranks: int) -> list[int]:
-    """How many rows each rank is dealt."""
-    each, more = divmod(rows, ranks)
-    return [each + (rank < more) for rank in range(ranks)]
-
-
-class Sparse(Feedback):
-    """Sums of each rank's largest entries.
+class WarmedUp(Feedback):
+    """Exact sums at first, while gradients still change their direction.
 
     Args:
-        warmup_steps: exact sums for so many steps, while gradients still change their direction.
+        warmup_steps: for so many steps.
     """
 
-    name = "topk"
-
-    def __init__(self, codec: TopK, *, warmup_steps: int = 0) -> None:
+    def __init__(self, *, warmup_steps: int) -> None:
         super().__init__()
-        self._codec, self._warmup_steps = codec, warmup_steps
+        self._warmup_steps = warmup_steps
 
     def steps(self, engine: Engine, array: Any, *, name: str) -> Steps:
         if self._step < self._warmup_steps:
             return (yield engine.allreduce_async(array, name=f"{name}.exact"))
+        return (yield from self._compressed(engine, array, name=name))
+
+    def _compressed(self, engine: Engine, array: Any, *, name: str) -> Steps:
+        """The collectives of a sum after the first steps."""
+        raise NotImplementedError
+
+
+class Sparse(WarmedUp):
+    """Sums of each rank's largest entries."""
+
+    name = "topk"
+
+    def __init__(self, codec: TopK, *, warmup_steps: int = 0) -> None:
+        super().__init__(warmup_steps=warmup_steps)
+        self._codec = codec
+
+    def _compressed(self, engine: Engine, array: Any, *, name: str) -> Steps:
         verbs, codec = verbs_of(array), self._codec
         values = self._with_kept(array, "residual")
         wire = codec.encode(values)
@@ -181,18 +191,14 @@ class Sparse(Feedback):
         return total
 
 
-class Factored(Feedback):
-    """Sums of matrices as products of thin ones (PowerSGD).
-
-    Args:
-        warmup_steps: exact sums for so many steps.
-    """
+class Factored(WarmedUp):
+    """Sums of matrices as products of thin ones (PowerSGD)."""
 
     name = "powersgd"
 
     def __init__(self, codec: LowRank, *, warmup_steps: int = 0) -> None:
-        super().__init__()
-        self._codec, self._warmup_steps = codec, warmup_steps
+        super().__init__(warmup_steps=warmup_steps)
+        self._codec = codec
 
     def _q(self, like: Any) -> list[Any]:
         """Q of the last step. A column that has died out would stay so: a new one takes its place."""
@@ -207,9 +213,7 @@ class Factored(Feedback):
                     matrix[:, column] = verbs_of(like).seeded((len(matrix),), seed, like)
         return chosen
 
-    def steps(self, engine: Engine, array: Any, *, name: str) -> Steps:
-        if self._step < self._warmup_steps:
-            return (yield engine.allreduce_async(array, name=f"{name}.exact"))
+    def _compressed(self, engine: Engine, array: Any, *, name: str) -> Steps:
         verbs, codec = verbs_of(array), self._codec
         values = self._with_kept(array, "residual")
         left = yield engine.allreduce_async(codec.left(values, self._q(array)), name=f"{name}.p")

@@ -100,7 +100,7 @@ class Wire:
 
     Args:
         cross: between nodes – or between all ranks where there is one level only.
-        local: within nodes; "none", or "fp16".
+        local: within nodes: "none", "fp16" or "bf16".
         auto: whether the codec between nodes is chosen by timing, among none, fp16 and int8.
     """
 
@@ -118,6 +118,11 @@ class Wire:
     def recipes(self) -> tuple[Recipe, ...]:
         """The codecs that may work between nodes."""
         return tuple(Recipe(name=name) for name in ("none", "fp16", "int8")) if self.auto else (self.cross,)
+
+    @property
+    def keeps(self) -> bool:
+        """Whether anything is kept back from step to step."""
+        return any(recipe.keeps for recipe in (*self.recipes, self.local))
 
     def takes(self, shape: Shape) -> bool:
         """Whether a parameter of this shape goes through any codec."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from hvd_hetero.engine.hierarchy import ALGORITHMS, Levels
+from hvd_hetero.engine.hierarchy import ALGORITHMS, IN_PARTS, Levels, part_of
 from hvd_hetero.engine.port import Chain, Handle
 
 from .compressed import Exact, Reduction
@@ -56,17 +56,8 @@ class Route:
         engine = levels.everyone if self.algorithm == "flat" else levels.cross
         kept = self.cross.release(engine) if engine is not None else None
         if kept is not None:
-            begin = self._begin(len(array))
-            array[begin : begin + len(kept)] += kept
-
-    def _begin(self, length: int) -> int:
-        """Where the part lies that this rank sums between the nodes."""
-        levels = self.levels
-        in_parts = self.algorithm in ("rails", "scatter") and levels.local is not None
-        if not in_parts or levels.rails == 1 or length < levels.rails:
-            return 0
-        each, more = divmod(length, levels.rails)
-        return levels.local_rank * each + min(levels.local_rank, more)
+            part = part_of(levels, len(array)) if self.algorithm in IN_PARTS else None
+            array[part if part is not None else slice(None)] += kept
 
     def state_dict(self) -> dict[str, Any]:
         """What both levels keep."""

@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 
 from hvd_hetero.codecs.verbs import verbs_of
-from hvd_hetero.engine.hierarchy import Levels
+from hvd_hetero.engine.hierarchy import IN_PARTS, Levels
 from hvd_hetero.engine.port import Chain, Engine, Handle, Steps
 from hvd_hetero.policy.algorithm import Choice, choose, confirm, rivals
 from hvd_hetero.policy.link import Link, fit_link
 
-from .compressed import Exact
 from .recipe import Recipe, Shape, Wire
 from .route import Route
 from .weighted import Way
@@ -65,7 +64,7 @@ class Router:
             (algorithm, recipe)
             for recipe in recipes
             for algorithm in self._algorithms()
-            if not (recipe.whole and algorithm in ("rails", "scatter"))
+            if not (recipe.whole and algorithm in IN_PARTS)
         ]
         if len(candidates) == 1 and self._algorithm != "auto":
             return build(*candidates[0])
@@ -208,8 +207,3 @@ class Trial:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from `state`, if it is that of the route in use."""
         self._route.load_state_dict(state)
-
-
-def plain_route(levels: Levels) -> Route:
-    """The exact sum in one level: what Horovod does."""
-    return Route(levels, "flat", cross=Exact())

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from hvd_hetero.codecs.verbs import verbs_of
-from hvd_hetero.engine.port import Engine, Handle
+from hvd_hetero.engine.port import Chain, Engine, Handle
 
 
 def _write(array: Any, values: Sequence[float]) -> None:
@@ -43,7 +43,7 @@ class WeightedExchange:
             either the tail of one of the buckets, and then `rides_in` is that bucket's index, or an array of its own.
         outgoing: called right before the control vector is sent.
         name: prefix of the operations' names, the same on all ranks and different from any other exchange's.
-        lossy: whether a route may keep something back, which a step that is not finite must leave alone.
+        keeps: whether a route may keep something back, which a step that is not finite must leave alone.
         write: copies a list of floats into an array.
     """
 
@@ -57,12 +57,12 @@ class WeightedExchange:
         rides_in: int | None,
         outgoing: Callable[[], Sequence[float]],
         name: str,
-        lossy: bool = False,
+        keeps: bool = False,
         write: Callable[[Any, Sequence[float]], None] = _write,
     ) -> None:
         self._engine, self._buckets, self._control = engine, list(buckets), control
         self._rides_in, self._outgoing, self._name = rides_in, outgoing, name
-        self._routes, self._lossy, self._write = list(routes), lossy, write
+        self._routes, self._keeps, self._write = list(routes), keeps, write
         self._handles: dict[int, Handle] = {}
         self._control_handle: Handle | None = None
 
@@ -80,7 +80,8 @@ class WeightedExchange:
             self._control_handle = self._engine.allreduce_async(self._control, name=f"{self._name}.control")
         self._handles[index] = self._routes[index].start(self._buckets[index], name=f"{self._name}.bucket.{index}")
         for handle in self._handles.values():
-            handle.done()  # starts what may follow on what is done
+            if isinstance(handle, Chain):
+                handle.done()  # starts what may follow on what is done
 
     def done(self) -> bool:
         """True when nothing is under way."""
@@ -101,7 +102,7 @@ class WeightedExchange:
         if control_handle is not None:
             control_handle.wait()
         results = [handle.wait() for _, handle in sorted(handles.items())]
-        if self._lossy:
+        if self._keeps:
             finite = all(math.isfinite(verbs_of(result).largest(result)) for result in results)
             for route in self._routes:
                 route.settle(finite)

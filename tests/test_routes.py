@@ -56,6 +56,20 @@ def combinations():
             yield pytest.param(nodes, algorithm, codec, id=f"{sizes}-{algorithm}-{codec}")
 
 
+class Watched:
+    """An engine that tells of each all-reduce before it starts: `tell(name, array)`."""
+
+    def __init__(self, engine, tell):
+        self._engine, self._tell = engine, tell
+
+    def __getattr__(self, name):
+        return getattr(self._engine, name)
+
+    def allreduce_async(self, array, *, name, op="sum"):
+        self._tell(name, array)
+        return self._engine.allreduce_async(array, name=name, op=op)
+
+
 def route_of(engine, nodes, algorithm, recipe, local=None):
     return Route(levels_of(engine, Topology(nodes=nodes)), algorithm, cross=recipe.reduction(SHAPES), local=local)
 
@@ -160,19 +174,8 @@ def test_sums_that_overflow_float16_come_out_right():
 def test_what_grows_beyond_its_scale_is_sent_again():
     names = []
 
-    class Watched:
-        def __init__(self, engine):
-            self.engine = engine
-
-        def __getattr__(self, name):
-            return getattr(self.engine, name)
-
-        def allreduce_async(self, array, *, name, op="sum"):
-            names.append(name)
-            return self.engine.allreduce_async(array, name=name, op=op)
-
     def program(engine):
-        route = Route(one_level(Watched(engine)), "flat", cross=Half())
+        route = Route(one_level(Watched(engine, lambda name, _: names.append(name))), "flat", cross=Half())
         for value in (1.0, 1.0, 1.5, 1e3):
             result = route.start(np.full(8, value, dtype=np.float32), name="x").wait()
             np.testing.assert_allclose(result, 2 * value, rtol=2**-10)
@@ -296,18 +299,13 @@ def test_a_line_is_fitted_to_three_sizes_at_least(latency_s, rate, sizes):
     def program(engine):
         clock, seen = Ticking({}), set()
 
-        class Timed:
-            def __getattr__(self, name):
-                return getattr(engine, name)
-
-            def allreduce_async(self, array, *, name, op="sum"):
-                if name.rsplit(".", 1)[-1].isdigit():
-                    seen.add(array.nbytes)
-                    clock.now += latency_s + array.nbytes / rate
-                return engine.allreduce_async(array, name=name, op=op)
+        def takes_time(name, array):
+            if name.rsplit(".", 1)[-1].isdigit():
+                seen.add(array.nbytes)
+                clock.now += latency_s + array.nbytes / rate
 
         told = []
-        router = Router(one_level(Timed()), algorithm="auto", wire=Wire(), clock=clock,
+        router = Router(one_level(Watched(engine, takes_time)), algorithm="auto", wire=Wire(), clock=clock,
                         tell=lambda name, choice: told.append(choice))
         router.way("b", np.zeros(2**21), [(2**21,)], lossy=False)
         return len(seen), told[0].predicted_s
@@ -379,19 +377,8 @@ def test_later_stages_start_while_a_rank_still_computes():
     def program(engine):
         started = []
 
-        class Watched:
-            def __init__(self, inner):
-                self.inner = inner
-
-            def __getattr__(self, name):
-                return getattr(self.inner, name)
-
-            def allreduce_async(self, array, *, name, op="sum"):
-                started.append(name)
-                return self.inner.allreduce_async(array, name=name, op=op)
-
         levels = levels_of(engine, Topology(nodes=((0, 1), (2, 3))))
-        levels = replace(levels, cross=levels.cross and Watched(levels.cross))
+        levels = replace(levels, cross=levels.cross and Watched(levels.cross, lambda name, _: started.append(name)))
         buckets = [np.ones(8), np.ones(8), np.ones(8)]
         exchange = WeightedExchange(
             engine, buckets, np.zeros(1), routes=[Route(levels, "leader") for _ in buckets], rides_in=None,

@@ -74,4 +74,3 @@ class Int8:
         codes = verbs.widened(verbs.from_bytes(rows[:, : self.block], "int8"), like)
         codes *= verbs.widened(verbs.from_bytes(rows[:, self.block :], "float32"), like)
         return codes.reshape(-1)
-

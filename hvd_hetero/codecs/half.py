@@ -41,8 +41,6 @@ def scale_for(exponent: int, ranks: int) -> float | None:
 class ScaledHalf:
     """Summable float16 with a scale that all ranks share."""
 
-    name = "fp16"
-
     def encode(self, array: Any, scale: float) -> Any:
         """`array` times `scale` as float16."""
         return verbs_of(array).half(array * scale)

@@ -43,8 +43,6 @@ class LowRank:
         seed: of the first Q, the same on all ranks.
     """
 
-    name = "powersgd"
-
     def __init__(self, shapes: Sequence[tuple[int, int]], *, rank: int = 4, seed: int = 0) -> None:
         if rank < 1:
             raise ValueError(f"rank: expected at least 1. Received: {rank}.")

@@ -19,8 +19,6 @@ class TopK:
         density: the part of the entries that travels, in (0, 1].
     """
 
-    name = "topk"
-
     def __init__(self, density: float = 0.01) -> None:
         if not 0.0 < density <= 1.0:
             raise ValueError(f"density: expected a number in (0, 1]. Received: {density}.")

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from hvd_hetero.policy.partition import equal_shares
 from hvd_hetero.policy.topology import Topology
 
 from .port import Engine, Steps
@@ -67,11 +68,7 @@ def levels_of(engine: Engine, topology: Topology) -> Levels:
     Raises:
         ValueError: a topology of another number of ranks, on every rank.
     """
-    if topology.size != engine.size:
-        raise ValueError(
-            f"topology: expected one of {engine.size} ranks, those of this job. Received: one of {topology.size} ranks "
-            f"in {len(topology.nodes)} nodes, {topology.nodes}."
-        )
+    topology.check_size(engine.size)
     local = cross = None
     for node in topology.nodes:
         if len(node) > 1:
@@ -87,6 +84,18 @@ def levels_of(engine: Engine, topology: Topology) -> Levels:
     return Levels(everyone=engine, local=local, cross=cross, nodes=nodes, rails=topology.rails, even=even)
 
 
+def part_of(levels: Levels, length: int) -> slice | None:
+    """What this rank sums of an array along its rail, nothing without one; None where arrays go whole.
+
+    Parts are those of a reduce-scatter: the first `length % rails` have one value more.
+    """
+    if levels.local is None or levels.rails == 1 or length < levels.rails:
+        return None
+    lengths = equal_shares(length, levels.rails)
+    begin = sum(lengths[: levels.local_rank])
+    return slice(begin, begin + sum(lengths[levels.local_rank : levels.local_rank + 1]))
+
+
 def flat(levels: Levels, array: Any, *, name: str, local: Sum | None, cross: Sum) -> Steps:
     """The sum over all ranks in one level."""
     return (yield from cross(levels.everyone, array, name=name))
@@ -94,11 +103,11 @@ def flat(levels: Levels, array: Any, *, name: str, local: Sum | None, cross: Sum
 
 def rails(levels: Levels, array: Any, *, name: str, local: Sum | None, cross: Sum) -> Steps:
     """The sum over all ranks, a part of it along each rail."""
-    if levels.local is None or levels.rails == 1 or len(array) < levels.rails:
+    part = part_of(levels, len(array))
+    if levels.local is None or part is None:
         return (yield from leader(levels, array, name=name, local=local, cross=cross))
     array = yield from (local or plain_sum)(levels.local, array, name=f"{name}.within")
-    part = array[slice(*_part(len(array), levels.rails, levels.local_rank))]
-    return (yield from _across(levels, part, name=name, cross=cross))
+    return (yield from _across(levels, array[part], name=name, cross=cross))
 
 
 def scatter(levels: Levels, array: Any, *, name: str, local: Sum | None, cross: Sum) -> Steps:
@@ -129,10 +138,4 @@ def leader(levels: Levels, array: Any, *, name: str, local: Sum | None, cross: S
 
 
 ALGORITHMS: dict[str, Algorithm] = {"flat": flat, "rails": rails, "scatter": scatter, "leader": leader}
-
-
-def _part(length: int, parts: int, index: int) -> tuple[int, int]:
-    """Begin and end of part `index`; the first `length % parts` parts have one more. Empty from `parts` on."""
-    each, more = divmod(length, parts)
-    begin = min(index, parts) * each + min(index, more)
-    return begin, begin + (each + (index < more) if index < parts else 0)
+IN_PARTS = ("rails", "scatter")  # those in which a rank sums a part of the array between the nodes

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
 
+import numpy as np
+
 Op = Literal["sum", "min", "max"]
 
 
@@ -64,6 +66,13 @@ class Engine(Protocol):
     def group(self, ranks: Sequence[int]) -> Engine | None:
         """The engine of a subset of this group's ranks, None on a rank outside it. Every rank of the group calls
         it, with the same ranks, in the same order."""
+
+
+def gather_text(engine: Engine, text: str, *, name: str) -> list[str]:
+    """The texts of all ranks, each on one line. A collective call."""
+    row = np.frombuffer(f"{' '.join(text.splitlines())}\n".encode(), dtype=np.uint8).copy()
+    whole = np.asarray(engine.allgather_async(row, name=name).wait())
+    return whole.tobytes().decode().splitlines()
 
 
 Steps = Generator[Handle, Any, Any]

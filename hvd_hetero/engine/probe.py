@@ -29,7 +29,7 @@ from .device import Device, core_gflop_per_s, describe_device
 from .environment import cache_folder, under_mpi
 from .finding import Probe
 from .host import mpi_host, mpi_world
-from .port import Engine
+from .port import Engine, gather_text
 from .transfer import Pair, Timer
 
 FORMAT = 1          # of the cached file: raise it when what is measured changes its meaning
@@ -77,7 +77,7 @@ def _devices(engine: Engine, name: str, describe: Callable[[], Device], terms: d
         mine |= {"device": describe().as_dict(), "mpi": mpi is not None}
     except Exception as error:      # told to all ranks, which raise below: none is left waiting
         mine["error"] = f"{type(error).__name__}: {error}"
-    rows = [json.loads(text) for text in _gathered(engine, json.dumps(mine), f"{name}.device")]
+    rows = [json.loads(text) for text in gather_text(engine, json.dumps(mine), name=f"{name}.device")]
     if failed := {rank: row["error"] for rank, row in enumerate(rows) if "error" in row}:
         raise RuntimeError("describe: expected every rank to describe its device. Received: "
                            + "; ".join(f"rank {rank}: {error}" for rank, error in failed.items()) + ".")
@@ -87,21 +87,14 @@ def _devices(engine: Engine, name: str, describe: Callable[[], Device], terms: d
             raise ValueError(f"{title}: expected the same on every rank. Received: {seen}.")
     devices = tuple(Device.from_dict(row["device"]) for row in rows)
     if all(row["mpi"] for row in rows):     # only all together: asking MPI is a collective call of its own
-        hosts = _gathered(engine, mpi_host(mpi), f"{name}.host")
+        hosts = gather_text(engine, mpi_host(mpi), name=f"{name}.host")
         devices = tuple(replace(device, host=host) for device, host in zip(devices, hosts, strict=True))
     return devices
 
 
-def _gathered(engine: Engine, text: str, name: str) -> list[str]:
-    """The texts of all ranks; none may hold a line break, which JSON written on one line does not."""
-    row = np.frombuffer(f"{text}\n".encode(), dtype=np.uint8).copy()
-    whole = np.asarray(engine.allgather_async(row, name=name).wait())
-    return whole.tobytes().decode().splitlines()
-
-
 def _kept(engine: Engine, name: str, folder: Path, key: str) -> Probe | None:
     """What rank 0's cache holds under `key`, if it is whole and their own in the eyes of all ranks."""
-    texts = _gathered(engine, " ".join(cache.load(folder, key).split()) if engine.rank == 0 else "", f"{name}.cache")
+    texts = gather_text(engine, cache.load(folder, key) if engine.rank == 0 else "", name=f"{name}.cache")
     try:
         content = json.loads(texts[0])
         found = Probe.from_dict(content["probe"]) if content["key"] == key else None

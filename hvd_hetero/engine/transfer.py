@@ -86,8 +86,9 @@ class Timer:
     def warm_up(self) -> None:
         """None, once connections are as they are in training, after a first all-reduce of some size.
 
-        Gloo sets a connection's send buffer to the size of the largest message of an all-reduce so far, and nothing
-        else lets it grow. After small ones alone (4.5 kB), other collectives' transfers stall for 40 ms to seconds.
+        Without our repair `gloo_send_buffer`, Gloo sets a connection's send buffer to the size of the largest message
+        of an all-reduce so far, and nothing else lets it grow. After small ones alone (4.5 kB), other collectives'
+        transfers stall for 40 ms to seconds.
         """
         array: np.ndarray = np.zeros(WARM_UP_BYTES // 4, np.float32)
         self._engine.allreduce_async(array, name=f"{self._name}.warm_up").wait()

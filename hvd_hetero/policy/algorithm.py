@@ -1,6 +1,6 @@
 """Which algorithm sums a bucket of so many bytes fastest: what links make one expect, and what timing says.
 
-With p ranks on m nodes, R rails, n bytes, latency a and seconds per byte b of a local (l) and a cross (x) link
+With p ranks on m nodes, at most R on one, n bytes, latency a and seconds per byte b of a local (l) and a cross (x) link
 (FORMULAE of ring all-reduce as in Thakur, Rabenseifner & Gropp 2005; of the levels as in BlueConnect, MLSys 2019):
 
     flat      2 (p - 1) a_x + 2 (p - 1) / p n b_x

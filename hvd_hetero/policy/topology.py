@@ -58,6 +58,12 @@ class Topology:
         """True where a second level would be empty: one node, or one rank on each."""
         return len(self.nodes) == 1 or all(len(node) == 1 for node in self.nodes)
 
+    def check_size(self, size: int) -> None:
+        """Returns for a job of `size` ranks that this is a topology of; else ValueError."""
+        if self.size != size:
+            raise ValueError(f"topology: expected one of {size} ranks, those of this job. Received: one of {self.size} "
+                             f"ranks in {len(self.nodes)} nodes, {self.nodes}.")
+
     def node_of(self, rank: int) -> int:
         """The index of the node that a rank is on."""
         for index, node in enumerate(self.nodes):

@@ -9,8 +9,6 @@ import horovod.torch as horovod
 from hvd_hetero.codecs.codec import HorovodCompressor
 from hvd_hetero.optimizers.recipe import Recipe, Wire
 
-_NONE = Recipe(name="none")
-
 
 class Compression(horovod.Compression):  # type: ignore[misc]
     """How gradients travel. `none` and `fp16` are Horovod's own, and mean what they mean there.

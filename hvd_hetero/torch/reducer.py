@@ -106,7 +106,7 @@ class GradientReducer:
             rides_in=self._layout.tail_in,
             outgoing=self._outgoing,
             name=name,
-            lossy=any(self._layout.lossy),
+            keeps=self._ways.keeps,
             write=lambda view, values: view.copy_(torch.tensor(values, dtype=view.dtype)),
         )
         self._pending = [len(members) for members in self._layout.members]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hvd_hetero.codecs.codec import HorovodCompressor
-from hvd_hetero.engine.hierarchy import Levels, levels_of, one_level
+from hvd_hetero.engine.hierarchy import ALGORITHMS, Levels, levels_of, one_level
 from hvd_hetero.engine.port import Engine
 from hvd_hetero.optimizers.agreement import agree_text
 from hvd_hetero.optimizers.compressed import Exact
@@ -20,11 +20,11 @@ from hvd_hetero.policy.topology import Topology
 
 from .layout import BucketLayout
 
-STRATEGIES = ("auto", "flat", "rails", "scatter", "leader")
+CHOICES = ("auto", *ALGORITHMS)
 
 
 class Ways:
-    """Makes a way for each bucket. With a topology or a codec, constructing one is a collective call.
+    """Makes a way for each bucket. Constructing one is a collective call.
 
     Args:
         engine: the ranks that train together.
@@ -51,6 +51,7 @@ class Ways:
         self.exact = self._compressor is None and not self._wire.auto and all(
             recipe.exact for recipe in (self._wire.cross, self._wire.local)
         )
+        self.keeps = self._wire.keeps
         agree_text(
             engine,
             lambda: _described(engine, topology, wire),
@@ -84,15 +85,12 @@ class Ways:
 
 def _described(engine: Engine, topology: Any, wire: Wire | HorovodCompressor) -> str:
     """This rank's arguments in words. Raises what is wrong with them."""
-    if isinstance(topology, str) and topology not in STRATEGIES:
-        raise ValueError(f"topology: expected a Topology or one of {', '.join(STRATEGIES)}. Received: {topology!r}.")
+    if isinstance(topology, str) and topology not in CHOICES:
+        raise ValueError(f"topology: expected a Topology or one of {', '.join(CHOICES)}. Received: {topology!r}.")
     if topology is not None and not isinstance(topology, (str, Topology)):
-        raise TypeError(f"topology: expected a Topology or one of {', '.join(STRATEGIES)}. Received: {topology!r}.")
-    if isinstance(topology, Topology) and topology.size != engine.size:
-        raise ValueError(
-            f"topology: expected one of {engine.size} ranks, those of this job. Received: one of {topology.size}, "
-            f"{topology.nodes}."
-        )
+        raise TypeError(f"topology: expected a Topology or one of {', '.join(CHOICES)}. Received: {topology!r}.")
+    if isinstance(topology, Topology):
+        topology.check_size(engine.size)
     if isinstance(wire, HorovodCompressor) and topology not in (None, "flat"):
         raise ValueError(
             f"compression: expected one of hvd.Compression with a topology. Received: {wire.compression!r}, a "
