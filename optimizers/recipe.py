@@ -62,6 +62,11 @@ class Recipe:
         return self.name in ("int8", "topk", "powersgd")
 
     @property
+    def dense_steps(self) -> int:
+        """How many steps are exact first."""
+        return self.warmup_steps if self.name in ("topk", "powersgd") else 0
+
+    @property
     def whole(self) -> bool:
         """Whether it needs whole matrices, and so cannot work on one rail's part of a bucket."""
         return self.name == "powersgd"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,8 +20,10 @@ from .route import Route
 from .weighted import Way
 
 SIZES_BYTES = (2**14, 2**18, 2**21)  # timed; what lies beyond follows the line through them
-LARGE_BYTES = 2**24  # timed as well where it promises to take no longer than this: there caches bend the line
-LARGE_S = 0.1
+# Timed as well where it promises to take no longer than this: on quick links, caches and codecs that work by the piece
+# bend the line, and slow ones make it straight.
+LARGE_BYTES = 2**23
+LARGE_S = 0.2
 REPEATS = 3
 ROUNDS = 8  # steps that each route of a trial gets, besides its first one, which is not counted
 
@@ -51,21 +54,29 @@ class Router:
         self._tell, self._clock = tell, clock
         self._timed: dict[tuple[str, str], Link] = {}
 
+    def line(self, like: Any, *, lossy: bool) -> Link:
+        """Time over size of the route that is fastest for large buckets of the type of `like`."""
+        lines = [self._time(like, *candidate) for candidate in self._candidates(lossy)]
+        return min(lines, key=lambda line: line.time_s(LARGE_BYTES))
+
+    def _candidates(self, lossy: bool) -> list[tuple[str, Recipe]]:
+        """Algorithms and codecs that may sum a bucket."""
+        return [
+            (algorithm, recipe)
+            for recipe in (self._wire.recipes if lossy else (Recipe(name="none"),))
+            for algorithm in self._algorithms()
+            if not (recipe.whole and algorithm in IN_PARTS)
+        ]
+
     def way(self, name: str, array: Any, shapes: Sequence[Shape], *, lossy: bool) -> Way:
         """The way of the bucket `array`, made of tensors of these shapes; `lossy`: through the codec."""
-        recipes = self._wire.recipes if lossy else (Recipe(name="none"),)
         local = self._wire.local if lossy else Recipe(name="none")
 
         def build(algorithm: str, recipe: Recipe) -> Route:
             within = None if local.exact or algorithm == "flat" else local.reduction(shapes)
             return Route(self._levels, algorithm, cross=recipe.reduction(shapes), local=within)
 
-        candidates = [
-            (algorithm, recipe)
-            for recipe in recipes
-            for algorithm in self._algorithms()
-            if not (recipe.whole and algorithm in IN_PARTS)
-        ]
+        candidates = self._candidates(lossy)
         if len(candidates) == 1 and self._algorithm != "auto":
             return build(*candidates[0])
         routes = {self._title(*candidate): candidate for candidate in candidates}
@@ -74,7 +85,8 @@ class Router:
         choice = choose(size_bytes, timed, default=next(iter(routes)))
         self._tell(name, choice)
         near = rivals(size_bytes, timed, choice.route)
-        if len(near) == 1:
+        # Steps of a warm-up say nothing of what follows: there the choice rests on the timing.
+        if len(near) == 1 or any(routes[title][1].dense_steps for title in near):
             return build(*routes[choice.route])
         return Trial(
             {title: build(*routes[title]) for title in near},
@@ -121,7 +133,7 @@ class Router:
         engine, times = self._levels.everyone, np.zeros(REPEATS)
         side = max(1, int((size_bytes / like.itemsize) ** 0.5))
         array = verbs_of(like).seeded([side * side], 0, like)
-        route = Route(self._levels, algorithm, cross=recipe.reduction([(side, side)]))
+        route = Route(self._levels, algorithm, cross=replace(recipe, warmup_steps=0).reduction([(side, side)]))
         name = f"{engine.unique('hvd_hetero.timing.')}.{size_bytes}"
         for repeat in range(-1, REPEATS):  # once unseen: names are negotiated at their first use
             copy = verbs_of(like).copied(array)

@@ -4,7 +4,8 @@ import random
 
 import pytest
 
-from hvd_hetero.policy.buckets import assign, by_dtype
+from hvd_hetero.policy.buckets import FIXED_PART, LEAST_BYTES, assign, by_dtype, cap_bytes
+from hvd_hetero.policy.link import Link
 
 
 def cases(count=300):
@@ -63,3 +64,16 @@ def test_wrong_arguments_say_what_was_received():
         assign([1, -1], cap_bytes=1)
     with pytest.raises(ValueError, match="one for each of 2 tensors. Received: 1"):
         by_dtype([1, 1], ["a"], cap_bytes=1)
+
+
+@pytest.mark.parametrize("latency_s", [1e-5, 3e-4, 5e-3, 0.1])
+@pytest.mark.parametrize("rate", [2.5e6, 12.5e6, 125e6, 1e10])
+def test_a_bucket_is_as_small_as_its_fixed_cost_allows(latency_s, rate):
+    line, most = Link(latency_s=latency_s, bandwidth_bytes_per_s=rate), 8 * 2**20
+    cap = cap_bytes(line, most=most)
+    assert min(LEAST_BYTES, most) <= cap <= most
+    if cap < most:
+        assert latency_s <= FIXED_PART * line.time_s(cap) * (1 + 1e-6)
+    if cap > LEAST_BYTES:
+        assert latency_s >= FIXED_PART * line.time_s(0.99 * cap)
+    assert cap_bytes(line, most=1000) == 1000

@@ -315,6 +315,19 @@ def test_a_line_is_fitted_to_three_sizes_at_least(latency_s, rate, sizes):
         assert predicted_s == pytest.approx(latency_s + 2**24 / rate, rel=0.02)
 
 
+def test_what_warms_up_is_timed_compressed_and_has_no_trial():
+    """Exact sums, as they are at first, say nothing about those that follow."""
+
+    def program(engine):
+        names = []
+        levels = levels_of(Watched(engine, lambda name, _: names.append(name)), Topology(nodes=((0, 1), (2, 3))))
+        wire = Wire(cross=Recipe(name="powersgd", rank=2, warmup_steps=50))
+        way = Router(levels, algorithm="auto", wire=wire).way("b", np.zeros(2**12), [(2**6, 2**6)], lossy=True)
+        return type(way), any(name.endswith(".exact") for name in names), any(name.endswith(".q") for name in names)
+
+    assert World(4).run(program) == [(Route, False, True)] * 4
+
+
 def test_one_node_has_one_level():
     def program(engine):
         router = Router(levels_of(engine, Topology(nodes=((0, 1),))), algorithm="auto", wire=Wire())

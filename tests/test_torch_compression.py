@@ -13,6 +13,8 @@ import horovod.torch as horovod
 
 import hvd_hetero.torch as hvd
 from hvd_hetero.engine.local import World
+from hvd_hetero.optimizers.router import Router
+from hvd_hetero.policy.link import Link
 
 WHOLE = 12
 CODECS = {
@@ -98,6 +100,25 @@ def test_what_was_chosen_and_why_is_in_the_trace(tmp_path):
         routes = [event["fields"] for event in events if event["event"] == "route"]
         assert routes and "predicted" in routes[0]["reason"] and routes[0]["predicted_s"] > 0, file
         assert routes[0]["route"].split(",")[0] in ("flat", "rails", "scatter", "leader")
+
+
+@pytest.mark.parametrize(("latency_s", "options", "buckets"), [
+    (4e-3, {}, 6), (0.5, {}, 2), (4e-3, {"bucket_bytes": 12 * 2**20}, 2), (4e-3, {"topology": None}, 2),
+])
+def test_buckets_are_small_behind_slow_links_unless_told_otherwise(monkeypatch, latency_s, options, buckets):
+    line = Link(latency_s=latency_s, bandwidth_bytes_per_s=12.5e6)
+    monkeypatch.setattr(Router, "line", lambda self, like, lossy: line)
+
+    def program(engine):
+        model = nn.Sequential(*[nn.Linear(512, 512, bias=False) for _ in range(6)])  # 1 MiB each
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.0), model.named_parameters(),
+            balancer=hvd.Balancer(4, engine=engine, adaptive=False),
+            **{"topology": hvd.Topology(nodes=((0,), (1,))), **options},
+        )
+        return len(optimizer._reducer._layout.buckets)
+
+    assert World(2).run(program) == [buckets] * 2
 
 
 def test_horovods_own_names_mean_what_they_mean_there():

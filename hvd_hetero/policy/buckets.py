@@ -10,7 +10,22 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
+from .link import Link
+
 Buckets = tuple[tuple[int, ...], ...]
+
+FIXED_PART = 0.1  # of a bucket's time may be what an operation costs whatever its size
+LEAST_BYTES = 2**20
+
+
+def cap_bytes(line: Link, *, most: int) -> int:
+    """How many bytes should travel together, where a sum of n takes latency + n / bandwidth.
+
+    Small buckets start early and leave little for the end of the backward pass, but each pays the latency: the cap is
+    the smallest at which that is `FIXED_PART` of the time, from `LEAST_BYTES` to `most`.
+    """
+    enough = line.latency_s * (1 / FIXED_PART - 1) * line.bandwidth_bytes_per_s
+    return min(most, max(LEAST_BYTES, round(enough)))
 
 
 def assign(sizes_bytes: Sequence[int], *, cap_bytes: int, first_cap_bytes: int | None = None,

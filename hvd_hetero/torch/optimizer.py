@@ -18,9 +18,6 @@ from .compression import is_ours, wire_of
 from .reducer import GradientReducer
 from .ways import Ways
 
-# Few and large: an operation costs each rank a negotiation.
-BUCKET_BYTES = 8 << 20
-
 
 def DistributedOptimizer(
     optimizer: torch.optim.Optimizer,
@@ -36,7 +33,7 @@ def DistributedOptimizer(
     *,
     balancer: Balancer | None = None,
     topology: Topology | str | None = None,
-    bucket_bytes: int = BUCKET_BYTES,
+    bucket_bytes: int | None = None,
 ) -> torch.optim.Optimizer:
     """The optimizer, of its own class, with gradients reduced over all ranks before each update.
 
@@ -56,7 +53,8 @@ def DistributedOptimizer(
             within nodes and between them, by that algorithm (see `hvd_hetero.engine.hierarchy`). "auto": whichever is
             fastest when measured, for each bucket. A `Topology`: its nodes instead of those that are found. All but
             "flat" need `hvd.init(process_sets="dynamic")`.
-        bucket_bytes: at most so many bytes of gradients in one operation.
+        bucket_bytes: at most so many bytes of gradients in one operation (default: 8 MiB; with a topology, what suits
+            its links, down to 1 MiB behind slow ones).
 
     Raises:
         ValueError, TypeError: arguments that do not fit together, on the rank that passed them.
@@ -83,7 +81,7 @@ def DistributedOptimizer(
         )
     if backward_passes_per_step < 1:
         raise ValueError(f"backward_passes_per_step: expected at least 1. Received: {backward_passes_per_step}.")
-    if bucket_bytes < 1:
+    if bucket_bytes is not None and bucket_bytes < 1:
         raise ValueError(f"bucket_bytes: expected at least 1. Received: {bucket_bytes}.")
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if named_parameters is not None:

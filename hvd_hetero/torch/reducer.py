@@ -23,6 +23,8 @@ from .passes import Passes
 from .stopwatch import stopwatch_of
 from .ways import Ways
 
+# Few and large: an operation costs each rank a negotiation.
+BUCKET_BYTES = 8 << 20
 
 class GradientReducer:
     """Reduces the gradients of `parameters` after each backward pass, weighted by `balancer`'s counts.
@@ -33,7 +35,7 @@ class GradientReducer:
         scale: multiplies the weighted mean (the number of ranks for op=Sum).
         ways: how buckets travel.
         predivide: divides before the sum and multiplies after it, for narrow wires.
-        bucket_bytes: at most so much in one operation.
+        bucket_bytes: at most so much in one operation; None: what suits the links.
         groups: parameters that travel together, instead of buckets by size.
     """
 
@@ -48,7 +50,7 @@ class GradientReducer:
         scale: float,
         predivide: float,
         sparse_as_dense: bool,
-        bucket_bytes: int,
+        bucket_bytes: int | None,
         groups: Sequence[Sequence[torch.nn.Parameter]] | int | None,
     ) -> None:
         self._engine, self._balancer, self._ways = engine, balancer, ways
@@ -88,9 +90,13 @@ class GradientReducer:
     def _lay_out(self) -> None:
         # The control vector rides in a bucket unless a codec would round it.
         tail = control.length(self._engine.size)
+        if self._bucket_bytes is None and self._parameters:
+            first = self._parameters[0]
+            like = torch.empty(0, dtype=WIRE[first.dtype], device=first.device)
+            self._bucket_bytes = self._ways.bucket_bytes(like, most=BUCKET_BYTES)
         self._layout = BucketLayout(
             self._parameters,
-            bucket_bytes=self._bucket_bytes,
+            bucket_bytes=self._bucket_bytes or BUCKET_BYTES,
             groups=self._groups,
             tail=tail,
             sparse_as_dense=self._sparse_as_dense,

@@ -16,6 +16,7 @@ from hvd_hetero.optimizers.recipe import Wire
 from hvd_hetero.optimizers.route import Route
 from hvd_hetero.optimizers.router import Router, Tell
 from hvd_hetero.optimizers.weighted import Way
+from hvd_hetero.policy.buckets import cap_bytes
 from hvd_hetero.policy.topology import Topology
 
 from .layout import BucketLayout
@@ -60,6 +61,7 @@ class Ways:
         )
         self._levels = _levels(engine, topology)
         algorithm = topology if isinstance(topology, str) else "flat" if topology is None else "auto"
+        self._measures = topology not in (None, "flat")
         self._router = (
             Router(self._levels, algorithm=algorithm, wire=self._wire, tell=tell) if self._compressor is None else None
         )
@@ -67,6 +69,12 @@ class Ways:
     def takes(self, parameter: torch.nn.Parameter) -> bool:
         """Whether a parameter's gradient goes through a codec."""
         return self._compressor is not None or self._wire.takes(tuple(parameter.shape))
+
+    def bucket_bytes(self, like: torch.Tensor, *, most: int) -> int:
+        """At most so many bytes of gradients of the type of `like` should travel together. A collective call."""
+        if self._router is None or not self._measures:
+            return most
+        return cap_bytes(self._router.line(like, lossy=not self.exact), most=most)
 
     def of(self, layout: BucketLayout, *, name: str) -> list[Way]:
         """A way for each bucket. All ranks call it with the same layout."""
