@@ -1,0 +1,151 @@
+"""Which strategy processes more samples: synchronous steps, in which all wait for all, or local SGD, in which none does.
+
+    synchronous    B / (mean time of the slowest rank, stops of any rank, exchange that backward does not hide)
+    local          sum_i b_i (1 - f_i) / t_i(b_i),   times round / merge where a merge takes longer than a round
+
+Samples are not progress: a synchronous step is exact, and local steps between merges are worth a little less each. So
+synchronous training is chosen wherever it comes near the faster one, and once chosen it has to be clearly slower before
+it is left. Between the two borders what holds stays, so that noise of the measurements moves nothing back and forth.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .jitter import Jitter, synchronous_step_s
+from .partition import Bound, split
+from .speed import SpeedModel
+from .staleness import round_lengths
+
+SYNCHRONOUS, LOCAL = "synchronous", "local"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """What one strategy should achieve: samples per second of all ranks together, and the seconds of its period."""
+
+    strategy: str
+    samples_per_s: float
+    period_s: float                             # of a step where synchronous, of a round where local
+    round_lengths: tuple[int, ...] = ()         # local steps of each rank in a round; 0: it takes no part
+
+    def __post_init__(self) -> None:
+        if self.strategy not in (SYNCHRONOUS, LOCAL):
+            raise ValueError(f"strategy: expected {SYNCHRONOUS} or {LOCAL}. Received: {self.strategy!r}.")
+        if not (math.isfinite(self.samples_per_s) and self.samples_per_s > 0.0 and self.period_s > 0.0):
+            raise ValueError("samples_per_s and period_s: expected numbers above 0. "
+                             f"Received: {self.samples_per_s} and {self.period_s}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrategyRule:
+    """Where the borders lie, as fractions of the faster strategy's samples per second."""
+
+    near: float = 0.05      # synchronous is taken where it is at most so much slower
+    leave: float = 0.15     # and left where it is more than so much slower
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.near <= self.leave < 1.0:
+            raise ValueError("near and leave: expected 0 <= near <= leave < 1. "
+                             f"Received: {self.near} and {self.leave}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """The strategy to train with from here on, what it should achieve, and why it was chosen."""
+
+    strategy: str
+    samples_per_s: float
+    reason: str
+
+
+def predict_synchronous(models: Sequence[SpeedModel], shares: Sequence[int], *, jitters: Sequence[Jitter] | None = None,
+                        exchange_s: float = 0.0, micro_batch: Sequence[int | None] | None = None) -> Prediction:
+    """What weighted synchronous steps with these shares should achieve.
+
+    Args:
+        jitters: by rank; None: all are steady.
+        exchange_s: seconds of one gradient exchange that backward does not hide.
+    """
+    times_s, steady = _times(models, shares, jitters, micro_batch)
+    step_s = synchronous_step_s(times_s, steady, exchange_s=exchange_s)
+    return Prediction(strategy=SYNCHRONOUS, samples_per_s=sum(shares) / step_s, period_s=step_s)
+
+
+def predict_local(models: Sequence[SpeedModel], samples: Sequence[int], *, round_steps: int, merge_s: float = 0.0,
+                  jitters: Sequence[Jitter] | None = None,
+                  micro_batch: Sequence[int | None] | None = None) -> Prediction:
+    """What local SGD should achieve, ranks going on while they merge.
+
+    Args:
+        samples: of one local step of each rank; 0 for one that takes no part.
+        round_steps: local steps of the fastest rank in a round; the others' follow from `staleness.round_lengths`.
+        merge_s: seconds of one merge. Ranks wait for it only where it takes longer than a round.
+        jitters: by rank; None: all are steady.
+    """
+    if not (math.isfinite(merge_s) and merge_s >= 0.0):
+        raise ValueError(f"merge_s: expected a finite number, 0 or more. Received: {merge_s}.")
+    times_s, steady = _times(models, samples, jitters, micro_batch)
+    alone_s = [j.alone_s(t) for t, j in zip(times_s, steady, strict=True)]
+    taking_part = [s for s in alone_s if s > 0.0]
+    lengths = iter(round_lengths(taking_part, round_steps))
+    steps = tuple(next(lengths) if s > 0.0 else 0 for s in alone_s)
+    computing_s = max(h * s for h, s in zip(steps, alone_s, strict=True))
+    round_s = max(computing_s, merge_s)
+    rate = math.fsum(b / s for b, s in zip(samples, alone_s, strict=True) if s > 0.0)
+    return Prediction(strategy=LOCAL, samples_per_s=rate * computing_s / round_s, period_s=round_s, round_lengths=steps)
+
+
+def predict(models: Sequence[SpeedModel], global_batch_size: int, *, round_steps: int,
+            bounds: Sequence[Bound] | None = None, jitters: Sequence[Jitter] | None = None, exchange_s: float = 0.0,
+            merge_s: float = 0.0, micro_batch: Sequence[int | None] | None = None) -> tuple[Prediction, Prediction]:
+    """What synchronous and what local training should achieve, both with the best split of the global batch.
+
+    Raises:
+        InfeasibleError: no shares within the bounds sum to the global batch.
+    """
+    shares = split(models, global_batch_size, bounds, micro_batch=micro_batch)
+    return (predict_synchronous(models, shares, jitters=jitters, exchange_s=exchange_s, micro_batch=micro_batch),
+            predict_local(models, shares, round_steps=round_steps, merge_s=merge_s, jitters=jitters,
+                          micro_batch=micro_batch))
+
+
+def choose(synchronous: Prediction, local: Prediction, *, current: str | None = None,
+           rule: StrategyRule | None = None) -> Choice:
+    """The strategy to train with; `current` is the one that holds, None before the first choice."""
+    rule = rule or StrategyRule()
+    if (synchronous.strategy, local.strategy) != (SYNCHRONOUS, LOCAL):
+        raise ValueError("synchronous and local: expected a prediction of each, in this order. "
+                         f"Received: {synchronous.strategy} and {local.strategy}.")
+    if current not in (None, SYNCHRONOUS, LOCAL):
+        raise ValueError(f"current: expected {SYNCHRONOUS}, {LOCAL} or None. Received: {current!r}.")
+    behind = 1.0 - synchronous.samples_per_s / max(synchronous.samples_per_s, local.samples_per_s)
+    rates = f"{synchronous.samples_per_s:.4g} samples/s synchronous, {local.samples_per_s:.4g} local"
+    if behind == 0.0:
+        return _choice(synchronous, f"{rates}: none is faster than exact steps")
+    if behind <= rule.near:
+        return _choice(synchronous, f"{rates}: {behind:.1%} slower at most {rule.near:.0%}, and exact")
+    if behind > rule.leave or current is None:
+        return _choice(local, f"{rates}: synchronous is {behind:.1%} slower")
+    kept = synchronous if current == SYNCHRONOUS else local
+    return _choice(kept, f"{rates}: {behind:.1%} slower, between {rule.near:.0%} and {rule.leave:.0%} nothing changes")
+
+
+def _choice(prediction: Prediction, reason: str) -> Choice:
+    return Choice(strategy=prediction.strategy, samples_per_s=prediction.samples_per_s, reason=reason)
+
+
+def _times(models: Sequence[SpeedModel], samples: Sequence[int], jitters: Sequence[Jitter] | None,
+           micro_batch: Sequence[int | None] | None) -> tuple[list[float], list[Jitter]]:
+    """By rank the seconds of compute and how unsteady they are; ValueError where numbers do not fit the models."""
+    for name, given in (("samples", samples), ("jitters", jitters), ("micro_batch", micro_batch)):
+        if given is not None and len(given) != len(models):
+            raise ValueError(f"{name}: expected one for each of {len(models)} models. Received: {len(given)}.")
+    if not models or min(samples) < 0 or max(samples) == 0:
+        raise ValueError("models and samples: expected a model at least, and samples of 0 or more, not all 0. "
+                         f"Received: {len(models)} models and {list(samples)}.")
+    caps = micro_batch or [None] * len(models)
+    times_s = [m.time_s(b, cap) for m, b, cap in zip(models, samples, caps, strict=True)]
+    return times_s, list(jitters) if jitters is not None else [Jitter()] * len(models)
