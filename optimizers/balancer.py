@@ -91,6 +91,7 @@ class Balancer:
         self._batches = 0  # begun since the last exchange
         self.reported: tuple[float, float] = (0.0, 0.0)  # samples and seconds per batch, for the next exchange
         self.data_s = 0.0  # waited for data since the last exchange
+        self.staleness = 0.0  # of what entered last, in merges
 
     # What a script asks ---------------------------------------------------------------------------------------------
 
@@ -195,8 +196,13 @@ class Balancer:
             announcement=self.planner.announcement if leads and self.rank == 0 else None,
         )
 
-    def incoming(self, total: Sequence[float], *, leads: bool) -> None:
-        """Takes in what all ranks said: measurements, a plan, a failure."""
+    def incoming(self, total: Sequence[float], *, leads: bool, step: int | None = None, ahead: int = 0) -> None:
+        """Takes in what all ranks said: measurements, a plan, a failure.
+
+        Where ranks are not all at the same batch, `step` is that of the foremost one when it spoke, and no rank begins
+        more than `ahead` further ones before it hears this: a plan holds for later ones.
+        """
+        step = self.step if step is None else step
         report = control.unpack(total, ranks=self.size)
         if report.failed and not self._failed:
             ranks = ", ".join(str(self.engine.ranks[rank]) for rank in report.failed)
@@ -206,14 +212,14 @@ class Balancer:
             )
         if not leads:
             return
-        self.planner.observe(self.step - 1, report.samples, report.compute_s)
+        self.planner.observe(step - 1, report.samples, report.compute_s)
         if report.announcement is not None:
-            plan = self.planner.accept(report.announcement, self.step)
+            plan = self.planner.accept(report.announcement, step)
             if plan is not None and self.trace is not None:
                 self.trace.plan(plan)
         elif self.adaptive and self.rank == 0:
             recent = statistics.median(self._step_s) if self._step_s else None
-            self.planner.look(self.step, delay=self.lookahead, measured_step_s=recent)
+            self.planner.look(step, delay=self.lookahead + ahead, measured_step_s=recent)
 
     def finished(self, *, wait_s: float, bytes_sent: int) -> None:
         """Ends a step, after the update: its compute time goes out with the next gradient."""

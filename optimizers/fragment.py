@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from hvd_hetero.codecs.verbs import verbs_of
+from hvd_hetero.policy.staleness import Contribution
 
 from .outer import Outer, compensated
 from .weighted import WeightedExchange
@@ -38,11 +39,11 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class Merge:
-    """What a merge brought: the control vector summed over ranks, and how this rank's part of it stood."""
+    """What a merge brought."""
 
-    total: list[float]
-    merged_square: float  # |mean Delta|^2
-    carried: Work  # done since this rank's contribution
+    total: list[float]  # the control vectors, summed over ranks
+    mean_square: float  # squared norm of sum_i c_i Delta_i / sum_i w_i
+    carried: Work  # what this rank did since its contribution
 
 
 @dataclass
@@ -50,16 +51,16 @@ class Fragment:
     """One fragment on one rank.
 
     With z the model after the last merge – the same on all ranks, bit for bit – and x this rank's own, every rank
-    sends c_i (x - z) and goes on from x. When all have, the merge is
+    sends c_i (x - z) and goes on from x. When all have, the merge is, for plain averaging,
 
-        z' = outer(z, sum_i c_i (x_i - z) / sum_i c_i);    x' = z' + (x - what x was when sent)
+        z' = z + sum_i c_i (x_i - z) / sum_i c_i;    x' = z' + (x - what x was when sent)
 
     so each step enters the model once: in this merge, or in the next (Liu et al. 2024, arXiv:2401.09135, let
-    contributions come late in the same way, through a server).
+    contributions come late in a similar way, through a server).
 
     Args:
         index: of this fragment in `store`.
-        exchange: of one bucket, `buffer`.
+        exchange: of one bucket, `buffer`, which may have a tail.
         outer: what a merge does to z.
         compensation: lambda of `compensated`.
     """
@@ -68,7 +69,6 @@ class Fragment:
     store: Store
     exchange: WeightedExchange
     buffer: Any
-    length: int
     outer: Outer
     compensation: float = 0.0
     work: Work = field(default_factory=Work)  # since the last contribution
@@ -85,42 +85,41 @@ class Fragment:
         """Takes this rank's parameters for the model that all ranks share."""
         self.z, self._sent, self.work = self.store.read(self.index), None, Work()
 
-    def send(self, weigh: Callable[[Work, float], float]) -> None:
-        """Contributes all work since the last time; `weigh(work, |Delta|^2)` is c_i, and 0 sends nothing."""
+    def send(self, weigh: Callable[[Work, float], Contribution]) -> bool:
+        """Contributes all work since the last time; `weigh(work, |Delta|^2)` says what it counts.
+
+        False where the progress is not finite: it is given up, and this rank goes on from the last merge.
+        """
         own = self.store.read(self.index)
         delta = own - self.z
         square = float((delta * delta).sum())
-        weight = weigh(self.work, square)
-        if weight == 0.0:
-            self.buffer[: self.length] = 0.0
+        contribution = weigh(self.work, square)
+        if finite := math.isfinite(square):
+            self.buffer[: len(own)] = delta * contribution.before if contribution.before != 1.0 else delta
         else:
-            self.buffer[: self.length] = delta if weight == 1.0 else delta * weight
+            self.buffer[: len(own)] = 0.0
+            own = self.z
+            self.store.write(self.index, own)
         self._sent, self.work = own, Work()
         self.exchange.submit(0)
+        return finite
 
-    def drop(self) -> None:
-        """Gives up what this rank has done since the last merge, and goes on from there."""
-        self.store.write(self.index, self.z)
-
-    def merge(self, weights_at: int) -> Merge:
-        """Ends the merge under way, which waits for those who have not sent; `weights_at`: of sum c_i in the control."""
-        results, total = self.exchange.finish(lambda said: 1.0 / said[weights_at] if said[weights_at] > 0 else 0.0)
-        mean, sent = results[0][: self.length], self._sent
-        self._sent = None
-        square = 0.0
-        if total[weights_at] > 0:
-            before = self.z
+    def merge(self, scale: Callable[[Sequence[float]], float]) -> Merge:
+        """Ends the merge under way, waiting for those who have not sent; `scale`: of the sum, from the control."""
+        results, total = self.exchange.finish(scale)
+        before, sent = self.z, self._sent
+        mean, self._sent = results[0][: len(before)], None
+        factor, square = scale(total), 0.0
+        if factor > 0.0:
             self.z = self.outer.moved(before, mean, self.outer_state)
             square = float((mean * mean).sum())
         if self.work.steps == 0:
             self.store.write(self.index, self.z)
         else:
             progress = self.store.read(self.index) - sent
-            progress = compensated(
-                progress, self.z - sent, strength=self.compensation, lr_sum=self.work.lr_sum
-            )
+            progress = compensated(progress, self.z - sent, strength=self.compensation, lr_sum=self.work.lr_sum)
             self.store.write(self.index, self.z + progress)
-        return Merge(total=total, merged_square=square, carried=self.work)
+        return Merge(total=total, mean_square=square, carried=self.work)
 
 
 def fragments_of(sizes: Sequence[int], count: int) -> list[list[int]]:

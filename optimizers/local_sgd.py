@@ -13,23 +13,34 @@ that it is finishing, and then all hold one model, in which every step of every 
 from __future__ import annotations
 
 import math
-from collections import deque
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from statistics import median
+from dataclasses import dataclass, replace
 from typing import Any
 
-from hvd_hetero.engine.port import Engine
+import numpy as np
+
+from hvd_hetero.policy.guard import Guard, drift_ratio, noise_ratio
+from hvd_hetero.policy.staleness import Contribution, by_samples, by_shard, factor, round_lengths
 
 from . import control
+from .attachment import PeerError
 from .balancer import Balancer
-from .fragment import Fragment, Merge, Store, Work
+from .fragment import Fragment, Store, Work
 from .outer import Outer
-from .weighted import Way, WeightedExchange
+from .weighted import WeightedExchange
 
 WEIGHTS = ("samples", "fednova")
-# Places in the control vector of a fragment; behind them each rank's position, and the balancer's own vector.
-WEIGHT, NORMAL, SQUARE, FINISHING, AGE, HEAD = range(6)
+# Places in the control vector of a fragment. Behind them each rank's steps, samples and position, and what the balancer
+# has to say.
+WEIGHT, NORMAL, SPREAD, FINISHING, HEAD = range(5)
+POLL_S = 1e-3  # between two looks at several merges; a single one is waited for without
+NOTHING = Contribution(weight=0.0)
+
+
+def control_length(ranks: int) -> int:
+    """The number of elements of a fragment's control vector."""
+    return HEAD + 3 * ranks + control.length(ranks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,62 +98,42 @@ class Rounds:
 
     Args:
         rule: the strategy.
-        engine: the ranks that train together.
         balancer: deals the batches; its measurements and plans travel with fragment 0.
         store: this rank's parameters.
-        buffers: for each fragment a flat array of its length and `control_length(engine.size)` more.
-        ways: for each fragment, how it is summed; with `exact`, the control vector rides along.
-        name: prefix of the operations' names.
+        exchanges: for each fragment its exchange of one bucket, and that bucket; the control vector is of
+            `control_length(ranks)`. Made by a function, which is given what `outgoing` calls.
+        part: of all data, this rank's own shard; for "fednova".
+        on_merge: is told of each merge of fragment 0.
     """
 
     def __init__(
         self,
         rule: LocalSGD,
         *,
-        engine: Engine,
         balancer: Balancer,
         store: Store,
-        buffers: Sequence[Any],
-        controls: Sequence[Any],
-        rides: bool,
-        ways: Sequence[Way],
-        keeps: bool,
-        name: str,
-        write: Callable[[Any, Sequence[float]], None],
+        exchanges: Callable[[Callable[[int], list[float]]], Sequence[tuple[WeightedExchange, Any]]],
+        part: float | None = None,
         on_merge: Callable[[dict[str, Any]], None] = lambda fields: None,
     ) -> None:
-        self.rule, self.engine, self.balancer = rule, engine, balancer
+        self.rule, self.balancer = rule, balancer
+        self.rank, self.size = balancer.rank, balancer.size
+        self._part = 1.0 / self.size if part is None else part
         self._on_merge = on_merge
-        self.round_steps = rule.round_steps
+        self._guard = Guard(round_steps=rule.round_steps, limit=rule.drift_limit or math.inf)
+        self._step_s: np.ndarray = np.zeros(self.size)  # of each rank's local step, smoothed over merges
+        self.lengths = (rule.round_steps,) * self.size
         self.merges = 0  # of fragment 0
         self.waits = 0  # times that this rank had to wait
-        self._finishing = False
         self._stepped = 0  # in this phase
-        self._recent: deque[tuple[float, float]] = deque(maxlen=64)
-        self._weight = 0.0
-        self._square = 0.0
-        self._age = 0.0
+        self._finishing = False
+        self._ended: set[int] = set()  # fragments whose last merge came while all ranks were finishing
+        self._recent: list[tuple[float, float]] = []
+        self._sending: tuple[Contribution, Work, float] = (NOTHING, Work(), 0.0)
         self.fragments = [
-            Fragment(
-                index=index,
-                store=store,
-                exchange=WeightedExchange(
-                    engine,
-                    [buffer if rides else buffer[: len(buffer)]],
-                    tail,
-                    routes=[way],
-                    rides_in=0 if rides else None,
-                    outgoing=lambda index=index: self._outgoing(index),  # type: ignore[misc]
-                    name=f"{name}.fragment.{index}",
-                    keeps=keeps,
-                    write=write,
-                ),
-                buffer=buffer,
-                length=len(buffer) - (len(tail) if rides else 0),
-                outer=rule.outer,
-                compensation=rule.compensation,
-            )
-            for index, (buffer, tail, way) in enumerate(zip(buffers, controls, ways, strict=True))
+            Fragment(index=index, store=store, exchange=exchange, buffer=buffer, outer=rule.outer,
+                     compensation=rule.compensation)
+            for index, (exchange, buffer) in enumerate(exchanges(self._outgoing))
         ]
 
     # A phase of local steps -----------------------------------------------------------------------------------------
@@ -151,72 +142,204 @@ class Rounds:
         """Before the first local step: this rank's parameters, the same on all ranks, are the model."""
         for fragment in self.fragments:
             fragment.begin()
-        self._stepped, self._finishing = 0, False
+        self._stepped = 0
+
+    @property
+    def round_steps(self) -> int:
+        """Local steps of this rank between two contributions."""
+        return self.lengths[self.rank]
 
     @property
     def most_ahead(self) -> int:
-        """Batches that a rank may begin after it has contributed and before it sees the merge."""
+        """Batches that a rank may begin after it has contributed and before it has to see the merge."""
         return max(1, math.ceil(self.rule.bound_rounds * self.rule.round_steps))
 
-    def after_step(self, samples: float, *, lr: float, compute: tuple[float, float] = (0.0, 0.0)) -> bool:
+    def after_step(self, samples: float, *, lr: float = 0.0, compute: tuple[float, float] = (0.0, 0.0)) -> bool:
         """Ends a local step over `samples`; sends what is due and takes in the merges that came. True if one came.
 
         Args:
             lr: the step's learning rate.
-            compute: samples and seconds of this step, as measured.
+            compute: samples and seconds of this step, as measured; zeros for not measured.
         """
         self._stepped += 1
         if compute[0] > 0:
             self._recent.append(compute)
-        came = False
         for fragment in self.fragments:
             fragment.work.add(samples, lr)
-            if fragment.under_way and fragment.exchange.done():
-                self._merge(fragment)
-                came = True
-            if not fragment.under_way and self._due(fragment):
-                self._send(fragment)
-            if fragment.under_way and fragment.work.steps >= self.rule.bound_rounds * self.round_steps:
-                if not fragment.exchange.done():
-                    self.waits += 1
-                self._merge(fragment)
-                came = True
+        came = self._serve(self._due)
+        late = [fragment for fragment in self.fragments if self._at_bound(fragment)]
+        self.waits += any(not fragment.exchange.done() for fragment in late)
+        while any(map(self._at_bound, self.fragments)):
+            came |= self._serve(self._due, wait=True)
         return came
+
+    def _serve(self, due: Callable[[Fragment], bool], *, wait: bool = False) -> bool:
+        """Takes in the merges that came and sends what is due. True if one came; with `wait`, one comes.
+
+        Whoever waits goes on serving all fragments: ranks may wait for different ones.
+        """
+        came = False
+        while True:
+            for fragment in self.fragments:
+                if fragment.under_way and (fragment.exchange.done() or (wait and len(self.fragments) == 1)):
+                    self._merge(fragment)
+                    came = True
+                if not fragment.under_way and due(fragment):
+                    self._send(fragment)
+            if came or not wait:
+                return came
+            time.sleep(POLL_S)
+
+    def _at_bound(self, fragment: Fragment) -> bool:
+        return fragment.under_way and fragment.work.steps >= self.rule.bound_rounds * self.round_steps
 
     def _due(self, fragment: Fragment) -> bool:
         # The first boundaries are spread over the round, so that fragments merge in turn.
-        first = self.round_steps * (fragment.index + 1) // len(self.fragments)
-        whole = fragment.work.steps == self._stepped  # has not contributed in this phase
-        return fragment.work.steps >= (max(1, first) if whole else self.round_steps)
+        first = max(1, self.round_steps * (fragment.index + 1) // len(self.fragments))
+        return fragment.work.steps >= (first if fragment.work.steps == self._stepped else self.round_steps)
 
     def finish(self) -> None:
         """Merges until all ranks have finished; then all hold one model. Every rank must call it."""
-        self._finishing = True
+        self._finishing, self._ended = True, set()
         try:
-            for fragment in self.fragments:
-                while True:
-                    if fragment.under_way:
-                        total = self._merge(fragment).total
-                        if total[FINISHING] == self.engine.size:
-                            break
-                    else:
-                        self._send(fragment)
+            while len(self._ended) < len(self.fragments):
+                self._serve(lambda fragment: fragment.index not in self._ended)
+                if len(self._ended) < len(self.fragments):
+                    self._serve(lambda fragment: False, wait=True)
         finally:
             self._finishing = False
             self._stepped = 0
 
-    # One contribution -----------------------------------------------------------------------------------------------
+    # One contribution and one merge ---------------------------------------------------------------------------------
 
     def _send(self, fragment: Fragment) -> None:
-        fragment.send(self._weigh)
+        if not fragment.send(self._weigh):
+            self._on_merge({"fragment": fragment.index, "dropped_steps": fragment.work.steps, "why": "not finite"})
 
-    def _weigh(self, work: Work, square: float) -> float:
-        """c_i, in units of a rank's usual contribution, which narrow wires want near 1."""
-        weight = 0.0
-        if math.isfinite(square) and work.steps:
+    def _weigh(self, work: Work, square: float) -> Contribution:
+        """What this rank's progress counts; samples in units of a usual contribution, for narrow wires."""
+        chosen = NOTHING
+        if work.steps and math.isfinite(square):
             if self.rule.weights == "fednova":
-                weight = 1.0 / work.steps
+                chosen = by_shard(self._part, work.lr_sum or float(work.steps))
             else:
-                weight = work.samples * self.engine.size / (self.balancer.global_batch_size * self.rule.round_steps)
-        self._weight, self._square, self._normal = weight, square if weight else 0.0, float(work.steps > 0)
-        return weight
+                usual = self.balancer.global_batch_size * self.rule.round_steps / self.size
+                chosen = by_samples(work.samples / usual)
+        self._sending = (chosen, work, chosen.spread(square) if chosen.weight else 0.0)
+        return chosen
+
+    def _outgoing(self, index: int) -> list[float]:
+        """The control vector of fragment `index`, right before it is sent."""
+        (contribution, work, spread), leads = self._sending, index == 0
+        vector = [*contribution.beside, spread, float(self._finishing)]
+        for value in (work.steps, work.samples, self.balancer.step):
+            row = [0.0] * self.size
+            row[self.rank] = float(value)
+            vector += row
+        if leads and self._recent:
+            # The median: a stall is no property of the share.
+            samples, seconds = sorted(self._recent, key=lambda each: each[1] / each[0])[len(self._recent) // 2]
+            self.balancer.reported, self._recent = (samples, seconds), []
+        return vector + self.balancer.outgoing(leads=leads, count=work.samples)
+
+    def _merge(self, fragment: Fragment) -> None:
+        merge = fragment.merge(_scale)
+        total, n = merge.total, self.size
+        steps, samples, positions = (total[HEAD + i * n : HEAD + (i + 1) * n] for i in range(3))
+        if round(total[FINISHING]) == n:
+            self._ended.add(fragment.index)
+        if fragment.index == 0:
+            self.merges += 1
+            drift, noise = self._watch_drift(total, merge.mean_square, steps, samples)
+            at = int(max(positions))
+            report = control.unpack(total[HEAD + 3 * n :], ranks=n)
+            self._set_lengths(report.compute_s)
+            self.balancer.staleness = merge.carried.steps / self.rule.round_steps
+            self._on_merge({
+                "merge": self.merges, "step": self.balancer.step, "behind": at - self.balancer.step,
+                "samples": sum(samples), "carried_steps": merge.carried.steps, "waits": self.waits,
+                "round_steps": self.round_steps, "drift": drift, "noise": noise,
+            })
+            self.balancer.incoming(total[HEAD + 3 * n :], leads=True, step=at, ahead=self.most_ahead)
+        elif failed := control.unpack(total[HEAD + 3 * n :], ranks=n).failed:
+            raise PeerError(f"Expected every rank to go on. Received: rank {failed[0]} could not.")
+
+    def _watch_drift(
+        self, total: Sequence[float], mean_square: float, steps: Sequence[float], samples: Sequence[float]
+    ) -> tuple[float, float]:
+        """Drift ratio and noise ratio of a merge, see `policy.guard`; shortens rounds where there is a limit."""
+        if total[WEIGHT] <= 0 or not math.isfinite(total[SPREAD] + mean_square):
+            return 0.0, 0.0
+        norm = total[NORMAL] / total[WEIGHT]  # the merged delta is so many times the mean of deltas over their norms
+        drift = drift_ratio(total[SPREAD], total[WEIGHT], mean_square / norm**2)
+        some = [(n, k) for n, k in zip(samples, steps, strict=True) if n > 0 and k > 0]
+        noise = noise_ratio([n for n, _ in some], [k * k / n for n, k in some]) if some else 0.0
+        if self.rule.drift_limit is not None:
+            self._guard = self._guard.after(drift, noise)
+        return drift, noise
+
+    def _set_lengths(self, compute_s: Sequence[float]) -> None:
+        """Rounds for the next time: boundaries fall together where ranks' steps differ."""
+        heard = np.asarray(compute_s)
+        self._step_s = np.where(self._step_s == 0, heard, np.where(heard > 0, (self._step_s + heard) / 2, self._step_s))
+        if (self._step_s > 0).all():
+            self.lengths = round_lengths(self._step_s.tolist(), self._guard.steps)
+        else:
+            self.lengths = (self._guard.steps,) * self.size
+
+    # The end --------------------------------------------------------------------------------------------------------
+
+    def withdraw(self) -> Callable[[], bool]:
+        """Takes part with nothing from now on, without waiting; tells whether all have heard of it.
+
+        The merge under way knows nothing yet of this rank's failure: the next one does.
+        """
+        fragment, told = self.fragments[0], [False]
+
+        def over() -> bool:
+            if fragment.under_way:
+                if not fragment.exchange.done():
+                    return False
+                fragment.merge(_scale)
+                if told[0]:
+                    return True
+            fragment.work = Work()
+            fragment.send(self._weigh)
+            told[0] = True
+            return False
+
+        over()
+        return over
+
+    # State ----------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Outer momentum and the length of rounds. Parameters are the script's to save, after a `finish`."""
+        if any(fragment.under_way for fragment in self.fragments):
+            raise RuntimeError(
+                "Expected a state between rounds. Received: a call while a merge is under way. Call "
+                "optimizer.merge() on all ranks first."
+            )
+        return {
+            "merges": self.merges,
+            "round_steps": self._guard.steps,
+            "outer": [dict(fragment.outer_state) for fragment in self.fragments],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from `state`; the parameters are those that the rank has then."""
+        if len(state["outer"]) != len(self.fragments):
+            raise ValueError(
+                f"fragments: expected the state of {len(self.fragments)}. Received: one of {len(state['outer'])}."
+            )
+        for fragment, saved in zip(self.fragments, state["outer"], strict=True):
+            self.rule.outer.check_state(saved)
+            fragment.outer_state = dict(saved)
+        self.merges = int(state["merges"])
+        self._guard = replace(self._guard, length=min(int(state["round_steps"]), self.rule.round_steps))
+        self.lengths = (self._guard.steps,) * self.size
+
+
+def _scale(total: Sequence[float]) -> float:
+    """What turns the sum of weighted deltas into the merged one."""
+    return factor(total[WEIGHT : NORMAL + 1])

@@ -1,0 +1,452 @@
+"""Local SGD on ranks that are threads: laws 1, 5 and 6, the fixed point, the bound, and the end."""
+
+import math
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from hvd_hetero.engine.hierarchy import levels_of, one_level
+from hvd_hetero.engine.local import World
+from hvd_hetero.optimizers.balancer import Balancer
+from hvd_hetero.optimizers.fragment import fragments_of
+from hvd_hetero.optimizers.local_sgd import LocalSGD, Rounds, control_length
+from hvd_hetero.optimizers.outer import Outer, compensated
+from hvd_hetero.optimizers.recipe import Recipe, Wire
+from hvd_hetero.optimizers.router import Router
+from hvd_hetero.optimizers.weighted import WeightedExchange
+from hvd_hetero.policy.topology import Topology
+
+LENGTH = 12
+
+
+class Arrays:
+    """Parameters of a rank: one numpy array, cut into fragments."""
+
+    def __init__(self, values, count):
+        self.values = np.array(values, dtype=np.float64)
+        self.cuts = np.array_split(np.arange(len(values)), count)
+
+    def read(self, index):
+        return self.values[self.cuts[index]].copy()
+
+    def write(self, index, flat):
+        self.values[self.cuts[index]] = flat
+
+
+def rounds_of(engine, rule, values, *, whole=None, codec="none", nodes=None, on_merge=None, part=None, **options):
+    """A rank's rounds and parameters; `whole` is the global batch."""
+    store = Arrays(values, rule.fragments)
+    balancer = Balancer(engine, global_batch_size=whole or engine.size, adaptive=False, **options)
+    wire = Wire(cross=Recipe(name=codec, **({"block": 64} if codec == "int8" else {})))
+    levels = levels_of(engine, Topology(nodes=nodes)) if nodes else one_level(engine)
+    router = Router(levels, algorithm="leader" if nodes else "flat", wire=wire)
+
+    def exchanges(outgoing):
+        made = []
+        for index, cut in enumerate(store.cuts):
+            tail = control_length(engine.size)
+            rides = codec == "none"
+            buffer = np.zeros(len(cut) + (tail if rides else 0))
+            control = buffer[len(cut) :] if rides else np.zeros(tail)
+            way = router.way(f"f{index}", buffer, [(len(cut),)], lossy=not rides)
+            made.append((WeightedExchange(
+                engine, [buffer], control, routes=[way], rides_in=0 if rides else None, keeps=wire.keeps,
+                outgoing=lambda index=index: outgoing(index), name=f"f{index}"), buffer))
+        return made
+
+    rounds = Rounds(rule, balancer=balancer, store=store, exchanges=exchanges, part=part,
+                    on_merge=on_merge or (lambda fields: None))
+    rounds.begin()
+    return rounds, store, balancer
+
+
+def quadratic(rank, size=LENGTH):
+    """Curvatures and optimum of a rank's loss 1/2 sum h (x - a)^2."""
+    random = np.random.RandomState(rank)
+    return random.uniform(0.5, 2.0, size), random.standard_normal(size)
+
+
+START = np.linspace(-1.0, 1.0, LENGTH)
+
+
+@pytest.mark.parametrize("fragments", [1, 3])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+def test_law_1_merging_every_step_is_synchronous_training(ranks, momentum, fragments):
+    rule = LocalSGD(round_steps=1, bound_rounds=0, warmup_steps=0, fragments=fragments)
+
+    def program(engine):
+        rounds, store, balancer = rounds_of(engine, rule, START)
+        h, a = quadratic(engine.rank)
+        velocity = np.zeros(LENGTH)
+        for _ in range(50):
+            balancer.begin(1)
+            velocity = momentum * velocity + h * (store.values - a)
+            store.values -= 0.1 * velocity
+            rounds.after_step(1.0, lr=0.1)
+        return store.values
+
+    x, velocity = START.copy(), np.zeros(LENGTH)
+    for _ in range(50):
+        velocity = momentum * velocity + np.mean([h * (x - a) for h, a in map(quadratic, range(ranks))], axis=0)
+        x = x - 0.1 * velocity
+    for values in World(ranks).run(program):
+        np.testing.assert_allclose(values, x, rtol=1e-12, atol=1e-12)
+
+
+def test_uneven_shares_count_by_their_samples():
+    """The same law with shares 3, 1 and 0: the gradient of the whole global batch."""
+    shares = (3, 1, 0)
+    rule = LocalSGD(round_steps=1, bound_rounds=0, warmup_steps=0)
+
+    def program(engine):
+        rounds, store, balancer = rounds_of(engine, rule, START, whole=4, shares=shares, min_share=0)
+        h, a = quadratic(engine.rank)
+        for _ in range(50):
+            balancer.begin(shares[engine.rank])
+            if shares[engine.rank]:
+                store.values -= 0.1 * h * (store.values - a)
+            rounds.after_step(shares[engine.rank])
+        return store.values
+
+    x = START.copy()
+    for _ in range(50):
+        (h, a), (g, b) = quadratic(0), quadratic(1)
+        x = x - 0.1 * (3 * h * (x - a) + g * (x - b)) / 4
+    for values in World(3).run(program):
+        np.testing.assert_allclose(values, x, rtol=1e-12)
+
+
+class Turns:
+    """Lets ranks go one at a time in a given order, so that a run of threads is the same every time."""
+
+    def __init__(self, order):
+        self.order, self.at, self.moved = list(order), 0, threading.Condition()
+
+    def take(self, rank):
+        with self.moved:
+            assert self.moved.wait_for(lambda: self.at >= len(self.order) or self.order[self.at] == rank, timeout=20)
+
+    def give(self):
+        with self.moved:
+            self.at += 1
+            self.moved.notify_all()
+
+
+def reference(order, ranks, rule, samples, progress):
+    """Overlapped rounds by the book, with one list per rank: the model after each merge, and every rank's own."""
+    z, m = START.copy(), np.zeros(LENGTH)
+    x = [START.copy() for _ in range(ranks)]
+    work = [0] * ranks              # steps since the last contribution
+    sent = [None] * ranks           # (x when sent, weight)
+    seen = [0] * ranks              # merges taken in
+    merged = []                     # (z before, z after)
+    at = [0] * ranks
+
+    def take_in(i):
+        before, after = merged[seen[i]]
+        carried = x[i] - sent[i][0]
+        x[i] = after + carried
+        sent[i], seen[i] = None, seen[i] + 1
+
+    waiting = {}
+    for i in order:
+        x[i] = x[i] + progress(i, at[i])
+        at[i], work[i] = at[i] + 1, work[i] + 1
+        if sent[i] is not None and len(merged) > seen[i]:
+            take_in(i)
+        if sent[i] is None and work[i] >= rule.round_steps:
+            weight = work[i] * samples[i]
+            sent[i], work[i] = (x[i].copy(), weight), 0
+            waiting[i] = (x[i] - z, weight)
+            if len(waiting) == ranks:
+                delta = sum(w * d for d, w in waiting.values()) / sum(w for _, w in waiting.values())
+                before = z
+                m = rule.outer.momentum * m + delta
+                step = delta + rule.outer.momentum * m if rule.outer.nesterov else m
+                z = z + rule.outer.learning_rate * step
+                merged.append((before, z))
+                waiting = {}
+    return [after for _, after in merged], x
+
+
+@pytest.mark.parametrize("outer", [Outer(), Outer(learning_rate=0.7, momentum=0.9, nesterov=True),
+                                   Outer(learning_rate=0.5, momentum=0.5)])
+@pytest.mark.parametrize("pace", [(1, 1), (3, 1), (1, 2, 4), (5, 1, 1, 2)])
+def test_overlapped_rounds_are_those_of_the_reference(pace, outer):
+    """Ranks step at unlike paces, in an order that is the same every time."""
+    ranks, rule = len(pace), LocalSGD(round_steps=3, bound_rounds=100, warmup_steps=0, outer=outer)
+    random = np.random.RandomState(5)
+    order = random.choice(ranks, size=160, p=np.array(pace) / sum(pace)).tolist()
+    samples = [1 + 2 * rank for rank in range(ranks)]
+
+    def progress(rank, step):
+        return np.random.RandomState(100 * rank + step).standard_normal(LENGTH)
+
+    turns = Turns(order)
+
+    def program(engine):
+        merged = []
+        rounds, store, balancer = rounds_of(
+            engine, rule, START, on_merge=lambda fields: merged.append(rounds.fragments[0].z.copy())
+        )
+        for step in range(order.count(engine.rank)):
+            turns.take(engine.rank)
+            balancer.begin(1)
+            store.values += progress(engine.rank, step)
+            rounds.after_step(samples[engine.rank])
+            turns.give()
+        turns.take(-1)
+        return merged, store.values
+
+    expected, own = reference(order, ranks, rule, samples, progress)
+    found = World(ranks).run(program)
+    assert len(expected) >= 2
+    for rank, (merged, values) in enumerate(found):
+        assert len(merged) in (len(expected), len(expected) - 1)
+        for mine, theirs in zip(merged, expected, strict=False):
+            np.testing.assert_allclose(mine, theirs, rtol=1e-10, atol=1e-10)
+        np.testing.assert_allclose(values, own[rank], rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("codec", ["none", "fp16", "int8"])
+@pytest.mark.parametrize("fragments", [1, 2])
+@pytest.mark.parametrize("nodes", [None, ((0, 1), (2,))])
+def test_all_hold_one_model_in_the_end_and_nothing_is_lost(codec, fragments, nodes):
+    """Steps of unlike number, an end in the middle of a round: what all ranks sent is what all ranks did."""
+    steps = (31, 8, 17)
+    rule = LocalSGD(round_steps=4, bound_rounds=2, warmup_steps=0, fragments=fragments)
+
+    def program(engine):
+        models = {}
+        rounds, store, balancer = rounds_of(engine, rule, np.zeros(64), codec=codec, nodes=nodes)
+        sent = np.zeros(64)
+        for fragment in rounds.fragments:
+            def send(weigh, fragment=fragment, inner=fragment.send):
+                sent[store.cuts[fragment.index]] += fragment.store.read(fragment.index) - fragment.z
+                return inner(weigh)
+
+            def merge(scale, fragment=fragment, inner=fragment.merge):
+                result = inner(scale)
+                models.setdefault(fragment.index, []).append(fragment.z.tobytes())
+                return result
+
+            fragment.send, fragment.merge = send, merge
+        done = np.zeros(64)
+        for step in range(steps[engine.rank]):
+            balancer.begin(1)
+            change = np.random.RandomState(1000 * engine.rank + step).standard_normal(64)
+            store.values += change
+            done += change
+            rounds.after_step(1.0)
+            time.sleep(0.001 * engine.rank)
+        rounds.finish()
+        return models, sent, done, store.values
+
+    found = World(3).run(program)
+    assert all(models == found[0][0] for models, *_ in found), "law 5, after each merge"
+    assert len({values.tobytes() for *_, values in found}) == 1
+    for _, sent, done, _ in found:
+        np.testing.assert_allclose(sent, done, atol=1e-9)
+
+
+def test_fednova_finds_the_optimum_that_unnormalised_merges_miss():
+    """Ranks with data of their own and unlike numbers of steps (Wang et al. 2020, theorem 1)."""
+    lengths = (6, 2, 1)
+    size = 5
+    parts = [quadratic(rank, size) for rank in range(3)]
+    optimum = sum(h * a for h, a in parts) / sum(h for h, _ in parts)
+
+    def ended(weights):
+        rule = LocalSGD(round_steps=6, bound_rounds=0, warmup_steps=0, weights=weights)
+
+        def program(engine):
+            rounds, store, balancer = rounds_of(engine, rule, np.zeros(size))
+            h, a = parts[engine.rank]
+            while rounds.merges < 1000:
+                rounds.lengths = lengths
+                balancer.begin(1)
+                store.values -= 0.005 * h * (store.values - a)
+                rounds.after_step(1.0, lr=0.005)
+            return store.values
+
+        return World(3).run(program)[0]
+
+    assert np.abs(ended("fednova") - optimum).max() < 0.02
+    assert np.abs(ended("samples") - optimum).max() > 0.1
+
+
+def test_a_stalled_rank_holds_nobody_up_until_the_bound():
+    rule = LocalSGD(round_steps=2, bound_rounds=3, warmup_steps=0)
+    stalled, steps = threading.Event(), []
+
+    def program(engine):
+        rounds, store, balancer = rounds_of(engine, rule, START)
+        for step in range(12):
+            if engine.rank == 1 and step == 1:
+                assert stalled.wait(20)
+            balancer.begin(1)
+            store.values += 1.0
+            if engine.rank == 0:
+                steps.append(step)
+                if len(steps) == 8:  # 2 until it sends, 6 until the bound: the next thing it does is wait
+                    threading.Timer(0.2, stalled.set).start()
+                assert len(steps) <= 8 or stalled.is_set(), "went on beyond the bound"
+            rounds.after_step(1.0)
+        rounds.finish()
+        return rounds.waits, store.values
+
+    (waits, values), (_, others) = World(2).run(program)
+    assert waits == 1 and (values == others).all()
+
+
+def test_progress_that_is_not_finite_is_given_up_by_its_rank_alone():
+    rule = LocalSGD(round_steps=1, bound_rounds=0, warmup_steps=0)
+
+    def program(engine):
+        told = []
+        rounds, store, balancer = rounds_of(engine, rule, START, on_merge=told.append)
+        for step in range(3):
+            balancer.begin(1)
+            store.values += math.nan if (engine.rank, step) == (1, 1) else 1.0
+            rounds.after_step(1.0)
+        return store.values, [fields for fields in told if "why" in fields]
+
+    found = World(2).run(program)
+    for rank, (values, told) in enumerate(found):
+        np.testing.assert_array_equal(values, START + 3.0)
+        assert len(told) == rank
+
+
+def test_a_rank_that_fails_is_heard_of():
+    rule = LocalSGD(round_steps=2, bound_rounds=2, warmup_steps=0)
+
+    def program(engine):
+        rounds, store, balancer = rounds_of(engine, rule, START)
+
+        class Exchange:
+            def on_begin(self): ...
+
+            def on_count(self, terms): ...
+
+            def withdraw(self):
+                return rounds.withdraw()
+
+        balancer.attach(Exchange())
+        for step in range(40):
+            if engine.rank == 1 and step == 5:
+                balancer.fail()
+                return "failed"
+            balancer.begin(1)
+            try:
+                rounds.after_step(1.0)
+            except RuntimeError as error:
+                return str(error)
+        return "never heard"
+
+    ended = World(3).run(program)
+    assert ended[1] == "failed"
+    assert all("rank 1 could not" in ended[rank] for rank in (0, 2)), ended
+
+
+def test_the_guard_shortens_rounds_where_ranks_pull_apart():
+    def lengths(pull):
+        rule = LocalSGD(round_steps=16, bound_rounds=0, warmup_steps=0, drift_limit=1.5)
+
+        def program(engine):
+            rounds, store, balancer = rounds_of(engine, rule, np.zeros(400))
+            random = np.random.RandomState(engine.rank)
+            for _ in range(400):
+                balancer.begin(1)
+                store.values += random.standard_normal(400) + pull * (-1) ** engine.rank
+                rounds.after_step(1.0)
+            return rounds.lengths
+
+        return World(2).run(program)
+
+    calm, apart = lengths(0.0), lengths(2.0)
+    assert calm == [(16, 16)] * 2
+    assert apart[0] == apart[1] and max(apart[0]) <= 4
+
+
+def test_a_saved_state_goes_on():
+    rule = LocalSGD(round_steps=2, bound_rounds=0, warmup_steps=0, outer=Outer(learning_rate=0.7, momentum=0.9))
+
+    def steps(engine, store, rounds, balancer, first, last):
+        for step in range(first, last):
+            balancer.begin(1)
+            store.values += np.random.RandomState(step + 100 * engine.rank).standard_normal(LENGTH)
+            rounds.after_step(1.0)
+
+    def program(engine):
+        rounds, store, balancer = rounds_of(engine, rule, START)
+        steps(engine, store, rounds, balancer, 0, 10)
+        rounds.finish()
+        state = rounds.state_dict()
+        again, copy, other = rounds_of(engine, rule, store.values)
+        again.load_state_dict(state)
+        again.begin()
+        rounds.begin()
+        steps(engine, store, rounds, balancer, 10, 20)
+        steps(engine, copy, again, other, 10, 20)
+        return (store.values == copy.values).all(), again.merges == rounds.merges
+
+    assert World(2).run(program) == [(True, True)] * 2
+
+
+def test_compensation_is_the_formula_and_never_more_than_doubles():
+    random = np.random.RandomState(0)
+    gradient, w, eta, k, strength = *random.standard_normal((2, 50)), 0.1, 4, 0.7
+    progress = -eta * k * gradient
+    expected = []
+    for g, move in zip(gradient, w, strict=True):
+        change = strength * g * g * move
+        expected.append(-eta * k * (g + max(-abs(g), min(abs(g), change))))
+    found = compensated(progress, w, strength=strength, lr_sum=eta * k)
+    np.testing.assert_allclose(found, expected, rtol=1e-12)
+    assert compensated(progress, w, strength=0.0, lr_sum=1.0) is progress
+
+
+def test_compensation_is_exact_to_first_order_where_the_fisher_is_the_hessian():
+    """On 1/2 h (x - a)^2 with g^2 = h, the corrected gradient is that of where the model has moved to."""
+    h, a, x, move = 2.0, 1.0, 1.0 + 2.0**-0.5, 0.1  # g = h (x - a) = 2^0.5, and g^2 = h
+    gradient = h * (x - a)
+    found = compensated(np.array([-gradient]), np.array([move]), strength=1.0, lr_sum=1.0)
+    assert -found[0] == pytest.approx(h * (x + move - a))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 20])
+def test_every_tensor_is_in_one_fragment_and_they_are_nearly_even(count):
+    sizes = np.random.RandomState(count).randint(1, 100, 12).tolist()
+    chosen = fragments_of(sizes, count)
+    assert sorted(index for members in chosen for index in members) == list(range(12))
+    held = [sum(sizes[index] for index in members) for members in chosen]
+    assert len(chosen) == min(count, 12) and max(held) - min(held) <= max(sizes)
+
+
+@pytest.mark.parametrize(("wrong", "message"), [
+    ({"round_steps": 0}, "round_steps: expected an integer of at least 1. Received: 0"),
+    ({"round_steps": 2.5}, "round_steps: expected an integer"),
+    ({"warmup_steps": -1}, "warmup_steps: expected"),
+    ({"fragments": 0}, "fragments: expected"),
+    ({"bound_rounds": -1}, "bound_rounds: expected a finite number, 0 or more"),
+    ({"bound_rounds": 0.5}, "bound_rounds: expected 0, to wait for every merge, or at least 1"),
+    ({"weights": "equal"}, "weights: expected one of samples, fednova. Received: 'equal'"),
+    ({"compensation": math.inf}, "compensation: expected"),
+    ({"drift_limit": 0}, "drift_limit: expected"),
+])
+def test_wrong_arguments_say_what_was_expected(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        LocalSGD(**wrong)
+
+
+def test_an_outer_optimizer_needs_its_state():
+    with pytest.raises(ValueError, match="nesterov: expected a momentum above 0"):
+        Outer(nesterov=True)
+    for wrong in ({"learning_rate": 0.0}, {"momentum": 1.0}):
+        with pytest.raises(ValueError, match="expected a number"):
+            Outer(**wrong)
+    with pytest.raises(ValueError, match="outer: expected the state of Outer"):
+        Outer().check_state({"momentum": np.zeros(3)})
