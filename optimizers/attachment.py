@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from typing import Protocol
+
+FAIL_WAIT_S = 30.0  # at least so long a rank that fails waits for the others to hear of it
 
 
 class PeerError(RuntimeError):
@@ -19,5 +22,19 @@ class Attached(Protocol):
     def on_count(self, terms: float) -> None:
         """The next backward pass is over so many loss terms."""
 
+    def on_epoch_end(self) -> None:
+        """The samples of an epoch are used up."""
+
     def withdraw(self) -> Callable[[], bool]:
         """Takes part with nothing, without waiting; what it returns tells whether the exchange is over."""
+
+
+def withdraw(exchanges: Sequence[Attached], usual_step_s: float) -> None:
+    """Takes part in what the others wait for, with nothing, and returns when one exchange is over.
+
+    Which exchange they are in is theirs to know: this rank takes part in all.
+    """
+    over = [exchange.withdraw() for exchange in exchanges]
+    deadline = time.monotonic() + max(FAIL_WAIT_S, 10 * usual_step_s)
+    while over and not any(done() for done in over) and time.monotonic() < deadline:
+        time.sleep(0.01)

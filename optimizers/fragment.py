@@ -74,6 +74,7 @@ class Fragment:
     work: Work = field(default_factory=Work)  # since the last contribution
     z: Any = None
     outer_state: dict[str, Any] = field(default_factory=dict)
+    sends: int = 0
     _sent: Any = None
 
     @property
@@ -101,6 +102,7 @@ class Fragment:
             own = self.z
             self.store.write(self.index, own)
         self._sent, self.work = own, Work()
+        self.sends += 1
         self.exchange.submit(0)
         return finite
 

@@ -59,6 +59,8 @@ class LocalSGD:
             (as BalancedDataLoader deals it). "fednova": by the rank's share over its steps, for ranks with data of
             their own (Wang et al. 2020, arXiv:2007.07481).
         compensation: lambda of `outer.compensated`; 0 for none, which is right for all but plain SGD.
+        merge_each_epoch: all ranks wait for each other, and hold one model, where `BalancedDataLoader` ends an epoch;
+            elsewhere `optimizer.merge()` does that.
         drift_limit: rounds are halved when ranks drift apart further, see `policy.staleness.Guard`; None for never.
     """
 
@@ -69,6 +71,7 @@ class LocalSGD:
     outer: Outer = Outer()
     weights: str = "samples"
     compensation: float = 0.0
+    merge_each_epoch: bool = True
     drift_limit: float | None = None
 
     def __post_init__(self) -> None:

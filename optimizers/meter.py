@@ -1,8 +1,16 @@
-"""Measuring compute alone: a stopwatch that runs while a rank computes and stands while it waits for others."""
+"""What a rank's samples cost it: a stopwatch that runs while the rank computes and stands while it waits for others.
+
+Where compute runs on the cores that also serve the communication (sums, copies, codecs), a rank with few cores needs
+longer for that as well, whatever its share: so much time goes to its overhead. It is estimated from processor time,
+
+    service = processor time while waiting / processor time per second of compute
+"""
 
 from __future__ import annotations
 
+import statistics
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -29,12 +37,18 @@ class WallClock:
 
 
 class ComputeMeter:
-    """Sums the seconds of the segments in which a rank computed."""
+    """Sums the seconds of the segments in which a rank computed.
 
-    def __init__(self, stopwatch: Stopwatch) -> None:
-        self.stopwatch = stopwatch
+    Args:
+        processor_s: seconds of processor time of this process, all threads; for ranks that compute on their cores.
+    """
+
+    def __init__(self, stopwatch: Stopwatch, *, processor_s: Callable[[], float] = time.process_time) -> None:
+        self.stopwatch, self._processor_s = stopwatch, processor_s
         self._segments: list[tuple[Any, Any]] = []
         self._start: Any = None
+        self._mark_s: float | None = None  # of processor time, where the present segment or pause began
+        self._computing_s = self._waiting_s = 0.0  # of processor time
 
     @property
     def running(self) -> bool:
@@ -42,15 +56,53 @@ class ComputeMeter:
 
     def run(self) -> None:
         """A segment begins here; one that is open is forgotten (it was not this batch's)."""
+        now_s = self._processor_s()
+        if self._start is None and self._mark_s is not None:
+            self._waiting_s += now_s - self._mark_s
+        self._mark_s = now_s
         self._start = self.stopwatch.mark()
 
     def pause(self) -> None:
         """The open segment, if any, ends here."""
         if self._start is not None:
             self._segments.append((self._start, self.stopwatch.mark()))
+            now_s = self._processor_s()
+            if self._mark_s is not None:
+                self._computing_s += now_s - self._mark_s
+            self._mark_s = now_s
         self._start = None
 
     def take_s(self) -> float:
         """The seconds of all segments since the last call."""
         segments, self._segments = self._segments, []
         return sum(self.stopwatch.seconds(start, end) for start, end in segments)
+
+    def take_service_s(self, compute_s: float) -> float:
+        """The seconds that serving the communication took of this rank's cores since the last call, which followed
+        `compute_s` of compute; 0 where compute does not run on them."""
+        computing_s, waiting_s = self._computing_s, self._waiting_s
+        self._computing_s = self._waiting_s = 0.0
+        if not isinstance(self.stopwatch, WallClock) or computing_s <= 0.0:
+            return 0.0
+        return min(compute_s, waiting_s * compute_s / computing_s)
+
+
+class Pace:
+    """The usual seconds from the beginning of a step to that of the next."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._began: float | None = None
+        self._step_s: deque[float] = deque(maxlen=9)
+
+    def begin(self) -> None:
+        """A step begins."""
+        now = self._clock()
+        if self._began is not None:
+            self._step_s.append(now - self._began)
+        self._began = now
+
+    @property
+    def usual_s(self) -> float | None:
+        """The median of the last steps; None before the second one."""
+        return statistics.median(self._step_s) if self._step_s else None

@@ -209,6 +209,7 @@ class BalancedDataLoader:
                 bar.set_postfix_str("shares " + ":".join(map(str, self.balancer.plan.shares)), refresh=False)
                 bar.update(self.balancer.global_batch_size)
         self.batch_sampler.end_epoch()
+        self.balancer.end_epoch()
         if bar is not None:
             bar.close()
 

@@ -1,4 +1,4 @@
-"""Local SGD behind `DistributedOptimizer(strategy=…)`: which steps ranks make apart, and their parameters as fragments."""
+"""Local SGD behind `DistributedOptimizer(strategy=…)`: which steps ranks make apart, and parameters as fragments."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from hvd_hetero.engine.port import Engine
+from hvd_hetero.optimizers.agreement import agree_text
 from hvd_hetero.optimizers.balancer import Balancer
 from hvd_hetero.optimizers.fragment import fragments_of
 from hvd_hetero.optimizers.local_sgd import LocalSGD, Rounds, control_length
@@ -17,6 +18,17 @@ from .buffers import average_buffers
 from .checksum import check_alike
 from .layout import WIRE
 from .ways import Ways
+
+
+def strategy_of(strategy: LocalSGD | str) -> LocalSGD | None:
+    """The local strategy that a user's argument names; None for synchronous training."""
+    if isinstance(strategy, LocalSGD):
+        return strategy
+    if strategy not in ("synchronous", "local"):
+        raise ValueError(
+            f'strategy: expected "synchronous", "local" or an hvd.LocalSGD. Received: {strategy!r}.'
+        )
+    return LocalSGD() if strategy == "local" else None
 
 
 class ParameterStore:
@@ -70,10 +82,12 @@ class LocalSteps:
     ) -> None:
         self.rule, self._engine, self._balancer, self._ways = rule, engine, balancer, ways
         self._store = ParameterStore(parameters, rule.fragments, ways.takes)
+        agree_text(engine, lambda: str(rule), title="strategy", name=engine.unique("hvd_hetero.strategy."))
         self._name = f"hvd_hetero.{balancer.name}.{engine.unique('local.')}"
         self.rounds = Rounds(
             rule, balancer=balancer, store=self._store, exchanges=self._exchanges, on_merge=self._record
         )
+        self._bytes = [f.buffer.numel() * f.buffer.element_size() for f in self.rounds.fragments]
         self._begun = False
         self._samples = 0.0  # since the buffers were averaged
 
@@ -112,10 +126,13 @@ class LocalSteps:
             self.rounds.begin()
             self._begun = True
 
-    def after_step(self, samples: float, *, lr: float) -> float:
-        """Seconds that this rank waited after an update over `samples`."""
+    def after_step(self, samples: float, *, lr: float) -> int:
+        """The bytes that this rank has sent after an update over `samples`."""
         self._samples += samples
-        return self.rounds.after_step(samples, lr=lr, compute=self._balancer.reported)
+        before = [fragment.sends for fragment in self.rounds.fragments]
+        self.rounds.after_step(samples, lr=lr, compute=self._balancer.reported)
+        sends = [fragment.sends - first for fragment, first in zip(self.rounds.fragments, before, strict=True)]
+        return sum(number * size for number, size in zip(sends, self._bytes, strict=True))
 
     def merge(self, model: torch.nn.Module | None = None) -> None:
         """Returns when all ranks hold one model, with every step of every rank in it. A collective call."""

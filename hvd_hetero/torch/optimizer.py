@@ -11,10 +11,13 @@ import horovod.torch as horovod
 import torch
 
 from hvd_hetero.optimizers.balancer import Balancer
+from hvd_hetero.optimizers.local_sgd import LocalSGD
 from hvd_hetero.policy.topology import Topology
 
 from .balancer import equal_weights
 from .compression import is_ours, wire_of
+from .factor import check_no_factor, factor_applied
+from .local import LocalSteps, strategy_of
 from .reducer import GradientReducer
 from .ways import Ways
 
@@ -33,6 +36,7 @@ def DistributedOptimizer(
     *,
     balancer: Balancer | None = None,
     topology: Topology | str | None = None,
+    strategy: LocalSGD | str = "synchronous",
     bucket_bytes: int | None = None,
 ) -> torch.optim.Optimizer:
     """The optimizer, of its own class, with gradients reduced over all ranks before each update.
@@ -53,13 +57,20 @@ def DistributedOptimizer(
             within nodes and between them, by that algorithm (see `hvd_hetero.engine.hierarchy`). "auto": whichever is
             fastest when measured, for each bucket. A `Topology`: its nodes instead of those that are found. All but
             "flat" need `hvd.init(process_sets="dynamic")`.
+        strategy: "synchronous": ranks wait for each other in each step, as ever. "local", or a `hvd.LocalSGD(...)` for
+            its numbers: each rank takes its steps by itself and what it has done is merged now and then, so that a rank
+            that is slow, stalls, or sits behind a slow link holds nobody up. Call `optimizer.merge()` before the job
+            ends, and before saving or evaluating: then all ranks hold one model, and nothing is lost.
         bucket_bytes: at most so many bytes of gradients in one operation (default: 8 MiB; with a topology, what suits
             its links, down to 1 MiB behind slow ones).
 
     Raises:
         ValueError, TypeError: arguments that do not fit together, on the rank that passed them.
     """
-    ours = is_ours(compression) or topology is not None
+    local = strategy_of(strategy)
+    ours = is_ours(compression) or topology is not None or local is not None
+    if balancer is None:
+        check_no_factor(optimizer)
     if balancer is None and not ours:
         return _plain(
             optimizer,
@@ -107,6 +118,10 @@ def DistributedOptimizer(
         bucket_bytes=bucket_bytes,
         groups=groups if groups is not None else (num_groups or None),
     )
+    if local is not None:
+        reducer.local = LocalSteps(
+            local, [p for p in parameters if p.requires_grad], engine=balancer.engine, balancer=balancer, ways=ways
+        )
     base = type(optimizer)
     # horovod.torch.broadcast_optimizer_state tells a distributed optimizer by its module, and then steps the base.
     methods = {**_methods(base), "__module__": "horovod.torch.optimizer"}
@@ -141,22 +156,42 @@ def _methods(base: type[torch.optim.Optimizer]) -> dict[str, Callable[..., Any]]
 
     def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
         self._wrapped._opt_called = True  # for a scheduler made before wrapping
-        if closure is not None:
+        reducer = self._reducer
+        lr = 0.0
+        if closure is not None and reducer.apart:
+            reducer.local.before_step()
+            with factor_applied(self):
+                lr = _rate(self)
+                result = base.step(self, closure)
+        elif closure is not None:
             # It runs backward() itself, and backward() reduces. The loss is made global as well, because an optimizer
             # that decides by it (LBFGS) must decide alike on all ranks.
-            result = base.step(self, lambda: self._reducer.mean_over_ranks(closure()))
+            with factor_applied(self):
+                result = base.step(self, lambda: reducer.mean_over_ranks(closure()))
         else:
             if self._should_synchronize:
                 self.synchronize()
-            result = base.step(self)
+            if reducer.apart:
+                reducer.local.before_step()
+            with factor_applied(self):
+                lr = _rate(self)
+                result = base.step(self)
         self._synchronized = False
-        self._reducer.finished()
+        reducer.finished(lr=lr)
         return result
 
     def synchronize(self: Any) -> None:
         """Returns when the gradients are reduced – which they are after backward(), but for a rank without samples."""
         self._reducer.flush()
         self._synchronized = True
+
+    def merge(self: Any, model: torch.nn.Module | None = None) -> None:
+        """Returns when all ranks hold one model, in which every step of every rank counts once. A collective call.
+
+        With `model`, its buffers (running statistics of BatchNorm) become those of all ranks' samples as well.
+        """
+        if self._reducer.local is not None:
+            self._reducer.local.merge(model)
 
     @contextlib.contextmanager
     def skip_synchronize(self: Any) -> Iterator[None]:
@@ -185,12 +220,18 @@ def _methods(base: type[torch.optim.Optimizer]) -> dict[str, Callable[..., Any]]
     return {
         "step": step,
         "synchronize": synchronize,
+        "merge": merge,
         "skip_synchronize": skip_synchronize,
         "load_state_dict": load_state_dict,
         "set_backward_passes_per_step": set_backward_passes_per_step,
         "add_param_group": add_param_group,
         "__reduce__": __reduce__,
     }
+
+
+def _rate(optimizer: torch.optim.Optimizer) -> float:
+    """The learning rate of the first group, which stands for all."""
+    return float(optimizer.param_groups[0].get("lr", 0.0))
 
 
 def _unwrapped(base: type[torch.optim.Optimizer], state: dict[str, Any]) -> torch.optim.Optimizer:

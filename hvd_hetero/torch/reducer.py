@@ -17,14 +17,17 @@ from hvd_hetero.optimizers import control
 from hvd_hetero.optimizers.balancer import Balancer
 from hvd_hetero.optimizers.weighted import WeightedExchange
 
-from .layout import WIRE, BucketLayout
+from .layout import WIRE, BucketLayout, check_type
+from .local import LocalSteps
 from .loss import mean_over_ranks
+from .noise import GradientNoise
 from .passes import Passes
 from .stopwatch import stopwatch_of
 from .ways import Ways
 
 # Few and large: an operation costs each rank a negotiation.
 BUCKET_BYTES = 8 << 20
+
 
 class GradientReducer:
     """Reduces the gradients of `parameters` after each backward pass, weighted by `balancer`'s counts.
@@ -57,16 +60,19 @@ class GradientReducer:
         self.passes, self._scale, self._predivide = passes, scale, predivide
         self._sparse_as_dense, self._bucket_bytes, self._groups = sparse_as_dense, bucket_bytes, groups
         self._parameters: list[torch.nn.Parameter] = []
+        self.local: LocalSteps | None = None  # the strategy, where some steps are made apart
         self._number = balancer.attach(self)
         self._leads = self._number == 0
         self._generation = 0
         self._batches = 0  # begun since the last exchange, the same on all ranks
         self._passes = Passes(self._parameters)  # since the last exchange
         self._callback_queued = False
+        self._terms = 0.0  # of the last step, on this rank
         self._final = False  # this backward pass is the last before the exchange
         self.reduced = False  # gradients are the global ones
         self.wait_s = 0.0  # for communication, in the last step
         self.bytes_sent = 0
+        self.noise = GradientNoise()
         self.add(parameters)
 
     # Layout ---------------------------------------------------------------------------------------------------------
@@ -76,11 +82,7 @@ class GradientReducer:
         known = {id(parameter) for parameter in self._parameters}
         new = [p for p in parameters if p.requires_grad and id(p) not in known]
         for parameter in new:
-            if parameter.dtype not in WIRE:
-                raise TypeError(
-                    f"Expected parameters of a real floating type. Received: {parameter.dtype}, "
-                    f"shape {list(parameter.shape)}."
-                )
+            check_type(parameter)
             parameter.register_post_accumulate_grad_hook(self._hook)
         if self._leads and new:
             self._balancer.measure_with(stopwatch_of(new[0].device))
@@ -150,7 +152,7 @@ class GradientReducer:
     def _hook(self, parameter: torch.nn.Parameter) -> None:
         if not self._callback_queued:
             self._begin_pass()
-        if self._final and self._balancer.count_now:
+        if self._final and self._balancer.count_now and not self.apart:
             self._take(parameter)
 
     def _take(self, parameter: torch.nn.Parameter) -> None:
@@ -167,6 +169,7 @@ class GradientReducer:
         self._pending[index] -= 1
         if self._pending[index] == 0:
             self._layout.fill(index, self._weight)
+            self.noise.sees(self._layout, index)
             self._exchange.submit(index)
 
     def _reference(self) -> float:
@@ -182,7 +185,12 @@ class GradientReducer:
         return terms / self._reference() / self._predivide
 
     def _outgoing(self) -> list[float]:
-        return self._balancer.outgoing(leads=self._leads, count=self._passes.terms)
+        return self._balancer.outgoing(leads=self._leads, count=self._passes.terms, noise=self.noise)
+
+    @property
+    def apart(self) -> bool:
+        """Whether this step's gradient stays this rank's own."""
+        return self.local is not None and self.local.apart()
 
     def _after_backward(self) -> None:
         self._callback_queued = False
@@ -202,12 +210,23 @@ class GradientReducer:
             self._passes.begin(self._balancer.count_now or 0.0)
         self._finish()
 
-    def finished(self) -> None:
-        """Ends the step, after the update."""
+    def finished(self, *, lr: float) -> None:
+        """Ends the step, after the update; `lr`: its learning rate."""
         self.reduced = False
         if self._leads:
             self._balancer.finished(wait_s=self.wait_s, bytes_sent=self.bytes_sent)
         self.wait_s, self.bytes_sent = 0.0, 0
+        if self.local is not None and self.apart:
+            self._balancer.pause()
+            start = time.perf_counter()
+            self.bytes_sent = self.local.after_step(self._terms, lr=lr)
+            self.wait_s = time.perf_counter() - start
+            self._balancer.resume()
+
+    def on_epoch_end(self) -> None:
+        """The samples of an epoch are used up."""
+        if self.local is not None and self.local.rule.merge_each_epoch:
+            self.local.merge()
 
     def _submit_rest(self) -> None:
         """Sends what no hook has sent."""
@@ -220,6 +239,8 @@ class GradientReducer:
 
     def withdraw(self) -> Callable[[], bool]:
         """Takes part in the next exchange with nothing, without waiting; tells whether it is over."""
+        if self.local is not None and self.apart:
+            return self.local.rounds.withdraw()
         self._passes.clear()
         self._submit_rest()
         return self._exchange.done
@@ -230,9 +251,14 @@ class GradientReducer:
         return mean_over_ranks(loss, terms=self._balancer.count_now or 0.0, engine=self._engine, name=name)
 
     def _finish(self) -> None:
+        self._terms = self._passes.terms
+        if self.apart:
+            self._finish_apart()
+            return
         self._submit_rest()
         self._balancer.pause()
         start = time.perf_counter()
+        terms, batches = self._passes.terms, self._batches_summed()
         try:
             results, total = self._exchange.finish(self._factor)
         finally:
@@ -247,12 +273,31 @@ class GradientReducer:
             self._layout.deliver(index, flat)
             self.bytes_sent += flat.numel() * flat.element_size()
         self.reduced = True
-        self._balancer.incoming(total, leads=self._leads)
+        self._balancer.incoming(total, leads=self._leads, noise=self.noise)
+        self.noise.ends(
+            self._layout, results, rank=self._engine.rank, terms=terms, unit=self._reference() * self._predivide,
+            gain=self._scale * batches, all_terms=total[0], batches=batches,
+        )  # fmt: skip
+
+    def _finish_apart(self) -> None:
+        """Makes `p.grad` the mean over this rank's own loss terms."""
+        terms, unit = self._passes.terms, self._passes.unit
+        factor = self._scale * self._batches_summed() * unit / terms if terms else 0.0
+        for parameter in self._parameters:
+            if not terms:
+                parameter.grad = None
+            elif factor != 1.0 and parameter.grad is not None:
+                parameter.grad.mul_(factor)
+        self._passes.clear()
+        self._batches = 0
+        self.reduced = True
 
     def _factor(self, total: list[float]) -> float:
         """What turns the sum of c_i g_i into the mean over all loss terms – zero when there were none."""
         if total[0] == 0:
             return 0.0
-        # The sum over the passes done, as Horovod's: fewer than `passes` where step() came early.
-        passes = max(1, min(self._batches, self.passes))
-        return self._scale * passes * self._predivide * self._reference() / total[0]
+        return self._scale * self._batches_summed() * self._predivide * self._reference() / total[0]
+
+    def _batches_summed(self) -> int:
+        """The passes whose sum the gradient is, as Horovod's: fewer than `passes` where step() came early."""
+        return max(1, min(self._batches, self.passes))

@@ -79,13 +79,14 @@ class Ways:
     def of(self, layout: BucketLayout, *, name: str) -> list[Way]:
         """A way for each bucket. All ranks call it with the same layout."""
         return [
-            self._way(f"{name}.bucket.{index}", bucket, [tuple(p.shape) for p in members], lossy)
+            self.way(f"{name}.bucket.{index}", bucket, [tuple(p.shape) for p in members], lossy)
             for index, (bucket, members, lossy) in enumerate(
                 zip(layout.buckets, layout.members, layout.lossy, strict=True)
             )
         ]
 
-    def _way(self, name: str, bucket: torch.Tensor, shapes: Sequence[tuple[int, ...]], lossy: bool) -> Way:
+    def way(self, name: str, bucket: torch.Tensor, shapes: Sequence[tuple[int, ...]], lossy: bool) -> Way:
+        """The way of one bucket, of tensors of these shapes; `lossy`: through the codec. A collective call."""
         if self._router is None:
             return Route(self._levels, "flat", cross=Exact(self._compressor))
         return self._router.way(name, bucket, shapes, lossy=lossy)
