@@ -54,10 +54,10 @@ class Clock:
         return self.walls[at] - (self.progress[at] - target)
 
 
-def simulated_step_s(times_s, jitters, exchange_s, *, steps=4000, seed=0):
+def simulated_step_s(times_s, jitters, exchange_s, *, steps=2500, seed=0):
     """The mean seconds of synchronous steps: everybody computes, the last starts an exchange that needs all running."""
     rng = np.random.default_rng(seed)
-    horizon_s = 12 * steps * (max(times_s) + exchange_s)
+    horizon_s = 16 * steps * (max(times_s) + exchange_s)
     clocks = [Clock.of(rng, j, horizon_s) for j in jitters]
     together, now_s = Clock.of_all(clocks), 0.0
     sigma = np.sqrt(np.log1p(np.array([j.variation for j in jitters]) ** 2))
@@ -78,8 +78,9 @@ SHORT, LONG = Jitter(variation=0.05, stalled=0.1, stall_s=0.3), Jitter(variation
     ([1.0, 0.9, 0.5, 0.2], [Jitter(variation=0.2)] * 4, 0.1),
     ([1.0] * 4, [SHORT] * 4, 0.2),
     ([1.0] * 4, [LONG] * 4, 0.2),
+    ([1.0] * 2, [Jitter(stalled=0.6, stall_s=3.0)] * 2, 0.0),
     ([1.0] * 8, [Jitter(stalled=0.2, stall_s=3.0)] * 8, 0.0),
-    ([1.0] * 4, [Jitter(variation=0.1)] * 3 + [Jitter(stalled=0.3, stall_s=0.01)], 0.1),
+    ([1.0] * 4, [Jitter(variation=0.1)] * 3 + [Jitter(stalled=0.3, stall_s=0.05)], 0.1),
     ([1.0, 1.0, 0.3, 0.1], [Jitter(), Jitter(variation=0.1), SHORT, Jitter(stalled=0.3, stall_s=2.0)], 0.0),
     ([1.0, 1.0, 0.3, 0.0], [Jitter(), Jitter(variation=0.1), SHORT, Jitter(stalled=0.3, stall_s=2.0)], 0.2),
 ])
@@ -90,7 +91,7 @@ def test_a_synchronous_step_takes_as_long_as_simulated(times_s, jitters, exchang
 
 def test_laws_of_a_synchronous_step():
     rng = random.Random(1)
-    for _ in range(60):
+    for _ in range(25):
         ranks = rng.randint(1, 5)
         times_s = [rng.choice([0.0, rng.random(), 1.0]) for _ in range(ranks)]
         jitters = [Jitter(variation=0.3 * rng.random(), stalled=rng.choice([0.0, 0.4 * rng.random()]),
@@ -110,6 +111,7 @@ def test_laws_of_a_synchronous_step():
         assert synchronous_step_s([7.0 * t for t in times_s], scaled, exchange_s=0.7) == pytest.approx(7.0 * step_s)
     assert synchronous_step_s([3.0, 1.0], [Jitter()] * 2, exchange_s=0.5) == pytest.approx(3.5, rel=1e-3)
     assert synchronous_step_s([0.0], [Jitter()], exchange_s=0.5) == 0.5
+    assert synchronous_step_s([2.0, 0.0], [Jitter(variation=0.8), Jitter()]) == pytest.approx(2.0, rel=5e-3)
 
 
 def test_steady_ranks_with_the_best_shares_are_as_fast_either_way():
@@ -129,7 +131,7 @@ def test_local_ranks_go_at_their_own_rates():
     models, jitters = [model(1 / 8), model(1 / 2)], [Jitter(variation=0.5), Jitter(stalled=0.5, stall_s=100.0)]
     local = predict_local(models, [16, 16], round_steps=20, jitters=jitters)
     assert local.samples_per_s == pytest.approx(8 + 1) and local.round_lengths == (20, 2)
-    assert local.period_s == pytest.approx(40.0) or local.period_s == pytest.approx(2 * 16.0)
+    assert local.period_s == pytest.approx(40.0)
     alone = predict_local(models, [16, 0], round_steps=20)
     assert alone.samples_per_s == pytest.approx(8.0) and alone.round_lengths == (20, 0)
     passes = predict_local([model(1 / 8, 1.0)], [16], round_steps=5, micro_batch=[4])
@@ -145,7 +147,7 @@ def test_a_merge_costs_only_what_is_longer_than_the_round():
 
 
 @pytest.mark.parametrize(("trouble", "strategy"), [
-    ({}, "synchronous"), ({"exchange_s": 0.02}, "synchronous"), ({"exchange_s": 1.0}, "local"),
+    ({}, "synchronous"), ({"exchange_s": 0.01}, "synchronous"), ({"exchange_s": 1.0}, "local"),
     ({"jitters": [Jitter(variation=0.02)] * 4}, "synchronous"), ({"jitters": [Jitter(variation=0.5)] * 4}, "local"),
     ({"jitters": [Jitter()] * 3 + [Jitter(stalled=0.3, stall_s=5.0)]}, "local"),
     ({"exchange_s": 1.0, "merge_s": 100.0}, "synchronous"),
@@ -153,7 +155,7 @@ def test_a_merge_costs_only_what_is_longer_than_the_round():
 def test_the_choice_for_known_clusters(trouble, strategy):
     choice = choose(*predict([model(0.1), model(0.1), model(0.2), model(0.4)], 24, round_steps=20, **trouble))
     assert choice.strategy == strategy
-    assert "samples/s" in choice.reason and "slower" in choice.reason + " slower" * ("nothing" in choice.reason)
+    assert "samples/s synchronous" in choice.reason and ("exact" in choice.reason) == (strategy == "synchronous")
 
 
 def rates(synchronous, local=100.0):
@@ -172,6 +174,7 @@ def test_synchronous_wherever_it_is_near_and_otherwise_what_holds(rate, chosen):
         choice = choose(*rates(rate), current=current)
         assert choice.strategy == strategy
         assert choice.samples_per_s == (rate if strategy == "synchronous" else 100.0)
+        assert ("nothing changes" in choice.reason) == (rate == 90.0 and current is not None)
 
 
 @pytest.mark.parametrize("truth", [0.7, 0.85, 0.9, 0.95, 1.0])
