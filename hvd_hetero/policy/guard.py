@@ -14,6 +14,10 @@ over the noise ratio, squared, is about 1 + steps * pull^2 / noise^2. The guard 
 are as long as drift hides in noise. Noise alone shortens none, and without noise different pulls end at single steps,
 where the mean is exact.
 
+Where few directions hold all the noise, a single mean may be short by luck and its quotient large. So 1 / quotient^2 is
+averaged, in which such luck is a number near 0 among others and not a huge one: the squared means of several merges
+pooled. Only after some merges of one length is anything decided.
+
 Halving, and one step more after calm merges, as flodl's El Che does it. Between the two limits lies a factor of
 (limit^2 - 1) / (calm^2 - 1), 2.8 as given: halving lands between them, and nothing swings.
 """
@@ -25,20 +29,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 HARMLESS = 0.5      # a noise ratio counts as no less: ranks that all go nearly the same way do not have to stop for it
+CALMEST = 2.0       # 1 / quotient^2 counts as no more: one calm merge must not make up for many bad ones
+MEMORY = 8          # merges that the mean reaches back to
 
 
 @dataclass(frozen=True, kw_only=True)
 class Guard:
-    """How many steps the fastest rank's rounds have, and the merges that were counted since it last changed."""
+    """How many steps the fastest rank's rounds have, and what was seen of merges since that last changed."""
 
     round_steps: int            # the longest round
     length: int | None = None   # the present one; None: the longest
-    limit: float = 1.5          # of drift ratio over noise ratio: above it a merge is a bad one
-    calm: float = 1.2           # below it a merge is a calm one
-    bad_merges: int = 2         # so many in a row halve the length
-    calm_merges: int = 5        # so many in a row add a step
-    bad_so_far: int = 0
-    calm_so_far: int = 0
+    limit: float = 1.5          # of drift ratio over noise ratio: above it the length is halved
+    calm: float = 1.2           # below it a step is added
+    settle_merges: int = 5      # after a change, so many are seen before the next
+    merges: int = 0
+    inverse_square: float = 0.0     # the mean of 1 / quotient^2 over those merges
 
     def __post_init__(self) -> None:
         if self.round_steps < 1 or not 1 <= self.steps <= self.round_steps:
@@ -47,10 +52,9 @@ class Guard:
         if not 1.0 <= self.calm < self.limit:
             raise ValueError("calm and limit: expected 1 or more (noise alone comes to 1), and calm below limit. "
                              f"Received: {self.calm} and {self.limit}.")
-        if self.bad_merges < 1 or self.calm_merges < 1 or self.bad_so_far < 0 or self.calm_so_far < 0:
-            raise ValueError("bad_merges, calm_merges and what was counted: expected at least 1, and 0 or more. "
-                             f"Received: {self.bad_merges}, {self.calm_merges}, {self.bad_so_far} and "
-                             f"{self.calm_so_far}.")
+        if self.settle_merges < 1 or self.merges < 0 or not 0.0 <= self.inverse_square <= CALMEST:
+            raise ValueError("settle_merges, merges and inverse_square: expected at least 1, 0 or more and 0 to "
+                             f"{CALMEST}. Received: {self.settle_merges}, {self.merges} and {self.inverse_square}.")
 
     @property
     def steps(self) -> int:
@@ -65,14 +69,15 @@ class Guard:
         if math.isnan(drift) or not (drift >= 0.0 and math.isfinite(noise) and noise >= 0.0):
             raise ValueError("drift and noise: expected 0 or more, noise finite; leave a merge that is not finite out. "
                              f"Received: {drift} and {noise}.")
-        quotient = drift / max(noise, HARMLESS)
-        bad = self.bad_so_far + 1 if quotient > self.limit else 0
-        calm = self.calm_so_far + 1 if quotient < self.calm else 0
-        if bad >= self.bad_merges:
-            return replace(self, length=max(self.steps // 2, 1), bad_so_far=0, calm_so_far=0)
-        if calm >= self.calm_merges:
-            return replace(self, length=min(self.steps + 1, self.round_steps), bad_so_far=0, calm_so_far=0)
-        return replace(self, bad_so_far=bad, calm_so_far=calm)
+        least = max(noise, HARMLESS)
+        seen = min((least / drift) ** 2, CALMEST) if drift > least / CALMEST else CALMEST
+        merges = self.merges + 1
+        mean = self.inverse_square + (seen - self.inverse_square) / min(merges, MEMORY)
+        if merges >= self.settle_merges and mean < self.limit**-2:
+            return replace(self, length=max(self.steps // 2, 1), merges=0, inverse_square=0.0)
+        if merges >= self.settle_merges and mean > self.calm**-2:
+            return replace(self, length=min(self.steps + 1, self.round_steps), merges=0, inverse_square=0.0)
+        return replace(self, merges=merges, inverse_square=mean)
 
 
 def drift_ratio(spread_sum: float, weight_sum: float, mean_square: float) -> float:

@@ -133,7 +133,7 @@ def _noise(variation: float) -> np.ndarray:
     sigma = math.sqrt(math.log1p(variation**2))
     normal = [NormalDist().inv_cdf((k + 0.5) / QUANTILES) for k in range(QUANTILES)]
     values = np.exp(sigma * np.array(normal))
-    return np.asarray(values / values.mean())
+    return values / values.mean()
 
 
 def _widening(reach: float, scale: float) -> np.ndarray:
@@ -148,11 +148,11 @@ def _area(grid: np.ndarray, height: np.ndarray) -> float:
 def _finished(grid: np.ndarray, nodes: np.ndarray, time_s: float, j: Jitter) -> np.ndarray:
     """P(F <= x) for each x of the grid."""
     if not j.stalled:
-        return np.searchsorted(nodes, grid, side="right") / len(nodes)
+        return np.asarray(np.searchsorted(nodes, grid, side="right") / len(nodes))
     mean_stops = time_s * j.stops_per_s
     late = _widening(LONGEST_STOP + 3.0 * mean_stops, 1.0)       # in mean stops
     by_then = _total_stop(late, mean_stops)
-    return np.interp(grid[:, None] - nodes, j.stall_s * late, by_then, left=0.0).mean(axis=1)
+    return np.asarray(np.interp(grid[:, None] - nodes, j.stall_s * late, by_then, left=0.0).mean(axis=1))
 
 
 def _total_stop(late: np.ndarray, mean_stops: float) -> np.ndarray:

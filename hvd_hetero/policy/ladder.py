@@ -76,8 +76,9 @@ class LadderRule:
         if not 1 <= self.bad_windows < self.good_windows:
             raise ValueError("bad_windows and good_windows: expected at least 1, and more good than bad ones. "
                              f"Received: {self.bad_windows} and {self.good_windows}.")
-        if not 0.0 < self.relief < 1.0:
-            raise ValueError(f"relief: expected a number between 0 and 1. Received: {self.relief}.")
+        if not 0.0 < self.relief < 1.0 or self.relief * self.slowness[0] <= 1.0:
+            raise ValueError("relief: expected a number below 1 and above 1 / the first limit of slowness, or no rank "
+                             f"ever goes up. Received: {self.relief} and {self.slowness[0]}.")
 
 
 class Move(NamedTuple):
@@ -145,12 +146,11 @@ def _wanted(rank: int, rung: Rung, seen: Sequence[Window], rule: LadderRule) -> 
 
 
 def _belongs(window: Window, rule: LadderRule, part: float) -> tuple[Rung, str]:
-    """The rung that these measurements ask for, with limits at a part of the rule's; and the worst of them, in words."""
+    """The rung that these measurements ask for, with limits at a part of the rule's; and the worst one, in words."""
     worst, words = Rung.EVERY_STEP, "nothing is wrong"
     for name, text in (("slowness", "{:.3g} times slower than the others"), ("stalled", "stopped {:.0%} of the time"),
                        ("link", "its link takes {:.2g} of a step")):
         value, limits = getattr(window, name), getattr(rule, name)
-        # Slowness is 1 where nothing is wrong, the others 0.
         rung = Rung(sum(value >= part * limit for limit in limits))
         if rung > worst:
             worst, words = rung, text.format(value)
@@ -158,7 +158,7 @@ def _belongs(window: Window, rule: LadderRule, part: float) -> tuple[Rung, str]:
 
 
 def _severity(seen: Sequence[Window], rule: LadderRule) -> float:
-    """How bad the last window was: the largest measurement over its first limit; infinite where nothing was measured."""
+    """How bad the last window was: the largest measurement over its first limit; infinite where there is none."""
     if not seen:
         return math.inf
     return max(getattr(seen[-1], f.name) / getattr(rule, f.name)[0] for f in fields(Window))

@@ -1,4 +1,4 @@
-"""Which strategy processes more samples: synchronous steps, in which all wait for all, or local SGD, in which none does.
+"""Which strategy pays: synchronous steps, in which all wait for all, or local SGD, in which nobody does.
 
     synchronous    B / (mean time of the slowest rank, stops of any rank, exchange that backward does not hide)
     local          sum_i b_i (1 - f_i) / t_i(b_i),   times round / merge where a merge takes longer than a round
@@ -124,9 +124,9 @@ def choose(synchronous: Prediction, local: Prediction, *, current: str | None = 
     behind = 1.0 - synchronous.samples_per_s / max(synchronous.samples_per_s, local.samples_per_s)
     rates = f"{synchronous.samples_per_s:.4g} samples/s synchronous, {local.samples_per_s:.4g} local"
     if behind == 0.0:
-        return _choice(synchronous, f"{rates}: none is faster than exact steps")
+        return _choice(synchronous, f"{rates}: nothing is faster than exact steps")
     if behind <= rule.near:
-        return _choice(synchronous, f"{rates}: {behind:.1%} slower at most {rule.near:.0%}, and exact")
+        return _choice(synchronous, f"{rates}: exact steps are only {behind:.1%} slower")
     if behind > rule.leave or current is None:
         return _choice(local, f"{rates}: synchronous is {behind:.1%} slower")
     kept = synchronous if current == SYNCHRONOUS else local
