@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from hvd_hetero.engine.port import Engine
@@ -13,11 +10,10 @@ from hvd_hetero.policy.replan import Plan, ReplanRule
 
 from . import control
 from .agreement import Terms, agree
-from .attachment import Attached, PeerError
-from .meter import ComputeMeter, Stopwatch, WallClock
+from .attachment import Attached, PeerError, withdraw
+from .meter import ComputeMeter, Pace, Stopwatch, WallClock
+from .noise import NoiseMeter
 from .planner import Planner
-
-FAIL_WAIT_S = 30.0  # at least so long a rank that fails waits for the others to hear of it
 
 
 class Balancer:
@@ -84,14 +80,15 @@ class Balancer:
         self.count_now: float | None = None
         self.last_pass = True  # False while micro-batches are to follow
         self._exchanges: list[Attached] = []
-        self._began: float | None = None
-        self._step_s: deque[float] = deque(maxlen=9)
+        self._pace = Pace()
         self._failed = False
         self._samples = 0  # of this rank since the last exchange
         self._batches = 0  # begun since the last exchange
         self.reported: tuple[float, float] = (0.0, 0.0)  # samples and seconds per batch, for the next exchange
         self.data_s = 0.0  # waited for data since the last exchange
-        self.staleness = 0.0  # of what entered last, in merges
+        self.entered = float(global_batch_size)  # samples of the last global batch that all ranks have heard of
+        self.staleness = 0.0  # mean over what was merged last, in merges; a strategy that merges late sets it
+        self._listeners: list[Callable[[], None]] = []
 
     # What a script asks ---------------------------------------------------------------------------------------------
 
@@ -119,10 +116,7 @@ class Balancer:
         if samples < 0:
             raise ValueError(f"samples: expected 0 or more. Received: {samples}.")
         self.step += 1
-        now = time.perf_counter()
-        if self._began is not None:
-            self._step_s.append(now - self._began)
-        self._began = now
+        self._pace.begin()
         self._batches += 1
         self._samples += samples
         self.last_pass = True
@@ -156,12 +150,7 @@ class Balancer:
         """Tells all ranks, in the exchange they wait in, that this one cannot go on; they raise `PeerError`."""
         self._failed = True
         self.step += 1
-        # Which exchange the others are in is theirs to know: this rank takes part in all, until one is over.
-        over = [exchange.withdraw() for exchange in self._exchanges]
-        usual = statistics.median(self._step_s) if self._step_s else 0.0
-        deadline = time.monotonic() + max(FAIL_WAIT_S, 10 * usual)
-        while over and not any(done() for done in over) and time.monotonic() < deadline:
-            time.sleep(0.01)
+        withdraw(self._exchanges, self._pace.usual_s or 0.0)
 
     # What the exchange asks -----------------------------------------------------------------------------------------
 
@@ -169,6 +158,10 @@ class Balancer:
         """The number of exchanges attached before; number 0 leads: it carries measurements and plans."""
         self._exchanges.append(exchange)
         return len(self._exchanges) - 1
+
+    def subscribe(self, listener: Callable[[], None]) -> None:
+        """Calls `listener` after each exchange that leads: what it reads here is then the same on all ranks."""
+        self._listeners.append(listener)
 
     def measure_with(self, stopwatch: Stopwatch) -> None:
         """Measures compute with what suits the device, unless the constructor was told."""
@@ -183,7 +176,7 @@ class Balancer:
         """Compute goes on: the update, or another backward pass."""
         self._meter.run()
 
-    def outgoing(self, *, leads: bool, count: float) -> list[float]:
+    def outgoing(self, *, leads: bool, count: float, noise: NoiseMeter | None = None) -> list[float]:
         """This rank's control vector."""
         samples, seconds = self.reported if leads else (0.0, 0.0)
         return control.pack(
@@ -194,9 +187,18 @@ class Balancer:
             samples=samples,
             failed=self._failed,
             announcement=self.planner.announcement if leads and self.rank == 0 else None,
+            norms=None if noise is None else noise.outgoing(),
         )
 
-    def incoming(self, total: Sequence[float], *, leads: bool, step: int | None = None, ahead: int = 0) -> None:
+    def incoming(
+        self,
+        total: Sequence[float],
+        *,
+        leads: bool,
+        noise: NoiseMeter | None = None,
+        step: int | None = None,
+        ahead: int = 0,
+    ) -> None:
         """Takes in what all ranks said: measurements, a plan, a failure.
 
         Where ranks are not all at the same batch, `step` is that of the foremost one when it spoke, and no rank begins
@@ -210,6 +212,10 @@ class Balancer:
                 f"Expected every rank to deliver batch {self.step}. Received: rank {ranks} could not (its data loader "
                 f"raised). The cause is in the output of rank {ranks}; this rank stops with it."
             )
+        if leads:
+            self.entered = sum(report.samples) or self.entered
+        if noise is not None:
+            noise.incoming(report.norms, self.entered)
         if not leads:
             return
         self.planner.observe(step - 1, report.samples, report.compute_s)
@@ -218,8 +224,9 @@ class Balancer:
             if plan is not None and self.trace is not None:
                 self.trace.plan(plan)
         elif self.adaptive and self.rank == 0:
-            recent = statistics.median(self._step_s) if self._step_s else None
-            self.planner.look(step, delay=self.lookahead + ahead, measured_step_s=recent)
+            self.planner.look(step, delay=self.lookahead + ahead, measured_step_s=self._pace.usual_s)
+        for listener in self._listeners:
+            listener()
 
     def finished(self, *, wait_s: float, bytes_sent: int) -> None:
         """Ends a step, after the update: its compute time goes out with the next gradient."""

@@ -2,13 +2,14 @@
 
 It is summed like a gradient. Each rank writes into its own slots and leaves the others' zero, so the sum is a gather:
 the number of loss terms, last step's share and compute time of every rank, whether a rank has failed, and – written
-by rank 0 alone – the next plan. All ranks read the identical sum, and therefore hold the identical plan.
+by rank 0 alone – the next plan. All ranks read the identical sum, and therefore hold the identical plan. The slots for
+the noise of the gradient are there whether or not anybody measures it, so that all ranks' vectors have one length.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, fields
 
 REASON_LENGTH = 80  # characters of a plan's reason that travel
 
@@ -25,6 +26,16 @@ class Announcement:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Norms:
+    """What tells how noisy last step's gradient was: one rank's part and, summed, that of all. Zeros: not measured."""
+
+    squared_norm: float = 0.0  # of this rank's own mean gradient
+    inverse_terms: float = 0.0  # 1 over the loss terms it is a mean of
+    ranks: float = 0.0  # 1 where this rank had terms
+    merged: float = 0.0  # squared norm of the merged gradient, as rank 0 sees it: others' rounding may differ
+
+
+@dataclass(frozen=True, kw_only=True)
 class Report:
     """What all ranks said: index i is rank i."""
 
@@ -33,11 +44,12 @@ class Report:
     samples: tuple[float, ...]
     failed: tuple[int, ...]
     announcement: Announcement | None
+    norms: Norms
 
 
 def length(ranks: int) -> int:
     """The number of elements of the control vector."""
-    return 1 + 3 * ranks + 3 + ranks + REASON_LENGTH
+    return 1 + 3 * ranks + 3 + ranks + REASON_LENGTH + len(fields(Norms))
 
 
 def pack(
@@ -49,6 +61,7 @@ def pack(
     samples: float,
     failed: bool,
     announcement: Announcement | None,
+    norms: Norms | None = None,
 ) -> list[float]:
     """This rank's vector. Integers stay exact in fp32 up to 2**24."""
     vector = [0.0] * length(ranks)
@@ -62,6 +75,8 @@ def pack(
         vector[at : at + 3] = [announcement.version, announcement.delay, announcement.predicted_step_s]
         vector[at + 3 : at + 3 + ranks] = announcement.shares
         vector[at + 3 + ranks : at + 3 + ranks + len(text)] = text
+    if norms is not None:
+        vector[-len(fields(Norms)) :] = astuple(norms)
     return vector
 
 
@@ -84,4 +99,5 @@ def unpack(total: Sequence[float], *, ranks: int) -> Report:
         samples=tuple(total[1 + ranks : 1 + 2 * ranks]),
         failed=tuple(rank for rank in range(ranks) if total[1 + 2 * ranks + rank] > 0),
         announcement=announcement,
+        norms=Norms(**dict(zip((field.name for field in fields(Norms)), total[-len(fields(Norms)) :], strict=True))),
     )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import statistics
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -54,3 +56,24 @@ class ComputeMeter:
         """The seconds of all segments since the last call."""
         segments, self._segments = self._segments, []
         return sum(self.stopwatch.seconds(start, end) for start, end in segments)
+
+
+class Pace:
+    """The usual seconds from the beginning of a step to that of the next."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._began: float | None = None
+        self._step_s: deque[float] = deque(maxlen=9)
+
+    def begin(self) -> None:
+        """A step begins."""
+        now = self._clock()
+        if self._began is not None:
+            self._step_s.append(now - self._began)
+        self._began = now
+
+    @property
+    def usual_s(self) -> float | None:
+        """The median of the last steps; None before the second one."""
+        return statistics.median(self._step_s) if self._step_s else None

@@ -94,6 +94,12 @@ class BucketLayout:
             if weight != 1.0:
                 flat.mul_(weight)
 
+    def squared_norm(self, index: int, flat: torch.Tensor) -> torch.Tensor:
+        """The squared norm of the gradients in `flat`, bucket `index` or what the exchange returned for it: a scalar
+        on its device. In float64, as the noise is a small difference of such norms."""
+        tail = 0 if self.tail is None or index != self.tail_in else len(self.tail)
+        return torch.linalg.vector_norm(flat[: len(flat) - tail], dtype=torch.float64).square()
+
     def _dense(self, grad: torch.Tensor) -> torch.Tensor:
         if not self._sparse_as_dense:
             raise RuntimeError(

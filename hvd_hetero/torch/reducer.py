@@ -15,6 +15,7 @@ import torch
 from hvd_hetero.engine.port import Engine
 from hvd_hetero.optimizers import control
 from hvd_hetero.optimizers.balancer import Balancer
+from hvd_hetero.optimizers.noise import NoiseMeter
 from hvd_hetero.optimizers.weighted import WeightedExchange
 
 from .layout import WIRE, BucketLayout
@@ -67,6 +68,7 @@ class GradientReducer:
         self.reduced = False  # gradients are the global ones
         self.wait_s = 0.0  # for communication, in the last step
         self.bytes_sent = 0
+        self.noise = NoiseMeter()
         self.add(parameters)
 
     # Layout ---------------------------------------------------------------------------------------------------------
@@ -167,6 +169,8 @@ class GradientReducer:
         self._pending[index] -= 1
         if self._pending[index] == 0:
             self._layout.fill(index, self._weight)
+            if self.noise.measuring:
+                self.noise.add(self._layout.squared_norm(index, self._layout.buckets[index]))
             self._exchange.submit(index)
 
     def _reference(self) -> float:
@@ -182,7 +186,7 @@ class GradientReducer:
         return terms / self._reference() / self._predivide
 
     def _outgoing(self) -> list[float]:
-        return self._balancer.outgoing(leads=self._leads, count=self._passes.terms)
+        return self._balancer.outgoing(leads=self._leads, count=self._passes.terms, noise=self.noise)
 
     def _after_backward(self) -> None:
         self._callback_queued = False
@@ -233,6 +237,7 @@ class GradientReducer:
         self._submit_rest()
         self._balancer.pause()
         start = time.perf_counter()
+        own_terms, batches = self._passes.terms, self._batches_summed()
         try:
             results, total = self._exchange.finish(self._factor)
         finally:
@@ -247,12 +252,23 @@ class GradientReducer:
             self._layout.deliver(index, flat)
             self.bytes_sent += flat.numel() * flat.element_size()
         self.reduced = True
-        self._balancer.incoming(total, leads=self._leads)
+        self._balancer.incoming(total, leads=self._leads, noise=self.noise)
+        rank_0 = self.noise.measuring and self._engine.rank == 0
+        self.noise.end(
+            terms=own_terms,
+            weight=own_terms / self._reference() / self._predivide,
+            merged=[self._layout.squared_norm(index, flat) for index, flat in enumerate(results)] if rank_0 else [],
+            gain=self._scale * batches,
+            all_terms=total[0],
+            batches=batches,
+        )
 
     def _factor(self, total: list[float]) -> float:
         """What turns the sum of c_i g_i into the mean over all loss terms – zero when there were none."""
         if total[0] == 0:
             return 0.0
-        # The sum over the passes done, as Horovod's: fewer than `passes` where step() came early.
-        passes = max(1, min(self._batches, self.passes))
-        return self._scale * passes * self._predivide * self._reference() / total[0]
+        return self._scale * self._batches_summed() * self._predivide * self._reference() / total[0]
+
+    def _batches_summed(self) -> int:
+        """The passes whose sum the gradient is, as Horovod's: fewer than `passes` where step() came early."""
+        return max(1, min(self._batches, self.passes))

@@ -1,0 +1,84 @@
+"""Measuring how noisy the gradient is: what each rank adds to the control vector, and the sums that come back.
+
+Buckets leave in any order, so when the control vector goes out the step's norms may not be complete. They travel with
+the next one, as compute times do; on a GPU they are then there without waiting for it. And the factor of a step rests
+on the steps before it alone: it does not know the gradient that it multiplies.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from hvd_hetero.policy.scaling import NoiseSums
+
+from .control import Norms
+
+
+class NoiseMeter:
+    """The norms of one exchange, from step to step.
+
+    Squared norms may be a framework's scalars, perhaps on a device: they are read a step later.
+
+    Attributes:
+        measuring: False until somebody wants the norms; the same on all ranks.
+    """
+
+    def __init__(self) -> None:
+        self.measuring = False
+        self._buckets: list[Any] = []  # squared norms of this rank's buckets as they are sent
+        self._next: tuple[Sequence[Any], float, float, Sequence[Any], float] | None = None  # to be said
+        self._terms, self._batches = 0.0, 1  # of the step that will be heard of next
+        self._sums: NoiseSums | None = None
+
+    def add(self, squared_norm: Any) -> None:
+        """Takes in one of this rank's buckets before it is sent."""
+        self._buckets.append(squared_norm)
+
+    def end(self, *, terms: float, weight: float, merged: Sequence[Any], gain: float, all_terms: float, batches: int
+            ) -> None:
+        """Ends a step.
+
+        Args:
+            terms: loss terms of this rank.
+            weight: what this rank's mean gradient was multiplied by in the buckets.
+            merged: squared norms of the merged buckets; of use on rank 0.
+            gain: what the mean over all ranks' terms is multiplied by in them.
+            all_terms, batches: loss terms of all ranks in this step, and global batches.
+        """
+        buckets, self._buckets = self._buckets, []
+        self._next = (buckets, terms, weight, merged, gain) if self.measuring else None
+        self._terms, self._batches = all_terms, batches
+
+    def outgoing(self) -> Norms:
+        """What this rank says of the step before; all zeros where it has nothing to say."""
+        if self._next is None:
+            return Norms()
+        (buckets, terms, weight, merged, gain), self._next = self._next, None
+        own = sum(map(float, buckets)) / weight**2 if terms and weight else math.nan
+        whole = sum(map(float, merged)) / gain**2 if gain else math.nan
+        told = Norms(merged=whole) if math.isfinite(whole) else Norms()
+        # What is not finite stays here: it would spoil the sum, and a step with it is skipped by all ranks anyhow.
+        if not math.isfinite(own):
+            return told
+        return Norms(squared_norm=own, inverse_terms=1.0 / terms, ranks=1.0, merged=told.merged)
+
+    def incoming(self, norms: Norms, samples: float) -> None:
+        """Takes in the sum over all ranks, of a step whose global batches had `samples` each."""
+        if norms.merged <= 0 or not self._terms > 0:
+            return
+        batch = samples * self._batches
+        terms_per_sample = self._terms / batch if batch else 1.0
+        self._sums = NoiseSums(
+            squared_norms=norms.squared_norm,
+            inverse_batches=norms.inverse_terms * terms_per_sample,
+            ranks=norms.ranks,
+            merged=norms.merged,
+            batch=self._terms / terms_per_sample,
+        )
+
+    def take(self) -> NoiseSums | None:
+        """The sums of the last step heard of, once."""
+        sums, self._sums = self._sums, None
+        return sums
