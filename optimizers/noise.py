@@ -27,17 +27,18 @@ class NoiseMeter:
 
     def __init__(self) -> None:
         self.measuring = False
-        self._buckets: list[Any] = []  # squared norms of this rank's buckets as they are sent
+        self._buckets: dict[int, Any] = {}  # squared norms of this rank's buckets as they are sent
         self._next: tuple[Sequence[Any], float, float, Sequence[Any], float] | None = None  # to be said
         self._terms, self._batches = 0.0, 1  # of the step that will be heard of next
         self._sums: NoiseSums | None = None
 
-    def add(self, squared_norm: Any) -> None:
-        """Takes in one of this rank's buckets before it is sent."""
-        self._buckets.append(squared_norm)
+    def add(self, index: int, squared_norm: Any) -> None:
+        """Takes in bucket `index` of this rank before it is sent."""
+        self._buckets[index] = squared_norm
 
-    def end(self, *, terms: float, weight: float, merged: Sequence[Any], gain: float, all_terms: float, batches: int
-            ) -> None:
+    def end(
+        self, *, terms: float, weight: float, merged: Sequence[Any], gain: float, all_terms: float, batches: int
+    ) -> None:
         """Ends a step.
 
         Args:
@@ -47,7 +48,7 @@ class NoiseMeter:
             gain: what the mean over all ranks' terms is multiplied by in them.
             all_terms, batches: loss terms of all ranks in this step, and global batches.
         """
-        buckets, self._buckets = self._buckets, []
+        buckets, self._buckets = list(self._buckets.values()), {}
         self._next = (buckets, terms, weight, merged, gain) if self.measuring else None
         self._terms, self._batches = all_terms, batches
 

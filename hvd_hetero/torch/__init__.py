@@ -1,7 +1,7 @@
 """`import hvd_hetero.torch as hvd`: everything of `horovod.torch`, and training on mixed hardware.
 
 Every public name of `horovod.torch` is here with its meaning unchanged. Added are `Balancer`, `BalancedDataLoader`,
-`BalancedBatchSampler`, and keyword arguments of `DistributedOptimizer`.
+`BalancedBatchSampler`, `LatencyAwareLR`, and keyword arguments of `DistributedOptimizer`.
 """
 
 from horovod.torch import (
@@ -76,6 +76,7 @@ from hvd_hetero.policy.topology import Topology
 from .balancer import Balancer
 from .compression import Compression
 from .function import broadcast_optimizer_state, broadcast_parameters, init, synchronize
+from .latency_lr import LatencyAwareLR
 from .loader import BalancedBatchSampler, BalancedDataLoader
 from .optimizer import DistributedOptimizer
 
@@ -88,6 +89,7 @@ __all__ = [
     "Compression",
     "DistributedOptimizer",
     "HorovodInternalError",
+    "LatencyAwareLR",
     "Max",
     "Min",
     "PeerError",

@@ -17,6 +17,15 @@ WIRE = {
     torch.float16: torch.float32,
 }
 
+
+def check_type(parameter: torch.nn.Parameter) -> None:
+    """Raises TypeError for a parameter whose gradient cannot travel."""
+    if parameter.dtype not in WIRE:
+        raise TypeError(
+            f"Expected parameters of a real floating type. Received: {parameter.dtype}, shape {list(parameter.shape)}."
+        )
+
+
 # The last bucket has no backward pass left to hide behind, so it holds at most half of all. That needs a second bucket,
 # which costs every rank an operation, about 1 ms of CPU: a model with fewer bytes than this keeps one bucket, as what
 # could be hidden is worth less (2 MB on ranks of 0.2 to 0.8 cores: one bucket 183-261 ms a step, two 195-280).
@@ -93,12 +102,6 @@ class BucketLayout:
                 torch._foreach_copy_(views, grads)
             if weight != 1.0:
                 flat.mul_(weight)
-
-    def squared_norm(self, index: int, flat: torch.Tensor) -> torch.Tensor:
-        """The squared norm of the gradients in `flat`, bucket `index` or what the exchange returned for it: a scalar
-        on its device. In float64, as the noise is a small difference of such norms."""
-        tail = 0 if self.tail is None or index != self.tail_in else len(self.tail)
-        return torch.linalg.vector_norm(flat[: len(flat) - tail], dtype=torch.float64).square()
 
     def _dense(self, grad: torch.Tensor) -> torch.Tensor:
         if not self._sparse_as_dense:

@@ -15,6 +15,7 @@ from hvd_hetero.policy.topology import Topology
 
 from .balancer import equal_weights
 from .compression import is_ours, wire_of
+from .factor import check_no_factor, factor_applied
 from .reducer import GradientReducer
 from .ways import Ways
 
@@ -60,6 +61,8 @@ def DistributedOptimizer(
         ValueError, TypeError: arguments that do not fit together, on the rank that passed them.
     """
     ours = is_ours(compression) or topology is not None
+    if balancer is None:
+        check_no_factor(optimizer)
     if balancer is None and not ours:
         return _plain(
             optimizer,
@@ -144,11 +147,13 @@ def _methods(base: type[torch.optim.Optimizer]) -> dict[str, Callable[..., Any]]
         if closure is not None:
             # It runs backward() itself, and backward() reduces. The loss is made global as well, because an optimizer
             # that decides by it (LBFGS) must decide alike on all ranks.
-            result = base.step(self, lambda: self._reducer.mean_over_ranks(closure()))
+            with factor_applied(self):
+                result = base.step(self, lambda: self._reducer.mean_over_ranks(closure()))
         else:
             if self._should_synchronize:
                 self.synchronize()
-            result = base.step(self)
+            with factor_applied(self):
+                result = base.step(self)
         self._synchronized = False
         self._reducer.finished()
         return result

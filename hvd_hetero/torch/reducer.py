@@ -15,17 +15,18 @@ import torch
 from hvd_hetero.engine.port import Engine
 from hvd_hetero.optimizers import control
 from hvd_hetero.optimizers.balancer import Balancer
-from hvd_hetero.optimizers.noise import NoiseMeter
 from hvd_hetero.optimizers.weighted import WeightedExchange
 
-from .layout import WIRE, BucketLayout
+from .layout import WIRE, BucketLayout, check_type
 from .loss import mean_over_ranks
+from .noise import GradientNoise
 from .passes import Passes
 from .stopwatch import stopwatch_of
 from .ways import Ways
 
 # Few and large: an operation costs each rank a negotiation.
 BUCKET_BYTES = 8 << 20
+
 
 class GradientReducer:
     """Reduces the gradients of `parameters` after each backward pass, weighted by `balancer`'s counts.
@@ -68,7 +69,7 @@ class GradientReducer:
         self.reduced = False  # gradients are the global ones
         self.wait_s = 0.0  # for communication, in the last step
         self.bytes_sent = 0
-        self.noise = NoiseMeter()
+        self.noise = GradientNoise()
         self.add(parameters)
 
     # Layout ---------------------------------------------------------------------------------------------------------
@@ -78,11 +79,7 @@ class GradientReducer:
         known = {id(parameter) for parameter in self._parameters}
         new = [p for p in parameters if p.requires_grad and id(p) not in known]
         for parameter in new:
-            if parameter.dtype not in WIRE:
-                raise TypeError(
-                    f"Expected parameters of a real floating type. Received: {parameter.dtype}, "
-                    f"shape {list(parameter.shape)}."
-                )
+            check_type(parameter)
             parameter.register_post_accumulate_grad_hook(self._hook)
         if self._leads and new:
             self._balancer.measure_with(stopwatch_of(new[0].device))
@@ -169,8 +166,7 @@ class GradientReducer:
         self._pending[index] -= 1
         if self._pending[index] == 0:
             self._layout.fill(index, self._weight)
-            if self.noise.measuring:
-                self.noise.add(self._layout.squared_norm(index, self._layout.buckets[index]))
+            self.noise.sees(self._layout, index)
             self._exchange.submit(index)
 
     def _reference(self) -> float:
@@ -237,7 +233,7 @@ class GradientReducer:
         self._submit_rest()
         self._balancer.pause()
         start = time.perf_counter()
-        own_terms, batches = self._passes.terms, self._batches_summed()
+        terms, batches = self._passes.terms, self._batches_summed()
         try:
             results, total = self._exchange.finish(self._factor)
         finally:
@@ -253,15 +249,10 @@ class GradientReducer:
             self.bytes_sent += flat.numel() * flat.element_size()
         self.reduced = True
         self._balancer.incoming(total, leads=self._leads, noise=self.noise)
-        rank_0 = self.noise.measuring and self._engine.rank == 0
-        self.noise.end(
-            terms=own_terms,
-            weight=own_terms / self._reference() / self._predivide,
-            merged=[self._layout.squared_norm(index, flat) for index, flat in enumerate(results)] if rank_0 else [],
-            gain=self._scale * batches,
-            all_terms=total[0],
-            batches=batches,
-        )
+        self.noise.ends(
+            self._layout, results, rank=self._engine.rank, terms=terms, unit=self._reference() * self._predivide,
+            gain=self._scale * batches, all_terms=total[0], batches=batches,
+        )  # fmt: skip
 
     def _factor(self, total: list[float]) -> float:
         """What turns the sum of c_i g_i into the mean over all loss terms – zero when there were none."""

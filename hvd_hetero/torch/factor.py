@@ -1,0 +1,68 @@
+"""A factor on learning rates that is there during an update alone, and the optimizer that asks for it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+PLACE = "_latency_lr"  # the attribute of the innermost optimizer that holds its `LatencyAwareLR`
+
+
+def root_of(optimizer: Any) -> Any:
+    """The optimizer that a script made, under those that wrap it."""
+    while "_wrapped" in vars(optimizer):
+        optimizer = optimizer._wrapped
+    return optimizer
+
+
+def attached(optimizer: Any) -> Any:
+    """Its `LatencyAwareLR`, or None."""
+    return vars(root_of(optimizer)).get(PLACE)
+
+
+@contextlib.contextmanager
+def factor_applied(optimizer: Any) -> Iterator[None]:
+    """Within it, the learning rates of a balanced optimizer are multiplied by its `LatencyAwareLR`, if it has one."""
+    latency_lr = attached(optimizer)
+    if latency_lr is None:
+        yield
+        return
+    if latency_lr.balancer is not optimizer._balancer:
+        raise RuntimeError(
+            "LatencyAwareLR: expected the balancer that the DistributedOptimizer has. Received: another. Construct "
+            "both with the same one."
+        )
+    with latency_lr.applied(optimizer):
+        yield
+
+
+def check_no_factor(optimizer: torch.optim.Optimizer) -> None:
+    """Raises ValueError where there is a `LatencyAwareLR`, which an optimizer without a balancer would not ask."""
+    if attached(optimizer) is not None:
+        raise ValueError("balancer: expected the one that hvd.LatencyAwareLR was given. Received: None.")
+
+
+@contextlib.contextmanager
+def multiplied(groups: list[dict[str, Any]], factor: float) -> Iterator[None]:
+    """Within it, each group's "lr" is multiplied; afterwards it is, bit for bit, what it was."""
+    if factor == 1.0:
+        yield
+        return
+    saved = [(group, group["lr"]) for group in groups if "lr" in group]
+    # A tensor is changed in place: a captured graph reads its memory. Groups may share one.
+    tensors = {id(lr): (lr, lr.clone()) for _, lr in saved if isinstance(lr, torch.Tensor)}
+    try:
+        for group, lr in saved:
+            if not isinstance(lr, torch.Tensor):
+                group["lr"] = lr * factor
+        for lr, _ in tensors.values():
+            lr.detach().mul_(factor)
+        yield
+    finally:
+        for group, lr in saved:
+            group["lr"] = lr
+        for lr, value in tensors.values():
+            lr.detach().copy_(value)

@@ -1,0 +1,203 @@
+"""`LatencyAwareLR`: one learning rate for all ranks that follows the effective batch, whatever schedule it has."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from hvd_hetero.optimizers.agreement import agree_text
+from hvd_hetero.optimizers.balancer import Balancer
+from hvd_hetero.optimizers.latency_lr import NAMES, LatencyLR, Rule
+
+from .factor import PLACE, attached, multiplied, root_of
+
+ADAPTIVE = (
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.Adam,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.SparseAdam,
+)
+PROBES = (0.25, 0.5, 1.0, 2.0, 8.0)  # scales at which all ranks' rules have to give the same
+UNSEEN_STEPS = 10  # of an optimizer that does not ask for the factor, before that is an error
+
+
+class LatencyAwareLR:
+    """Multiplies the learning rate by one factor for all ranks, during each update and only then.
+
+    The factor makes up for the effective batch (the samples that ranks really put into a step) being another than the
+    one that the learning rate was tuned for, and for staleness. It is 1 and stays 1 while the global batch is
+    `base_batch_size`, however the balancer shares it out. What you or a scheduler write to `group["lr"]` is never
+    overwritten, so every `torch.optim.lr_scheduler` works on top, made before or after.
+
+        optimizer = hvd.DistributedOptimizer(optimizer, balancer=balancer)
+        latency_lr = hvd.LatencyAwareLR(optimizer, balancer, base_batch_size=256, warmup_steps=500)
+
+    Constructing one is a collective call, before or after wrapping in `DistributedOptimizer`; with a second one on the
+    same optimizer, the first has no effect any more. Steps are exchanges between ranks.
+
+    Args:
+        optimizer: the one that `hvd.DistributedOptimizer(optimizer, balancer=balancer)` returned, or will wrap.
+        balancer: says how many samples entered, and how stale they are.
+        rule: how the factor follows S, the effective batch over the base batch. "linear": S. "sqrt": its root.
+            "adascale": a gain between 1 and S, from the gradient's noise, which it measures (at least two ranks have to
+            have samples). "auto": "sqrt" for Adam and its kin, "linear" for SGD. Or a function from S to the factor,
+            with the same bits on all ranks.
+        base_batch_size: the samples of the batch that the learning rate was tuned for (default: the global batch).
+        warmup_steps: a factor above 1 starts at 1, and is reached after so many steps.
+        ramp_steps: so many steps it takes to another factor, when the effective batch has changed for good.
+
+    Raises:
+        ValueError, TypeError: on every rank, when arguments are wrong on one, or differ.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        balancer: Balancer,
+        *,
+        rule: str | Rule = "auto",
+        base_batch_size: int | None = None,
+        warmup_steps: int = 0,
+        ramp_steps: int = 100,
+    ) -> None:
+        if not isinstance(balancer, Balancer):
+            raise TypeError(f"balancer: expected an hvd.Balancer. Received: {balancer!r}.")
+        made: list[LatencyLR] = []
+
+        def describe() -> str:
+            _check(optimizer, balancer)
+            chosen = rule_for(optimizer) if rule == "auto" else rule
+            named = _probed(chosen) if callable(chosen) else chosen
+            core = LatencyLR(
+                rule=chosen,
+                base_batch_size=base_batch_size,
+                global_batch_size=balancer.global_batch_size,
+                warmup_steps=warmup_steps,
+                ramp_steps=ramp_steps,
+            )
+            made.append(core)
+            return (
+                f"rule={named}, base_batch_size={core.base_batch_size:g}, warmup_steps={warmup_steps}, "
+                f"ramp_steps={ramp_steps}"
+            )
+
+        name = balancer.engine.unique("hvd_hetero.latency_lr.")
+        agree_text(balancer.engine, describe, title="LatencyAwareLR", name=name)
+        self.balancer, self._core = balancer, made[0]
+        self._meter: Any = None  # of the exchange that carries this optimizer's gradient
+        self._unseen, self._applying = 0, False
+        self._root = root_of(optimizer)
+        before = attached(optimizer)
+        if before is not None:
+            before.detach()
+        vars(self._root)[PLACE] = self
+        # Wrapping keeps the hooks, so that this one sees the steps of the wrapped optimizer as well.
+        self._watching = self._root.register_step_pre_hook(self._watch)
+        balancer.subscribe(self._advance)
+
+    # What a script asks ---------------------------------------------------------------------------------------------
+
+    @property
+    def factor(self) -> float:
+        """What the next update multiplies the learning rate by."""
+        return self._core.factor
+
+    @property
+    def progress(self) -> float:
+        """The sum of all factors so far: how many steps at the base batch this job's are worth."""
+        return self._core.progress
+
+    @property
+    def noise_scale(self) -> float | None:
+        """The batch, in samples, at which the gradient's noise equals its signal; None while not measured."""
+        return self._core.noise.samples
+
+    def due(self) -> int:
+        """How many steps a schedule made for the base batch is behind: `for _ in range(lr.due()): scheduler.step()`."""
+        return self._core.due()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the factor is on its way, as plain numbers."""
+        return self._core.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from `state`, which has to be the same on every rank."""
+        self._core.load_state_dict(state)
+
+    def detach(self) -> None:
+        """Has no effect on the optimizer any more."""
+        self._watching.remove()
+        self._meter = None
+        if vars(self._root).get(PLACE) is self:
+            del vars(self._root)[PLACE]
+
+    # What the exchange and the update ask ---------------------------------------------------------------------------
+
+    def _advance(self) -> None:
+        self._core.advance(
+            samples=self.balancer.entered,
+            global_batch_size=self.balancer.global_batch_size,
+            staleness=self.balancer.staleness,
+            noise=None if self._meter is None else self._meter.take(),
+        )
+
+    def _watch(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Raises when updates go by without the factor. (A few do: broadcast_optimizer_state makes a step.)"""
+        self._unseen = 0 if self._applying else self._unseen + 1
+        if self._unseen >= UNSEEN_STEPS:
+            raise RuntimeError(
+                "LatencyAwareLR: expected steps of hvd.DistributedOptimizer(optimizer, balancer=balancer). Received: "
+                f"{self._unseen} steps of {type(optimizer).__name__} without it. Wrap the optimizer, and step that one."
+            )
+
+    @contextlib.contextmanager
+    def applied(self, optimizer: Any) -> Iterator[None]:
+        """The factor is in the learning rates while this lasts."""
+        if self._core.measures_noise:
+            self._meter = optimizer._reducer.noise
+            self._meter.measuring = True
+        self._applying = True
+        try:
+            with multiplied(optimizer.param_groups, self._core.factor):
+                yield
+        finally:
+            self._applying = False
+
+
+def rule_for(optimizer: torch.optim.Optimizer) -> str:
+    """The rule that suits a kind of optimizer."""
+    if isinstance(optimizer, ADAPTIVE) or "betas" in optimizer.defaults:
+        return "sqrt"
+    if isinstance(optimizer, (torch.optim.SGD, torch.optim.ASGD)):
+        return "linear"
+    raise ValueError(
+        f"rule: expected one of {', '.join(NAMES)}, or a function; \"auto\" knows SGD, and what adapts as Adam does. "
+        f"Received: \"auto\" for {type(optimizer).__name__}."
+    )
+
+
+def _probed(rule: Rule) -> list[float]:
+    """What a user's rule gives. Whatever it raises becomes a ValueError, of which the other ranks hear."""
+    try:
+        return [float(rule(scale)) for scale in PROBES]
+    except Exception as error:
+        raise ValueError(f"rule: expected a function from the scale to a factor. Received: {error!r} of it.") from error
+
+
+def _check(optimizer: Any, balancer: Balancer) -> None:
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"optimizer: expected a torch.optim.Optimizer. Received: {optimizer!r}.")
+    theirs = vars(optimizer).get("_balancer", balancer)
+    if theirs is not balancer or "_handles" in vars(optimizer):
+        other = "another" if theirs is not balancer else "none"
+        raise ValueError(
+            "optimizer: expected one that hvd.DistributedOptimizer(..., balancer=balancer) made with this balancer, or "
+            f"will wrap. Received: {type(optimizer).__name__} with {other}."
+        )

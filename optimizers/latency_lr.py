@@ -1,0 +1,187 @@
+"""One learning-rate factor for all ranks, from what all ranks know: the effective batch, staleness, and noise.
+
+Ranks that applied different learning rates to the same gradient would stop being replicas of one model, and nothing
+would bring them together again. So a slow rank's lateness reaches the learning rate through the aggregate alone:
+
+    factor = ramp(rule(S)) * damping(tau)      S = the batch that stands / the batch that was tuned for
+
+The factor moves at exchanges, which all ranks count alike, and on numbers out of the summed control vector; every rank
+therefore computes the same bits. While the global batch stands it does not move, whoever takes how much of it:
+
+- A short last batch of an epoch is no change. Its gradient is noisier, as it would be on one process.
+- A batch that stays short for `WINDOW` steps in a row – a rank is out, and nobody took over its share – is one, and the
+  factor goes there in a ramp; so it does when a resumed job has another global batch.
+- Passes that are summed into one gradient (`backward_passes_per_step`) are not counted: the sum over them is Horovod's
+  meaning of the argument, and has multiplied the step already.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Callable
+from dataclasses import asdict
+from numbers import Integral
+from typing import Any
+
+from hvd_hetero.policy.scaling import (
+    NoiseScale,
+    NoiseSums,
+    Ramp,
+    adascale,
+    damping,
+    linear,
+    noise_and_signal,
+    sqrt,
+    standing_batch,
+)
+
+Rule = Callable[[float], float]
+RULES: dict[str, Rule] = {"linear": linear, "sqrt": sqrt}
+NAMES = (*RULES, "adascale")
+WINDOW = 10  # steps without one whole batch, after which the batch is taken to be smaller
+RECENT_MERGES = 64  # whose staleness says what is usual
+
+
+class LatencyLR:
+    """The factor by which a learning rate tuned for `base_batch_size` samples is multiplied.
+
+    Args:
+        rule: "linear", "sqrt", "adascale", or a function from S to the factor.
+        base_batch_size: samples of the batch that the learning rate was tuned for; None: `global_batch_size`.
+        global_batch_size: samples of a whole global batch now.
+        warmup_steps: a factor above 1 starts at 1 and is reached after so many steps.
+        ramp_steps: so many steps it takes to another factor; 1: at once.
+    """
+
+    def __init__(
+        self,
+        *,
+        rule: str | Rule,
+        global_batch_size: float,
+        base_batch_size: int | None = None,
+        warmup_steps: int = 0,
+        ramp_steps: int = 100,
+    ) -> None:
+        if not callable(rule) and rule not in NAMES:
+            raise ValueError(
+                f"rule: expected one of {', '.join(NAMES)}, or a function of the scale. Received: {rule!r}."
+            )
+        for name, value, least in (
+            ("base_batch_size", 1 if base_batch_size is None else base_batch_size, 1),
+            ("warmup_steps", warmup_steps, 0),
+            ("ramp_steps", ramp_steps, 1),
+        ):
+            if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
+                raise ValueError(f"{name}: expected an integer of at least {least}. Received: {value!r}.")
+        self.rule = rule
+        self.ramp_steps = ramp_steps
+        self._base_given = base_batch_size is not None
+        self.base_batch_size = float(global_batch_size if base_batch_size is None else base_batch_size)
+        self.noise = NoiseScale()
+        self.steps = 0
+        self.progress = 0.0  # the sum of all factors: steps of a job at the tuned batch that this one's are worth
+        self._due = 0  # scheduler steps given out
+        self._stale: deque[float] = deque(maxlen=RECENT_MERGES)
+        self._declared = self._standing = float(global_batch_size)
+        self._recent: deque[float] = deque([self._declared] * WINDOW, maxlen=WINDOW)
+        target = self._target()
+        start = min(1.0, target) if warmup_steps else target
+        self._ramp = Ramp(value=start, target=target, steps_left=warmup_steps)
+        self.factor = self._ramp.value
+
+    @property
+    def measures_noise(self) -> bool:
+        """Whether the rule asks for the gradient's noise."""
+        return self.rule == "adascale"
+
+    def advance(
+        self, *, samples: float, global_batch_size: float, staleness: float = 0.0, noise: NoiseSums | None = None
+    ) -> float:
+        """The factor for the next update. Called once per exchange, on all ranks with the same numbers.
+
+        Args:
+            samples: of the last global batch heard of, over all ranks.
+            global_batch_size: samples of a whole global batch.
+            staleness: mean of what was merged last, in merges.
+            noise: the sums of a step that was not handed in before.
+        """
+        if global_batch_size != self._declared:
+            self._declare(float(global_batch_size))
+        self._recent.append(float(samples))
+        self._standing = standing_batch(self._standing, self._recent, self._declared)
+        found = None if noise is None else noise_and_signal(noise)
+        if found is not None:
+            self.noise = self.noise.seen(*found)
+        self._ramp = self._ramp.towards(self._target(), self.ramp_steps)
+        if self.steps:  # the first step is where a warm-up starts
+            self._ramp = self._ramp.next()
+        self._stale.append(float(staleness))
+        self.factor = self._ramp.value * damping(staleness, statistics.median(self._stale))
+        self.steps += 1
+        self.progress += self.factor
+        return self.factor
+
+    def due(self) -> int:
+        """How many steps a schedule tuned for the tuned batch should make now, to be where this job is.
+
+        AdaScale's schedules count by `progress`: a step that is worth r of the tuned ones moves them on by r.
+        """
+        steps = math.floor(self.progress) - self._due
+        self._due += steps
+        return steps
+
+    def _declare(self, global_batch_size: float) -> None:
+        """There is another global batch now; what was heard of the one before says nothing about it."""
+        self._declared = self._standing = global_batch_size
+        self._recent.extend([global_batch_size] * WINDOW)
+
+    def _target(self) -> float:
+        scale = self._standing / self.base_batch_size
+        if self.rule == "adascale":
+            samples = self.noise.samples
+            return adascale(scale, None if samples is None else samples / self.base_batch_size)
+        rule = self.rule if callable(self.rule) else RULES[self.rule]
+        factor = rule(scale)
+        if not isinstance(factor, (int, float)) or not 0 < factor < math.inf:
+            raise ValueError(f"rule: expected a finite number above 0 for scale {scale}. Received: {factor!r}.")
+        return float(factor)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the ramp is, and what it rests on, as plain numbers."""
+        return {
+            "base_batch_size": self.base_batch_size,
+            "global_batch_size": self._declared,
+            "standing": self._standing,
+            "recent": list(self._recent),
+            "stale": list(self._stale),
+            "noise": asdict(self.noise),
+            "ramp": asdict(self._ramp),
+            "factor": self.factor,
+            "steps": self.steps,
+            "progress": self.progress,
+            "due": self._due,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from `state`, on every rank the same; to another global batch's factor in a ramp.
+
+        Where no `base_batch_size` was given, the state's is taken: the learning rate is still tuned for that one.
+        """
+        if self._base_given and state["base_batch_size"] != self.base_batch_size:
+            raise ValueError(
+                f"Expected the state of a learning rate tuned for base_batch_size {self.base_batch_size:g}. "
+                f"Received: one for {state['base_batch_size']:g}."
+            )
+        declared = self._declared
+        self.base_batch_size = float(state["base_batch_size"])
+        self._declared, self._standing = state["global_batch_size"], state["standing"]
+        self._recent = deque(state["recent"], maxlen=WINDOW)
+        self._stale = deque(state["stale"], maxlen=RECENT_MERGES)
+        self.noise = NoiseScale(**state["noise"])
+        self._ramp = Ramp(**state["ramp"])
+        self.factor, self.steps = float(state["factor"]), int(state["steps"])
+        self.progress, self._due = float(state["progress"]), int(state["due"])
+        if declared != self._declared:
+            self._declare(declared)
