@@ -44,7 +44,7 @@ class NoiseMeter:
         Args:
             terms: loss terms of this rank.
             weight: what this rank's mean gradient was multiplied by in the buckets.
-            merged: squared norms of the merged buckets; of use on rank 0.
+            merged: on rank 0 squared norms of the merged buckets; on the others nothing, since all ranks' are summed.
             gain: what the mean over all ranks' terms is multiplied by in them.
             all_terms, batches: loss terms of all ranks in this step, and global batches.
         """
