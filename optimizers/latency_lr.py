@@ -165,7 +165,7 @@ class LatencyLR:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from `state`, on every rank the same; to another global batch's factor in a ramp.
+        """Goes on from `state`, on every rank the same; to another global batch's factor in a ramp, from the next step.
 
         Where no `base_batch_size` was given, the state's is taken: the learning rate is still tuned for that one.
         """
@@ -174,7 +174,6 @@ class LatencyLR:
                 f"Expected the state of a learning rate tuned for base_batch_size {self.base_batch_size:g}. "
                 f"Received: one for {state['base_batch_size']:g}."
             )
-        declared = self._declared
         self.base_batch_size = float(state["base_batch_size"])
         self._declared, self._standing = state["global_batch_size"], state["standing"]
         self._recent = deque(state["recent"], maxlen=WINDOW)
@@ -183,5 +182,3 @@ class LatencyLR:
         self._ramp = Ramp(**state["ramp"])
         self.factor, self.steps = float(state["factor"]), int(state["steps"])
         self.progress, self._due = float(state["progress"]), int(state["due"])
-        if declared != self._declared:
-            self._declare(declared)

@@ -59,6 +59,9 @@ def test_a_ramp_is_straight_and_ends_exactly():
         seen.append(ramp.value)
     assert seen[:7] == pytest.approx([1.0 + 2.3 * (i + 1) / 7 for i in range(7)], rel=1e-12)
     assert seen[6:] == [3.3] * 3
+    for target in np.random.RandomState(0).uniform(0.1, 30.0, size=200):
+        ramp = Ramp(value=1.0, target=float(target), steps_left=3).next().next().next()
+        assert ramp.value == target
     assert Ramp(value=1.0, target=1.0, steps_left=3).next().value == 1.0  # no rounding on the spot
 
 
