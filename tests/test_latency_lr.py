@@ -218,3 +218,5 @@ def test_a_norm_that_is_not_finite_stays_at_home():
     assert meter.outgoing() == control.Norms()
     meter.incoming(control.Norms(squared_norm=1.0, inverse_terms=0.25, ranks=1.0), 8)
     assert meter.take() is None
+    meter.incoming(control.Norms(squared_norm=3.0, inverse_terms=0.5, ranks=2.0, merged=1.0), 8)
+    assert meter.take() is not None and meter.take() is None, "a step counts once"

@@ -163,14 +163,20 @@ def test_the_optimizers_state_loaded_and_ours_leave_each_other_alone():
     assert other.state_dict() == lr.state_dict() and other.progress == 4 * STEPS
 
 
-def test_the_last_one_made_is_the_one_in_effect():
+@pytest.mark.parametrize("given", ["inner", "wrapped"])
+def test_the_last_one_made_is_the_one_in_effect(given):
+    """Also where a script hands in the optimizer that it has wrapped already."""
     model, inner = two_groups()
     balancer = hvd.Balancer(4, engine=SoloEngine())
     hvd.LatencyAwareLR(inner, balancer, base_batch_size=1)
     optimizer = hvd.DistributedOptimizer(inner, balancer=balancer)
-    hvd.LatencyAwareLR(optimizer, balancer, base_batch_size=2)
+    last = hvd.LatencyAwareLR(inner if given == "inner" else optimizer, balancer, base_batch_size=2)
     run(model, optimizer, schedulers.ExponentialLR(optimizer, 1.0), begin=lambda: balancer.begin(4))
-    assert inner.seen[-1] == [0.2, 0.1]
+    assert inner.seen == [[0.2, 0.1]] * STEPS
+    last.detach()
+    inner.seen.clear()
+    run(model, optimizer, schedulers.ExponentialLR(optimizer, 1.0), begin=lambda: balancer.begin(4))
+    assert inner.seen == [[0.1, 0.05]] * STEPS
 
 
 @pytest.mark.parametrize(
