@@ -87,7 +87,8 @@ class Balancer:
         self.reported: tuple[float, float] = (0.0, 0.0)  # samples and seconds per batch, for the next exchange
         self.data_s = 0.0  # waited for data since the last exchange
         self.entered = float(global_batch_size)  # samples of the last global batch that all ranks have heard of
-        self.staleness = 0.0  # mean over what was merged last, in merges; a strategy that merges late sets it
+        self.staleness = 0.0  # of this rank in the last merge, in merges; a strategy that merges late sets it
+        self.mean_staleness = 0.0  # over all ranks, as all of them have heard it
         self._listeners: list[Callable[[], None]] = []
 
     # What a script asks ---------------------------------------------------------------------------------------------
@@ -190,6 +191,7 @@ class Balancer:
             count=count,
             compute_s=seconds,
             samples=samples,
+            staleness=self.staleness if leads else 0.0,
             failed=self._failed,
             announcement=self.planner.announcement if leads and self.rank == 0 else None,
             norms=None if noise is None else noise.outgoing(),
@@ -218,7 +220,7 @@ class Balancer:
                 f"raised). The cause is in the output of rank {ranks}; this rank stops with it."
             )
         if leads:
-            self.entered = sum(report.samples) or self.entered
+            self.entered, self.mean_staleness = sum(report.samples) or self.entered, report.staleness
         if noise is not None:
             noise.incoming(report.norms, self.entered)
         if not leads:

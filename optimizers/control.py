@@ -43,13 +43,14 @@ class Report:
     compute_s: tuple[float, ...]
     samples: tuple[float, ...]
     failed: tuple[int, ...]
+    staleness: float  # mean over the ranks
     announcement: Announcement | None
     norms: Norms
 
 
 def length(ranks: int) -> int:
     """The number of elements of the control vector."""
-    return 1 + 3 * ranks + 3 + ranks + REASON_LENGTH + len(fields(Norms))
+    return 1 + 3 * ranks + 3 + ranks + REASON_LENGTH + 1 + len(fields(Norms))
 
 
 def pack(
@@ -61,6 +62,7 @@ def pack(
     samples: float,
     failed: bool,
     announcement: Announcement | None,
+    staleness: float = 0.0,
     norms: Norms | None = None,
 ) -> list[float]:
     """This rank's vector. Integers stay exact in fp32 up to 2**24."""
@@ -75,6 +77,7 @@ def pack(
         vector[at : at + 3] = [announcement.version, announcement.delay, announcement.predicted_step_s]
         vector[at + 3 : at + 3 + ranks] = announcement.shares
         vector[at + 3 + ranks : at + 3 + ranks + len(text)] = text
+    vector[-len(fields(Norms)) - 1] = staleness
     if norms is not None:
         vector[-len(fields(Norms)) :] = astuple(norms)
     return vector
@@ -98,6 +101,7 @@ def unpack(total: Sequence[float], *, ranks: int) -> Report:
         compute_s=tuple(total[1 : 1 + ranks]),
         samples=tuple(total[1 + ranks : 1 + 2 * ranks]),
         failed=tuple(rank for rank in range(ranks) if total[1 + 2 * ranks + rank] > 0),
+        staleness=total[-len(fields(Norms)) - 1] / ranks,
         announcement=announcement,
         norms=Norms(**dict(zip((field.name for field in fields(Norms)), total[-len(fields(Norms)) :], strict=True))),
     )

@@ -26,7 +26,7 @@ class Silent:
         pass
 
 
-def factors(engine, batches, *, rule="linear", base=WHOLE, staleness=lambda step: 0.0, noise=False, **options):
+def factors(engine, batches, *, rule="linear", base=WHOLE, staleness=lambda step: 1.0, noise=False, **options):
     """The factor of each step, on a rank that has `batches(step)[rank]` samples; the control vector is float32."""
     balancer = Balancer(engine, global_batch_size=WHOLE, min_share=0)
     lr = LatencyLR(rule=rule, base_batch_size=base, global_batch_size=WHOLE, **options)
@@ -35,9 +35,8 @@ def factors(engine, batches, *, rule="linear", base=WHOLE, staleness=lambda step
     seen = []
 
     def listen():
-        balancer.staleness = staleness(len(seen))
         lr.advance(
-            samples=balancer.entered, global_batch_size=balancer.global_batch_size, staleness=balancer.staleness,
+            samples=balancer.entered, global_batch_size=balancer.global_batch_size, staleness=balancer.mean_staleness,
             noise=meter.take(),
         )  # fmt: skip
         seen.append(lr.factor)
@@ -57,10 +56,12 @@ def factors(engine, batches, *, rule="linear", base=WHOLE, staleness=lambda step
     for step in range(len(batches)):
         mine = batches[step][engine.rank]
         balancer.begin(mine)
+        balancer.staleness = staleness(step) + engine.rank - 1  # each rank knows its own
         gradient = rng.standard_normal(5) / np.sqrt(max(mine, 1)) + 0.2
         vector[:5] = gradient * mine
         meter.add(0, float((vector[:5] ** 2).sum()))
         exchange.submit(0)
+        balancer.staleness = float("nan")  # what it is later must not matter
         (merged,), total = exchange.finish(lambda total: 1 / total[0])
         balancer.incoming(total, leads=True, noise=meter)
         whole = [float((merged[:5] ** 2).sum())] if engine.rank == 0 else []
@@ -205,9 +206,10 @@ def test_a_wrong_argument_raises(wrong, message):
 def test_the_vector_has_one_length_and_carries_the_norms():
     norms = control.Norms(squared_norm=1.5, inverse_terms=0.25, ranks=1.0, merged=0.75)
     common = {"ranks": 2, "count": 1.0, "compute_s": 0.0, "samples": 4.0, "failed": False, "announcement": None}
-    told, silent = control.pack(rank=0, norms=norms, **common), control.pack(rank=1, **common)
+    told, silent = control.pack(rank=0, norms=norms, **common), control.pack(rank=1, staleness=3.0, **common)
     assert len(told) == len(silent) == control.length(2)
-    assert control.unpack([a + b for a, b in zip(told, silent, strict=True)], ranks=2).norms == norms
+    report = control.unpack([a + b for a, b in zip(told, silent, strict=True)], ranks=2)
+    assert report.norms == norms and report.staleness == 1.5
 
 
 def test_a_norm_that_is_not_finite_stays_at_home():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 
 from hvd_hetero.engine.port import Engine
@@ -50,8 +49,8 @@ def average_buffers(model: torch.nn.Module, *, weight: float, engine: Engine, na
         for (variance, mean), value in zip(squares, merged[len(floats) :], strict=True):
             variance.copy_((value.view(variance.shape) - mean.double().cpu() ** 2).clamp(min=0.0))
         if whole:
-            numbers: np.ndarray = np.concatenate([b.reshape(-1).cpu().numpy().astype(np.int64) for b in whole])
+            numbers = torch.cat([b.reshape(-1).cpu().long() for b in whole])
             engine.allreduce_async(numbers, name=f"{name}.most", op="max").wait()
-            parts = torch.from_numpy(numbers).split([b.numel() for b in whole])
+            parts = list(numbers.split([b.numel() for b in whole]))
             for buffer, value in zip(whole, parts, strict=True):
                 buffer.copy_(value.view(buffer.shape))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 from hvd_hetero.engine.port import Engine
@@ -26,8 +25,8 @@ def check_alike(tensors: Sequence[torch.Tensor], *, engine: Engine, name: str) -
     Raises:
         RuntimeError: on every rank, naming those that differ from rank 0.
     """
-    row: np.ndarray = np.array([checksum(tensors)], dtype=np.int64)
-    found = np.asarray(engine.allgather_async(row, name=name).wait()).tolist()
+    row = torch.tensor([checksum(tensors)], dtype=torch.int64)
+    found = engine.allgather_async(row, name=name).wait().tolist()
     if others := [rank for rank, value in enumerate(found) if value != found[0]]:
         raise RuntimeError(
             "Expected the same parameters on every rank before ranks train apart. Received: others than rank 0's on "

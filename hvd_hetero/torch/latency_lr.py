@@ -144,7 +144,7 @@ class LatencyAwareLR:
         self._core.advance(
             samples=self.balancer.entered,
             global_batch_size=self.balancer.global_batch_size,
-            staleness=self.balancer.staleness,
+            staleness=self.balancer.mean_staleness,
             noise=None if self._meter is None else self._meter.take(),
         )
 
