@@ -35,6 +35,7 @@ WEIGHTS = ("samples", "fednova")
 # has to say.
 WEIGHT, NORMAL, SPREAD, FINISHING, HEAD = range(5)
 POLL_S = 1e-3  # between two looks at several merges; a single one is waited for without
+CALM = Guard(round_steps=1).calm
 NOTHING = Contribution(weight=0.0)
 
 
@@ -61,7 +62,8 @@ class LocalSGD:
         compensation: lambda of `outer.compensated`; 0 for none, which is right for all but plain SGD.
         merge_each_epoch: all ranks wait for each other, and hold one model, where `BalancedDataLoader` ends an epoch;
             elsewhere `optimizer.merge()` does that.
-        drift_limit: rounds are halved when ranks drift apart further, see `policy.staleness.Guard`; None for never.
+        drift_limit: rounds are halved when ranks drift apart by so many times what noise explains, see `policy.guard`;
+            None for never.
     """
 
     round_steps: int = 8
@@ -72,7 +74,7 @@ class LocalSGD:
     weights: str = "samples"
     compensation: float = 0.0
     merge_each_epoch: bool = True
-    drift_limit: float | None = None
+    drift_limit: float | None = 1.5
 
     def __post_init__(self) -> None:
         for name, least in (("round_steps", 1), ("warmup_steps", 0), ("fragments", 1)):
@@ -92,8 +94,8 @@ class LocalSGD:
             raise ValueError(f"weights: expected one of {', '.join(WEIGHTS)}. Received: {self.weights!r}.")
         if not isinstance(self.outer, Outer):
             raise TypeError(f"outer: expected an Outer. Received: {self.outer!r}.")
-        if self.drift_limit is not None and not self.drift_limit > 0:
-            raise ValueError(f"drift_limit: expected a number above 0, or None. Received: {self.drift_limit!r}.")
+        if self.drift_limit is not None and not self.drift_limit > CALM:
+            raise ValueError(f"drift_limit: expected a number above {CALM}, or None. Received: {self.drift_limit!r}.")
 
 
 class Rounds:

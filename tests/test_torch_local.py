@@ -1,0 +1,224 @@
+"""Local SGD through the torch face, on ranks that are threads; real ranks are in test_local_horovod.py."""
+
+import copy
+import json
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("horovod.torch", reason="build it with hvd-hetero build-horovod")
+
+import hvd_hetero.torch as hvd
+from hvd_hetero.engine.local import World
+
+WHOLE = 12
+
+
+def make_model(dtype=torch.float64):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3)).to(dtype)
+
+
+def make_data(steps, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(steps * WHOLE, 6, generator=generator).double()
+    return x, (x @ torch.randn(6, 3, generator=generator).double()).argmax(1)
+
+
+def trained(engine, steps, strategy, *, shares, optimizer=torch.optim.SGD, micro=False, run=None, dtype=torch.float64,
+            merge=True, model=None, lr=0.1, **options):
+    """A rank's parameters after `steps` global batches of the same samples, however they are shared."""
+    torch.set_num_threads(1)
+    model = copy.deepcopy(model if model is not None else PROTOTYPE).to(dtype)
+    x, y = make_data(steps)
+    caps = {"max_micro_batch": 2} if micro else {}
+    balancer = hvd.Balancer(WHOLE, engine=engine, min_share=0, shares=shares, adaptive=False, run=run, **caps)
+    settings = {"lr": lr, "momentum": 0.9} if optimizer is torch.optim.SGD else {"lr": lr}
+    wrapped = hvd.DistributedOptimizer(
+        optimizer(model.parameters(), **settings), model.named_parameters(), balancer=balancer, strategy=strategy,
+        **options,
+    )
+    begin = sum(shares[: engine.rank])
+    for step in range(steps):
+        mine = slice(step * WHOLE + begin, step * WHOLE + begin + shares[engine.rank])
+        wrapped.zero_grad()
+        balancer.begin(shares[engine.rank])
+        if micro:
+            for part_x, part_y in balancer.micro_batches((x[mine].to(dtype), y[mine])):
+                nn.functional.cross_entropy(model(part_x), part_y).backward()
+        elif shares[engine.rank]:
+            nn.functional.cross_entropy(model(x[mine].to(dtype)), y[mine]).backward()
+        wrapped.step()
+    if merge:
+        wrapped.merge()
+    if balancer.trace is not None:
+        balancer.trace.close()
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+PROTOTYPE = make_model()
+EVERY_STEP = hvd.LocalSGD(round_steps=1, bound_rounds=0, warmup_steps=0)
+
+
+@pytest.mark.parametrize("micro", [False, True])
+@pytest.mark.parametrize("shares", [(6, 6), (9, 3), (7, 0, 5), (6, 3, 2, 1)])
+def test_law_1_merging_every_step_is_synchronous_training(shares, micro):
+    world = World(len(shares))
+    local = world.run(lambda engine: trained(engine, 50, EVERY_STEP, shares=shares, micro=micro))
+    together = World(len(shares)).run(lambda engine: trained(engine, 50, "synchronous", shares=shares))
+    for one in local:
+        assert torch.equal(one, local[0])
+        assert (one - together[0]).abs().max() <= 1e-12
+
+
+def test_local_steps_are_not_synchronous_ones():
+    """Or the law above would say nothing."""
+    apart = hvd.LocalSGD(round_steps=4, warmup_steps=0)
+    local = World(2).run(lambda engine: trained(engine, 50, apart, shares=(6, 6)))
+    together = World(2).run(lambda engine: trained(engine, 50, "synchronous", shares=(6, 6)))
+    assert torch.equal(local[0], local[1]) and not torch.allclose(local[0], together[0])
+
+
+def test_the_first_steps_are_synchronous():
+    strategy = hvd.LocalSGD(round_steps=4, warmup_steps=20)
+    local = World(3).run(lambda engine: trained(engine, 20, strategy, shares=(6, 4, 2)))
+    together = World(3).run(lambda engine: trained(engine, 20, "synchronous", shares=(6, 4, 2)))
+    assert torch.equal(local[0], together[0])
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"compression": hvd.Compression.fp16}, {"compression": hvd.Compression.int8},
+    {"topology": hvd.Topology(nodes=((0, 1), (2,)))},
+    {"compression": hvd.Compression.int8, "topology": hvd.Topology(nodes=((0, 1), (2,)))},
+])
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
+@pytest.mark.parametrize("fragments", [1, 3])
+def test_all_hold_one_model_after_a_merge_and_it_has_learnt(options, optimizer, fragments):
+    strategy = hvd.LocalSGD(round_steps=4, warmup_steps=4, fragments=fragments)
+    torch.manual_seed(0)
+    wide = nn.Sequential(nn.Linear(6, 200), nn.Tanh(), nn.Linear(200, 3)).double()  # codecs take the first weights
+    found = World(3).run(lambda engine: trained(
+        engine, 40, strategy, shares=(6, 4, 2), optimizer=optimizer, lr=0.01, model=wide, **options
+    ))
+    assert all(torch.equal(one, found[0]) for one in found), "law 5"
+    torch.nn.utils.vector_to_parameters(found[0], wide.parameters())
+    x, y = make_data(40)
+    assert nn.functional.cross_entropy(wide(x), y) < 0.7
+
+
+def test_parameters_in_bfloat16():
+    strategy = hvd.LocalSGD(round_steps=2, warmup_steps=0)
+    found = World(2).run(lambda engine: trained(engine, 20, strategy, shares=(6, 6), dtype=torch.bfloat16))
+    assert torch.equal(found[0], found[1]) and found[0].dtype == torch.bfloat16
+
+
+def test_the_loader_ends_an_epoch_with_one_model_and_each_sample_counts_once():
+    torch.set_num_threads(1)
+
+    class Counted(torch.utils.data.Dataset):
+        """The gradient of sample i is the i-th unit vector."""
+
+        def __len__(self):
+            return 50
+
+        def __getitem__(self, index):
+            return torch.nn.functional.one_hot(torch.tensor(index), 50).double()
+
+    def program(engine):
+        weights = nn.Parameter(torch.zeros(50, dtype=torch.float64))
+        balancer = hvd.Balancer(10, engine=engine, adaptive=False, shares=(5, 3, 2))
+        loader = hvd.BalancedDataLoader(Counted(), balancer=balancer)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD([weights], lr=1.0), balancer=balancer, strategy=hvd.LocalSGD(round_steps=2, warmup_steps=0)
+        )
+        after = []
+        for _ in range(2):
+            for rows in loader:
+                optimizer.zero_grad()
+                (rows @ weights).sum().backward()
+                optimizer.step()
+            after.append(weights.detach().clone())
+        return after
+
+    found = World(3).run(program)
+    for epoch in range(2):
+        assert all(torch.equal(after[epoch], found[0][epoch]) for after in found)
+        # Whatever a sample weighs in its merge, it is in the model: no entry is left at what it was.
+        before = found[0][epoch - 1] if epoch else torch.zeros(50, dtype=torch.float64)
+        assert (found[0][epoch] < before).all()
+
+
+def test_parameters_that_differ_are_told_on_every_rank():
+    def program(engine):
+        model = copy.deepcopy(PROTOTYPE)
+        if engine.rank == 1:
+            with torch.no_grad():
+                model[0].weight[0, 0] += 1e-6
+        with pytest.raises(RuntimeError, match="Received: others than rank 0's on rank 1. Call hvd.broadcast"):
+            trained(engine, 3, hvd.LocalSGD(warmup_steps=0), shares=(6, 4, 2), model=model)
+
+    World(3).run(program)
+
+
+def test_a_schedule_and_its_reasons_are_in_the_trace(tmp_path):
+    strategy = hvd.LocalSGD(round_steps=4, warmup_steps=4)
+    World(2).run(lambda engine: trained(engine, 30, strategy, shares=(8, 4), run=str(tmp_path)))
+    for file in tmp_path.iterdir():
+        lines = [json.loads(line) for line in file.read_text().splitlines()]
+        merges = [line["fields"] for line in lines if isinstance(line, dict) and line.get("event") == "merge"]
+        assert len(merges) >= 5
+        assert [fields["merge"] for fields in merges] == list(range(1, len(merges) + 1))
+        # Nothing is counted twice or lost: 26 batches of 12 samples were made apart.
+        assert sum(fields["samples"] for fields in merges) == 26 * WHOLE
+
+
+def test_merge_brings_running_statistics_together():
+    torch.manual_seed(0)
+    x = torch.randn(60, 5).double() * 3 + torch.arange(60).double()[:, None] / 10
+    counts = (30, 20, 10)
+
+    def program(engine):
+        model = nn.BatchNorm1d(5, momentum=None).double()  # cumulative averages
+        balancer = hvd.Balancer(60, engine=engine, adaptive=False, shares=counts)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.0), balancer=balancer, strategy=hvd.LocalSGD(warmup_steps=0)
+        )
+        begin = sum(counts[: engine.rank])
+        balancer.begin(counts[engine.rank])
+        model(x[begin : begin + counts[engine.rank]]).sum().backward()
+        optimizer.step()
+        model.num_batches_tracked += engine.rank
+        optimizer.merge(model)
+        return model.running_mean, model.running_var, int(model.num_batches_tracked)
+
+    found = World(3).run(program)
+    starts = [0, 30, 50, 60]
+    parts = [x[a:b] for a, b in zip(starts, starts[1:], strict=False)]
+    mean = x.mean(0)
+    square = sum(len(p) * (p.var(0) + p.mean(0) ** 2) for p in parts) / 60
+    for running_mean, running_var, tracked in found:
+        torch.testing.assert_close(running_mean, mean)
+        torch.testing.assert_close(running_var, square - mean**2)
+        assert tracked == 3
+
+
+def test_wrong_arguments_say_what_was_expected():
+    def program(engine):
+        model = copy.deepcopy(PROTOTYPE)
+        balancer = hvd.Balancer(WHOLE, engine=engine, adaptive=False)
+
+        def wrap(strategy):
+            return hvd.DistributedOptimizer(
+                torch.optim.SGD(model.parameters(), lr=0.1), balancer=balancer, strategy=strategy
+            )
+
+        with pytest.raises(ValueError, match='strategy: expected "synchronous", "local".*Received: \'async\''):
+            wrap("async")
+        with pytest.raises(ValueError, match="strategy: expected the same on every rank. Received: rank 0: LocalSGD"):
+            wrap(hvd.LocalSGD(round_steps=4 + engine.rank))
+        model.register_buffer("phase", torch.zeros(3, dtype=torch.complex64))
+        with pytest.raises(TypeError, match="model: expected buffers of floating point.*Received: phase of torch.comp"):
+            wrap("local").merge(model)
+
+    World(2).run(program)
