@@ -54,6 +54,8 @@ class HandShares:
 class Contender:
     """How one contender sets up and makes a step: `step()` trains on one batch and returns when it is done."""
 
+    strategy: Any = "synchronous"
+
     def __init__(self, arguments: argparse.Namespace, lm: Any) -> None:
         self.arguments, self.lm = arguments, lm
         self.rank = int(os.environ.get("HOROVOD_RANK", os.environ.get("RANK", "0")))
@@ -144,6 +146,7 @@ class Contender:
             balancer=self.balancer,
             compression=codecs[self.arguments.codec],
             topology=self.arguments.topology,
+            strategy=self.strategy,
             **({"bucket_bytes": self.arguments.bucket_bytes} if self.arguments.bucket_bytes else {}),
         )
         hvd.broadcast_parameters(self.model.state_dict(), root_rank=0)

@@ -166,6 +166,12 @@ class Cluster:
             raise RuntimeError(f"set_cores({rank}, {cores}): the keeper answered {answer!r}")
         self._cores[rank] = cores
 
+    def stop(self, rank: int, stopped: bool = True) -> None:
+        """Stops what the rank runs at the moment, as SIGSTOP does, or lets it go on."""
+        answer = emulation_hold.ask(str(self._folder / "hold"), f"stop {rank} {int(stopped)}")
+        if answer != "ok":
+            raise RuntimeError(f"stop({rank}, {stopped}): the keeper answered {answer!r}")
+
     def describe(self) -> str:
         """A few lines on what is emulated, how, and what falls short of it."""
         how = "stopping and continuing" if self.quota == "duty" else f"{self.quota} quotas of {self._period} µs periods"

@@ -4,7 +4,7 @@ Started by `Cluster` as `python keeper.py ORDERS`; it ends when its standard inp
 ends; an owner in good order says `stop` there first, and clears up itself.
 
 Ranks and owner speak to it over a Unix socket, one line each way: `hold RANK PID`,
-`release RANK PID`, `cores RANK CORES`; it answers `ok` or what was wrong.
+`release RANK PID`, `cores RANK CORES`, `stop RANK 1` or `0`; it answers `ok` or what was wrong.
 """
 
 from __future__ import annotations
@@ -75,6 +75,8 @@ def answer(words: list[str], quota: Quota) -> str:
             quota.release(int(rank), int(value))
         elif verb == "cores":
             quota.set_cores(int(rank), float(value))
+        elif verb == "stop":
+            quota.stop(int(rank), value == "1")
         else:
             return f"error: unknown request {verb!r}"
     except (OSError, ValueError, KeyError) as error:

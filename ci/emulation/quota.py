@@ -26,6 +26,7 @@ class Quota(Protocol):
     def hold(self, rank: int, pid: int) -> None: ...
     def release(self, rank: int, pid: int) -> None: ...
     def set_cores(self, rank: int, cores: float) -> None: ...
+    def stop(self, rank: int, stopped: bool) -> None: ...
     def tick(self) -> None: ...
     def close(self) -> None: ...
 
@@ -66,6 +67,11 @@ class CgroupQuota:
         else:
             (self._group(rank) / "cpu.max").write_text(f"{quota} {self._period}")
 
+    def stop(self, rank: int, stopped: bool) -> None:
+        for pid in (self._group(rank) / "cgroup.procs").read_text().split():
+            with contextlib.suppress(OSError):
+                os.kill(int(pid), signal.SIGSTOP if stopped else signal.SIGCONT)
+
     def tick(self) -> None:
         pass
 
@@ -96,6 +102,7 @@ class DutyQuota:
         self._used: dict[int, dict[int, float]] = {rank: {} for rank in self._cores}  # of each process, when last seen
         self._credit = dict.fromkeys(self._cores, 0.0)
         self._stopped: set[int] = set()  # ranks
+        self._kept_stopped: set[int] = set()  # by request
         self._last = self._refreshed = time.monotonic()
 
     def hold(self, rank: int, pid: int) -> None:
@@ -111,6 +118,10 @@ class DutyQuota:
 
     def set_cores(self, rank: int, cores: float) -> None:
         self._cores[rank] = cores
+
+    def stop(self, rank: int, stopped: bool) -> None:
+        (self._kept_stopped.add if stopped else self._kept_stopped.discard)(rank)
+        self._signal(rank, signal.SIGSTOP if stopped else signal.SIGCONT)
 
     def tick(self) -> None:
         """Charges every rank for what it used since the last call, and stops or continues it accordingly."""
@@ -128,7 +139,7 @@ class DutyQuota:
             if credit <= 0 and rank not in self._stopped:
                 self._stopped.add(rank)
                 self._signal(rank, signal.SIGSTOP)
-            elif credit > 0 and rank in self._stopped:
+            elif credit > 0 and rank in self._stopped and rank not in self._kept_stopped:
                 self._stopped.discard(rank)
                 self._signal(rank, signal.SIGCONT)
 

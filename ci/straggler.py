@@ -1,0 +1,152 @@
+"""`ci/bench straggler`: ranks that stall, a rank that is very slow, a very slow link; who waits, and who learns."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from contest import check, records_of
+from emulation import Cluster, EmulatedRank
+
+Row = dict[str, Any]
+WORKER = str(Path(__file__).resolve().parent / "straggler_worker.py")
+CONTENDERS = {  # name -> what the worker is told
+    "plain Horovod": "horovod",
+    "PyTorch DDP": "ddp",
+    "DDP, post-local SGD": "post-local",
+    "hvd_hetero": "hetero",
+    "hvd_hetero, local": "local",
+}
+STALL_S, EVERY_S = 1.0, 3.0
+
+
+def _ranks(*cores: float) -> tuple[EmulatedRank, ...]:
+    return tuple(EmulatedRank(cores=each, node=index // 2) for index, each in enumerate(cores))
+
+
+SCENARIOS: dict[str, dict[str, Any]] = {
+    "stalls": {"ranks": _ranks(0.8, 0.4, 0.2, 0.2), "link_mbit": 1000.0, "stalls": True,
+               "title": f"a random rank stopped for {STALL_S:g} s in every {EVERY_S:g} s"},
+    "slow": {"ranks": _ranks(0.8, 0.4, 0.2, 0.08), "link_mbit": 1000.0, "stalls": False,
+             "title": "a rank ten times slower than the fastest"},
+    "link": {"ranks": _ranks(0.8, 0.4, 0.2, 0.2), "link_mbit": 20.0, "stalls": False,
+             "title": "a link of 20 Mbit/s"},
+}
+SHARES = {"stalls": "32:16:8:8", "slow": "35:17:9:3", "link": "32:16:8:8"}
+
+
+class Staller:
+    """Stops a random rank for a while, again and again, as long as its `with` block lasts; the same each time."""
+
+    def __init__(self, cluster: Cluster, ranks: int) -> None:
+        self._cluster, self._ranks, self._random = cluster, ranks, random.Random(1)
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> Staller:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._end.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._end.wait(EVERY_S - STALL_S):
+            rank = self._random.randrange(self._ranks)
+            self._cluster.stop(rank)
+            self._end.wait(STALL_S)
+            self._cluster.stop(rank, False)
+
+
+def reached_s(losses: Sequence[Sequence[float]], target: float) -> float:
+    """Seconds until the loss was `target`, on the line between two looks; infinite where it never was."""
+    for (before, above), (after, below) in zip(losses, losses[1:], strict=False):
+        if below <= target < above:
+            return before + (after - before) * (above - target) / (above - below)
+    return float("inf")
+
+
+def straggler(
+    *, repeats: int, quick: bool, parts: Sequence[str], say: Callable[[str], None]
+) -> dict[str, Any]:
+    """All tables and checks: {"rows", "checks"}."""
+    rows: list[Row] = []
+    checks: list[Row] = []
+    seconds = 30.0 if quick else 60.0
+    for name, scenario in SCENARIOS.items():
+        if name in parts:
+            say(f"\n{scenario['title']}")
+            _scenario(name, scenario, rows, checks, repeats=repeats, seconds=seconds, say=say)
+    return {"rows": rows, "checks": checks}
+
+
+def _run(cluster: Cluster, contender: str, *, shares: str, seconds: float, stalls: bool) -> list[Row]:
+    command = [sys.executable, WORKER, contender, "--shares", shares, "--seconds", str(seconds)]
+    command += ["--settle-s", str(seconds / 4)]
+    start = cluster.processes if contender in ("ddp", "post-local") else cluster.horovodrun
+    if not stalls:
+        return records_of(start(command, timeout_s=300), what=contender, ranks=len(cluster.ranks))
+    with Staller(cluster, len(cluster.ranks)):
+        return records_of(start(command, timeout_s=300), what=contender, ranks=len(cluster.ranks))
+
+
+def _alone(cluster: Cluster, shares: str) -> list[float]:
+    rates = []
+    for rank in range(len(cluster.ranks)):
+        command = [sys.executable, WORKER, "alone", "--rank", str(rank), "--shares", shares, "--seconds", "8"]
+        finished = cluster.processes([*command, "--settle-s", "2"], timeout_s=120, ranks=[rank])
+        rates.append(records_of(finished, what=f"rank {rank} alone", ranks=1)[0]["samples_per_s"])
+    return rates
+
+
+def _scenario(
+    name: str, scenario: Row, rows: list[Row], checks: list[Row], *, repeats: int, seconds: float,
+    say: Callable[[str], None],
+) -> None:
+    found: dict[str, list[Row]] = {}
+    stopped = STALL_S / EVERY_S / len(scenario["ranks"]) if scenario["stalls"] else 0.0
+    with Cluster(scenario["ranks"], link_mbit=scenario["link_mbit"]) as cluster:
+        say(cluster.describe())
+        for _ in range(repeats):
+            alone = _alone(cluster, SHARES[name])
+            say(f"  {'each rank alone, summed':24s} {sum(alone):7.1f} samples/s  "
+                + " ".join(f"{rate:.0f}" for rate in alone))
+            for title, contender in CONTENDERS.items():
+                records = _run(cluster, contender, shares=SHARES[name], seconds=seconds, stalls=scenario["stalls"])
+                rates = [record["samples_per_s"] for record in records]
+                kept = [rate / (1 - stopped) / by_itself for rate, by_itself in zip(rates, alone, strict=True)]
+                losses = records[0]["losses"]
+                found.setdefault(title, []).append({"losses": losses, "of_alone": sum(rates) / sum(alone),
+                                                    "kept": sum(rates) / (1 - stopped) / sum(alone)})
+                say(f"  {title:24s} {sum(rates):7.1f} samples/s  " + " ".join(f"{rate:.0f}" for rate in rates)
+                    + f"  of alone, while not stopped {' '.join(f'{part:.2f}' for part in kept)}"
+                    + f"  loss after {losses[-1][0]:.0f} s {losses[-1][1]:.3f}"
+                    + (f"  merges {records[0]['merges']}, waits {[record['waits'] for record in records]}"
+                       if "merges" in records[0] else ""))
+    times = {title: [reached_s(each["losses"], base["losses"][-1][1])
+                     for each, base in zip(runs, found["plain Horovod"], strict=True)]
+             for title, runs in found.items()}
+    for title, runs in found.items():
+        reached = statistics.median(times[title])
+        rows.append({"where": name, "name": title, "of_alone": statistics.median(run["of_alone"] for run in runs),
+                     "to_loss_s": reached, "losses": runs[-1]["losses"]})
+        say(f"  {title:24s} reaches plain Horovod's last loss after {reached:6.1f} s")
+    ours = "hvd_hetero, local"
+    faster = statistics.median(a / b for a, b in zip(times[ours], times["plain Horovod"], strict=True))
+    than_ours = statistics.median(a / b for a, b in zip(times[ours], times["hvd_hetero"], strict=True))
+    if name == "stalls":
+        kept = statistics.median(run["kept"] for run in found[ours])
+        checks.append(check("stalls: throughput of ranks while not stopped / alone", kept, 0.95))
+        checks.append(check("stalls: time to plain Horovod's loss / its time", faster, 1 / 3, at_most=True))
+        checks.append(check("stalls: time to that loss / our synchronous strategy's", than_ours, 0.8, at_most=True))
+    elif name == "slow":
+        of_alone = statistics.median(run["of_alone"] for run in found[ours])
+        checks.append(check("slow: throughput / all ranks alone", of_alone, 0.95))
+    else:
+        checks.append(check("link: plain Horovod's time to its loss / ours", 1 / faster, 3.0))

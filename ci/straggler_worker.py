@@ -1,0 +1,136 @@
+"""One rank of `ci/bench straggler`: trains for a time, and keeps what the model was along the way, as a line of JSON.
+
+Validation costs nobody time: rank 0 keeps copies of the model and looks at them when the time is over.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from typing import Any
+
+import torch
+from bench_worker import ROOT, Contender, _load
+from emulation.worker.emulation_hold import hold, release
+
+CHECK_EVERY = 5  # steps after which ranks that step together agree on the time
+
+
+class Straggling(Contender):
+    """The contenders of `ci/bench`, post-local SGD of torch, and ours."""
+
+    strategy = "synchronous"
+
+    def set_up_post_local(self) -> None:
+        from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as hook
+        from torch.distributed.algorithms.model_averaging import averagers
+        from torch.distributed.optim import PostLocalSGDOptimizer
+
+        self.set_up_ddp()
+        warmup = self.arguments.dense_steps
+        alone, _ = torch.distributed.new_subgroups(group_size=1)
+        state = hook.PostLocalSGDState(process_group=None, subgroup=alone, start_localSGD_iter=warmup)
+        self.loss_model.register_comm_hook(state, hook.post_localSGD_hook)
+        averager = averagers.PeriodicModelAverager(period=self.arguments.round_steps, warmup_steps=warmup)
+        self.optimizer = PostLocalSGDOptimizer(optim=self.optimizer, averager=averager)
+
+    def set_up_local(self) -> None:
+        import hvd_hetero.torch as hvd
+
+        self.strategy = hvd.LocalSGD(round_steps=self.arguments.round_steps, warmup_steps=self.arguments.dense_steps,
+                                     bound_rounds=self.arguments.bound_rounds)
+        self.set_up_hetero()
+
+    def agree(self, over: bool) -> bool:
+        """Whether any rank's time is over, for those that step together."""
+        value = torch.tensor([float(over)])
+        if self.arguments.contender in ("ddp", "post-local"):
+            torch.distributed.all_reduce(value, op=torch.distributed.ReduceOp.MAX)
+            return bool(value.item())
+        import horovod.torch as hvd
+
+        return bool(hvd.allreduce(value, op=hvd.Max, name="over").item())
+
+    def snapshot(self) -> dict[str, torch.Tensor]:
+        """The model that all ranks share."""
+        kept = {name: value.detach().clone() for name, value in self.model.state_dict().items()}
+        local = getattr(getattr(self.optimizer, "_reducer", None), "local", None)
+        if local is not None and local._begun:
+            own = [p.detach().clone() for p in self.model.parameters()]
+            for fragment in local.rounds.fragments:
+                fragment.store.write(fragment.index, fragment.z)
+            kept = {name: value.detach().clone() for name, value in self.model.state_dict().items()}
+            with torch.no_grad():
+                for parameter, value in zip(self.model.parameters(), own, strict=True):
+                    parameter.copy_(value)
+        return kept
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("contender", choices=["alone", "horovod", "ddp", "post-local", "hetero", "local"])
+    parser.add_argument("--shares", default="32:16:8:8")
+    parser.add_argument("--rank", type=int, help="of `alone`: which share")
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--settle-s", type=float, default=15.0, help="of them not counted in the throughput")
+    parser.add_argument("--round-steps", type=int, default=8)
+    parser.add_argument("--bound-rounds", type=float, default=6.0)
+    parser.add_argument("--dense-steps", type=int, default=20)
+    parser.add_argument("--snapshot-s", type=float, default=2.5)
+    parser.set_defaults(width=136, layers=2, fixed=False, codec="none", topology=None, bucket_bytes=None)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    lm = _load("torch_char_lm", ROOT / "examples" / "torch_char_lm.py")
+    contender = Straggling(arguments, lm)
+    apart = arguments.contender in ("alone", "local")
+    hold()
+    begin = time.perf_counter()
+    samples = steps = 0
+    settled: tuple[float, int] | None = None
+    snapshots: list[tuple[float, Any]] = [(0.0, contender.snapshot())]
+    while True:
+        contender.step()
+        steps += 1
+        now = time.perf_counter() - begin
+        share = contender.balancer.plan.shares[contender.rank] if contender.balancer else (
+            contender.global_batch if arguments.contender == "alone" else contender.global_batch // contender.size
+        )
+        samples += share
+        if settled is None and now >= arguments.settle_s:
+            settled = now, samples
+        if contender.rank == 0 and now - snapshots[-1][0] >= arguments.snapshot_s:
+            snapshots.append((now, contender.snapshot()))
+        over = now >= arguments.seconds
+        if apart and over:
+            break
+        if not apart and steps % CHECK_EVERY == 0 and contender.agree(over):
+            break
+    release()
+    ended = time.perf_counter() - begin
+    record: dict[str, Any] = {
+        "rank": contender.rank if arguments.rank is None else arguments.rank,
+        "samples": samples,
+        "seconds": now,
+        "samples_per_s": (samples - (settled or (0, 0))[1]) / (now - (settled or (0.0, 0))[0]),
+        "steps": steps,
+        "shares": contender.balancer.plan.shares if contender.balancer else None,
+    }
+    if arguments.contender == "local":
+        contender.optimizer.merge()
+        rounds = contender.optimizer._reducer.local.rounds
+        record.update(waits=rounds.waits, merges=rounds.merges)
+        snapshots.append((ended, contender.snapshot()))
+    if contender.rank == 0 and arguments.contender != "alone":
+        text = lm.read_text(2.5)
+        windows = lm.Windows(text[2_000_000:], 64)
+        losses = []
+        for at, state in snapshots:
+            contender.model.load_state_dict(state)
+            losses.append((round(at, 2), round(lm.validate(contender.model, windows, batches=4), 4)))
+        record["losses"] = losses
+    print("BENCH " + json.dumps(record), flush=True)
+
+
+if __name__ == "__main__":
+    main()
