@@ -35,6 +35,7 @@ WEIGHTS = ("samples", "fednova")
 # has to say.
 WEIGHT, NORMAL, SPREAD, FINISHING, HEAD = range(5)
 POLL_S = 1e-3  # between two looks at several merges; a single one is waited for without
+ALIKE = 1.1  # ranks whose steps differ by less have rounds of one length: measurements are no better
 CALM = Guard(round_steps=1).calm
 NOTHING = Contribution(weight=0.0)
 
@@ -288,7 +289,9 @@ class Rounds:
         heard = np.asarray(compute_s)
         self._step_s = np.where(self._step_s == 0, heard, np.where(heard > 0, (self._step_s + heard) / 2, self._step_s))
         if (self._step_s > 0).all():
-            self.lengths = round_lengths(self._step_s.tolist(), self._guard.steps)
+            fastest = self._step_s.min()
+            even = np.where(self._step_s < ALIKE * fastest, fastest, self._step_s)
+            self.lengths = round_lengths(even.tolist(), self._guard.steps)
         else:
             self.lengths = (self._guard.steps,) * self.size
 

@@ -1,0 +1,34 @@
+"""Local SGD on real Horovod, under the real `horovodrun`: few launches, many checks in each."""
+
+import re
+import shutil
+
+import pytest
+from launch import horovodrun
+
+from hvd_hetero.engine.build import installed_build
+
+pytestmark = [
+    pytest.mark.horovod,
+    pytest.mark.skipif(installed_build() is None, reason="no Horovod installed: run `hvd-hetero build-horovod`"),
+]
+
+CHECKS = ["law_1", "composes", "a_stopped_rank", "a_rank_that_fails", "parameters_that_differ"]
+
+
+def run_checks(ranks, checks, **options):
+    launched = horovodrun(ranks, "local_worker.py", *checks, **options)
+    passed = re.findall(r"OK (\w+)", launched.output)
+    assert launched.returncode == 0 and passed == checks, launched.output[-6000:]
+
+
+def test_local_sgd_under_gloo():
+    run_checks(3, CHECKS, options=("-H", "localhost:2,127.0.0.1:1"))
+
+
+@pytest.mark.mpi
+@pytest.mark.skipif(
+    not (installed_build() or {}).get("mpi") or not shutil.which("mpirun"), reason="Horovod was built without MPI"
+)
+def test_local_sgd_under_mpi():
+    run_checks(2, [check for check in CHECKS if check != "composes"], controller="mpi")

@@ -1,0 +1,170 @@
+"""One real rank of tests/test_local_horovod.py: runs the named checks and prints `OK name` for each that holds."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import hvd_hetero.torch as hvd
+
+WHOLE = 12
+UNEVEN = {2: (9, 3), 3: (7, 0, 5), 4: (6, 3, 2, 1)}
+
+
+def make_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3)).double()
+
+
+def make_data(steps):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(steps * WHOLE, 6, generator=generator).double()
+    return x, (x @ torch.randn(6, 3, generator=generator).double()).argmax(1)
+
+
+def parameters(model):
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+def same_everywhere(model):
+    gathered = hvd.allgather(parameters(model)[None], name="same")
+    return all(torch.equal(row, gathered[0]) for row in gathered)
+
+
+def trained(steps, strategy, *, during=lambda step: None, run=None, optimizer=None, **options):
+    """A rank's model, optimizer and balancer after so many global batches."""
+    model, (x, y) = make_model(), make_data(steps)
+    shares = UNEVEN[hvd.size()]
+    balancer = hvd.Balancer(WHOLE, min_share=0, shares=shares, adaptive=False, run=run)
+    wrapped = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), model.named_parameters(), balancer=balancer,
+        strategy=strategy, **options,
+    )
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    begin = sum(shares[: hvd.rank()])
+    for step in range(steps):
+        mine = slice(step * WHOLE + begin, step * WHOLE + begin + shares[hvd.rank()])
+        wrapped.zero_grad()
+        balancer.begin(shares[hvd.rank()])
+        during(step)
+        if shares[hvd.rank()]:
+            nn.functional.cross_entropy(model(x[mine]), y[mine]).backward()
+        wrapped.step()
+    return model, wrapped, balancer
+
+
+def law_1():
+    """Merging every step is synchronous training."""
+    apart, optimizer, _ = trained(50, hvd.LocalSGD(round_steps=1, bound_rounds=0, warmup_steps=0))
+    optimizer.merge()
+    together, _, _ = trained(50, "synchronous")
+    assert same_everywhere(apart)
+    assert (parameters(apart) - parameters(together)).abs().max() <= 1e-12
+
+
+def composes():
+    """Fragments, a codec and levels: all hold one model in the end."""
+    for options in ({"compression": hvd.Compression.int8}, {"topology": "leader"}):
+        model, optimizer, _ = trained(40, hvd.LocalSGD(round_steps=4, warmup_steps=4, fragments=2), **options)
+        optimizer.merge()
+        assert same_everywhere(model), options
+
+
+def a_stopped_rank():
+    """One rank is stopped for two seconds: the others go on to the bound, wait there, and all meet again."""
+    stopped_s, last = 2.0, hvd.size() - 1
+    moments = []
+
+    def during(step):
+        moments.append(time.monotonic())
+        time.sleep(0.02)  # all alike
+        if hvd.rank() == last and step == 20:
+            subprocess.Popen(["sh", "-c", f"sleep {stopped_s}; kill -CONT {os.getpid()}"])
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    with tempfile.TemporaryDirectory() as folder:
+        strategy = hvd.LocalSGD(round_steps=4, bound_rounds=3, warmup_steps=2)
+        model, optimizer, balancer = trained(60, strategy, during=during, run=folder)
+        optimizer.merge()
+        balancer.trace.close()
+        lines = [json.loads(line) for line in next(Path(folder).iterdir()).read_text().splitlines()]
+    merges = [line["fields"] for line in lines if isinstance(line, dict) and line.get("event") == "merge"]
+    gaps = [after - before for before, after in zip(moments, moments[1:], strict=False)]
+    assert same_everywhere(model)
+    assert sum(fields["samples"] for fields in merges) == 58 * WHOLE, "every sample counts once"
+    if hvd.rank() != last:
+        waited = max(range(len(gaps)), key=lambda index: gaps[index])
+        assert gaps[waited] > 0.5, "it waited at the bound"
+        assert waited >= 20 + 4, f"it should go on first: waited in step {waited}"
+        assert merges[-1]["waits"] >= 1 and any(fields["carried_steps"] >= 8 for fields in merges), merges
+
+
+def a_rank_that_fails():
+    """A rank whose loader raises: the others hear of it at the next merge."""
+
+    class Torn(torch.utils.data.Dataset):
+        def __len__(self):
+            return 240
+
+        def __getitem__(self, index):
+            if hvd.rank() == 1 and balancer.step >= 12:
+                raise OSError("torn page")
+            return torch.zeros(6).double()
+
+    model = make_model()
+    balancer = hvd.Balancer(WHOLE, adaptive=False)
+    loader = hvd.BalancedDataLoader(Torn(), balancer=balancer)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.05), model.named_parameters(), balancer=balancer,
+        strategy=hvd.LocalSGD(round_steps=2, warmup_steps=2),
+    )
+    try:
+        for x in loader:
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+    except (OSError, hvd.PeerError) as error:
+        assert ("torn page" if hvd.rank() == 1 else "rank 1 could not") in str(error), error
+    else:
+        raise AssertionError("nobody heard of the failure")
+
+
+def parameters_that_differ():
+    model = make_model()
+    balancer = hvd.Balancer(WHOLE, adaptive=False)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.05), balancer=balancer, strategy=hvd.LocalSGD(warmup_steps=0)
+    )
+    if hvd.rank() == 1:
+        with torch.no_grad():
+            model[0].weight[0, 0] += 1.0
+    balancer.begin(WHOLE // hvd.size())
+    model(torch.zeros(1, 6).double()).sum().backward()
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        assert "others than rank 0's on rank 1" in str(error), error
+    else:
+        raise AssertionError("ranks started from different models")
+
+
+if __name__ == "__main__":
+    # With dynamic process sets under MPI, Horovod holds a lock in each cycle until all ranks are there, and who sends
+    # meanwhile waits for it: a stopped rank holds up the others then.
+    hvd.init(**({"process_sets": "dynamic"} if "composes" in sys.argv else {}))
+    torch.set_num_threads(1)
+    for name in sys.argv[1:]:
+        globals()[name]()
+        hvd.barrier()
+        if hvd.rank() == 0:
+            print(f"OK {name}", flush=True)
+    hvd.shutdown()
