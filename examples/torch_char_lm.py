@@ -103,6 +103,7 @@ def main() -> None:
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--report-every", type=int, default=20)
     parser.add_argument("--checkpoint", help="written every --report-every steps; read at start when it is there")
+    parser.add_argument("--strategy", choices=["synchronous", "local"], default="synchronous")
     arguments = parser.parse_args()
 
     hvd.init()
@@ -127,7 +128,9 @@ def main() -> None:
         optimizer.load_state_dict(saved["optimizer"])
         balancer.load_state_dict(saved["balancer"])
         loader.load_state_dict(saved["loader"])
-    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), balancer=balancer)
+    optimizer = hvd.DistributedOptimizer(
+        optimizer, named_parameters=model.named_parameters(), balancer=balancer, strategy=arguments.strategy
+    )
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
 
@@ -138,6 +141,8 @@ def main() -> None:
             loss_of(model, x, y).backward()
             optimizer.step()
             step += 1
+            if step == arguments.steps or (arguments.checkpoint and step % arguments.report_every == 0):
+                optimizer.merge()  # all ranks: now they hold one model, whatever the strategy
             if step % arguments.report_every == 0 and hvd.rank() == 0:
                 rate = arguments.global_batch_size * (step - since) / (time.perf_counter() - started)
                 loss = validate(model, validation)

@@ -11,9 +11,10 @@ from hvd_hetero.engine.hierarchy import levels_of, one_level
 from hvd_hetero.engine.local import World
 from hvd_hetero.optimizers.balancer import Balancer
 from hvd_hetero.optimizers.fragment import fragments_of
-from hvd_hetero.optimizers.local_sgd import LocalSGD, Rounds, control_length
+from hvd_hetero.optimizers.local_sgd import LocalSGD
 from hvd_hetero.optimizers.outer import Outer, compensated
 from hvd_hetero.optimizers.recipe import Recipe, Wire
+from hvd_hetero.optimizers.rounds import Rounds, control_length
 from hvd_hetero.optimizers.router import Router
 from hvd_hetero.optimizers.weighted import WeightedExchange
 from hvd_hetero.policy.topology import Topology
@@ -266,7 +267,7 @@ def test_fednova_finds_the_optimum_that_unnormalised_merges_miss():
             rounds, store, balancer = rounds_of(engine, rule, np.zeros(size))
             h, a = parts[engine.rank]
             while rounds.merges < 1000:
-                rounds.lengths = lengths
+                rounds.lengths.by_rank = lengths
                 balancer.begin(1)
                 store.values -= 0.005 * h * (store.values - a)
                 rounds.after_step(1.0, lr=0.005)
@@ -362,7 +363,7 @@ def test_the_guard_shortens_rounds_where_ranks_pull_apart():
                 balancer.begin(1)
                 store.values += random.standard_normal(400) + pull * (-1) ** engine.rank
                 rounds.after_step(1.0)
-            return rounds.lengths
+            return rounds.lengths.by_rank
 
         return World(2).run(program)
 

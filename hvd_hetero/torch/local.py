@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
+import sys
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,7 +14,8 @@ from hvd_hetero.engine.port import Engine
 from hvd_hetero.optimizers.agreement import agree_text
 from hvd_hetero.optimizers.balancer import Balancer
 from hvd_hetero.optimizers.fragment import fragments_of
-from hvd_hetero.optimizers.local_sgd import LocalSGD, Rounds, control_length
+from hvd_hetero.optimizers.local_sgd import LocalSGD
+from hvd_hetero.optimizers.rounds import Rounds, control_length
 from hvd_hetero.optimizers.weighted import WeightedExchange
 
 from .buffers import average_buffers
@@ -90,6 +94,7 @@ class LocalSteps:
         self._bytes = [f.buffer.numel() * f.buffer.element_size() for f in self.rounds.fragments]
         self._begun = False
         self._samples = 0.0  # since the buffers were averaged
+        atexit.register(self._warn_at_exit)
 
     def _exchanges(self, outgoing: Callable[[int], list[float]]) -> list[tuple[WeightedExchange, torch.Tensor]]:
         made, tail = [], control_length(self._engine.size)
@@ -113,6 +118,16 @@ class LocalSteps:
     def _record(self, fields: dict[str, Any]) -> None:
         if self._balancer.trace is not None:
             self._balancer.trace.event("merge", **fields)
+
+    def _warn_at_exit(self) -> None:
+        """Says so where a job ends between merges – unless it ended in an error, which says enough."""
+        if self._begun and not hasattr(sys, "last_value"):
+            warnings.warn(
+                "Expected optimizer.merge() after the last step of a local strategy. Received: the end of the job. "
+                "What ranks did since the last merge is on each of them alone.",
+                RuntimeWarning,
+                stacklevel=1,
+            )
 
     def apart(self) -> bool:
         """Whether the batch begun last is one that ranks take apart."""
