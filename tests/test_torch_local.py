@@ -203,6 +203,40 @@ def test_merge_brings_running_statistics_together():
         assert tracked == 3
 
 
+@pytest.mark.parametrize("at", [2, 3, 7])
+def test_a_loader_that_raises_is_heard_of_also_before_the_first_step_apart(at):
+    class Torn(torch.utils.data.Dataset):
+        def __init__(self, rank):
+            self.rank = rank
+
+        def __len__(self):
+            return 20 * WHOLE
+
+        def __getitem__(self, index):
+            if self.rank == 1 and self.balancer.step >= at - 1:
+                raise OSError("torn page")
+            return torch.zeros(6).double()
+
+    def program(engine):
+        model, data = copy.deepcopy(PROTOTYPE), Torn(engine.rank)
+        data.balancer = balancer = hvd.Balancer(WHOLE, engine=engine, adaptive=False)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), balancer=balancer,
+            strategy=hvd.LocalSGD(round_steps=2, warmup_steps=3),
+        )
+        try:
+            for x in hvd.BalancedDataLoader(data, balancer=balancer):
+                optimizer.zero_grad()
+                model(x).square().mean().backward()
+                optimizer.step()
+        except (OSError, hvd.PeerError) as error:
+            return str(error)
+        return "nothing"
+
+    found = World(3).run(program)
+    assert found[1] == "torn page" and all("rank 1 could not" in found[rank] for rank in (0, 2)), found
+
+
 def test_wrong_arguments_say_what_was_expected():
     def program(engine):
         model = copy.deepcopy(PROTOTYPE)
@@ -217,6 +251,8 @@ def test_wrong_arguments_say_what_was_expected():
             wrap("async")
         with pytest.raises(ValueError, match="strategy: expected the same on every rank. Received: rank 0: LocalSGD"):
             wrap(hvd.LocalSGD(round_steps=4 + engine.rank))
+        with pytest.raises(ValueError, match="add_param_group: expected all parameters when"):
+            wrap("local").add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
         model.register_buffer("phase", torch.zeros(3, dtype=torch.complex64))
         with pytest.raises(TypeError, match="model: expected buffers of floating point.*Received: phase of torch.comp"):
             wrap("local").merge(model)

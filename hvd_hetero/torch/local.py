@@ -149,6 +149,12 @@ class LocalSteps:
         sends = [fragment.sends - first for fragment, first in zip(self.rounds.fragments, before, strict=True)]
         return sum(number * size for number, size in zip(sends, self._bytes, strict=True))
 
+    def withdraw(self) -> Callable[[], bool]:
+        """See `Rounds.withdraw`; others may be about to take their first step apart."""
+        self.before_step()
+        self._begun = False
+        return self.rounds.withdraw()
+
     def merge(self, model: torch.nn.Module | None = None) -> None:
         """Returns when all ranks hold one model, with every step of every rank in it. A collective call."""
         if self._begun:

@@ -210,6 +210,11 @@ def _methods(base: type[torch.optim.Optimizer]) -> dict[str, Callable[..., Any]]
         self._reducer.passes = passes
 
     def add_param_group(self: Any, param_group: dict[str, Any]) -> None:
+        if "_reducer" in self.__dict__ and self._reducer.local is not None:
+            raise ValueError(
+                "add_param_group: expected all parameters when the optimizer was made, with a local strategy. "
+                "Received: new ones. Make a new DistributedOptimizer after optimizer.merge()."
+            )
         base.add_param_group(self, param_group)
         if "_reducer" in self.__dict__:
             self._reducer.add(self.param_groups[-1]["params"])

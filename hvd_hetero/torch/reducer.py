@@ -240,7 +240,7 @@ class GradientReducer:
     def withdraw(self) -> Callable[[], bool]:
         """Takes part in the next exchange with nothing, without waiting; tells whether it is over."""
         if self.local is not None and self.apart:
-            return self.local.rounds.withdraw()
+            return self.local.withdraw()
         self._passes.clear()
         self._submit_rest()
         return self._exchange.done
