@@ -32,12 +32,12 @@ def _ranks(*cores: float) -> tuple[EmulatedRank, ...]:
 SCENARIOS: dict[str, dict[str, Any]] = {
     "stalls": {"ranks": _ranks(0.8, 0.4, 0.2, 0.2), "link_mbit": 1000.0, "stalls": True,
                "title": f"a random rank stopped for {STALL_S:g} s in every {EVERY_S:g} s"},
-    "slow": {"ranks": _ranks(0.8, 0.4, 0.2, 0.08), "link_mbit": 1000.0, "stalls": False,
+    "slow": {"ranks": _ranks(1.0, 0.4, 0.2, 0.1), "link_mbit": 1000.0, "stalls": False,
              "title": "a rank ten times slower than the fastest"},
     "link": {"ranks": _ranks(0.8, 0.4, 0.2, 0.2), "link_mbit": 20.0, "stalls": False,
              "title": "a link of 20 Mbit/s"},
 }
-SHARES = {"stalls": "32:16:8:8", "slow": "35:17:9:3", "link": "32:16:8:8"}
+SHARES = {"stalls": "32:16:8:8", "slow": "38:15:8:3", "link": "32:16:8:8"}
 
 
 class Staller:
