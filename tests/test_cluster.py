@@ -66,6 +66,31 @@ def test_a_rank_gets_its_share_also_a_new_one_until_it_is_released(how: str, tmp
     assert shares["released"] > 0.16  # as much as a busy machine has to spare
 
 
+@pytest.mark.parametrize("how", [pytest.param("cgroup", marks=needs_cgroup), "duty"])
+def test_a_rank_can_be_stopped_for_a_while(how: str, tmp_path: Path) -> None:
+    script = SHARE + (
+        "assert hold(); open('running', 'w')\n"
+        "last, longest, end = time.monotonic(), 0, time.monotonic() + 2.5\n"
+        "while last < end: time.sleep(0.01); now = time.monotonic(); longest, last = max(longest, now - last), now\n"
+        "release(); print('longest', longest, flush=True); os._exit(0)\n"
+    )
+
+    def stop() -> None:
+        wait_for((tmp_path / "running").exists)
+        cluster.stop(0)
+        time.sleep(1.0)
+        cluster.stop(0, False)
+
+    with Cluster([EmulatedRank(cores=0.25)], quota=how) as cluster:
+        stopper = threading.Thread(target=stop)
+        stopper.start()
+        command = ["sh", "-c", f'cd {tmp_path} && exec {sys.executable} -c "$0"', script]
+        done = cluster.processes(command, timeout_s=20)
+        stopper.join()
+    assert done.returncode == 0, done.output
+    assert 0.9 < float(done.output.partition("longest")[2]) < 2.4
+
+
 def test_hold_at_start_holds_commands_that_know_nothing_of_it() -> None:
     script = "import time; t = time.monotonic()\nwhile time.monotonic() < t + 1: pass\nprint(time.process_time())"
     with Cluster([EmulatedRank(cores=0.25)]) as cluster:

@@ -72,6 +72,15 @@ class Passes:
                 parameter.grad = grad
             self._stash = None
 
+    def average(self, scale: float) -> None:
+        """Makes `p.grad` the mean over the terms of all passes, times `scale`; None where there were none."""
+        factor = scale * self.unit / self.terms if self.terms else 0.0
+        for parameter in self._parameters:
+            if not self.terms:
+                parameter.grad = None
+            elif factor != 1.0 and parameter.grad is not None:
+                parameter.grad.mul_(factor)
+
     def clear(self) -> None:
         """Starts anew: what `p.grad` holds is the global gradient, or will not count."""
         self._counts.clear()

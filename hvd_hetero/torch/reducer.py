@@ -280,14 +280,8 @@ class GradientReducer:
         )  # fmt: skip
 
     def _finish_apart(self) -> None:
-        """Makes `p.grad` the mean over this rank's own loss terms."""
-        terms, unit = self._passes.terms, self._passes.unit
-        factor = self._scale * self._batches_summed() * unit / terms if terms else 0.0
-        for parameter in self._parameters:
-            if not terms:
-                parameter.grad = None
-            elif factor != 1.0 and parameter.grad is not None:
-                parameter.grad.mul_(factor)
+        """Ends the passes of a step whose gradient stays this rank's own."""
+        self._passes.average(self._scale * self._batches_summed())
         self._passes.clear()
         self._batches = 0
         self.reduced = True

@@ -1,0 +1,65 @@
+"""What a rank's samples cost it: compute, and its own part of serving the communication."""
+
+import pytest
+
+from hvd_hetero.optimizers.meter import ComputeMeter, WallClock
+
+
+class Rank:
+    """Compute and waiting on `cores` of a core, by clocks that only this moves."""
+
+    def __init__(self, cores, stopwatch=WallClock):
+        self.cores, self.now_s, self.processor_s = cores, 0.0, 0.0
+        self.meter = ComputeMeter(stopwatch(lambda: self.now_s), processor_s=lambda: self.processor_s)
+
+    def passes(self, work_s, wall_s=None):
+        """`work_s` of processor time; as fast as the cores allow unless it takes longer for other reasons."""
+        self.processor_s += work_s
+        self.now_s += work_s / self.cores if wall_s is None else wall_s
+
+    def step(self, compute, service, link_s):
+        self.meter.run()
+        self.passes(compute)
+        self.meter.pause()
+        self.passes(service, wall_s=link_s)
+        self.meter.run()
+        self.meter.pause()
+        compute_s = self.meter.take_s()
+        return compute_s, self.meter.take_service_s(compute_s)
+
+
+@pytest.mark.parametrize("cores", [0.2, 0.8, 1.0, 4.0])
+def test_service_takes_as_long_as_the_ranks_cores_need_for_it(cores):
+    rank = Rank(cores)
+    for link_s in (0.0, 0.5):  # however long the link takes
+        compute_s, service_s = rank.step(compute=0.4, service=0.02, link_s=link_s)
+        assert compute_s == pytest.approx(0.4 / cores)
+        assert service_s == pytest.approx(0.02 / cores)
+
+
+def test_service_is_never_more_than_compute_and_each_step_counts_its_own():
+    rank = Rank(0.5)
+    assert rank.step(compute=0.1, service=9.0, link_s=1.0) == pytest.approx((0.2, 0.2))
+    assert rank.step(compute=0.1, service=0.0, link_s=1.0) == pytest.approx((0.2, 0.0))
+
+
+def test_where_compute_is_on_a_device_service_says_nothing():
+    class Device:
+        def __init__(self, clock):
+            self._clock = clock
+
+        def mark(self):
+            return self._clock()
+
+        def seconds(self, start, end):
+            return end - start
+
+    assert Rank(0.5, Device).step(compute=0.1, service=0.1, link_s=1.0) == pytest.approx((0.2, 0.0))
+
+
+def test_what_lies_between_batches_is_neither():
+    """A segment that is begun anew is forgotten: loading data is not this batch's compute."""
+    rank = Rank(1.0)
+    rank.meter.run()
+    rank.passes(5.0)  # between the update and the next batch
+    assert rank.step(compute=0.4, service=0.1, link_s=0.1) == pytest.approx((0.4, 0.1))
