@@ -25,6 +25,8 @@ SIZES_BYTES = (2**14, 2**18, 2**21)  # timed; what lies beyond follows the line 
 LARGE_BYTES = 2**23
 LARGE_S = 0.2
 REPEATS = 3
+# Quick sums are timed more often, for so long and so often at most: they vary most.
+QUICK_S, MOST_REPEATS = 0.05, 12
 ROUNDS = 8  # steps that each route of a trial gets, besides its first one, which is not counted
 
 Tell = Callable[[str, Choice], None]
@@ -114,28 +116,30 @@ class Router:
         key = (self._title(algorithm, recipe), str(like.dtype))
         if key in self._timed:
             return self._timed[key]
-        engine = self._levels.everyone
         sizes: list[int] = []
         times: list[np.ndarray] = []
         for size_bytes in (*SIZES_BYTES, LARGE_BYTES):
             if size_bytes == LARGE_BYTES and times[-1].max() * LARGE_BYTES > LARGE_S * sizes[-1]:
                 break
-            taken = self._repeated(like, algorithm, recipe, size_bytes)
-            engine.allreduce_async(taken, name=engine.unique("hvd_hetero.timing.") + ".slowest", op="max").wait()
+            taken = self._repeated(like, algorithm, recipe, size_bytes, REPEATS)
+            more = min(MOST_REPEATS, int(QUICK_S / float(np.median(taken)))) - REPEATS
+            if more > 0:
+                again = self._repeated(like, algorithm, recipe, size_bytes, more)
+                taken = np.concatenate([taken, again])
             sizes.append(size_bytes)
             times.append(taken)
-        at: np.ndarray = np.repeat(np.array(sizes), REPEATS)
-        self._timed[key] = fit_link(at, np.concatenate(times))
+        at: np.ndarray = np.repeat(np.array(sizes), [len(taken) for taken in times])
+        self._timed[key] = fit_link(at, np.concatenate(times), typical=True)
         return self._timed[key]
 
-    def _repeated(self, like: Any, algorithm: str, recipe: Recipe, size_bytes: int) -> np.ndarray:
-        """Seconds of each of `REPEATS` sums, on this rank."""
-        engine, times = self._levels.everyone, np.zeros(REPEATS)
+    def _repeated(self, like: Any, algorithm: str, recipe: Recipe, size_bytes: int, repeats: int) -> np.ndarray:
+        """Seconds of each of so many sums, on the slowest rank."""
+        engine, times = self._levels.everyone, np.zeros(repeats)
         side = max(1, int((size_bytes / like.itemsize) ** 0.5))
         array = verbs_of(like).seeded([side * side], 0, like)
         route = Route(self._levels, algorithm, cross=replace(recipe, warmup_steps=0).reduction([(side, side)]))
         name = f"{engine.unique('hvd_hetero.timing.')}.{size_bytes}"
-        for repeat in range(-1, REPEATS):  # once unseen: names are negotiated at their first use
+        for repeat in range(-1, repeats):  # once unseen: names are negotiated at their first use
             copy = verbs_of(like).copied(array)
             engine.allreduce_async(np.zeros(1), name=f"{name}.ready").wait()
             begin = self._clock()
@@ -143,6 +147,7 @@ class Router:
             if repeat >= 0:
                 times[repeat] = self._clock() - begin
             route.settle(True)
+        engine.allreduce_async(times, name=f"{name}.slowest", op="max").wait()
         return times
 
 

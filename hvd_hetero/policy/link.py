@@ -45,11 +45,13 @@ class Link:
         return self.latency_s + size_bytes / self.bandwidth_bytes_per_s
 
 
-def fit_link(sizes_bytes: Sequence[float] | np.ndarray, seconds: Sequence[float] | np.ndarray) -> Link:
+def fit_link(sizes_bytes: Sequence[float] | np.ndarray, seconds: Sequence[float] | np.ndarray, *,
+             typical: bool = False) -> Link:
     """The link on which transfers of these sizes took these seconds; sizes may come any number of times.
 
     Where noise hides the slope (it would be 0 or below) or there is one size only, the whole time counts as transfer
-    at the largest size: the bandwidth is then a lower bound. A latency is at least 0, at most the fastest transfer.
+    at the largest size: the bandwidth is then a lower bound. A latency is at least 0, at most the fastest transfer; it
+    is that of undisturbed transfers or, with `typical`, of the median one, which predicts times better.
     """
     sizes, times = np.asarray(sizes_bytes, dtype=float), np.asarray(seconds, dtype=float)
     if sizes.shape != times.shape or sizes.ndim != 1 or not len(sizes):
@@ -60,7 +62,7 @@ def fit_link(sizes_bytes: Sequence[float] | np.ndarray, seconds: Sequence[float]
                          f"too coarse. Received: {list(sizes)} and {list(times)}.")
     each = np.unique(sizes)
     middle = np.array([np.median(times[sizes == size]) for size in each])
-    fastest = np.array([np.min(times[sizes == size]) for size in each])
+    fastest = middle if typical else np.array([np.min(times[sizes == size]) for size in each])
     shows = middle >= SIZE_SHOWS * middle.min()
     if shows.sum() < 2:
         shows[:] = True
