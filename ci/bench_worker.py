@@ -54,10 +54,9 @@ class HandShares:
 class Contender:
     """How one contender sets up and makes a step: `step()` trains on one batch and returns when it is done."""
 
-    strategy: Any = "synchronous"
-
     def __init__(self, arguments: argparse.Namespace, lm: Any) -> None:
         self.arguments, self.lm = arguments, lm
+        self.strategy: Any = arguments.strategy
         self.rank = int(os.environ.get("HOROVOD_RANK", os.environ.get("RANK", "0")))
         self.size = int(os.environ.get("HOROVOD_SIZE", os.environ.get("WORLD_SIZE", "1")))
         self.shares = [int(share) for share in arguments.shares.split(":")]
@@ -183,6 +182,7 @@ def main() -> None:
     parser.add_argument("--codec", default="none", help="how gradients travel; DDP: its hook")
     parser.add_argument("--dense-steps", type=int, default=20, help="of codecs that want some first")
     parser.add_argument("--topology", help="hetero: flat, rails, leader or auto")
+    parser.add_argument("--strategy", default="synchronous", help="hetero: synchronous, local or auto")
     parser.add_argument("--validate", action="store_true", help="rank 0: the loss on other text, after all steps")
     parser.add_argument("--bucket-bytes", type=int)
     parser.add_argument("--every-step", action="store_true", help="print each step's time and shares")
@@ -198,11 +198,12 @@ def main() -> None:
     times: list[float] = []
     shares: list[Any] = []
     computes: list[Any] = []
-    cpu = began = 0.0
+    cpu = began = samples = 0.0
     threads: dict[str, float] = {}
     for step in range(arguments.warmup + arguments.steps):
         if step == arguments.warmup:
             cpu, began, threads = time.process_time(), time.perf_counter(), cpu_by_thread()
+            samples = 0.0
         if step == arguments.slow_at and contender.rank == 0:
             cores = f"cores {arguments.slow_rank} {arguments.slow_cores}"
             if ask(os.environ[SOCKET_VARIABLE], cores) != "ok":
@@ -213,12 +214,17 @@ def main() -> None:
         if contender.balancer:
             shares.append(contender.balancer.plan.shares)
             computes.append(contender.balancer.reported)
+            samples += shares[-1][contender.rank]
     seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
     by_thread = {name: (ms - threads.get(name, 0.0)) / arguments.steps for name, ms in cpu_by_thread().items()}
     release()
+    apart = arguments.strategy != "synchronous"
+    if apart:
+        contender.optimizer.merge()
     record = {
         "rank": contender.rank if arguments.rank is None else arguments.rank,
-        "samples_per_s": contender.global_batch * arguments.steps / seconds,
+        "samples_per_s": (samples if apart else contender.global_batch * arguments.steps) / seconds,
+        "apart": apart,  # then that is what this rank did, and not all of them
         "step_ms": 1e3 * seconds / arguments.steps,
         "median_step_ms": 1e3 * sorted(times[arguments.warmup :])[arguments.steps // 2],
         "cpu_ms": 1e3 * cpu / arguments.steps,

@@ -125,7 +125,8 @@ def contest(scenario: Scenario, *, repeats: int, quick: bool, say: Callable[[str
             say(f"repeat {repeat + 1}/{repeats}: {'each rank alone, summed':28s} {ideal:7.1f} samples/s")
             for contender in scenario.contenders:
                 records = launch(cluster, scenario, contender, quick=quick)
-                value = statistics.mean(record["samples_per_s"] for record in records)
+                rates = [record["samples_per_s"] for record in records]
+                value = sum(rates) if records[0]["apart"] else statistics.mean(rates)
                 outcome.samples_per_s.setdefault(contender.name, []).append(value)
                 outcome.records[contender.name] = records
                 shares = records[0]["shares"]

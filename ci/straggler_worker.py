@@ -20,8 +20,6 @@ CHECK_EVERY = 5  # steps after which ranks that step together agree on the time
 class Straggling(Contender):
     """The contenders of `ci/bench`, post-local SGD of torch, and ours."""
 
-    strategy = "synchronous"
-
     def set_up_post_local(self) -> None:
         from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as hook
         from torch.distributed.algorithms.model_averaging import averagers
@@ -78,7 +76,8 @@ def main() -> None:
     parser.add_argument("--bound-rounds", type=float, default=6.0)
     parser.add_argument("--dense-steps", type=int, default=20)
     parser.add_argument("--snapshot-s", type=float, default=2.5)
-    parser.set_defaults(width=136, layers=2, fixed=False, codec="none", topology=None, bucket_bytes=None)
+    parser.set_defaults(width=136, layers=2, fixed=False, codec="none", topology=None, bucket_bytes=None,
+                        strategy="synchronous")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     lm = _load("torch_char_lm", ROOT / "examples" / "torch_char_lm.py")
