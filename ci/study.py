@@ -1,8 +1,8 @@
-"""`ci/bench study`: whether delay compensation earns its place, and local SGD's final loss against synchronous training.
+"""`ci/bench study`: does delay compensation help, and is local SGD's final loss that of synchronous training?
 
 One process, and the same numbers every time: the ranks' strategies are the torch face's own (`LocalSteps` on `World`),
-and one loop lets the ranks step in the order of a clock that is only counted. Synchronous training is one model on whole
-global batches, which weighted gradients equal (law 2).
+and one loop lets the ranks step in the order of a clock that is only counted. Synchronous training is one model on
+whole global batches, which weighted gradients equal (law 2).
 """
 
 from __future__ import annotations
@@ -26,20 +26,22 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
-from torch_char_lm import CharLM, Windows, read_text  # noqa: E402
+from torch_char_lm import CharLM, Windows, read_text
 
-import hvd_hetero.torch as hvd  # noqa: E402
-from hvd_hetero.engine.local import World  # noqa: E402
-from hvd_hetero.optimizers.dealer import Dealer, cut  # noqa: E402
-from hvd_hetero.optimizers.recipe import Wire  # noqa: E402
-from hvd_hetero.torch.local import LocalSteps  # noqa: E402
-from hvd_hetero.torch.ways import Ways  # noqa: E402
+import hvd_hetero.torch as hvd
+from hvd_hetero.engine.local import World
+from hvd_hetero.optimizers.dealer import Dealer, cut
+from hvd_hetero.optimizers.recipe import Wire
+from hvd_hetero.torch.local import LocalSteps
+from hvd_hetero.torch.ways import Ways
 
 WHOLE = 64
 EVEN, UNEVEN = (16, 16, 16, 16), (35, 16, 7, 6)
 # Seconds of a step in units of what the shares promise: every step has noise of 30 %, and two ranks are off for good.
 PACE, NOISE = (1.0, 0.9, 1.0, 1.1), 0.3
 LAMBDAS, SEEDS = (0.0, 0.04, 0.5, 2.0, 20.0, 200.0), (0, 1, 2)
+RULES = {f"rounds of {steps}": hvd.LocalSGD(round_steps=steps) for steps in (4, 8)}
+Row, Say = dict[str, Any], Callable[[str], None]
 INNER: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "SGD": lambda parameters, lr: torch.optim.SGD(parameters, lr=lr, fused=True),
     "SGD, momentum 0.9": lambda parameters, lr: torch.optim.SGD(parameters, lr=lr, momentum=0.9, fused=True),
@@ -49,7 +51,7 @@ INNER: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """Data, a model, and each optimizer's learning rate: the best of `TUNING` for synchronous training."""
+    """Data, a model, and each optimizer's learning rate: the best of a grid for synchronous training."""
 
     name: str
     make: Callable[[], nn.Module]
@@ -65,7 +67,8 @@ class Task:
 
     def batches(self, seed: int) -> Iterator[tuple[int, np.ndarray, bool]]:
         """Step, indices of its global batch, and whether it is the last of an epoch or of all."""
-        dealer, step = Dealer(len(self.training[0]), global_batch_size=WHOLE, shuffle=True, seed=seed, drop_last=True), 0
+        length, step = len(self.training[0]), 0
+        dealer = Dealer(length, global_batch_size=WHOLE, shuffle=True, seed=seed, drop_last=True)
         while step < self.steps:
             for at, batch in enumerate(dealer.batches()):
                 step += 1
@@ -100,19 +103,19 @@ def digits() -> Task:
         name="digits",
         make=lambda: nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)),
         training=(x[600:], y[600:]), validation=(x[:600], y[:600]), steps=360,
-        rates={"SGD": 0.3, "SGD, momentum 0.9": 0.03, "AdamW": 3e-3},
+        rates={"SGD": 0.8, "SGD, momentum 0.9": 0.1, "AdamW": 0.01},
     )
 
 
 def characters() -> Task:
-    text, context = read_text(1.0), 32
+    text, context = read_text(1.0), 16
     parts = []
-    for piece in (text[:900_000], text[900_000 : 900_000 + 512 * context + 1]):
+    for piece in (text[:900_000], text[900_000 : 900_000 + 1024 * context + 1]):
         windows = Windows(piece, context)
         parts.append(tuple(torch.stack(rows) for rows in zip(*(windows[i] for i in range(len(windows))), strict=True)))
     return Task(
-        name="characters", make=lambda: CharLM(context=context, width=48, layers=1), training=parts[0],
-        validation=parts[1], steps=360, rates={"SGD": 1.0, "SGD, momentum 0.9": 0.1, "AdamW": 1e-2},
+        name="characters", make=lambda: CharLM(context=context, width=32, layers=1), training=parts[0],
+        validation=parts[1], steps=200, rates={"SGD": 2.0, "SGD, momentum 0.9": 0.8, "AdamW": 0.04},
     )
 
 
@@ -136,7 +139,7 @@ class Rank:
     merges: list[dict[str, Any]] = field(default_factory=list)
 
     def event(self, kind: str, **fields: Any) -> None:
-        self.merges.append(fields)
+        self.merges.append({**fields, "longest": max(self.local.rounds.lengths)})
 
     @property
     def fragment(self) -> Any:
@@ -235,3 +238,63 @@ def _epoch(
             ending[index] = pool.submit(rank.local.merge)
     for ended in ending.values():
         ended.result(60)
+
+
+def mean(values: Sequence[float]) -> str:
+    return f"{statistics.mean(values):.4f} ± {statistics.stdev(values):.4f}" if len(values) > 1 else f"{values[0]:.4f}"
+
+
+def compensation(tasks: Sequence[Task], seeds: Sequence[int], strengths: Sequence[float], say: Say) -> list[Row]:
+    """Plain SGD on even ranks, with merges one whole round late; over the same seeds for each lambda."""
+    rows: list[Row] = []
+    say("\n| task | staleness | lambda | final validation loss | minus lambda 0, pairwise |\n|---|---|---|---|---|")
+    for task in tasks:
+        sync = [together(task, "SGD", seed) for seed in seeds]
+        say(f"| {task.name} | synchronous | | {mean(sync)} | |")
+        for late in (4, 8):
+            plain: list[float] = []
+            for steps, strength in [(1, 0.0), *((late, strength) for strength in strengths)]:
+                rule = hvd.LocalSGD(round_steps=late, compensation=strength, drift_limit=None)
+                losses = [apart(task, rule, "SGD", seed, shares=EVEN, late=steps)[0] for seed in seeds]
+                plain = losses if steps == late and strength == 0.0 else plain
+                less = mean([a - b for a, b in zip(losses, plain, strict=True)]) if strength else ""
+                of = f"1, rounds of {late}" if steps == 1 else str(late)
+                say(f"| {task.name} | {of} | {strength:g} | {mean(losses)} | {less} |")
+                rows.append({"task": task.name, "round_steps": late, "staleness": steps, "lambda": strength,
+                             "losses": losses, "synchronous": sync})
+    return rows
+
+
+def final_loss(tasks: Sequence[Task], seeds: Sequence[int], rules: dict[str, hvd.LocalSGD], say: Say) -> list[Row]:
+    """Synchronous training against local SGD on uneven ranks of uneven pace, after the same samples."""
+    rows: list[Row] = []
+    say("\n| task | inside | rule | synchronous | local SGD | ratio | of each seed | drift / noise | longest round |\n"
+        "|---|---|---|---|---|---|---|---|---|")
+    for task in tasks:
+        for inner in ("SGD, momentum 0.9", "AdamW"):
+            sync = [together(task, inner, seed) for seed in seeds]
+            for name, rule in rules.items():
+                runs = [apart(task, rule, inner, seed, shares=UNEVEN, uneven=True) for seed in seeds]
+                losses, merges = [loss for loss, _ in runs], [one for _, merges in runs for one in merges]
+                ratio = statistics.mean(losses) / statistics.mean(sync)
+                ratios = " ".join(f"{a / b:.3f}" for a, b in zip(losses, sync, strict=True))
+                drifts = [one["drift"] / one["noise"] for one in merges if one["noise"] > 0]
+                low, middle, high = statistics.quantiles(drifts, n=10)[::4] if len(drifts) > 1 else (0.0, 0.0, 0.0)
+                longest = [one["longest"] for one in merges]
+                say(f"| {task.name} | {inner} | {name} | {mean(sync)} | {mean(losses)} | {ratio:.3f} | {ratios} | "
+                    f"{low:.2f} {middle:.2f} {high:.2f} | {statistics.mean(longest):.1f}, least {min(longest)} |")
+                rows.append({"task": task.name, "inside": inner, "rule": name, "synchronous": sync, "losses": losses,
+                             "ratio": ratio, "drift_over_noise": [low, middle, high], "longest": longest})
+    return rows
+
+
+def study(*, quick: bool, parts: Sequence[str], say: Say) -> dict[str, Any]:
+    """All tables: {"rows", "checks"}; there is no bar, for what they say is a choice of defaults."""
+    torch.set_num_threads(1)
+    tasks, seeds = [digits()] if quick else [digits(), characters()], SEEDS[:1] if quick else SEEDS
+    rows: list[Row] = []
+    if "compensation" in parts:
+        rows += compensation(tasks, seeds, LAMBDAS[::3] if quick else LAMBDAS, say)
+    if "loss" in parts:
+        rows += final_loss(tasks, seeds, RULES, say)
+    return {"rows": rows, "checks": []}
