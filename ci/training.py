@@ -1,6 +1,6 @@
 """One task, trained by one process together and apart: the same numbers every time.
 
-The ranks' strategies are the torch face's own (`LocalSteps` on `World`), and one loop lets the ranks step in the order
+The ranks' strategies are the torch face's own (`local_steps` on `World`), and one loop lets the ranks step in the order
 of a clock that is only counted. Synchronous training is one model on whole global batches, which weighted gradients
 equal (law 2).
 """
@@ -31,7 +31,7 @@ import hvd_hetero.torch as hvd
 from hvd_hetero.engine.local import World
 from hvd_hetero.optimizers.dealer import Dealer, cut
 from hvd_hetero.optimizers.recipe import Wire
-from hvd_hetero.torch.local import LocalSteps
+from hvd_hetero.torch.local import local_steps
 from hvd_hetero.torch.ways import Ways
 
 WHOLE = 64
@@ -218,7 +218,7 @@ def _ranks(way: Way, model: nn.Module, optimizer: torch.optim.Optimizer) -> list
         rank.balancer = hvd.Balancer(WHOLE, engine=engine, shares=tuple(way.shares), adaptive=False)
         rank.balancer.trace, rank.balancer.step = rank, way.rule.warmup_steps - 1
         ways = Ways(engine, wire=Wire(), topology=None)
-        rank.local = LocalSteps(
+        rank.local = local_steps(
             way.rule, list(rank.model.parameters()), engine=engine, balancer=rank.balancer, ways=ways
         )
         rank.delay(way.late)
