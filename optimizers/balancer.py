@@ -14,6 +14,7 @@ from .attachment import Attached, PeerError, withdraw
 from .meter import ComputeMeter, Pace, Stopwatch, WallClock
 from .noise import NoiseMeter
 from .planner import Planner
+from .stop import StopMeter
 
 
 class Balancer:
@@ -82,6 +83,7 @@ class Balancer:
         self._exchanges: list[Attached] = []
         self._pace = Pace()
         self._failed = False
+        self._stops = StopMeter()
         self._samples = 0  # of this rank since the last exchange
         self._batches = 0  # begun since the last exchange
         self.reported: tuple[float, float] = (0.0, 0.0)  # samples and seconds per batch, for the next exchange
@@ -193,6 +195,7 @@ class Balancer:
             samples=samples,
             staleness=self.staleness if leads else 0.0,
             failed=self._failed,
+            ran=self._stops.take() if leads else None,
             announcement=self.planner.announcement if leads and self.rank == 0 else None,
             norms=None if noise is None else noise.outgoing(),
         )
@@ -211,6 +214,7 @@ class Balancer:
         Where ranks are not all at the same batch, `step` is that of the foremost one when it spoke, and no rank begins
         more than `ahead` further ones before it hears this: a plan holds for later ones.
         """
+        together = step is None
         step = self.step if step is None else step
         report = control.unpack(total, ranks=self.size)
         if report.failed and not self._failed:
@@ -226,11 +230,14 @@ class Balancer:
         if not leads:
             return
         self.planner.observe(step - 1, report.samples, report.compute_s)
+        if self.planner.selection is not None:
+            whole_s = self._pace.last_s if together else None
+            self.planner.selection.hear(step - 1, report.ran, compute_s=report.compute_s, step_s=whole_s)
         if report.announcement is not None:
             plan = self.planner.accept(report.announcement, step)
             if plan is not None and self.trace is not None:
                 self.trace.plan(plan)
-        elif self.adaptive and self.rank == 0:
+        elif self.rank == 0 and (self.adaptive or self.planner.selection is not None):
             self.planner.look(step, delay=self.lookahead + ahead, measured_step_s=self._pace.usual_s)
         for listener in self._listeners:
             listener()
@@ -241,6 +248,7 @@ class Balancer:
         compute_s = self._meter.take_s()
         service_s = self._meter.take_service_s(compute_s)
         batches = max(self._batches, 1)
+        self._stops.add(self._samples / batches, compute_s / batches, batches=batches)
         self.reported = (self._samples / batches, (compute_s + service_s) / batches)
         if self.trace is not None:
             self.trace.step(

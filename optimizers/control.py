@@ -1,9 +1,10 @@
 """The control vector: what ranks tell each other with every gradient, at no message of its own.
 
 It is summed like a gradient. Each rank writes into its own slots and leaves the others' zero, so the sum is a gather:
-the number of loss terms, last step's share and compute time of every rank, whether a rank has failed, and – written
-by rank 0 alone – the next plan. All ranks read the identical sum, and therefore hold the identical plan. The slots for
-the noise of the gradient are there whether or not anybody measures it, so that all ranks' vectors have one length.
+the number of loss terms, of every rank last step's share and compute time, how long it ran and was stopped, and whether
+it has failed, and – written by rank 0 alone – the next plan. All ranks read the identical sum, and therefore hold the
+identical plan. The slots for the noise of the gradient are there whether or not anybody measures it, so that all ranks'
+vectors have one length.
 """
 
 from __future__ import annotations
@@ -11,7 +12,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields
 
+from hvd_hetero.policy.jitter import Ran
+from hvd_hetero.policy.strategy import LOCAL, SYNCHRONOUS
+
 REASON_LENGTH = 80  # characters of a plan's reason that travel
+STRATEGIES = (SYNCHRONOUS, LOCAL)  # by the number that travels
+PER_RANK, PER_PLAN = 6, 4  # slots of a rank, and of a plan beside its shares and reason
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +29,7 @@ class Announcement:
     shares: tuple[int, ...]
     reason: str
     predicted_step_s: float
+    strategy: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +50,7 @@ class Report:
     compute_s: tuple[float, ...]
     samples: tuple[float, ...]
     failed: tuple[int, ...]
+    ran: tuple[Ran, ...]
     staleness: float  # mean over the ranks
     announcement: Announcement | None
     norms: Norms
@@ -50,7 +58,7 @@ class Report:
 
 def length(ranks: int) -> int:
     """The number of elements of the control vector."""
-    return 1 + 3 * ranks + 3 + ranks + REASON_LENGTH + 1 + len(fields(Norms))
+    return 1 + PER_RANK * ranks + PER_PLAN + ranks + REASON_LENGTH + 1 + len(fields(Norms))
 
 
 def pack(
@@ -62,6 +70,7 @@ def pack(
     samples: float,
     failed: bool,
     announcement: Announcement | None,
+    ran: Ran | None = None,
     staleness: float = 0.0,
     norms: Norms | None = None,
 ) -> list[float]:
@@ -71,12 +80,16 @@ def pack(
     vector[1 + rank] = compute_s
     vector[1 + ranks + rank] = samples
     vector[1 + 2 * ranks + rank] = float(failed)
+    for place, value in enumerate(ran or Ran(), start=3):
+        vector[1 + place * ranks + rank] = value
     if announcement is not None:
-        at = 1 + 3 * ranks
+        at = 1 + PER_RANK * ranks
         text = announcement.reason.encode("ascii", "replace")[:REASON_LENGTH]
-        vector[at : at + 3] = [announcement.version, announcement.delay, announcement.predicted_step_s]
-        vector[at + 3 : at + 3 + ranks] = announcement.shares
-        vector[at + 3 + ranks : at + 3 + ranks + len(text)] = text
+        strategy = float(STRATEGIES.index(announcement.strategy))
+        vector[at : at + PER_PLAN] = [announcement.version, announcement.delay, announcement.predicted_step_s, strategy]
+        at += PER_PLAN
+        vector[at : at + ranks] = announcement.shares
+        vector[at + ranks : at + ranks + len(text)] = text
     vector[-len(fields(Norms)) - 1] = staleness
     if norms is not None:
         vector[-len(fields(Norms)) :] = astuple(norms)
@@ -85,22 +98,27 @@ def pack(
 
 def unpack(total: Sequence[float], *, ranks: int) -> Report:
     """What all ranks said, out of the sum of their vectors."""
-    at = 1 + 3 * ranks
+    at = 1 + PER_RANK * ranks
     announcement = None
     if total[at] > 0:
-        text = bytes(int(code) for code in total[at + 3 + ranks : at + 3 + ranks + REASON_LENGTH] if code > 0)
+        version, delay, predicted_step_s, strategy = total[at : at + PER_PLAN]
+        at += PER_PLAN
+        text = bytes(int(code) for code in total[at + ranks : at + ranks + REASON_LENGTH] if code > 0)
         announcement = Announcement(
-            version=int(total[at]),
-            delay=int(total[at + 1]),
-            shares=tuple(int(share) for share in total[at + 3 : at + 3 + ranks]),
+            version=int(version),
+            delay=int(delay),
+            shares=tuple(int(share) for share in total[at : at + ranks]),
             reason=text.decode("ascii"),
-            predicted_step_s=total[at + 2],
+            predicted_step_s=predicted_step_s,
+            strategy=STRATEGIES[int(strategy)],
         )
+    ran = zip(*(total[1 + place * ranks : 1 + (place + 1) * ranks] for place in range(3, PER_RANK)), strict=True)
     return Report(
         count=total[0],
         compute_s=tuple(total[1 : 1 + ranks]),
         samples=tuple(total[1 + ranks : 1 + 2 * ranks]),
         failed=tuple(rank for rank in range(ranks) if total[1 + 2 * ranks + rank] > 0),
+        ran=tuple(Ran(*values) for values in ran),
         staleness=total[-len(fields(Norms)) - 1] / ranks,
         announcement=announcement,
         norms=Norms(**dict(zip((field.name for field in fields(Norms)), total[-len(fields(Norms)) :], strict=True))),
