@@ -12,6 +12,7 @@ import torch
 
 from hvd_hetero.optimizers.balancer import Balancer
 from hvd_hetero.optimizers.local_sgd import LocalSGD, strategy_of
+from hvd_hetero.optimizers.ways import Ways
 from hvd_hetero.policy.topology import Topology
 
 from .balancer import equal_weights
@@ -19,7 +20,6 @@ from .compression import is_ours, wire_of
 from .factor import check_no_factor, factor_applied
 from .local import local_steps
 from .reducer import GradientReducer
-from .ways import Ways
 
 
 def DistributedOptimizer(
