@@ -16,10 +16,10 @@ from typing import Any
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
-import keras  # noqa: E402
-import numpy as np  # noqa: E402
-import tensorflow as tf  # noqa: E402
-from emulation.worker.emulation_hold import hold, release  # noqa: E402
+import keras
+import numpy as np
+import tensorflow as tf
+from emulation.worker.emulation_hold import hold, release
 
 CONTEXT = 64
 

@@ -8,7 +8,7 @@ import pytest
 
 from hvd_hetero.engine.build import installed_build
 
-pytestmark = pytest.mark.skipif(installed_build() is None, reason="no Horovod installed: run `hvd-hetero build-horovod`")
+pytestmark = pytest.mark.skipif(installed_build() is None, reason="no Horovod: run `hvd-hetero build-horovod`")
 
 
 def import_with(backend):
