@@ -72,9 +72,9 @@ def main() -> None:
     parser.add_argument("--rank", type=int, help="of `alone`: which share")
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--settle-s", type=float, default=15.0, help="of them not counted in the throughput")
-    parser.add_argument("--round-steps", type=int, default=8)
+    parser.add_argument("--round-steps", type=int, default=4)
     parser.add_argument("--bound-rounds", type=float, default=6.0)
-    parser.add_argument("--dense-steps", type=int, default=20)
+    parser.add_argument("--dense-steps", type=int, default=8)
     parser.add_argument("--snapshot-s", type=float, default=2.5)
     parser.set_defaults(width=136, layers=2, fixed=False, codec="none", topology=None, bucket_bytes=None,
                         strategy="synchronous")

@@ -22,17 +22,18 @@ import hvd_hetero.torch as hvd
 LAMBDAS, SEEDS = (0.0, 0.04, 200.0, 2000.0), (0, 1, 2)  # 0.04 is DC-ASGD's own; 0 comes first
 BAR = 1.01  # local SGD's final validation loss over that of synchronous training, at most
 Row, Say = dict[str, Any], Callable[[str], None]
-DEFAULT = "default: rounds of 8"
+DEFAULT = "default: rounds of 4"
+EIGHT = hvd.LocalSGD(round_steps=8)
 MILD = hvd.Outer(learning_rate=0.7, momentum=0.5, nesterov=True)
 DILOCO = hvd.Outer(learning_rate=0.7, momentum=0.9, nesterov=True)
-RULES = {DEFAULT: Way(), "rounds of 4": Way(rule=hvd.LocalSGD(round_steps=4))}
+RULES = {DEFAULT: Way(), "rounds of 8": Way(rule=EIGHT)}
 CAUSES = RULES | {
     "rounds of 2": Way(rule=hvd.LocalSGD(round_steps=2)),
     "rounds of 1": Way(rule=hvd.LocalSGD(round_steps=1)),
-    "equal ranks in turn": Way(shares=EVEN, uneven=False),
-    "first moments reset": Way(reset=True),
-    "outer Nesterov, 0.7 and 0.5": Way(rule=hvd.LocalSGD(outer=MILD)),
-    "outer Nesterov, 0.7 and 0.9": Way(rule=hvd.LocalSGD(outer=DILOCO)),
+    "equal ranks in turn": Way(rule=EIGHT, shares=EVEN, uneven=False),
+    "first moments reset": Way(rule=EIGHT, reset=True),
+    "outer Nesterov, 0.7 and 0.5": Way(rule=replace(EIGHT, outer=MILD)),
+    "outer Nesterov, 0.7 and 0.9": Way(rule=replace(EIGHT, outer=DILOCO)),
 }
 
 
@@ -40,8 +41,8 @@ def warmed_up(steps: int) -> dict[str, Way]:
     """Ways with a longer warm-up, in parts of so many steps."""
     third, half = 3 * steps // 10, steps // 2
     return {
-        "warm-up 30 %": Way(rule=hvd.LocalSGD(warmup_steps=third)),
-        "warm-up 50 %": Way(rule=hvd.LocalSGD(warmup_steps=half)),
+        "warm-up 30 %": Way(rule=replace(EIGHT, warmup_steps=third)),
+        "warm-up 50 %": Way(rule=replace(EIGHT, warmup_steps=half)),
         "warm-up 30 %, rounds of 4, outer Nesterov, 0.7 and 0.5": Way(
             rule=hvd.LocalSGD(warmup_steps=third, round_steps=4, outer=MILD)),
     }

@@ -38,7 +38,7 @@ class LocalSGD:
             speeds, stops and exchanges measured while the job runs (`policy.strategy`).
     """
 
-    round_steps: int = 8
+    round_steps: int = 4
     bound_rounds: float = 4.0
     warmup_steps: int = 20
     fragments: int = 1
