@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -75,7 +77,11 @@ class Balancer:
         self._stopwatch_given = stopwatch is not None
         self.planner = Planner(self.terms, rule or ReplanRule())
         self.trace = trace
-        self.lookahead = 0  # batches dealt before they are used: a plan must not reach back into them
+        self.lookahead = 0  # batches that this rank may deal before they are used
+        self._dealing = threading.Condition()
+        self._dealt = -1  # the last global batch dealt
+        self._bound = math.inf  # no batch beyond it is dealt before the answer to `outgoing` is there
+        self._asked_by = 0  # the thread that waits for that answer
         self.step = -1  # index of the global batch begun last, counted over all epochs
         self.count_now: float | None = None
         self.last_pass = True  # False while micro-batches are to follow
@@ -111,6 +117,17 @@ class Balancer:
     def plan_at(self, step: int) -> Plan:
         """The plan that holds for global batch `step`."""
         return self.planner.plan_at(step)
+
+    def deal(self, step: int) -> Plan:
+        """The plan for global batch `step`, which is being dealt: no later plan will change it.
+
+        Every rank says in each exchange how far it has dealt, and a new plan holds for later batches. A thread that
+        loads ahead meanwhile does not outrun what was said: it waits for the end of the exchange.
+        """
+        with self._dealing:
+            self._dealing.wait_for(lambda: step <= self._bound or threading.get_ident() == self._asked_by)
+            self._dealt = max(self._dealt, step)
+            return self.plan_at(step)
 
     def begin(self, samples: int) -> None:
         """Starts a global batch of which this rank has `samples`; `BalancedDataLoader` calls it for each batch."""
@@ -157,6 +174,7 @@ class Balancer:
         self._failed = True
         self.step += 1
         withdraw(self._exchanges, self._pace.usual_s or 0.0)
+        self.unheard()
 
     # What the exchange asks -----------------------------------------------------------------------------------------
 
@@ -182,15 +200,23 @@ class Balancer:
         """Compute goes on: the update, or another backward pass."""
         self._meter.run()
 
-    def outgoing(self, *, leads: bool, count: float, noise: NoiseMeter | None = None) -> list[float]:
-        """This rank's control vector."""
+    def outgoing(
+        self, *, leads: bool, count: float, noise: NoiseMeter | None = None, ahead: int = 0
+    ) -> list[float]:
+        """This rank's control vector. Before it hears the answer, it begins at most `ahead` further batches."""
         samples, seconds = self.reported if leads else (0.0, 0.0)
+        dealt_ahead = 0
+        if leads:
+            with self._dealing:
+                dealt_ahead = max(self._dealt - self.step, self.lookahead)
+                self._bound, self._asked_by = self.step + ahead + dealt_ahead, threading.get_ident()
         return control.pack(
             ranks=self.size,
             rank=self.rank,
             count=count,
             compute_s=seconds,
             samples=samples,
+            dealt_ahead=dealt_ahead,
             staleness=self.staleness if leads else 0.0,
             failed=self._failed,
             announcement=self.planner.announcement if leads and self.rank == 0 else None,
@@ -213,6 +239,8 @@ class Balancer:
         """
         step = self.step if step is None else step
         report = control.unpack(total, ranks=self.size)
+        if leads:
+            self._hear(report, step, ahead)
         if report.failed and not self._failed:
             ranks = ", ".join(str(self.engine.ranks[rank]) for rank in report.failed)
             raise PeerError(
@@ -226,14 +254,27 @@ class Balancer:
         if not leads:
             return
         self.planner.observe(step - 1, report.samples, report.compute_s)
-        if report.announcement is not None:
-            plan = self.planner.accept(report.announcement, step)
-            if plan is not None and self.trace is not None:
-                self.trace.plan(plan)
-        elif self.adaptive and self.rank == 0:
-            self.planner.look(step, delay=self.lookahead + ahead, measured_step_s=self._pace.usual_s)
+        if report.announcement is None and self.adaptive and self.rank == 0:
+            self.planner.look(step, measured_step_s=self._pace.usual_s)
         for listener in self._listeners:
             listener()
+
+    def _hear(self, report: control.Report, step: int, ahead: int) -> None:
+        """Takes in a plan, if there is one, and lets dealing go on."""
+        with self._dealing:
+            if report.announcement is not None:
+                dealt_ahead = ahead + max(report.dealt_ahead)
+                plan = self.planner.accept(report.announcement, step, dealt_ahead=dealt_ahead)
+                if plan is not None and self.trace is not None:
+                    self.trace.plan(plan)
+            self._bound = math.inf
+            self._dealing.notify_all()
+
+    def unheard(self) -> None:
+        """Says that the exchange failed: no answer will come."""
+        with self._dealing:
+            self._bound = math.inf
+            self._dealing.notify_all()
 
     def finished(self, *, wait_s: float, bytes_sent: int) -> None:
         """Ends a step, after the update: its compute time goes out with the next gradient."""
@@ -268,5 +309,5 @@ class Balancer:
                 f"Expected the state of a balancer of global batch {self.global_batch_size}. Received: one of "
                 f"{state['global_batch_size']}."
             )
-        self.step = int(state["step"])
+        self.step = self._dealt = int(state["step"])
         self.planner.load_state_dict(state["planner"], self.step)

@@ -1,8 +1,8 @@
 """The control vector: what ranks tell each other with every gradient, at no message of its own.
 
 It is summed like a gradient. Each rank writes into its own slots and leaves the others' zero, so the sum is a gather:
-the number of loss terms, last step's share and compute time of every rank, whether a rank has failed, and – written
-by rank 0 alone – the next plan. All ranks read the identical sum, and therefore hold the identical plan. The slots for
+the number of loss terms, last step's share and compute time of every rank, whether it has failed, how many batches it
+has dealt ahead, and – written by rank 0 alone – the next plan. All ranks read the identical sum, and therefore hold the identical plan. The slots for
 the noise of the gradient are there whether or not anybody measures it, so that all ranks' vectors have one length.
 """
 
@@ -16,10 +16,9 @@ REASON_LENGTH = 80  # characters of a plan's reason that travel
 
 @dataclass(frozen=True, kw_only=True)
 class Announcement:
-    """A plan on its way: it holds `delay` batches after the one with whose gradient it arrives."""
+    """A plan on its way: it holds for the batches that no rank had dealt when it was sent."""
 
     version: int
-    delay: int
     shares: tuple[int, ...]
     reason: str
     predicted_step_s: float
@@ -43,6 +42,7 @@ class Report:
     compute_s: tuple[float, ...]
     samples: tuple[float, ...]
     failed: tuple[int, ...]
+    dealt_ahead: tuple[int, ...]  # batches after the one whose gradient this is
     staleness: float  # mean over the ranks
     announcement: Announcement | None
     norms: Norms
@@ -50,7 +50,7 @@ class Report:
 
 def length(ranks: int) -> int:
     """The number of elements of the control vector."""
-    return 1 + 3 * ranks + 3 + ranks + REASON_LENGTH + 1 + len(fields(Norms))
+    return 1 + 4 * ranks + 2 + ranks + REASON_LENGTH + 1 + len(fields(Norms))
 
 
 def pack(
@@ -62,6 +62,7 @@ def pack(
     samples: float,
     failed: bool,
     announcement: Announcement | None,
+    dealt_ahead: int = 0,
     staleness: float = 0.0,
     norms: Norms | None = None,
 ) -> list[float]:
@@ -71,12 +72,13 @@ def pack(
     vector[1 + rank] = compute_s
     vector[1 + ranks + rank] = samples
     vector[1 + 2 * ranks + rank] = float(failed)
+    vector[1 + 3 * ranks + rank] = dealt_ahead
     if announcement is not None:
-        at = 1 + 3 * ranks
+        at = 1 + 4 * ranks
         text = announcement.reason.encode("ascii", "replace")[:REASON_LENGTH]
-        vector[at : at + 3] = [announcement.version, announcement.delay, announcement.predicted_step_s]
-        vector[at + 3 : at + 3 + ranks] = announcement.shares
-        vector[at + 3 + ranks : at + 3 + ranks + len(text)] = text
+        vector[at : at + 2] = [announcement.version, announcement.predicted_step_s]
+        vector[at + 2 : at + 2 + ranks] = announcement.shares
+        vector[at + 2 + ranks : at + 2 + ranks + len(text)] = text
     vector[-len(fields(Norms)) - 1] = staleness
     if norms is not None:
         vector[-len(fields(Norms)) :] = astuple(norms)
@@ -85,22 +87,22 @@ def pack(
 
 def unpack(total: Sequence[float], *, ranks: int) -> Report:
     """What all ranks said, out of the sum of their vectors."""
-    at = 1 + 3 * ranks
+    at = 1 + 4 * ranks
     announcement = None
     if total[at] > 0:
-        text = bytes(int(code) for code in total[at + 3 + ranks : at + 3 + ranks + REASON_LENGTH] if code > 0)
+        text = bytes(int(code) for code in total[at + 2 + ranks : at + 2 + ranks + REASON_LENGTH] if code > 0)
         announcement = Announcement(
             version=int(total[at]),
-            delay=int(total[at + 1]),
-            shares=tuple(int(share) for share in total[at + 3 : at + 3 + ranks]),
+            shares=tuple(int(share) for share in total[at + 2 : at + 2 + ranks]),
             reason=text.decode("ascii"),
-            predicted_step_s=total[at + 2],
+            predicted_step_s=total[at + 1],
         )
     return Report(
         count=total[0],
         compute_s=tuple(total[1 : 1 + ranks]),
         samples=tuple(total[1 + ranks : 1 + 2 * ranks]),
         failed=tuple(rank for rank in range(ranks) if total[1 + 2 * ranks + rank] > 0),
+        dealt_ahead=tuple(int(total[1 + 3 * ranks + rank]) for rank in range(ranks)),
         staleness=total[-len(fields(Norms)) - 1] / ranks,
         announcement=announcement,
         norms=Norms(**dict(zip((field.name for field in fields(Norms)), total[-len(fields(Norms)) :], strict=True))),

@@ -43,20 +43,28 @@ class Dealer:
         self.length, self.global_batch_size = length, global_batch_size
         self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
         self.epoch = 0
+        self._orders: dict[int, np.ndarray] = {}  # of this epoch and, while dealing runs ahead, the next
 
     def __len__(self) -> int:
         whole, rest = divmod(self.length, self.global_batch_size)
         return whole if self.drop_last or rest == 0 else whole + 1
 
-    def order(self) -> np.ndarray:
-        """The order of this epoch, int64 of shape [length].
+    def order(self, epoch: int | None = None) -> np.ndarray:
+        """The order of an epoch, by default this one, int64 of shape [length].
 
         RandomState's stream is frozen by NumPy for good: ranks with different NumPy versions agree.
         """
         if not self.shuffle:
             return np.arange(self.length)
-        state = np.random.RandomState([self.seed & 0xFFFFFFFF, self.epoch])
+        state = np.random.RandomState([self.seed & 0xFFFFFFFF, self.epoch if epoch is None else epoch])
         return np.asarray(state.permutation(self.length))
+
+    def batch(self, epoch: int, index: int) -> np.ndarray:
+        """Global batch `index` of `epoch`, as an array of indices."""
+        if epoch not in self._orders:
+            self._orders = {kept: order for kept, order in self._orders.items() if kept == epoch - 1}
+            self._orders[epoch] = self.order(epoch)
+        return self._orders[epoch][index * self.global_batch_size : (index + 1) * self.global_batch_size]
 
     def batches(self, first: int = 0) -> Iterator[np.ndarray]:
         """The global batches of this epoch from batch `first` on, as arrays of indices."""
