@@ -88,6 +88,7 @@ class Balancer:
         self._exchanges: list[Attached] = []
         self._pace = Pace()
         self._failed = False
+        self._error: Exception | None = None  # why
         self._samples = 0  # of this rank since the last exchange
         self._batches = 0  # begun since the last exchange
         self.reported: tuple[float, float] = (0.0, 0.0)  # samples and seconds per batch, for the next exchange
@@ -176,6 +177,13 @@ class Balancer:
         withdraw(self._exchanges, self._pace.usual_s or 0.0)
         self.unheard()
 
+    def stop(self, error: Exception) -> None:
+        """Ends the job at this rank's next exchange: it raises `error` there, and the others `PeerError`.
+
+        For who finds an error while the rank still trains on what was loaded before; `fail` is for the rank itself.
+        """
+        self._failed, self._error = True, error
+
     # What the exchange asks -----------------------------------------------------------------------------------------
 
     def attach(self, exchange: Attached) -> int:
@@ -241,6 +249,8 @@ class Balancer:
         report = control.unpack(total, ranks=self.size)
         if leads:
             self._hear(report, step, ahead)
+        if report.failed and self._error is not None:
+            raise self._error
         if report.failed and not self._failed:
             ranks = ", ".join(str(self.engine.ranks[rank]) for rank in report.failed)
             raise PeerError(

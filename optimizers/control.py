@@ -2,8 +2,9 @@
 
 It is summed like a gradient. Each rank writes into its own slots and leaves the others' zero, so the sum is a gather:
 the number of loss terms, last step's share and compute time of every rank, whether it has failed, how many batches it
-has dealt ahead, and – written by rank 0 alone – the next plan. All ranks read the identical sum, and therefore hold the identical plan. The slots for
-the noise of the gradient are there whether or not anybody measures it, so that all ranks' vectors have one length.
+has dealt ahead, and – written by rank 0 alone – the next plan. All ranks read the identical sum, and therefore hold the
+identical plan. The slots for the noise of the gradient are there whether or not anybody measures it, so that all ranks'
+vectors have one length.
 """
 
 from __future__ import annotations

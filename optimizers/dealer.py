@@ -30,9 +30,12 @@ class Dealer:
         global_batch_size: samples in one global batch.
         shuffle: a new order each epoch, from `seed` and the epoch alone.
         drop_last: leave out what does not fill a global batch.
+        block: so many neighbouring samples stay together in the order, because they are loaded together.
     """
 
-    def __init__(self, length: int, *, global_batch_size: int, shuffle: bool, seed: int, drop_last: bool) -> None:
+    def __init__(
+        self, length: int, *, global_batch_size: int, shuffle: bool, seed: int, drop_last: bool, block: int = 1
+    ) -> None:
         if length < 1:
             raise ValueError(f"Expected a dataset with at least one sample. Received: {length}.")
         if drop_last and length < global_batch_size:
@@ -41,7 +44,7 @@ class Dealer:
                 f"Received: {length} samples. Use drop_last=False, or a smaller global batch."
             )
         self.length, self.global_batch_size = length, global_batch_size
-        self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
+        self.shuffle, self.seed, self.drop_last, self.block = shuffle, seed, drop_last, block
         self.epoch = 0
         self._orders: dict[int, np.ndarray] = {}  # of this epoch and, while dealing runs ahead, the next
 
@@ -57,7 +60,9 @@ class Dealer:
         if not self.shuffle:
             return np.arange(self.length)
         state = np.random.RandomState([self.seed & 0xFFFFFFFF, self.epoch if epoch is None else epoch])
-        return np.asarray(state.permutation(self.length))
+        blocks = state.permutation(-(-self.length // self.block))
+        order = (blocks[:, None] * self.block + np.arange(self.block)).reshape(-1)
+        return np.asarray(order[order < self.length])
 
     def batch(self, epoch: int, index: int) -> np.ndarray:
         """Global batch `index` of `epoch`, as an array of indices."""

@@ -30,16 +30,19 @@ class ShareSampler:
     Args:
         length: samples in the dataset, the same on all ranks.
         shuffle, seed: the order of epoch e depends on the seed and e alone.
+        block: so many neighbouring samples stay together in it.
 
     Raises:
         ValueError: on every rank, when the arguments differ between ranks.
     """
 
-    def __init__(self, length: int, *, balancer: Balancer, shuffle: bool, seed: int, drop_last: bool) -> None:
+    def __init__(
+        self, length: int, *, balancer: Balancer, shuffle: bool, seed: int, drop_last: bool, block: int = 1
+    ) -> None:
         self.balancer = balancer
         agree_on(
             balancer.engine,
-            {"dataset length": length, "shuffle": shuffle, "seed": seed, "drop_last": drop_last},
+            {"dataset length": length, "shuffle": shuffle, "seed": seed, "drop_last": drop_last, "block": block},
             name=f"hvd_hetero.{balancer.name}.dealer",
         )
         self.dealer = Dealer(
@@ -48,6 +51,7 @@ class ShareSampler:
             shuffle=shuffle,
             seed=seed,
             drop_last=drop_last,
+            block=block,
         )
         self.position = 0  # global batches of this epoch that were used
         self._dealt: deque[int] = deque()  # sizes of batches dealt and not yet used
@@ -83,6 +87,18 @@ class ShareSampler:
             self._dealt.append(len(mine))
             self._next = step + 1
         return Dealt(mine if len(mine) else batch[:1], len(mine))
+
+    def peek(self, index: int) -> Dealt:
+        """Batch `index` from where the epoch is, as it would be dealt now; nothing is dealt."""
+        epochs, place = divmod(self.position + index, len(self.dealer))
+        batch = self.dealer.batch(self.dealer.epoch + epochs, place)
+        mine = cut(batch, self.balancer.plan_at(self.balancer.step + 1 + index).shares, self.balancer.rank)
+        return Dealt(mine if len(mine) else batch[:1], len(mine))
+
+    @property
+    def pending(self) -> int:
+        """Batches dealt and not yet used."""
+        return len(self._dealt)
 
     def used(self) -> int:
         """The number of samples of the oldest batch dealt, which is now in use."""

@@ -1,4 +1,4 @@
-"""Laws of `ShareSampler` on ranks that are threads: law 4 with loaders that deal ahead as far and as fast as they like."""
+"""Laws of `ShareSampler` on ranks that are threads: law 4, however far and fast loaders deal ahead."""
 
 import queue
 import threading
