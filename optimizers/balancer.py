@@ -16,6 +16,7 @@ from .attachment import Attached, PeerError, withdraw
 from .meter import ComputeMeter, Pace, Stopwatch, WallClock
 from .noise import NoiseMeter
 from .planner import Planner
+from .stop import StopMeter
 
 
 class Balancer:
@@ -89,6 +90,7 @@ class Balancer:
         self._pace = Pace()
         self._failed = False
         self._error: Exception | None = None  # why
+        self._stops = StopMeter()
         self._samples = 0  # of this rank since the last exchange
         self._batches = 0  # begun since the last exchange
         self.reported: tuple[float, float] = (0.0, 0.0)  # samples and seconds per batch, for the next exchange
@@ -227,6 +229,7 @@ class Balancer:
             dealt_ahead=dealt_ahead,
             staleness=self.staleness if leads else 0.0,
             failed=self._failed,
+            ran=self._stops.take() if leads else None,
             announcement=self.planner.announcement if leads and self.rank == 0 else None,
             norms=None if noise is None else noise.outgoing(),
         )
@@ -245,6 +248,7 @@ class Balancer:
         Where ranks are not all at the same batch, `step` is that of the foremost one when it spoke, and no rank begins
         more than `ahead` further ones before it hears this: a plan holds for later ones.
         """
+        together = step is None
         step = self.step if step is None else step
         report = control.unpack(total, ranks=self.size)
         if leads:
@@ -264,7 +268,11 @@ class Balancer:
         if not leads:
             return
         self.planner.observe(step - 1, report.samples, report.compute_s)
-        if report.announcement is None and self.adaptive and self.rank == 0:
+        if self.planner.selection is not None:
+            whole_s = self._pace.last_s if together else None
+            self.planner.selection.hear(step - 1, report.ran, compute_s=report.compute_s, step_s=whole_s)
+        looks = self.rank == 0 and (self.adaptive or self.planner.selection is not None)
+        if report.announcement is None and looks:
             self.planner.look(step, measured_step_s=self._pace.usual_s)
         for listener in self._listeners:
             listener()
@@ -292,6 +300,7 @@ class Balancer:
         compute_s = self._meter.take_s()
         service_s = self._meter.take_service_s(compute_s)
         batches = max(self._batches, 1)
+        self._stops.add(self._samples / batches, compute_s / batches, batches=batches)
         self.reported = (self._samples / batches, (compute_s + service_s) / batches)
         if self.trace is not None:
             self.trace.step(

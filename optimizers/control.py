@@ -1,10 +1,10 @@
 """The control vector: what ranks tell each other with every gradient, at no message of its own.
 
 It is summed like a gradient. Each rank writes into its own slots and leaves the others' zero, so the sum is a gather:
-the number of loss terms, last step's share and compute time of every rank, whether it has failed, how many batches it
-has dealt ahead, and – written by rank 0 alone – the next plan. All ranks read the identical sum, and therefore hold the
-identical plan. The slots for the noise of the gradient are there whether or not anybody measures it, so that all ranks'
-vectors have one length.
+the number of loss terms, of every rank last step's share and compute time, how long it ran and was stopped,
+whether it has failed, and how many batches it has dealt ahead, and – written by rank 0 alone – the next plan. All ranks
+read the identical sum, and therefore hold the identical plan. The slots for the noise of the gradient are there whether
+or not anybody measures it, so that all ranks' vectors have one length.
 """
 
 from __future__ import annotations
@@ -12,7 +12,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields
 
+from hvd_hetero.policy.jitter import Ran
+from hvd_hetero.policy.strategy import LOCAL, SYNCHRONOUS
+
 REASON_LENGTH = 80  # characters of a plan's reason that travel
+STRATEGIES = (SYNCHRONOUS, LOCAL)  # by the number that travels
+PER_RANK, PER_PLAN = 7, 3  # slots of a rank, and of a plan beside its shares and reason
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +28,7 @@ class Announcement:
     shares: tuple[int, ...]
     reason: str
     predicted_step_s: float
+    strategy: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +50,7 @@ class Report:
     samples: tuple[float, ...]
     failed: tuple[int, ...]
     dealt_ahead: tuple[int, ...]  # batches after the one whose gradient this is
+    ran: tuple[Ran, ...]
     staleness: float  # mean over the ranks
     announcement: Announcement | None
     norms: Norms
@@ -51,7 +58,7 @@ class Report:
 
 def length(ranks: int) -> int:
     """The number of elements of the control vector."""
-    return 1 + 4 * ranks + 2 + ranks + REASON_LENGTH + 1 + len(fields(Norms))
+    return 1 + PER_RANK * ranks + PER_PLAN + ranks + REASON_LENGTH + 1 + len(fields(Norms))
 
 
 def pack(
@@ -64,6 +71,7 @@ def pack(
     failed: bool,
     announcement: Announcement | None,
     dealt_ahead: int = 0,
+    ran: Ran | None = None,
     staleness: float = 0.0,
     norms: Norms | None = None,
 ) -> list[float]:
@@ -74,12 +82,16 @@ def pack(
     vector[1 + ranks + rank] = samples
     vector[1 + 2 * ranks + rank] = float(failed)
     vector[1 + 3 * ranks + rank] = dealt_ahead
+    for place, value in enumerate(ran or Ran(), start=4):
+        vector[1 + place * ranks + rank] = value
     if announcement is not None:
-        at = 1 + 4 * ranks
+        at = 1 + PER_RANK * ranks
         text = announcement.reason.encode("ascii", "replace")[:REASON_LENGTH]
-        vector[at : at + 2] = [announcement.version, announcement.predicted_step_s]
-        vector[at + 2 : at + 2 + ranks] = announcement.shares
-        vector[at + 2 + ranks : at + 2 + ranks + len(text)] = text
+        strategy = float(STRATEGIES.index(announcement.strategy))
+        vector[at : at + PER_PLAN] = [announcement.version, announcement.predicted_step_s, strategy]
+        at += PER_PLAN
+        vector[at : at + ranks] = announcement.shares
+        vector[at + ranks : at + ranks + len(text)] = text
     vector[-len(fields(Norms)) - 1] = staleness
     if norms is not None:
         vector[-len(fields(Norms)) :] = astuple(norms)
@@ -88,22 +100,27 @@ def pack(
 
 def unpack(total: Sequence[float], *, ranks: int) -> Report:
     """What all ranks said, out of the sum of their vectors."""
-    at = 1 + 4 * ranks
+    at = 1 + PER_RANK * ranks
     announcement = None
     if total[at] > 0:
-        text = bytes(int(code) for code in total[at + 2 + ranks : at + 2 + ranks + REASON_LENGTH] if code > 0)
+        version, predicted_step_s, strategy = total[at : at + PER_PLAN]
+        at += PER_PLAN
+        text = bytes(int(code) for code in total[at + ranks : at + ranks + REASON_LENGTH] if code > 0)
         announcement = Announcement(
-            version=int(total[at]),
-            shares=tuple(int(share) for share in total[at + 2 : at + 2 + ranks]),
+            version=int(version),
+            shares=tuple(int(share) for share in total[at : at + ranks]),
             reason=text.decode("ascii"),
-            predicted_step_s=total[at + 1],
+            predicted_step_s=predicted_step_s,
+            strategy=STRATEGIES[int(strategy)],
         )
+    ran = zip(*(total[1 + place * ranks : 1 + (place + 1) * ranks] for place in range(4, PER_RANK)), strict=True)
     return Report(
         count=total[0],
         compute_s=tuple(total[1 : 1 + ranks]),
         samples=tuple(total[1 + ranks : 1 + 2 * ranks]),
         failed=tuple(rank for rank in range(ranks) if total[1 + 2 * ranks + rank] > 0),
         dealt_ahead=tuple(int(total[1 + 3 * ranks + rank]) for rank in range(ranks)),
+        ran=tuple(Ran(*values) for values in ran),
         staleness=total[-len(fields(Norms)) - 1] / ranks,
         announcement=announcement,
         norms=Norms(**dict(zip((field.name for field in fields(Norms)), total[-len(fields(Norms)) :], strict=True))),

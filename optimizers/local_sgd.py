@@ -10,6 +10,7 @@ from hvd_hetero.policy.guard import Guard
 from .outer import Outer
 
 WEIGHTS = ("samples", "fednova")
+WHEN = ("always", "faster")
 CALM = Guard(round_steps=1).calm
 
 
@@ -33,6 +34,8 @@ class LocalSGD:
             elsewhere `optimizer.merge()` does that.
         drift_limit: rounds are halved when ranks drift apart by so many times what noise explains, see `policy.guard`;
             None for never.
+        when: "always", or "faster": only while steps apart are clearly faster than synchronous ones, as predicted from
+            speeds, stops and exchanges measured while the job runs (`policy.strategy`).
     """
 
     round_steps: int = 8
@@ -44,6 +47,7 @@ class LocalSGD:
     compensation: float = 0.0
     merge_each_epoch: bool = True
     drift_limit: float | None = 1.5
+    when: str = "always"
 
     def __post_init__(self) -> None:
         for name, least in (("round_steps", 1), ("warmup_steps", 0), ("fragments", 1)):
@@ -61,7 +65,20 @@ class LocalSGD:
             )
         if self.weights not in WEIGHTS:
             raise ValueError(f"weights: expected one of {', '.join(WEIGHTS)}. Received: {self.weights!r}.")
+        if self.when not in WHEN:
+            raise ValueError(f"when: expected one of {', '.join(WHEN)}. Received: {self.when!r}.")
         if not isinstance(self.outer, Outer):
             raise TypeError(f"outer: expected an Outer. Received: {self.outer!r}.")
         if self.drift_limit is not None and not self.drift_limit > CALM:
             raise ValueError(f"drift_limit: expected a number above {CALM}, or None. Received: {self.drift_limit!r}.")
+
+
+def strategy_of(strategy: LocalSGD | str) -> LocalSGD | None:
+    """The local strategy that a user's argument names; None for synchronous training."""
+    if isinstance(strategy, LocalSGD):
+        return strategy
+    if strategy not in ("synchronous", "local", "auto"):
+        raise ValueError(
+            f'strategy: expected "synchronous", "local", "auto" or an hvd.LocalSGD. Received: {strategy!r}.'
+        )
+    return None if strategy == "synchronous" else LocalSGD(when="always" if strategy == "local" else "faster")

@@ -103,6 +103,11 @@ class Pace:
         self._began = now
 
     @property
+    def last_s(self) -> float | None:
+        """Of the step before the present one; None where there is none."""
+        return self._step_s[-1] if self._step_s else None
+
+    @property
     def usual_s(self) -> float | None:
         """The median of the last steps; None before the second one."""
         return statistics.median(self._step_s) if self._step_s else None

@@ -12,6 +12,7 @@ from hvd_hetero.policy.speed import Observation, SpeedModel, fit, latest_regime
 
 from .agreement import Terms
 from .control import Announcement
+from .selection import Selection
 
 WINDOW = 64  # observations kept per rank
 SKIPPED = 2  # steps after a change of plan that are not observed: caches, JIT and allocators settle
@@ -40,6 +41,7 @@ class Planner:
             deque(maxlen=WINDOW) for _ in range(self.size)
         )
         self._next_look = 0
+        self.selection: Selection | None = None  # of the strategy, where it is left to us
 
     def plan_at(self, step: int) -> Plan:
         """The plan that holds for global batch `step`."""
@@ -68,6 +70,7 @@ class Planner:
             shares=announced.shares,
             reason=announced.reason,
             predicted_step_s=announced.predicted_step_s,
+            strategy=announced.strategy,
         )
         self.plans.append(plan)
         self._next_look = plan.step + SKIPPED + self._rule.minimum_observations
@@ -97,24 +100,44 @@ class Planner:
         known = sorted((model for model in fitted if model), key=lambda model: model.seconds_per_sample)
         # A rank that never had a sample is taken for an ordinary one.
         self.models = tuple(model or replace(known[len(known) // 2], observations=0) for model in fitted)
-        plan = decide(
-            self.plans[-1],
-            self.models,
-            step=step,
-            global_batch_size=self._terms.global_batch_size,
-            bounds=self._terms.bounds,
-            rule=self._rule,
-            previous=self.plans[:-1],
-            micro_batch=self._terms.micro_caps,
-            measured_step_s=measured_step_s,
-        )
+        plan = self._better(self.models, recent, step, measured_step_s)
         if plan is not None:
             self.announcement = Announcement(
-                version=self.plans[-1].version + 1,
+                version=plan.version,
                 shares=plan.shares,
                 reason=plan.reason,
                 predicted_step_s=plan.predicted_step_s or 0.0,
+                strategy=plan.strategy,
             )
+
+    def _better(
+        self, models: Sequence[SpeedModel], recent: Sequence[Sequence[Observation]], step: int, step_s: float | None
+    ) -> Plan | None:
+        """A plan that pays: other shares first, and another strategy once they stand."""
+        current = self.plans[-1]
+        if self._terms.adaptive:
+            plan = decide(
+                current,
+                models,
+                step=step,
+                global_batch_size=self._terms.global_batch_size,
+                bounds=self._terms.bounds,
+                rule=self._rule,
+                previous=self.plans[:-1],
+                micro_batch=self._terms.micro_caps,
+                measured_step_s=step_s,
+            )
+            if plan is not None:
+                return plan
+        if self.selection is None:
+            return None
+        choice = self.selection.look(step, current.strategy, models, recent, current.shares)
+        if choice is None:
+            return None
+        return replace(
+            current, version=current.version + 1, step=step, strategy=choice.strategy, reason=choice.reason,
+            predicted_step_s=None,
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Plans and measurements, as plain numbers."""

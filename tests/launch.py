@@ -26,7 +26,7 @@ def horovodrun(
     *arguments: str,
     controller: str = "gloo",
     options: tuple[str, ...] = (),
-    timeout_s: float = 120,
+    timeout_s: float = 240,
     **env: str,
 ) -> Launched:
     """Runs `tests/workers/WORKER ARGUMENTS` on `ranks` ranks of this host; fails the test when it does not end.

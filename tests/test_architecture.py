@@ -52,10 +52,11 @@ def test_a_layer_imports_only_what_lies_below(layer):
                 assert allowed, f"{path.relative_to(ROOT)} imports {name}; {layer} may import {sorted(outside)}"
 
 
-def test_horovods_collectives_are_called_in_one_file_of_the_engine():
-    for path in (PACKAGE / "engine").glob("*.py"):
-        if path.name != "horovod.py":
-            assert "horovod.torch" not in path.read_text().replace("`horovod.torch", ""), path.name
+def test_horovods_collectives_are_called_in_one_file_of_the_engine_for_each_framework():
+    home = {"horovod.torch": "horovod.py", "horovod.tensorflow": "horovod_tensorflow.py"}
+    for binding, file in home.items():
+        named = {path.name for path in (PACKAGE / "engine").glob("*.py") if f'"{binding}' in path.read_text()}
+        assert named == {file}
 
 
 def test_environment_variables_are_read_in_one_file():

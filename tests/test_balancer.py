@@ -153,18 +153,20 @@ def test_the_order_depends_on_seed_and_epoch_alone(shuffle):
 
 def test_the_control_vector_comes_back_as_it_went():
     announcement = control.Announcement(
-        version=3, shares=(40, 24), reason="rank 1 is slowest", predicted_step_s=0.5
+        version=3, shares=(40, 24), reason="rank 1 is slowest", predicted_step_s=0.5, strategy="local"
     )
     vectors = [
         control.pack(
             ranks=2, rank=rank, count=10.0 + rank, compute_s=0.5 * rank, samples=32.0, failed=rank == 1,
             dealt_ahead=5 * rank, announcement=announcement if rank == 0 else None,
+            ran=control.Ran(1.0 + rank, 0.5 * rank, rank),
         )
         for rank in range(2)
     ]  # fmt: skip
     total = np.sum(np.array(vectors, dtype=np.float32), axis=0).tolist()
     report = control.unpack(total, ranks=2)
     assert report.announcement == announcement
+    assert report.ran == (control.Ran(1.0, 0.0, 0.0), control.Ran(2.0, 0.5, 1.0))
     assert report.count == 21.0 and report.failed == (1,) and report.compute_s == (0.0, 0.5)
     assert report.dealt_ahead == (0, 5)
 

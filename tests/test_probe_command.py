@@ -103,6 +103,6 @@ def test_what_is_wrong_is_said_and_the_exit_status_tells(words, message, solo, c
 
 def test_without_a_framework_it_says_what_to_do(solo, capsys, monkeypatch):
     monkeypatch.setenv("HOROVOD_SIZE", "2")
-    monkeypatch.setitem(__import__("sys").modules, "hvd_hetero.engine.horovod", None)
+    monkeypatch.setitem(__import__("sys").modules, "hvd_hetero.engine.binding", None)
     assert main(["probe"]) == 4
     assert "hvd-hetero build-horovod" in capsys.readouterr().err

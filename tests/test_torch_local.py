@@ -155,7 +155,7 @@ def test_parameters_that_differ_are_told_on_every_rank():
         if engine.rank == 1:
             with torch.no_grad():
                 model[0].weight[0, 0] += 1e-6
-        with pytest.raises(RuntimeError, match="Received: others than rank 0's on rank 1. Call hvd.broadcast"):
+        with pytest.raises(RuntimeError, match="Received: others than rank 0's on rank 1. Broadcast"):
             trained(engine, 3, hvd.LocalSGD(warmup_steps=0), shares=(6, 4, 2), model=model)
 
     World(3).run(program)

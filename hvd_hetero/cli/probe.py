@@ -181,7 +181,7 @@ def command(arguments: argparse.Namespace) -> int:
     """Measures on all ranks and, on rank 0, prints; 0."""
     if launched():
         try:
-            engine = importlib.import_module("hvd_hetero.engine.horovod").start()
+            engine = importlib.import_module("hvd_hetero.engine.binding").start()
         except ImportError as error:
             raise MissingFramework(
                 f"expected PyTorch and a Horovod built for it. Received: {error}.\n"

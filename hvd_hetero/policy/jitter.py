@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
+from typing import NamedTuple
 
 import numpy as np
 
@@ -60,6 +61,22 @@ class Jitter:
     def alone_s(self, time_s: float) -> float:
         """The mean seconds that work of `time_s` takes this rank, when it waits for nobody."""
         return time_s / (1.0 - self.stalled)
+
+
+class Ran(NamedTuple):
+    """How long a rank computed, for how long it was stopped meanwhile, and how often; sums over some time."""
+
+    running_s: float = 0.0
+    stopped_s: float = 0.0
+    stops: float = 0.0
+
+
+def estimate(ran: Ran, *, variation: float = 0.0, least_stops: float = 0.0) -> Jitter:
+    """What a rank's past says of it. Fewer stops than `least_stops` are taken for none: one says nothing yet."""
+    if ran.stops <= 0.0 or ran.stops < least_stops or ran.running_s <= 0.0:
+        return Jitter(variation=variation)
+    return Jitter(variation=variation, stalled=ran.stopped_s / (ran.running_s + ran.stopped_s),
+                  stall_s=ran.stopped_s / ran.stops)
 
 
 def synchronous_step_s(times_s: Sequence[float], jitters: Sequence[Jitter], *, exchange_s: float = 0.0) -> float:

@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 
 from .partition import Bound, InfeasibleError, split, step_time_s
 from .speed import SpeedModel
+from .strategy import SYNCHRONOUS
 
 EARLY_PLANS = 2      # so many new plans may follow each other after the early cool-down
 FEW_PLANS = 3        # from so many on, the next one has to be surer of its gain
@@ -39,6 +40,7 @@ class Plan:
     shares: tuple[int, ...]
     reason: str
     predicted_step_s: float | None = None
+    strategy: str = SYNCHRONOUS      # or LOCAL, see `policy.strategy`
 
     def __post_init__(self) -> None:
         if self.version < 0 or self.step < 0:
@@ -132,7 +134,8 @@ def decide(
 
 
 def _next_plan(current: Plan, shares: tuple[int, ...], step: int, reason: str, predicted_step_s: float) -> Plan:
-    return Plan(version=current.version + 1, step=step, shares=shares, reason=reason, predicted_step_s=predicted_step_s)
+    return Plan(version=current.version + 1, step=step, shares=shares, reason=reason, predicted_step_s=predicted_step_s,
+                strategy=current.strategy)
 
 
 def _slowest(models: Sequence[SpeedModel], shares: Sequence[int], micro_batch: Sequence[int | None] | None) -> int:

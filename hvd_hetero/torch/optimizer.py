@@ -11,13 +11,13 @@ import horovod.torch as horovod
 import torch
 
 from hvd_hetero.optimizers.balancer import Balancer
-from hvd_hetero.optimizers.local_sgd import LocalSGD
+from hvd_hetero.optimizers.local_sgd import LocalSGD, strategy_of
 from hvd_hetero.policy.topology import Topology
 
 from .balancer import equal_weights
 from .compression import is_ours, wire_of
 from .factor import check_no_factor, factor_applied
-from .local import LocalSteps, strategy_of
+from .local import local_steps
 from .reducer import GradientReducer
 from .ways import Ways
 
@@ -60,7 +60,8 @@ def DistributedOptimizer(
         strategy: "synchronous": ranks wait for each other in each step, as ever. "local", or a `hvd.LocalSGD(...)` for
             its numbers: each rank takes its steps by itself and what it has done is merged now and then, so that a rank
             that is slow, stalls, or sits behind a slow link holds nobody up. Call `optimizer.merge()` before the job
-            ends, and before saving or evaluating: then all ranks hold one model, and nothing is lost.
+            ends, and before saving or evaluating: then all ranks hold one model, and nothing is lost. "auto":
+            synchronous, and local while that is clearly faster, as measured; `balancer.plan` says which, and why.
         bucket_bytes: at most so many bytes of gradients in one operation (default: 8 MiB; with a topology, what suits
             its links, down to 1 MiB behind slow ones).
 
@@ -119,9 +120,7 @@ def DistributedOptimizer(
         groups=groups if groups is not None else (num_groups or None),
     )
     if local is not None:
-        reducer.local = LocalSteps(
-            local, [p for p in parameters if p.requires_grad], engine=balancer.engine, balancer=balancer, ways=ways
-        )
+        reducer.local = local_steps(local, parameters, engine=balancer.engine, balancer=balancer, ways=ways)
     base = type(optimizer)
     # horovod.torch.broadcast_optimizer_state tells a distributed optimizer by its module, and then steps the base.
     methods = {**_methods(base), "__module__": "horovod.torch.optimizer"}
@@ -190,8 +189,7 @@ def _methods(base: type[torch.optim.Optimizer]) -> dict[str, Callable[..., Any]]
 
         With `model`, its buffers (running statistics of BatchNorm) become those of all ranks' samples as well.
         """
-        if self._reducer.local is not None:
-            self._reducer.local.merge(model)
+        self._reducer.merge(model)
 
     @contextlib.contextmanager
     def skip_synchronize(self: Any) -> Iterator[None]:

@@ -15,10 +15,11 @@ import torch
 from hvd_hetero.engine.port import Engine
 from hvd_hetero.optimizers import control
 from hvd_hetero.optimizers.balancer import Balancer
+from hvd_hetero.optimizers.local_step import LocalSteps
 from hvd_hetero.optimizers.weighted import WeightedExchange
 
+from .buffers import average_buffers
 from .layout import WIRE, BucketLayout, check_type
-from .local import LocalSteps
 from .loss import mean_over_ranks
 from .noise import GradientNoise
 from .passes import Passes
@@ -126,6 +127,8 @@ class GradientReducer:
     def on_begin(self) -> None:
         """A global batch begins."""
         self._batches += 1
+        if self.local is not None:
+            self.local.on_begin()
 
     def on_count(self, terms: float) -> None:
         """Before a pass over `terms` loss terms."""
@@ -227,6 +230,15 @@ class GradientReducer:
         """The samples of an epoch are used up."""
         if self.local is not None and self.local.rule.merge_each_epoch:
             self.local.merge()
+
+    def merge(self, model: torch.nn.Module | None) -> None:
+        """Returns when all ranks hold one model, and one model's buffers. A collective call."""
+        if self.local is None:
+            return
+        self.local.merge()
+        if model is not None:
+            name = f"hvd_hetero.{self._balancer.name}.{self._number}.buffers"
+            average_buffers(model, weight=self.local.take_samples(), engine=self._engine, name=name)
 
     def _submit_rest(self) -> None:
         """Sends what no hook has sent."""

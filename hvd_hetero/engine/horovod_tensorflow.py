@@ -1,0 +1,148 @@
+"""The port on Horovod's operations for TensorFlow, for numpy arrays. No torch is needed.
+
+These operations have no handles, and executed eagerly they have no names, by which Horovod pairs them. So each is a
+node of one graph of this process, where a node's name is the operation's; a thread of its own runs it, and is the
+handle. The graph's session has a thread pool of its own: operations that wait inside a training step, which occupies
+one of TensorFlow's threads, must not need a second one of those. It sees no GPU: arrays are in host memory.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from .port import Op
+from .process_set import ProcessSetEngine, checked_splits
+
+_OPS = {"sum": "Sum", "min": "Min", "max": "Max"}
+
+
+class ThreadHandle:
+    """A call that a thread of its own makes."""
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self._call = call
+        self._ready = threading.Event()
+        self._result: Any = None
+        self._error: BaseException | None = None
+        # A daemon: where a peer is gone for good, the call never returns, and the process must end all the same.
+        threading.Thread(target=self._main, daemon=True).start()
+
+    def _main(self) -> None:
+        try:
+            self._result = self._call()
+        except BaseException as error:  # raised where somebody waits
+            self._error = error
+        self._ready.set()
+
+    def done(self) -> bool:
+        return self._ready.is_set()
+
+    def wait(self) -> Any:
+        self._ready.wait()
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+
+class _Graph:
+    """Horovod's operations as nodes, each made at the first use of its name."""
+
+    def __init__(self) -> None:
+        self._tensorflow = importlib.import_module("tensorflow")
+        v1 = self._tensorflow.compat.v1
+        self._graph = self._tensorflow.Graph()
+        options = v1.ConfigProto(
+            device_count={"GPU": 0},
+            use_per_session_threads=True,
+            inter_op_parallelism_threads=1,
+            intra_op_parallelism_threads=1,
+        )
+        options.graph_options.rewrite_options.disable_meta_optimizer = True  # there is nothing to optimise
+        self._session = v1.Session(graph=self._graph, config=options)
+        self._nodes: dict[str, Callable[..., Any]] = {}
+        self._lock = threading.Lock()
+
+    def node(self, key: str, arrays: Sequence[np.ndarray], make: Callable[..., Any]) -> Callable[..., Any]:
+        """What runs the operation that `make(*inputs)` adds to the graph, as `key`; inputs are like `arrays`."""
+        with self._lock:
+            if key not in self._nodes:
+                with self._graph.as_default(), self._tensorflow.device("/CPU:0"):
+                    inputs = [self._tensorflow.compat.v1.placeholder(array.dtype) for array in arrays]
+                    self._nodes[key] = self._session.make_callable(make(*inputs), inputs)
+            return self._nodes[key]
+
+
+class TensorflowEngine(ProcessSetEngine):
+    """One rank of a Horovod process set, for numpy arrays."""
+
+    binding = "horovod.tensorflow.mpi_ops"
+    _graph: ClassVar[_Graph | None] = None
+
+    def __init__(self, process_set: Any = None) -> None:
+        super().__init__(process_set)
+        self._errors = importlib.import_module("tensorflow").errors
+        if TensorflowEngine._graph is None:
+            TensorflowEngine._graph = _Graph()
+
+    def _start(
+        self, kind: str, arrays: Sequence[Any], name: str, make: Callable[..., Any], *, into: Any = None, op: Any = None
+    ) -> ThreadHandle:
+        for array in arrays:
+            if not isinstance(array, np.ndarray):
+                raise TypeError(
+                    f"{name!r}: expected a numpy array, since results are written in place. Received: {type(array)}. "
+                    "Pass tensor.numpy().copy()."
+                )
+        assert self._graph is not None
+        # A graph makes names unique, by numbers that need not be alike on all ranks. So what else tells two nodes apart
+        # comes before them as a scope, which Horovod is told to ignore.
+        types = ".".join(array.dtype.name for array in arrays)
+        scope = f"{kind}.{op}.{self._set.process_set_id}.{types}"
+        node = re.sub("[^A-Za-z0-9_.-]", "_", name)
+        common = {"name": f"{scope}/{node}", "ignore_name_scope": True, "process_set": self._set}
+        run = self._graph.node(common["name"], arrays, lambda *inputs: make(*inputs, **common))
+
+        def call() -> Any:
+            try:
+                result = run(*arrays)
+            except self._errors.OpError as error:
+                text = error.message.split("Node: ")[-1]
+                raise self._internal_error(f"Horovod{kind} {name!r}: {text}") from None
+            if into is None:
+                return result
+            np.copyto(into, result)
+            return into
+
+        return ThreadHandle(call)
+
+    def allreduce_async(self, array: Any, *, name: str, op: Op = "sum") -> ThreadHandle:
+        how = getattr(self._binding, _OPS[op])
+        return self._start(
+            "Allreduce", [array], name, lambda x, **c: self._binding._allreduce(x, op=how, **c), into=array, op=op
+        )
+
+    def allgather_async(self, array: Any, *, name: str) -> ThreadHandle:
+        return self._start("Allgather", [array], name, self._binding.allgather)
+
+    def broadcast_async(self, array: Any, *, root: int, name: str) -> ThreadHandle:
+        first = self.ranks[root]
+        return self._start(
+            "Broadcast", [array], name, lambda x, **c: self._binding.broadcast(x, first, **c), into=array, op=first
+        )
+
+    def reducescatter_async(self, array: Any, *, name: str) -> ThreadHandle:
+        return self._start(
+            "Reducescatter", [array], name, lambda x, **c: self._binding._reducescatter(x, op=self._binding.Sum, **c)
+        )
+
+    def alltoall_async(self, array: Any, *, splits: Sequence[int], name: str) -> ThreadHandle:
+        counts = np.array(checked_splits(splits, rows=len(array), size=self.size, name=name), dtype=np.int32)
+        return self._start(
+            "Alltoall", [array, counts], name, lambda x, s, **c: self._binding.alltoall(x, splits=s, **c)[0]
+        )

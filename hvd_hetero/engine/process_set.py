@@ -1,0 +1,84 @@
+"""What the engines on Horovod have in common, whichever framework's binding they call: ranks, names, and groups."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar, TypeVar
+
+Self = TypeVar("Self", bound="ProcessSetEngine")
+
+
+def checked_splits(splits: Sequence[int], *, rows: int, size: int, name: str) -> list[int]:
+    """The splits of an all-to-all of `rows` rows. Raises ValueError where they do not fit."""
+    if len(splits) != size or sum(splits) != rows:
+        raise ValueError(f"{name!r}: expected {size} splits that sum to {rows} rows. Received: {list(splits)}.")
+    return list(splits)
+
+
+class ProcessSetEngine:
+    """One rank of a Horovod process set (default: of all ranks)."""
+
+    binding: ClassVar[str]
+    """The module with the framework's operations; Horovod itself decides what that needs, and nothing is imported
+    before somebody asks for it."""
+
+    # By ranks: Horovod pairs names within a process set, and only its members count.
+    _named: ClassVar[dict[tuple[int, ...], Iterator[int]]] = {}
+
+    def __init__(self, process_set: Any = None) -> None:
+        self._binding = binding = importlib.import_module(self.binding)
+        self._set = process_set if process_set is not None else binding.global_process_set
+        # ValueError: what the binding says at once of arguments that no rank could reduce.
+        self._internal_error = importlib.import_module("horovod.common.exceptions").HorovodInternalError
+        self.failure: tuple[type[Exception], ...] = (self._internal_error, ValueError)
+        if not binding.is_initialized():
+            raise RuntimeError("Expected hvd.init() first. Received: Horovod not initialised.")
+        if not self._set.included():
+            raise ValueError(
+                f"Expected a process set that includes this rank ({binding.rank()}). Received: "
+                f"{self._set.ranks}. Guard the call with process_set.included()."
+            )
+
+    @property
+    def rank(self) -> int:
+        return int(self._set.rank())
+
+    @property
+    def size(self) -> int:
+        return int(self._set.size())
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(self._set.ranks) if self._set.ranks else tuple(range(self._binding.size()))
+
+    def unique(self, prefix: str) -> str:
+        return f"{prefix}{next(self._named.setdefault(self.ranks, itertools.count(1)))}"
+
+    def group(self: Self, ranks: Sequence[int]) -> Self | None:
+        members = [self.ranks[rank] for rank in ranks]
+        if tuple(members) == self.ranks:
+            return self
+        if len(self.ranks) != self._binding.size():
+            raise ValueError("Expected group() on the engine of all ranks, because Horovod's process sets are made by "
+                             f"all ranks together. Received: the engine of ranks {self.ranks}.")
+        process_set = _process_set(members)
+        return type(self)(process_set) if process_set.included() else None
+
+
+def _process_set(members: list[int]) -> Any:
+    """The process set of these global ranks: the one that there is, or a new one."""
+    process_sets = importlib.import_module("horovod.common.process_sets")
+    for number, ranks in process_sets._basics._get_process_set_ids_and_ranks().items():
+        if ranks == members:
+            existing = process_sets.ProcessSet(members)
+            existing.process_set_id = number
+            return existing
+    try:
+        return process_sets.add_process_set(members)
+    except ValueError as error:
+        raise ValueError(
+            f"Expected process sets that can be made after hvd.init(), for ranks {members}. Received: {error} "
+            f'Set HOROVOD_DYNAMIC_PROCESS_SETS=1, or call hvd.init(process_sets="dynamic").'
+        ) from error

@@ -1,0 +1,162 @@
+"""The strategy of one optimizer: synchronous steps first, and then steps that ranks make apart. For any framework."""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from hvd_hetero.engine.port import Engine
+
+from .agreement import agree_text
+from .balancer import Balancer
+from .fragment import Store
+from .local_sgd import LocalSGD
+from .phase import phase_of
+from .rounds import Rounds, control_length
+from .weighted import Way, WeightedExchange
+
+
+class ParameterStore(Store, Protocol):
+    """A rank's parameters, flat, by fragment; each fragment is of one type and device, and wholly lossy or not."""
+
+    @property
+    def lossy(self) -> Sequence[bool]:
+        """For each fragment, whether it goes through a codec."""
+
+    def shapes(self, index: int) -> list[tuple[int, ...]]:
+        """Those of the parameters in fragment `index`, in its order."""
+
+    def empty(self, index: int, tail: int) -> Any:
+        """An array of zeros as long as fragment `index` and `tail` more."""
+
+    def control(self, length: int) -> Any:
+        """Zeros in double precision."""
+
+    def write_control(self, view: Any, values: Sequence[float]) -> None:
+        """Copies numbers into an array."""
+
+    def checksum(self, index: int) -> int:
+        """A number below 2**63 that stands for the bits of fragment `index`."""
+
+
+class LocalSteps:
+    """The strategy of one optimizer: synchronous steps first, and then steps that ranks make apart.
+
+    Constructing one is a collective call.
+
+    Args:
+        store: the parameters that are trained, in the same order on all ranks.
+        way: makes the way of a fragment's progress, from a name, an array, shapes and whether it is lossy.
+        keeps: whether a way may keep something back.
+    """
+
+    def __init__(
+        self,
+        rule: LocalSGD,
+        store: ParameterStore,
+        *,
+        engine: Engine,
+        balancer: Balancer,
+        way: Callable[[str, Any, Sequence[tuple[int, ...]], bool], Way],
+        keeps: bool,
+    ) -> None:
+        self.rule, self._engine, self._balancer, self._store = rule, engine, balancer, store
+        self._way, self._keeps = way, keeps
+        agree_text(engine, lambda: str(rule), title="strategy", name=engine.unique("hvd_hetero.strategy."))
+        self._name = f"hvd_hetero.{balancer.name}.{engine.unique('local.')}"
+        self.apart = phase_of(rule, balancer)
+        self.rounds = Rounds(rule, balancer=balancer, store=store, exchanges=self._exchanges, on_merge=self._record)
+        self._bytes = [fragment.buffer.nbytes for fragment in self.rounds.fragments]
+        self._begun = False
+        self._samples = 0.0  # since they were last taken
+        atexit.register(self._warn_at_exit)
+
+    def _exchanges(self, outgoing: Callable[[int], list[float]]) -> list[tuple[WeightedExchange, Any]]:
+        made, tail = [], control_length(self._engine.size)
+        for index, lossy in enumerate(self._store.lossy):
+            buffer = self._store.empty(index, 0 if lossy else tail)
+            name = f"{self._name}.fragment.{index}"
+            exchange = WeightedExchange(
+                self._engine,
+                [buffer],
+                self._store.control(tail) if lossy else buffer[-tail:],
+                routes=[self._way(name, buffer, self._store.shapes(index), lossy)],
+                rides_in=None if lossy else 0,
+                outgoing=lambda index=index: outgoing(index),  # type: ignore[misc]
+                name=name,
+                keeps=self._keeps,
+                write=self._store.write_control,
+            )
+            made.append((exchange, buffer))
+        return made
+
+    def _record(self, fields: dict[str, Any]) -> None:
+        if self._balancer.trace is not None:
+            self._balancer.trace.event("merge", **fields)
+
+    def _warn_at_exit(self) -> None:
+        """Says so where a job ends between merges – unless it ended in an error, which says enough."""
+        if self._begun and not hasattr(sys, "last_value"):
+            warnings.warn(
+                "Expected optimizer.merge() after the last step of a local strategy. Received: the end of the job. "
+                "What ranks did since the last merge is on each of them alone.",
+                RuntimeWarning,
+                stacklevel=1,
+            )
+
+    def on_begin(self) -> None:
+        """A global batch begins: the first synchronous one after steps apart begins with one model."""
+        if self._begun and not self.apart():
+            self.merge()
+
+    def before_step(self) -> None:
+        """Before an update that ranks make apart. The first one is a collective call.
+
+        Raises:
+            RuntimeError: on every rank, when parameters differ before ranks train apart.
+        """
+        if not self._begun:
+            self._check_alike()
+            self.rounds.begin()
+            self._begun = True
+
+    def _check_alike(self) -> None:
+        """Law 5, checked."""
+        row = np.array([[self._store.checksum(index) for index in range(len(self._store.lossy))]], dtype=np.int64)
+        found = np.asarray(self._engine.allgather_async(row, name=f"{self._name}.alike").wait()).tolist()
+        if others := [rank for rank, value in enumerate(found) if value != found[0]]:
+            raise RuntimeError(
+                "Expected the same parameters on every rank before ranks train apart. Received: others than rank 0's "
+                f"on rank {', '.join(map(str, others))}. Broadcast the parameters from rank 0 after making the "
+                "optimizer, and load checkpoints on all ranks or before it."
+            )
+
+    def after_step(self, samples: float, *, lr: float) -> int:
+        """The bytes that this rank has sent after an update over `samples`."""
+        self._samples += samples
+        before = [fragment.sends for fragment in self.rounds.fragments]
+        self.rounds.after_step(samples, lr=lr, compute=self._balancer.reported)
+        sends = [fragment.sends - first for fragment, first in zip(self.rounds.fragments, before, strict=True)]
+        return sum(number * size for number, size in zip(sends, self._bytes, strict=True))
+
+    def withdraw(self) -> Callable[[], bool]:
+        """See `Rounds.withdraw`; others may be about to take their first step apart."""
+        self.before_step()
+        self._begun = False
+        return self.rounds.withdraw()
+
+    def merge(self) -> None:
+        """Returns when all ranks hold one model, with every step of every rank in it. A collective call."""
+        if self._begun:
+            self.rounds.finish()
+            self._begun = False
+
+    def take_samples(self) -> float:
+        """This rank's samples of steps apart since the last call."""
+        taken, self._samples = self._samples, 0.0
+        return taken

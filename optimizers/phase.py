@@ -1,0 +1,21 @@
+"""Which steps ranks make apart under a local strategy: all after the warm-up, or those that the plan says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from hvd_hetero.policy.strategy import LOCAL
+
+from .balancer import Balancer
+from .local_sgd import LocalSGD
+from .selection import Selection
+
+
+def phase_of(rule: LocalSGD, balancer: Balancer) -> Callable[[], bool]:
+    """What tells whether the batch begun last is one that ranks take apart; the same on all ranks for each batch."""
+    if rule.when == "always":
+        return lambda: balancer.step >= rule.warmup_steps
+    balancer.planner.selection = Selection(
+        balancer.size, round_steps=rule.round_steps, first_step=max(rule.warmup_steps, balancer.step + 1)
+    )
+    return lambda: balancer.plan.strategy == LOCAL

@@ -1,0 +1,160 @@
+"""`strategy="auto"`: what is a stop, which strategy follows from what was measured, and the change on all ranks."""
+
+import copy
+import random
+
+import pytest
+import torch
+from torch import nn
+
+from hvd_hetero.engine.local import World
+from hvd_hetero.optimizers.selection import EVERY, Selection
+from hvd_hetero.optimizers.stop import StopMeter
+from hvd_hetero.policy.jitter import Ran, estimate
+from hvd_hetero.policy.speed import Observation, SpeedModel
+from hvd_hetero.policy.strategy import LOCAL, SYNCHRONOUS
+
+WHOLE = 12
+PROTOTYPE = nn.Linear(6, 3).double()
+
+
+def test_a_stop_is_told_from_a_slow_step():
+    meter = StopMeter()
+    for step in range(40):
+        meter.add(16, 0.2 * (1.0 + 0.1 * (-1) ** step) + (1.0 if step in (20, 30) else 0.0))
+    ran = meter.take()
+    assert ran.stops == 2 and ran.stopped_s == pytest.approx(2.0, abs=0.1)
+    assert ran.running_s == pytest.approx(40 * 0.2, rel=0.03)
+    assert meter.take() == Ran()
+
+
+def test_a_rank_that_becomes_slower_for_good_has_not_stopped():
+    meter = StopMeter()
+    for step in range(200):
+        meter.add(16, 0.2 if step < 100 else 0.8)
+    assert meter.take().stops <= 10
+
+
+def test_a_larger_share_is_no_stop():
+    meter = StopMeter()
+    for step in range(100):
+        meter.add(*((4, 0.1) if step % 2 else (40, 1.0)))
+    assert meter.take().stops == 0
+
+
+def test_what_was_run_says_how_unsteady_a_rank_is():
+    jitter = estimate(Ran(running_s=60.0, stopped_s=20.0, stops=10.0), variation=0.1)
+    assert (jitter.stalled, jitter.stall_s, jitter.variation) == (0.25, 2.0, 0.1)
+    assert not estimate(Ran(60.0, 1.0, 1.0), least_stops=2.0).stalled
+    assert not estimate(Ran()).stalled
+
+
+def job(selection, steps, *, stops, exchange_s=0.002, share=16, each_s=0.01, first=0, current=SYNCHRONOUS, seed=0):
+    """The choices in a job of four alike ranks, each of which is stopped for 1 s in `stops` steps of a thousand."""
+    rng, made = random.Random(seed), []
+    models = [SpeedModel(overhead_s=0.0, seconds_per_sample=each_s, standard_error=0.0, observations=20)] * 4
+    windows = [[Observation(samples=share, compute_s=share * each_s * (1.0 + 0.01 * (-1) ** n)) for n in range(20)]] * 4
+    meters = [StopMeter() for _ in range(4)]
+    for step in range(first, first + steps):
+        times = [share * each_s + (1.0 if rng.random() < stops / 1000 else 0.0) for _ in range(4)]
+        for meter, time_s in zip(meters, times, strict=True):
+            meter.add(share, time_s)
+        whole_s = max(times) + exchange_s if current == SYNCHRONOUS else None
+        selection.hear(step, [meter.take() for meter in meters], compute_s=times, step_s=whole_s)
+        choice = selection.look(step, current, models, windows, [share] * 4)
+        if choice is not None:
+            made.append((step, choice))
+            current = choice.strategy
+    return made
+
+
+def test_a_steady_cluster_stays_synchronous():
+    assert job(Selection(4, round_steps=8, first_step=20), 400, stops=0) == []
+
+
+def test_ranks_that_stop_are_left_to_themselves_and_taken_back():
+    selection = Selection(4, round_steps=8, first_step=20)
+    (first, choice), *more = job(selection, 300, stops=30)
+    assert choice.strategy == LOCAL and 20 <= first < 150 and "synchronous is" in choice.reason and not more
+    (back, choice), *more = job(selection, 1500, stops=0, first=300, current=LOCAL)
+    assert choice.strategy == SYNCHRONOUS and back < 1600 and not more
+
+
+def test_an_exchange_that_nothing_hides_speaks_for_steps_apart():
+    """0.16 s of compute, 0.4 s of exchange: a round of 8 steps takes longer than its merge."""
+    (_, choice), *more = job(Selection(4, round_steps=8, first_step=20), 200, stops=0, exchange_s=0.4)
+    assert choice.strategy == LOCAL and not more
+
+
+def test_a_strategy_holds_for_a_while():
+    selection = Selection(4, round_steps=8, first_step=0, hold_steps=100)
+    made = [step for seed in range(6) for step, _ in job(
+        selection, 200, stops=60 if seed % 2 == 0 else 0, first=200 * seed, seed=seed,
+        current=SYNCHRONOUS if seed == 0 else LOCAL)]
+    assert all(b - a >= 100 for a, b in zip(made, made[1:], strict=False))
+
+
+def test_looks_are_rare():
+    selection, looked = Selection(4, round_steps=8, first_step=0), []
+    predict = selection.predict
+    selection.predict = lambda *arguments: looked.append(1) or predict(*arguments)
+    job(selection, 400, stops=0)
+    assert 400 / EVERY - 3 <= len(looked) <= 400 / EVERY
+
+
+class Counted:
+    """A stopwatch whose time is counted."""
+
+    def __init__(self):
+        self.now_s = 0.0
+
+    def mark(self):
+        return self.now_s
+
+    def seconds(self, start, end):
+        return end - start
+
+
+def automatic(engine, steps, stops_until):
+    """One rank of a job in which each rank in turn is stopped for 1 s, until step `stops_until`."""
+    hvd = pytest.importorskip("hvd_hetero.torch")
+    torch.set_num_threads(1)
+    model = copy.deepcopy(PROTOTYPE)
+    balancer = hvd.Balancer(WHOLE, engine=engine, shares=(4, 4, 4), adaptive=False)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), balancer=balancer, strategy="auto"
+    )
+    clock, generator = Counted(), torch.Generator().manual_seed(1)
+    balancer.measure_with(clock)
+    x = torch.randn(steps, WHOLE, 6, generator=generator, dtype=torch.float64)
+    y = (x @ torch.randn(6, 3, generator=generator, dtype=torch.float64)).argmax(2)
+    mine, apart, alike = slice(4 * engine.rank, 4 * engine.rank + 4), [], []
+    for step in range(steps):
+        optimizer.zero_grad()
+        balancer.begin(4)
+        clock.now_s += 0.2 + (1.0 if step < stops_until and step % 12 == 4 * engine.rank else 0.0)
+        apart.append(balancer.plan.strategy == LOCAL)
+        if apart[-2:] == [True, False]:  # begin() has merged
+            alike.append(torch.cat([p.detach().reshape(-1) for p in model.parameters()]))
+        nn.functional.cross_entropy(model(x[step, mine]), y[step, mine]).backward()
+        optimizer.step()
+    optimizer.merge()
+    return [torch.cat([p.detach().reshape(-1) for p in model.parameters()]), *alike], apart, balancer.plans
+
+
+def test_auto_goes_apart_and_comes_back_on_all_ranks_at_once():
+    pytest.importorskip("horovod.torch", reason="build it with hvd-hetero build-horovod")
+    found = World(3).run(lambda engine: automatic(engine, 900, 200), timeout_s=120)
+    models, apart, plans = found[0]
+    assert plans[-1].strategy == SYNCHRONOUS and any(apart) and not apart[0] and not apart[-1]
+    assert [plan.strategy for plan in plans] == [SYNCHRONOUS, LOCAL, SYNCHRONOUS], [plan.reason for plan in plans]
+    assert len(models) == 2
+    for other, there, their_plans in found[1:]:
+        assert there == apart and list(their_plans) == list(plans)
+        assert all(torch.equal(one, theirs) for one, theirs in zip(models, other, strict=True)), "law 5"
+
+
+def test_auto_stays_synchronous_where_nothing_stops():
+    pytest.importorskip("horovod.torch", reason="build it with hvd-hetero build-horovod")
+    for _, apart, plans in World(3).run(lambda engine: automatic(engine, 120, 0)):
+        assert not any(apart) and len(plans) == 1
