@@ -1,4 +1,4 @@
-"""`BalancedDataset`: each rank's share of one global order, as a `keras.utils.PyDataset` and as a `tf.data.Dataset`."""
+"""`BalancedDataset`: each rank's share of one global order, as a `keras.utils.PyDataset` and a `tf.data.Dataset`."""
 
 from __future__ import annotations
 
@@ -122,6 +122,7 @@ class BalancedDataset(keras.utils.PyDataset):
             self._rewind()
         if self._at is None:
             self._at = self.balancer.step
+        self.balancer.resume()  # what went before, such as a validation, is no part of a step
 
     def on_epoch_end(self) -> None:
         """After the last batch of an epoch."""
