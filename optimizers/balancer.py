@@ -88,8 +88,8 @@ class Balancer:
         self.last_pass = True  # False while micro-batches are to follow
         self._exchanges: list[Attached] = []
         self._pace = Pace()
-        self._failed = False
-        self._error: Exception | None = None  # why
+        self._failed = self._discarded = False
+        self._error: Exception | None = None  # why it failed
         self._stops = StopMeter()
         self._samples = 0  # of this rank since the last exchange
         self._batches = 0  # begun since the last exchange
@@ -99,6 +99,8 @@ class Balancer:
         self.staleness = 0.0  # of this rank in the last merge, in merges; a strategy that merges late sets it
         self.mean_staleness = 0.0  # over all ranks, as all of them have heard it
         self._listeners: list[Callable[[], None]] = []
+        if trace is not None:
+            trace.plan(self.plan)
 
     # What a script asks ---------------------------------------------------------------------------------------------
 
@@ -134,6 +136,10 @@ class Balancer:
 
     def begin(self, samples: int) -> None:
         """Starts a global batch of which this rank has `samples`; `BalancedDataLoader` calls it for each batch."""
+        self._begin(samples)
+        self._meter.run()
+
+    def _begin(self, samples: int) -> None:
         if samples < 0:
             raise ValueError(f"samples: expected 0 or more. Received: {samples}.")
         self.step += 1
@@ -144,7 +150,6 @@ class Balancer:
         for exchange in self._exchanges:
             exchange.on_begin()
         self._set_count(float(samples))
-        self._meter.run()
 
     def end_epoch(self) -> None:
         """Says that the samples of an epoch are used up; `BalancedDataLoader` does."""
@@ -294,12 +299,19 @@ class Balancer:
             self._bound = math.inf
             self._dealing.notify_all()
 
+    def discard(self) -> None:
+        """Says that the present step's time tells nothing of its samples: compilation was in it, for instance."""
+        self._discarded = True
+
     def finished(self, *, wait_s: float, bytes_sent: int) -> None:
         """Ends a step, after the update: its compute time goes out with the next gradient."""
         self.pause()
         compute_s = self._meter.take_s()
         service_s = self._meter.take_service_s(compute_s)
         batches = max(self._batches, 1)
+        if self._discarded:
+            compute_s = service_s = 0.0
+        self._discarded = False
         self._stops.add(self._samples / batches, compute_s / batches, batches=batches)
         self.reported = (self._samples / batches, (compute_s + service_s) / batches)
         if self.trace is not None:

@@ -27,7 +27,7 @@ class Merged(NamedTuple):
 
     mean: Any
     variance: Any  # biased: divided by the number of rows
-    count: float
+    rows: float
 
 
 def merged(sums: Any) -> Merged:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
+from hvd_hetero.codecs.verbs import verbs_of
 from hvd_hetero.policy.scaling import NoiseSums
 
 from .control import Norms
@@ -83,3 +84,45 @@ class NoiseMeter:
         """The sums of the last step heard of, once."""
         sums, self._sums = self._sums, None
         return sums
+
+
+class Buckets(Protocol):
+    """Flat arrays of gradients, one of which may end in a control vector; either of them whole through a codec or not.
+    """
+
+    buckets: list[Any]
+    lossy: list[bool]
+    tail: Any
+    tail_in: int | None
+
+
+class GradientNoise(NoiseMeter):
+    """A `NoiseMeter` that looks at buckets; it costs nothing until something is `measuring`."""
+
+    def sees(self, layout: Buckets, index: int) -> None:
+        """Bucket `index` holds this rank's gradients, and is about to be sent."""
+        if self.measuring:
+            self.add(index, _squared_norm(layout, index, layout.buckets[index]))
+
+    def ends(
+        self,
+        layout: Buckets,
+        results: Sequence[Any],
+        *,
+        rank: int,
+        terms: float,
+        unit: float,
+        gain: float,
+        all_terms: float,
+        batches: int,
+    ) -> None:
+        """A step is over, and `results` are the merged buckets. `unit` is how many terms weigh 1; the rest: `end`."""
+        tell = self.measuring and rank == 0
+        merged = [_squared_norm(layout, index, flat) for index, flat in enumerate(results)] if tell else []
+        self.end(terms=terms, weight=terms / unit, merged=merged, gain=gain, all_terms=all_terms, batches=batches)
+
+
+def _squared_norm(layout: Buckets, index: int, flat: Any) -> Any:
+    """The squared norm of the gradients in bucket `index`: a scalar on its device."""
+    tail = len(layout.tail) if layout.tail is not None and index == layout.tail_in else 0
+    return verbs_of(flat).squared_norm(flat[: len(flat) - tail])

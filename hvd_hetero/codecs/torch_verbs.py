@@ -40,6 +40,9 @@ class TorchVerbs:
         low, high = torch.aminmax(array)  # of the ways to ask, the fastest by far
         return float(torch.maximum(-low, high))
 
+    def squared_norm(self, array: torch.Tensor) -> torch.Tensor:
+        return torch.linalg.vector_norm(array, dtype=torch.float64).square()
+
     def row_largest(self, rows: torch.Tensor) -> torch.Tensor:
         return rows.abs().amax(dim=1)
 

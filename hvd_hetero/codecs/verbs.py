@@ -28,6 +28,9 @@ class Verbs(Protocol):
     def largest(self, array: Any) -> float:
         """max |x|; 0 of nothing; NaN where there is a NaN."""
 
+    def squared_norm(self, array: Any) -> Any:
+        """The sum of squares of a flat array in float64, a scalar where the array is: differences of such are small."""
+
     def row_largest(self, rows: Any) -> Any:
         """max |x| of each row; NaN where there is a NaN."""
 
@@ -100,6 +103,9 @@ class NumpyVerbs:
 
     def largest(self, array: np.ndarray) -> float:
         return float(np.abs(array).max()) if array.size else 0.0
+
+    def squared_norm(self, array: np.ndarray) -> float:
+        return float(np.einsum("i,i->", array, array, dtype=np.float64))
 
     def row_largest(self, rows: np.ndarray) -> np.ndarray:
         return np.asarray(np.abs(rows).max(axis=1))

@@ -84,6 +84,18 @@ def levels_of(engine: Engine, topology: Topology) -> Levels:
     return Levels(everyone=engine, local=local, cross=cross, nodes=nodes, rails=topology.rails, even=even)
 
 
+def levels_for(engine: Engine, topology: Topology | str | None) -> Levels:
+    """The groups for a user's `topology`: one level for "flat" and None, its nodes for a `Topology`, and for any other
+    word those that are found. A collective call."""
+    if topology is None or topology == "flat":
+        return one_level(engine)
+    if isinstance(topology, Topology):
+        return levels_of(engine, topology)
+    from .probe import probe  # few jobs need it
+
+    return levels_of(engine, probe(engine).topology)
+
+
 def part_of(levels: Levels, length: int) -> slice | None:
     """What this rank sums of an array along its rail, nothing without one; None where arrays go whole.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
@@ -16,7 +15,7 @@ from hvd_hetero.engine.port import Engine
 from hvd_hetero.optimizers import balancer as framework_free
 from hvd_hetero.policy.partition import micro_batches
 from hvd_hetero.policy.replan import ReplanRule
-from hvd_hetero.trace.record import Trace
+from hvd_hetero.trace.record import trace_of
 
 Batch = TypeVar("Batch")
 
@@ -47,7 +46,6 @@ class Balancer(framework_free.Balancer):
         engine: Engine | None = None,
     ) -> None:
         engine = engine if engine is not None else HorovodEngine(process_set)
-        folder = run or run_folder()
         super().__init__(
             engine,
             global_batch_size=global_batch_size,
@@ -58,12 +56,9 @@ class Balancer(framework_free.Balancer):
             shares=shares,
             adaptive=adaptive,
             rule=rule,
-            trace=Trace(folder, rank=engine.rank, clock=time.time) if folder else None,
+            trace=trace_of(run or run_folder(), rank=engine.rank, clock=time.time),
             name=engine.unique("balancer"),
         )
-        if self.trace is not None:
-            self.trace.plan(self.plan)
-            atexit.register(self.trace.close)
 
     def micro_batches(self, batch: Batch) -> Iterator[Batch]:
         """The parts of `batch`, each of at most this rank's `max_micro_batch` samples, for one `backward()` each.
@@ -84,18 +79,3 @@ class Balancer(framework_free.Balancer):
             if len(sizes) > 1:
                 self._set_count(float(size))
             yield pytree.tree_map(lambda leaf, part=part: leaf[part] if isinstance(leaf, torch.Tensor) else leaf, batch)
-
-
-class EqualWeights(Balancer):
-    """A balancer for those who want none: one loss term for each rank and backward pass, as Horovod counts."""
-
-    def begin_unseen(self) -> bool:
-        """True: a batch that nothing has announced begins."""
-        self.begin(1)
-        return True
-
-
-def equal_weights(process_set: Any) -> EqualWeights:
-    """An `EqualWeights` over the ranks of `process_set`. A collective call."""
-    engine = HorovodEngine(process_set)
-    return EqualWeights(engine.size, adaptive=False, engine=engine)

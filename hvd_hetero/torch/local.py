@@ -12,10 +12,10 @@ from hvd_hetero.optimizers.balancer import Balancer
 from hvd_hetero.optimizers.fragment import fragments_of
 from hvd_hetero.optimizers.local_sgd import LocalSGD
 from hvd_hetero.optimizers.local_step import LocalSteps
+from hvd_hetero.optimizers.ways import Ways
 
 from .checksum import checksum
 from .layout import WIRE
-from .ways import Ways
 
 
 class ParameterStore:
@@ -65,5 +65,6 @@ def local_steps(
     rule: LocalSGD, parameters: Sequence[torch.nn.Parameter], *, engine: Engine, balancer: Balancer, ways: Ways
 ) -> LocalSteps:
     """The strategy of an optimizer of these parameters. A collective call."""
-    store = ParameterStore([p for p in parameters if p.requires_grad], rule.fragments, ways.takes)
+    trained = [p for p in parameters if p.requires_grad]
+    store = ParameterStore(trained, rule.fragments, lambda p: ways.takes(tuple(p.shape)))
     return LocalSteps(rule, store, engine=engine, balancer=balancer, way=ways.way, keeps=ways.keeps)

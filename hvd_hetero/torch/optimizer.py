@@ -10,16 +10,17 @@ from typing import Any
 import horovod.torch as horovod
 import torch
 
+from hvd_hetero.engine.horovod import HorovodEngine
 from hvd_hetero.optimizers.balancer import Balancer
+from hvd_hetero.optimizers.equal import EqualWeights
 from hvd_hetero.optimizers.local_sgd import LocalSGD, strategy_of
+from hvd_hetero.optimizers.ways import Ways
 from hvd_hetero.policy.topology import Topology
 
-from .balancer import equal_weights
 from .compression import is_ours, wire_of
 from .factor import check_no_factor, factor_applied
 from .local import local_steps
 from .reducer import GradientReducer
-from .ways import Ways
 
 
 def DistributedOptimizer(
@@ -99,7 +100,7 @@ def DistributedOptimizer(
     if named_parameters is not None:
         _check_names(list(named_parameters), parameters)
     if balancer is None:
-        balancer = equal_weights(process_set)
+        balancer = EqualWeights(HorovodEngine(process_set))
     trace = balancer.trace
     ways = Ways(
         balancer.engine,

@@ -13,18 +13,17 @@ from typing import Any
 import torch
 
 from hvd_hetero.engine.port import Engine
-from hvd_hetero.optimizers import control
 from hvd_hetero.optimizers.balancer import Balancer
 from hvd_hetero.optimizers.local_step import LocalSteps
-from hvd_hetero.optimizers.weighted import WeightedExchange
+from hvd_hetero.optimizers.noise import GradientNoise
+from hvd_hetero.optimizers.ways import Ways
+from hvd_hetero.optimizers.weighing import Weighing
 
 from .buffers import average_buffers
 from .layout import WIRE, BucketLayout, check_type
 from .loss import mean_over_ranks
-from .noise import GradientNoise
 from .passes import Passes
 from .stopwatch import stopwatch_of
-from .ways import Ways
 
 # Few and large: an operation costs each rank a negotiation.
 BUCKET_BYTES = 8 << 20
@@ -58,14 +57,10 @@ class GradientReducer:
         groups: Sequence[Sequence[torch.nn.Parameter]] | int | None,
     ) -> None:
         self._engine, self._balancer, self._ways = engine, balancer, ways
-        self.passes, self._scale, self._predivide = passes, scale, predivide
         self._sparse_as_dense, self._bucket_bytes, self._groups = sparse_as_dense, bucket_bytes, groups
         self._parameters: list[torch.nn.Parameter] = []
         self.local: LocalSteps | None = None  # the strategy, where some steps are made apart
-        self._number = balancer.attach(self)
-        self._leads = self._number == 0
-        self._generation = 0
-        self._batches = 0  # begun since the last exchange, the same on all ranks
+        self._weighing = Weighing(balancer, self, ways=ways, passes=passes, scale=scale, predivide=predivide)
         self._passes = Passes(self._parameters)  # since the last exchange
         self._callback_queued = False
         self._terms = 0.0  # of the last step, on this rank
@@ -73,8 +68,21 @@ class GradientReducer:
         self.reduced = False  # gradients are the global ones
         self.wait_s = 0.0  # for communication, in the last step
         self.bytes_sent = 0
-        self.noise = GradientNoise()
         self.add(parameters)
+
+    @property
+    def noise(self) -> GradientNoise:
+        """Measures how noisy the gradient is."""
+        return self._weighing.noise
+
+    @property
+    def passes(self) -> int:
+        """Backward passes per step."""
+        return self._weighing.passes
+
+    @passes.setter
+    def passes(self, passes: int) -> None:
+        self._weighing.passes = passes
 
     # Layout ---------------------------------------------------------------------------------------------------------
 
@@ -85,14 +93,14 @@ class GradientReducer:
         for parameter in new:
             check_type(parameter)
             parameter.register_post_accumulate_grad_hook(self._hook)
-        if self._leads and new:
+        if self._weighing.leads and new:
             self._balancer.measure_with(stopwatch_of(new[0].device))
         self._parameters += new
         self._lay_out()
 
     def _lay_out(self) -> None:
         # The control vector rides in a bucket unless a codec would round it.
-        tail = control.length(self._engine.size)
+        tail = self._weighing.tail
         if self._bucket_bytes is None and self._parameters:
             first = self._parameters[0]
             like = torch.empty(0, dtype=WIRE[first.dtype], device=first.device)
@@ -103,19 +111,13 @@ class GradientReducer:
             groups=self._groups,
             tail=tail,
             sparse_as_dense=self._sparse_as_dense,
-            lossy=self._ways.takes,
+            lossy=lambda parameter: self._ways.takes(tuple(parameter.shape)),
         )
-        self._generation += 1
-        name = f"hvd_hetero.{self._balancer.name}.{self._number}.{self._generation}"
-        self._exchange = WeightedExchange(
-            self._engine,
-            self._layout.buckets,
-            torch.zeros(tail, dtype=torch.float64) if self._layout.tail is None else self._layout.tail,
-            routes=self._ways.of(self._layout, name=name),
-            rides_in=self._layout.tail_in,
-            outgoing=self._outgoing,
-            name=name,
-            keeps=self._ways.keeps,
+        self._exchange = self._weighing.exchange(
+            self._layout,
+            [[tuple(p.shape) for p in members] for members in self._layout.members],
+            control=torch.zeros(tail, dtype=torch.float64),
+            outgoing=lambda: self._weighing.outgoing(self._passes.terms),
             write=lambda view, values: view.copy_(torch.tensor(values, dtype=view.dtype)),
         )
         self._pending = [len(members) for members in self._layout.members]
@@ -126,7 +128,7 @@ class GradientReducer:
 
     def on_begin(self) -> None:
         """A global batch begins."""
-        self._batches += 1
+        self._weighing.begin()
         if self.local is not None:
             self.local.on_begin()
 
@@ -150,7 +152,7 @@ class GradientReducer:
         self._callback_queued = True
         self.reduced = False
         self._passes.begin(terms)
-        self._final = self._balancer.last_pass and max(1, self._batches) >= self.passes
+        self._final = self._balancer.last_pass and self._weighing.complete
 
     def _hook(self, parameter: torch.nn.Parameter) -> None:
         if not self._callback_queued:
@@ -175,20 +177,9 @@ class GradientReducer:
             self.noise.sees(self._layout, index)
             self._exchange.submit(index)
 
-    def _reference(self) -> float:
-        """n_ref of this step, the same on all ranks."""
-        whole, shares = self._balancer.global_batch_size, self._balancer.plan.shares
-        # The whole batch makes the sum's factor 1; but equal shares have exact products with c_i = 1, narrow wires need
-        # that range, and what a codec keeps back must keep its unit.
-        return whole if self._ways.exact and min(shares) != max(shares) else whole / self._engine.size
-
     def _weight_now(self) -> float:
         """c_i of this step: `p.grad` is a mean over as many terms as the last pass that had any."""
-        terms = self._balancer.count_now or self._passes.unit
-        return terms / self._reference() / self._predivide
-
-    def _outgoing(self) -> list[float]:
-        return self._balancer.outgoing(leads=self._leads, count=self._passes.terms, noise=self.noise)
+        return self._weighing.weight(self._balancer.count_now or self._passes.unit)
 
     @property
     def apart(self) -> bool:
@@ -216,7 +207,7 @@ class GradientReducer:
     def finished(self, *, lr: float) -> None:
         """Ends the step, after the update; `lr`: its learning rate."""
         self.reduced = False
-        if self._leads:
+        if self._weighing.leads:
             self._balancer.finished(wait_s=self.wait_s, bytes_sent=self.bytes_sent)
         self.wait_s, self.bytes_sent = 0.0, 0
         if self.local is not None and self.apart:
@@ -237,7 +228,7 @@ class GradientReducer:
             return
         self.local.merge()
         if model is not None:
-            name = f"hvd_hetero.{self._balancer.name}.{self._number}.buffers"
+            name = f"{self._weighing.name}.buffers"
             average_buffers(model, weight=self.local.take_samples(), engine=self._engine, name=name)
 
     def _submit_rest(self) -> None:
@@ -259,8 +250,8 @@ class GradientReducer:
 
     def mean_over_ranks(self, loss: Any) -> Any:
         """The mean of `loss` over all ranks' loss terms."""
-        name = f"hvd_hetero.{self._balancer.name}.{self._number}.loss"
-        return mean_over_ranks(loss, terms=self._balancer.count_now or 0.0, engine=self._engine, name=name)
+        name, terms = f"{self._weighing.name}.loss", self._balancer.count_now or 0.0
+        return mean_over_ranks(loss, terms=terms, engine=self._engine, name=name)
 
     def _finish(self) -> None:
         self._terms = self._passes.terms
@@ -270,40 +261,26 @@ class GradientReducer:
         self._submit_rest()
         self._balancer.pause()
         start = time.perf_counter()
-        terms, batches = self._passes.terms, self._batches_summed()
+        terms, batches = self._passes.terms, self._weighing.batches
         try:
-            results, total = self._exchange.finish(self._factor)
+            results, total = self._exchange.finish(self._weighing.factor)
         finally:
             self._pending = [len(members) for members in self._layout.members]
             self._ready.clear()
             self._weight = None
             self._passes.clear()
-            self._batches = 0
+            self._weighing.end()
         self.wait_s += time.perf_counter() - start
         self._balancer.resume()
         for index, flat in enumerate(results):
             self._layout.deliver(index, flat)
             self.bytes_sent += flat.numel() * flat.element_size()
         self.reduced = True
-        self._balancer.incoming(total, leads=self._leads, noise=self.noise)
-        self.noise.ends(
-            self._layout, results, rank=self._engine.rank, terms=terms, unit=self._reference() * self._predivide,
-            gain=self._scale * batches, all_terms=total[0], batches=batches,
-        )  # fmt: skip
+        self._weighing.incoming(self._layout, results, total, terms=terms, batches=batches)
 
     def _finish_apart(self) -> None:
         """Ends the passes of a step whose gradient stays this rank's own."""
-        self._passes.average(self._scale * self._batches_summed())
+        self._passes.average(self._weighing.gain)
         self._passes.clear()
-        self._batches = 0
+        self._weighing.end()
         self.reduced = True
-
-    def _factor(self, total: list[float]) -> float:
-        """What turns the sum of c_i g_i into the mean over all loss terms – zero when there were none."""
-        if total[0] == 0:
-            return 0.0
-        return self._scale * self._batches_summed() * self._predivide * self._reference() / total[0]
-
-    def _batches_summed(self) -> int:
-        """The passes whose sum the gradient is, as Horovod's: fewer than `passes` where step() came early."""
-        return max(1, min(self._batches, self.passes))

@@ -34,8 +34,8 @@ class _Normalised(torch.autograd.Function):
         scale = (whole.variance + eps).rsqrt().to(x.dtype).view(shape)
         y = (x - whole.mean.to(x.dtype).view(shape)) * scale
         ctx.save_for_backward(y, scale)
-        ctx.axes, ctx.rows, ctx.count, ctx.whole_count = axes, rows, count, whole.count
-        moments = whole.mean.to(x.dtype), whole.variance.to(x.dtype), x.new_tensor(whole.count)
+        ctx.axes, ctx.rows, ctx.count, ctx.whole_count = axes, rows, count, whole.rows
+        moments = whole.mean.to(x.dtype), whole.variance.to(x.dtype), x.new_tensor(whole.rows)
         ctx.mark_non_differentiable(*moments)
         return y, *moments
 

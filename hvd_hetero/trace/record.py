@@ -14,6 +14,7 @@ A file that exists (a resumed run) is continued, with a header of its own.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import io
 import json
@@ -86,6 +87,15 @@ class NullTrace:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+def trace_of(folder: str | None, *, rank: int, clock: Callable[[], float]) -> Trace | None:
+    """This rank's trace in the run's folder, closed when the job ends; None without a folder."""
+    if folder is None:
+        return None
+    trace = Trace(folder, rank=rank, clock=clock)
+    atexit.register(trace.close)
+    return trace
 
 
 class Trace:

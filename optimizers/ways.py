@@ -1,25 +1,22 @@
-"""How the buckets of a torch model travel: from the arguments of `DistributedOptimizer` to a way for each bucket."""
+"""How the buckets of a model travel: from the arguments of `DistributedOptimizer` to a way for each bucket."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from hvd_hetero.codecs.codec import HorovodCompressor
-from hvd_hetero.engine.hierarchy import ALGORITHMS, Levels, levels_of, one_level
+from hvd_hetero.engine.hierarchy import ALGORITHMS, levels_for
 from hvd_hetero.engine.port import Engine
-from hvd_hetero.optimizers.agreement import agree_text
-from hvd_hetero.optimizers.compressed import Exact
-from hvd_hetero.optimizers.recipe import Wire
-from hvd_hetero.optimizers.route import Route
-from hvd_hetero.optimizers.router import Router, Tell
-from hvd_hetero.optimizers.weighted import Way
 from hvd_hetero.policy.buckets import cap_bytes
 from hvd_hetero.policy.topology import Topology
 
-from .layout import BucketLayout
+from .agreement import agree_text
+from .compressed import Exact
+from .recipe import Shape, Wire
+from .route import Route
+from .router import Router, Tell
+from .weighted import Way
 
 CHOICES = ("auto", *ALGORITHMS)
 
@@ -59,33 +56,33 @@ class Ways:
             title="topology and compression",
             name=engine.unique("hvd_hetero.ways."),
         )
-        self._levels = _levels(engine, topology)
+        self._levels = levels_for(engine, topology)
         algorithm = topology if isinstance(topology, str) else "flat" if topology is None else "auto"
         self._measures = topology not in (None, "flat")
         self._router = (
             Router(self._levels, algorithm=algorithm, wire=self._wire, tell=tell) if self._compressor is None else None
         )
 
-    def takes(self, parameter: torch.nn.Parameter) -> bool:
-        """Whether a parameter's gradient goes through a codec."""
-        return self._compressor is not None or self._wire.takes(tuple(parameter.shape))
+    def takes(self, shape: Shape) -> bool:
+        """Whether the gradient of a parameter of this shape goes through a codec."""
+        return self._compressor is not None or self._wire.takes(shape)
 
-    def bucket_bytes(self, like: torch.Tensor, *, most: int) -> int:
+    def bucket_bytes(self, like: Any, *, most: int) -> int:
         """At most so many bytes of gradients of the type of `like` should travel together. A collective call."""
         if self._router is None or not self._measures:
             return most
         return cap_bytes(self._router.line(like, lossy=not self.exact), most=most)
 
-    def of(self, layout: BucketLayout, *, name: str) -> list[Way]:
+    def of(
+        self, buckets: Sequence[Any], shapes: Sequence[Sequence[Shape]], lossy: Sequence[bool], *, name: str
+    ) -> list[Way]:
         """A way for each bucket. All ranks call it with the same layout."""
         return [
-            self.way(f"{name}.bucket.{index}", bucket, [tuple(p.shape) for p in members], lossy)
-            for index, (bucket, members, lossy) in enumerate(
-                zip(layout.buckets, layout.members, layout.lossy, strict=True)
-            )
+            self.way(f"{name}.bucket.{index}", *one)
+            for index, one in enumerate(zip(buckets, shapes, lossy, strict=True))
         ]
 
-    def way(self, name: str, bucket: torch.Tensor, shapes: Sequence[tuple[int, ...]], lossy: bool) -> Way:
+    def way(self, name: str, bucket: Any, shapes: Sequence[Shape], lossy: bool) -> Way:
         """The way of one bucket, of tensors of these shapes; `lossy`: through the codec. A collective call."""
         if self._router is None:
             return Route(self._levels, "flat", cross=Exact(self._compressor))
@@ -108,15 +105,3 @@ def _described(engine: Engine, topology: Any, wire: Wire | HorovodCompressor) ->
     nodes = topology.nodes if isinstance(topology, Topology) else topology
     how = type(wire.compression).__name__ if isinstance(wire, HorovodCompressor) else str(wire)
     return f"topology={nodes}, compression={how}"
-
-
-def _levels(engine: Engine, topology: Topology | str | None) -> Levels:
-    if topology in (None, "flat"):
-        return one_level(engine)
-    if isinstance(topology, Topology):
-        return levels_of(engine, topology)
-    from hvd_hetero.engine.probe import probe  # few jobs need it
-
-    return levels_of(engine, probe(engine).topology)
-
-

@@ -1,0 +1,25 @@
+"""The back end of Keras, which decides which Horovod this process has: `horovod.tensorflow` or `horovod.torch`."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import keras
+
+from hvd_hetero.engine.binding import engine_of
+from hvd_hetero.engine.port import Engine
+
+NAME: str = keras.backend.backend()
+if NAME not in ("tensorflow", "torch"):
+    raise ImportError(
+        f'Expected the back end "tensorflow" or "torch" of Keras, for which there is a Horovod. Received: "{NAME}". '
+        "Set the environment variable KERAS_BACKEND before keras is imported."
+    )
+
+horovod: Any = importlib.import_module(f"horovod.{NAME}")
+
+
+def engine(process_set: Any = None) -> Engine:
+    """The ranks of `process_set` (default: all), on the Horovod of this process."""
+    return engine_of(NAME, process_set)

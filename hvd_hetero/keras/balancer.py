@@ -1,0 +1,97 @@
+"""The balancer of a Keras script."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from hvd_hetero.engine.environment import run_folder
+from hvd_hetero.engine.port import Engine
+from hvd_hetero.optimizers import balancer as framework_free
+from hvd_hetero.policy.replan import ReplanRule
+from hvd_hetero.trace.record import trace_of
+
+from . import backend
+
+
+class Balancer(framework_free.Balancer):
+    """Shares of the global batch in proportion to each rank's measured speed; one per training loop.
+
+    Constructing it is a collective call. See `hvd_hetero.optimizers.balancer.Balancer` for the arguments. What a rank
+    needs for its samples is measured from the end of one exchange of gradients to the start of the next, without any
+    callback; a step in which something was compiled is left out.
+
+    `BalancedDataset` announces each batch. A loop of one's own calls `balancer.begin(samples)` for each instead.
+
+    Args:
+        process_set: the ranks that train together (default: all).
+        run: a folder for this run's trace, one file per rank; default: `HVD_HETERO_RUN`, or no trace.
+    """
+
+    def __init__(
+        self,
+        global_batch_size: int,
+        *,
+        min_share: int = 1,
+        max_share: int | None = None,
+        quantum: int = 1,
+        shares: Sequence[int] | None = None,
+        adaptive: bool = True,
+        rule: ReplanRule | None = None,
+        process_set: Any = None,
+        run: str | None = None,
+        engine: Engine | None = None,
+    ) -> None:
+        engine = engine if engine is not None else backend.engine(process_set)
+        super().__init__(
+            engine,
+            global_batch_size=global_batch_size,
+            min_share=min_share,
+            max_share=max_share,
+            quantum=quantum,
+            shares=shares,
+            adaptive=adaptive,
+            rule=rule,
+            trace=trace_of(run or run_folder(), rank=engine.rank, clock=time.time),
+            name=engine.unique("balancer"),
+        )
+        self._announced: deque[int] = deque()
+        self._told = False  # the script itself has begun the batch that is to be exchanged next
+
+    def announce(self, samples: int) -> None:
+        """Says that a batch of `samples` follows those announced before; may be called from a thread that loads."""
+        if samples < 0:
+            raise ValueError(f"samples: expected 0 or more. Received: {samples}.")
+        self._announced.append(samples)
+
+    def forget(self) -> None:
+        """Drops announcements: an epoch begins, or a fit was interrupted. The time since the last step, in which there
+        may have been a validation, is not measured."""
+        self._announced.clear()
+        self.resume()
+
+    def begin(self, samples: int) -> None:
+        """Starts a global batch of which this rank has `samples`, in a loop without a `BalancedDataset`."""
+        super().begin(samples)
+        self._told = True
+
+    def begin_unseen(self) -> bool:
+        """Whether an announced batch begins: the exchange asks, whose gradients are there.
+
+        Raises:
+            RuntimeError: nobody said how many samples this batch has.
+        """
+        if self._told:
+            self._told = False
+            return False
+        if not self._announced:
+            raise RuntimeError(
+                "Expected the number of samples of this batch before its gradients are applied. Received: none. Fit on "
+                "hvd.BalancedDataset(..., balancer=balancer), or call balancer.begin(samples) before each batch."
+            )
+        if not self._meter.running:  # the first step of all: nobody was there when it began
+            self.discard()
+        self._begin(self._announced.popleft())
+        return True

@@ -1,0 +1,137 @@
+"""What one optimizer's exchanges weigh and say, whatever the framework: counts, weights, the factor, and the control.
+
+See `weighted` for the formula. Here n_ref is chosen, and what every exchange tells and hears is put together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hvd_hetero.engine.port import Engine
+
+from .attachment import Attached
+from .balancer import Balancer
+from .control import length
+from .noise import Buckets, GradientNoise
+from .ways import Ways
+from .weighted import WeightedExchange
+
+
+class Weighing:
+    """The weights of one optimizer's gradients over the steps.
+
+    Args:
+        balancer: knows this rank's counts, and is told of each exchange.
+        attached: is told of batches by the balancer.
+        ways: how buckets travel.
+        passes: global batches per exchange; their gradients are summed, as in Horovod.
+        scale: multiplies the weighted mean (the number of ranks for op=Sum).
+        predivide: divides before the sum and multiplies after it, for narrow wires.
+    """
+
+    def __init__(
+        self,
+        balancer: Balancer,
+        attached: Attached,
+        *,
+        ways: Ways,
+        passes: int = 1,
+        scale: float = 1.0,
+        predivide: float = 1.0,
+    ) -> None:
+        self.balancer, self.passes, self._ways = balancer, passes, ways
+        self._scale, self._predivide = scale, predivide
+        self.number = balancer.attach(attached)
+        self.leads = self.number == 0
+        self.noise = GradientNoise()
+        self._begun = 0  # global batches since the last exchange, the same on all ranks
+        self._generation = 0
+
+    @property
+    def engine(self) -> Engine:
+        """The ranks that train together."""
+        return self.balancer.engine
+
+    @property
+    def tail(self) -> int:
+        """The elements of the control vector."""
+        return length(self.engine.size)
+
+    @property
+    def name(self) -> str:
+        """The prefix of the operations' names, the same on all ranks."""
+        return f"hvd_hetero.{self.balancer.name}.{self.number}"
+
+    def begin(self) -> None:
+        """A global batch begins."""
+        self._begun += 1
+
+    def end(self) -> None:
+        """An exchange is over."""
+        self._begun = 0
+
+    @property
+    def complete(self) -> bool:
+        """Whether the batches begun are all that go into the next exchange."""
+        return max(1, self._begun) >= self.passes
+
+    @property
+    def batches(self) -> int:
+        """The global batches whose sum the gradient is: fewer than `passes` where an exchange came early."""
+        return max(1, min(self._begun, self.passes))
+
+    @property
+    def gain(self) -> float:
+        """What the mean over all terms is multiplied by."""
+        return self._scale * self.batches
+
+    @property
+    def unit(self) -> float:
+        """How many terms weigh 1 in a bucket: n_ref, the same on all ranks, and the predivision."""
+        whole, shares = self.balancer.global_batch_size, self.balancer.plan.shares
+        # The whole batch makes the sum's factor 1; but equal shares have exact products with c_i = 1, narrow wires need
+        # that range, and what a codec keeps back must keep its unit.
+        even = min(shares) == max(shares)
+        return self._predivide * (whole / self.engine.size if even or not self._ways.exact else whole)
+
+    def weight(self, terms: float) -> float:
+        """c_i of a mean over `terms` loss terms."""
+        return terms / self.unit
+
+    def factor(self, total: Sequence[float]) -> float:
+        """What turns the sum of c_i g_i into the mean over all loss terms – zero when there were none."""
+        return self.gain * self.unit / total[0] if total[0] else 0.0
+
+    def outgoing(self, terms: float) -> list[float]:
+        """The control vector of a rank whose gradient is over `terms` loss terms."""
+        return self.balancer.outgoing(leads=self.leads, count=terms, noise=self.noise)
+
+    def incoming(
+        self, layout: Buckets, results: Sequence[Any], total: Sequence[float], *, terms: float, batches: int
+    ) -> None:
+        """Takes in what all ranks said with the gradients of a step of `batches` global batches. Raises `PeerError`."""
+        self.balancer.incoming(total, leads=self.leads, noise=self.noise)
+        self.noise.ends(
+            layout, results, rank=self.engine.rank, terms=terms, unit=self.unit, gain=self._scale * batches,
+            all_terms=total[0], batches=batches,
+        )  # fmt: skip
+
+    def exchange(
+        self, layout: Buckets, shapes: Sequence[Sequence[tuple[int, ...]]], *, control: Any, outgoing: Any, write: Any
+    ) -> WeightedExchange:
+        """The exchange of a layout's buckets, of tensors of these shapes; `control`: where none of them has a tail.
+        A collective call."""
+        self._generation += 1
+        name = f"{self.name}.{self._generation}"
+        return WeightedExchange(
+            self.engine,
+            layout.buckets,
+            control if layout.tail is None else layout.tail,
+            routes=self._ways.of(layout.buckets, shapes, layout.lossy, name=name),
+            rides_in=layout.tail_in,
+            outgoing=outgoing,
+            name=name,
+            keeps=self._ways.keeps,
+            write=write,
+        )
