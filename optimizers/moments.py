@@ -27,15 +27,17 @@ class Merged(NamedTuple):
 
     mean: Any
     variance: Any  # biased: divided by the number of rows
-    rows: float
+    rows: Any
 
 
-def merged(sums: Any) -> Merged:
-    """Mean and variance from the vector [n, n m, M2 + n m^2] summed over the ranks; zeros where there is no row."""
-    count = float(sums[0])
-    features = (len(sums) - 1) // 2
-    mean = sums[1 : 1 + features] / max(count, 1.0)
-    return Merged(mean, (sums[1 + features :] / max(count, 1.0) - mean**2).clip(min=0.0), count)
+def merged(sums: Any, features: int, *, at_least: Callable[[Any, float], Any]) -> Merged:
+    """Mean and variance from the vector [n, n m, M2 + n m^2] summed over the ranks; zeros where there is no row.
+
+    `at_least(x, low)` is the larger of x and low, element by element.
+    """
+    divisor = at_least(sums[0], 1.0)
+    mean = sums[1 : 1 + features] / divisor
+    return Merged(mean, at_least(sums[1 + features :] / divisor - mean * mean, 0.0), sums[0])
 
 
 class RowSum:

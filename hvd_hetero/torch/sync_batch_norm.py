@@ -29,13 +29,13 @@ class _Normalised(torch.autograd.Function):
         else:
             variance = mean = x.new_zeros(x.shape[1], dtype=torch.float64)
         own = torch.cat([mean.new_tensor([count]), count * mean, count * (variance + mean**2)])
-        whole = merged(rows.forth(own))
+        whole = merged(rows.forth(own), x.shape[1], at_least=torch.clamp_min)
         shape = [1, -1] + [1] * (x.dim() - 2)
         scale = (whole.variance + eps).rsqrt().to(x.dtype).view(shape)
         y = (x - whole.mean.to(x.dtype).view(shape)) * scale
         ctx.save_for_backward(y, scale)
         ctx.axes, ctx.rows, ctx.count, ctx.whole_count = axes, rows, count, whole.rows
-        moments = whole.mean.to(x.dtype), whole.variance.to(x.dtype), x.new_tensor(whole.rows)
+        moments = whole.mean.to(x.dtype), whole.variance.to(x.dtype), whole.rows.to(x.dtype)
         ctx.mark_non_differentiable(*moments)
         return y, *moments
 
@@ -44,7 +44,7 @@ class _Normalised(torch.autograd.Function):
         y, scale = ctx.saved_tensors
         gradient = gradients[0]
         own = torch.cat([gradient.sum(ctx.axes), (gradient * y).sum(ctx.axes)]).double()
-        sums = ctx.rows.back(own, ctx.count) / max(ctx.whole_count, 1.0)
+        sums = ctx.rows.back(own, ctx.count) / ctx.whole_count.clamp_min(1.0)
         of_ones, of_y = (part.to(y.dtype).view(scale.shape) for part in sums.chunk(2))
         return (gradient - of_ones - y * of_y) * scale, None, None
 
