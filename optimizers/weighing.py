@@ -17,6 +17,9 @@ from .noise import Buckets, GradientNoise
 from .ways import Ways
 from .weighted import WeightedExchange
 
+# Few and large: an operation costs each rank a negotiation.
+BUCKET_BYTES = 8 << 20
+
 
 class Weighing:
     """The weights of one optimizer's gradients over the steps.

@@ -136,7 +136,7 @@ def test_per_link_says_what_it_takes():
         hvd.Compression.per_link(local=hvd.Compression.auto)
     with pytest.raises(TypeError, match="cross: expected one of hvd.Compression.none"):
         hvd.Compression.per_link(cross=wire)
-    with pytest.raises(TypeError, match="compression: expected an object with compress"):
+    with pytest.raises(TypeError, match="cross: expected one of hvd.Compression.none"):
         hvd.Compression.per_link(cross="int8")
 
 

@@ -1,5 +1,94 @@
-"""`import hvd_hetero.keras as hvd`: Horovod for Keras 3, and training on mixed hardware."""
+"""`import hvd_hetero.keras as hvd`: Horovod for Keras 3, and training on mixed hardware.
 
+What users of `horovod.keras` know has its name and meaning here, with the back ends "tensorflow" and "torch" of Keras.
+"""
+
+from hvd_hetero.optimizers.attachment import PeerError
+from hvd_hetero.policy.replan import ReplanRule
+from hvd_hetero.policy.topology import Topology
+
+from .backend import horovod as _horovod
 from .balancer import Balancer
+from .compression import Compression
+from .function import allgather, allreduce, barrier, broadcast, broadcast_variables, init, load_model
+from .optimizer import DistributedOptimizer
+from .tape import DistributedGradientTape
 
-__all__ = ["Balancer"]
+# The same objects whichever Horovod it is: `from … import` would have to name one.
+Average = _horovod.Average
+Max = _horovod.Max
+Min = _horovod.Min
+ProcessSet = _horovod.ProcessSet
+Sum = _horovod.Sum
+add_process_set = _horovod.add_process_set
+allgather_object = _horovod.allgather_object
+broadcast_object = _horovod.broadcast_object
+ccl_built = _horovod.ccl_built
+cross_rank = _horovod.cross_rank
+cross_size = _horovod.cross_size
+cuda_built = _horovod.cuda_built
+ddl_built = _horovod.ddl_built
+global_process_set = _horovod.global_process_set
+gloo_built = _horovod.gloo_built
+gloo_enabled = _horovod.gloo_enabled
+is_initialized = _horovod.is_initialized
+local_rank = _horovod.local_rank
+local_size = _horovod.local_size
+mpi_built = _horovod.mpi_built
+mpi_enabled = _horovod.mpi_enabled
+mpi_threads_supported = _horovod.mpi_threads_supported
+nccl_built = _horovod.nccl_built
+rank = _horovod.rank
+remove_process_set = _horovod.remove_process_set
+rocm_built = _horovod.rocm_built
+shutdown = _horovod.shutdown
+size = _horovod.size
+start_timeline = _horovod.start_timeline
+stop_timeline = _horovod.stop_timeline
+
+__all__ = [
+    "Average",
+    "Balancer",
+    "Compression",
+    "DistributedGradientTape",
+    "DistributedOptimizer",
+    "Max",
+    "Min",
+    "PeerError",
+    "ProcessSet",
+    "ReplanRule",
+    "Sum",
+    "Topology",
+    "add_process_set",
+    "allgather",
+    "allgather_object",
+    "allreduce",
+    "barrier",
+    "broadcast",
+    "broadcast_object",
+    "broadcast_variables",
+    "ccl_built",
+    "cross_rank",
+    "cross_size",
+    "cuda_built",
+    "ddl_built",
+    "global_process_set",
+    "gloo_built",
+    "gloo_enabled",
+    "init",
+    "is_initialized",
+    "load_model",
+    "local_rank",
+    "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "rank",
+    "remove_process_set",
+    "rocm_built",
+    "shutdown",
+    "size",
+    "start_timeline",
+    "stop_timeline",
+]

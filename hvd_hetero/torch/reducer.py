@@ -17,16 +17,13 @@ from hvd_hetero.optimizers.balancer import Balancer
 from hvd_hetero.optimizers.local_step import LocalSteps
 from hvd_hetero.optimizers.noise import GradientNoise
 from hvd_hetero.optimizers.ways import Ways
-from hvd_hetero.optimizers.weighing import Weighing
+from hvd_hetero.optimizers.weighing import BUCKET_BYTES, Weighing
 
 from .buffers import average_buffers
 from .layout import WIRE, BucketLayout, check_type
 from .loss import mean_over_ranks
 from .passes import Passes
 from .stopwatch import stopwatch_of
-
-# Few and large: an operation costs each rank a negotiation.
-BUCKET_BYTES = 8 << 20
 
 
 class GradientReducer:

@@ -1,0 +1,100 @@
+"""Gradients of the TensorFlow back end: flat in the graph, and through host memory to the exchange and back.
+
+One call leaves the graph in each step, with few flat arrays. Where a GPU computes, that is a copy to the host, the
+exchange there, and a copy back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
+
+from hvd_hetero.optimizers.meter import WallClock
+
+from .layout import BucketLayout, Spec
+
+Run = Callable[[bool, Sequence[Any]], list[Any]]
+
+
+def dense(gradient: Any, variable: Any) -> Any:
+    """The gradient as a tensor: slices, as of an embedding, are summed into zeros of the variable's shape."""
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.math.unsorted_segment_sum(gradient.values, gradient.indices, variable.shape[0])
+    return gradient if gradient is None else tf.convert_to_tensor(gradient)
+
+
+def spec(gradient: Any) -> Spec:
+    """Its shape, which has to be known, and its type."""
+    if not gradient.shape.is_fully_defined():
+        raise ValueError(f"Expected gradients of a known shape. Received: {gradient.shape}.")
+    return Spec(tuple(gradient.shape.as_list()), gradient.dtype.name)
+
+
+def tracing() -> bool:
+    """Whether a function is being traced: then this step takes longer than its samples do.
+
+    Raises:
+        ValueError: for XLA, which cannot leave the graph, and for which Horovod has no operations.
+    """
+    if tf.executing_eagerly():
+        return False
+    if GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
+        raise ValueError(
+            "jit_compile: expected False with hvd.DistributedOptimizer on the TensorFlow back end, because XLA cannot "
+            'communicate. Received: True, or "auto" where there is a GPU. Pass jit_compile=False to model.compile().'
+        )
+    return True
+
+
+def last_of(iterations: Any, passes: int) -> Any:
+    """Whether an exchange follows the gradients of this iteration."""
+    if passes == 1:
+        return tf.constant(True)
+    return tf.equal((tf.convert_to_tensor(iterations) + 1) % passes, 0)
+
+
+def through(run: Run, layout: BucketLayout, gradients: Sequence[Any], last: Any) -> list[Any]:
+    """What `run` makes of the gradients, in their shapes and types."""
+    flats = [
+        tf.concat([tf.cast(tf.reshape(gradients[i], [-1]), layout.specs[i].wire) for i in members], axis=0)
+        for members in layout.members
+    ]
+    results = tf.numpy_function(
+        lambda last, *arrays: run(bool(last), arrays), [last, *flats], [flat.dtype for flat in flats]
+    )
+    reduced: dict[int, Any] = {}
+    for flat, members, length in zip(results, layout.members, layout.lengths, strict=True):
+        flat.set_shape([length])
+        parts = tf.split(flat, [layout.specs[i].length for i in members])
+        for i, part in zip(members, parts, strict=True):
+            reduced[i] = tf.cast(tf.reshape(part, layout.specs[i].shape), layout.specs[i].dtype)
+    return [reduced[i] for i in range(len(gradients))]
+
+
+def zeros(length: int, dtype: str) -> np.ndarray:
+    return np.zeros(length, dtype=dtype)
+
+
+zeros_like = np.zeros_like
+copied = np.array
+
+
+def scaled_into(bucket: np.ndarray, flat: np.ndarray, weight: float) -> None:
+    """Writes `flat` times `weight`."""
+    if weight == 1.0:
+        np.copyto(bucket, flat)
+    else:
+        np.multiply(flat, flat.dtype.type(weight), out=bucket)
+
+
+def write(view: np.ndarray, values: Sequence[float]) -> None:
+    view[...] = values
+
+
+def stopwatch() -> WallClock:
+    """Gradients are in host memory when a step is measured, so the clock is right for a GPU as well."""
+    return WallClock()

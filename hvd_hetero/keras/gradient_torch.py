@@ -1,0 +1,79 @@
+"""Gradients of the torch back end: flat tensors on their device, which `horovod.torch` sums there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import torch
+
+from hvd_hetero.engine.stopwatch import CudaStopwatch
+from hvd_hetero.optimizers.meter import Stopwatch, WallClock
+
+from .layout import WIRE, BucketLayout, Spec
+
+Run = Callable[[bool, Sequence[Any]], list[Any]]
+_TYPES = {name: getattr(torch, name) for name in WIRE}
+
+
+def dense(gradient: Any, variable: Any) -> Any:
+    """The gradient with all its zeros."""
+    return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
+
+
+def spec(gradient: torch.Tensor) -> Spec:
+    """Its shape and type."""
+    return Spec(tuple(gradient.shape), str(gradient.dtype).removeprefix("torch."))
+
+
+def tracing() -> bool:
+    """False: `through` is never compiled."""
+    return False
+
+
+def last_of(iterations: Any, passes: int) -> bool:
+    """Whether an exchange follows the gradients of this iteration."""
+    return passes == 1 or (int(iterations) + 1) % passes == 0
+
+
+@torch.compiler.disable
+@torch.no_grad()
+def through(run: Run, layout: BucketLayout, gradients: Sequence[Any], last: bool) -> list[Any]:
+    """What `run` makes of the gradients, in their shapes and types."""
+    flats = [
+        torch.cat([gradients[i].reshape(-1).to(_TYPES[layout.specs[i].wire]) for i in members])
+        for members in layout.members
+    ]
+    reduced: dict[int, Any] = {}
+    for flat, members in zip(run(last, flats), layout.members, strict=True):
+        parts = flat.split([layout.specs[i].length for i in members])
+        for i, part in zip(members, parts, strict=True):
+            reduced[i] = part.view(layout.specs[i].shape).to(_TYPES[layout.specs[i].dtype])
+    return [reduced[i] for i in range(len(gradients))]
+
+
+def zeros(length: int, dtype: str) -> torch.Tensor:
+    """On the device on which Keras makes its variables."""
+    return keras.ops.zeros((length,), dtype=dtype)
+
+
+zeros_like = torch.zeros_like
+copied = torch.clone
+
+
+def scaled_into(bucket: torch.Tensor, flat: torch.Tensor, weight: float) -> None:
+    """Writes `flat` times `weight`."""
+    bucket.copy_(flat)
+    if weight != 1.0:
+        bucket.mul_(weight)
+
+
+def write(view: torch.Tensor, values: Sequence[float]) -> None:
+    view.copy_(torch.tensor(values, dtype=view.dtype))
+
+
+def stopwatch() -> Stopwatch:
+    """What measures compute where Keras computes."""
+    device = zeros(0, "float32").device
+    return CudaStopwatch(device) if device.type == "cuda" else WallClock()

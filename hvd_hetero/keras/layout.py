@@ -1,0 +1,80 @@
+"""Which gradient lies where: few flat buckets, each of one type."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hvd_hetero.policy.buckets import by_dtype
+
+# What travels. Horovod cannot sum bfloat16, and the sum of several float16 overflows: both travel as float32, which
+# holds either's range. `compression=` makes the wire narrower for those who want that.
+WIRE = {"float64": "float64", "float32": "float32", "bfloat16": "float32", "float16": "float32"}
+ITEM_BYTES = {"float64": 8, "float32": 4}
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A gradient's shape and type."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    def __post_init__(self) -> None:
+        if self.dtype not in WIRE:
+            raise TypeError(f"Expected gradients of a real floating type. Received: {self.dtype}, {list(self.shape)}.")
+
+    @property
+    def wire(self) -> str:
+        """The type in which it travels."""
+        return WIRE[self.dtype]
+
+    @property
+    def length(self) -> int:
+        return math.prod(self.shape)
+
+
+class BucketLayout:
+    """Every gradient in exactly one bucket.
+
+    Args:
+        specs: of the gradients.
+        bucket_bytes: at most so many bytes in a bucket, unless a single gradient is larger.
+        tail: so many more elements at the end of a bucket that goes through no codec, if there is one.
+        lossy: whether a gradient of a shape goes through a codec.
+        zeros: makes a flat array of a length and a type.
+
+    Attributes:
+        members: for each bucket, the indices of its gradients.
+        buckets, lossy, tail, tail_in: see `optimizers.noise.Buckets`.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[Spec],
+        *,
+        bucket_bytes: int,
+        tail: int,
+        lossy: Callable[[tuple[int, ...]], bool],
+        zeros: Callable[[int, str], Any],
+    ) -> None:
+        self.specs = list(specs)
+        sizes = [spec.length * ITEM_BYTES[spec.wire] for spec in specs]
+        kinds = [(spec.wire, lossy(spec.shape)) for spec in specs]
+        self.members = [list(bucket) for bucket in by_dtype(sizes, kinds, cap_bytes=bucket_bytes)]
+        self.lossy = [kinds[members[0]][1] for members in self.members]
+        exact = [index for index, through in enumerate(self.lossy) if not through]
+        self.tail_in = exact[-1] if exact else None
+        self.lengths = [sum(specs[i].length for i in members) for members in self.members]
+        self.buckets = [
+            zeros(length + (tail if index == self.tail_in else 0), specs[members[0]].wire)
+            for index, (length, members) in enumerate(zip(self.lengths, self.members, strict=True))
+        ]
+        self.tail = None if self.tail_in is None else self.buckets[self.tail_in][self.lengths[self.tail_in] :]
+
+    @property
+    def shapes(self) -> list[list[tuple[int, ...]]]:
+        """The shapes of each bucket's gradients."""
+        return [[self.specs[i].shape for i in members] for members in self.members]

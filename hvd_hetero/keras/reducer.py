@@ -1,0 +1,190 @@
+"""From a list of gradients to those of the global batch: one exchange, in which all buckets travel.
+
+The host's part, on flat arrays: numpy arrays with the TensorFlow back end, tensors with the torch one. What comes
+before and after it – gradients made flat, and back – is in `gradient_tensorflow` and `gradient_torch`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hvd_hetero.optimizers.agreement import agree_text
+from hvd_hetero.optimizers.balancer import Balancer
+from hvd_hetero.optimizers.noise import GradientNoise
+from hvd_hetero.optimizers.ways import Ways
+from hvd_hetero.optimizers.weighing import BUCKET_BYTES, Weighing
+from hvd_hetero.optimizers.weighted import WeightedExchange
+
+from . import backend
+from .layout import BucketLayout, Spec
+
+
+class GradientReducer:
+    """Reduces the gradients of one optimizer or tape, weighted by `balancer`'s counts.
+
+    Args:
+        passes: global batches per exchange.
+        scale: multiplies the weighted mean (the number of ranks for op=Sum).
+        predivide: divides before the sum and multiplies after it, for narrow wires.
+        bucket_bytes: at most so much in one operation; None: what suits the links.
+    """
+
+    def __init__(
+        self,
+        *,
+        balancer: Balancer,
+        ways: Ways,
+        passes: int = 1,
+        scale: float = 1.0,
+        predivide: float = 1.0,
+        bucket_bytes: int | None = None,
+    ) -> None:
+        self._balancer, self._ways, self._bucket_bytes = balancer, ways, bucket_bytes
+        self._weighing = Weighing(balancer, self, ways=ways, passes=passes, scale=scale, predivide=predivide)
+        self._form: Any = importlib.import_module(f"{__package__}.gradient_{backend.NAME}")
+        self._steps: dict[tuple[Spec | None, ...], ReducedStep] = {}
+        self._last: ReducedStep | None = None
+
+    @property
+    def noise(self) -> GradientNoise:
+        """Measures how noisy the gradient is."""
+        return self._weighing.noise
+
+    @property
+    def passes(self) -> int:
+        """Global batches per exchange."""
+        return self._weighing.passes
+
+    def reduced(self, gradients: Sequence[Any], variables: Sequence[Any], iterations: Any) -> list[Any]:
+        """The gradients of the mean loss over the global batch, where there is one; None stays None.
+
+        With several `passes`, those of their mean times their number, at each `passes`-th of the `iterations`; zeros
+        in between. The first call for gradients of these shapes is a collective one.
+        """
+        found = [self._form.dense(g, v) for g, v in zip(gradients, variables, strict=True)]
+        specs = tuple(None if g is None else self._form.spec(g) for g in found)
+        if specs not in self._steps:
+            self._steps[specs] = ReducedStep(self, specs)
+        if self._form.tracing():
+            self._balancer.discard()
+        step = self._steps[specs]
+        present = [g for g in found if g is not None]
+        if not present:
+            return found
+        reduced = iter(self._form.through(step.run, step.layout, present, self._form.last_of(iterations, self.passes)))
+        return [None if g is None else next(reduced) for g in found]
+
+    # What the balancer asks -----------------------------------------------------------------------------------------
+
+    def on_begin(self) -> None:
+        """A global batch begins."""
+        self._weighing.begin()
+
+    def on_count(self, terms: float) -> None:
+        """A batch is over so many loss terms; read when its gradients are there."""
+
+    def on_epoch_end(self) -> None:
+        """The samples of an epoch are used up."""
+
+    def withdraw(self) -> Callable[[], bool]:
+        """Takes part in the next exchange with nothing, without waiting; tells whether it is over."""
+        if self._last is None:  # the others wait for this rank's shapes, and hear when its process ends
+            return lambda: False
+        return self._last.withdraw()
+
+
+class ReducedStep:
+    """The exchange of gradients of given shapes. Making one is a collective call."""
+
+    def __init__(self, owner: GradientReducer, specs: Sequence[Spec | None]) -> None:
+        self._owner, self._weighing, self._balancer = owner, owner._weighing, owner._balancer
+        engine, ways, form = self._weighing.engine, owner._ways, owner._form
+        agree_text(
+            engine,
+            lambda: ", ".join("none" if s is None else f"{s.dtype}{list(s.shape)}" for s in specs),
+            title="gradients",
+            name=engine.unique("hvd_hetero.gradients."),
+        )
+        present = [spec for spec in specs if spec is not None]
+        if owner._bucket_bytes is None and present:
+            owner._bucket_bytes = ways.bucket_bytes(form.zeros(0, present[0].wire), most=BUCKET_BYTES)
+        self.layout = BucketLayout(
+            present,
+            bucket_bytes=owner._bucket_bytes or BUCKET_BYTES,
+            tail=self._weighing.tail,
+            lossy=ways.takes,
+            zeros=form.zeros,
+        )
+        self._terms, self._passes = 0.0, 0  # of this rank since the last exchange
+        self._exchange: WeightedExchange = self._weighing.exchange(
+            self.layout,
+            self.layout.shapes,
+            control=form.zeros(self._weighing.tail, "float64"),
+            outgoing=lambda: self._weighing.outgoing(self._terms),
+            write=form.write,
+        )
+        if self._weighing.leads:
+            self._balancer.measure_with(form.stopwatch())
+
+    def run(self, last: bool, flats: Sequence[Any]) -> list[Any]:
+        """The merged gradients of a step, flat, given this rank's; zeros where more passes follow before the exchange.
+        """
+        self._owner._last = self
+        if self._weighing.leads:
+            self._balancer.begin_unseen()
+        terms = self._balancer.count_now
+        assert terms is not None  # begun
+        self._take(flats, terms)
+        if not last:
+            return [self._owner._form.zeros_like(flat) for flat in flats]
+        self._balancer.pause()
+        start = time.perf_counter()
+        if self._weighing.passes > 1:
+            for bucket, length in zip(self.layout.buckets, self.layout.lengths, strict=True):
+                bucket[:length] *= 1.0 / self._weighing.unit
+        self._submit()
+        terms, batches, passes = self._terms, self._weighing.batches, self._weighing.passes
+        try:
+            results, total = self._exchange.finish(lambda total: self._weighing.factor(total) * passes / batches)
+        finally:
+            self._terms, self._passes = 0.0, 0
+            self._weighing.end()
+        wait_s = time.perf_counter() - start
+        self._balancer.resume()
+        self._weighing.incoming(self.layout, results, total, terms=terms, batches=batches)
+        if self._weighing.leads:
+            sent = sum(len(flat) * flat.itemsize for flat in results)
+            self._balancer.finished(wait_s=wait_s, bytes_sent=sent)
+        # Copies: buckets are filled again in the next step, and who gets these may keep them.
+        copied = self._owner._form.copied
+        return [copied(flat[:length]) for flat, length in zip(results, self.layout.lengths, strict=True)]
+
+    def _take(self, flats: Sequence[Any], terms: float) -> None:
+        """Adds this rank's mean gradient over `terms` loss terms to the buckets; one over none counts for nothing,
+        whatever it is."""
+        weight = terms if self._weighing.passes > 1 else self._weighing.weight(terms)
+        for bucket, length, flat in zip(self.layout.buckets, self.layout.lengths, flats, strict=True):
+            if self._passes == 0 and terms:
+                self._owner._form.scaled_into(bucket[:length], flat, weight)
+            elif terms:
+                bucket[:length] += flat * weight
+            elif self._passes == 0:
+                bucket[:length] = 0.0
+        self._terms += terms
+        self._passes += 1
+
+    def _submit(self) -> None:
+        for index in range(len(self.layout.buckets)):
+            self._weighing.noise.sees(self.layout, index)
+            self._exchange.submit(index)
+
+    def withdraw(self) -> Callable[[], bool]:
+        """See `GradientReducer.withdraw`."""
+        self._terms = 0.0
+        for bucket in self.layout.buckets:
+            bucket[:] = 0.0
+        self._submit()
+        return self._exchange.done

@@ -1,0 +1,72 @@
+"""`DistributedGradientTape`, for training loops of one's own with the TensorFlow back end."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from hvd_hetero.optimizers.balancer import Balancer
+from hvd_hetero.policy.topology import Topology
+
+from . import backend
+from .compression import Compression
+from .optimizer import make_reducer
+from .reducer import GradientReducer
+
+# A loop wraps a new tape in every step, or in every trace of it; what reduces goes on from step to step.
+_REDUCERS: dict[tuple[Any, ...], GradientReducer] = {}
+
+
+class DistributedGradientTape:
+    """A `tf.GradientTape` whose `gradient()` is that of the global batch; everything else is the given tape's.
+
+    With a balancer the loop calls `balancer.begin(samples)` for each batch. See `DistributedOptimizer` for the
+    arguments; tapes with the same ones are one series of exchanges.
+    """
+
+    def __init__(
+        self,
+        gradtape: Any,
+        compression: Any = Compression.none,
+        op: Any = backend.horovod.Average,
+        gradient_predivide_factor: float = 1.0,
+        process_set: Any = None,
+        *,
+        balancer: Balancer | None = None,
+        topology: Topology | str | None = None,
+        bucket_bytes: int | None = None,
+    ) -> None:
+        if backend.NAME != "tensorflow":
+            raise RuntimeError(
+                f'DistributedGradientTape: expected the back end "tensorflow" of Keras. Received: "{backend.NAME}". '
+                "Use hvd.DistributedOptimizer."
+            )
+        self._tape = gradtape
+        key = (str(compression), op, gradient_predivide_factor, process_set, balancer, topology, bucket_bytes)
+        if key not in _REDUCERS:
+            _REDUCERS[key] = make_reducer(
+                compression=compression,
+                op=op,
+                predivide=gradient_predivide_factor,
+                process_set=process_set,
+                balancer=balancer,
+                topology=topology,
+                bucket_bytes=bucket_bytes,
+            )
+        self._reducer = _REDUCERS[key]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tape, name)
+
+    def __enter__(self) -> DistributedGradientTape:
+        self._tape.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._tape.__exit__(*error)
+
+    def gradient(self, target: Any, sources: Any, *arguments: Any, **options: Any) -> Any:
+        """The gradients of the mean of `target` over all ranks' loss terms, in the structure of `sources`."""
+        nest = importlib.import_module("tensorflow").nest
+        found = self._tape.gradient(target, sources, *arguments, **options)
+        return nest.pack_sequence_as(sources, self._reducer.reduced(nest.flatten(found), nest.flatten(sources), 0))

@@ -1,0 +1,363 @@
+"""One real rank of tests/test_keras_horovod.py: runs the named checks in turn and prints `OK name` for each that holds.
+
+Rank 0 compares with what a single process makes of the global batches; the other ranks with rank 0, bit for bit.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+import zlib
+from pathlib import Path
+
+import keras
+import numpy as np
+
+import hvd_hetero.keras as hvd
+
+WHOLE, STEPS = 24, 20
+UNEVEN = {1: (24,), 2: (19, 5), 3: (13, 8, 3)}
+TENSORFLOW = keras.backend.backend() == "tensorflow"
+
+
+def dense_model():
+    keras.utils.set_random_seed(0)
+    layers = [keras.layers.Dense(16, activation="gelu"), keras.layers.Dense(16, activation="tanh")]
+    return keras.Sequential([keras.Input((6,)), *layers, keras.layers.Dense(3)])
+
+
+def embedding_model():
+    keras.utils.set_random_seed(0)
+    body = [keras.layers.Embedding(20, 5), keras.layers.Flatten(), keras.layers.Dense(3)]
+    return keras.Sequential([keras.Input((6,), dtype="int32"), *body])
+
+
+def data(rows=WHOLE * STEPS, *, words=False):
+    draw = np.random.RandomState(1)
+    x = draw.randint(0, 20, (rows, 6)) if words else draw.standard_normal((rows, 6))
+    return x, draw.standard_normal((rows, 3)), draw.uniform(0.1, 2.0, rows)
+
+
+class Share(keras.utils.PyDataset):
+    """This rank's block of each global batch, announced in advance."""
+
+    def __init__(self, arrays, shares, balancer=None, epochs=1):
+        super().__init__()
+        self.arrays, self.blocks = arrays, []
+        for start in range(0, len(arrays[0]), WHOLE):
+            whole = min(WHOLE, len(arrays[0]) - start)
+            ends = [round(whole * sum(shares[:r]) / WHOLE) for r in range(len(shares) + 1)]
+            self.blocks.append(slice(start + ends[hvd.rank()], start + ends[hvd.rank() + 1]))
+        if balancer is not None:
+            for block in self.blocks * epochs:
+                balancer.announce(block.stop - block.start)
+
+    def __len__(self):
+        return len(self.blocks)
+
+    def __getitem__(self, index):
+        return tuple(array[self.blocks[index]] for array in self.arrays)
+
+
+def weights_of(model):
+    return [np.array(w) for w in model.get_weights()]
+
+
+def same_on_all(arrays, what=""):
+    sums = hvd.allgather(np.array([zlib.crc32(b"".join(a.tobytes() for a in arrays))], np.int64))
+    assert len(set(sums.tolist())) == 1, f"{what}: ranks differ: {sums}"
+
+
+def distance(arrays, others):
+    """The largest difference, relative to the largest value of its array."""
+    return max(float(np.abs(a - b).max() / np.abs(b).max()) for a, b in zip(arrays, others, strict=True))
+
+
+OPTIMIZERS = {
+    "sgd": lambda: keras.optimizers.SGD(0.1, momentum=0.9, nesterov=True),
+    "adam": lambda: keras.optimizers.Adam(1e-2),
+    "embedding": lambda: keras.optimizers.Adam(1e-2),
+    "clipping": lambda: keras.optimizers.AdamW(1e-2, weight_decay=0.05, global_clipnorm=0.1),
+    "accumulation": lambda: keras.optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=2),
+    "sample_weights": lambda: keras.optimizers.SGD(0.1),
+    "short_last_batch": lambda: keras.optimizers.Adam(1e-2),
+    "average_and_schedule": lambda: keras.optimizers.SGD(
+        keras.optimizers.schedules.ExponentialDecay(0.2, 3, 0.8), use_ema=True, ema_overwrite_frequency=5
+    ),
+    "eager": lambda: keras.optimizers.RMSprop(1e-2),
+    "many_steps_per_execution": lambda: keras.optimizers.SGD(0.1),
+}
+
+
+def law_2(case, floatx, bound):
+    """`fit` on uneven shares leaves the parameters of one process on the global batches."""
+    keras.config.set_floatx(floatx)
+    keras.config.set_dtype_policy(floatx)
+    make = embedding_model if case == "embedding" else dense_model
+    arrays = data(WHOLE * STEPS - (11 if case == "short_last_batch" else 0), words=case == "embedding")
+    arrays = arrays if case == "sample_weights" else arrays[:2]
+    options = {"run_eagerly": case == "eager"}
+    if case == "many_steps_per_execution" and TENSORFLOW:
+        options["steps_per_execution"] = 4
+    balancer = hvd.Balancer(WHOLE, shares=UNEVEN[hvd.size()], adaptive=False)
+    model = make()
+    start = weights_of(model)
+    model.compile(optimizer=hvd.DistributedOptimizer(OPTIMIZERS[case](), balancer=balancer), loss="mse", **options)
+    for epochs in (2, 1):  # and fit goes on where it ended
+        share = Share(arrays, UNEVEN[hvd.size()], balancer, epochs)
+        model.fit(share, epochs=epochs, shuffle=False, verbose=0)
+    ours = weights_of(model)
+    same_on_all(ours + [np.array(v) for v in model.optimizer.variables if "accumulator" not in v.path], case)
+    if hvd.rank() == 0:
+        alone = make()
+        alone.compile(optimizer=OPTIMIZERS[case](), loss="mse", **options)
+        x, y, weights = (*arrays, None)[:3]
+        alone.fit(x, y, batch_size=WHOLE, sample_weight=weights, epochs=3, shuffle=False, verbose=0)
+        error, moved = distance(ours, weights_of(alone)), distance(ours, start)
+        assert moved > 1e-2, f"{case}: nothing was learnt, so nothing is shown"
+        assert error <= bound, f"{case} {floatx}: {error}"
+    keras.config.set_floatx("float32")
+    keras.config.set_dtype_policy("float32")
+
+
+def law_1():
+    """Equal shares: the bits of a hand-written all-reduce, with a balancer and without."""
+    x, y, _ = data()
+    x, y = x.astype("float32"), y.astype("float32")
+    shares = (WHOLE // hvd.size(),) * hvd.size()
+    results = []
+    for kind in ("balancer", "plain", "by hand"):
+        model = dense_model()
+        optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+        balancer = hvd.Balancer(WHOLE, adaptive=False) if kind == "balancer" else None
+        if kind == "by hand":
+            optimizer.__class__ = by_hand(type(optimizer))
+        else:
+            optimizer = hvd.DistributedOptimizer(optimizer, balancer=balancer)
+        model.compile(optimizer=optimizer, loss="mse", run_eagerly=True)
+        model.fit(Share((x, y), shares, balancer), shuffle=False, verbose=0)
+        results.append(weights_of(model))
+    for ours in results[:2]:
+        assert all(np.array_equal(a, b) for a, b in zip(ours, results[2], strict=True)), distance(ours, results[2])
+
+
+def by_hand(base):
+    def apply(self, grads, trainable_variables=None):
+        summed = [hvd.allreduce(keras.ops.convert_to_numpy(g), name=f"hand.{i}") for i, g in enumerate(grads)]
+        base.apply(self, [keras.ops.convert_to_tensor(g) for g in summed], trainable_variables)
+
+    return type(base.__name__, (base,), {"apply": apply})
+
+
+def nothing_of_a_rank_without_samples():
+    """A rank whose share is 0 takes part, and not even its NaN counts."""
+    x, y, _ = data(2 * WHOLE)
+    balancer = hvd.Balancer(WHOLE, min_share=0)
+    model = dense_model()
+    model.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), balancer=balancer), loss="mse")
+    for step in range(2):
+        last = hvd.rank() == hvd.size() - 1
+        balancer.begin(0 if last else 6)
+        model.train_on_batch(x[:6] * np.nan if last else x[:6], y[:6])
+        assert np.isfinite(weights_of(model)[0]).all(), step
+    same_on_all(weights_of(model))
+
+
+def overflow_on_one_rank():
+    """mixed_float16: an infinite gradient on one rank, and all skip the same step and halve the same scale."""
+    keras.config.set_dtype_policy("mixed_float16")
+    x, y, _ = data(WHOLE)
+    model = dense_model()
+    balancer = hvd.Balancer(WHOLE)
+    model.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD(0.01), balancer=balancer), loss="mse")
+    assert isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer) and "_reducer" in vars(model.optimizer)
+    for step, spoilt in enumerate((False, True, False)):
+        before = weights_of(model)
+        balancer.begin(8)
+        model.train_on_batch(x[:8] * (np.inf if spoilt and hvd.rank() == 1 else 1.0), y[:8])
+        changed = any(not np.array_equal(a, b) for a, b in zip(before, weights_of(model), strict=True))
+        assert changed != spoilt, step
+        same_on_all(weights_of(model))
+    assert float(model.optimizer.dynamic_scale) == 2.0**14
+    raises(
+        "outermost",
+        lambda: keras.optimizers.LossScaleOptimizer(hvd.DistributedOptimizer(plain_sgd())),
+        before=lambda: keras.config.set_dtype_policy("float32"),
+    )
+
+
+def plain_sgd():
+    return keras.optimizers.SGD(0.1)
+
+
+def raises(text, call, *, before=None, kind=Exception):
+    if before is not None:
+        before()
+    try:
+        call()
+    except kind as error:
+        assert text in str(error), error
+    else:
+        raise AssertionError(f"expected an error with {text!r}")
+
+
+def half_precision_types():
+    """bfloat16 gradients travel as float32, and arrive as bfloat16."""
+    x, y, _ = data(WHOLE)
+    for policy in ("bfloat16", "mixed_bfloat16"):
+        keras.config.set_dtype_policy(policy)
+        model = dense_model()
+        model.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss="mse")
+        before = weights_of(model)
+        for _ in range(3):
+            model.train_on_batch(x[: 4 + hvd.rank()], y[: 4 + hvd.rank()])
+        assert distance([w.astype("float32") for w in weights_of(model)[:1]], [before[0].astype("float32")]) > 1e-3
+        same_on_all(weights_of(model), policy)
+    keras.config.set_dtype_policy("float32")
+
+
+def codecs_and_topology():
+    """Gradients through codecs and over nodes that are found: all ranks hold one model, which learns."""
+    x, y, _ = data()
+    for arguments in (
+        {"compression": hvd.Compression.fp16},
+        {"compression": hvd.Compression.int8},
+        {"compression": hvd.Compression.powersgd(2, warmup_steps=2), "bucket_bytes": 256},
+        {"topology": hvd.Topology(nodes=((0,), tuple(range(1, hvd.size()))))},
+    ):
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(200), keras.layers.Dense(3)])
+        model.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD(0.01), **arguments), loss="mse")
+        history = model.fit(Share((x, y), UNEVEN[hvd.size()]), epochs=2, shuffle=False, verbose=0).history["loss"]
+        assert history[1] < history[0], (arguments, history)
+        same_on_all(weights_of(model), str(arguments))
+
+
+def saved_and_loaded():
+    """A saved model opens as a plain Keras model; loaded by `hvd.load_model` it goes on as if it had not stopped."""
+    x, y, _ = data(4 * WHOLE)
+
+    def train(model, steps):
+        for _ in range(steps):
+            model.train_on_batch(x[: 4 + hvd.rank()], y[: 4 + hvd.rank()])
+
+    @keras.saving.register_keras_serializable("worker")
+    class Mine(keras.optimizers.SGD):
+        pass
+
+    for plain in (keras.optimizers.Adam(1e-2), Mine(0.1, momentum=0.9)):
+        model = dense_model()
+        model.compile(optimizer=hvd.DistributedOptimizer(plain), loss="mse")
+        train(model, 3)
+        with tempfile.TemporaryDirectory() as folder:
+            path = str(Path(folder) / "model.keras")
+            model.save(path)
+            opened = keras.models.load_model(path)
+            expected = Mine if isinstance(plain, Mine) else keras.optimizers.Adam
+            assert isinstance(opened.optimizer, expected) and "_reducer" not in vars(opened.optimizer)
+            assert "hvd_hetero" not in str(keras.saving.serialize_keras_object(model.optimizer))
+            loaded = hvd.load_model(path)
+        assert int(loaded.optimizer.iterations) == 3 and "_reducer" in vars(loaded.optimizer)
+        train(model, 2)
+        train(loaded, 2)
+        assert all(np.array_equal(a, b) for a, b in zip(weights_of(model), weights_of(loaded), strict=True))
+        same_on_all(weights_of(loaded))
+
+
+def functions():
+    """The functions that users of horovod.keras know."""
+    rank, size = hvd.rank(), hvd.size()
+    assert hvd.allreduce(np.array([1.0 * rank, 2.0])).tolist() == [(size - 1) / 2, 2.0]
+    assert float(hvd.allreduce(rank, op=hvd.Max)) == size - 1
+    assert hvd.allreduce(keras.ops.ones((2, 2)), op=hvd.Sum, name="named").tolist() == [[size, size]] * 2
+    assert hvd.allgather(np.full(rank + 1, rank)).tolist() == [r for r in range(size) for _ in range(r + 1)]
+    assert hvd.broadcast(np.array([rank, 7]), root_rank=1).tolist() == [1, 7]
+    assert hvd.broadcast_object({"rank": rank}, root_rank=1) == {"rank": 1}
+    assert hvd.allgather_object(f"rank {rank}") == [f"rank {r}" for r in range(size)]
+    model = dense_model()
+    model.set_weights([w + rank for w in weights_of(model)])
+    hvd.broadcast_variables(model.variables, root_rank=0)
+    same_on_all(weights_of(model))
+
+
+def gradient_tape():
+    """A loop of one's own: the gradient of the whole batch, eager and traced."""
+    import tensorflow as tf
+
+    x, y, _ = data(WHOLE)
+    shares = UNEVEN[hvd.size()]
+    begin = sum(shares[: hvd.rank()])
+    mine = slice(begin, begin + shares[hvd.rank()])
+    model = dense_model()
+    balancer = hvd.Balancer(WHOLE, shares=shares)
+
+    def gradient(tape, x, y):
+        with tape:
+            loss = tf.reduce_mean((model(x) - y) ** 2)
+        return tape.gradient(loss, {"of": model.trainable_variables})["of"]
+
+    def ours(x, y):
+        return gradient(hvd.DistributedGradientTape(tf.GradientTape(), balancer=balancer), x, y)
+
+    whole = gradient(tf.GradientTape(), tf.constant(x, tf.float32), tf.constant(y, tf.float32))
+    for call in (ours, ours, tf.function(ours)):
+        balancer.begin(shares[hvd.rank()])
+        found = call(tf.constant(x[mine], tf.float32), tf.constant(y[mine], tf.float32))
+        assert distance([g.numpy() for g in found], [g.numpy() for g in whole]) < 1e-5
+
+
+def compiled_by_xla():
+    """jit_compile=True ends in words, on every rank."""
+    x, y, _ = data(WHOLE)
+    model = dense_model()
+    model.compile(optimizer=hvd.DistributedOptimizer(plain_sgd()), loss="mse", jit_compile=True)
+    raises("jit_compile=False", lambda: model.train_on_batch(x, y))
+
+
+def plans_follow_speed():
+    """A rank that is slower gets less, with no callback: compute is measured between exchanges."""
+    x, y, _ = data(WHOLE)
+    balancer = hvd.Balancer(WHOLE)
+    model = dense_model()
+    model.compile(optimizer=hvd.DistributedOptimizer(plain_sgd(), balancer=balancer), loss="mse", run_eagerly=True)
+    for _ in range(40):
+        share = balancer.share
+        balancer.announce(share)
+        time.sleep(share * (0.004 if hvd.rank() == 0 else 0.001))
+        model.train_on_batch(x[:share], y[:share])
+    assert balancer.plan.shares[0] < WHOLE // hvd.size() < balancer.plan.shares[-1], balancer.plan
+    assert len(set(hvd.allgather_object(str(balancer.plans)))) == 1
+
+
+def errors_say_what_to_do():
+    raises("keras.optimizers.Optimizer", lambda: hvd.DistributedOptimizer("adam"), kind=TypeError)
+    raises("not distributed yet", lambda: hvd.DistributedOptimizer(hvd.DistributedOptimizer(plain_sgd())))
+    raises("hvd.Average or hvd.Sum", lambda: hvd.DistributedOptimizer(plain_sgd(), op=hvd.Max))
+    raises("one of hvd.Compression", lambda: hvd.DistributedOptimizer(plain_sgd(), compression="fp16"))
+    raises('expected "synchronous"', lambda: hvd.DistributedOptimizer(plain_sgd(), strategy="local"))
+    x, y, _ = data(4)
+    model = dense_model()
+    balancer = hvd.Balancer(WHOLE)
+    model.compile(optimizer=hvd.DistributedOptimizer(plain_sgd(), balancer=balancer), loss="mse")
+    raises("BalancedDataset", lambda: model.train_on_batch(x, y))
+    balancer.begin(4)
+    model.train_on_batch(x, y)
+
+
+def main() -> None:
+    hvd.init(process_sets="dynamic")
+    other = "torch" if TENSORFLOW else "tensorflow"
+    assert other not in sys.modules, f"importing hvd_hetero.keras brought in {other}"
+    for name in sys.argv[1:]:
+        began = time.perf_counter()
+        kind, _, rest = name.partition(":")
+        globals()[kind](*(eval(word) if word[0].isdigit() else word for word in rest.split(",") if word))
+        hvd.barrier()
+        if hvd.rank() == 0:
+            print(f"OK {name} ({time.perf_counter() - began:.1f} s)", flush=True)
+    hvd.shutdown()
+
+
+if __name__ == "__main__":
+    main()
