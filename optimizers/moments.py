@@ -6,10 +6,10 @@ rows, so that nothing cancels there). One all-reduce of float64, in which a mean
 
     n = sum n_i,    mean = sum n_i m_i / n,    variance = sum (M2_i + n_i m_i^2) / n - mean^2
 
-A rank's loss is a mean over its own rows, and its gradient will be weighted by n_i (see `weighted`). What goes back
+A rank's loss is a mean over its b_i samples, and its gradient will be weighted by b_i (see `weighted`). What goes back
 through a sum over ranks is therefore weighted in the same way: in units of rank i's loss it is
 
-    sum_j n_j g_j / n_i
+    sum_j b_j g_j / b_i
 
 FORMULAE of weighted batch normalisation follow from these two by the chain rule.
 """
@@ -57,15 +57,15 @@ class RowSum:
             vector[...] = 0.0
         return self._engine.allreduce_async(vector, name=f"{self._name}.forth").wait()
 
-    def back(self, gradient: Any, count: float) -> Any:
+    def back(self, gradient: Any, samples: float) -> Any:
         """The gradient with respect to this rank's vector, from that with respect to the sum on all ranks.
 
-        `count`: this rank's rows.
+        `samples`: of this rank's batch.
         """
-        if count and self._counts():
-            gradient *= count
+        if samples and self._counts():
+            gradient *= samples
         else:
-            count, gradient[...] = 0.0, 0.0  # not even a NaN
+            samples, gradient[...] = 0.0, 0.0  # not even a NaN
         total = self._engine.allreduce_async(gradient, name=f"{self._name}.back").wait()
-        total *= 1.0 / count if count else 0.0
+        total *= 1.0 / samples if samples else 0.0
         return total

@@ -46,7 +46,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         self._rows: RowSum | None = None
         self._form: Any = importlib.import_module(f"{__package__}.row_sum_{backend.NAME}")
 
-    def _sum(self, vector: Any, count: Any) -> Any:
+    def _sum(self, vector: Any, samples: Any) -> Any:
         if self._rows is None:  # not before: a model may be made before hvd.init()
             engine = self._engine if self._engine is not None else backend.engine(self._process_set)
             balancer = self._balancer
@@ -55,7 +55,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
                 name=engine.unique("hvd_hetero.sync_batch_norm."),
                 counts=lambda: balancer is None or not balancer.idle,
             )
-        return self._form.summed(vector, count, self._rows)
+        return self._form.summed(vector, samples, self._rows)
 
     def _moments(self, inputs: Any, mask: Any) -> tuple[Any, Any]:
         """Mean and biased variance of all ranks' rows; what the base class computes of this rank's."""
@@ -70,5 +70,5 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         squares = ops.cast(ops.sum(ops.square(distance), axes), "float64")
         mean = ops.cast(ops.reshape(mean, (-1,)), "float64")
         vector = ops.concatenate([ops.reshape(count, (1,)), count * mean, squares + count * mean * mean])
-        whole = merged(self._sum(vector, count), features, at_least=self._form.at_least)
+        whole = merged(self._sum(vector, ops.shape(inputs)[0]), features, at_least=self._form.at_least)
         return ops.cast(whole.mean, inputs.dtype), ops.cast(whole.variance, inputs.dtype)

@@ -12,8 +12,8 @@ from hvd_hetero.optimizers.moments import RowSum
 at_least = tf.maximum  # unlike Keras' own, it keeps float64
 
 
-def summed(vector: Any, count: Any, rows: RowSum) -> Any:
-    """`vector`, a float64 tensor of known length, summed over the ranks; `count`: this rank's rows."""
+def summed(vector: Any, samples: Any, rows: RowSum) -> Any:
+    """`vector`, a float64 tensor of known length, summed over the ranks; `samples`: of this rank's batch."""
 
     def on_host(function: Any, *tensors: Any) -> Any:
         result = tf.numpy_function(function, tensors, tf.float64)
@@ -23,7 +23,7 @@ def summed(vector: Any, count: Any, rows: RowSum) -> Any:
     @tf.custom_gradient
     def forth(value: Any) -> Any:
         def back(gradient: Any) -> Any:
-            return on_host(lambda g, n: rows.back(np.array(g), float(n)), gradient, count)
+            return on_host(lambda g, n: rows.back(np.array(g), float(n)), gradient, samples)
 
         return on_host(lambda v: rows.forth(np.array(v)), value), back
 

@@ -13,17 +13,17 @@ at_least = torch.clamp_min  # unlike Keras' own maximum, it keeps float64
 
 class _Summed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, vector: torch.Tensor, count: float, rows: RowSum) -> torch.Tensor:
-        ctx.count, ctx.rows = count, rows
+    def forward(ctx: Any, vector: torch.Tensor, samples: int, rows: RowSum) -> torch.Tensor:
+        ctx.samples, ctx.rows = samples, rows
         return rows.forth(vector.clone())  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return ctx.rows.back(gradients[0].clone(), ctx.count), None, None
+        return ctx.rows.back(gradients[0].clone(), ctx.samples), None, None
 
 
-def summed(vector: torch.Tensor, count: torch.Tensor, rows: RowSum) -> torch.Tensor:
-    """`vector` summed over the ranks; `count`: this rank's rows."""
+def summed(vector: torch.Tensor, samples: int, rows: RowSum) -> torch.Tensor:
+    """`vector` summed over the ranks; `samples`: of this rank's batch."""
     if vector.device.type == "meta":  # Keras asks for shapes
         return vector
-    return _Summed.apply(vector, float(count), rows)  # type: ignore[no-any-return]
+    return _Summed.apply(vector, int(samples), rows)  # type: ignore[no-any-return]

@@ -34,7 +34,7 @@ class _Normalised(torch.autograd.Function):
         scale = (whole.variance + eps).rsqrt().to(x.dtype).view(shape)
         y = (x - whole.mean.to(x.dtype).view(shape)) * scale
         ctx.save_for_backward(y, scale)
-        ctx.axes, ctx.rows, ctx.count, ctx.whole_count = axes, rows, count, whole.rows
+        ctx.axes, ctx.rows, ctx.samples, ctx.whole_count = axes, rows, len(x), whole.rows
         moments = whole.mean.to(x.dtype), whole.variance.to(x.dtype), whole.rows.to(x.dtype)
         ctx.mark_non_differentiable(*moments)
         return y, *moments
@@ -44,7 +44,7 @@ class _Normalised(torch.autograd.Function):
         y, scale = ctx.saved_tensors
         gradient = gradients[0]
         own = torch.cat([gradient.sum(ctx.axes), (gradient * y).sum(ctx.axes)]).double()
-        sums = ctx.rows.back(own, ctx.count) / ctx.whole_count.clamp_min(1.0)
+        sums = ctx.rows.back(own, ctx.samples) / ctx.whole_count.clamp_min(1.0)
         of_ones, of_y = (part.to(y.dtype).view(scale.shape) for part in sums.chunk(2))
         return (gradient - of_ones - y * of_y) * scale, None, None
 
