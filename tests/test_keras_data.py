@@ -8,10 +8,14 @@ import threading
 import numpy as np
 import pytest
 
-keras = pytest.importorskip("keras", reason="pip install keras with TensorFlow or torch")
+pytest.importorskip("keras", reason="pip install keras with TensorFlow or torch")
+pytest.importorskip("horovod", reason="build it with hvd-hetero build-horovod")
+
+import keras
 
 from hvd_hetero.engine.local import SoloEngine, World
 from hvd_hetero.keras.dataset import BalancedDataset
+from hvd_hetero.keras.evaluation import EvaluationDataset
 from hvd_hetero.optimizers.attachment import PeerError
 from hvd_hetero.optimizers.balancer import Balancer as FrameworkFree
 
@@ -283,3 +287,19 @@ def test_every_sample_once_while_plans_change_and_keras_reads_ahead():
     for epoch in range(2):
         assert sorted(sum((seen[epoch] for seen, _ in ended), [])) == list(range(WHOLE * steps - 3))
     assert len(ended[0][1]) >= 2, "the plan never changed: the test shows nothing"
+
+
+@pytest.mark.parametrize("length", [3, 7, LENGTH])
+def test_a_validation_sees_every_sample_once_and_each_rank_has_some(length):
+    def program(engine):
+        dataset = EvaluationDataset(np.arange(length), balancer=Balancer(engine))
+        batches = [dataset[index][0].tolist() for index in range(len(dataset))]
+        assert batches and all(0 < len(batch) <= SHARES[engine.rank] for batch in batches)
+        return sum(batches, [])
+
+    assert sum(World(3).run(program), []) == list(range(length))
+
+
+def test_too_few_samples_for_a_validation_on_all_ranks():
+    errors = World(3).run(lambda e: EvaluationDataset(np.arange(2), balancer=Balancer(e)), errors="return")
+    assert all("at least one sample for each of 3 ranks" in str(error) for error in errors)
