@@ -34,7 +34,7 @@ def make_model() -> keras.Model:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--epochs", type=int, default=12)
+    parser.add_argument("--epochs", type=int, default=15)
     parser.add_argument("--global-batch-size", type=int, default=128)
     parser.add_argument("--shares", type=int, nargs="+", help="samples of each rank in a global batch, fixed")
     arguments = parser.parse_args()
