@@ -41,6 +41,7 @@ class Scenario:
     contenders: tuple[Contender, ...]
     link_mbit: float | None = None
     network: str = "auto"
+    program: str = WORKER
     worker: tuple[str, ...] = ()
     description: str = ""
 
@@ -91,7 +92,7 @@ def launch(
     steps = max(10, contender.steps // 2) if quick else contender.steps
     command = [
         sys.executable,
-        WORKER,
+        scenario.program,
         *contender.arguments,
         *scenario.worker,
         *("--shares", ":".join(map(str, scenario.shares)), "--warmup", str(contender.warmup), "--steps", str(steps)),
@@ -105,7 +106,7 @@ def run_alone(cluster: Cluster, scenario: Scenario, *, quick: bool) -> dict[int,
     """Samples per second of each rank by itself."""
     alone = {}
     for rank in range(len(scenario.ranks)):
-        command = [sys.executable, WORKER, "alone", "--rank", str(rank), *scenario.worker]
+        command = [sys.executable, scenario.program, "alone", "--rank", str(rank), *scenario.worker]
         command += ["--shares", ":".join(map(str, scenario.shares))]
         command += ["--warmup", "5", "--steps", "15" if quick else "30"]
         finished = cluster.processes(command, timeout_s=240, ranks=[rank])

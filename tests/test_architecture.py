@@ -19,6 +19,10 @@ ALLOWED = {
     "engine": ({"engine", "policy"}, {"numpy"}),
     "optimizers": ({"optimizers", "policy", "codecs", "engine.port", "engine.hierarchy"}, {"numpy"}),
     "torch": ({"torch", "optimizers", "engine", "policy", "codecs", "trace"}, {"torch", "horovod", "tqdm"}),
+    "keras": (
+        {"keras", "optimizers", "engine", "policy", "codecs", "trace"},
+        {"keras", "tensorflow", "torch", "horovod", "numpy"},
+    ),
     "cli": ({"cli", "engine", "policy", "optimizers", "trace", "codecs"}, {"rich", "matplotlib", "packaging"}),
 }
 

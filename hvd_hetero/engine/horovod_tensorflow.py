@@ -112,8 +112,9 @@ class TensorflowEngine(ProcessSetEngine):
             try:
                 result = run(*arrays)
             except self._errors.OpError as error:
-                text = error.message.split("Node: ")[-1]
-                raise self._internal_error(f"Horovod{kind} {name!r}: {text}") from None
+                # Around what Horovod says, TensorFlow tells where the node was made.
+                text = error.message.split("Node: ")[-1].partition("\n")[2] or error.message
+                raise self._internal_error(f"Horovod{kind} {name!r}: {text.partition(' [[')[0].strip()}") from None
             if into is None:
                 return result
             np.copyto(into, result)

@@ -67,7 +67,7 @@ def _broadcast(arrays: list[np.ndarray], root_rank: int, engine: Engine, name: s
     """Overwrites the arrays with those of a global rank. As bytes: any type goes, and all of them at once."""
     if root_rank not in engine.ranks:
         raise ValueError(f"root_rank: expected one of {engine.ranks}. Received: {root_rank}.")
-    parts = [array.reshape(-1).view(np.uint8) for array in arrays]
+    parts: list[np.ndarray] = [array.reshape(-1).view(np.uint8) for array in arrays]
     whole = np.concatenate(parts) if parts else np.zeros(0, np.uint8)
     engine.broadcast_async(whole, root=engine.ranks.index(root_rank), name=name).wait()
     at = 0

@@ -21,7 +21,11 @@ Run = Callable[[bool, Sequence[Any]], list[Any]]
 
 
 def dense(gradient: Any, variable: Any) -> Any:
-    """The gradient as a tensor: slices, as of an embedding, are summed into zeros of the variable's shape."""
+    """The gradient as a tensor: slices, as of an embedding, are summed into zeros of the variable's shape.
+
+    Ranks need not have slices of the same rows. And Keras's optimizers treat the slices of one row one by one, so that
+    Adam squares them before it adds them; the sum is what they are defined for.
+    """
     if isinstance(gradient, tf.IndexedSlices):
         return tf.math.unsorted_segment_sum(gradient.values, gradient.indices, variable.shape[0])
     return gradient if gradient is None else tf.convert_to_tensor(gradient)
@@ -67,7 +71,7 @@ def through(run: Run, layout: BucketLayout, gradients: Sequence[Any], last: Any)
         lambda last, *arrays: run(bool(last), arrays), [last, *flats], [flat.dtype for flat in flats]
     )
     reduced: dict[int, Any] = {}
-    for flat, members, length in zip(results, layout.members, layout.lengths, strict=True):
+    for flat, members, length in zip(tf.nest.flatten(results), layout.members, layout.lengths, strict=True):
         flat.set_shape([length])
         parts = tf.split(flat, [layout.specs[i].length for i in members])
         for i, part in zip(members, parts, strict=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -133,11 +133,8 @@ def _scales(optimizer: Any) -> bool:
 
 def _distributed_class(base: type) -> type:
     """A subclass of `base` that reduces what it applies, and that Keras saves as `base`."""
-    methods = dict(_methods(base))
-    if not issubclass(base, keras.optimizers.LossScaleOptimizer):
-        methods["loss_scale_factor"] = property(_loss_scale_factor, _set_loss_scale_factor)
     public = _public(base)
-    cls = type(public.__name__, (base,), {**methods, "__module__": _module(public), "__doc__": base.__doc__})
+    cls = type(public.__name__, (base,), {**_methods(base), "__module__": _module(public), "__doc__": base.__doc__})
     name = keras.saving.get_registered_name(base)
     if ">" in name:
         # A user's own class: under its name Keras finds that class when it loads, and that name when it saves ours.
@@ -160,21 +157,7 @@ def _module(public: type) -> str:
     return "keras.optimizers" if getattr(keras.optimizers, public.__name__, None) is public else public.__module__
 
 
-def _loss_scale_factor(self: Any) -> float | None:
-    return self.__dict__["loss_scale_factor"]  # type: ignore[no-any-return]
-
-
-def _set_loss_scale_factor(self: Any, factor: float | None) -> None:
-    if factor is None:  # what a LossScaleOptimizer does to the optimizer that it is put around
-        raise ValueError(
-            "Expected hvd.DistributedOptimizer outermost, so that all ranks skip the same steps. Received: a "
-            "LossScaleOptimizer around it, as compile() makes for a model of the policy mixed_float16. Pass "
-            "hvd.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(optimizer), ...)."
-        )
-    self.__dict__["loss_scale_factor"] = factor
-
-
-def _methods(base: type) -> dict[str, Callable[..., Any] | classmethod]:
+def _methods(base: type) -> dict[str, Any]:
     """What a distributed optimizer does differently from its base class."""
 
     def apply(self: Any, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
@@ -190,4 +173,13 @@ def _methods(base: type) -> dict[str, Callable[..., Any] | classmethod]:
         """A plain optimizer: what makes one distributed is no part of a configuration."""
         return base.from_config(config, **arguments)  # type: ignore[attr-defined]
 
-    return {"apply": apply, "from_config": classmethod(from_config)}
+    def set_attribute(self: Any, name: str, value: Any) -> None:
+        if name == "loss_scale_factor" and value is None:  # as a LossScaleOptimizer does to what it is put around
+            raise ValueError(
+                "Expected hvd.DistributedOptimizer outermost, so that all ranks skip the same steps. Received: a "
+                "LossScaleOptimizer around it, as compile() makes for a model of the policy mixed_float16. Pass "
+                "hvd.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(optimizer), ...)."
+            )
+        base.__setattr__(self, name, value)  # type: ignore[call-arg]
+
+    return {"apply": apply, "from_config": classmethod(from_config), "__setattr__": set_attribute}

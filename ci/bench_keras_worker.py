@@ -1,0 +1,128 @@
+"""One rank of one contender of `ci/bench mixed --framework keras`; prints how fast, as a line of JSON.
+
+Contenders share the model, the data and the number of threads; they differ in who averages gradients, and in shares.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sysconfig
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("KERAS_BACKEND", "tensorflow")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import keras
+import numpy as np
+import tensorflow as tf
+from emulation.worker.emulation_hold import hold, release
+
+CONTEXT = 64
+
+
+def windows() -> np.ndarray:
+    """Windows of characters of the standard library's sources: int32 of shape [windows, CONTEXT + 1]."""
+    text = b"".join(path.read_bytes() for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")))
+    codes = np.frombuffer(text, dtype=np.uint8) % 128
+    count = (len(codes) - 1) // CONTEXT
+    starts = CONTEXT * np.arange(count)[:, None] + np.arange(CONTEXT + 1)
+    return codes[starts].astype(np.int32)
+
+
+def char_lm(width: int, layers: int) -> keras.Model:
+    """A causal Transformer of about the size of examples/torch_char_lm.py's."""
+    x = keras.Input((CONTEXT,), dtype="int32")
+    hidden = keras.layers.Embedding(128, width)(x)
+    for _ in range(layers):
+        normed = keras.layers.LayerNormalization()(hidden)
+        hidden += keras.layers.MultiHeadAttention(4, width // 4)(normed, normed, use_causal_mask=True)
+        wide = keras.layers.Dense(4 * width, activation="gelu")(keras.layers.LayerNormalization()(hidden))
+        hidden += keras.layers.Dense(width)(wide)
+    return keras.Model(x, keras.layers.Dense(128)(keras.layers.LayerNormalization()(hidden)))
+
+
+def averaged_by_horovod(base: type) -> type:
+    """What one writes by hand: an all-reduce of each gradient before it is applied."""
+    import horovod.tensorflow as horovod
+
+    def apply(self: Any, grads: Any, trainable_variables: Any = None) -> None:
+        averaged = [
+            horovod.allreduce(tf.convert_to_tensor(g), name=f"gradient.{i}", op=horovod.Average, ignore_name_scope=True)
+            for i, g in enumerate(grads)
+        ]
+        base.apply(self, averaged, trainable_variables)  # type: ignore[attr-defined]
+
+    return type(base.__name__, (base,), {"apply": apply})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("contender", choices=["alone", "horovod", "hetero"])
+    parser.add_argument("--shares", default="32:16:8:8", help="sum: the global batch; each: alone's")
+    parser.add_argument("--rank", type=int, help="of `alone`: which share")
+    parser.add_argument("--warmup", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--width", type=int, default=136)
+    parser.add_argument("--layers", type=int, default=2)
+    arguments = parser.parse_args()
+
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    tf.config.threading.set_inter_op_parallelism_threads(1)
+    keras.utils.set_random_seed(0)
+    shares = [int(share) for share in arguments.shares.split(":")]
+    model, rows = char_lm(arguments.width, arguments.layers), windows()
+    optimizer: Any = keras.optimizers.AdamW(1e-3)
+    balancer: Any = None
+    rank = arguments.rank or 0
+    whole = sum(shares)
+    if arguments.contender == "alone":
+        whole = shares[rank]
+    else:
+        import hvd_hetero.keras as hvd
+
+        hvd.init()
+        rank = hvd.rank()
+    if arguments.contender == "horovod":
+        optimizer.__class__ = averaged_by_horovod(type(optimizer))
+    elif arguments.contender == "hetero":
+        balancer = hvd.Balancer(global_batch_size=whole)
+        optimizer = hvd.DistributedOptimizer(optimizer, balancer=balancer)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer=optimizer, loss=loss, jit_compile=False)
+    draw = np.random.RandomState(rank)
+
+    def step() -> None:
+        samples = whole
+        if balancer is not None:
+            samples = balancer.share
+            balancer.announce(samples)
+        elif arguments.contender == "horovod":
+            samples = whole // len(shares)
+        batch = rows[draw.randint(0, len(rows), samples)]
+        model.train_on_batch(batch[:, :-1], batch[:, 1:])
+
+    hold()
+    for _ in range(arguments.warmup):
+        step()
+    cpu, began = time.process_time(), time.perf_counter()
+    for _ in range(arguments.steps):
+        step()
+    seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
+    release()
+    record = {
+        "rank": rank,
+        "samples_per_s": whole * arguments.steps / seconds,
+        "step_ms": 1e3 * seconds / arguments.steps,
+        "cpu_ms": 1e3 * cpu / arguments.steps,
+        "parameters": model.count_params(),
+        "shares": balancer.plan.shares if balancer is not None else None,
+    }
+    print("BENCH " + json.dumps(record), flush=True)
+
+
+if __name__ == "__main__":
+    main()
