@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +11,7 @@ from hvd_hetero.policy.replan import Plan, ReplanRule
 from . import control
 from .agreement import Terms, agree
 from .attachment import Attached, PeerError, withdraw
+from .horizon import Horizon
 from .meter import ComputeMeter, Pace, Stopwatch, WallClock
 from .noise import NoiseMeter
 from .planner import Planner
@@ -79,10 +78,7 @@ class Balancer:
         self.planner = Planner(self.terms, rule or ReplanRule())
         self.trace = trace
         self.lookahead = 0  # batches that this rank may deal before they are used
-        self._dealing = threading.Condition()
-        self._dealt = -1  # the last global batch dealt
-        self._bound = math.inf  # no batch beyond it is dealt before the answer to `outgoing` is there
-        self._asked_by = 0  # the thread that waits for that answer
+        self._horizon = Horizon()
         self.step = -1  # index of the global batch begun last, counted over all epochs
         self.count_now: float | None = None
         self.last_pass = True  # False while micro-batches are to follow
@@ -124,14 +120,8 @@ class Balancer:
         return self.planner.plan_at(step)
 
     def deal(self, step: int) -> Plan:
-        """The plan for global batch `step`, which is being dealt: no later plan will change it.
-
-        Every rank says in each exchange how far it has dealt, and a new plan holds for later batches. A thread that
-        loads ahead meanwhile does not outrun what was said: it waits for the end of the exchange.
-        """
-        with self._dealing:
-            self._dealing.wait_for(lambda: step <= self._bound or threading.get_ident() == self._asked_by)
-            self._dealt = max(self._dealt, step)
+        """The plan for global batch `step`, which is being dealt: no later plan will change it. See `Horizon`."""
+        with self._horizon.reaching(step):
             return self.plan_at(step)
 
     def begin(self, samples: int) -> None:
@@ -222,9 +212,7 @@ class Balancer:
         samples, seconds = self.reported if leads else (0.0, 0.0)
         dealt_ahead = 0
         if leads:
-            with self._dealing:
-                dealt_ahead = max(self._dealt - self.step, self.lookahead)
-                self._bound, self._asked_by = self.step + ahead + dealt_ahead, threading.get_ident()
+            dealt_ahead = self._horizon.said(self.step, lookahead=self.lookahead, ahead=ahead)
         return control.pack(
             ranks=self.size,
             rank=self.rank,
@@ -284,20 +272,17 @@ class Balancer:
 
     def _hear(self, report: control.Report, step: int, ahead: int) -> None:
         """Takes in a plan, if there is one, and lets dealing go on."""
-        with self._dealing:
+        with self._horizon.heard():
             if report.announcement is not None:
                 dealt_ahead = ahead + max(report.dealt_ahead)
                 plan = self.planner.accept(report.announcement, step, dealt_ahead=dealt_ahead)
                 if plan is not None and self.trace is not None:
                     self.trace.plan(plan)
-            self._bound = math.inf
-            self._dealing.notify_all()
 
     def unheard(self) -> None:
         """Says that the exchange failed: no answer will come."""
-        with self._dealing:
-            self._bound = math.inf
-            self._dealing.notify_all()
+        with self._horizon.heard():
+            pass
 
     def discard(self) -> None:
         """Says that the present step's time tells nothing of its samples: compilation was in it, for instance."""
@@ -340,5 +325,6 @@ class Balancer:
                 f"Expected the state of a balancer of global batch {self.global_batch_size}. Received: one of "
                 f"{state['global_batch_size']}."
             )
-        self.step = self._dealt = int(state["step"])
+        self.step = int(state["step"])
+        self._horizon = Horizon(self.step)
         self.planner.load_state_dict(state["planner"], self.step)

@@ -139,7 +139,7 @@ class BatchSource:
     def take(self, indices: np.ndarray) -> Batch:
         """The samples, cut out of the batches that have them."""
         parts = []
-        numbers = indices // self.block
+        numbers: np.ndarray = indices // self.block
         starts = [0, *(np.flatnonzero(np.diff(numbers)) + 1)]
         for start, stop in zip(starts, [*starts[1:], len(indices)], strict=True):
             batch, number = packed(self._batches[int(numbers[start])]), int(numbers[start])

@@ -85,7 +85,7 @@ class LatencyAwareLearningRate(keras.callbacks.Callback):
         if not isinstance(balancer, Balancer):
             raise TypeError(f"balancer: expected an hvd.Balancer. Received: {balancer!r}.")
         self.balancer, self._rule = balancer, rule
-        self._options = {
+        self._options: dict[str, Any] = {
             "base_batch_size": base_batch_size, "warmup_steps": warmup_steps, "ramp_steps": ramp_steps,
         }  # fmt: skip
         self._core: LatencyLR | None = None

@@ -106,7 +106,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         optimizer = self.model.optimizer
         old, new = learning_rate(optimizer), self.initial_lr * self.multiplier(epoch)
         set_learning_rate(optimizer, new)
-        if self.momentum_correction and old > 0 and new != old and getattr(inner(optimizer), "momentum", 0.0):
+        if self.momentum_correction and old > 0 and new != old and getattr(inner(optimizer), "momentum", None):
             for velocity in getattr(inner(optimizer), "momentums", ()):
                 velocity.assign(velocity * (new / old))
 
