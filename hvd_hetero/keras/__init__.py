@@ -7,8 +7,7 @@ from hvd_hetero.optimizers.attachment import PeerError
 from hvd_hetero.policy.replan import ReplanRule
 from hvd_hetero.policy.topology import Topology
 
-from . import callbacks
-from .backend import horovod as _horovod
+from . import backend, callbacks
 from .balancer import Balancer
 from .compression import Compression
 from .dataset import BalancedDataset
@@ -18,6 +17,7 @@ from .normalization import SyncBatchNormalization
 from .optimizer import DistributedOptimizer
 from .tape import DistributedGradientTape
 
+_horovod = backend.horovod
 # The same objects whichever Horovod it is: `from … import` would have to name one.
 Average = _horovod.Average
 Max = _horovod.Max
