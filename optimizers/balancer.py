@@ -11,6 +11,7 @@ from hvd_hetero.policy.replan import Plan, ReplanRule
 from . import control
 from .agreement import Terms, agree
 from .attachment import Attached, PeerError, withdraw
+from .horizon import Horizon
 from .meter import ComputeMeter, Pace, Stopwatch, WallClock
 from .noise import NoiseMeter
 from .planner import Planner
@@ -76,13 +77,15 @@ class Balancer:
         self._stopwatch_given = stopwatch is not None
         self.planner = Planner(self.terms, rule or ReplanRule())
         self.trace = trace
-        self.lookahead = 0  # batches dealt before they are used: a plan must not reach back into them
+        self.lookahead = 0  # batches that this rank may deal before they are used
+        self._horizon = Horizon()
         self.step = -1  # index of the global batch begun last, counted over all epochs
         self.count_now: float | None = None
         self.last_pass = True  # False while micro-batches are to follow
         self._exchanges: list[Attached] = []
         self._pace = Pace()
         self._failed = self._discarded = False
+        self._error: Exception | None = None  # why it failed
         self._stops = StopMeter()
         self._samples = 0  # of this rank since the last exchange
         self._batches = 0  # begun since the last exchange
@@ -115,6 +118,11 @@ class Balancer:
     def plan_at(self, step: int) -> Plan:
         """The plan that holds for global batch `step`."""
         return self.planner.plan_at(step)
+
+    def deal(self, step: int) -> Plan:
+        """The plan for global batch `step`, which is being dealt: no later plan will change it. See `Horizon`."""
+        with self._horizon.reaching(step):
+            return self.plan_at(step)
 
     def begin(self, samples: int) -> None:
         """Starts a global batch of which this rank has `samples`; `BalancedDataLoader` calls it for each batch."""
@@ -164,6 +172,14 @@ class Balancer:
         self._failed = True
         self.step += 1
         withdraw(self._exchanges, self._pace.usual_s or 0.0)
+        self.unheard()
+
+    def stop(self, error: Exception) -> None:
+        """Ends the job at this rank's next exchange: it raises `error` there, and the others `PeerError`.
+
+        For who finds an error while the rank still trains on what was loaded before; `fail` is for the rank itself.
+        """
+        self._failed, self._error = True, error
 
     # What the exchange asks -----------------------------------------------------------------------------------------
 
@@ -189,15 +205,21 @@ class Balancer:
         """Compute goes on: the update, or another backward pass."""
         self._meter.run()
 
-    def outgoing(self, *, leads: bool, count: float, noise: NoiseMeter | None = None) -> list[float]:
-        """This rank's control vector."""
+    def outgoing(
+        self, *, leads: bool, count: float, noise: NoiseMeter | None = None, ahead: int = 0
+    ) -> list[float]:
+        """This rank's control vector. Before it hears the answer, it begins at most `ahead` further batches."""
         samples, seconds = self.reported if leads else (0.0, 0.0)
+        dealt_ahead = 0
+        if leads:
+            dealt_ahead = self._horizon.said(self.step, lookahead=self.lookahead, ahead=ahead)
         return control.pack(
             ranks=self.size,
             rank=self.rank,
             count=count,
             compute_s=seconds,
             samples=samples,
+            dealt_ahead=dealt_ahead,
             staleness=self.staleness if leads else 0.0,
             failed=self._failed,
             ran=self._stops.take() if leads else None,
@@ -222,6 +244,10 @@ class Balancer:
         together = step is None
         step = self.step if step is None else step
         report = control.unpack(total, ranks=self.size)
+        if leads:
+            self._hear(report, step, ahead)
+        if report.failed and self._error is not None:
+            raise self._error
         if report.failed and not self._failed:
             ranks = ", ".join(str(self.engine.ranks[rank]) for rank in report.failed)
             raise PeerError(
@@ -238,14 +264,25 @@ class Balancer:
         if self.planner.selection is not None:
             whole_s = self._pace.last_s if together else None
             self.planner.selection.hear(step - 1, report.ran, compute_s=report.compute_s, step_s=whole_s)
-        if report.announcement is not None:
-            plan = self.planner.accept(report.announcement, step)
-            if plan is not None and self.trace is not None:
-                self.trace.plan(plan)
-        elif self.rank == 0 and (self.adaptive or self.planner.selection is not None):
-            self.planner.look(step, delay=self.lookahead + ahead, measured_step_s=self._pace.usual_s)
+        looks = self.rank == 0 and (self.adaptive or self.planner.selection is not None)
+        if report.announcement is None and looks:
+            self.planner.look(step, measured_step_s=self._pace.usual_s)
         for listener in self._listeners:
             listener()
+
+    def _hear(self, report: control.Report, step: int, ahead: int) -> None:
+        """Takes in a plan, if there is one, and lets dealing go on."""
+        with self._horizon.heard():
+            if report.announcement is not None:
+                dealt_ahead = ahead + max(report.dealt_ahead)
+                plan = self.planner.accept(report.announcement, step, dealt_ahead=dealt_ahead)
+                if plan is not None and self.trace is not None:
+                    self.trace.plan(plan)
+
+    def unheard(self) -> None:
+        """Says that the exchange failed: no answer will come."""
+        with self._horizon.heard():
+            pass
 
     def discard(self) -> None:
         """Says that the present step's time tells nothing of its samples: compilation was in it, for instance."""
@@ -289,4 +326,5 @@ class Balancer:
                 f"{state['global_batch_size']}."
             )
         self.step = int(state["step"])
+        self._horizon = Horizon(self.step)
         self.planner.load_state_dict(state["planner"], self.step)

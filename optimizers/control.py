@@ -1,10 +1,10 @@
 """The control vector: what ranks tell each other with every gradient, at no message of its own.
 
 It is summed like a gradient. Each rank writes into its own slots and leaves the others' zero, so the sum is a gather:
-the number of loss terms, of every rank last step's share and compute time, how long it ran and was stopped, and whether
-it has failed, and – written by rank 0 alone – the next plan. All ranks read the identical sum, and therefore hold the
-identical plan. The slots for the noise of the gradient are there whether or not anybody measures it, so that all ranks'
-vectors have one length.
+the number of loss terms, of every rank last step's share and compute time, how long it ran and was stopped,
+whether it has failed, and how many batches it has dealt ahead, and – written by rank 0 alone – the next plan. All ranks
+read the identical sum, and therefore hold the identical plan. The slots for the noise of the gradient are there whether
+or not anybody measures it, so that all ranks' vectors have one length.
 """
 
 from __future__ import annotations
@@ -17,15 +17,14 @@ from hvd_hetero.policy.strategy import LOCAL, SYNCHRONOUS
 
 REASON_LENGTH = 80  # characters of a plan's reason that travel
 STRATEGIES = (SYNCHRONOUS, LOCAL)  # by the number that travels
-PER_RANK, PER_PLAN = 6, 4  # slots of a rank, and of a plan beside its shares and reason
+PER_RANK, PER_PLAN = 7, 3  # slots of a rank, and of a plan beside its shares and reason
 
 
 @dataclass(frozen=True, kw_only=True)
 class Announcement:
-    """A plan on its way: it holds `delay` batches after the one with whose gradient it arrives."""
+    """A plan on its way: it holds for the batches that no rank had dealt when it was sent."""
 
     version: int
-    delay: int
     shares: tuple[int, ...]
     reason: str
     predicted_step_s: float
@@ -50,6 +49,7 @@ class Report:
     compute_s: tuple[float, ...]
     samples: tuple[float, ...]
     failed: tuple[int, ...]
+    dealt_ahead: tuple[int, ...]  # batches after the one whose gradient this is
     ran: tuple[Ran, ...]
     staleness: float  # mean over the ranks
     announcement: Announcement | None
@@ -70,6 +70,7 @@ def pack(
     samples: float,
     failed: bool,
     announcement: Announcement | None,
+    dealt_ahead: int = 0,
     ran: Ran | None = None,
     staleness: float = 0.0,
     norms: Norms | None = None,
@@ -80,13 +81,14 @@ def pack(
     vector[1 + rank] = compute_s
     vector[1 + ranks + rank] = samples
     vector[1 + 2 * ranks + rank] = float(failed)
-    for place, value in enumerate(ran or Ran(), start=3):
+    vector[1 + 3 * ranks + rank] = dealt_ahead
+    for place, value in enumerate(ran or Ran(), start=4):
         vector[1 + place * ranks + rank] = value
     if announcement is not None:
         at = 1 + PER_RANK * ranks
         text = announcement.reason.encode("ascii", "replace")[:REASON_LENGTH]
         strategy = float(STRATEGIES.index(announcement.strategy))
-        vector[at : at + PER_PLAN] = [announcement.version, announcement.delay, announcement.predicted_step_s, strategy]
+        vector[at : at + PER_PLAN] = [announcement.version, announcement.predicted_step_s, strategy]
         at += PER_PLAN
         vector[at : at + ranks] = announcement.shares
         vector[at + ranks : at + ranks + len(text)] = text
@@ -101,23 +103,23 @@ def unpack(total: Sequence[float], *, ranks: int) -> Report:
     at = 1 + PER_RANK * ranks
     announcement = None
     if total[at] > 0:
-        version, delay, predicted_step_s, strategy = total[at : at + PER_PLAN]
+        version, predicted_step_s, strategy = total[at : at + PER_PLAN]
         at += PER_PLAN
         text = bytes(int(code) for code in total[at + ranks : at + ranks + REASON_LENGTH] if code > 0)
         announcement = Announcement(
             version=int(version),
-            delay=int(delay),
             shares=tuple(int(share) for share in total[at : at + ranks]),
             reason=text.decode("ascii"),
             predicted_step_s=predicted_step_s,
             strategy=STRATEGIES[int(strategy)],
         )
-    ran = zip(*(total[1 + place * ranks : 1 + (place + 1) * ranks] for place in range(3, PER_RANK)), strict=True)
+    ran = zip(*(total[1 + place * ranks : 1 + (place + 1) * ranks] for place in range(4, PER_RANK)), strict=True)
     return Report(
         count=total[0],
         compute_s=tuple(total[1 : 1 + ranks]),
         samples=tuple(total[1 + ranks : 1 + 2 * ranks]),
         failed=tuple(rank for rank in range(ranks) if total[1 + 2 * ranks + rank] > 0),
+        dealt_ahead=tuple(int(total[1 + 3 * ranks + rank]) for rank in range(ranks)),
         ran=tuple(Ran(*values) for values in ran),
         staleness=total[-len(fields(Norms)) - 1] / ranks,
         announcement=announcement,

@@ -30,9 +30,12 @@ class Dealer:
         global_batch_size: samples in one global batch.
         shuffle: a new order each epoch, from `seed` and the epoch alone.
         drop_last: leave out what does not fill a global batch.
+        block: so many neighbouring samples stay together in the order, because they are loaded together.
     """
 
-    def __init__(self, length: int, *, global_batch_size: int, shuffle: bool, seed: int, drop_last: bool) -> None:
+    def __init__(
+        self, length: int, *, global_batch_size: int, shuffle: bool, seed: int, drop_last: bool, block: int = 1
+    ) -> None:
         if length < 1:
             raise ValueError(f"Expected a dataset with at least one sample. Received: {length}.")
         if drop_last and length < global_batch_size:
@@ -41,22 +44,32 @@ class Dealer:
                 f"Received: {length} samples. Use drop_last=False, or a smaller global batch."
             )
         self.length, self.global_batch_size = length, global_batch_size
-        self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
+        self.shuffle, self.seed, self.drop_last, self.block = shuffle, seed, drop_last, block
         self.epoch = 0
+        self._orders: dict[int, np.ndarray] = {}  # of this epoch and, while dealing runs ahead, the next
 
     def __len__(self) -> int:
         whole, rest = divmod(self.length, self.global_batch_size)
         return whole if self.drop_last or rest == 0 else whole + 1
 
-    def order(self) -> np.ndarray:
-        """The order of this epoch, int64 of shape [length].
+    def order(self, epoch: int | None = None) -> np.ndarray:
+        """The order of an epoch, by default this one, int64 of shape [length].
 
         RandomState's stream is frozen by NumPy for good: ranks with different NumPy versions agree.
         """
         if not self.shuffle:
             return np.arange(self.length)
-        state = np.random.RandomState([self.seed & 0xFFFFFFFF, self.epoch])
-        return np.asarray(state.permutation(self.length))
+        state = np.random.RandomState([self.seed & 0xFFFFFFFF, self.epoch if epoch is None else epoch])
+        blocks = state.permutation(-(-self.length // self.block))
+        order = (blocks[:, None] * self.block + np.arange(self.block)).reshape(-1)
+        return np.asarray(order[order < self.length])
+
+    def batch(self, epoch: int, index: int) -> np.ndarray:
+        """Global batch `index` of `epoch`, as an array of indices."""
+        if epoch not in self._orders:
+            self._orders = {kept: order for kept, order in self._orders.items() if kept == epoch - 1}
+            self._orders[epoch] = self.order(epoch)
+        return self._orders[epoch][index * self.global_batch_size : (index + 1) * self.global_batch_size]
 
     def batches(self, first: int = 0) -> Iterator[np.ndarray]:
         """The global batches of this epoch from batch `first` on, as arrays of indices."""

@@ -37,10 +37,14 @@ from hvd_hetero.policy.scaling import (
     standing_batch,
 )
 
+from .agreement import agree_text
+from .balancer import Balancer
+
 Rule = Callable[[float], float]
 RULES: dict[str, Rule] = {"linear": linear, "sqrt": sqrt}
 NAMES = (*RULES, "adascale")
 WINDOW = 10  # steps without one whole batch, after which the batch is taken to be smaller
+PROBES = (0.25, 0.5, 1.0, 2.0, 8.0)  # scales at which all ranks' rules have to give the same
 RECENT_MERGES = 64  # whose staleness says what is usual
 
 
@@ -182,3 +186,47 @@ class LatencyLR:
         self._ramp = Ramp(**state["ramp"])
         self.factor, self.steps = float(state["factor"]), int(state["steps"])
         self.progress, self._due = float(state["progress"]), int(state["due"])
+
+
+def agreed_latency_lr(
+    balancer: Balancer,
+    chosen: Callable[[], str | Rule],
+    *,
+    base_batch_size: int | None,
+    warmup_steps: int,
+    ramp_steps: int,
+) -> LatencyLR:
+    """A `LatencyLR` with the rule that `chosen` returns. A collective call.
+
+    Raises:
+        ValueError, TypeError: on every rank, when arguments are wrong on one, or differ.
+    """
+    made: list[LatencyLR] = []
+
+    def describe() -> str:
+        rule = chosen()
+        named = _probed(rule) if callable(rule) else rule
+        core = LatencyLR(
+            rule=rule,
+            base_batch_size=base_batch_size,
+            global_batch_size=balancer.global_batch_size,
+            warmup_steps=warmup_steps,
+            ramp_steps=ramp_steps,
+        )
+        made.append(core)
+        return (
+            f"rule={named}, base_batch_size={core.base_batch_size:g}, warmup_steps={warmup_steps}, "
+            f"ramp_steps={ramp_steps}"
+        )
+
+    name = balancer.engine.unique("hvd_hetero.latency_lr.")
+    agree_text(balancer.engine, describe, title="LatencyAwareLR", name=name)
+    return made[0]
+
+
+def _probed(rule: Rule) -> list[float]:
+    """What a user's rule gives. Whatever it raises becomes a ValueError, of which the other ranks hear."""
+    try:
+        return [float(rule(scale)) for scale in PROBES]
+    except Exception as error:
+        raise ValueError(f"rule: expected a function from the scale to a factor. Received: {error!r} of it.") from error

@@ -56,14 +56,17 @@ class Planner:
             if number > 0 and seconds > 0:
                 window.append((step, Observation(samples=round(number), compute_s=seconds)))
 
-    def accept(self, announced: Announcement, step: int) -> Plan | None:
-        """The plan that arrived with the gradient of batch `step`, unless it is known already."""
+    def accept(self, announced: Announcement, step: int, *, dealt_ahead: int = 0) -> Plan | None:
+        """The plan that arrived with the gradient of batch `step`, unless it is known already.
+
+        It holds for batches more than `dealt_ahead` later: the others may have been dealt, on some rank.
+        """
         self.announcement = None
         if announced.version <= self.plans[-1].version:
             return None
         plan = Plan(
             version=announced.version,
-            step=step + 1 + announced.delay,
+            step=step + 1 + dealt_ahead,
             shares=announced.shares,
             reason=announced.reason,
             predicted_step_s=announced.predicted_step_s,
@@ -73,7 +76,7 @@ class Planner:
         self._next_look = plan.step + SKIPPED + self._rule.minimum_observations
         return plan
 
-    def look(self, step: int, *, delay: int, measured_step_s: float | None = None) -> None:
+    def look(self, step: int, *, measured_step_s: float | None = None) -> None:
         """Fits the speeds and prepares an announcement, if it is time and a plan pays. For rank 0 alone.
 
         `measured_step_s` is what a whole step takes, with the communication that no plan changes.
@@ -101,7 +104,6 @@ class Planner:
         if plan is not None:
             self.announcement = Announcement(
                 version=plan.version,
-                delay=delay,
                 shares=plan.shares,
                 reason=plan.reason,
                 predicted_step_s=plan.predicted_step_s or 0.0,

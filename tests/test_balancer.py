@@ -153,12 +153,13 @@ def test_the_order_depends_on_seed_and_epoch_alone(shuffle):
 
 def test_the_control_vector_comes_back_as_it_went():
     announcement = control.Announcement(
-        version=3, delay=2, shares=(40, 24), reason="rank 1 is slowest", predicted_step_s=0.5, strategy="local"
+        version=3, shares=(40, 24), reason="rank 1 is slowest", predicted_step_s=0.5, strategy="local"
     )
     vectors = [
         control.pack(
             ranks=2, rank=rank, count=10.0 + rank, compute_s=0.5 * rank, samples=32.0, failed=rank == 1,
-            announcement=announcement if rank == 0 else None, ran=control.Ran(1.0 + rank, 0.5 * rank, rank),
+            dealt_ahead=5 * rank, announcement=announcement if rank == 0 else None,
+            ran=control.Ran(1.0 + rank, 0.5 * rank, rank),
         )
         for rank in range(2)
     ]  # fmt: skip
@@ -167,6 +168,7 @@ def test_the_control_vector_comes_back_as_it_went():
     assert report.announcement == announcement
     assert report.ran == (control.Ran(1.0, 0.0, 0.0), control.Ran(2.0, 0.5, 1.0))
     assert report.count == 21.0 and report.failed == (1,) and report.compute_s == (0.0, 0.5)
+    assert report.dealt_ahead == (0, 5)
 
 
 def test_a_rank_that_never_had_a_sample_stops_no_planning():
@@ -182,5 +184,5 @@ def test_a_rank_that_never_had_a_sample_stops_no_planning():
     planner = Planner(terms, ReplanRule())
     for step in range(30):
         planner.observe(step, (32, 32, 0), (0.032, 0.096, 0.0))
-        planner.look(step, delay=0)
+        planner.look(step)
     assert planner.models is not None and len(planner.models) == 3

@@ -53,7 +53,7 @@ def run(seed: int, *, slow_at: int | None = None, steps: int = STEPS) -> tuple[P
         if planner.announcement:
             planner.accept(planner.announcement, step)
         else:
-            planner.look(step, delay=0, measured_step_s=max(compute) + 0.03)
+            planner.look(step, measured_step_s=max(compute) + 0.03)
         times.append(max(compute))
         reported = (shares, compute)
     return planner, times

@@ -412,15 +412,6 @@ def test_a_scheduler_made_before_wrapping_lives_through_load_state_dict():
     assert World(1).run(program) == [0.5]
 
 
-def test_every_rank_plans_as_far_ahead_as_the_one_that_loads_furthest():
-    def program(engine):
-        balancer = hvd.Balancer(WHOLE, engine=engine)
-        hvd.BalancedDataLoader(Data(), balancer=balancer, num_workers=engine.rank * 2)
-        return balancer.lookahead
-
-    assert World(3).run(program) == [8, 8, 8]
-
-
 @pytest.mark.parametrize("stop", [1, 2, 3])
 def test_a_loader_resumed_in_the_middle_or_at_the_end_of_an_epoch(stop):
     """20 samples, global batch 8: three batches an epoch. Two epochs, stopped after batch `stop` of the first."""

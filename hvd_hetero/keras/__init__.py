@@ -7,13 +7,17 @@ from hvd_hetero.optimizers.attachment import PeerError
 from hvd_hetero.policy.replan import ReplanRule
 from hvd_hetero.policy.topology import Topology
 
-from .backend import horovod as _horovod
+from . import backend, callbacks
 from .balancer import Balancer
 from .compression import Compression
+from .dataset import BalancedDataset
+from .evaluation import EvaluationDataset
 from .function import allgather, allreduce, barrier, broadcast, broadcast_variables, init, load_model
+from .normalization import SyncBatchNormalization
 from .optimizer import DistributedOptimizer
 from .tape import DistributedGradientTape
 
+_horovod = backend.horovod
 # The same objects whichever Horovod it is: `from … import` would have to name one.
 Average = _horovod.Average
 Max = _horovod.Max
@@ -48,16 +52,19 @@ stop_timeline = _horovod.stop_timeline
 
 __all__ = [
     "Average",
+    "BalancedDataset",
     "Balancer",
     "Compression",
     "DistributedGradientTape",
     "DistributedOptimizer",
+    "EvaluationDataset",
     "Max",
     "Min",
     "PeerError",
     "ProcessSet",
     "ReplanRule",
     "Sum",
+    "SyncBatchNormalization",
     "Topology",
     "add_process_set",
     "allgather",
@@ -67,6 +74,7 @@ __all__ = [
     "broadcast",
     "broadcast_object",
     "broadcast_variables",
+    "callbacks",
     "ccl_built",
     "cross_rank",
     "cross_size",

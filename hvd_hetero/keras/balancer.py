@@ -72,6 +72,13 @@ class Balancer(framework_free.Balancer):
         self._announced.clear()
         self.resume()
 
+    @property
+    def idle(self) -> bool:
+        """Whether this rank has no sample in the batch whose gradients come next: what it holds is another rank's."""
+        if self._told:
+            return self.count_now == 0
+        return bool(self._announced) and self._announced[0] == 0
+
     def begin(self, samples: int) -> None:
         """Starts a global batch of which this rank has `samples`, in a loop without a `BalancedDataset`."""
         super().begin(samples)

@@ -149,6 +149,9 @@ class ReducedStep:
         terms, batches, passes = self._terms, self._weighing.batches, self._weighing.passes
         try:
             results, total = self._exchange.finish(lambda total: self._weighing.factor(total) * passes / batches)
+        except BaseException:
+            self._balancer.unheard()
+            raise
         finally:
             self._terms, self._passes = 0.0, 0
             self._weighing.end()

@@ -13,7 +13,6 @@ from horovod.torch import (
     ProcessSet,
     Product,
     Sum,
-    SyncBatchNorm,
     add_process_set,
     allgather,
     allgather_async,
@@ -81,6 +80,7 @@ from .function import broadcast_optimizer_state, broadcast_parameters, init, syn
 from .latency_lr import LatencyAwareLR
 from .loader import BalancedBatchSampler, BalancedDataLoader
 from .optimizer import DistributedOptimizer
+from .sync_batch_norm import SyncBatchNorm
 
 __all__ = [
     "Adasum",

@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from hvd_hetero.optimizers.agreement import agree_text
 from hvd_hetero.optimizers.balancer import Balancer
-from hvd_hetero.optimizers.latency_lr import NAMES, LatencyLR, Rule
+from hvd_hetero.optimizers.latency_lr import NAMES, Rule, agreed_latency_lr
 
 from .factor import PLACE, attached, multiplied, root_of
 
@@ -24,7 +23,6 @@ ADAPTIVE = (
     torch.optim.RMSprop,
     torch.optim.SparseAdam,
 )
-PROBES = (0.25, 0.5, 1.0, 2.0, 8.0)  # scales at which all ranks' rules have to give the same
 UNSEEN_STEPS = 10  # of an optimizer that does not ask for the factor, before that is an error
 
 
@@ -69,28 +67,15 @@ class LatencyAwareLR:
     ) -> None:
         if not isinstance(balancer, Balancer):
             raise TypeError(f"balancer: expected an hvd.Balancer. Received: {balancer!r}.")
-        made: list[LatencyLR] = []
 
-        def describe() -> str:
+        def chosen() -> str | Rule:
             _check(optimizer, balancer)
-            chosen = rule_for(optimizer) if rule == "auto" else rule
-            named = _probed(chosen) if callable(chosen) else chosen
-            core = LatencyLR(
-                rule=chosen,
-                base_batch_size=base_batch_size,
-                global_batch_size=balancer.global_batch_size,
-                warmup_steps=warmup_steps,
-                ramp_steps=ramp_steps,
-            )
-            made.append(core)
-            return (
-                f"rule={named}, base_batch_size={core.base_batch_size:g}, warmup_steps={warmup_steps}, "
-                f"ramp_steps={ramp_steps}"
-            )
+            return rule_for(optimizer) if rule == "auto" else rule
 
-        name = balancer.engine.unique("hvd_hetero.latency_lr.")
-        agree_text(balancer.engine, describe, title="LatencyAwareLR", name=name)
-        self.balancer, self._core = balancer, made[0]
+        self.balancer = balancer
+        self._core = agreed_latency_lr(
+            balancer, chosen, base_batch_size=base_batch_size, warmup_steps=warmup_steps, ramp_steps=ramp_steps
+        )
         self._meter: Any = None  # of the exchange that carries this optimizer's gradient
         self._unseen, self._applying = 0, False
         self._root = root_of(optimizer)
@@ -181,14 +166,6 @@ def rule_for(optimizer: torch.optim.Optimizer) -> str:
         f"rule: expected one of {', '.join(NAMES)}, or a function; \"auto\" knows SGD, and what adapts as Adam does. "
         f"Received: \"auto\" for {type(optimizer).__name__}."
     )
-
-
-def _probed(rule: Rule) -> list[float]:
-    """What a user's rule gives. Whatever it raises becomes a ValueError, of which the other ranks hear."""
-    try:
-        return [float(rule(scale)) for scale in PROBES]
-    except Exception as error:
-        raise ValueError(f"rule: expected a function from the scale to a factor. Received: {error!r} of it.") from error
 
 
 def _check(optimizer: Any, balancer: Balancer) -> None:

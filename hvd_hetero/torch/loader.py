@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
-from hvd_hetero.optimizers.agreement import agree_on, largest
 from hvd_hetero.optimizers.balancer import Balancer
-from hvd_hetero.optimizers.dealer import Dealer, cut
+from hvd_hetero.optimizers.sampler import ShareSampler
 
 
 class BalancedBatchSampler(Sampler[list[int]]):
@@ -24,8 +22,8 @@ class BalancedBatchSampler(Sampler[list[int]]):
     Args:
         length: samples in the dataset, the same on all ranks.
         shuffle, seed: the order of epoch e depends on the seed and e alone; call `set_epoch(e)`.
-        lookahead: batches that are dealt before they are used, `num_workers * prefetch_factor` of the `DataLoader`. A
-            plan holds so many batches later – on all ranks, the largest of theirs counts.
+        lookahead: batches that may be dealt before they are used, `num_workers * prefetch_factor` of the `DataLoader`.
+            A plan holds for batches that no rank has dealt.
 
     With a `DataLoader` of your own, begin each batch with `balancer.begin(sampler.used())`. Where `used()` is 0, this
     rank has no sample in a short last batch: the batch then holds one that is another rank's, to be cut off.
@@ -42,71 +40,45 @@ class BalancedBatchSampler(Sampler[list[int]]):
         lookahead: int = 0,
     ) -> None:
         self.balancer = balancer
-        agree_on(
-            balancer.engine,
-            {"dataset length": length, "shuffle": shuffle, "seed": seed, "drop_last": drop_last},
-            name=f"hvd_hetero.{balancer.name}.dealer",
-        )
-        ahead = largest(balancer.engine, lookahead, name=f"hvd_hetero.{balancer.name}.lookahead")
-        balancer.lookahead = max(balancer.lookahead, ahead)
-        self.dealer = Dealer(
-            length,
-            global_batch_size=balancer.global_batch_size,
-            shuffle=shuffle,
-            seed=seed,
-            drop_last=drop_last,
-        )
-        self.position = 0  # global batches of this epoch that were used
+        self.sampler = ShareSampler(length, balancer=balancer, shuffle=shuffle, seed=seed, drop_last=drop_last)
+        balancer.lookahead = max(balancer.lookahead, lookahead)
         self._first = 0  # where the next iteration starts: not 0 after load_state_dict()
-        self.dealt: deque[int] = deque()  # sizes of batches dealt and not yet used
 
     def __len__(self) -> int:
-        return len(self.dealer) - self._first
+        return len(self.sampler.dealer) - self._first
 
     def set_epoch(self, epoch: int) -> None:
         """Chooses the order of `epoch`, and starts at its beginning – unless it was resumed in the middle of it."""
-        if epoch != self.dealer.epoch:
-            self.dealer.epoch, self.position, self._first = epoch, 0, 0
+        if epoch != self.sampler.epoch:
+            self.sampler.set_epoch(epoch)
+            self._first = 0
 
     def __iter__(self) -> Iterator[list[int]]:
-        self.dealt.clear()
         self.end_epoch()
-        self.position, self._first = self._first, 0
-        first = self.balancer.step + 1  # the plan is looked up by the step in which the batch will be used
-        for ahead, batch in enumerate(self.dealer.batches(self.position)):
-            mine = cut(batch, self.balancer.plan_at(first + ahead).shares, self.balancer.rank)
-            self.dealt.append(len(mine))
-            # A rank without a sample still needs the form of a batch; the loader cuts it to no rows.
-            yield [int(index) for index in (mine if len(mine) else batch[:1])]
+        self.sampler.position, self._first = self._first, 0
+        self.sampler.rewind()
+        for _ in range(len(self.sampler.dealer) - self.sampler.position):
+            yield self.sampler.deal().indices.tolist()
 
     def used(self) -> int:
         """The number of samples of the oldest batch dealt, which is now in use."""
-        self.position += 1
-        return self.dealt.popleft()
+        return self.sampler.used()
 
     def end_epoch(self) -> None:
         """Goes to the next epoch if this one is used up: a script without set_epoch() still sees another order."""
-        if max(self.position, self._first) >= len(self.dealer):
-            self.dealer.epoch += 1
-            self.position = self._first = 0
+        self.sampler.position = max(self.sampler.position, self._first)
+        if self.sampler.position >= len(self.sampler.dealer):
+            self.sampler.end_epoch()
+            self._first = 0
 
     def state_dict(self) -> dict[str, int]:
         """Where in which epoch: the number of global batches used."""
-        return {
-            "epoch": self.dealer.epoch,
-            "position": self.position,
-            "length": self.dealer.length,
-            "seed": self.dealer.seed,
-            "global_batch_size": self.dealer.global_batch_size,
-        }
+        return self.sampler.state_dict()
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Goes on where `state` was saved, on any number of ranks."""
-        for name in ("length", "seed", "global_batch_size"):
-            expected = getattr(self.dealer, name)
-            if state[name] != expected:
-                raise ValueError(f"Expected the state of a sampler with {name} {expected}. Received: {state[name]}.")
-        self.dealer.epoch, self.position, self._first = state["epoch"], state["position"], state["position"]
+        self.sampler.load_state_dict(state)
+        self._first = self.sampler.position
 
 
 def _no_rows(batch: Any) -> Any:

@@ -1,0 +1,20 @@
+"""`hvd.callbacks`: those that Horovod's users know, by their names, and those for mixed hardware."""
+
+from .agreement import BestModelCheckpoint, BroadcastGlobalVariablesCallback, MetricAverageCallback
+from .balance import LatencyAwareLearningRate, RebalanceCallback, TraceCallback
+from .elastic import CommitStateCallback, UpdateBatchStateCallback, UpdateEpochStateCallback
+from .schedule import LearningRateScheduleCallback, LearningRateWarmupCallback
+
+__all__ = [
+    "BestModelCheckpoint",
+    "BroadcastGlobalVariablesCallback",
+    "CommitStateCallback",
+    "LatencyAwareLearningRate",
+    "LearningRateScheduleCallback",
+    "LearningRateWarmupCallback",
+    "MetricAverageCallback",
+    "RebalanceCallback",
+    "TraceCallback",
+    "UpdateBatchStateCallback",
+    "UpdateEpochStateCallback",
+]

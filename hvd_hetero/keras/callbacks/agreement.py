@@ -1,0 +1,140 @@
+"""Callbacks that make all ranks hold the same: variables, metrics, and one file of the best model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import keras
+import numpy as np
+
+from hvd_hetero.engine.port import Engine
+from hvd_hetero.optimizers.agreement import agree_text
+
+from .. import backend
+from ..function import broadcast_variables
+
+
+class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
+    """Overwrites the weights of the model and the variables of its optimizer with those of `root_rank`.
+
+    Before the first step; for a model that is built only by that step, right after it. Random seeds stay those of each
+    rank, so that ranks drop out and augment differently unless a script seeds them alike.
+
+    Args:
+        root_rank: who sends.
+        device: of no effect; Horovod's argument.
+        local_variables: variables that stay each rank's own.
+        process_set: the ranks (default: all).
+    """
+
+    def __init__(
+        self, root_rank: int, device: str = "", local_variables: Iterable[Any] | None = None, process_set: Any = None
+    ) -> None:
+        super().__init__()
+        self.root_rank, self._process_set = root_rank, process_set
+        self._local = {id(variable) for variable in local_variables or ()}
+        self.broadcast_done = False
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Broadcasts, where the model is built."""
+        self.broadcast_done = False
+        if self.model.built:
+            self._broadcast()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Broadcasts after the first step of a model that it has built."""
+        if not self.broadcast_done:
+            self._broadcast()
+
+    def _broadcast(self) -> None:
+        optimizer = self.model.optimizer
+        if not optimizer.built:
+            optimizer.build(self.model.trainable_variables)
+        variables = [v for v in [*self.model.weights, *optimizer.variables] if id(v) not in self._local]
+        broadcast_variables(variables, self.root_rank, self._process_set)
+        self.broadcast_done = True
+
+
+class MetricAverageCallback(keras.callbacks.Callback):
+    """Makes the metrics of each epoch those of all ranks: their mean, weighted by the samples that each rank has seen.
+
+    To be put before callbacks that decide by metrics, such as EarlyStopping and ReduceLROnPlateau. Exact for metrics
+    that are means over samples, as losses and accuracies are. Metrics of a validation are weighted by its samples: with
+    an `hvd.EvaluationDataset`, which deals them out, or with all of them on each rank.
+
+    Args:
+        device: of no effect; Horovod's argument.
+        process_set: the ranks (default: all).
+    """
+
+    def __init__(self, device: str = "", process_set: Any = None, *, engine: Engine | None = None) -> None:
+        super().__init__()
+        self._process_set, self._engine = process_set, engine
+        self._trained: float | None = None  # samples of the epoch, where a validation has followed
+        self._agreed: tuple[str, ...] = ()
+        self._name = ""
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Forgets the samples of the last epoch."""
+        self._trained = None
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        """Notes the samples of the epoch, before the validation counts its own."""
+        self._trained = self._samples()
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Averages `logs` in place. A collective call."""
+        if logs is None:
+            return
+        if self._engine is None:
+            self._engine = backend.engine(self._process_set)
+        self._name = self._name or self._engine.unique("hvd_hetero.metrics.")
+        now = self._samples()
+        samples = {"": now if self._trained is None else self._trained, "val_": now}
+        self._trained = None
+        keys = tuple(sorted(key for key, value in logs.items() if np.ndim(value) == 0))
+        if keys != self._agreed:
+            agree_text(self._engine, lambda: ", ".join(keys), title="metrics", name=f"{self._name}.keys")
+            self._agreed = keys
+        weights = [samples["val_" if key.startswith("val_") else ""] for key in keys]
+        values = [float(logs[key]) for key in keys]
+        weighted = [value * weight if weight else 0.0 for value, weight in zip(values, weights, strict=True)]
+        total = np.array([*weighted, *weights])
+        self._engine.allreduce_async(total, name=self._name).wait()
+        for key, value, weight in zip(keys, *total.reshape(2, -1).tolist(), strict=True):
+            logs[key] = value / weight if weight else math.nan
+
+    def _samples(self) -> float:
+        """Samples seen since the metrics were reset: what the mean of the loss is over."""
+        for metric in self.model.metrics:
+            if metric.name == "loss" and hasattr(metric, "count"):
+                return float(keras.ops.convert_to_numpy(metric.count))
+        return 1.0
+
+
+class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
+    """Saves the best model so far, on rank 0 alone. To be put after `MetricAverageCallback`.
+
+    Args:
+        monitor, verbose, mode, save_freq: as of `keras.callbacks.ModelCheckpoint`.
+        filepath: where to; it has to end in ".keras".
+    """
+
+    def __init__(
+        self,
+        monitor: str = "val_loss",
+        verbose: int = 0,
+        mode: str = "auto",
+        save_freq: str | int = "epoch",
+        *,
+        filepath: str = "best.keras",
+    ) -> None:
+        super().__init__(
+            filepath, monitor=monitor, verbose=verbose, save_best_only=True, mode=mode, save_freq=save_freq
+        )
+
+    def _save_model(self, epoch: int, batch: int | None, logs: Any) -> None:
+        if backend.horovod.rank() == 0:
+            super()._save_model(epoch, batch, logs)

@@ -1,0 +1,185 @@
+"""Callbacks for mixed hardware: shares, one learning rate that follows the batch, and traces."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import keras
+
+from hvd_hetero.optimizers.latency_lr import NAMES, LatencyLR, Rule, agreed_latency_lr
+from hvd_hetero.trace.record import trace_of
+
+from ..balancer import Balancer
+from .schedule import inner, learning_rate, set_learning_rate
+
+ADAPTIVE = ("Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Ftrl", "Lamb", "Lion", "Nadam", "RMSprop")
+
+
+class RebalanceCallback(keras.callbacks.Callback):
+    """Shows who does how much: rank 0 tells each new plan, and "share" in the logs is this rank's samples of a batch.
+
+    The balancing itself needs no callback. Epochs end here for data that no `BalancedDataset` gives.
+
+    Args:
+        verbose: 0 tells nothing.
+    """
+
+    def __init__(self, balancer: Balancer, verbose: int = 1) -> None:
+        super().__init__()
+        self.balancer, self.verbose = balancer, verbose
+        self._told = 0  # version of the plan
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """What went before, such as a validation, is no part of a step."""
+        self.balancer.resume()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Tells a plan when it holds."""
+        plan = self.balancer.plan
+        if plan.version != self._told:
+            self._told = plan.version
+            if self.verbose and self.balancer.rank == 0:
+                shares = ":".join(map(str, plan.shares))
+                print(f"\nPlan {plan.version} from step {plan.step}: shares {shares} ({plan.reason})", flush=True)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Logs this rank's share, and ends the epoch."""
+        if logs is not None:
+            logs["share"] = self.balancer.share
+        self.balancer.end_epoch()
+
+
+class LatencyAwareLearningRate(keras.callbacks.Callback):
+    """Multiplies the learning rate by one factor for all ranks, during each step and only then.
+
+    The factor makes up for the samples that ranks really put into a step being others than the learning rate was tuned
+    for, and for staleness. It is 1 and stays 1 while the global batch is `base_batch_size`, however it is shared out.
+    Between steps the learning rate is the script's own, so other callbacks may change it; a LearningRateSchedule is an
+    error. `fit` begins with a collective call.
+
+    Args:
+        balancer: says how many samples entered, and how stale they are.
+        rule: how the factor follows S, the effective batch over the base batch. "linear": S. "sqrt": its root.
+            "adascale": a gain between 1 and S, from the gradient's noise (at least two ranks have to have samples).
+            "auto": "sqrt" for Adam and its kin, "linear" for SGD. Or a function from S to the factor, with the same
+            bits on all ranks.
+        base_batch_size: the samples of the batch that the learning rate was tuned for (default: the global batch).
+        warmup_steps: a factor above 1 starts at 1, and is reached after so many steps.
+        ramp_steps: so many steps it takes to another factor.
+
+    Raises:
+        ValueError, TypeError: on every rank, when arguments are wrong on one, or differ.
+    """
+
+    def __init__(
+        self,
+        balancer: Balancer,
+        *,
+        rule: str | Rule = "auto",
+        base_batch_size: int | None = None,
+        warmup_steps: int = 0,
+        ramp_steps: int = 100,
+    ) -> None:
+        super().__init__()
+        if not isinstance(balancer, Balancer):
+            raise TypeError(f"balancer: expected an hvd.Balancer. Received: {balancer!r}.")
+        self.balancer, self._rule = balancer, rule
+        self._options: dict[str, Any] = {
+            "base_batch_size": base_batch_size, "warmup_steps": warmup_steps, "ramp_steps": ramp_steps,
+        }  # fmt: skip
+        self._core: LatencyLR | None = None
+        self._noise: Any = None
+        self._own: float | None = None  # the script's learning rate, while the factor is in it
+
+    @property
+    def factor(self) -> float:
+        """What the next step multiplies the learning rate by; 1 before the first fit."""
+        return 1.0 if self._core is None else self._core.factor
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """All ranks agree on the rule."""
+        optimizer = self.model.optimizer
+        set_learning_rate(optimizer, learning_rate(optimizer))
+        if self._core is None:
+            self._core = agreed_latency_lr(
+                self.balancer, lambda: rule_for(inner(optimizer)) if self._rule == "auto" else self._rule,
+                **self._options,
+            )  # fmt: skip
+            self.balancer.subscribe(self._advance)
+        if self._core.measures_noise:
+            self._noise = optimizer._reducer.noise
+            self._noise.measuring = True
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """The factor goes in."""
+        if self.factor != 1.0:
+            self._own = learning_rate(self.model.optimizer)
+            set_learning_rate(self.model.optimizer, self._own * self.factor)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """The factor comes out."""
+        if self._own is not None:
+            set_learning_rate(self.model.optimizer, self._own)
+            self._own = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the factor is on its way, as plain numbers; empty before the first fit."""
+        return {} if self._core is None else self._core.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from `state`, which has to be the same on every rank; after `on_train_begin`."""
+        if self._core is None:
+            raise RuntimeError("Expected load_state_dict() after fit has begun. Received: before. Call it in a fit.")
+        self._core.load_state_dict(state)
+
+    def _advance(self) -> None:
+        assert self._core is not None
+        self._core.advance(
+            samples=self.balancer.entered,
+            global_batch_size=self.balancer.global_batch_size,
+            staleness=self.balancer.mean_staleness,
+            noise=None if self._noise is None else self._noise.take(),
+        )
+
+
+def rule_for(optimizer: Any) -> str:
+    """The rule that suits a kind of optimizer."""
+    kinds = {cls.__name__ for cls in type(optimizer).__mro__}
+    if kinds & set(ADAPTIVE):
+        return "sqrt"
+    if "SGD" in kinds:
+        return "linear"
+    raise ValueError(
+        f"rule: expected one of {', '.join(NAMES)}, or a function; \"auto\" knows SGD, and what adapts as Adam does. "
+        f'Received: "auto" for {type(optimizer).__name__}.'
+    )
+
+
+class TraceCallback(keras.callbacks.Callback):
+    """Writes a trace of the run: steps and plans by the balancer, and what `fit` logs for each epoch.
+
+    Args:
+        run: the folder, one file per rank in it.
+        balancer: whose steps and plans are recorded; one made with `run=` has a trace of its own, which is then used.
+    """
+
+    def __init__(self, run: str, balancer: Balancer) -> None:
+        super().__init__()
+        if balancer.trace is None:
+            balancer.trace = trace_of(run, rank=balancer.rank, clock=time.time)
+            balancer.trace.plan(balancer.plan)
+        self.trace = balancer.trace
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Records that an epoch begins."""
+        self.trace.event("epoch begins", epoch=epoch)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Records the logs of an epoch."""
+        numbers = {key: float(value) for key, value in (logs or {}).items()}
+        self.trace.event("epoch ends", epoch=epoch, **numbers)
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Writes what is still in memory."""
+        self.trace.flush()

@@ -1,0 +1,78 @@
+"""Callbacks that keep an elastic state: any object with `commit()`, `batch` and `epoch`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+
+class CommitStateCallback(keras.callbacks.Callback):
+    """Commits `state` every `batches_per_commit` batches and at the end of each epoch.
+
+    To be put after the callbacks that update the state. Committing is collective: all ranks do it at the same batch.
+    """
+
+    def __init__(self, state: Any, batches_per_commit: int = 1) -> None:
+        super().__init__()
+        if batches_per_commit < 1:
+            raise ValueError(f"batches_per_commit: expected at least 1. Received: {batches_per_commit}.")
+        self.state, self.batches_per_commit = state, batches_per_commit
+        self.batches_remaining = batches_per_commit
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Starts counting anew: after a reset all ranks commit at the same batches."""
+        self.batches_remaining = self.batches_per_commit
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Commits when it is time."""
+        self.batches_remaining -= 1
+        if self.batches_remaining == 0:
+            self.state.commit()
+            self.batches_remaining = self.batches_per_commit
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Commits."""
+        self.state.commit()
+
+
+class UpdateBatchStateCallback(keras.callbacks.Callback):
+    """Keeps `state.batch`: how many batches of the epoch are done; 0 between epochs.
+
+    The first epoch of a fit that was resumed goes on counting where the state was. `fit(steps_per_epoch=...)` says how
+    many batches are left of it; Keras 3 lets no callback shorten an epoch.
+    """
+
+    def __init__(self, state: Any) -> None:
+        super().__init__()
+        self.state = state
+        self._before = 0  # batches of this epoch that were done before this fit
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Notes where the state is."""
+        self._before = self.state.batch
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Counts the batch."""
+        self.state.batch = self._before + batch + 1
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """The next epoch begins at its first batch."""
+        self.state.batch = self._before = 0
+
+
+class UpdateEpochStateCallback(keras.callbacks.Callback):
+    """Keeps `state.epoch`: how many epochs are done over all fits. Each fit counts from 0."""
+
+    def __init__(self, state: Any) -> None:
+        super().__init__()
+        self.state = state
+        self.initial_epoch = state.epoch
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Notes where the state is."""
+        self.initial_epoch = self.state.epoch
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Counts the epoch."""
+        self.state.epoch = self.initial_epoch + epoch + 1

@@ -1,0 +1,224 @@
+"""`BalancedDataset`: each rank's share of one global order, as a `keras.utils.PyDataset` and a `tf.data.Dataset`."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from typing import Any
+
+import keras
+import numpy as np
+
+from hvd_hetero.optimizers.sampler import Dealt, ShareSampler
+
+from .balancer import Balancer
+from .source import Batch, Source, StreamSource, source_of
+
+AHEAD = 2  # batches loaded ahead by each worker
+
+_loaded_from: Source | None = None  # in a worker process
+
+
+def _set_source(source: Source) -> None:
+    global _loaded_from
+    _loaded_from = source
+
+
+def _take(indices: np.ndarray) -> Batch:
+    assert _loaded_from is not None
+    return _loaded_from.take(indices)
+
+
+class BalancedDataset(keras.utils.PyDataset):
+    """Batches for `fit`, each as large as this rank's share at that moment.
+
+    Every sample of an epoch is used exactly once over all ranks, whatever the plan does; the last batch may be short
+    (`drop_last`). Each batch is announced to the balancer, so that gradients are weighted by their samples. Where a
+    rank has no sample in a short batch, it gets one that is another rank's, which counts for nothing in the gradient.
+
+    Keras passes over `shuffle` in `fit` here: the order is this object's. With `steps_per_epoch`, an epoch of `fit`
+    goes on where the last one ended. When loading fails on one rank, all ranks end.
+
+    Args:
+        x, y, sample_weight: arrays, tensors, or nested structures of them. Or x alone, with all of it: a PyDataset
+            whose batches are all of one size but the last; an object with `__len__` and `__getitem__` that gives single
+            samples; or a tf.data.Dataset of single samples, of known length and in the same order on all ranks, which
+            every rank reads as a whole (`shuffle=False`).
+        balancer: deals the shares.
+        shuffle, seed: the order of epoch e depends on the seed and e alone.
+        drop_last: leave out what does not fill a global batch.
+        workers: threads that load ahead; 0 for none.
+        use_multiprocessing: makes them processes, for loading that keeps Python busy.
+    """
+
+    def __init__(
+        self,
+        x: Any,
+        y: Any = None,
+        sample_weight: Any = None,
+        *,
+        balancer: Balancer,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        workers: int = 0,
+        use_multiprocessing: bool = False,
+    ) -> None:
+        # Keras' own workers would deal batches out of order, and twice after an interruption.
+        super().__init__(workers=1, use_multiprocessing=False)
+        self._source = source_of(x, y, sample_weight, global_batch_size=balancer.global_batch_size)
+        if isinstance(self._source, StreamSource) and (shuffle or workers):
+            raise ValueError(
+                "x: expected shuffle=False and workers=0 with a tf.data.Dataset, which is read in its own order. "
+                f"Received: shuffle={shuffle}, workers={workers}. Use its shuffle(seed=...) and prefetch()."
+            )
+        self.balancer = balancer
+        self.sampler = ShareSampler(
+            len(self._source),
+            balancer=balancer,
+            shuffle=shuffle,
+            seed=seed,
+            drop_last=drop_last,
+            block=self._source.block,
+        )
+        self._pool: Executor | None = None
+        if workers and use_multiprocessing:
+            self._pool = ProcessPoolExecutor(workers, initializer=_set_source, initargs=(self._source,))
+        elif workers:
+            self._pool = ThreadPoolExecutor(workers, thread_name_prefix="hvd_hetero.loader")
+        self._processes = use_multiprocessing
+        self._ahead = AHEAD * workers
+        self._loading: deque[tuple[Dealt, Future[Batch]]] = deque()
+        self._fresh = True  # nobody has begun to use what is dealt
+        self._at: int | None = None  # the step up to which use is accounted for, within an epoch
+        self._last: Batch = None
+
+    def __len__(self) -> int:
+        return len(self.sampler.dealer)
+
+    @property
+    def workers(self) -> int:
+        """1: Keras loads nothing ahead by itself. Keras asks when it begins to read anew, in each `fit`."""
+        self._settle()
+        self._fresh, self._at = True, None
+        return 1
+
+    @workers.setter
+    def workers(self, value: int) -> None:
+        raise AttributeError(f"workers: expected as an argument of BalancedDataset. Received: set to {value} later.")
+
+    # What Keras calls -----------------------------------------------------------------------------------------------
+
+    def __getitem__(self, index: int) -> Batch:
+        """The next batch in an epoch, whatever `index` is; outside of one a look at batch `index`."""
+        if self._fresh:
+            return self._load(self.sampler.peek(index))
+        return self._next()
+
+    def on_epoch_begin(self) -> None:
+        """Before the first batch of an epoch."""
+        if self._fresh:
+            self._rewind()
+        if self._at is None:
+            self._at = self.balancer.step
+        self.balancer.resume()  # what went before, such as a validation, is no part of a step
+
+    def on_epoch_end(self) -> None:
+        """After the last batch of an epoch."""
+        used = self._settle()
+        if self._at is not None and not self._fresh:
+            if used:
+                self.balancer.end_epoch()
+            else:  # an evaluation: its batches were no training
+                self._fresh = True
+        self._at = None
+
+    # Other ways to read ---------------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Batch]:
+        """The batches of an epoch, for a loop of your own."""
+        yield from self._epoch()
+        self.on_epoch_end()
+
+    def as_tf_dataset(self) -> Any:
+        """A tf.data.Dataset whose iterations are epochs, with batches of any number of rows in its element_spec."""
+        import tensorflow as tf
+
+        spec = keras.tree.map_structure(
+            lambda leaf: tf.TensorSpec((None, *leaf.shape[1:]), leaf.dtype), self._load(self.sampler.peek(0))
+        )
+        dataset = tf.data.Dataset.from_generator(self._epoch, output_signature=spec)
+        return dataset.apply(tf.data.experimental.assert_cardinality(len(self))).prefetch(AHEAD)
+
+    def _epoch(self) -> Iterator[Batch]:
+        self._settle()
+        self._rewind()
+        self._at = self.balancer.step
+        for _ in range(len(self)):
+            yield self._next()
+
+    # Dealing and loading --------------------------------------------------------------------------------------------
+
+    def _rewind(self) -> None:
+        """What was dealt and not used is dealt again."""
+        for _, loading in self._loading:
+            loading.cancel()
+        self._loading.clear()
+        self.balancer.forget()
+        self.sampler.rewind()
+        self._fresh = False
+
+    def _settle(self) -> int:
+        """Tells the sampler what was used since the last time; the number of batches."""
+        if self._at is None:
+            return 0
+        used = min(self.balancer.step - self._at, self.sampler.pending)
+        for _ in range(used):
+            self.sampler.used()
+        self.sampler.end_epoch()
+        self._at = self.balancer.step
+        return used
+
+    def _deal(self) -> Dealt:
+        dealt = self.sampler.deal()
+        self.balancer.announce(dealt.used)
+        return dealt
+
+    def _next(self) -> Batch:
+        try:
+            if self._pool is None:
+                self._last = self._load(self._deal())
+                return self._last
+            while len(self._loading) <= self._ahead:
+                dealt = self._deal()
+                self._loading.append((dealt, self._submit(dealt)))
+            self._last = self._loading.popleft()[1].result()
+        except Exception as error:
+            # The batches before this one are still to be used, so the others hear of it when this rank gets there.
+            self.balancer.stop(error)
+            if self._last is None:
+                self.balancer.fail()
+                raise
+        return self._last
+
+    def _load(self, dealt: Dealt) -> Batch:
+        return self._source.take(dealt.indices)
+
+    def _submit(self, dealt: Dealt) -> Future[Batch]:
+        assert self._pool is not None
+        if self._processes:
+            return self._pool.submit(_take, dealt.indices)
+        return self._pool.submit(self._load, dealt)
+
+    # State ----------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, int]:
+        """Where in which epoch: the number of global batches used."""
+        self._settle()
+        return self.sampler.state_dict()
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Goes on where `state` was saved, on any number of ranks. An epoch of `fit` still has `len(self)` batches."""
+        self.sampler.load_state_dict(state)
+        self._fresh, self._at = True, None

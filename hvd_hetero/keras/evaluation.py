@@ -1,0 +1,53 @@
+"""`EvaluationDataset`: samples for a validation, dealt once over all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+
+from hvd_hetero.optimizers.balancer import Balancer
+from hvd_hetero.optimizers.dealer import proportional
+
+from .source import Batch, source_of
+
+
+class EvaluationDataset(keras.utils.PyDataset):
+    """Every sample on one rank: as many on each as its share says, in their order.
+
+    For `validation_data` and `evaluate`; `MetricAverageCallback` then makes the metrics those of all samples. Ranks may
+    have different numbers of batches, since nothing is exchanged.
+
+    Args:
+        x, y, sample_weight: as of `BalancedDataset`.
+        balancer: says the shares, and by them the size of a batch.
+    """
+
+    def __init__(
+        self, x: Any, y: Any = None, sample_weight: Any = None, *, balancer: Balancer, **options: Any
+    ) -> None:
+        super().__init__(**options)
+        self._source = source_of(x, y, sample_weight, global_batch_size=balancer.global_batch_size)
+        self._balancer = balancer
+        if len(self._source) < balancer.size:
+            raise ValueError(
+                f"x: expected at least one sample for each of {balancer.size} ranks. Received: {len(self._source)}. "
+                "Give all samples to each rank."
+            )
+
+    def _mine(self) -> tuple[int, int, int]:
+        """The first sample of this rank, the number of them, and that of a batch."""
+        shares = self._balancer.plan_at(self._balancer.step + 1).shares
+        # One each, so that every rank has a batch, and the others by share.
+        parts = [1 + part for part in proportional(shares, len(self._source) - len(shares))]
+        rank = self._balancer.rank
+        return sum(parts[:rank]), parts[rank], max(1, shares[rank])
+
+    def __len__(self) -> int:
+        _, samples, size = self._mine()
+        return -(-samples // size)
+
+    def __getitem__(self, index: int) -> Batch:
+        first, samples, size = self._mine()
+        return self._source.take(np.arange(first + index * size, first + min(samples, (index + 1) * size)))

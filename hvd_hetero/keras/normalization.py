@@ -1,0 +1,74 @@
+"""`SyncBatchNormalization`: batch normalisation over the rows of all ranks, however many each has."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import keras
+from keras import ops
+
+from hvd_hetero.engine.port import Engine
+from hvd_hetero.optimizers.moments import RowSum, merged
+
+from . import backend
+from .balancer import Balancer
+
+
+@keras.saving.register_keras_serializable(package="hvd_hetero")
+class SyncBatchNormalization(keras.layers.BatchNormalization):
+    """Batch normalisation over the rows of all ranks: what BatchNormalization of one process does on the global batch.
+
+    Statistics and their gradients are weighted by rows (with a mask: those that it leaves), so ranks may have unequal
+    batches. All ranks call it together in training. Arguments are those of `keras.layers.BatchNormalization`.
+
+    Args:
+        balancer: says when a batch holds a sample that is another rank's, as `BalancedDataset` gives it to a rank that
+            has none; it is then left out here as well.
+        process_set: the ranks (default: all).
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        balancer: Balancer | None = None,
+        process_set: Any = None,
+        engine: Engine | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        if self.synchronized or self.renorm:
+            raise ValueError(
+                "synchronized, renorm: expected False: synchronizing is what this layer does, and the corrections of "
+                f"renorm are for batches that are not whole. Received: {self.synchronized}, {self.renorm}."
+            )
+        self._balancer, self._process_set, self._engine = balancer, process_set, engine
+        self._rows: RowSum | None = None
+        self._form: Any = importlib.import_module(f"{__package__}.row_sum_{backend.NAME}")
+
+    def _sum(self, vector: Any, samples: Any) -> Any:
+        if self._rows is None:  # not before: a model may be made before hvd.init()
+            engine = self._engine if self._engine is not None else backend.engine(self._process_set)
+            balancer = self._balancer
+            self._rows = RowSum(
+                engine,
+                name=engine.unique("hvd_hetero.sync_batch_norm."),
+                counts=lambda: balancer is None or not balancer.idle,
+            )
+        return self._form.summed(vector, samples, self._rows)
+
+    def _moments(self, inputs: Any, mask: Any) -> tuple[Any, Any]:
+        """Mean and biased variance of all ranks' rows; what the base class computes of this rank's."""
+        axes, features = self._reduction_axes, inputs.shape[self.axis]
+        if mask is None:
+            kept, count = inputs, ops.cast(ops.size(inputs), "float64") / features
+        else:
+            mask = ops.broadcast_to(ops.expand_dims(ops.cast(mask, "bool"), -1), ops.shape(inputs))
+            kept, count = ops.where(mask, inputs, ops.zeros_like(inputs)), ops.sum(ops.cast(mask, "float64")) / features
+        mean = ops.sum(kept, axes, keepdims=True) / ops.cast(self._form.at_least(count, 1.0), inputs.dtype)
+        distance = inputs - mean if mask is None else ops.where(mask, inputs - mean, ops.zeros_like(inputs))
+        squares = ops.cast(ops.sum(ops.square(distance), axes), "float64")
+        mean = ops.cast(ops.reshape(mean, (-1,)), "float64")
+        vector = ops.concatenate([ops.reshape(count, (1,)), count * mean, squares + count * mean * mean])
+        whole = merged(self._sum(vector, ops.shape(inputs)[0]), features, at_least=self._form.at_least)
+        return ops.cast(whole.mean, inputs.dtype), ops.cast(whole.variance, inputs.dtype)

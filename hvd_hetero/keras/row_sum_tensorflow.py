@@ -1,0 +1,30 @@
+"""A sum over ranks that gradients flow through, on the TensorFlow back end: through host memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvd_hetero.optimizers.moments import RowSum
+
+at_least = tf.maximum  # unlike Keras' own, it keeps float64
+
+
+def summed(vector: Any, samples: Any, rows: RowSum) -> Any:
+    """`vector`, a float64 tensor of known length, summed over the ranks; `samples`: of this rank's batch."""
+
+    def on_host(function: Any, *tensors: Any) -> Any:
+        result = tf.numpy_function(function, tensors, tf.float64)
+        result.set_shape(vector.shape)
+        return result
+
+    @tf.custom_gradient
+    def forth(value: Any) -> Any:
+        def back(gradient: Any) -> Any:
+            return on_host(lambda g, n: rows.back(np.array(g), float(n)), gradient, samples)
+
+        return on_host(lambda v: rows.forth(np.array(v)), value), back
+
+    return forth(vector)

@@ -1,0 +1,29 @@
+"""A sum over ranks that gradients flow through, on the torch back end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hvd_hetero.optimizers.moments import RowSum
+
+at_least = torch.clamp_min  # unlike Keras' own maximum, it keeps float64
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, vector: torch.Tensor, samples: int, rows: RowSum) -> torch.Tensor:
+        ctx.samples, ctx.rows = samples, rows
+        return rows.forth(vector.clone())  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return ctx.rows.back(gradients[0].clone(), ctx.samples), None, None
+
+
+def summed(vector: torch.Tensor, samples: int, rows: RowSum) -> torch.Tensor:
+    """`vector` summed over the ranks; `samples`: of this rank's batch."""
+    if vector.device.type == "meta":  # Keras asks for shapes
+        return vector
+    return _Summed.apply(vector, int(samples), rows)  # type: ignore[no-any-return]

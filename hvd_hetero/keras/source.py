@@ -1,0 +1,200 @@
+"""Sources of samples: whatever a user has, seen as samples with a number each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import keras
+import numpy as np
+
+Batch = Any  # a tuple (x,), (x, y) or (x, y, sample_weight) of nested arrays, or a dictionary
+
+
+class Source(Protocol):
+    """Samples that can be taken by number."""
+
+    block: int  # neighbouring samples that are loaded together
+
+    def __len__(self) -> int: ...
+
+    def take(self, indices: np.ndarray) -> Batch:
+        """The batch of these samples, in this order."""
+
+
+def source_of(x: Any, y: Any, sample_weight: Any, *, global_batch_size: int) -> Source:
+    """The source for a user's arguments.
+
+    Raises:
+        TypeError, ValueError: for what has no numbered samples.
+    """
+    if not _is_tf_data(x) and _is_array_like(x):
+        return ArraySource(x, y, sample_weight)
+    if y is not None or sample_weight is not None:
+        raise TypeError(
+            f"y, sample_weight: expected none, because {type(x).__name__} holds them itself. Received: some. Let it "
+            "give (x, y) or (x, y, sample_weight)."
+        )
+    if _is_tf_data(x):
+        return StreamSource(x, global_batch_size=global_batch_size)
+    if isinstance(x, keras.utils.PyDataset):
+        return BatchSource(x)
+    if hasattr(x, "__len__") and hasattr(x, "__getitem__"):
+        return SampleSource(x)
+    raise TypeError(
+        "x: expected arrays, a keras.utils.PyDataset, a tf.data.Dataset of known length, or samples by number (with "
+        f"__len__ and __getitem__). Received: {type(x).__name__}. A generator has no numbered samples: collect them."
+    )
+
+
+def _is_tf_data(x: Any) -> bool:
+    """Whether x is a tf.data.Dataset, without importing TensorFlow."""
+    return any(
+        cls.__name__ == "DatasetV2" and cls.__module__.startswith("tensorflow.") for cls in type(x).__mro__
+    )
+
+
+def _is_array_like(x: Any) -> bool:
+    return isinstance(x, (dict, list, tuple)) or hasattr(x, "shape")
+
+
+def _array(leaf: Any) -> np.ndarray:
+    """A numpy view of an array or tensor, where there is one."""
+    if hasattr(leaf, "detach"):  # a torch tensor
+        leaf = leaf.detach().cpu()
+    return leaf.to_numpy() if hasattr(leaf, "to_numpy") else np.asarray(leaf)
+
+
+def _as_floatx(leaf: np.ndarray) -> np.ndarray:
+    """Floating point in Keras' floatx, as `fit` makes it of arrays."""
+    return leaf.astype(keras.config.floatx(), copy=False) if leaf.dtype.kind == "f" else leaf
+
+
+def packed(sample: Any) -> Batch:
+    """`sample` as a PyDataset's batches are: a tuple or a dictionary."""
+    if isinstance(sample, list):
+        return tuple(sample)
+    return sample if isinstance(sample, (tuple, dict)) else (sample,)
+
+
+class ArraySource:
+    """Arrays, or nested structures of them, with samples along the first axis."""
+
+    block = 1
+
+    def __init__(self, x: Any, y: Any, sample_weight: Any) -> None:
+        if y is None and sample_weight is not None:
+            raise ValueError("sample_weight: expected none without y. Received: some.")
+        given = (x,) if y is None else (x, y) if sample_weight is None else (x, y, sample_weight)
+        self._arrays = keras.tree.map_structure(_array, given)
+        leaves = keras.tree.flatten(self._arrays)
+        if any(leaf.ndim == 0 for leaf in leaves):
+            raise ValueError("Expected arrays with samples along the first axis. Received: a scalar.")
+        lengths = sorted({len(leaf) for leaf in leaves})
+        if len(lengths) != 1:
+            raise ValueError(f"Expected arrays of the same number of samples. Received: {lengths}.")
+        self._length = lengths[0]
+
+    def __len__(self) -> int:
+        return self._length
+
+    def take(self, indices: np.ndarray) -> Batch:
+        """Rows of the arrays."""
+        return keras.tree.map_structure(lambda leaf: _as_floatx(leaf[indices]), self._arrays)
+
+
+class SampleSource:
+    """A sequence whose items are samples: x, (x, y), (x, y, sample_weight), or a dictionary."""
+
+    block = 1
+
+    def __init__(self, samples: Sequence[Any]) -> None:
+        self._samples = samples
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def take(self, indices: np.ndarray) -> Batch:
+        """The samples, stacked."""
+        return _stacked([packed(self._samples[int(index)]) for index in indices])
+
+
+class BatchSource:
+    """A PyDataset, whose batches are taken apart into samples.
+
+    All batches but the last have to be of one size. Samples of a batch stay together in the order of an epoch, so that
+    a rank loads few of them. Which samples a batch has must not change between epochs: shuffling is the balancer's.
+    """
+
+    def __init__(self, batches: keras.utils.PyDataset) -> None:
+        if batches.num_batches is None:
+            raise ValueError("x: expected a PyDataset of finite length. Received: an infinite one.")
+        self._batches = batches
+        self.block = _rows(packed(batches[0]))
+        self._length = self.block * (batches.num_batches - 1) + _rows(packed(batches[batches.num_batches - 1]))
+
+    def __len__(self) -> int:
+        return self._length
+
+    def take(self, indices: np.ndarray) -> Batch:
+        """The samples, cut out of the batches that have them."""
+        parts = []
+        numbers: np.ndarray = indices // self.block
+        starts = [0, *(np.flatnonzero(np.diff(numbers)) + 1)]
+        for start, stop in zip(starts, [*starts[1:], len(indices)], strict=True):
+            batch, number = packed(self._batches[int(numbers[start])]), int(numbers[start])
+            expected = min(self.block, self._length - number * self.block)
+            if _rows(batch) != expected:
+                raise ValueError(
+                    f"x: expected {expected} samples in batch {number} of the PyDataset: all batches but the last of "
+                    f"one size. Received: {_rows(batch)}."
+                )
+            parts.append(_rows_of(batch, indices[start:stop] - number * self.block))
+        if len(parts) == 1:
+            return keras.tree.map_structure(_as_floatx, parts[0])
+        return keras.tree.map_structure(lambda *leaves: _as_floatx(np.concatenate(leaves)), *parts)
+
+
+class StreamSource:
+    """A tf.data.Dataset of single samples, read in its order: each rank passes over the samples of the others.
+
+    Its order has to be the same on all ranks: shuffle with a seed, or not at all.
+    """
+
+    block = 1
+
+    def __init__(self, samples: Any, *, global_batch_size: int) -> None:
+        self._length = int(samples.cardinality())
+        if self._length < 0:
+            raise ValueError(
+                "x: expected a tf.data.Dataset of known length. Received: one of unknown or infinite length. Say it "
+                "with .apply(tf.data.experimental.assert_cardinality(n))."
+            )
+        self._size = global_batch_size
+        self._whole = samples.batch(global_batch_size)
+        self._stream: Iterator[Any] = iter(())
+        self._at, self._batch = -1, None  # the global batch read last
+
+    def __len__(self) -> int:
+        return self._length
+
+    def take(self, indices: np.ndarray) -> Batch:
+        """Rows of the global batch that these samples are in."""
+        number = int(indices[0]) // self._size
+        if number < self._at or self._at < 0:
+            self._stream, self._at = self._whole.as_numpy_iterator(), -1
+        while self._at < number:
+            self._batch, self._at = packed(next(self._stream)), self._at + 1
+        return keras.tree.map_structure(_as_floatx, _rows_of(self._batch, indices - number * self._size))
+
+
+def _rows(batch: Batch) -> int:
+    return len(keras.tree.flatten(batch)[0])
+
+
+def _rows_of(batch: Batch, rows: np.ndarray) -> Batch:
+    return keras.tree.map_structure(lambda leaf: _array(leaf)[rows], batch)
+
+
+def _stacked(samples: Sequence[Batch]) -> Batch:
+    return keras.tree.map_structure(lambda *leaves: _as_floatx(np.stack([_array(leaf) for leaf in leaves])), *samples)

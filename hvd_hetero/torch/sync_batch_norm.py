@@ -1,0 +1,127 @@
+"""`SyncBatchNorm`: batch normalisation over the rows of all ranks, however many each has, on any device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import functional
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from hvd_hetero.engine.horovod import HorovodEngine
+from hvd_hetero.engine.port import Engine
+from hvd_hetero.optimizers.moments import RowSum, merged
+
+
+class _Normalised(torch.autograd.Function):
+    """(x - mean) / sqrt(variance + eps), with the moments of all ranks' rows; they come out as well, with the number.
+
+    With y the normalised x, S and Q the weighted sums of g and g y over all rows,
+    dx = (g - S / n - y Q / n) / sqrt(variance + eps).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, eps: float, rows: RowSum) -> tuple[torch.Tensor, ...]:
+        axes = [axis for axis in range(x.dim()) if axis != 1]
+        count = x.numel() // x.shape[1]
+        if count:
+            variance, mean = (part.double() for part in torch.var_mean(x, dim=axes, correction=0))
+        else:
+            variance = mean = x.new_zeros(x.shape[1], dtype=torch.float64)
+        own = torch.cat([mean.new_tensor([count]), count * mean, count * (variance + mean**2)])
+        whole = merged(rows.forth(own), x.shape[1], at_least=torch.clamp_min)
+        shape = [1, -1] + [1] * (x.dim() - 2)
+        scale = (whole.variance + eps).rsqrt().to(x.dtype).view(shape)
+        y = (x - whole.mean.to(x.dtype).view(shape)) * scale
+        ctx.save_for_backward(y, scale)
+        ctx.axes, ctx.rows, ctx.samples, ctx.whole_count = axes, rows, len(x), whole.rows
+        moments = whole.mean.to(x.dtype), whole.variance.to(x.dtype), whole.rows.to(x.dtype)
+        ctx.mark_non_differentiable(*moments)
+        return y, *moments
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        y, scale = ctx.saved_tensors
+        gradient = gradients[0]
+        own = torch.cat([gradient.sum(ctx.axes), (gradient * y).sum(ctx.axes)]).double()
+        sums = ctx.rows.back(own, ctx.samples) / ctx.whole_count.clamp_min(1.0)
+        of_ones, of_y = (part.to(y.dtype).view(scale.shape) for part in sums.chunk(2))
+        return (gradient - of_ones - y * of_y) * scale, None, None
+
+
+class SyncBatchNorm(_BatchNorm):
+    """Batch normalisation over the rows of all ranks: what BatchNorm of one process does on the global batch.
+
+    Statistics and their gradients are weighted by rows, so ranks may have unequal batches, and none at all. All ranks
+    call it together. Arguments are those of `torch.nn.BatchNorm2d`.
+
+    Args:
+        process_set: the ranks (default: all).
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        *,
+        process_set: Any = None,
+        engine: Engine | None = None,
+    ) -> None:
+        super().__init__(num_features, eps, momentum, affine, track_running_stats)
+        self._process_set, self._engine = process_set, engine
+        self._rows: RowSum | None = None
+
+    def _check_input_dim(self, input: torch.Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"input: expected at least 2 dimensions. Received: {input.dim()}.")
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """The normalised input, of its shape and type."""
+        self._check_input_dim(input)
+        if not self.training and self.track_running_stats:
+            return functional.batch_norm(
+                input, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps
+            )
+        if self._rows is None:  # not before: a model may be made before hvd.init()
+            engine = self._engine if self._engine is not None else HorovodEngine(self._process_set)
+            self._rows = RowSum(engine, name=engine.unique("hvd_hetero.sync_batch_norm."))
+        x = input if input.dtype == torch.float64 else input.float()
+        y, *moments = _Normalised.apply(x, self.eps, self._rows)
+        if self.training and self.track_running_stats:
+            self._track(*moments)
+        if self.affine:
+            shape = [1, -1] + [1] * (x.dim() - 2)
+            y = y * self.weight.to(y.dtype).view(shape) + self.bias.to(y.dtype).view(shape)
+        return y.to(input.dtype)
+
+    def _track(self, mean: torch.Tensor, variance: torch.Tensor, count: torch.Tensor) -> None:
+        self.num_batches_tracked.add_(1)
+        share = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        unbiased = variance * (count / (count - 1).clamp(min=1))
+        for running, value in ((self.running_mean, mean), (self.running_var, unbiased)):
+            running.lerp_(value.to(running), share)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The state without what is this process's; a copy is a layer of its own to the other ranks."""
+        return {**self.__dict__, "_rows": None}
+
+    @classmethod
+    def convert_sync_batchnorm(cls, module: torch.nn.Module, process_set: Any = None) -> torch.nn.Module:
+        """`module` with a `SyncBatchNorm` in place of each batch normalisation, on the same parameters and buffers."""
+        if isinstance(module, _BatchNorm) and not isinstance(module, cls):
+            converted = cls(
+                module.num_features,
+                module.eps,
+                module.momentum,
+                module.affine,
+                module.track_running_stats,
+                process_set=process_set,
+            )
+            converted._parameters, converted._buffers = module._parameters, module._buffers
+            return converted.train(module.training)
+        for name, child in module.named_children():
+            module.add_module(name, cls.convert_sync_batchnorm(child, process_set))
+        return module

@@ -1,0 +1,132 @@
+"""Sampling: this rank's part of one global order, batch after batch and epoch after epoch."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from typing import NamedTuple
+
+import numpy as np
+
+from .agreement import agree_on
+from .balancer import Balancer
+from .dealer import Dealer, cut
+
+
+class Dealt(NamedTuple):
+    """This rank's part of a global batch."""
+
+    indices: np.ndarray  # of the samples; never none, so that a batch always has a form
+    used: int  # how many of them are this rank's: 0 where it has no sample in a short batch, and the one is another's
+
+
+class ShareSampler:
+    """The indices of this rank's samples in one global batch after the other.
+
+    Every sample of an epoch comes up exactly once over all ranks, whatever the plan does. Nothing is repeated to make
+    ranks even: the last batch of an epoch may be short (`drop_last`). Batches may be dealt before they are used, even
+    by another thread and into the next epoch; what counts as done is what was used.
+
+    Args:
+        length: samples in the dataset, the same on all ranks.
+        shuffle, seed: the order of epoch e depends on the seed and e alone.
+        block: so many neighbouring samples stay together in it.
+
+    Raises:
+        ValueError: on every rank, when the arguments differ between ranks.
+    """
+
+    def __init__(
+        self, length: int, *, balancer: Balancer, shuffle: bool, seed: int, drop_last: bool, block: int = 1
+    ) -> None:
+        self.balancer = balancer
+        agree_on(
+            balancer.engine,
+            {"dataset length": length, "shuffle": shuffle, "seed": seed, "drop_last": drop_last, "block": block},
+            name=f"hvd_hetero.{balancer.name}.dealer",
+        )
+        self.dealer = Dealer(
+            length,
+            global_batch_size=balancer.global_batch_size,
+            shuffle=shuffle,
+            seed=seed,
+            drop_last=drop_last,
+            block=block,
+        )
+        self.position = 0  # global batches of this epoch that were used
+        self._dealt: deque[int] = deque()  # sizes of batches dealt and not yet used
+        self._next = 0  # the step in which the batch after them will be used: the plan is looked up by it
+        self._lock = threading.RLock()
+
+    @property
+    def epoch(self) -> int:
+        """The epoch whose samples are being used."""
+        return self.dealer.epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Chooses the order of `epoch`, and starts at its beginning – unless it was resumed in the middle of it."""
+        if epoch != self.dealer.epoch:
+            self.dealer.epoch, self.position = epoch, 0
+
+    def rewind(self) -> None:
+        """Deals again what was dealt and not used, from the next step on."""
+        with self._lock:
+            self._dealt.clear()
+            self.end_epoch()
+            self._next = self.balancer.step + 1
+
+    def deal(self) -> Dealt:
+        """The next batch. A batch without a sample of this rank holds one that is another rank's."""
+        with self._lock:
+            epochs, index = divmod(self.position + len(self._dealt), len(self.dealer))
+            batch = self.dealer.batch(self.dealer.epoch + epochs, index)
+            step = self._next
+        shares = self.balancer.deal(step).shares  # may wait, and `used` must not
+        with self._lock:
+            mine = cut(batch, shares, self.balancer.rank)
+            self._dealt.append(len(mine))
+            self._next = step + 1
+        return Dealt(mine if len(mine) else batch[:1], len(mine))
+
+    def peek(self, index: int) -> Dealt:
+        """Batch `index` from where the epoch is, as it would be dealt now; nothing is dealt."""
+        epochs, place = divmod(self.position + index, len(self.dealer))
+        batch = self.dealer.batch(self.dealer.epoch + epochs, place)
+        mine = cut(batch, self.balancer.plan_at(self.balancer.step + 1 + index).shares, self.balancer.rank)
+        return Dealt(mine if len(mine) else batch[:1], len(mine))
+
+    @property
+    def pending(self) -> int:
+        """Batches dealt and not yet used."""
+        return len(self._dealt)
+
+    def used(self) -> int:
+        """The number of samples of the oldest batch dealt, which is now in use."""
+        with self._lock:
+            self.position += 1
+            return self._dealt.popleft()
+
+    def end_epoch(self) -> None:
+        """Goes to the next epoch if this one is used up: a script without set_epoch() still sees another order."""
+        with self._lock:
+            epochs, self.position = divmod(self.position, len(self.dealer))
+            self.dealer.epoch += epochs
+
+    def state_dict(self) -> dict[str, int]:
+        """Where in which epoch: the number of global batches used."""
+        return {
+            "epoch": self.dealer.epoch,
+            "position": self.position,
+            "length": self.dealer.length,
+            "seed": self.dealer.seed,
+            "global_batch_size": self.dealer.global_batch_size,
+        }
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Goes on where `state` was saved, on any number of ranks."""
+        for name in ("length", "seed", "global_batch_size"):
+            expected = getattr(self.dealer, name)
+            if state[name] != expected:
+                raise ValueError(f"Expected the state of a sampler with {name} {expected}. Received: {state[name]}.")
+        self.dealer.epoch, self.position = state["epoch"], state["position"]
+        self._dealt.clear()

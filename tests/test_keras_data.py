@@ -1,0 +1,305 @@
+"""`hvd.BalancedDataset` on ranks that are threads: what `fit`'s adapters read from it, in whatever way they read."""
+
+import os
+import queue
+import random
+import threading
+
+import numpy as np
+import pytest
+
+pytest.importorskip("keras", reason="pip install keras with TensorFlow or torch")
+pytest.importorskip("horovod", reason="build it with hvd-hetero build-horovod")
+
+import keras
+
+from hvd_hetero.engine.local import SoloEngine, World
+from hvd_hetero.keras.dataset import BalancedDataset
+from hvd_hetero.keras.evaluation import EvaluationDataset
+from hvd_hetero.optimizers.attachment import PeerError
+from hvd_hetero.optimizers.balancer import Balancer as FrameworkFree
+
+LENGTH, WHOLE = 22, 8  # the third batch of an epoch is short
+SHARES = (5, 2, 1)
+
+
+class Balancer(FrameworkFree):
+    """What the dataset needs of `hvd.Balancer`, and an optimizer's exchange without gradients."""
+
+    def __init__(self, engine, shares=SHARES, **options):
+        super().__init__(engine, global_batch_size=WHOLE, shares=shares if engine.size > 1 else None, **options)
+        self.announced, self.ended_epochs = [], 0
+
+    def announce(self, samples):
+        self.announced.append(samples)
+
+    def forget(self):
+        self.announced.clear()
+
+    def end_epoch(self):
+        self.ended_epochs += 1
+
+    def exchange(self, rows):
+        """What the optimizer does; the batch in use has `rows` rows."""
+        samples = self.announced.pop(0)
+        assert self._error or rows == max(samples, 1), "the batch in use is not the one that was announced"
+        self.begin(samples)
+        vector = np.array(self.outgoing(leads=True, count=float(samples)))
+        self.incoming(self.engine.allreduce_async(vector, name="control").wait().tolist(), leads=True)
+        return samples
+
+
+def arrays():
+    x = np.arange(LENGTH, dtype="float32")[:, None]
+    return x, 2 * x
+
+
+class Samples:
+    def __len__(self):
+        return LENGTH
+
+    def __getitem__(self, index):
+        return tuple(array[index] for array in arrays())
+
+
+class Batches(keras.utils.PyDataset):
+    def __len__(self):
+        return -(-LENGTH // 4)
+
+    def __getitem__(self, index):
+        return tuple(array[4 * index : 4 * index + 4] for array in arrays())
+
+
+def make(balancer, kind="arrays", **options):
+    x, y = arrays()
+    if kind == "dictionary":
+        return BalancedDataset({"a": x, "b": [x, x + 0.5]}, {"out": y}, np.ones(LENGTH), balancer=balancer, **options)
+    if kind == "samples":
+        return BalancedDataset(Samples(), balancer=balancer, **options)
+    if kind == "batches":
+        return BalancedDataset(Batches(), balancer=balancer, **options)
+    return BalancedDataset(x, y, balancer=balancer, **options)
+
+
+def numbers(batch):
+    """The numbers of a batch's samples; checks that what belongs together came together."""
+    x, y = batch[0], batch[1]
+    if isinstance(x, dict):
+        assert len(batch) == 3 and np.array_equal(x["b"][0] + 0.5, x["b"][1])
+        x, y = x["a"], y["out"]
+    assert np.array_equal(2 * x, y) and x.dtype == keras.config.floatx()
+    return x[:, 0].astype(int).tolist()
+
+
+class Keras:
+    """Reads a dataset as Keras' trainers do (their data adapter and epoch iterator, without a model)."""
+
+    def __init__(self, dataset, steps_per_epoch=None, shuffle=True):
+        from keras.src.trainers.epoch_iterator import EpochIterator
+
+        self.iterator = EpochIterator(dataset, steps_per_epoch=steps_per_epoch, shuffle=shuffle)
+        self.iterator.reset()
+
+    def epoch(self):
+        for _, _, batches in self.iterator:
+            yield batches[0]
+
+
+def train(balancer, epoch, stop=None):
+    """One epoch of a fit; the numbers of this rank's samples."""
+    seen = []
+    for count, batch in enumerate(epoch, start=1):
+        mine = numbers(batch)
+        seen += mine[: balancer.exchange(len(mine))]
+        if count == stop:
+            break
+    return seen
+
+
+@pytest.mark.parametrize("kind", ["arrays", "dictionary", "samples", "batches"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_every_sample_once_in_each_epoch_of_fit(kind, workers):
+    def program(engine):
+        balancer = Balancer(engine)
+        reader = Keras(make(balancer, kind, workers=workers))
+        return [train(balancer, reader.epoch()) for _ in range(3)], balancer.ended_epochs
+
+    random.seed(0)  # fit's own shuffle would draw from it, differently on each rank
+    ended = World(3).run(program)
+    orders = [sum((seen[epoch] for seen, _ in ended), []) for epoch in range(3)]
+    assert all(sorted(order) == list(range(LENGTH)) for order in orders)
+    assert orders[0] != orders[1], "each epoch has an order of its own"
+    assert [epochs for _, epochs in ended] == [3, 3, 3]
+
+
+def test_epochs_of_steps_per_epoch_go_on_where_the_last_one_ended():
+    balancer = Balancer(SoloEngine())
+    reader = Keras(make(balancer), steps_per_epoch=2)
+    seen = [train(balancer, reader.epoch()) for _ in range(2)]
+    assert sorted(sum(seen, [])) == list(range(LENGTH))
+
+
+def test_a_fit_that_was_interrupted_goes_on_with_what_was_not_used():
+    """Also after an evaluation, and with batches that a worker had loaded ahead."""
+
+    def program(engine, workers):
+        balancer = Balancer(engine)
+        dataset = make(balancer, workers=workers)
+        seen = train(balancer, Keras(dataset).epoch(), stop=1)
+        assert dataset.state_dict()["position"] == 1
+        for batch in Keras(dataset, shuffle=False).epoch():
+            numbers(batch)  # no exchange: an evaluation
+        return seen + train(balancer, Keras(dataset).epoch(), stop=2)
+
+    for workers in (0, 2):
+        ended = World(3).run(lambda engine, workers=workers: program(engine, workers))
+        assert sorted(sum(ended, [])) == list(range(LENGTH))
+
+
+def test_a_saved_state_goes_on_in_the_middle_of_an_epoch():
+    def program(engine):
+        balancer = Balancer(engine)
+        dataset = make(balancer)
+        seen = train(balancer, Keras(dataset).epoch(), stop=2)
+        balancer = Balancer(engine)
+        again = make(balancer)
+        again.load_state_dict(dataset.state_dict())
+        return seen + train(balancer, Keras(again).epoch(), stop=1)
+
+    assert sorted(sum(World(3).run(program), [])) == list(range(LENGTH))
+
+
+def test_a_loop_of_ones_own_and_looking_at_a_batch():
+    balancer = Balancer(SoloEngine())
+    dataset = make(balancer)
+    first = numbers(dataset[0])
+    assert balancer.announced == []
+    seen = train(balancer, iter(dataset))
+    assert seen[:WHOLE] == first and sorted(seen) == list(range(LENGTH)) and balancer.ended_epochs == 1
+
+
+def test_an_error_of_loading_ends_every_rank_after_what_was_loaded_before():
+    class Broken(Samples):
+        def __getitem__(self, index):
+            if index == 17:
+                raise OSError("disk on fire")
+            return super().__getitem__(index)
+
+    def program(engine, workers):
+        balancer = Balancer(engine)
+        source = Broken() if engine.rank == 0 else Samples()
+        dataset = BalancedDataset(source, balancer=balancer, shuffle=False, workers=workers)
+        train(balancer, Keras(dataset).epoch())
+
+    for workers in (0, 1):
+        errors = World(3).run(lambda engine, workers=workers: program(engine, workers), errors="return")
+        assert [type(error) for error in errors] == [OSError, PeerError, PeerError]
+
+
+def test_worker_processes_load_what_they_are_asked_for():
+    balancer = Balancer(SoloEngine())
+    dataset = make(balancer, "samples", workers=2, use_multiprocessing=True)
+    assert sorted(train(balancer, Keras(dataset).epoch())) == list(range(LENGTH))
+    assert os.getpid() not in dataset._pool._processes
+
+
+def test_samples_of_one_source_batch_stay_together():
+    dataset = make(Balancer(SoloEngine()), "batches")
+    order = dataset.sampler.dealer.order()
+    assert sorted(order) == list(range(LENGTH)) and order.tolist() != sorted(order)
+    blocks = [number // 4 for number in order]
+    assert sum(a != b for a, b in zip(blocks, blocks[1:], strict=False)) == 5
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "options", "message"),
+    [
+        (np.zeros(4), np.zeros(5), {}, "same number of samples"),
+        (np.zeros(()), None, {}, "first axis"),
+        ((number for number in range(3)), None, {}, "collect them"),
+        (Samples(), np.zeros(4), {}, "expected none, because Samples"),
+        (np.zeros(4), None, {"drop_last": True}, "drop_last=False"),
+    ],
+)
+def test_wrong_arguments(x, y, options, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        BalancedDataset(x, y, balancer=Balancer(SoloEngine()), **options)
+
+
+def test_a_pydataset_of_uneven_batches_is_refused_when_its_odd_one_comes():
+    class Uneven(Batches):
+        def __getitem__(self, index):
+            batch = super().__getitem__(index)
+            return tuple(array[:-1] for array in batch) if index == 2 else batch
+
+    dataset = BalancedDataset(Uneven(), balancer=Balancer(SoloEngine()), shuffle=False)
+    with pytest.raises(ValueError, match="expected 4 samples in batch 2"):
+        dataset[1]
+
+
+class Prefetching:
+    """Reads ahead in a thread of its own, as a tf.data.Dataset does that Keras makes of a PyDataset."""
+
+    def __init__(self, batches, depth):
+        self.ready = queue.Queue(maxsize=depth)
+        self.thread = threading.Thread(target=self.load, args=(batches,), daemon=True)
+        self.thread.start()
+
+    def load(self, batches):
+        for batch in batches:
+            self.ready.put(batch)
+        self.ready.put(None)
+
+    def __iter__(self):
+        return iter(self.ready.get, None)
+
+
+def test_every_sample_once_while_plans_change_and_keras_reads_ahead():
+    """Also in threads that deal while this one exchanges."""
+    steps = 60
+
+    class Clock:
+        def __init__(self, rank):
+            self.seconds_s = (0.004, 0.002, 0.001)[rank]
+
+        def mark(self):
+            return 0.0
+
+        def seconds(self, start, end):
+            return self.seconds_s
+
+    def program(engine):
+        balancer = Balancer(engine, shares=None, stopwatch=Clock(engine.rank), min_share=0)
+        x = np.arange(WHOLE * steps - 3, dtype="float32")[:, None]
+        reader = Keras(BalancedDataset(x, 2 * x, balancer=balancer))
+        seen = []
+        for _ in range(2):
+            seen.append([])
+            for batch in Prefetching(reader.epoch(), depth=7 * engine.rank):
+                mine = numbers(batch)
+                used = balancer.exchange(len(mine))
+                balancer.pause()
+                balancer.finished(wait_s=0.0, bytes_sent=0)
+                seen[-1] += mine[:used]
+        return seen, balancer.plans
+
+    ended = World(3).run(program)
+    for epoch in range(2):
+        assert sorted(sum((seen[epoch] for seen, _ in ended), [])) == list(range(WHOLE * steps - 3))
+    assert len(ended[0][1]) >= 2, "the plan never changed: the test shows nothing"
+
+
+@pytest.mark.parametrize("length", [3, 7, LENGTH])
+def test_a_validation_sees_every_sample_once_and_each_rank_has_some(length):
+    def program(engine):
+        dataset = EvaluationDataset(np.arange(length), balancer=Balancer(engine))
+        batches = [dataset[index][0].tolist() for index in range(len(dataset))]
+        assert batches and all(0 < len(batch) <= SHARES[engine.rank] for batch in batches)
+        return sum(batches, [])
+
+    assert sum(World(3).run(program), []) == list(range(length))
+
+
+def test_too_few_samples_for_a_validation_on_all_ranks():
+    errors = World(3).run(lambda e: EvaluationDataset(np.arange(2), balancer=Balancer(e)), errors="return")
+    assert all("at least one sample for each of 3 ranks" in str(error) for error in errors)

@@ -1,0 +1,59 @@
+"""Data, callbacks and normalisation of the Keras face on real ranks: one table of checks for both back ends."""
+
+import re
+
+import pytest
+from launch import horovodrun
+
+from hvd_hetero.engine.build import installed_build
+
+BACK_ENDS = ("tensorflow", "torch")
+BUILT = (installed_build() or {}).get("frameworks", {})
+
+pytestmark = [
+    pytest.mark.horovod,
+    pytest.mark.skipif(not installed_build(), reason="no Horovod installed: run `hvd-hetero build-horovod`"),
+]
+
+CHECKS = [
+    "sync_batch_norm_and_a_rank_without_samples_equal_one_process",
+    "class_and_sample_weights_equal_one_process",
+    "shares_change_without_retracing",  # on the torch back end nothing is traced
+    "every_sample_once_while_shares_change_and_tensorflow_reads_ahead",
+    "broadcast_makes_ranks_alike",
+    "metrics_are_those_of_all_samples",
+    "the_learning_rate_is_scheduled_and_follows_the_batch",
+    "elastic_states_and_a_trace_are_kept",
+    "an_error_of_loading_reaches_every_rank",
+    "samples_of_tf_data",
+]
+FEW = [CHECKS[0], CHECKS[5]]
+
+
+def run(ranks, back_end, worker, *arguments):
+    assert back_end in BUILT, f"Horovod was built for {', '.join(BUILT)}: run `hvd-hetero build-horovod`"
+    launched = horovodrun(ranks, worker, *arguments, timeout_s=240, KERAS_BACKEND=back_end, TF_CPP_MIN_LOG_LEVEL="3")
+    assert launched.returncode == 0, launched.output[-6000:]
+    return launched.output
+
+
+@pytest.mark.parametrize("back_end", BACK_ENDS)
+@pytest.mark.parametrize(("ranks", "checks"), [(2, CHECKS), (3, FEW)])
+def test_the_checks_hold(back_end, ranks, checks):
+    wanted = [check for check in checks if back_end == "tensorflow" or check != CHECKS[2]]
+    output = run(ranks, back_end, "keras_data_worker.py", *wanted)
+    assert re.findall(r"OK (\w+)", output) == wanted, output[-6000:]
+
+
+@pytest.mark.parametrize("back_end", BACK_ENDS)
+def test_the_digits_example_is_good_and_says_so_alike_on_both_ranks(back_end):
+    output = run(2, back_end, "../../examples/keras_digits.py", "--shares", "96", "32")
+    found = re.findall(r"rank (\d): test accuracy (0\.\d+)", output)
+    assert sorted(rank for rank, _ in found) == ["0", "1"] and len({accuracy for _, accuracy in found}) == 1, output
+    assert float(found[0][1]) >= 0.97
+
+
+def test_the_mixed_precision_example_learns():
+    output = run(2, "tensorflow", "../../examples/keras_mixed_precision.py")
+    found = re.findall(r"rank \d: test accuracy (0\.\d+)", output)
+    assert len(found) == 2 and len(set(found)) == 1 and float(found[0]) >= 0.9

@@ -1,0 +1,142 @@
+"""Laws of `ShareSampler` on ranks that are threads: law 4, however far and fast loaders deal ahead."""
+
+import queue
+import threading
+
+import numpy as np
+import pytest
+
+from hvd_hetero.engine.local import SoloEngine, World
+from hvd_hetero.optimizers.balancer import Balancer
+from hvd_hetero.optimizers.sampler import ShareSampler
+
+WHOLE = 32
+SECONDS_PER_SAMPLE = (0.001, 0.002, 0.004)
+
+
+class Speed:
+    """A stopwatch of a rank whose speed the test sets."""
+
+    def __init__(self, seconds_per_sample):
+        self.seconds_per_sample, self.samples = seconds_per_sample, 0
+
+    def mark(self):
+        return 0
+
+    def seconds(self, start, end):
+        part, self.samples = self.samples * self.seconds_per_sample, 0
+        return part or 0.001
+
+
+def step(balancer, samples, watch):
+    """One batch and its exchange, as a training loop makes them."""
+    balancer.begin(samples)
+    watch.samples = samples
+    balancer.pause()
+    vector = np.array(balancer.outgoing(leads=True, count=samples))
+    total = balancer.engine.allreduce_async(vector, name="control").wait()
+    balancer.resume()
+    balancer.incoming(total.tolist(), leads=True)
+    balancer.finished(wait_s=0.0, bytes_sent=0)
+
+
+def make(engine, length, **options):
+    watch = Speed(SECONDS_PER_SAMPLE[engine.rank])
+    balancer = Balancer(engine, global_batch_size=WHOLE, stopwatch=watch)
+    options = {"shuffle": True, "seed": 5, "drop_last": False, **options}
+    return balancer, ShareSampler(length, balancer=balancer, **options), watch
+
+
+@pytest.mark.parametrize("length", [WHOLE * 20, WHOLE * 20 - 29, WHOLE * 19 + 2])
+def test_every_sample_once_however_far_a_thread_deals_ahead(length):
+    steps, epochs = 20, 4
+
+    def program(engine):
+        balancer, sampler, watch = make(engine, length)
+        sampler.rewind()
+        prefetched = queue.Queue(maxsize=(1, 9, 40)[engine.rank])  # ranks deal ahead differently, and nobody is told
+
+        def load():
+            for _ in range(steps * epochs):
+                prefetched.put(sampler.deal())
+
+        thread = threading.Thread(target=load, daemon=True)
+        thread.start()
+        seen = np.zeros((epochs, length), dtype=int)
+        for number in range(steps * epochs):
+            if number == 40:
+                watch.seconds_per_sample = SECONDS_PER_SAMPLE[engine.rank - 1]
+            mine = prefetched.get()
+            assert sampler.used() == mine.used
+            seen[number // steps][mine.indices[: mine.used]] += 1
+            step(balancer, mine.used, watch)
+        thread.join()
+        return seen, balancer.plans
+
+    ended = World(3).run(program)
+    assert (sum(seen for seen, _ in ended) == 1).all()
+    assert all(plans == ended[0][1] for _, plans in ended)
+    assert len(ended[0][1]) >= 3, "the plan never changed: the test shows nothing"
+
+
+def test_a_thread_that_deals_ahead_waits_for_the_answer_and_no_longer():
+    balancer = Balancer(SoloEngine(), global_batch_size=4)
+    balancer.begin(4)
+    balancer.deal(2)
+    balancer.outgoing(leads=True, count=4.0)  # says: dealt up to batch 2
+    dealt = threading.Event()
+
+    def beyond():
+        balancer.deal(3)
+        dealt.set()
+
+    threading.Thread(target=beyond, daemon=True).start()
+    assert not dealt.wait(0.1), "batch 3 was dealt although nobody was told"
+    balancer.unheard()  # the exchange failed
+    assert dealt.wait(5.0)
+
+
+def test_the_thread_that_exchanges_never_waits_for_itself():
+    balancer = Balancer(SoloEngine(), global_batch_size=4)
+    balancer.begin(4)
+    balancer.outgoing(leads=True, count=4.0)
+    assert balancer.deal(7).shares == (4,)
+
+
+def test_what_was_dealt_and_not_used_is_dealt_again():
+    _, sampler, _ = make(SoloEngine(), WHOLE * 3)
+    sampler.rewind()
+    first = [sampler.deal().indices.tolist() for _ in range(5)]  # into the next epoch
+    sampler.used()
+    sampler.rewind()
+    assert [sampler.deal().indices.tolist() for _ in range(4)] == first[1:]
+    assert sorted(sum(first[:3], [])) == list(range(WHOLE * 3)) and first[3] != first[0]
+
+
+def test_a_state_saved_anywhere_goes_on_from_there():
+    _, sampler, _ = make(SoloEngine(), WHOLE * 3)
+    sampler.rewind()
+    expected = [sampler.deal().indices.tolist() for _ in range(7)]
+    for used in range(6):
+        _, again, _ = make(SoloEngine(), WHOLE * 3)
+        again.load_state_dict(sampler.state_dict())
+        again.rewind()
+        assert again.deal().indices.tolist() == expected[used]
+        sampler.used()
+
+
+def test_a_rank_without_a_sample_gets_one_of_another_to_look_at():
+    def program(engine):
+        _, sampler, _ = make(engine, WHOLE + 2)
+        sampler.rewind()
+        sampler.deal()
+        return sampler.deal()
+
+    last = World(3).run(program)
+    assert sum(dealt.used for dealt in last) == 2
+    assert [len(dealt.indices) for dealt in last] == [max(1, dealt.used) for dealt in last]
+
+
+def test_ranks_that_disagree_all_hear_of_it():
+    errors = World(2).run(lambda engine: make(engine, WHOLE + engine.rank), errors="return")
+    assert all("dataset length: expected the same" in str(error) for error in errors)

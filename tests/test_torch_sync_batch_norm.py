@@ -1,0 +1,116 @@
+"""`hvd.SyncBatchNorm` on ranks that are threads: the same as BatchNorm of one process on the global batch."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("horovod.torch", reason="build it with hvd-hetero build-horovod")
+
+import hvd_hetero.torch as hvd
+from hvd_hetero.engine.local import World
+
+STEPS = 3
+
+
+class Net(nn.Module):
+    """Two normalisations, in 4 and 2 dimensions, the first one of two calls."""
+
+    def __init__(self, make):
+        super().__init__()
+        torch.manual_seed(1)
+        self.convolution, self.first = nn.Conv2d(2, 3, 3), make(3)
+        self.dense, self.second, self.out = nn.Linear(3 * 16, 5), make(5), nn.Linear(5, 2)
+
+    def forward(self, x):
+        x = torch.relu(self.first(self.first(self.convolution(x)))).flatten(1)
+        return self.out(torch.relu(self.second(self.dense(x))))
+
+
+def data(dtype, rows, shift=0.0):
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(STEPS, rows, 2, 6, 6, generator=generator, dtype=torch.float64) + shift
+    return x.to(dtype), torch.randint(0, 2, (STEPS, rows), generator=generator)
+
+
+def train(model, x, y, mine=slice(None), begin=lambda: None, make=None):
+    optimizer = (make or (lambda o: o))(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    for step in range(STEPS):
+        begin()
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x[step, mine]), y[step, mine]).backward()
+        optimizer.step()
+    return list(model.state_dict().values())
+
+
+def error_of(shares, dtype, shift=0.0, make=nn.BatchNorm2d, **options):
+    torch.set_num_threads(1)
+    x, y = data(dtype, sum(shares), shift)
+
+    def plain(features):
+        return (make if features == 3 else nn.BatchNorm1d)(features, **options)
+
+    prototype = Net(plain).to(dtype)
+    expected = train(copy.deepcopy(prototype), x, y)
+
+    def program(engine):
+        model = Net(lambda features: hvd.SyncBatchNorm(features, engine=engine, **options)).to(dtype)
+        model.load_state_dict(prototype.state_dict())
+        balancer = hvd.Balancer(sum(shares), engine=engine, shares=shares, min_share=0)
+        start = sum(shares[: engine.rank])
+        mine = slice(start, start + shares[engine.rank])
+        return train(
+            model, x, y, mine, lambda: balancer.begin(shares[engine.rank]),
+            lambda optimizer: hvd.DistributedOptimizer(optimizer, model.named_parameters(), balancer=balancer),
+        )  # fmt: skip
+
+    found = World(len(shares)).run(program)
+    assert all(torch.equal(a, b) for rank in found[1:] for a, b in zip(found[0], rank, strict=True))
+    return max(((a - b).abs().max() / (1 + b.abs().max())).item() for a, b in zip(found[0], expected, strict=True))
+
+
+@pytest.mark.parametrize("shares", [(6,), (3, 3), (7, 2, 1), (6, 0, 2)])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-12), (torch.float32, 1e-6)])
+def test_training_equals_one_process_on_the_global_batch(shares, dtype, bound):
+    assert error_of(shares, dtype) <= bound
+
+
+@pytest.mark.parametrize("options", [{"momentum": None}, {"affine": False}, {"track_running_stats": False}])
+def test_with_the_arguments_of_batch_norm(options):
+    assert error_of((5, 1), torch.float64, **options) <= 1e-12
+
+
+def test_statistics_far_from_zero_keep_their_digits():
+    """In float32 and far from zero one process is itself no better than its digits, so float64 is the measure."""
+    x = 1e4 + torch.randn(9, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    expected = nn.BatchNorm1d(4, dtype=torch.float64)(x.float().double())
+    parts = {0: slice(0, 6), 1: slice(6, 9)}
+    found = World(2).run(lambda engine: hvd.SyncBatchNorm(4, engine=engine)(x[parts[engine.rank]].float()))
+    assert (torch.cat(found).double() - expected).abs().max() <= 2e-3  # a float32 at 1e4 has a step of 1e-3
+
+
+def test_half_precision_in_and_out_with_statistics_in_float32():
+    x = 300 + torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+    found = World(2).run(lambda engine: hvd.SyncBatchNorm(4, engine=engine)(x[4 * engine.rank :][:4].half()))
+    expected = nn.BatchNorm1d(4)(x.half().float())
+    assert found[0].dtype == torch.float16 and (torch.cat(found).float() - expected).abs().max() <= 1e-3
+
+
+def test_evaluation_needs_nobody_else():
+    layer = hvd.SyncBatchNorm(3).eval()
+    x = torch.randn(4, 3)
+    assert torch.equal(layer(x), nn.BatchNorm1d(3).eval()(x))
+
+
+def test_conversion_keeps_parameters_buffers_and_mode():
+    inner = nn.Sequential(nn.BatchNorm1d(3, eps=0.1, momentum=None), nn.Dropout())
+    model = nn.Sequential(nn.Linear(2, 3), inner).eval()
+    before, parameters = model.state_dict(), list(model.parameters())
+    converted = hvd.SyncBatchNorm.convert_sync_batchnorm(model)
+    layer = converted[1][0]
+    assert isinstance(layer, hvd.SyncBatchNorm) and (layer.eps, layer.momentum, layer.training) == (0.1, None, False)
+    assert all(a is b for a, b in zip(converted.parameters(), parameters, strict=True))
+    assert before.keys() == converted.state_dict().keys()
+    assert isinstance(copy.deepcopy(converted)[1][0], hvd.SyncBatchNorm)
+    assert type(hvd.SyncBatchNorm.convert_sync_batchnorm(nn.BatchNorm2d(3))) is hvd.SyncBatchNorm

@@ -1,0 +1,316 @@
+"""One real rank of tests/test_keras_data_horovod.py: data, callbacks and normalisation through `fit`.
+
+Prints `OK name` for each named check that holds. The back end of Keras is that of KERAS_BACKEND.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+
+import keras
+import numpy as np
+
+import hvd_hetero.keras as hvd
+from hvd_hetero.optimizers.dealer import Dealer
+from hvd_hetero.trace import reader
+
+LENGTH, WHOLE = 21, 8  # the last batch of an epoch has 5 samples
+SHARES = {1: (8,), 2: (7, 1), 3: (6, 2, 0)}
+
+
+def arrays(length=LENGTH):
+    generator = np.random.RandomState(0)
+    x = {"number": generator.randint(0, 5, length), "image": generator.randn(length, 6, 6, 1).astype("float32")}
+    return x, generator.randint(0, 3, length)
+
+
+def make_model(normalization=lambda: None, seed=0):
+    keras.utils.set_random_seed(seed)
+    number, image = keras.Input((), name="number", dtype="int32"), keras.Input((6, 6, 1), name="image")
+    h = keras.layers.Conv2D(3, 3)(image)
+    h = (normalization() or keras.layers.Identity())(h)
+    h = keras.layers.Flatten()(keras.layers.Activation("relu")(h))
+    h = keras.layers.Dense(8)(keras.layers.Concatenate()([h, keras.layers.Embedding(5, 4)(number)]))
+    h = keras.layers.Activation("tanh")((normalization() or keras.layers.Identity())(h))
+    return keras.Model({"number": number, "image": image}, keras.layers.Dense(3)(h))
+
+
+def compile_model(model, optimizer, **options):
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer=optimizer, loss=loss, metrics=["accuracy"], jit_compile=False, **options)
+    return model
+
+
+def make_balancer(**options):
+    return hvd.Balancer(WHOLE, **{"shares": SHARES[hvd.size()], "min_share": 0, "adaptive": False, **options})
+
+
+def worst(found, expected):
+    return max(float(np.abs(a - b).max()) for a, b in zip(found, expected, strict=True))
+
+
+def spread(weights):
+    """0.0 when all ranks hold the same bits."""
+    flat = np.concatenate([np.asarray(w, dtype=np.float64).reshape(-1) for w in weights])
+    return float((hvd.allreduce(flat, op=hvd.Max) - hvd.allreduce(flat, op=hvd.Min)).max())
+
+
+def sgd():
+    return keras.optimizers.SGD(0.05, momentum=0.9)
+
+
+def sync_batch_norm_and_a_rank_without_samples_equal_one_process():
+    epochs, (x, y) = 3, arrays()
+    one = compile_model(make_model(keras.layers.BatchNormalization), sgd())
+    dealer = Dealer(LENGTH, global_batch_size=WHOLE, shuffle=True, seed=0, drop_last=False)
+    for epoch in range(epochs):
+        dealer.epoch = epoch
+        for batch in dealer.batches():
+            one.train_on_batch(keras.tree.map_structure(lambda leaf, batch=batch: leaf[batch], x), y[batch])
+    for as_tf in (False, True)[: 2 if keras.backend.backend() == "tensorflow" else 1]:
+        balancer = make_balancer()
+        model = make_model(lambda balancer=balancer: hvd.SyncBatchNormalization(balancer=balancer))
+        compile_model(model, hvd.DistributedOptimizer(sgd(), balancer=balancer))
+        data = hvd.BalancedDataset(x, y, balancer=balancer)
+        model.fit(data.as_tf_dataset() if as_tf else data, epochs=epochs, verbose=0)
+        assert spread(model.get_weights()) == 0.0
+        assert worst(model.get_weights(), one.get_weights()) <= 2e-5, worst(model.get_weights(), one.get_weights())
+
+
+def class_and_sample_weights_equal_one_process():
+    x, y = arrays()
+    weights = {0: 0.5, 1: 2.0, 2: 1.0}
+    sample = np.array([weights[label] for label in y], dtype="float32")
+    found = []
+    for arguments, options in (((), {"class_weight": weights}), ((sample,), {})):
+        balancer = make_balancer()
+        model = compile_model(make_model(), hvd.DistributedOptimizer(sgd(), balancer=balancer))
+        data = hvd.BalancedDataset(x, y, *arguments, balancer=balancer, shuffle=False, workers=2)
+        model.fit(data, epochs=2, verbose=0, **options)
+        found.append(model.get_weights())
+    one = compile_model(make_model(), sgd())
+    one.fit(x, y, sample_weight=sample, batch_size=WHOLE, epochs=2, shuffle=False, verbose=0)
+    assert worst(found[0], one.get_weights()) <= 1e-5 and worst(found[1], one.get_weights()) <= 1e-5
+
+
+class Slow(keras.callbacks.Callback):
+    """Makes rank 0 slower than the others."""
+
+    def __init__(self, balancer):
+        super().__init__()
+        self.balancer = balancer
+
+    def on_train_batch_begin(self, batch, logs=None):
+        time.sleep(self.balancer.share * (0.004 if hvd.rank() == 0 else 0.001))
+
+
+def shares_change_without_retracing():
+    class Counting(keras.Model):
+        traces = 0
+
+        def train_step(self, *arguments):
+            self.traces += 1
+            return super().train_step(*arguments)
+
+    for as_tf in (False, True):
+        keras.utils.set_random_seed(0)
+        inputs = keras.Input((2,))
+        model = Counting(inputs, keras.layers.Dense(1)(inputs))
+        balancer = hvd.Balancer(32)
+        model.compile(hvd.DistributedOptimizer(sgd(), balancer=balancer), "mse", jit_compile=False)
+        data = hvd.BalancedDataset(np.ones((32 * 25 - 7, 2)), np.ones((32 * 25 - 7, 1)), balancer=balancer)
+        callbacks = [hvd.callbacks.RebalanceCallback(balancer), Slow(balancer)]
+        history = model.fit(data.as_tf_dataset() if as_tf else data, epochs=3, verbose=0, callbacks=callbacks)
+        assert len(balancer.plans) > 1, "no plan was made: the test shows nothing"
+        assert len(set(hvd.allgather_object(str(balancer.plans)))) == 1
+        assert model.traces <= 2, model.traces
+        assert history.history["share"][-1] == balancer.share
+        assert balancer.plan.shares[0] < min(balancer.plan.shares[1:])
+
+
+def every_sample_once_while_shares_change_and_tensorflow_reads_ahead():
+    """Each sample moves its own number by 1 / (samples of its batch): what moved differently was not used once."""
+    length = 32 * 12 - 7
+    balancer = hvd.Balancer(32)
+    inputs = keras.Input((), dtype="int32")
+    model = keras.Model(inputs, keras.layers.Embedding(length, 1, embeddings_initializer="zeros")(inputs))
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), balancer=balancer)
+    model.compile(optimizer, lambda y, p: keras.ops.reshape(p, (-1,)), jit_compile=False)
+    data = hvd.BalancedDataset(np.arange(length), np.zeros(length), balancer=balancer)
+    expected = np.zeros(length)
+    for epoch in range(3):
+        data.sampler.dealer.epoch, kept = epoch, data.sampler.dealer.epoch
+        for batch in data.sampler.dealer.batches():
+            expected[batch] -= 1.0 / len(batch)
+        data.sampler.dealer.epoch = kept
+    model.fit(data, epochs=3, verbose=0, callbacks=[Slow(balancer)])
+    assert len(balancer.plans) > 1, "no plan was made: the test shows nothing"
+    assert np.abs(model.get_weights()[0][:, 0] - expected).max() <= 1e-6
+
+
+def broadcast_makes_ranks_alike():
+    x, y = arrays()
+    balancer = make_balancer()
+    model = compile_model(make_model(seed=hvd.rank()), hvd.DistributedOptimizer(sgd(), balancer=balancer))
+    assert spread(model.get_weights()) > 0
+    model.optimizer.build(model.trainable_variables)
+    model.optimizer.variables[-1].assign(model.optimizer.variables[-1] + hvd.rank() + 1.0)
+    kept = keras.Variable(float(hvd.rank()))
+    callback = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    model.fit(hvd.BalancedDataset(x, y, balancer=balancer), verbose=0, callbacks=[callback])
+    assert spread(model.get_weights()) == 0.0 and spread([v.numpy() for v in model.optimizer.variables]) == 0.0
+    assert float(kept.value) == hvd.rank()
+    first = [keras.ops.convert_to_numpy(w).copy() for w in model.weights]
+    model.weights[0].assign(model.weights[0] + hvd.rank())
+    callback = hvd.callbacks.BroadcastGlobalVariablesCallback(0, local_variables=[model.weights[0]])
+    callback.set_model(model)
+    callback.on_train_begin()
+    assert worst([model.weights[0].numpy()], [first[0] + hvd.rank()]) == 0.0
+
+
+def metrics_are_those_of_all_samples():
+    x, y = arrays()
+    balancer = make_balancer(min_share=1, shares={1: (8,), 2: (7, 1), 3: (5, 2, 1)}[hvd.size()])
+    model = compile_model(make_model(), hvd.DistributedOptimizer(keras.optimizers.SGD(0.0), balancer=balancer))
+    expected = model.evaluate(x, y, verbose=0, return_dict=True)
+    folder = hvd.broadcast_object(tempfile.mkdtemp(), 0)
+    best = hvd.callbacks.BestModelCheckpoint(filepath=os.path.join(folder, "best.keras"))
+    history = model.fit(
+        hvd.BalancedDataset(x, y, balancer=balancer),
+        epochs=2,
+        verbose=0,
+        validation_data=hvd.EvaluationDataset(x, y, balancer=balancer),
+        callbacks=[hvd.callbacks.MetricAverageCallback(), best],
+    ).history
+    for key, value in expected.items():
+        for name in (key, f"val_{key}"):
+            assert np.allclose(history[name], value, rtol=1e-5), (name, history[name], value)
+    hvd.barrier()
+    assert worst(keras.models.load_model(best.filepath).get_weights(), model.get_weights()) == 0.0
+
+
+def the_learning_rate_is_scheduled_and_follows_the_batch():
+    x, y = arrays()
+    balancer = make_balancer()
+    model = compile_model(make_model(), hvd.DistributedOptimizer(sgd(), balancer=balancer))
+    data = hvd.BalancedDataset(x, y, balancer=balancer)
+    seen = []
+
+    class Rates(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            seen.append(float(keras.ops.convert_to_numpy(self.model.optimizer.learning_rate)))
+
+    size = hvd.size()
+    warmup = hvd.callbacks.LearningRateWarmupCallback(0.1, warmup_epochs=2)
+    decay = hvd.callbacks.LearningRateScheduleCallback(0.1, 0.5, start_epoch=2)
+    logs = model.fit(data, epochs=4, verbose=0, callbacks=[warmup, decay, Rates()]).history
+    expected = [0.1 / size * (1 + (size - 1) * (step + 1) / 6) for step in range(6)] + [0.1] * 3 + [0.05] * 3
+    assert np.allclose(seen, expected) and np.allclose(logs["lr"], [seen[2], seen[5], 0.1, 0.05]), (seen, expected)
+
+    seen.clear()
+    model.optimizer.learning_rate = 0.01
+    latency = hvd.callbacks.LatencyAwareLearningRate(balancer, base_batch_size=WHOLE // 2, warmup_steps=3)
+    model.fit(data, epochs=2, verbose=0, callbacks=[latency, Rates()])
+    # The first step has warmed nothing up, nor has the second heard of more than that.
+    assert np.allclose(seen, [0.01 * f for f in (1, 1, 4 / 3, 5 / 3, 2, 2)]), seen
+    assert latency.factor == 2.0 and np.isclose(float(model.optimizer.learning_rate), 0.01)
+
+    scheduled = keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.9))
+    model = compile_model(make_model(), hvd.DistributedOptimizer(scheduled, balancer=balancer))
+    for callback in (warmup, latency):
+        try:
+            model.fit(data, verbose=0, callbacks=[callback])
+        except TypeError as error:
+            assert "LearningRateSchedule" in str(error)
+        else:
+            raise AssertionError("a schedule was overwritten")
+
+
+def elastic_states_and_a_trace_are_kept():
+    class State:
+        batch, epoch, commits = 0, 5, 0
+
+        def commit(self):
+            self.commits += 1
+            kept.append((self.epoch, self.batch))
+
+    kept, state = [], State()
+    x, y = arrays()
+    balancer = make_balancer()
+    model = compile_model(make_model(), hvd.DistributedOptimizer(sgd(), balancer=balancer))
+    folder = hvd.broadcast_object(tempfile.mkdtemp(), 0)
+    callbacks = [
+        hvd.callbacks.UpdateBatchStateCallback(state),
+        hvd.callbacks.UpdateEpochStateCallback(state),
+        hvd.callbacks.CommitStateCallback(state, batches_per_commit=2),
+        hvd.callbacks.TraceCallback(run=folder, balancer=balancer),
+    ]
+    model.fit(hvd.BalancedDataset(x, y, balancer=balancer), epochs=2, verbose=0, callbacks=callbacks)
+    # Three batches an epoch, a commit after each second one: the fourth is the first of the second epoch.
+    assert kept == [(5, 2), (6, 0), (6, 1), (6, 3), (7, 0)], kept
+    hvd.barrier()
+    ranks = reader.read(folder).ranks
+    run = ranks[hvd.rank()] if not isinstance(ranks, dict) else ranks[hvd.rank()]
+    assert [step.samples for step in run.steps][:3] == [SHARES[hvd.size()][hvd.rank()]] * 2 + [run.steps[2].samples]
+    assert [event.kind for event in run.events if "epoch" in event.kind] == ["epoch begins", "epoch ends"] * 2
+
+
+def an_error_of_loading_reaches_every_rank():
+    class Broken:
+        def __len__(self):
+            return 5 * WHOLE
+
+        def __getitem__(self, index):
+            if index >= 3 * WHOLE and hvd.rank() == 1:
+                raise OSError("disk on fire")
+            return np.ones(2, "float32"), np.ones(1, "float32")
+
+    for workers in (0, 2):
+        inputs = keras.Input((2,))
+        model = keras.Model(inputs, keras.layers.Dense(1)(inputs))
+        balancer = hvd.Balancer(WHOLE)
+        model.compile(hvd.DistributedOptimizer(sgd(), balancer=balancer), "mse", jit_compile=False)
+        try:
+            model.fit(hvd.BalancedDataset(Broken(), balancer=balancer, shuffle=False, workers=workers), verbose=0)
+        except Exception as error:
+            expected = "disk on fire" if hvd.rank() == 1 else "rank 1 could not"
+            assert expected in str(error), (type(error), str(error)[-2000:])
+        else:
+            raise AssertionError("nothing was raised")
+
+
+def samples_of_tf_data():
+    import tensorflow as tf
+
+    x, y = arrays()
+    found = []
+    for given in ((x, y), (tf.data.Dataset.from_tensor_slices((x, y)),)):
+        balancer = make_balancer()
+        model = compile_model(make_model(), hvd.DistributedOptimizer(sgd(), balancer=balancer))
+        model.fit(hvd.BalancedDataset(*given, balancer=balancer, shuffle=False), epochs=2, verbose=0)
+        found.append(model.get_weights())
+    assert worst(*found) == 0.0
+    try:
+        unknown = tf.data.Dataset.from_tensor_slices(y).filter(lambda label: label > 0)
+        hvd.BalancedDataset(unknown, balancer=balancer, shuffle=False)
+    except ValueError as error:
+        assert "assert_cardinality" in str(error)
+    else:
+        raise AssertionError("a length that nobody knows was taken")
+
+
+def main() -> None:
+    hvd.init()
+    for name in sys.argv[1:]:
+        globals()[name]()
+        hvd.barrier()
+        if hvd.rank() == 0:
+            print(f"OK {name}", flush=True)
+    hvd.shutdown()
+
+
+if __name__ == "__main__":
+    main()
