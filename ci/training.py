@@ -31,8 +31,8 @@ import hvd_hetero.torch as hvd
 from hvd_hetero.engine.local import World
 from hvd_hetero.optimizers.dealer import Dealer, cut
 from hvd_hetero.optimizers.recipe import Wire
+from hvd_hetero.optimizers.ways import Ways
 from hvd_hetero.torch.local import local_steps
-from hvd_hetero.torch.ways import Ways
 
 WHOLE = 64
 EVEN, UNEVEN = (16, 16, 16, 16), (35, 16, 7, 6)
