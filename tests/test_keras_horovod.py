@@ -59,6 +59,7 @@ LOCAL = [
     "back_to_synchronous_steps",
     "statistics_are_those_of_all_samples",
     "local_errors_say_what_to_do",
+    "others_hear_of_a_rank_that_fails",
 ]
 LOCAL_OF_TENSORFLOW = [
     "merging_every_step_is_synchronous_training:many_steps_per_execution,float64,1e-11",

@@ -82,7 +82,7 @@ class LocalTraining:
     """
 
     def __init__(
-        self, rule: LocalSGD, variables: Sequence[Any], *, weighing: Weighing, ways: Ways, form: Any
+        self, rule: LocalSGD, variables: Sequence[Any], weighing: Weighing, *, ways: Ways, form: Any
     ) -> None:
         self._variables, self._weighing, self._balancer = list(variables), weighing, weighing.balancer
         store = ParameterStore(variables, rule.fragments, ways.takes, form)

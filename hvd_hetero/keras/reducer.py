@@ -73,7 +73,9 @@ class GradientReducer:
         found = [self._form.dense(g, v) for g, v in zip(gradients, variables, strict=True)]
         specs = tuple(None if g is None else self._form.spec(g) for g in found)
         if self.strategy is not None:
-            self._take_apart(self.strategy, variables)
+            if self.local is None:
+                self.local = LocalTraining(self.strategy, variables, self._weighing, ways=self._ways, form=self._form)
+            self.local.check(variables)
         if specs not in self._steps:
             self._steps[specs] = ReducedStep(self, specs)
         if self._form.tracing():
@@ -91,11 +93,6 @@ class GradientReducer:
     def apart(self) -> bool:
         """Whether the gradients of the batch begun last stay this rank's own."""
         return self.local is not None and self.local.steps.apart()
-
-    def _take_apart(self, strategy: LocalSGD, variables: Sequence[Any]) -> None:
-        if self.local is None:
-            self.local = LocalTraining(strategy, variables, weighing=self._weighing, ways=self._ways, form=self._form)
-        self.local.check(variables)
 
     @property
     def merges(self) -> int:
