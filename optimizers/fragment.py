@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -122,6 +122,16 @@ class Fragment:
             progress = compensated(progress, self.z - sent, strength=self.compensation, lr_sum=self.work.lr_sum)
             self.store.write(self.index, self.z + progress)
         return Merge(total=total, mean_square=square, carried=self.work)
+
+
+def fragments_by_kind(kinds: Sequence[Hashable], sizes: Sequence[int], count: int) -> list[list[int]]:
+    """The indices of tensors of these kinds and sizes in fragments of one kind each: `count` of each kind, at most."""
+    chosen = []
+    for kind in dict.fromkeys(kinds):
+        members = [index for index, one in enumerate(kinds) if one == kind]
+        for fragment in fragments_of([sizes[index] for index in members], count):
+            chosen.append([members[place] for place in fragment])
+    return chosen
 
 
 def fragments_of(sizes: Sequence[int], count: int) -> list[list[int]]:

@@ -69,7 +69,7 @@ class LocalSteps:
         self._way, self._keeps = way, keeps
         agree_text(engine, lambda: str(rule), title="strategy", name=engine.unique("hvd_hetero.strategy."))
         self._name = f"hvd_hetero.{balancer.name}.{engine.unique('local.')}"
-        self.apart = phase_of(rule, balancer)
+        self._phase = phase_of(rule, balancer)
         self.rounds = Rounds(rule, balancer=balancer, store=store, exchanges=self._exchanges, on_merge=self._record)
         self._bytes = [fragment.buffer.nbytes for fragment in self.rounds.fragments]
         self._begun = False
@@ -108,6 +108,18 @@ class LocalSteps:
                 RuntimeWarning,
                 stacklevel=1,
             )
+
+    def apart(self) -> bool:
+        """Whether the global batch begun last is one that ranks take apart."""
+        return self._phase(self._balancer.step)
+
+    @property
+    def ends(self) -> bool:
+        """Whether the next global batch is a synchronous one, after steps apart; asked after a step.
+
+        All ranks know it then: a plan holds for no batch that a rank may begin before it hears of the plan.
+        """
+        return self._begun and not self._phase(self._balancer.step + 1)
 
     def on_begin(self) -> None:
         """A global batch begins: the first synchronous one after steps apart begins with one model."""

@@ -11,11 +11,11 @@ from .local_sgd import LocalSGD
 from .selection import Selection
 
 
-def phase_of(rule: LocalSGD, balancer: Balancer) -> Callable[[], bool]:
-    """What tells whether the batch begun last is one that ranks take apart; the same on all ranks for each batch."""
+def phase_of(rule: LocalSGD, balancer: Balancer) -> Callable[[int], bool]:
+    """What tells whether global batch `step` is one that ranks take apart; the same on all ranks for each batch."""
     if rule.when == "always":
-        return lambda: balancer.step >= rule.warmup_steps
+        return lambda step: step >= rule.warmup_steps
     balancer.planner.selection = Selection(
         balancer.size, round_steps=rule.round_steps, first_step=max(rule.warmup_steps, balancer.step + 1)
     )
-    return lambda: balancer.plan.strategy == LOCAL
+    return lambda step: balancer.plan_at(max(step, 0)).strategy == LOCAL

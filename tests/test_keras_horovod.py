@@ -49,10 +49,26 @@ OF_TENSORFLOW = [
     "compiled_by_xla",
 ]
 ON_THREE = ["law_2:adam,float64,1e-11", "law_2:short_last_batch,float64,1e-11", "nothing_of_a_rank_without_samples"]
+LOCAL = [
+    "merging_every_step_is_synchronous_training:sgd,float32,1e-6",
+    "merging_every_step_is_synchronous_training:sgd,float64,1e-11",
+    "merging_every_step_is_synchronous_training:accumulation,float64,1e-11",
+    "merging_every_step_is_synchronous_training:scaled_loss,float64,1e-11",
+    "fit_ends_with_one_model",
+    "nobody_waits_for_a_rank_that_stops",
+    "back_to_synchronous_steps",
+    "statistics_are_those_of_all_samples",
+    "local_errors_say_what_to_do",
+    "others_hear_of_a_rank_that_fails",
+]
+LOCAL_OF_TENSORFLOW = [
+    "merging_every_step_is_synchronous_training:many_steps_per_execution,float64,1e-11",
+    "merging_every_step_is_synchronous_training:eager,float64,1e-11",
+]
 
 
-def run_checks(backend, ranks, checks):
-    launched = horovodrun(ranks, "keras_law_worker.py", *checks, timeout_s=400, KERAS_BACKEND=backend, **QUIET)
+def run_checks(backend, ranks, checks, worker="keras_law_worker.py"):
+    launched = horovodrun(ranks, worker, *checks, timeout_s=400, KERAS_BACKEND=backend, **QUIET)
     passed = re.findall(r"OK (\S+)", launched.output)
     assert launched.returncode == 0 and passed == checks, launched.output[-6000:]
 
@@ -71,3 +87,8 @@ def test_laws_on_two_ranks(backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_laws_on_three_ranks(backend):
     run_checks(backend, 3, ON_THREE)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_local_sgd_on_two_ranks(backend):
+    run_checks(backend, 2, LOCAL + (LOCAL_OF_TENSORFLOW if backend == "tensorflow" else []), "keras_local_worker.py")

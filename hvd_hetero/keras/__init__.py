@@ -4,6 +4,8 @@ What users of `horovod.keras` know has its name and meaning here, with the back 
 """
 
 from hvd_hetero.optimizers.attachment import PeerError
+from hvd_hetero.optimizers.local_sgd import LocalSGD
+from hvd_hetero.optimizers.outer import Outer
 from hvd_hetero.policy.replan import ReplanRule
 from hvd_hetero.policy.topology import Topology
 
@@ -58,8 +60,10 @@ __all__ = [
     "DistributedGradientTape",
     "DistributedOptimizer",
     "EvaluationDataset",
+    "LocalSGD",
     "Max",
     "Min",
+    "Outer",
     "PeerError",
     "ProcessSet",
     "ReplanRule",

@@ -79,6 +79,19 @@ def through(run: Run, layout: BucketLayout, gradients: Sequence[Any], last: Any)
     return [reduced[i] for i in range(len(gradients))]
 
 
+def afterwards(call: Callable[[float], None], variables: Sequence[Any], rate: Any) -> None:
+    """Calls on the host, with the learning rate, once the updates of `variables` before this are made."""
+    rate = tf.cast(tf.convert_to_tensor(rate), tf.float64)
+    # A read comes after the writes before it; the call comes after the reads, and writes the variables itself.
+    with tf.control_dependencies([tf.convert_to_tensor(v) for v in variables]):
+        tf.numpy_function(lambda lr: call(float(lr)), [rate], [])
+
+
+def flat(variables: Sequence[Any], dtype: str) -> np.ndarray:
+    """A copy of the variables, one after the other; called on the host."""
+    return np.concatenate([v.numpy().reshape(-1).astype(dtype) for v in variables])
+
+
 def zeros(length: int, dtype: str) -> np.ndarray:
     return np.zeros(length, dtype=dtype)
 

@@ -53,6 +53,18 @@ def through(run: Run, layout: BucketLayout, gradients: Sequence[Any], last: bool
     return [reduced[i] for i in range(len(gradients))]
 
 
+@torch.compiler.disable
+@torch.no_grad()
+def afterwards(call: Callable[[float], None], variables: Sequence[Any], rate: Any) -> None:
+    """Calls with the learning rate; the updates of `variables` before this are made."""
+    call(float(rate))
+
+
+def flat(variables: Sequence[Any], dtype: str) -> torch.Tensor:
+    """A copy of the variables, one after the other."""
+    return torch.cat([v.value.detach().reshape(-1).to(_TYPES[dtype]) for v in variables])
+
+
 def zeros(length: int, dtype: str) -> torch.Tensor:
     """On the device on which Keras makes its variables."""
     return keras.ops.zeros((length,), dtype=dtype)

@@ -51,7 +51,9 @@ def DistributedOptimizer(
         process_set: the ranks that train together (default: the balancer's, or all).
         balancer: deals the shares and carries the counts.
         topology: how gradients are summed; see `hvd_hetero.torch.DistributedOptimizer`.
-        strategy: "synchronous".
+        strategy: "synchronous", "local", "auto", or a `hvd.LocalSGD(...)`; see `hvd_hetero.torch.DistributedOptimizer`.
+            `hvd.callbacks.LocalSGDCallback` merges before validations, at the end of epochs and of training; in a loop
+            of one's own `optimizer.merge(model)` does.
         bucket_bytes: at most so many bytes of gradients in one operation (default: 8 MiB; with a topology, what suits
             its links).
 
@@ -62,8 +64,7 @@ def DistributedOptimizer(
         raise TypeError(f"optimizer: expected a keras.optimizers.Optimizer. Received: {optimizer!r}.")
     if "_reducer" in vars(optimizer):
         raise ValueError("optimizer: expected one that is not distributed yet. Received: a DistributedOptimizer.")
-    if strategy_of(strategy) is not None:
-        raise ValueError(f'strategy: expected "synchronous" with Keras. Received: {strategy!r}.')
+    local = strategy_of(strategy)
     if keras.config.dtype_policy().name == "mixed_float16" and not _scales(optimizer):
         optimizer = keras.optimizers.LossScaleOptimizer(optimizer, name="loss_scale_optimizer")
     # Loss scaling skips batches, and changes the scale of the next: there each batch is exchanged by itself.
@@ -77,6 +78,7 @@ def DistributedOptimizer(
         topology=topology,
         bucket_bytes=bucket_bytes,
         passes=passes,
+        strategy=local,
     )
     cls = _distributed_class(type(optimizer))
     distributed: Any = object.__new__(cls)
@@ -96,6 +98,7 @@ def make_reducer(
     topology: Topology | str | None,
     bucket_bytes: int | None,
     passes: int = 1,
+    strategy: LocalSGD | None = None,
 ) -> GradientReducer:
     """What reduces gradients, from a user's arguments. A collective call."""
     if balancer is not None and not isinstance(balancer, Balancer):
@@ -124,6 +127,7 @@ def make_reducer(
         scale=float(balancer.size) if op == backend.horovod.Sum else 1.0,
         predivide=predivide,
         bucket_bytes=bucket_bytes,
+        strategy=strategy,
     )
 
 
@@ -165,9 +169,20 @@ def _methods(base: type) -> dict[str, Any]:
         if trainable_variables is not None:
             trainable_variables = list(trainable_variables)
         variables = self._trainable_variables if trainable_variables is None else trainable_variables
-        if len(grads) == len(variables):  # else the base class says what is wrong
-            grads = self._reducer.reduced(grads, variables, self._iterations)
+        if len(grads) != len(variables):
+            base.apply(self, grads, trainable_variables)  # type: ignore[attr-defined]  # says what is wrong
+            return
+        rate = self.learning_rate
+        grads = self._reducer.reduced(grads, variables, self._iterations)
         base.apply(self, grads, trainable_variables)  # type: ignore[attr-defined]
+        self._reducer.updated(self, variables, rate)
+
+    def merge(self: Any, model: keras.Model | None = None) -> None:
+        """Returns when all ranks hold one model, in which every step of every rank counts once. A collective call.
+
+        With `model`, its statistics (of BatchNormalization) become those of all ranks' samples as well.
+        """
+        self._reducer.merge(model)
 
     def from_config(cls: type, config: dict[str, Any], **arguments: Any) -> Any:
         """A plain optimizer: what makes one distributed is no part of a configuration."""
@@ -182,4 +197,4 @@ def _methods(base: type) -> dict[str, Any]:
             )
         base.__setattr__(self, name, value)  # type: ignore[call-arg]
 
-    return {"apply": apply, "from_config": classmethod(from_config), "__setattr__": set_attribute}
+    return {"apply": apply, "merge": merge, "from_config": classmethod(from_config), "__setattr__": set_attribute}

@@ -13,6 +13,7 @@ from typing import Any
 
 from hvd_hetero.optimizers.agreement import agree_text
 from hvd_hetero.optimizers.balancer import Balancer
+from hvd_hetero.optimizers.local_sgd import LocalSGD
 from hvd_hetero.optimizers.noise import GradientNoise
 from hvd_hetero.optimizers.ways import Ways
 from hvd_hetero.optimizers.weighing import BUCKET_BYTES, Weighing
@@ -20,6 +21,7 @@ from hvd_hetero.optimizers.weighted import WeightedExchange
 
 from . import backend
 from .layout import BucketLayout, Spec
+from .local import LocalTraining
 
 
 class GradientReducer:
@@ -30,6 +32,7 @@ class GradientReducer:
         scale: multiplies the weighted mean (the number of ranks for op=Sum).
         predivide: divides before the sum and multiplies after it, for narrow wires.
         bucket_bytes: at most so much in one operation; None: what suits the links.
+        strategy: a local one, where ranks make steps apart.
     """
 
     def __init__(
@@ -41,12 +44,15 @@ class GradientReducer:
         scale: float = 1.0,
         predivide: float = 1.0,
         bucket_bytes: int | None = None,
+        strategy: LocalSGD | None = None,
     ) -> None:
         self._balancer, self._ways, self._bucket_bytes = balancer, ways, bucket_bytes
         self._weighing = Weighing(balancer, self, ways=ways, passes=passes, scale=scale, predivide=predivide)
         self._form: Any = importlib.import_module(f"{__package__}.gradient_{backend.NAME}")
         self._steps: dict[tuple[Spec | None, ...], ReducedStep] = {}
         self._last: ReducedStep | None = None
+        self.strategy = strategy
+        self.local: LocalTraining | None = None  # made with the first gradients: then the variables are known
 
     @property
     def noise(self) -> GradientNoise:
@@ -66,6 +72,10 @@ class GradientReducer:
         """
         found = [self._form.dense(g, v) for g, v in zip(gradients, variables, strict=True)]
         specs = tuple(None if g is None else self._form.spec(g) for g in found)
+        if self.strategy is not None:
+            if self.local is None:
+                self.local = LocalTraining(self.strategy, variables, self._weighing, ways=self._ways, form=self._form)
+            self.local.check(variables)
         if specs not in self._steps:
             self._steps[specs] = ReducedStep(self, specs)
         if self._form.tracing():
@@ -76,6 +86,28 @@ class GradientReducer:
             return found
         reduced = iter(self._form.through(step.run, step.layout, present, self._form.last_of(iterations, self.passes)))
         return [None if g is None else next(reduced) for g in found]
+
+    # Steps apart ----------------------------------------------------------------------------------------------------
+
+    @property
+    def apart(self) -> bool:
+        """Whether the gradients of the batch begun last stay this rank's own."""
+        return self.local is not None and self.local.steps.apart()
+
+    @property
+    def merges(self) -> int:
+        """Merges so far."""
+        return 0 if self.local is None else self.local.steps.rounds.merges
+
+    def updated(self, optimizer: Any, variables: Sequence[Any], rate: Any) -> None:
+        """Follows the update of `variables`: sends what a step apart has done, and takes in merges, on the host."""
+        if (local := self.local) is not None:
+            self._form.afterwards(lambda lr: local.after_step(lr, optimizer), variables, rate)
+
+    def merge(self, model: Any) -> None:
+        """Returns when all ranks hold one model, and with `model` its statistics as well. A collective call."""
+        if self.local is not None:
+            self.local.merge(model)
 
     # What the balancer asks -----------------------------------------------------------------------------------------
 
@@ -88,9 +120,13 @@ class GradientReducer:
 
     def on_epoch_end(self) -> None:
         """The samples of an epoch are used up."""
+        if self.local is not None and self.local.steps.rule.merge_each_epoch:
+            self.local.steps.merge()
 
     def withdraw(self) -> Callable[[], bool]:
         """Takes part in the next exchange with nothing, without waiting; tells whether it is over."""
+        if self.local is not None and self.apart:
+            return self.local.steps.withdraw()
         if self._last is None:  # the others wait for this rank's shapes, and hear when its process ends
             return lambda: False
         return self._last.withdraw()
@@ -119,6 +155,7 @@ class ReducedStep:
             zeros=form.zeros,
         )
         self._terms, self._passes = 0.0, 0  # of this rank since the last exchange
+        self._apart = False  # these passes
         self._exchange: WeightedExchange = self._weighing.exchange(
             self.layout,
             self.layout.shapes,
@@ -137,18 +174,40 @@ class ReducedStep:
             self._balancer.begin_unseen()
         terms = self._balancer.count_now
         assert terms is not None  # begun
+        if self._passes == 0:
+            self._apart = self._owner.apart
         self._take(flats, terms)
         if not last:
             return [self._owner._form.zeros_like(flat) for flat in flats]
         self._balancer.pause()
-        start = time.perf_counter()
         if self._weighing.passes > 1:
             for bucket, length in zip(self.layout.buckets, self.layout.lengths, strict=True):
                 bucket[:length] *= 1.0 / self._weighing.unit
+        results = self._own() if self._apart else self._exchanged()
+        # Copies: buckets are filled again in the next step, and who gets these may keep them.
+        copied = self._owner._form.copied
+        return [copied(flat[:length]) for flat, length in zip(results, self.layout.lengths, strict=True)]
+
+    def _scale(self, total: Sequence[float]) -> float:
+        """What turns the sum of c_i g_i over all terms into what an optimizer that accumulates is given."""
+        return self._weighing.factor(total) * self._weighing.passes / self._weighing.batches
+
+    def _own(self) -> list[Any]:
+        """This rank's own mean gradients, of a step apart; zeros where it has no sample."""
+        local, terms, factor = self._owner.local, self._terms, self._scale([self._terms])
+        assert local is not None
+        self._terms, self._passes = 0.0, 0
+        self._weighing.end()
+        local.before_step(terms)
+        return [bucket * factor for bucket in self.layout.buckets]
+
+    def _exchanged(self) -> list[Any]:
+        """The mean gradients over all ranks' loss terms."""
+        start = time.perf_counter()
         self._submit()
-        terms, batches, passes = self._terms, self._weighing.batches, self._weighing.passes
+        terms, batches = self._terms, self._weighing.batches
         try:
-            results, total = self._exchange.finish(lambda total: self._weighing.factor(total) * passes / batches)
+            results, total = self._exchange.finish(self._scale)
         except BaseException:
             self._balancer.unheard()
             raise
@@ -161,9 +220,7 @@ class ReducedStep:
         if self._weighing.leads:
             sent = sum(len(flat) * flat.itemsize for flat in results)
             self._balancer.finished(wait_s=wait_s, bytes_sent=sent)
-        # Copies: buckets are filled again in the next step, and who gets these may keep them.
-        copied = self._owner._form.copied
-        return [copied(flat[:length]) for flat, length in zip(results, self.layout.lengths, strict=True)]
+        return results
 
     def _take(self, flats: Sequence[Any], terms: float) -> None:
         """Adds this rank's mean gradient over `terms` loss terms to the buckets; one over none counts for nothing,

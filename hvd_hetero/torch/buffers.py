@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from hvd_hetero.engine.port import Engine
+from hvd_hetero.optimizers.statistic import merged_statistics
 
 
 def average_buffers(model: torch.nn.Module, *, weight: float, engine: Engine, name: str) -> None:
@@ -18,13 +21,15 @@ def average_buffers(model: torch.nn.Module, *, weight: float, engine: Engine, na
         TypeError: on every rank, for a buffer that is neither.
     """
     floats: list[torch.Tensor] = []
-    squares: list[tuple[torch.Tensor, torch.Tensor]] = []  # running_var, running_mean
+    moments: list[tuple[torch.Tensor, torch.Tensor]] = []  # running_mean, running_var
     whole: list[torch.Tensor] = []
     for prefix, module in model.named_modules():
         own = dict(module.named_buffers(recurse=False))
         for title, buffer in own.items():
             if title == "running_var" and own.get("running_mean") is not None:
-                squares.append((buffer, own["running_mean"]))
+                moments.append((own["running_mean"], buffer))
+            elif title == "running_mean" and own.get("running_var") is not None:
+                continue  # with its variance
             elif buffer.is_floating_point():
                 floats.append(buffer)
             elif not buffer.dtype.is_complex and buffer.dtype != torch.bool:
@@ -36,21 +41,21 @@ def average_buffers(model: torch.nn.Module, *, weight: float, engine: Engine, na
                     f"{path} of {buffer.dtype}. Register it with persistent=False on a module of its own, or merge "
                     "without the model and broadcast it yourself."
                 )
+    merged, pairs, largest = merged_statistics(
+        [_array(buffer) for buffer in floats],
+        [(_array(mean), _array(variance)) for mean, variance in moments],
+        [_array(buffer) for buffer in whole],
+        weight=weight,
+        engine=engine,
+        name=name,
+    )
+    old = [*floats, *(buffer for pair in moments for buffer in pair), *whole]
+    new = [*merged, *(value for pair in pairs for value in pair), *largest]
     with torch.no_grad():
-        parts = [b.double() for b in floats] + [var.double() + mean.double() ** 2 for var, mean in squares]
-        flat = torch.cat([torch.tensor([weight], dtype=torch.float64), *[p.reshape(-1).cpu() * weight for p in parts],
-                          torch.tensor([1.0], dtype=torch.float64), *[p.reshape(-1).cpu() for p in parts]])
-        total = engine.allreduce_async(flat, name=f"{name}.mean").wait()
-        half = len(total) // 2
-        chosen = total[:half] if total[0] > 0 else total[half:]
-        merged = (chosen[1:] / chosen[0]).split([p.numel() for p in parts])
-        for buffer, value in zip(floats, merged, strict=False):
-            buffer.copy_(value.view(buffer.shape))
-        for (variance, mean), value in zip(squares, merged[len(floats) :], strict=True):
-            variance.copy_((value.view(variance.shape) - mean.double().cpu() ** 2).clamp(min=0.0))
-        if whole:
-            numbers = torch.cat([b.reshape(-1).cpu().long() for b in whole])
-            engine.allreduce_async(numbers, name=f"{name}.most", op="max").wait()
-            parts = list(numbers.split([b.numel() for b in whole]))
-            for buffer, value in zip(whole, parts, strict=True):
-                buffer.copy_(value.view(buffer.shape))
+        for buffer, value in zip(old, new, strict=True):
+            buffer.copy_(torch.from_numpy(value))
+
+
+def _array(buffer: torch.Tensor) -> Any:
+    """Its values on the host: double precision, or whole numbers."""
+    return (buffer.double() if buffer.is_floating_point() else buffer.long()).cpu().numpy()

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
 from hvd_hetero.engine.port import Engine
 from hvd_hetero.optimizers.balancer import Balancer
-from hvd_hetero.optimizers.fragment import fragments_of
+from hvd_hetero.optimizers.fragment import fragments_by_kind
 from hvd_hetero.optimizers.local_sgd import LocalSGD
 from hvd_hetero.optimizers.local_step import LocalSteps
 from hvd_hetero.optimizers.ways import Ways
@@ -22,15 +21,10 @@ class ParameterStore:
     """A rank's parameters, flat, by fragment; each fragment is of one type and device, and wholly lossy or not."""
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], count: int, lossy: Callable[..., bool]) -> None:
-        kinds: dict[Any, list[torch.nn.Parameter]] = {}
-        for parameter in parameters:
-            kinds.setdefault((WIRE[parameter.dtype], parameter.device, lossy(parameter)), []).append(parameter)
-        self._members: list[list[torch.nn.Parameter]] = []
-        self.lossy: list[bool] = []
-        for (_, _, through), members in kinds.items():
-            for chosen in fragments_of([p.numel() for p in members], count):
-                self._members.append([members[index] for index in chosen])
-                self.lossy.append(through)
+        kinds = [(WIRE[p.dtype], p.device, lossy(p)) for p in parameters]
+        fragments = fragments_by_kind(kinds, [p.numel() for p in parameters], count)
+        self._members = [[parameters[index] for index in chosen] for chosen in fragments]
+        self.lossy: list[bool] = [kinds[chosen[0]][2] for chosen in fragments]
 
     def shapes(self, index: int) -> list[tuple[int, ...]]:
         return [tuple(p.shape) for p in self._members[index]]

@@ -3,6 +3,7 @@
 from .agreement import BestModelCheckpoint, BroadcastGlobalVariablesCallback, MetricAverageCallback
 from .balance import LatencyAwareLearningRate, RebalanceCallback, TraceCallback
 from .elastic import CommitStateCallback, UpdateBatchStateCallback, UpdateEpochStateCallback
+from .local import LocalSGDCallback
 from .schedule import LearningRateScheduleCallback, LearningRateWarmupCallback
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "LatencyAwareLearningRate",
     "LearningRateScheduleCallback",
     "LearningRateWarmupCallback",
+    "LocalSGDCallback",
     "MetricAverageCallback",
     "RebalanceCallback",
     "TraceCallback",

@@ -1,0 +1,176 @@
+"""Local SGD behind `DistributedOptimizer(strategy=…)`: Keras variables as fragments, and what a merge makes of a model.
+
+All of it runs on the host: inside `numpy_function` with the TensorFlow back end, directly with the torch one.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from hvd_hetero.engine.port import Engine
+from hvd_hetero.optimizers.fragment import fragments_by_kind
+from hvd_hetero.optimizers.local_sgd import LocalSGD
+from hvd_hetero.optimizers.local_step import LocalSteps
+from hvd_hetero.optimizers.statistic import merged_statistics
+from hvd_hetero.optimizers.ways import Ways
+from hvd_hetero.optimizers.weighing import Weighing
+
+from .layout import Spec
+
+
+class ParameterStore:
+    """A rank's variables, flat, by fragment; each fragment is of one type, and wholly lossy or not.
+
+    Args:
+        form: what is particular to the back end, `gradient_tensorflow` or `gradient_torch`.
+        count: fragments of each kind.
+        lossy: whether a variable of a shape goes through a codec.
+    """
+
+    def __init__(self, variables: Sequence[Any], count: int, lossy: Callable[..., bool], form: Any) -> None:
+        self._form = form
+        specs = [Spec(tuple(v.shape), keras.backend.standardize_dtype(v.dtype)) for v in variables]
+        kinds = [(spec.wire, lossy(spec.shape)) for spec in specs]
+        fragments = fragments_by_kind(kinds, [spec.length for spec in specs], count)
+        self._members = [[variables[index] for index in chosen] for chosen in fragments]
+        self._specs = [[specs[index] for index in chosen] for chosen in fragments]
+        self.lossy: list[bool] = [kinds[chosen[0]][1] for chosen in fragments]
+
+    def shapes(self, index: int) -> list[tuple[int, ...]]:
+        return [spec.shape for spec in self._specs[index]]
+
+    def empty(self, index: int, tail: int) -> Any:
+        specs = self._specs[index]
+        return self._form.zeros(sum(spec.length for spec in specs) + tail, specs[0].wire)
+
+    def control(self, length: int) -> Any:
+        return self._form.zeros(length, "float64")
+
+    def write_control(self, view: Any, values: Sequence[float]) -> None:
+        self._form.write(view, values)
+
+    def checksum(self, index: int) -> int:
+        found = 0
+        for variable in self._members[index]:
+            bits: np.ndarray = np.ascontiguousarray(keras.ops.convert_to_numpy(variable)).reshape(-1).view(np.uint8)
+            found = zlib.crc32(bits.data, found)
+        return found
+
+    def read(self, index: int) -> Any:
+        return self._form.flat(self._members[index], self._specs[index][0].wire)
+
+    def write(self, index: int, flat: Any) -> None:
+        at = 0
+        for variable, spec in zip(self._members[index], self._specs[index], strict=True):
+            variable.assign(flat[at : at + spec.length].reshape(spec.shape))
+            at += spec.length
+
+
+class LocalTraining:
+    """The steps that ranks make apart, for one optimizer. Making one is a collective call.
+
+    Args:
+        variables: those that the optimizer trains.
+        weighing: of the optimizer's gradients.
+        form: what is particular to the back end.
+    """
+
+    def __init__(
+        self, rule: LocalSGD, variables: Sequence[Any], weighing: Weighing, *, ways: Ways, form: Any
+    ) -> None:
+        self._variables, self._weighing, self._balancer = list(variables), weighing, weighing.balancer
+        store = ParameterStore(variables, rule.fragments, ways.takes, form)
+        self.steps = LocalSteps(
+            rule, store, engine=weighing.engine, balancer=self._balancer, way=ways.way, keeps=ways.keeps
+        )
+        self._terms: float | None = None  # of the step apart whose update is being made
+        self._wait_s, self._bytes_sent = 0.0, 0  # after the last step apart
+
+    def check(self, variables: Sequence[Any]) -> None:
+        """Raises ValueError for other variables than the first gradients were of."""
+        if [id(v) for v in variables] != [id(v) for v in self._variables]:
+            raise ValueError(
+                "trainable_variables: expected those of the first step, with a local strategy. Received: others. Make "
+                "a new DistributedOptimizer after optimizer.merge()."
+            )
+
+    def before_step(self, terms: float) -> None:
+        """Before the update of a step apart over `terms` loss terms. The first one is a collective call."""
+        self.steps.before_step()
+        self._terms = terms
+        if self._weighing.leads:
+            self._balancer.finished(wait_s=self._wait_s, bytes_sent=self._bytes_sent)
+
+    def after_step(self, lr: float, optimizer: Any) -> None:
+        """After the update, if the step was one apart; `lr`: its learning rate."""
+        if self._terms is None:
+            return
+        terms, self._terms = self._terms, None
+        self._balancer.pause()
+        start = time.perf_counter()
+        self._bytes_sent = self.steps.after_step(terms, lr=lr)
+        if self.steps.ends:
+            # Keras tells of a batch when its gradients are there. One model has to be there before they are computed,
+            # and one state of the optimizer, or synchronous steps would part the ranks.
+            self.steps.merge()
+            self._merge(optimizer.variables)
+        self._wait_s = time.perf_counter() - start
+        self._balancer.resume()
+
+    def merge(self, model: Any) -> None:
+        """Returns when all ranks hold one model. A collective call."""
+        self.steps.merge()
+        if model is not None:
+            self._merge(*statistics_of(model))
+
+    def _merge(self, variables: Sequence[Any], moments: Sequence[tuple[Any, Any]] = ()) -> None:
+        name, weight = f"{self._weighing.name}.statistics", self.steps.take_samples()
+        merge_variables(variables, moments, weight=weight, engine=self._weighing.engine, name=name)
+
+
+def statistics_of(model: keras.Model) -> tuple[list[Any], list[tuple[Any, Any]]]:
+    """The variables that layers of `model` keep beside those that are trained, and of these the pairs of a moving mean
+    and a moving variance. No metrics and no seeds, which stay each rank's own."""
+    pairs = []
+    for layer in model._flatten_layers():
+        mean, variance = getattr(layer, "moving_mean", None), getattr(layer, "moving_variance", None)
+        if mean is not None and variance is not None:
+            pairs.append((mean, variance))
+    paired = {id(variable) for pair in pairs for variable in pair}
+    return [v for v in model.non_trainable_weights if id(v) not in paired], pairs
+
+
+def merge_variables(
+    variables: Sequence[Any], moments: Sequence[tuple[Any, Any]] = (), *, weight: float, engine: Engine, name: str
+) -> None:
+    """Gives all ranks the same values, see `optimizers.statistic.merged_statistics`. A collective call.
+
+    Raises:
+        TypeError: on every rank, for a variable of neither floating point nor whole numbers.
+    """
+    types = [keras.backend.standardize_dtype(v.dtype) for v in variables]
+    floats = [v for v, dtype in zip(variables, types, strict=True) if "float" in dtype]
+    whole = [v for v, dtype in zip(variables, types, strict=True) if "int" in dtype]
+    for other in [v for v, dtype in zip(variables, types, strict=True) if "float" not in dtype and "int" not in dtype]:
+        raise TypeError(
+            "model: expected statistics of floating point or whole numbers, which ranks can agree on. Received: "
+            f"{other.path} of {other.dtype}. Call optimizer.merge() without the model, and broadcast it yourself."
+        )
+    read = keras.ops.convert_to_numpy
+    merged, pairs, largest = merged_statistics(
+        [read(v) for v in floats],
+        [(read(mean), read(variance)) for mean, variance in moments],
+        [read(v) for v in whole],
+        weight=weight,
+        engine=engine,
+        name=name,
+    )
+    old = [*floats, *(v for pair in moments for v in pair), *whole]
+    for variable, value in zip(old, [*merged, *(v for pair in pairs for v in pair), *largest], strict=True):
+        variable.assign(value)

@@ -1,0 +1,56 @@
+"""One model's statistics from those of all ranks: what layers gather from the samples that they see."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from hvd_hetero.engine.port import Engine
+
+
+def merged_statistics(
+    means: Sequence[np.ndarray],
+    moments: Sequence[tuple[np.ndarray, np.ndarray]],
+    numbers: Sequence[np.ndarray],
+    *,
+    weight: float,
+    engine: Engine,
+    name: str,
+) -> tuple[list[np.ndarray], list[tuple[np.ndarray, np.ndarray]], list[np.ndarray]]:
+    """The merged `means`, `moments` and `numbers`, the same on all ranks. A collective call.
+
+    Means are weighted by `weight` (this rank's samples; equal where no rank has any). Moments are pairs of a mean and
+    a variance; the variance becomes that of all samples together: the mean of E[x^2] = variance + mean^2, less the
+    square of the merged mean. Whole numbers become the largest.
+    """
+    exact = [np.asarray(mean, dtype=np.float64) for mean in means]
+    for mean, variance in moments:
+        mean = np.asarray(mean, dtype=np.float64)
+        exact += [mean, np.asarray(variance, dtype=np.float64) + mean**2]
+    parts = _summed(exact, weight, engine, f"{name}.mean") if exact else []
+    merged, rest = parts[: len(means)], parts[len(means) :]
+    pairs = [(mean, np.maximum(square - mean**2, 0.0)) for mean, square in zip(rest[::2], rest[1::2], strict=True)]
+    largest: list[np.ndarray] = []
+    if numbers:
+        flat = np.concatenate([np.asarray(number, dtype=np.int64).reshape(-1) for number in numbers])
+        engine.allreduce_async(flat, name=f"{name}.most", op="max").wait()
+        largest = _in_shapes(flat, numbers)
+    return merged, pairs, largest
+
+
+def _summed(arrays: Sequence[np.ndarray], weight: float, engine: Engine, name: str) -> list[np.ndarray]:
+    """Weighted means over the ranks."""
+    flat = np.concatenate([array.reshape(-1) for array in arrays])
+    # A weight of 0 leaves nothing of what a rank has, not even a NaN.
+    own = flat * weight if weight else np.zeros_like(flat)
+    total = np.concatenate([[weight], own, [1.0], flat])
+    engine.allreduce_async(total, name=name).wait()
+    weighted, equal = total.reshape(2, -1)
+    chosen = weighted if weighted[0] > 0 else equal
+    return _in_shapes(chosen[1:] / chosen[0], arrays)
+
+
+def _in_shapes(flat: np.ndarray, like: Sequence[np.ndarray]) -> list[np.ndarray]:
+    ends = np.cumsum([np.size(array) for array in like])[:-1]
+    return [part.reshape(np.shape(array)) for part, array in zip(np.split(flat, ends), like, strict=True)]

@@ -1,0 +1,211 @@
+"""One real rank of tests/test_keras_horovod.py, with steps apart: prints `OK name` for each named check that holds."""
+
+from __future__ import annotations
+
+import time
+
+import keras
+import numpy as np
+from keras_law_worker import (
+    UNEVEN,
+    WHOLE,
+    Share,
+    data,
+    dense_model,
+    distance,
+    main,
+    mean_squared_error,
+    plain_sgd,
+    raises,
+    same_on_all,
+    weights_of,
+)
+
+import hvd_hetero.keras as hvd
+
+EVERY_STEP = hvd.LocalSGD(round_steps=1, bound_rounds=0, warmup_steps=0)
+
+
+def momentum(**options):
+    return keras.optimizers.SGD(0.1, momentum=0.9, **options)
+
+
+def merging_every_step_is_synchronous_training(case, floatx, bound):
+    """And steps that are merged more seldom are not, or that would say nothing: looked at in the plain case."""
+    keras.config.set_floatx(floatx)
+    keras.config.set_dtype_policy(floatx)
+    arrays, found = data()[:2], []
+    seldom = [hvd.LocalSGD(round_steps=4, warmup_steps=0)] if case == "sgd" else []
+    for strategy in (EVERY_STEP, "synchronous", *seldom):
+        balancer = hvd.Balancer(WHOLE, shares=UNEVEN[hvd.size()], adaptive=False)
+        plain = momentum(gradient_accumulation_steps=2) if case == "accumulation" else momentum()
+        if case == "scaled_loss":
+            plain = keras.optimizers.LossScaleOptimizer(plain, initial_scale=8.0, dynamic_growth_steps=6)
+        optimizer = hvd.DistributedOptimizer(plain, balancer=balancer, strategy=strategy)
+        model = dense_model()
+        options = {"steps_per_execution": 4} if case == "many_steps_per_execution" else {}
+        model.compile(optimizer=optimizer, loss=mean_squared_error, run_eagerly=case == "eager", **options)
+        model.fit(Share(arrays, UNEVEN[hvd.size()], balancer), shuffle=False, verbose=0)
+        optimizer.merge()
+        found.append(weights_of(model))
+        same_on_all(found[-1])
+    error, *others = [distance(one, found[1]) for one in (found[0], *found[2:])]
+    assert error <= bound and all(other > 1e-3 for other in others), (error, others)
+    keras.config.set_floatx("float32")
+    keras.config.set_dtype_policy("float32")
+
+
+class Watch(keras.callbacks.Callback):
+    """Notes what the model is in each validation, and when batches end; one rank sleeps after one of them."""
+
+    def __init__(self, sleep_s=0.0, after=20):
+        super().__init__()
+        self.sleep_s, self.after, self.moments = sleep_s, after, []
+
+    def on_test_begin(self, logs=None):
+        same_on_all(weights_of(self.model), "in a validation")
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.moments.append(time.monotonic())
+        if batch == self.after:
+            time.sleep(self.sleep_s)
+
+    def longest_s(self):
+        return max(np.diff(self.moments[self.after :]))
+
+
+def fit_ends_with_one_model():
+    """`fit` on a BalancedDataset, with a validation, a codec, fragments, and BatchNormalization."""
+    x, y, _ = data(WHOLE * 10 + 5)
+    x, y = x.astype("float32"), y.astype("float32")
+    for optimizer, options in (
+        (keras.optimizers.SGD(1e-3, momentum=0.9), {"strategy": "local"}),
+        (keras.optimizers.Adam(1e-2), {"strategy": hvd.LocalSGD(warmup_steps=2, merge_each_epoch=False)}),
+        (keras.optimizers.Adam(1e-2), {
+            "strategy": hvd.LocalSGD(round_steps=2, warmup_steps=2, fragments=2), "compression": hvd.Compression.int8,
+        }),
+    ):  # fmt: skip
+        keras.utils.set_random_seed(0)
+        layers = [keras.layers.Dense(200), keras.layers.BatchNormalization(), keras.layers.Dense(3)]
+        model = keras.Sequential([keras.Input((6,)), *layers])
+        balancer = hvd.Balancer(WHOLE, shares=UNEVEN[hvd.size()], adaptive=False)
+        model.compile(optimizer=hvd.DistributedOptimizer(optimizer, balancer=balancer, **options), loss="mse")
+        history = model.fit(
+            hvd.BalancedDataset(x, y, balancer=balancer), epochs=3, verbose=0, validation_data=(x[:9], y[:9]),
+            callbacks=[hvd.callbacks.LocalSGDCallback(), Watch()],
+        ).history  # fmt: skip
+        same_on_all(weights_of(model), str(options))
+        assert history["loss"][-1] < history["loss"][0] and history["merges"][-1] >= 3, history
+
+
+def nobody_waits_for_a_rank_that_stops():
+    """One rank stops for two seconds, and the other makes its steps – which it does not in synchronous training."""
+    arrays = data(WHOLE * 40)[:2]
+    longest = {}
+    for name, strategy in (
+        ("local", hvd.LocalSGD(round_steps=4, bound_rounds=8, warmup_steps=3)), ("synchronous", "synchronous"),
+    ):  # fmt: skip
+        balancer = hvd.Balancer(WHOLE, shares=UNEVEN[hvd.size()], adaptive=False)
+        model, watch = dense_model(), Watch(2.0 if hvd.rank() == 1 else 0.0)
+        model.compile(
+            optimizer=hvd.DistributedOptimizer(plain_sgd(), balancer=balancer, strategy=strategy), loss="mse"
+        )
+        merging = [hvd.callbacks.LocalSGDCallback(model.optimizer)] if name == "local" else []
+        model.fit(
+            Share(arrays, UNEVEN[hvd.size()], balancer), shuffle=False, verbose=0, callbacks=[watch, *merging]
+        )
+        same_on_all(weights_of(model))
+        longest[name] = watch.longest_s()
+    if hvd.rank() == 0:
+        assert longest["local"] < 1.0 < longest["synchronous"], longest
+
+
+def back_to_synchronous_steps():
+    """With "auto" ranks come back to synchronous steps with one model and one momentum, and stay alike."""
+    x, y, _ = data(WHOLE * 30)
+    balancer = hvd.Balancer(WHOLE, adaptive=False)
+    model = dense_model()
+    optimizer = hvd.DistributedOptimizer(
+        keras.optimizers.LossScaleOptimizer(momentum(), initial_scale=8.0), balancer=balancer, strategy="auto"
+    )
+    model.compile(optimizer=optimizer, loss="mse")
+    for step in range(24):
+        samples = UNEVEN[hvd.size()][hvd.rank()]
+        mine = slice(step * WHOLE + 5 * hvd.rank(), step * WHOLE + 5 * hvd.rank() + samples)
+        balancer.begin(samples)
+        model.train_on_batch(x[mine], y[mine])
+        optimizer._reducer.local.steps._phase = lambda step: step < 10  # what a plan would say
+        if step == 5:
+            optimizer.dynamic_scale.assign(2.0 ** hvd.rank())  # as overflows on one rank leave it
+        if step >= 9:
+            same_on_all([*weights_of(model), *[np.array(keras.ops.convert_to_numpy(v)) for v in optimizer.variables]])
+    sums = hvd.allgather(np.array([optimizer._reducer.merges]))
+    assert sums[0] >= 2 and len(set(sums.tolist())) == 1, sums
+
+
+def statistics_are_those_of_all_samples():
+    x = data(WHOLE)[0].astype("float32")
+    shares = UNEVEN[hvd.size()]
+    ends = np.cumsum([0, *shares])
+    parts = [x[a:b] for a, b in zip(ends, ends[1:], strict=False)]
+    layer = keras.layers.BatchNormalization(momentum=0.0)
+    model = keras.Sequential([keras.Input((6,)), layer])
+    balancer = hvd.Balancer(WHOLE, shares=shares, adaptive=False)
+    strategy = hvd.LocalSGD(warmup_steps=0)
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.0), balancer=balancer, strategy=strategy)
+    model.compile(optimizer=optimizer, loss="mse")
+    balancer.begin(shares[hvd.rank()])
+    model.train_on_batch(parts[hvd.rank()], parts[hvd.rank()])
+    assert not np.allclose(keras.ops.convert_to_numpy(layer.moving_mean), x.mean(0), atol=1e-3)
+    optimizer.merge(model)
+    np.testing.assert_allclose(keras.ops.convert_to_numpy(layer.moving_mean), x.mean(0), atol=1e-5)
+    np.testing.assert_allclose(keras.ops.convert_to_numpy(layer.moving_variance), x.var(0), atol=1e-5)
+
+
+def others_hear_of_a_rank_that_fails():
+    """A rank whose data raise: it ends with that error, and the others at the next merge."""
+
+    class Torn:
+        def __len__(self):
+            return 40 * WHOLE
+
+        def __getitem__(self, index):
+            if hvd.rank() == 1 and balancer.step >= 12:
+                raise OSError("torn page")
+            return np.zeros(6, "float32"), np.zeros(3, "float32")
+
+    balancer = hvd.Balancer(WHOLE, adaptive=False)
+    model = dense_model()
+    strategy = hvd.LocalSGD(round_steps=2, warmup_steps=2)
+    model.compile(optimizer=hvd.DistributedOptimizer(plain_sgd(), balancer=balancer, strategy=strategy), loss="mse")
+    raises(
+        "torn page" if hvd.rank() == 1 else "rank 1 could not",
+        lambda: model.fit(hvd.BalancedDataset(Torn(), balancer=balancer), verbose=0),
+    )
+
+
+def local_errors_say_what_to_do():
+    x, y, _ = data(WHOLE)
+    model = dense_model()
+    raises(
+        "expected the same on every rank",
+        lambda: train(model, hvd.LocalSGD(round_steps=3 + hvd.rank(), warmup_steps=0), x, y),
+    )
+    if hvd.rank() == 1:
+        model.set_weights([w + 1e-3 for w in weights_of(model)])
+    raises("others than rank 0's on rank 1", lambda: train(model, hvd.LocalSGD(warmup_steps=0), x, y))
+    model.compile(optimizer=hvd.DistributedOptimizer(plain_sgd()), loss="mse")
+    raises(
+        "a local strategy",
+        lambda: model.fit(x, y, verbose=0, callbacks=[hvd.callbacks.LocalSGDCallback()]),
+        kind=ValueError,
+    )
+
+
+def train(model, strategy, x, y):
+    model.compile(optimizer=hvd.DistributedOptimizer(plain_sgd(), strategy=strategy), loss="mse")
+    model.train_on_batch(x, y)
+
+
+if __name__ == "__main__":
+    main(globals())
