@@ -73,7 +73,7 @@ class LocalSteps:
         self.rounds = Rounds(rule, balancer=balancer, store=store, exchanges=self._exchanges, on_merge=self._record)
         self._bytes = [fragment.buffer.nbytes for fragment in self.rounds.fragments]
         self._begun = False
-        self._samples = 0.0  # since they were last taken
+        self.samples = 0.0  # of steps apart, since they were last taken
         atexit.register(self._warn_at_exit)
 
     def _exchanges(self, outgoing: Callable[[int], list[float]]) -> list[tuple[WeightedExchange, Any]]:
@@ -117,14 +117,10 @@ class LocalSteps:
     def ends(self) -> bool:
         """Whether the next global batch is a synchronous one, after steps apart; asked after a step.
 
-        All ranks know it then: a plan holds for no batch that a rank may begin before it hears of the plan.
+        Then ranks have to merge, and to agree on their optimizers' states, or synchronous steps would part them. All
+        ranks know it then: a plan holds for no batch that a rank may begin before it hears of the plan.
         """
         return self._begun and not self._phase(self._balancer.step + 1)
-
-    def on_begin(self) -> None:
-        """A global batch begins: the first synchronous one after steps apart begins with one model."""
-        if self._begun and not self.apart():
-            self.merge()
 
     def before_step(self) -> None:
         """Before an update that ranks make apart. The first one is a collective call.
@@ -150,7 +146,7 @@ class LocalSteps:
 
     def after_step(self, samples: float, *, lr: float) -> int:
         """The bytes that this rank has sent after an update over `samples`."""
-        self._samples += samples
+        self.samples += samples
         before = [fragment.sends for fragment in self.rounds.fragments]
         self.rounds.after_step(samples, lr=lr, compute=self._balancer.reported)
         sends = [fragment.sends - first for fragment, first in zip(self.rounds.fragments, before, strict=True)]
@@ -170,5 +166,5 @@ class LocalSteps:
 
     def take_samples(self) -> float:
         """This rank's samples of steps apart since the last call."""
-        taken, self._samples = self._samples, 0.0
+        taken, self.samples = self.samples, 0.0
         return taken

@@ -115,14 +115,14 @@ class Counted:
         return end - start
 
 
-def automatic(engine, steps, stops_until):
+def automatic(engine, steps, stops_until, make=torch.optim.SGD, **settings):
     """One rank of a job in which each rank in turn is stopped for 1 s, until step `stops_until`."""
     hvd = pytest.importorskip("hvd_hetero.torch")
     torch.set_num_threads(1)
     model = copy.deepcopy(PROTOTYPE)
     balancer = hvd.Balancer(WHOLE, engine=engine, shares=(4, 4, 4), adaptive=False)
     optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), balancer=balancer, strategy="auto"
+        make(model.parameters(), lr=0.1, **settings), model.named_parameters(), balancer=balancer, strategy="auto"
     )
     clock, generator = Counted(), torch.Generator().manual_seed(1)
     balancer.measure_with(clock)
@@ -134,7 +134,7 @@ def automatic(engine, steps, stops_until):
         balancer.begin(4)
         clock.now_s += 0.2 + (1.0 if step < stops_until and step % 12 == 4 * engine.rank else 0.0)
         apart.append(balancer.plan.strategy == LOCAL)
-        if apart[-2:] == [True, False]:  # begin() has merged
+        if apart[-2:] == [True, False]:  # merged at the end of the step before
             alike.append(torch.cat([p.detach().reshape(-1) for p in model.parameters()]))
         nn.functional.cross_entropy(model(x[step, mine]), y[step, mine]).backward()
         optimizer.step()
@@ -142,9 +142,12 @@ def automatic(engine, steps, stops_until):
     return [torch.cat([p.detach().reshape(-1) for p in model.parameters()]), *alike], apart, balancer.plans
 
 
-def test_auto_goes_apart_and_comes_back_on_all_ranks_at_once():
+@pytest.mark.parametrize("settings", [
+    {}, {"momentum": 0.9}, {"make": torch.optim.AdamW}, {"make": torch.optim.Adam, "amsgrad": True},
+])
+def test_auto_goes_apart_and_comes_back_on_all_ranks_at_once(settings):
     pytest.importorskip("horovod.torch", reason="build it with hvd-hetero build-horovod")
-    found = World(3).run(lambda engine: automatic(engine, 900, 200), timeout_s=120)
+    found = World(3).run(lambda engine: automatic(engine, 900, 200, **settings), timeout_s=120)
     models, apart, plans = found[0]
     assert plans[-1].strategy == SYNCHRONOUS and any(apart) and not apart[0] and not apart[-1]
     assert [plan.strategy for plan in plans] == [SYNCHRONOUS, LOCAL, SYNCHRONOUS], [plan.reason for plan in plans]

@@ -177,7 +177,7 @@ def _methods(base: type[torch.optim.Optimizer]) -> dict[str, Callable[..., Any]]
                 lr = _rate(self)
                 result = base.step(self)
         self._synchronized = False
-        reducer.finished(lr=lr)
+        reducer.finished(self, lr=lr)
         return result
 
     def synchronize(self: Any) -> None:

@@ -23,6 +23,7 @@ from .buffers import average_buffers
 from .layout import WIRE, BucketLayout, check_type
 from .loss import mean_over_ranks
 from .passes import Passes
+from .state import average_state
 from .stopwatch import stopwatch_of
 
 
@@ -126,8 +127,6 @@ class GradientReducer:
     def on_begin(self) -> None:
         """A global batch begins."""
         self._weighing.begin()
-        if self.local is not None:
-            self.local.on_begin()
 
     def on_count(self, terms: float) -> None:
         """Before a pass over `terms` loss terms."""
@@ -201,8 +200,8 @@ class GradientReducer:
             self._passes.begin(self._balancer.count_now or 0.0)
         self._finish()
 
-    def finished(self, *, lr: float) -> None:
-        """Ends the step, after the update; `lr`: its learning rate."""
+    def finished(self, optimizer: torch.optim.Optimizer, *, lr: float) -> None:
+        """Ends the step, after the update by `optimizer`; `lr`: its learning rate."""
         self.reduced = False
         if self._weighing.leads:
             self._balancer.finished(wait_s=self.wait_s, bytes_sent=self.bytes_sent)
@@ -211,6 +210,10 @@ class GradientReducer:
             self._balancer.pause()
             start = time.perf_counter()
             self.bytes_sent = self.local.after_step(self._terms, lr=lr)
+            if self.local.ends:
+                self.local.merge()
+                name = f"{self._weighing.name}.state"
+                average_state(optimizer, weight=self.local.samples, engine=self._engine, name=name)
             self.wait_s = time.perf_counter() - start
             self._balancer.resume()
 
