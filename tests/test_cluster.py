@@ -69,8 +69,7 @@ def test_a_rank_gets_its_share_also_a_new_one_until_it_is_released(how: str, tmp
 @pytest.mark.parametrize("how", [pytest.param("cgroup", marks=needs_cgroup), "duty"])
 def test_a_rank_can_be_stopped_for_a_while(how: str, tmp_path: Path) -> None:
     script = SHARE + (
-        "assert hold(); open('running', 'w')\n"
-        "last, longest, end = time.monotonic(), 0, time.monotonic() + 2.5\n"
+        "assert hold(); last, longest = time.monotonic(), 0; end = last + 2.5; open('running', 'w')\n"
         "while last < end: time.sleep(0.01); now = time.monotonic(); longest, last = max(longest, now - last), now\n"
         "release(); print('longest', longest, flush=True); os._exit(0)\n"
     )

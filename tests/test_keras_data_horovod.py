@@ -7,7 +7,6 @@ from launch import horovodrun
 
 from hvd_hetero.engine.build import installed_build
 
-BACK_ENDS = ("tensorflow", "torch")
 BUILT = (installed_build() or {}).get("frameworks", {})
 
 pytestmark = [
@@ -37,15 +36,15 @@ def run(ranks, back_end, worker, *arguments):
     return launched.output
 
 
-@pytest.mark.parametrize("back_end", BACK_ENDS)
-@pytest.mark.parametrize(("ranks", "checks"), [(2, CHECKS), (3, FEW)])
+@pytest.mark.parametrize("back_end", ["tensorflow", pytest.param("torch", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("ranks", "checks"), [(2, CHECKS), pytest.param(3, FEW, marks=pytest.mark.slow)])
 def test_the_checks_hold(back_end, ranks, checks):
     wanted = [check for check in checks if back_end == "tensorflow" or check != CHECKS[2]]
     output = run(ranks, back_end, "keras_data_worker.py", *wanted)
     assert re.findall(r"OK (\w+)", output) == wanted, output[-6000:]
 
 
-@pytest.mark.parametrize("back_end", BACK_ENDS)
+@pytest.mark.parametrize("back_end", ["tensorflow", pytest.param("torch", marks=pytest.mark.slow)])
 def test_the_digits_example_is_good_and_says_so_alike_on_both_ranks(back_end):
     output = run(2, back_end, "../../examples/keras_digits.py", "--shares", "96", "32")
     found = re.findall(r"rank (\d): test accuracy (0\.\d+)", output)
@@ -53,6 +52,7 @@ def test_the_digits_example_is_good_and_says_so_alike_on_both_ranks(back_end):
     assert float(found[0][1]) >= 0.97
 
 
+@pytest.mark.slow
 def test_the_mixed_precision_example_learns():
     output = run(2, "tensorflow", "../../examples/keras_mixed_precision.py")
     found = re.findall(r"rank \d: test accuracy (0\.\d+)", output)
