@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -74,7 +75,7 @@ class LocalSteps:
         self._bytes = [fragment.buffer.nbytes for fragment in self.rounds.fragments]
         self._begun = False
         self.samples = 0.0  # of steps apart, since they were last taken
-        atexit.register(self._warn_at_exit)
+        atexit.register(_warn_at_exit, weakref.ref(self))
 
     def _exchanges(self, outgoing: Callable[[int], list[float]]) -> list[tuple[WeightedExchange, Any]]:
         made, tail = [], control_length(self._engine.size)
@@ -98,16 +99,6 @@ class LocalSteps:
     def _record(self, fields: dict[str, Any]) -> None:
         if self._balancer.trace is not None:
             self._balancer.trace.event("merge", **fields)
-
-    def _warn_at_exit(self) -> None:
-        """Says so where a job ends between merges – unless it ended in an error, which says enough."""
-        if self._begun and not hasattr(sys, "last_value"):
-            warnings.warn(
-                "Expected optimizer.merge() after the last step of a local strategy. Received: the end of the job. "
-                "What ranks did since the last merge is on each of them alone.",
-                RuntimeWarning,
-                stacklevel=1,
-            )
 
     def apart(self) -> bool:
         """Whether the global batch begun last is one that ranks take apart."""
@@ -168,3 +159,15 @@ class LocalSteps:
         """This rank's samples of steps apart since the last call."""
         taken, self.samples = self.samples, 0.0
         return taken
+
+
+def _warn_at_exit(steps: weakref.ref[LocalSteps]) -> None:
+    """Says so where a job ends between merges – unless it ended in an error, which says enough."""
+    left = steps()
+    if left is not None and left._begun and not hasattr(sys, "last_value"):
+        warnings.warn(
+            "Expected optimizer.merge() after the last step of a local strategy. Received: the end of the job. "
+            "What ranks did since the last merge is on each of them alone.",
+            RuntimeWarning,
+            stacklevel=1,
+        )

@@ -40,7 +40,7 @@ def run_checks(ranks, checks, **options):
     assert launched.returncode == 0 and passed == checks, launched.output[-6000:]
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])  # and on two nodes, below
 def test_laws_under_gloo(ranks):
     run_checks(ranks, checks_for(ranks))
 
@@ -49,7 +49,7 @@ def test_laws_under_gloo(ranks):
 @pytest.mark.skipif(
     not (installed_build() or {}).get("mpi") or not shutil.which("mpirun"), reason="Horovod was built without MPI"
 )
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_laws_under_mpi(ranks):
     checks = [check for check in checks_for(ranks, "mpi") if check != "waiting_does_not_spin"]
     run_checks(ranks, checks, controller="mpi")

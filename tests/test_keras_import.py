@@ -23,7 +23,7 @@ def test_one_back_end_does_not_bring_in_the_other(backend):
     assert done.stdout.strip() == f"['{backend}']", done.stderr[-2000:]
 
 
-@pytest.mark.parametrize("other", ["jax", "numpy"])
+@pytest.mark.parametrize("other", ["jax", pytest.param("numpy", marks=pytest.mark.slow)])
 def test_a_back_end_without_a_horovod_is_refused(other):
     """Keras itself says what it misses where jax is not installed; here it only claims to have that back end."""
     done = run(f"import keras; keras.backend.backend = lambda: {other!r}; import hvd_hetero.keras", "torch")

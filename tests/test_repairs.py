@@ -250,6 +250,14 @@ def test_survivors_of_a_dead_peer_raise_and_end(tmp_path: Path, algorithm: str) 
     assert [launch.ranks[r] for r in (0, 1)] == [{"error": "HorovodInternalError"}] * 2, launch.text[-3000:]
 
 
+@needs("quick_launch")
+def test_a_launch_does_not_load_tensorflow_where_pytorch_can_answer(tmp_path: Path) -> None:
+    (tmp_path / "tensorflow.py").write_text("open(__file__ + '.loaded', 'w').close()\n")
+    program = "import sys; from horovod.common.util import gloo_built; sys.exit(not gloo_built())"
+    subprocess.run([sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": str(tmp_path)}, check=True)
+    assert not (tmp_path / "tensorflow.py.loaded").exists()
+
+
 @needs("gloo_hierarchy")
 def test_an_unknown_algorithm_is_refused(tmp_path: Path) -> None:
     launch = _launch("bad_algorithm", tmp_path, 1, HOROVOD_GLOO_ALLREDUCE="star")

@@ -44,6 +44,11 @@ NODES = [
 LIBRARIES = {"numpy": np.asarray, "torch": torch.from_numpy}
 
 
+@pytest.fixture(autouse=True)
+def quick_timing():
+    """Nothing is cut short here, where timing itself is tested."""
+
+
 def gradients(ranks, step, dtype=np.float64):
     """What each rank brings to a step."""
     return [np.random.RandomState(1000 * step + rank).standard_normal(LENGTH).astype(dtype) for rank in range(ranks)]

@@ -88,9 +88,18 @@ def test_an_exchange_that_nothing_hides_speaks_for_steps_apart():
 
 def test_a_strategy_holds_for_a_while():
     selection = Selection(4, round_steps=8, first_step=0, hold_steps=100)
-    made = [step for seed in range(6) for step, _ in job(
-        selection, 200, stops=60 if seed % 2 == 0 else 0, first=200 * seed, seed=seed,
-        current=SYNCHRONOUS if seed == 0 else LOCAL)]
+    made = [
+        step
+        for seed in range(6)
+        for step, _ in job(
+            selection,
+            200,
+            stops=60 if seed % 2 == 0 else 0,
+            first=200 * seed,
+            seed=seed,
+            current=SYNCHRONOUS if seed == 0 else LOCAL,
+        )
+    ]
     assert all(b - a >= 100 for a, b in zip(made, made[1:], strict=False))
 
 
@@ -142,9 +151,15 @@ def automatic(engine, steps, stops_until, make=torch.optim.SGD, **settings):
     return [torch.cat([p.detach().reshape(-1) for p in model.parameters()]), *alike], apart, balancer.plans
 
 
-@pytest.mark.parametrize("settings", [
-    {}, {"momentum": 0.9}, {"make": torch.optim.AdamW}, {"make": torch.optim.Adam, "amsgrad": True},
-])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({}, marks=pytest.mark.slow),
+        {"momentum": 0.9},
+        pytest.param({"make": torch.optim.AdamW}, marks=pytest.mark.slow),
+        {"make": torch.optim.Adam, "amsgrad": True},
+    ],
+)
 def test_auto_goes_apart_and_comes_back_on_all_ranks_at_once(settings):
     pytest.importorskip("horovod.torch", reason="build it with hvd-hetero build-horovod")
     found = World(3).run(lambda engine: automatic(engine, 900, 200, **settings), timeout_s=120)

@@ -23,7 +23,7 @@ def run_checks(ranks, checks, **options):
     assert launched.returncode == 0 and passed == checks, launched.output[-6000:]
 
 
-@pytest.mark.parametrize("ranks", HOSTS)
+@pytest.mark.parametrize("ranks", [pytest.param(3, marks=pytest.mark.slow), 4])
 def test_levels_and_codecs_under_gloo(ranks):
     run_checks(ranks, CHECKS, options=("-H", HOSTS[ranks]))
 
@@ -32,7 +32,7 @@ def test_levels_and_codecs_under_gloo(ranks):
 @pytest.mark.skipif(
     not (installed_build() or {}).get("mpi") or not shutil.which("mpirun"), reason="Horovod was built without MPI"
 )
-@pytest.mark.parametrize("ranks", HOSTS)
+@pytest.mark.parametrize("ranks", [3, pytest.param(4, marks=pytest.mark.slow)])
 def test_levels_and_codecs_under_mpi(ranks):
     run_checks(ranks, CHECKS, controller="mpi")
 

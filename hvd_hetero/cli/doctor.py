@@ -28,6 +28,7 @@ WITHOUT = {
     "in_place_copy": "an in-place all-reduce of one tensor under Gloo costs one copy more",
     "gloo_loop": "Gloo's threads wake 100 times a second each, and spin while they wait for one another",
     "gloo_send_buffer": "after sums of a few values other collectives stall, 40 ms to seconds each",
+    "quick_launch": "each horovodrun loads TensorFlow to look at itself, seconds before anything starts",
     "blocking_wait": "waiting takes a whole core: hvd_hetero polls with sleeps, which costs some latency",
     "event_driven_cycle": "the background threads wake every HOROVOD_CYCLE_TIME ms: a trade of CPU time for latency",
     "gloo_hierarchy": "Gloo reduces in one ring over all ranks: more CPU time, more bytes between nodes, and "

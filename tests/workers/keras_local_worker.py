@@ -103,7 +103,7 @@ def nobody_waits_for_a_rank_that_stops():
     arrays = data(WHOLE * 40)[:2]
     longest = {}
     for name, strategy in (
-        ("local", hvd.LocalSGD(round_steps=4, bound_rounds=8, warmup_steps=3)), ("synchronous", "synchronous"),
+        ("local", hvd.LocalSGD(round_steps=4, bound_rounds=40, warmup_steps=3)), ("synchronous", "synchronous"),
     ):  # fmt: skip
         balancer = hvd.Balancer(WHOLE, shares=UNEVEN[hvd.size()], adaptive=False)
         model, watch = dense_model(), Watch(2.0 if hvd.rank() == 1 else 0.0)
