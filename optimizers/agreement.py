@@ -20,7 +20,10 @@ ABSENT = -1
 
 @dataclass(frozen=True, kw_only=True)
 class Terms:
-    """The arguments of a balancer on one rank and, once agreed, what follows from those of all ranks."""
+    """The arguments of a balancer on one rank and, once agreed, what follows from those of all ranks.
+
+    `identity` stands for a rank's hardware, see `Engine.identity`.
+    """
 
     global_batch_size: int
     min_share: int
@@ -29,6 +32,8 @@ class Terms:
     max_micro_batch: int | None
     shares: tuple[int, ...] | None
     adaptive: bool
+    identity: int = 0
+    identities: tuple[int, ...] = ()
     bounds: tuple[Bound, ...] = ()
     micro_caps: tuple[int | None, ...] = ()
     first_shares: tuple[int, ...] = ()
@@ -57,18 +62,19 @@ def agree(engine: Engine, mine: Terms, *, name: str) -> Terms:
         ValueError: on every rank, with what was expected, what each rank passed, and what to do.
     """
     problem = mine.problem(engine.size)
-    row: np.ndarray = np.full((1, 6 + engine.size), ABSENT, dtype=np.int64)
+    row: np.ndarray = np.full((1, 7 + engine.size), ABSENT, dtype=np.int64)
     if problem is None:
-        row[0, :6] = [
+        row[0, :7] = [
             mine.global_batch_size,
             mine.min_share,
             ABSENT if mine.max_share is None else mine.max_share,
             mine.quantum,
             ABSENT if mine.max_micro_batch is None else mine.max_micro_batch,
             int(mine.adaptive),
+            mine.identity,
         ]
         if mine.shares is not None:
-            row[0, 6:] = mine.shares
+            row[0, 7:] = mine.shares
     table = np.asarray(engine.allgather_async(row, name=name).wait())
     if problem is not None:
         raise ValueError(problem)
@@ -79,13 +85,19 @@ def agree(engine: Engine, mine: Terms, *, name: str) -> Terms:
         )
     for column, title in ((0, "global_batch_size"), (5, "adaptive")):
         _same(table[:, column].tolist(), title)
-    _same([tuple(row[6:].tolist()) for row in table], "shares")
+    _same([tuple(row[7:].tolist()) for row in table], "shares")
     bounds = tuple(
         Bound(lower=int(low), upper=None if high == ABSENT else int(high), quantum=int(quantum))
         for low, high, quantum in table[:, 1:4].tolist()
     )
     micro_caps = tuple(None if cap == ABSENT else int(cap) for cap in table[:, 4].tolist())
-    return replace(mine, bounds=bounds, micro_caps=micro_caps, first_shares=_first_shares(mine, bounds))
+    return replace(
+        mine,
+        identities=tuple(table[:, 6].tolist()),
+        bounds=bounds,
+        micro_caps=micro_caps,
+        first_shares=_first_shares(mine, bounds),
+    )
 
 
 def agree_on(engine: Engine, values: Mapping[str, int], *, name: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from hvd_hetero.engine.port import Engine
@@ -54,35 +55,43 @@ class Balancer:
         rule: ReplanRule | None = None,
         stopwatch: Stopwatch | None = None,
         trace: Any = None,
-        name: str = "balancer",
     ) -> None:
-        self.engine, self.name = engine, name
-        self.rank, self.size = engine.rank, engine.size
-        self.terms = agree(
-            engine,
-            Terms(
-                global_batch_size=global_batch_size,
-                min_share=min_share,
-                max_share=max_share,
-                quantum=quantum,
-                max_micro_batch=max_micro_batch,
-                shares=None if shares is None else tuple(shares),
-                adaptive=adaptive,
-            ),
-            name=f"hvd_hetero.{name}.terms",
+        self.engine = engine
+        self._asked = Terms(
+            global_batch_size=global_batch_size,
+            min_share=min_share,
+            max_share=max_share,
+            quantum=quantum,
+            max_micro_batch=max_micro_batch,
+            shares=None if shares is None else tuple(shares),
+            adaptive=adaptive,
+            identity=engine.identity,
         )
         self.global_batch_size = global_batch_size
-        self.adaptive = adaptive and engine.size > 1
+        self._rule = rule or ReplanRule()
         self._meter = ComputeMeter(stopwatch or WallClock())
         self._stopwatch_given = stopwatch is not None
-        self.planner = Planner(self.terms, rule or ReplanRule())
         self.trace = trace
         self.lookahead = 0  # batches that this rank may deal before they are used
-        self._horizon = Horizon()
         self.step = -1  # index of the global batch begun last, counted over all epochs
+        self.dependents: list[Any] = []  # what else keeps a state as the job goes on: samplers, learning rates
+        self._settle()
+        if trace is not None:
+            trace.plan(self.plan)
+        engine.remember(self.rebuild)
+
+    def _settle(self) -> None:
+        """Begins on the ranks that there are. A collective call."""
+        self.rank, self.size = self.engine.rank, self.engine.size
+        self.name = self.engine.unique("balancer")
+        self.terms = agree(self.engine, self._asked, name=f"hvd_hetero.{self.name}.terms")
+        self.adaptive = self.terms.adaptive and self.size > 1
+        self.planner = Planner(self.terms, self._rule)
+        self._horizon = Horizon(self.step)
         self.count_now: float | None = None
         self.last_pass = True  # False while micro-batches are to follow
         self._exchanges: list[Attached] = []
+        self._listeners: list[Callable[[], None]] = []
         self._pace = Pace()
         self._failed = self._discarded = False
         self._error: Exception | None = None  # why it failed
@@ -91,12 +100,20 @@ class Balancer:
         self._batches = 0  # begun since the last exchange
         self.reported: tuple[float, float] = (0.0, 0.0)  # samples and seconds per batch, for the next exchange
         self.data_s = 0.0  # waited for data since the last exchange
-        self.entered = float(global_batch_size)  # samples of the last global batch that all ranks have heard of
+        self.entered = float(self.global_batch_size)  # samples of the last global batch that all have heard of
         self.staleness = 0.0  # of this rank in the last merge, in merges; a strategy that merges late sets it
         self.mean_staleness = 0.0  # over all ranks, as all of them have heard it
-        self._listeners: list[Callable[[], None]] = []
-        if trace is not None:
-            trace.plan(self.plan)
+
+    def rebuild(self) -> None:
+        """Goes on with the ranks that there are now: those known keep their measurements. A collective call."""
+        state = self.state_dict()
+        if self._asked.shares is not None and len(self._asked.shares) != self.engine.size:
+            self._asked = replace(self._asked, shares=None)
+        self._settle()
+        self.load_state_dict(state)
+        if self.trace is not None:
+            self.trace.event("ranks", rank=self.rank, size=self.size, step=self.step)
+            self.trace.plan(self.plan)
 
     # What a script asks ---------------------------------------------------------------------------------------------
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 from hvd_hetero.engine.port import Engine
 
 from .balancer import Balancer
@@ -11,7 +14,16 @@ class EqualWeights(Balancer):
     """One loss term for each rank and pass, as Horovod counts. Constructing one is a collective call."""
 
     def __init__(self, engine: Engine) -> None:
-        super().__init__(engine, global_batch_size=engine.size, adaptive=False, name=engine.unique("balancer"))
+        super().__init__(engine, global_batch_size=engine.size, adaptive=False)
+
+    def rebuild(self) -> None:
+        self.global_batch_size = self.engine.size
+        self._asked = replace(self._asked, global_batch_size=self.engine.size)
+        self._settle()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from the step of `state`: nothing else is kept."""
+        self.step = int(state["step"])
 
     def begin_unseen(self) -> bool:
         """True: a batch that nothing has announced begins."""

@@ -13,7 +13,6 @@ import numpy as np
 
 from hvd_hetero.engine.port import Engine
 
-from .agreement import agree_text
 from .balancer import Balancer
 from .fragment import Store
 from .local_sgd import LocalSGD
@@ -48,7 +47,7 @@ class ParameterStore(Store, Protocol):
 class LocalSteps:
     """The strategy of one optimizer: synchronous steps first, and then steps that ranks make apart.
 
-    Constructing one is a collective call.
+    Constructing one is a collective call, with the same rule on all ranks.
 
     Args:
         store: the parameters that are trained, in the same order on all ranks.
@@ -68,7 +67,6 @@ class LocalSteps:
     ) -> None:
         self.rule, self._engine, self._balancer, self._store = rule, engine, balancer, store
         self._way, self._keeps = way, keeps
-        agree_text(engine, lambda: str(rule), title="strategy", name=engine.unique("hvd_hetero.strategy."))
         self._name = f"hvd_hetero.{balancer.name}.{engine.unique('local.')}"
         self._phase = phase_of(rule, balancer)
         self.rounds = Rounds(rule, balancer=balancer, store=store, exchanges=self._exchanges, on_merge=self._record)
@@ -154,6 +152,10 @@ class LocalSteps:
         if self._begun:
             self.rounds.finish()
             self._begun = False
+
+    def abandon(self) -> None:
+        """Forgets what was done since the last merge: the ranks are gone that it would be merged with."""
+        self._begun = False
 
     def take_samples(self) -> float:
         """This rank's samples of steps apart since the last call."""

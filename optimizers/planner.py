@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
+from hvd_hetero.policy.partition import split
 from hvd_hetero.policy.replan import Plan, ReplanRule, decide
 from hvd_hetero.policy.speed import Observation, SpeedModel, fit, latest_regime
 
@@ -142,20 +143,34 @@ class Planner:
     def state_dict(self) -> dict[str, Any]:
         """Plans and measurements, as plain numbers."""
         return {
+            "identities": list(self._terms.identities),
             "plans": [asdict(plan) for plan in self.plans],
             "windows": [[(step, asdict(seen)) for step, seen in window] for window in self._windows],
         }
 
     def load_state_dict(self, state: dict[str, Any], step: int) -> None:
-        """Goes on from `state`; on another number of ranks with the first plan."""
+        """Goes on from `state`. On other ranks with a new plan, which rests on what is known of them.
+
+        Ranks are told by their hardware; where none is known, as many ranks as before are taken to be as before.
+        """
         self._next_look = step + 1
         self.announcement = None
-        if len(state["windows"]) != self.size:
-            self.plans = [
-                Plan(version=0, step=0, shares=self._terms.first_shares, reason="resumed on another number of ranks")
-            ]
-            return
-        self.plans = [Plan(**{**plan, "shares": tuple(plan["shares"])}) for plan in state["plans"]]
-        for window, saved in zip(self._windows, state["windows"], strict=True):
+        windows = [[(at, Observation(**seen)) for at, seen in saved] for saved in state["windows"]]
+        before, now = state["identities"], list(self._terms.identities)
+        alike = before == now or (len(before) == len(now) and not set(before) & set(now))
+        known = windows if alike else [windows[before.index(each)] if each in before else [] for each in now]
+        for window, saved in zip(self._windows, known, strict=True):
             window.clear()
-            window.extend((at, Observation(**seen)) for at, seen in saved)
+            window.extend(saved)
+        self.plans = [Plan(**{**plan, "shares": tuple(plan["shares"])}) for plan in state["plans"]]
+        if not alike:
+            self.plans = [self._plan_for_others(version=self.plans[-1].version + 1, step=max(step, 0))]
+
+    def _plan_for_others(self, *, version: int, step: int) -> Plan:
+        """The first plan of a new set of ranks; the most equal shares where too little is known of some."""
+        recent = [[seen for _, seen in window] for window in self._windows]
+        if not self._terms.adaptive or min(map(len, recent)) < self._rule.minimum_observations:
+            return Plan(version=version, step=step, shares=self._terms.first_shares, reason="other ranks than before")
+        self.models = tuple(fit(latest_regime(window, tolerance=CHANGED), prior=None) for window in recent)
+        shares = split(self.models, self._terms.global_batch_size, self._terms.bounds)
+        return Plan(version=version, step=step, shares=shares, reason="other ranks, all of known speed")

@@ -40,11 +40,10 @@ class ShareSampler:
         self, length: int, *, balancer: Balancer, shuffle: bool, seed: int, drop_last: bool, block: int = 1
     ) -> None:
         self.balancer = balancer
-        agree_on(
-            balancer.engine,
-            {"dataset length": length, "shuffle": shuffle, "seed": seed, "drop_last": drop_last, "block": block},
-            name=f"hvd_hetero.{balancer.name}.dealer",
-        )
+        self._alike = {
+            "dataset length": length, "shuffle": shuffle, "seed": seed, "drop_last": drop_last, "block": block,
+        }
+        self._agree()
         self.dealer = Dealer(
             length,
             global_batch_size=balancer.global_batch_size,
@@ -57,6 +56,16 @@ class ShareSampler:
         self._dealt: deque[int] = deque()  # sizes of batches dealt and not yet used
         self._next = 0  # the step in which the batch after them will be used: the plan is looked up by it
         self._lock = threading.RLock()
+        balancer.engine.remember(self.rebuild)
+
+    def _agree(self) -> None:
+        agree_on(self.balancer.engine, self._alike, name=f"hvd_hetero.{self.balancer.name}.dealer")
+
+    def rebuild(self) -> None:
+        """Deals to the ranks that there are now, from what was used. A collective call."""
+        self._agree()
+        with self._lock:
+            self._dealt.clear()
 
     @property
     def epoch(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hvd_hetero.codecs.codec import HorovodCompressor
@@ -30,6 +30,7 @@ class Ways:
         topology: "flat" (or None): one level. "auto": nodes found and links measured, and the fastest algorithm for
             each bucket. "rails", "scatter", "leader": nodes found, and that algorithm. A `Topology`: its nodes, and the
             fastest algorithm for each bucket.
+        alike: what else ranks must have the same, by name.
         tell: is told what was chosen, and why.
 
     Raises:
@@ -42,6 +43,7 @@ class Ways:
         *,
         wire: Wire | HorovodCompressor,
         topology: Topology | str | None,
+        alike: Mapping[str, Any] | None = None,
         tell: Tell = lambda name, choice: None,
     ) -> None:
         self._compressor = wire if isinstance(wire, HorovodCompressor) else None
@@ -52,8 +54,8 @@ class Ways:
         self.keeps = self._wire.keeps
         agree_text(
             engine,
-            lambda: _described(engine, topology, wire),
-            title="topology and compression",
+            lambda: _described(engine, topology, wire, alike or {}),
+            title="DistributedOptimizer",
             name=engine.unique("hvd_hetero.ways."),
         )
         self._levels = levels_for(engine, topology)
@@ -89,7 +91,9 @@ class Ways:
         return self._router.way(name, bucket, shapes, lossy=lossy)
 
 
-def _described(engine: Engine, topology: Any, wire: Wire | HorovodCompressor) -> str:
+def _described(
+    engine: Engine, topology: Any, wire: Wire | HorovodCompressor, alike: Mapping[str, Any]
+) -> str:
     """This rank's arguments in words. Raises what is wrong with them."""
     if isinstance(topology, str) and topology not in CHOICES:
         raise ValueError(f"topology: expected a Topology or one of {', '.join(CHOICES)}. Received: {topology!r}.")
@@ -104,4 +108,4 @@ def _described(engine: Engine, topology: Any, wire: Wire | HorovodCompressor) ->
         )
     nodes = topology.nodes if isinstance(topology, Topology) else topology
     how = type(wire.compression).__name__ if isinstance(wire, HorovodCompressor) else str(wire)
-    return f"topology={nodes}, compression={how}"
+    return ", ".join(f"{name}={value}" for name, value in {"topology": nodes, "compression": how, **alike}.items())

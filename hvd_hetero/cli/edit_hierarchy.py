@@ -59,24 +59,26 @@ EDITS: Final = (
         f"{_PLACE}/gloo_context.h",
         "  std::shared_ptr<gloo::Context> local_ctx = nullptr;\n",
         "  std::shared_ptr<gloo::Context> local_ctx = nullptr;\n"
-        "  // Made by the first all-reduce; goes with ctx.\n"
-        "  std::shared_ptr<GlooHierarchy> hierarchy = nullptr;\n\n"
+        "  // Made by the first all-reduce of each ctx, also where an elastic job has come to a new one.\n"
+        "  std::shared_ptr<GlooHierarchy> hierarchy = nullptr;\n"
+        "  std::shared_ptr<gloo::Context> hierarchy_of = nullptr;\n\n"
         "  // Null where it is not asked for, or does not work.\n"
         "  GlooHierarchy* Hierarchy() {\n"
         "    if (!GlooHierarchy::Enabled()) {\n"
         "      return nullptr;\n"
         "    }\n"
-        "    if (hierarchy == nullptr) {\n"
+        "    if (hierarchy_of != ctx) {\n"
         "      hierarchy = std::make_shared<GlooHierarchy>(ctx);\n"
+        "      hierarchy_of = ctx;\n"
         "    }\n"
-        "    return hierarchy->Usable() ? hierarchy.get() : nullptr;\n"
+        "    return hierarchy != nullptr && hierarchy->Usable() ? hierarchy.get() : nullptr;\n"
         "  }\n",
         "each context has a hierarchy of its own",
     ),
     _edit(
         f"{_PLACE}/gloo_context.cc",
         "  global_ctx.reset();\n  ctx.reset();\n",
-        "  hierarchy.reset();\n  global_ctx.reset();\n  ctx.reset();\n",
+        "  hierarchy.reset();\n  hierarchy_of.reset();\n  global_ctx.reset();\n  ctx.reset();\n",
         "it goes with its context",
     ),
     _edit(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
@@ -127,6 +128,7 @@ class LocalEngine:
     def __init__(self, group: _Group, rank: int, ranks: tuple[int, ...]) -> None:
         self._group, self._rank, self._ranks = group, rank, ranks
         self._named = itertools.count(1)
+        self._remembered: list[weakref.WeakMethod[Callable[[], None]]] = []
 
     @property
     def rank(self) -> int:
@@ -140,8 +142,22 @@ class LocalEngine:
     def ranks(self) -> tuple[int, ...]:
         return self._ranks
 
+    @property
+    def identity(self) -> int:
+        return self._ranks[self._rank]
+
     def unique(self, prefix: str) -> str:
         return f"{prefix}{next(self._named)}"
+
+    def remember(self, rebuild: Callable[[], None]) -> None:
+        self._remembered.append(weakref.WeakMethod(rebuild))
+
+    def rebuild(self) -> None:
+        """What an elastic job does when its ranks have changed."""
+        self._named = itertools.count(1)
+        for reference in list(self._remembered):
+            if (rebuild := reference()) is not None:
+                rebuild()
 
     def _start(self, name: str, array: Any, signature: tuple[Any, ...], in_place: bool) -> _Pending:
         view = np.asarray(array)

@@ -45,8 +45,19 @@ class Engine(Protocol):
     def ranks(self) -> tuple[int, ...]:
         """The global ranks of this group, in order."""
 
+    @property
+    def identity(self) -> int:
+        """A number that stands for this rank's hardware: it stays when ranks are numbered anew."""
+
     def unique(self, prefix: str) -> str:
         """A name that no earlier call returned, and the same on all ranks that call it in the same order."""
+
+    def remember(self, rebuild: Callable[[], None]) -> None:
+        """Calls the method `rebuild`, as long as its object lives, whenever the ranks have become others.
+
+        A rank that joins makes its objects while those that stay rebuild theirs, so both make the same collective
+        calls in the same order.
+        """
 
     def allreduce_async(self, array: Any, *, name: str, op: Op = "sum") -> Handle:
         """Reduces `array` over the group *in place*; the result is `array`. Shapes and types must be equal."""

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import itertools
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, TypeVar
+
+from .host import host_identity
 
 Self = TypeVar("Self", bound="ProcessSetEngine")
 
@@ -26,6 +30,8 @@ class ProcessSetEngine:
 
     # By ranks: Horovod pairs names within a process set, and only its members count.
     _named: ClassVar[dict[tuple[int, ...], Iterator[int]]] = {}
+    _remembered: ClassVar[list[weakref.WeakMethod[Callable[[], None]]]] = []  # in the order of construction
+    _identity: ClassVar[int | None] = None
 
     def __init__(self, process_set: Any = None) -> None:
         self._binding = binding = importlib.import_module(self.binding)
@@ -53,8 +59,29 @@ class ProcessSetEngine:
     def ranks(self) -> tuple[int, ...]:
         return tuple(self._set.ranks) if self._set.ranks else tuple(range(self._binding.size()))
 
+    @property
+    def identity(self) -> int:
+        if ProcessSetEngine._identity is None:  # a process keeps its device when local ranks are numbered anew
+            text = f"{host_identity()}/{self._binding.local_rank()}"
+            ProcessSetEngine._identity = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+        return ProcessSetEngine._identity
+
     def unique(self, prefix: str) -> str:
         return f"{prefix}{next(self._named.setdefault(self.ranks, itertools.count(1)))}"
+
+    def remember(self, rebuild: Callable[[], None]) -> None:
+        self._remembered.append(weakref.WeakMethod(rebuild))
+
+    @classmethod
+    def rebuild(cls) -> None:
+        """After Horovod was initialised anew: all that was made with engines of this process settles on its new ranks.
+        A collective call; ranks that joined make the same objects meanwhile."""
+        cls._named.clear()
+        remembered, cls._remembered[:] = list(cls._remembered), []
+        for reference in remembered:
+            if (rebuild := reference()) is not None:
+                cls._remembered.append(reference)
+                rebuild()
 
     def group(self: Self, ranks: Sequence[int]) -> Self | None:
         members = [self.ranks[rank] for rank in ranks]

@@ -55,7 +55,6 @@ class Balancer(framework_free.Balancer):
             adaptive=adaptive,
             rule=rule,
             trace=trace_of(run or run_folder(), rank=engine.rank, clock=time.time),
-            name=engine.unique("balancer"),
         )
         self._announced: deque[int] = deque()
         self._told = False  # the script itself has begun the batch that is to be exchanged next

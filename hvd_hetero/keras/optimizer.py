@@ -121,6 +121,13 @@ def make_reducer(
             balancer.engine,
             wire=wire,
             topology=topology,
+            alike={
+                "strategy": strategy or "synchronous",
+                "gradient_accumulation_steps": passes,
+                "op": "Sum" if op == backend.horovod.Sum else "Average",
+                "gradient_predivide_factor": predivide,
+                "bucket_bytes": bucket_bytes,
+            },
             tell=lambda name, choice: trace.event("route", bucket=name, **asdict(choice)) if trace else None,
         ),
         passes=passes,

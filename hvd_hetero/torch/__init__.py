@@ -35,7 +35,6 @@ from horovod.torch import (
     cross_size,
     cuda_built,
     ddl_built,
-    elastic,
     global_process_set,
     gloo_built,
     gloo_enabled,
@@ -74,6 +73,7 @@ from hvd_hetero.optimizers.outer import Outer
 from hvd_hetero.policy.replan import ReplanRule
 from hvd_hetero.policy.topology import Topology
 
+from . import elastic
 from .balancer import Balancer
 from .compression import Compression
 from .function import broadcast_optimizer_state, broadcast_parameters, init, synchronize

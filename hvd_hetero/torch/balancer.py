@@ -57,7 +57,6 @@ class Balancer(framework_free.Balancer):
             adaptive=adaptive,
             rule=rule,
             trace=trace_of(run or run_folder(), rank=engine.rank, clock=time.time),
-            name=engine.unique("balancer"),
         )
 
     def micro_batches(self, batch: Batch) -> Iterator[Batch]:

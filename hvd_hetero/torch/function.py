@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import horovod.torch as horovod
@@ -13,13 +13,23 @@ import torch
 from hvd_hetero.engine.environment import prepare_init, waits_without_spinning
 from hvd_hetero.engine.horovod import wait_until
 
+_init: Callable[[], None] = horovod.init  # with the arguments of the last call
+
 
 def init(*args: Any, **kwargs: Any) -> None:
     """Initialises Horovod, with settings that suit ranks with little CPU where the user has set none."""
+    global _init
+    _init = functools.partial(init, *args, **kwargs)
     prepare_init()
     if not waits_without_spinning():
         horovod_optimizer.synchronize = synchronize  # what Horovod's own DistributedOptimizer waits with
     horovod.init(*args, **kwargs)
+
+
+def init_again() -> None:
+    """Initialises Horovod as it was, on the ranks that there are now."""
+    horovod.shutdown()
+    _init()
 
 
 def synchronize(handle: Any) -> Any:

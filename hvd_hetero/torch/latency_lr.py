@@ -73,9 +73,10 @@ class LatencyAwareLR:
             return rule_for(optimizer) if rule == "auto" else rule
 
         self.balancer = balancer
-        self._core = agreed_latency_lr(
+        self._agreed = lambda: agreed_latency_lr(
             balancer, chosen, base_batch_size=base_batch_size, warmup_steps=warmup_steps, ramp_steps=ramp_steps
         )
+        self._core = self._agreed()
         self._meter: Any = None  # of the exchange that carries this optimizer's gradient
         self._unseen, self._applying = 0, False
         self._root = root_of(optimizer)
@@ -86,6 +87,14 @@ class LatencyAwareLR:
         # Wrapping keeps the hooks, so that this one sees the steps of the wrapped optimizer as well.
         self._watching = self._root.register_step_pre_hook(self._watch)
         balancer.subscribe(self._advance)
+        balancer.dependents.append(self)
+        balancer.engine.remember(self.rebuild)
+
+    def rebuild(self) -> None:
+        """Goes on with the ranks that there are now. A collective call."""
+        self._agreed()
+        self._meter = None
+        self.balancer.subscribe(self._advance)
 
     # What a script asks ---------------------------------------------------------------------------------------------
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -101,27 +103,41 @@ def DistributedOptimizer(
         _check_names(list(named_parameters), parameters)
     if balancer is None:
         balancer = EqualWeights(HorovodEngine(process_set))
-    trace = balancer.trace
-    ways = Ways(
-        balancer.engine,
-        wire=wire_of(compression),
-        topology=topology,
-        tell=lambda name, choice: trace.event("route", bucket=name, **asdict(choice)) if trace else None,
-    )
-    reducer = GradientReducer(
-        parameters,
-        engine=balancer.engine,
-        balancer=balancer,
-        ways=ways,
-        passes=backward_passes_per_step,
-        scale=float(balancer.size) if op == horovod.Sum else 1.0,
-        predivide=gradient_predivide_factor,
-        sparse_as_dense=sparse_as_dense,
-        bucket_bytes=bucket_bytes,
-        groups=groups if groups is not None else (num_groups or None),
-    )
-    if local is not None:
-        reducer.local = local_steps(local, parameters, engine=balancer.engine, balancer=balancer, ways=ways)
+    weights, trace = balancer, balancer.trace
+
+    def reducer_of(passes: int) -> GradientReducer:
+        """What reduces the gradients on the ranks that there are. A collective call."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        ways = Ways(
+            weights.engine,
+            wire=wire_of(compression),
+            topology=topology,
+            alike={
+                "strategy": local or strategy,
+                "backward_passes_per_step": passes,
+                "op": "Sum" if op == horovod.Sum else "Average",
+                "gradient_predivide_factor": gradient_predivide_factor,
+                "bucket_bytes": bucket_bytes,
+                "parameters": _described(parameters),
+            },
+            tell=lambda name, choice: trace.event("route", bucket=name, **asdict(choice)) if trace else None,
+        )
+        reducer = GradientReducer(
+            parameters,
+            engine=weights.engine,
+            balancer=weights,
+            ways=ways,
+            passes=passes,
+            scale=float(weights.size) if op == horovod.Sum else 1.0,
+            predivide=gradient_predivide_factor,
+            sparse_as_dense=sparse_as_dense,
+            bucket_bytes=bucket_bytes,
+            groups=groups if groups is not None else (num_groups or None),
+        )
+        if local is not None:
+            reducer.local = local_steps(local, parameters, engine=weights.engine, balancer=weights, ways=ways)
+        return reducer
+
     base = type(optimizer)
     # horovod.torch.broadcast_optimizer_state tells a distributed optimizer by its module, and then steps the base.
     methods = {**_methods(base), "__module__": "horovod.torch.optimizer"}
@@ -129,9 +145,22 @@ def DistributedOptimizer(
     distributed: Any = object.__new__(type(base.__name__, (base,), methods))
     distributed.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
     distributed.__dict__.update(
-        _reducer=reducer, _balancer=balancer, _wrapped=optimizer, _should_synchronize=True, _synchronized=False
+        _reducer=reducer_of(backward_passes_per_step),
+        _reducer_of=reducer_of,
+        _balancer=balancer,
+        _wrapped=optimizer,
+        _should_synchronize=True,
+        _synchronized=False,
     )
+    balancer.engine.remember(distributed._rebuild)
     return distributed
+
+
+def _described(parameters: Sequence[torch.nn.Parameter]) -> str:
+    """The shapes and types of those that are trained, in short."""
+    trained = [(tuple(p.shape), p.dtype) for p in parameters if p.requires_grad]
+    elements = sum(math.prod(shape) for shape, _ in trained)
+    return f"{len(trained)} tensors of {elements} elements ({zlib.crc32(str(trained).encode()):08x})"
 
 
 def _check_names(
@@ -205,6 +234,11 @@ def _methods(base: type[torch.optim.Optimizer]) -> dict[str, Callable[..., Any]]
         # It makes new groups; a scheduler made before wrapping must go on seeing ours.
         self._wrapped.state, self._wrapped.param_groups = self.state, self.param_groups
 
+    def rebuild(self: Any) -> None:
+        """Reduces over the ranks that there are now. A collective call."""
+        self._reducer.close()
+        self._reducer = self._reducer_of(self._reducer.passes)
+
     def set_backward_passes_per_step(self: Any, passes: int) -> None:
         self._reducer.passes = passes
 
@@ -225,6 +259,7 @@ def _methods(base: type[torch.optim.Optimizer]) -> dict[str, Callable[..., Any]]
         "step": step,
         "synchronize": synchronize,
         "merge": merge,
+        "_rebuild": rebuild,
         "skip_synchronize": skip_synchronize,
         "load_state_dict": load_state_dict,
         "set_backward_passes_per_step": set_backward_passes_per_step,

@@ -57,6 +57,7 @@ class GradientReducer:
         self._engine, self._balancer, self._ways = engine, balancer, ways
         self._sparse_as_dense, self._bucket_bytes, self._groups = sparse_as_dense, bucket_bytes, groups
         self._parameters: list[torch.nn.Parameter] = []
+        self._hooks: list[Any] = []
         self.local: LocalSteps | None = None  # the strategy, where some steps are made apart
         self._weighing = Weighing(balancer, self, ways=ways, passes=passes, scale=scale, predivide=predivide)
         self._passes = Passes(self._parameters)  # since the last exchange
@@ -90,11 +91,18 @@ class GradientReducer:
         new = [p for p in parameters if p.requires_grad and id(p) not in known]
         for parameter in new:
             check_type(parameter)
-            parameter.register_post_accumulate_grad_hook(self._hook)
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(self._hook))
         if self._weighing.leads and new:
             self._balancer.measure_with(stopwatch_of(new[0].device))
         self._parameters += new
         self._lay_out()
+
+    def close(self) -> None:
+        """Sees no gradient any more."""
+        for hook in self._hooks:
+            hook.remove()
+        if self.local is not None:
+            self.local.abandon()
 
     def _lay_out(self) -> None:
         # The control vector rides in a bucket unless a codec would round it.

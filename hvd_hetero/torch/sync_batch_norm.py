@@ -88,6 +88,7 @@ class SyncBatchNorm(_BatchNorm):
         if self._rows is None:  # not before: a model may be made before hvd.init()
             engine = self._engine if self._engine is not None else HorovodEngine(self._process_set)
             self._rows = RowSum(engine, name=engine.unique("hvd_hetero.sync_batch_norm."))
+            engine.remember(self._forget_ranks)
         x = input if input.dtype == torch.float64 else input.float()
         y, *moments = _Normalised.apply(x, self.eps, self._rows)
         if self.training and self.track_running_stats:
@@ -96,6 +97,9 @@ class SyncBatchNorm(_BatchNorm):
             shape = [1, -1] + [1] * (x.dim() - 2)
             y = y * self.weight.to(y.dtype).view(shape) + self.bias.to(y.dtype).view(shape)
         return y.to(input.dtype)
+
+    def _forget_ranks(self) -> None:
+        self._rows = None
 
     def _track(self, mean: torch.Tensor, variance: torch.Tensor, count: torch.Tensor) -> None:
         self.num_batches_tracked.add_(1)

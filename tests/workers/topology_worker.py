@@ -174,11 +174,16 @@ def errors_on_every_rank():
         balancer = hvd.Balancer(WHOLE)
         hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), balancer=balancer, **options)
 
-    expect("topology and compression: expected the same on every rank",
+    expect("DistributedOptimizer: expected the same on every rank",
            lambda: wrap(compression=hvd.Compression.int8 if first else hvd.Compression.bf16))
     expect("powersgd(rank=2",
            lambda: wrap(compression=hvd.Compression.powersgd(2 if first else 3)))
     expect("expected the same on every rank", lambda: wrap(topology="rails" if first else None))
+    expect("strategy=synchronous", lambda: wrap(strategy="synchronous" if first else "local"))
+    expect("backward_passes_per_step=2", lambda: wrap(backward_passes_per_step=1 + first))
+    own = torch.nn.Parameter(torch.zeros(3 if first else 4))
+    expect("1 tensors of 3 elements",
+           lambda: hvd.DistributedOptimizer(torch.optim.SGD([own], lr=0.1), balancer=hvd.Balancer(WHOLE)))
     wrong = hvd.Topology(nodes=((0, 1, 2, 3, 4),))
     expect("topology: expected one of", lambda: wrap(topology=wrong))
     expect("wrong arguments" if not first else "topology: expected a Topology or one of auto, flat",

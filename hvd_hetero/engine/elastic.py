@@ -1,0 +1,96 @@
+"""The loop of an elastic job: what a rank does when others die, join or leave. For any framework.
+
+Horovod's own loop (`horovod.common.elastic.run_fn`) initialises anew outside of what it guards: a second death in that
+moment ends the job. It also goes on without synchronising where ranks only left, which leaves a sampler dealing to
+ranks that are gone. Here each round is: initialise, rebuild what was made on the ranks, synchronise, train.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+T = TypeVar("T")
+
+MOST_FAILURES = 3  # in a row, with no commit between them and on the same number of ranks: then it is no rank that died
+
+
+class ElasticState(Protocol):
+    """A Horovod `State` that counts its commits."""
+
+    commits: int
+
+    def sync(self) -> None: ...
+
+    def restore(self) -> None: ...
+
+    def on_reset(self) -> None: ...
+
+
+class Failures:
+    """Failures in a row, in which nothing was achieved and nothing changed.
+
+    Args:
+        most: so many are passed over.
+    """
+
+    def __init__(self, most: int = MOST_FAILURES) -> None:
+        self._most, self._seen = most, 0
+        self._at: tuple[int, int] | None = None
+
+    def again(self, *, commits: int, size: int) -> bool:
+        """Notes a failure on `size` ranks after so many commits; whether another try is worth it."""
+        self._seen = self._seen + 1 if self._at == (commits, size) else 1
+        self._at = commits, size
+        return self._seen <= self._most
+
+
+def run(
+    train: Callable[..., T],
+    *,
+    restart: Callable[[], None],
+    size: Callable[[], int],
+    recoverable: tuple[type[Exception], ...],
+) -> Callable[..., T]:
+    """`train(state, ...)`, called anew after each change of the ranks, with the state that all of them have then.
+
+    Args:
+        train: may end at any exchange, and is called again; it goes on from what `state` says.
+        restart: initialises Horovod on the ranks that there are now, and rebuilds what was made on them.
+        size: the number of ranks.
+        recoverable: what an exchange raises when a peer is gone. What else `train` raises ends this rank.
+    """
+    elastic = importlib.import_module("horovod.common.elastic")
+    exceptions = importlib.import_module("horovod.common.exceptions")
+
+    @functools.wraps(train)
+    def wrapper(state: Any, *args: Any, **kwargs: Any) -> T:
+        manager = elastic.notification_manager
+        manager.init()
+        manager.register_listener(state)
+        failures, changed = Failures(), False
+        ranks = size()
+        try:
+            while True:
+                try:
+                    if changed:
+                        restart()
+                        ranks = size()
+                        state.on_reset()
+                    state.sync()
+                    return train(state, *args, **kwargs)
+                except exceptions.HostsUpdatedInterrupt:
+                    changed = True
+                except recoverable as error:
+                    if not failures.again(commits=state.commits, size=ranks):
+                        raise
+                    print(f"hvd_hetero: {error} Going back to the last commit.", file=sys.stderr, flush=True)
+                    state.restore()
+                    changed = True
+        finally:
+            manager.remove_listener(state)
+
+    return wrapper

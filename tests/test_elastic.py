@@ -1,0 +1,100 @@
+"""Ranks that have become others: everything made on them is rebuilt, and training goes on as if nothing had been."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from hvd_hetero.engine.elastic import Failures
+from hvd_hetero.engine.local import World
+from hvd_hetero.optimizers.agreement import Terms
+from hvd_hetero.optimizers.planner import Planner
+from hvd_hetero.policy.partition import Bound
+from hvd_hetero.policy.replan import ReplanRule
+
+hvd = pytest.importorskip("hvd_hetero.torch")
+
+WHOLE, STEPS, SHARES = 12, 8, (7, 0, 5)
+PROTOTYPE = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3)).double()
+
+
+def trained(engine, *, rebuilds, **options):
+    torch.set_num_threads(1)
+    model = copy.deepcopy(PROTOTYPE)
+    balancer = hvd.Balancer(WHOLE, engine=engine, shares=SHARES, min_share=0, adaptive=False)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model.named_parameters(), balancer=balancer, **options
+    )
+    latency_lr = hvd.LatencyAwareLR(optimizer, balancer, base_batch_size=6, warmup_steps=4)
+    x = torch.randn(STEPS, WHOLE, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    begin = sum(SHARES[: engine.rank])
+    for step in range(STEPS):
+        if rebuilds and step == 3:
+            engine.rebuild()
+        optimizer.zero_grad()
+        balancer.begin(SHARES[engine.rank])
+        if SHARES[engine.rank]:
+            model(x[step, begin : begin + SHARES[engine.rank]]).square().mean().backward()
+        optimizer.step()
+    optimizer.merge()
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()]), latency_lr.progress
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"topology": hvd.Topology(nodes=((0, 1), (2,)))}, {"compression": hvd.Compression.fp16},
+    {"strategy": hvd.LocalSGD(round_steps=2, warmup_steps=4)},
+])
+def test_training_goes_on_over_a_rebuild(options):
+    straight = World(3).run(lambda engine: trained(engine, rebuilds=False, **options))
+    rebuilt = World(3).run(lambda engine: trained(engine, rebuilds=True, **options))
+    for (one, progress), (other, other_progress) in zip(straight, rebuilt, strict=True):
+        assert torch.allclose(one, other, rtol=0, atol=1e-3 if "compression" in options else 1e-12)
+        assert progress == other_progress
+
+
+def planner(identities):
+    bounds = (Bound(lower=1),) * len(identities)
+    shares = (64 // len(identities),) * len(identities)
+    return Planner(Terms(
+        global_batch_size=64, min_share=1, max_share=None, quantum=1, max_micro_batch=None, shares=None, adaptive=True,
+        identities=identities, bounds=bounds, micro_caps=(None,) * len(identities), first_shares=shares,
+    ), ReplanRule(warmup_steps=0))  # fmt: skip
+
+
+def measured(identities, speeds):
+    known = planner(identities)
+    for step in range(20):
+        share = 64 // len(identities)
+        known.observe(step, [share] * len(identities), [share / speed for speed in speeds])
+    return known.state_dict()
+
+
+def test_ranks_of_known_hardware_keep_their_speeds():
+    state = measured((11, 22, 33, 44), (8.0, 4.0, 2.0, 2.0))
+    left = planner((33, 11))
+    left.load_state_dict(state, 20)
+    assert left.plans[-1].shares == (12, 52) and left.plans[-1].version == 1 and "known speed" in left.plans[-1].reason
+
+
+def test_with_an_unknown_rank_shares_are_equal_at_first():
+    state = measured((11, 22), (8.0, 4.0))
+    grown = planner((11, 22, 55, 66))
+    grown.load_state_dict(state, 20)
+    assert grown.plans[-1].shares == (16, 16, 16, 16)
+    assert [len(saved) for saved in grown.state_dict()["windows"]][2:] == [0, 0]
+
+
+def test_another_job_on_as_many_ranks_goes_on_with_the_plan():
+    state = measured((11, 22), (8.0, 4.0))
+    again = planner((77, 88))
+    again.load_state_dict(state, 20)
+    assert again.state_dict()["windows"] == state["windows"] and again.plans[-1].version == 0
+
+
+def test_failures_in_which_nothing_was_achieved_end_the_job():
+    failures = Failures(most=3)
+    assert [failures.again(commits=1, size=4) for _ in range(4)] == [True, True, True, False]
+    failures = Failures(most=3)
+    assert all(failures.again(commits=commits, size=4) for commits in range(9)), "each after another commit"
+    assert all(failures.again(commits=9, size=size) for size in range(9, 2, -1)), "each with a rank less"

@@ -1,0 +1,46 @@
+"""Elastic jobs under the real `horovodrun`: a rank dies, another joins, and nothing is lost."""
+
+import json
+import re
+
+import pytest
+from launch import horovodrun
+
+from hvd_hetero.engine.build import has_edit, installed_build
+
+pytestmark = [
+    pytest.mark.horovod,
+    pytest.mark.skipif(installed_build() is None, reason="no Horovod installed: run `hvd-hetero build-horovod`"),
+]
+
+
+def elastic_job(tmp_path, *options):
+    """What the worker reports of a job on two hosts, of which one comes back soon after it was given up."""
+    hosts = tmp_path / "hosts.sh"
+    hosts.write_text("#!/bin/sh\necho localhost:2\necho 127.0.0.1:1\n")
+    hosts.chmod(0o755)
+    launched = horovodrun(
+        3, "elastic_worker.py", str(tmp_path), *options, timeout_s=180,
+        options=("--min-np", "2", "--max-np", "3", "--host-discovery-script", str(hosts), "--reset-limit", "5",
+                 "--blacklist-cooldown-range", "1", "2", "--network-interfaces", "lo"),
+    )  # fmt: skip
+    result = re.findall(r"RESULT (.*)", launched.output)
+    assert launched.returncode == 0 and len(result) == 1, launched.output[-6000:]
+    return json.loads(result[0])
+
+
+@pytest.mark.parametrize("options", [
+    (),
+    pytest.param(("strategy=local",), marks=pytest.mark.slow),
+    pytest.param(("topology=leader",), marks=pytest.mark.skipif(
+        not has_edit("peer_death_with_process_sets"), reason="this Horovod aborts survivors of a job with process sets"
+    )),
+])
+def test_a_rank_dies_and_another_joins(tmp_path, options):
+    found = elastic_job(tmp_path, *options)
+    assert found["sizes"] == [3, 2, 3]
+    assert found["once"] == [True, True, True], "each sample of an epoch once in the committed history"
+    assert found["alike"], "law 5"
+    if "strategy=local" not in options:
+        assert found["off"] < 1e-9, "the same as one process on the same global batches"
+    assert found["factor"] == 1.0 and found["batches"] == 39

@@ -1,0 +1,117 @@
+"""One rank of tests/test_elastic_horovod.py: trains while ranks die and join, and says what became of the samples.
+
+Arguments: a folder, and `NAME=VALUE` options of DistributedOptimizer. The rank that is alone on its host dies at
+step 12, once; later another one takes its place. `RESULT` is printed by rank 0 at the end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import hvd_hetero.torch as hvd
+
+SAMPLES, WHOLE, EPOCHS, DIES_AT, WAITS_AT = 250, 20, 3, 12, 26
+
+
+class Numbered(torch.utils.data.Dataset):
+    """Samples that know their number."""
+
+    def __init__(self):
+        generator = torch.Generator().manual_seed(1)
+        self.x = torch.randn(SAMPLES, 6, generator=generator, dtype=torch.float64)
+        self.y = (self.x @ torch.randn(6, 3, generator=generator, dtype=torch.float64)).argmax(1)
+
+    def __len__(self):
+        return SAMPLES
+
+    def __getitem__(self, index):
+        return index, self.x[index], self.y[index]
+
+
+def make_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3)).double()
+
+
+def by_one_process():
+    """The parameters of one process that takes the same global batches."""
+    from hvd_hetero.optimizers.dealer import Dealer
+
+    model, data = make_model(), Numbered()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    dealer = Dealer(SAMPLES, global_batch_size=WHOLE, shuffle=True, seed=5, drop_last=False)
+    for epoch in range(EPOCHS):
+        dealer.epoch = epoch
+        for batch in dealer.batches():
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(data.x[batch]), data.y[batch]).backward()
+            optimizer.step()
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+def main(folder, **options):
+    hvd.init(**({"process_sets": "dynamic"} if "topology" in options else {}))
+    torch.set_num_threads(1)
+    model, data = make_model(), Numbered()
+    balancer = hvd.Balancer(WHOLE, rule=hvd.ReplanRule(minimum_observations=4, warmup_steps=2))
+    loader = hvd.BalancedDataLoader(data, balancer=balancer, seed=5, num_workers=0)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model.named_parameters(), balancer=balancer, **options
+    )
+    schedule = hvd.LatencyAwareLR(optimizer, balancer)
+    died = folder / "died"
+
+    @hvd.elastic.run
+    def train(state):
+        state.sizes = [*state.sizes, hvd.size()]
+        mine = []
+        for state.epoch in range(state.epoch, EPOCHS):
+            loader.set_epoch(state.epoch)
+            for index, x, y in loader:
+                optimizer.zero_grad()
+                mine += index.tolist()
+                if len(x):
+                    nn.functional.cross_entropy(model(x), y).backward()
+                if state.batch == DIES_AT and hvd.local_size() == 1 and not died.exists():
+                    died.touch()
+                    os.kill(os.getpid(), signal.SIGKILL)
+                optimizer.step()
+                time.sleep(0.02)
+                state.batch += 1
+                if state.batch % 5 == 0 or state.batch % (SAMPLES // WHOLE + 1) == 0:
+                    state.used = [*state.used, *hvd.allgather_object((state.epoch, mine), name="mine")]
+                    mine = []
+                    state.commit()
+                    while state.batch > WAITS_AT and state.sizes[-1] < 3:
+                        time.sleep(0.1)  # for the rank that is to join
+                        state.commit()
+
+    # Nothing but the model and the optimizer is named: what belongs to them is found.
+    state = hvd.elastic.TorchState(model, optimizer, epoch=0, batch=0, sizes=[], used=[])
+    train(state)
+    flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    every = hvd.allgather(flat[None], name="all")
+    if hvd.rank() == 0:
+        epochs = [sorted(i for epoch, indices in state.used if epoch == e for i in indices) for e in range(EPOCHS)]
+        print("RESULT " + json.dumps({
+            "sizes": state.sizes,
+            "once": [indices == list(range(SAMPLES)) for indices in epochs],
+            "alike": all(torch.equal(row, every[0]) for row in every),
+            "off": float((flat - by_one_process()).abs().max()),
+            "factor": schedule.factor,
+            "plans": [plan.reason for plan in balancer.plans],
+            "batches": state.batch,
+        }), flush=True)  # fmt: skip
+    hvd.barrier()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), **dict(word.split("=") for word in sys.argv[2:]))
