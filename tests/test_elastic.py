@@ -24,7 +24,7 @@ def trained(engine, *, rebuilds, **options):
     model = copy.deepcopy(PROTOTYPE)
     balancer = hvd.Balancer(WHOLE, engine=engine, shares=SHARES, min_share=0, adaptive=False)
     optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model.named_parameters(), balancer=balancer, **options
+        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), balancer=balancer, **options
     )
     latency_lr = hvd.LatencyAwareLR(optimizer, balancer, base_batch_size=6, warmup_steps=4)
     x = torch.randn(STEPS, WHOLE, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)

@@ -45,6 +45,7 @@ CHECKS = [
 OF_TENSORFLOW = [
     "law_2:eager,float64,1e-11",
     "law_2:many_steps_per_execution,float64,1e-11",
+    "batches_of_any_size",
     "gradient_tape",
     "compiled_by_xla",
 ]

@@ -26,9 +26,13 @@ def dense(gradient: Any, variable: Any) -> Any:
     Ranks need not have slices of the same rows. And Keras's optimizers treat the slices of one row one by one, so that
     Adam squares them before it adds them; the sum is what they are defined for.
     """
+    if gradient is None:
+        return None
     if isinstance(gradient, tf.IndexedSlices):
-        return tf.math.unsorted_segment_sum(gradient.values, gradient.indices, variable.shape[0])
-    return gradient if gradient is None else tf.convert_to_tensor(gradient)
+        gradient = tf.math.unsorted_segment_sum(gradient.values, gradient.indices, variable.shape[0])
+    gradient = tf.convert_to_tensor(gradient)
+    # Where batches are of any size, tracing loses shapes on the way back (that of a kernel behind an attention).
+    return gradient if gradient.shape.is_fully_defined() else tf.ensure_shape(gradient, variable.shape)
 
 
 def spec(gradient: Any) -> Spec:

@@ -64,7 +64,7 @@ def main(folder, **options):
     balancer = hvd.Balancer(WHOLE, rule=hvd.ReplanRule(minimum_observations=4, warmup_steps=2))
     loader = hvd.BalancedDataLoader(data, balancer=balancer, seed=5, num_workers=0)
     optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model.named_parameters(), balancer=balancer, **options
+        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), balancer=balancer, **options
     )
     schedule = hvd.LatencyAwareLR(optimizer, balancer)
     died = folder / "died"
@@ -73,7 +73,7 @@ def main(folder, **options):
     def train(state):
         state.sizes = [*state.sizes, hvd.size()]
         mine = []
-        for state.epoch in range(state.epoch, EPOCHS):
+        for state.epoch in range(state.epoch, EPOCHS):  # noqa: B020
             loader.set_epoch(state.epoch)
             for index, x, y in loader:
                 optimizer.zero_grad()

@@ -148,6 +148,25 @@ def law_2(case, floatx, bound):
     keras.config.set_dtype_policy("float32")
 
 
+def batches_of_any_size():
+    """Where sizes differ from batch to batch, TensorFlow loses the shapes of gradients behind a Dense of three axes."""
+    keras.utils.set_random_seed(0)
+    x = keras.Input((6,), dtype="int32")
+    hidden = keras.layers.Embedding(20, 8)(x)
+    hidden += keras.layers.MultiHeadAttention(2, 4)(hidden, hidden, use_causal_mask=True)
+    model = keras.Model(x, keras.layers.Dense(20)(keras.layers.LayerNormalization()(hidden)))
+    balancer = hvd.Balancer(WHOLE, adaptive=False)
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), balancer=balancer)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer=optimizer, loss=loss, jit_compile=False)
+    draw = np.random.RandomState(hvd.rank())
+    for step in range(4):
+        words = draw.randint(0, 20, (3 + step + hvd.rank(), 6))
+        balancer.begin(len(words))
+        model.train_on_batch(words, words)
+    same_on_all(weights_of(model))
+
+
 def law_1():
     """Equal shares: the bits of a hand-written all-reduce, with a balancer and without."""
     x, y, _ = data()
