@@ -31,7 +31,7 @@ def dense(gradient: Any, variable: Any) -> Any:
     if isinstance(gradient, tf.IndexedSlices):
         gradient = tf.math.unsorted_segment_sum(gradient.values, gradient.indices, variable.shape[0])
     gradient = tf.convert_to_tensor(gradient)
-    # Where batches are of any size, tracing loses shapes on the way back (that of a kernel behind an attention).
+    # Where batches are of any size, tracing loses shapes on the way back (of a Dense on three axes).
     return gradient if gradient.shape.is_fully_defined() else tf.ensure_shape(gradient, variable.shape)
 
 
