@@ -67,7 +67,6 @@ class Balancer:
             adaptive=adaptive,
             identity=engine.identity,
         )
-        self.global_batch_size = global_batch_size
         self._rule = rule or ReplanRule()
         self._meter = ComputeMeter(stopwatch or WallClock())
         self._stopwatch_given = stopwatch is not None
@@ -116,6 +115,11 @@ class Balancer:
             self.trace.plan(self.plan)
 
     # What a script asks ---------------------------------------------------------------------------------------------
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples of one optimizer step over all ranks."""
+        return self._asked.global_batch_size
 
     @property
     def plan(self) -> Plan:

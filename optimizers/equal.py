@@ -17,9 +17,9 @@ class EqualWeights(Balancer):
         super().__init__(engine, global_batch_size=engine.size, adaptive=False)
 
     def rebuild(self) -> None:
-        self.global_batch_size = self.engine.size
+        """Goes on with one term for each rank that there is now. A collective call."""
         self._asked = replace(self._asked, global_batch_size=self.engine.size)
-        self._settle()
+        super().rebuild()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from the step of `state`: nothing else is kept."""

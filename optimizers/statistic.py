@@ -17,8 +17,9 @@ def merged_statistics(
     weight: float,
     engine: Engine,
     name: str,
-) -> tuple[list[np.ndarray], list[tuple[np.ndarray, np.ndarray]], list[np.ndarray]]:
-    """The merged `means`, `moments` and `numbers`, the same on all ranks. A collective call.
+) -> list[np.ndarray]:
+    """The merged `means`, `moments` (one after the other) and `numbers`, in this order, the same on all ranks.
+    A collective call.
 
     Means are weighted by `weight` (this rank's samples; equal where no rank has any). Moments are pairs of a mean and
     a variance; the variance becomes that of all samples together: the mean of E[x^2] = variance + mean^2, less the
@@ -30,13 +31,14 @@ def merged_statistics(
         exact += [mean, np.asarray(variance, dtype=np.float64) + mean**2]
     parts = _summed(exact, weight, engine, f"{name}.mean") if exact else []
     merged, rest = parts[: len(means)], parts[len(means) :]
-    pairs = [(mean, np.maximum(square - mean**2, 0.0)) for mean, square in zip(rest[::2], rest[1::2], strict=True)]
+    for mean, square in zip(rest[::2], rest[1::2], strict=True):
+        merged += [mean, np.maximum(square - mean**2, 0.0)]
     largest: list[np.ndarray] = []
     if numbers:
         flat = np.concatenate([np.asarray(number, dtype=np.int64).reshape(-1) for number in numbers])
         engine.allreduce_async(flat, name=f"{name}.most", op="max").wait()
         largest = _in_shapes(flat, numbers)
-    return merged, pairs, largest
+    return [*merged, *largest]
 
 
 def _summed(arrays: Sequence[np.ndarray], weight: float, engine: Engine, name: str) -> list[np.ndarray]:

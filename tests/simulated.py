@@ -1,4 +1,5 @@
-"""An engine whose transfers take simulated time: `World(n)` with a virtual clock for each rank."""
+"""What tests simulate: an engine whose transfers take simulated time (`World(n)` with a virtual clock for each rank),
+and a stopwatch of a rank of a given speed."""
 
 from __future__ import annotations
 
@@ -102,3 +103,18 @@ class SimulatedEngine:
 
     def alltoall_async(self, array: Any, *, splits: Any, name: str) -> _Timed:
         return self._timed(self.inner.alltoall_async(array, splits=splits, name=name), name, splits)
+
+
+class Speed:
+    """A stopwatch of a rank whose speed the test sets; it is told the samples of each step."""
+
+    def __init__(self, seconds_per_sample: float) -> None:
+        self.seconds_per_sample, self.samples = seconds_per_sample, 0.0
+
+    def mark(self) -> int:
+        return 0
+
+    def seconds(self, start: int, end: int) -> float:
+        # Two segments a step, compute and update; the second is the overhead.
+        part, self.samples = self.samples * self.seconds_per_sample, 0.0
+        return part or 0.001

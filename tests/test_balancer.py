@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from simulated import Speed
 
 from hvd_hetero.engine.hierarchy import one_level
 from hvd_hetero.engine.local import World
@@ -14,21 +15,6 @@ from hvd_hetero.optimizers.route import Route
 from hvd_hetero.optimizers.weighted import WeightedExchange
 
 WHOLE = 64
-
-
-class Speed:
-    """A stopwatch of a rank that needs `seconds` for the samples it was last told."""
-
-    def __init__(self, seconds_per_sample):
-        self.seconds_per_sample, self.samples = seconds_per_sample, 0
-
-    def mark(self):
-        return 0
-
-    def seconds(self, start, end):
-        # Two segments a step, compute and update; the second is the overhead.
-        part, self.samples = self.samples * self.seconds_per_sample, 0
-        return part or 0.001
 
 
 class Silent:

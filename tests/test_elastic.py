@@ -8,6 +8,7 @@ from torch import nn
 
 from hvd_hetero.engine.elastic import Failures
 from hvd_hetero.engine.local import World
+from hvd_hetero.engine.remembered import Remembered
 from hvd_hetero.optimizers.agreement import Terms
 from hvd_hetero.optimizers.planner import Planner
 from hvd_hetero.policy.partition import Bound
@@ -98,3 +99,20 @@ def test_failures_in_which_nothing_was_achieved_end_the_job():
     failures = Failures(most=3)
     assert all(failures.again(commits=commits, size=4) for commits in range(9)), "each after another commit"
     assert all(failures.again(commits=9, size=size) for size in range(9, 2, -1)), "each with a rank less"
+
+
+def test_each_method_is_remembered_once_and_as_long_as_its_object_lives():
+    class Made:
+        def __init__(self, name):
+            self.name = name
+
+        def rebuild(self):
+            called.append(self.name)
+
+    called, remembered = [], Remembered()
+    first, second, third = Made("first"), Made("second"), Made("third")
+    for made in (first, second, first, third):
+        remembered.add(made.rebuild)
+    del second
+    remembered.call()
+    assert called == ["first", "third"]

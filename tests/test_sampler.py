@@ -5,6 +5,7 @@ import threading
 
 import numpy as np
 import pytest
+from simulated import Speed
 
 from hvd_hetero.engine.local import SoloEngine, World
 from hvd_hetero.optimizers.balancer import Balancer
@@ -12,20 +13,6 @@ from hvd_hetero.optimizers.sampler import ShareSampler
 
 WHOLE = 32
 SECONDS_PER_SAMPLE = (0.001, 0.002, 0.004)
-
-
-class Speed:
-    """A stopwatch of a rank whose speed the test sets."""
-
-    def __init__(self, seconds_per_sample):
-        self.seconds_per_sample, self.samples = seconds_per_sample, 0
-
-    def mark(self):
-        return 0
-
-    def seconds(self, start, end):
-        part, self.samples = self.samples * self.seconds_per_sample, 0
-        return part or 0.001
 
 
 def step(balancer, samples, watch):

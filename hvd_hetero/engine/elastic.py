@@ -67,7 +67,7 @@ def run(
     exceptions = importlib.import_module("horovod.common.exceptions")
 
     @functools.wraps(train)
-    def wrapper(state: Any, *args: Any, **kwargs: Any) -> T:
+    def wrapper(state: ElasticState, *args: Any, **kwargs: Any) -> T:
         manager = elastic.notification_manager
         manager.init()
         manager.register_listener(state)

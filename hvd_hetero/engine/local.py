@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
@@ -16,6 +15,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 
 from .port import CollectiveError, Op
+from .remembered import Remembered
 
 T = TypeVar("T")
 _REDUCE: dict[str, Any] = {"sum": np.add, "min": np.minimum, "max": np.maximum}
@@ -128,7 +128,7 @@ class LocalEngine:
     def __init__(self, group: _Group, rank: int, ranks: tuple[int, ...]) -> None:
         self._group, self._rank, self._ranks = group, rank, ranks
         self._named = itertools.count(1)
-        self._remembered: list[weakref.WeakMethod[Callable[[], None]]] = []
+        self._remembered = Remembered()
 
     @property
     def rank(self) -> int:
@@ -150,14 +150,12 @@ class LocalEngine:
         return f"{prefix}{next(self._named)}"
 
     def remember(self, rebuild: Callable[[], None]) -> None:
-        self._remembered.append(weakref.WeakMethod(rebuild))
+        self._remembered.add(rebuild)
 
     def rebuild(self) -> None:
         """What an elastic job does when its ranks have changed."""
         self._named = itertools.count(1)
-        for reference in list(self._remembered):
-            if (rebuild := reference()) is not None:
-                rebuild()
+        self._remembered.call()
 
     def _start(self, name: str, array: Any, signature: tuple[Any, ...], in_place: bool) -> _Pending:
         view = np.asarray(array)

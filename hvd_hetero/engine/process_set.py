@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import importlib
 import itertools
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, TypeVar
 
 from .host import host_identity
+from .remembered import Remembered
 
 Self = TypeVar("Self", bound="ProcessSetEngine")
 
@@ -30,7 +30,7 @@ class ProcessSetEngine:
 
     # By ranks: Horovod pairs names within a process set, and only its members count.
     _named: ClassVar[dict[tuple[int, ...], Iterator[int]]] = {}
-    _remembered: ClassVar[list[weakref.WeakMethod[Callable[[], None]]]] = []  # in the order of construction
+    _remembered: ClassVar[Remembered] = Remembered()
     _identity: ClassVar[int | None] = None
 
     def __init__(self, process_set: Any = None) -> None:
@@ -70,18 +70,14 @@ class ProcessSetEngine:
         return f"{prefix}{next(self._named.setdefault(self.ranks, itertools.count(1)))}"
 
     def remember(self, rebuild: Callable[[], None]) -> None:
-        self._remembered.append(weakref.WeakMethod(rebuild))
+        self._remembered.add(rebuild)
 
     @classmethod
     def rebuild(cls) -> None:
         """After Horovod was initialised anew: all that was made with engines of this process settles on its new ranks.
         A collective call; ranks that joined make the same objects meanwhile."""
         cls._named.clear()
-        remembered, cls._remembered[:] = list(cls._remembered), []
-        for reference in remembered:
-            if (rebuild := reference()) is not None:
-                cls._remembered.append(reference)
-                rebuild()
+        cls._remembered.call()
 
     def group(self: Self, ranks: Sequence[int]) -> Self | None:
         members = [self.ranks[rank] for rank in ranks]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 import zlib
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 import keras
@@ -163,7 +164,7 @@ def merge_variables(
             f"{other.path} of {other.dtype}. Call optimizer.merge() without the model, and broadcast it yourself."
         )
     read = keras.ops.convert_to_numpy
-    merged, pairs, largest = merged_statistics(
+    merged = merged_statistics(
         [read(v) for v in floats],
         [(read(mean), read(variance)) for mean, variance in moments],
         [read(v) for v in whole],
@@ -171,6 +172,5 @@ def merge_variables(
         engine=engine,
         name=name,
     )
-    old = [*floats, *(v for pair in moments for v in pair), *whole]
-    for variable, value in zip(old, [*merged, *(v for pair in pairs for v in pair), *largest], strict=True):
+    for variable, value in zip([*floats, *chain.from_iterable(moments), *whole], merged, strict=True):
         variable.assign(value)

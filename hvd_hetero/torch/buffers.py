@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ def average_buffers(model: torch.nn.Module, *, weight: float, engine: Engine, na
                     f"{path} of {buffer.dtype}. Register it with persistent=False on a module of its own, or merge "
                     "without the model and broadcast it yourself."
                 )
-    merged, pairs, largest = merged_statistics(
+    merged = merged_statistics(
         [_array(buffer) for buffer in floats],
         [(_array(mean), _array(variance)) for mean, variance in moments],
         [_array(buffer) for buffer in whole],
@@ -49,10 +50,8 @@ def average_buffers(model: torch.nn.Module, *, weight: float, engine: Engine, na
         engine=engine,
         name=name,
     )
-    old = [*floats, *(buffer for pair in moments for buffer in pair), *whole]
-    new = [*merged, *(value for pair in pairs for value in pair), *largest]
     with torch.no_grad():
-        for buffer, value in zip(old, new, strict=True):
+        for buffer, value in zip([*floats, *chain.from_iterable(moments), *whole], merged, strict=True):
             buffer.copy_(torch.from_numpy(value))
 
 

@@ -37,10 +37,10 @@ def average_state(optimizer: torch.optim.Optimizer, *, weight: float, engine: En
             optimizer.state[parameters[index]][key] = kept[index, key]
     counts = [value for (_, key), value in sorted(kept.items()) if key == "step"]
     means = [value for (_, key), value in sorted(kept.items()) if key != "step" and value.is_floating_point()]
-    merged, _, largest = merged_statistics(
+    merged = merged_statistics(
         _arrays(means, torch.float64), [], _arrays(counts, torch.int64), weight=weight, engine=engine, name=name
     )
-    for tensor, array in zip([*means, *counts], [*merged, *largest], strict=True):
+    for tensor, array in zip([*means, *counts], merged, strict=True):
         tensor.copy_(torch.from_numpy(array).view(tensor.shape))
 
 

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import torch
+from local_worker import make_model
 from torch import nn
 
 import hvd_hetero.torch as hvd
@@ -34,11 +35,6 @@ class Numbered(torch.utils.data.Dataset):
 
     def __getitem__(self, index):
         return index, self.x[index], self.y[index]
-
-
-def make_model():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3)).double()
 
 
 def by_one_process():

@@ -12,6 +12,7 @@ import time
 
 import keras
 import numpy as np
+from checks import run_checks
 
 import hvd_hetero.keras as hvd
 from hvd_hetero.optimizers.dealer import Dealer
@@ -304,11 +305,7 @@ def samples_of_tf_data():
 
 def main() -> None:
     hvd.init()
-    for name in sys.argv[1:]:
-        globals()[name]()
-        hvd.barrier()
-        if hvd.rank() == 0:
-            print(f"OK {name}", flush=True)
+    run_checks(hvd, sys.argv[1:], globals())
     hvd.shutdown()
 
 

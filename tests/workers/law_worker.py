@@ -9,6 +9,7 @@ from pathlib import Path
 
 import horovod.torch as plain
 import torch
+from checks import run_checks
 from torch import nn
 
 import hvd_hetero.torch as hvd
@@ -209,11 +210,7 @@ def errors_on_every_rank():
 def main() -> None:
     hvd.init()
     torch.set_num_threads(1)
-    for name in sys.argv[1:]:
-        globals()[name]()
-        hvd.barrier()
-        if hvd.rank() == 0:
-            print(f"OK {name}", flush=True)
+    run_checks(hvd, sys.argv[1:], globals())
     hvd.shutdown()
 
 

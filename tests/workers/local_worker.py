@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import torch
+from checks import run_checks
 from torch import nn
 
 import hvd_hetero.torch as hvd
@@ -162,9 +163,5 @@ if __name__ == "__main__":
     # meanwhile waits for it: a stopped rank holds up the others then.
     hvd.init(**({"process_sets": "dynamic"} if "composes" in sys.argv else {}))
     torch.set_num_threads(1)
-    for name in sys.argv[1:]:
-        globals()[name]()
-        hvd.barrier()
-        if hvd.rank() == 0:
-            print(f"OK {name}", flush=True)
+    run_checks(hvd, sys.argv[1:], globals())
     hvd.shutdown()

@@ -7,6 +7,7 @@ import sys
 import horovod.torch as plain
 import numpy as np
 import torch
+from checks import run_checks
 from torch import nn
 
 import hvd_hetero.torch as hvd
@@ -207,11 +208,7 @@ def main() -> None:
     checks = sys.argv[1:]
     hvd.init(process_sets=None if checks == ["process_sets_off"] else "dynamic")
     torch.set_num_threads(1)
-    for name in checks:
-        globals()[name]()
-        hvd.barrier()
-        if hvd.rank() == 0:
-            print(f"OK {name}", flush=True)
+    run_checks(hvd, checks, globals())
 
 
 if __name__ == "__main__":
