@@ -32,6 +32,12 @@ def engine_of(framework: str, process_set: Any = None) -> Engine:
     return engine
 
 
+def watch(framework: str) -> None:
+    """From here on, long waits of the ranks for each other are explained, and ended at last: see `engine.watch`. To be
+    called whenever Horovod was initialised; a collective call."""
+    _class(framework)().watch()
+
+
 def start() -> Engine:
     """The engine of all ranks, initialised; for programs that have no face of a framework."""
     prepare_init()
@@ -39,4 +45,5 @@ def start() -> Engine:
     built = (installed_build() or {}).get("frameworks", {"torch": ""})
     framework = next((name for name in _ENGINES if name in built), "torch")
     importlib.import_module(_class(framework).binding).init()
+    watch(framework)
     return engine_of(framework)

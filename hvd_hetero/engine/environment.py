@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import functools
 import os
+from dataclasses import replace
 from pathlib import Path
+
+from hvd_hetero.policy.patience import Patience
 
 from .build import installed_build
 
@@ -65,6 +68,25 @@ def run_folder() -> str | None:
 def launcher_host_name() -> str | None:
     """What horovodrun calls this rank's host (the name in its `-H`), or None without it and under MPI."""
     return os.environ.get("HOROVOD_HOSTNAME") or None
+
+
+def rendezvous_address() -> str | None:
+    """The address of horovodrun's rendezvous server, or None under MPI."""
+    return os.environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR") or None
+
+
+def patience() -> Patience | None:
+    """How long ranks wait for each other, by the variables of Horovod's own stall check; None where that is off.
+
+    `horovodrun --no-stall-check`, `--stall-check-warning-time-seconds` and `--stall-check-shutdown-time-seconds` set
+    them. 0, and a variable that is not set, stand for what this package chooses.
+    """
+    if os.environ.get("HOROVOD_STALL_CHECK_DISABLE", "0") not in ("", "0"):
+        return None
+    warn_s = float(os.environ.get("HOROVOD_STALL_CHECK_TIME_SECONDS") or 0)
+    bound_s = float(os.environ.get("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS") or 0)
+    chosen = Patience(warn_s=warn_s or None)
+    return replace(chosen, bound_s=bound_s) if bound_s else chosen
 
 
 def launched() -> bool:

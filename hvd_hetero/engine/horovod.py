@@ -29,16 +29,18 @@ def wait_until(done: Callable[[], bool]) -> None:
 class HorovodHandle:
     """A Horovod operation under way."""
 
-    def __init__(self, binding: Any, handle: int, like: Any) -> None:
-        self._binding, self._handle, self._like = binding, handle, like
+    def __init__(self, engine: HorovodEngine, handle: int, like: Any, name: str) -> None:
+        self._binding, self._handle, self._like = engine._binding, handle, like
+        self._failure, self._tracked = engine._internal_error, engine._track(name)
 
     def done(self) -> bool:
         return bool(self._binding.poll(self._handle))
 
     def wait(self) -> Any:
-        if not waits_without_spinning():
-            wait_until(self.done)
-        result = self._binding.synchronize(self._handle)
+        with self._tracked.waiting(self._failure):
+            if not waits_without_spinning():
+                wait_until(self.done)
+            result = self._binding.synchronize(self._handle)
         if isinstance(result, tuple):  # all-to-all returns the received splits as well
             result = result[0]
         return result.numpy() if isinstance(self._like, np.ndarray) else result
@@ -60,27 +62,27 @@ class HorovodEngine(ProcessSetEngine):
         handle = self._binding.allreduce_async_(
             self._tensor(array), name=name, op=getattr(self._binding, _OPS[op]), process_set=self._set
         )
-        return HorovodHandle(self._binding, handle, array)
+        return HorovodHandle(self, handle, array, name)
 
     def allgather_async(self, array: Any, *, name: str) -> HorovodHandle:
         handle = self._binding.allgather_async(self._tensor(array), name=name, process_set=self._set)
-        return HorovodHandle(self._binding, handle, array)
+        return HorovodHandle(self, handle, array, name)
 
     def broadcast_async(self, array: Any, *, root: int, name: str) -> HorovodHandle:
         handle = self._binding.broadcast_async_(
             self._tensor(array), self.ranks[root], name=name, process_set=self._set
         )
-        return HorovodHandle(self._binding, handle, array)
+        return HorovodHandle(self, handle, array, name)
 
     def reducescatter_async(self, array: Any, *, name: str) -> HorovodHandle:
         handle = self._binding.reducescatter_async(
             self._tensor(array), name=name, op=self._binding.Sum, process_set=self._set
         )
-        return HorovodHandle(self._binding, handle, array)
+        return HorovodHandle(self, handle, array, name)
 
     def alltoall_async(self, array: Any, *, splits: Sequence[int], name: str) -> HorovodHandle:
         counts = self._torch.tensor(
             checked_splits(splits, rows=len(array), size=self.size, name=name), dtype=self._torch.int32
         )
         handle = self._binding.alltoall_async(self._tensor(array), splits=counts, name=name, process_set=self._set)
-        return HorovodHandle(self._binding, handle, array)
+        return HorovodHandle(self, handle, array, name)

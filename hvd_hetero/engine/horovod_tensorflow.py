@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from .port import Op
-from .process_set import ProcessSetEngine, checked_splits
+from .process_set import ProcessSetEngine, Tracked, checked_splits
 
 _OPS = {"sum": "Sum", "min": "Min", "max": "Max"}
 
@@ -25,8 +25,8 @@ _OPS = {"sum": "Sum", "min": "Min", "max": "Max"}
 class ThreadHandle:
     """A call that a thread of its own makes."""
 
-    def __init__(self, call: Callable[[], Any]) -> None:
-        self._call = call
+    def __init__(self, call: Callable[[], Any], tracked: Tracked, failure: type[Exception]) -> None:
+        self._call, self._tracked, self._failure = call, tracked, failure
         self._ready = threading.Event()
         self._result: Any = None
         self._error: BaseException | None = None
@@ -44,10 +44,11 @@ class ThreadHandle:
         return self._ready.is_set()
 
     def wait(self) -> Any:
-        self._ready.wait()
-        if self._error is not None:
-            raise self._error
-        return self._result
+        with self._tracked.waiting(self._failure):
+            self._ready.wait()
+            if self._error is not None:
+                raise self._error
+            return self._result
 
 
 class _Graph:
@@ -120,7 +121,7 @@ class TensorflowEngine(ProcessSetEngine):
             np.copyto(into, result)
             return into
 
-        return ThreadHandle(call)
+        return ThreadHandle(call, self._track(name), self._internal_error)
 
     def allreduce_async(self, array: Any, *, name: str, op: Op = "sum") -> ThreadHandle:
         how = getattr(self._binding, _OPS[op])

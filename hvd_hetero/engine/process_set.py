@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, TypeVar
 
+from .environment import patience
 from .host import host_identity
+from .port import gather_text
 from .remembered import Remembered
+from .watch import Watch
 
 Self = TypeVar("Self", bound="ProcessSetEngine")
 
@@ -19,6 +23,32 @@ def checked_splits(splits: Sequence[int], *, rows: int, size: int, name: str) ->
     if len(splits) != size or sum(splits) != rows:
         raise ValueError(f"{name!r}: expected {size} splits that sum to {rows} rows. Received: {list(splits)}.")
     return list(splits)
+
+
+class Tracked:
+    """An operation that this rank has submitted, as the watchdog sees it."""
+
+    def __init__(self, operation: str, ranks: tuple[int, ...], watch: Watch | None) -> None:
+        self._operation, self._ranks, self._watch = operation, ranks, watch
+        if watch is not None:
+            watch.submitted(operation)
+
+    @contextlib.contextmanager
+    def waiting(self, failure: type[Exception]) -> Iterator[None]:
+        """While this rank waits for the operation, which is over afterwards. A `failure` gets an explanation."""
+        if self._watch is None:
+            yield
+            return
+        try:
+            with self._watch.waiting(self._operation, self._ranks):
+                yield
+        except failure as error:
+            why = self._watch.explain(self._operation, self._ranks)
+            if not why:
+                raise
+            raise failure(f'"{self._operation}" failed: {why}. Horovod says: {error}') from None
+        finally:
+            self._watch.ended(self._operation)
 
 
 class ProcessSetEngine:
@@ -32,6 +62,7 @@ class ProcessSetEngine:
     _named: ClassVar[dict[tuple[int, ...], Iterator[int]]] = {}
     _remembered: ClassVar[Remembered] = Remembered()
     _identity: ClassVar[int | None] = None
+    _watch: ClassVar[Watch | None] = None
 
     def __init__(self, process_set: Any = None) -> None:
         self._binding = binding = importlib.import_module(self.binding)
@@ -71,6 +102,20 @@ class ProcessSetEngine:
 
     def remember(self, rebuild: Callable[[], None]) -> None:
         self._remembered.add(rebuild)
+
+    def watch(self: Any) -> None:
+        """From here on, long waits of the ranks for each other are explained, and ended at last: see `Watch`. On the
+        engine of all ranks, once they are initialised; a collective call."""
+        if self.size == 1:
+            return
+        if ProcessSetEngine._watch is None:
+            ProcessSetEngine._watch = Watch(patience())
+        here = self._watch.introduce(self.rank)
+        self._watch.meet(gather_text(self, here, name=self.unique("hvd_hetero.watch.")))
+
+    def _track(self, operation: str) -> Tracked:
+        """Notes that this rank takes part in an operation."""
+        return Tracked(operation, self.ranks, self._watch)
 
     @classmethod
     def rebuild(cls) -> None:

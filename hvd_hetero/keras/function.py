@@ -8,6 +8,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from hvd_hetero.engine.binding import watch
 from hvd_hetero.engine.environment import prepare_init
 from hvd_hetero.engine.port import Engine
 
@@ -21,6 +22,7 @@ def init(*args: Any, **kwargs: Any) -> None:
     """Initialises Horovod, with settings that suit ranks with little CPU where the user has set none."""
     prepare_init()
     backend.horovod.init(*args, **kwargs)
+    watch(backend.NAME)
 
 
 def _array(value: Any) -> np.ndarray:

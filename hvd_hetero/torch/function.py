@@ -11,7 +11,7 @@ import horovod.torch.optimizer as horovod_optimizer
 import torch
 
 from hvd_hetero.engine.environment import prepare_init, waits_without_spinning
-from hvd_hetero.engine.horovod import wait_until
+from hvd_hetero.engine.horovod import HorovodEngine, wait_until
 
 _init: Callable[[], None] = horovod.init  # with the arguments of the last call
 
@@ -24,6 +24,7 @@ def init(*args: Any, **kwargs: Any) -> None:
     if not waits_without_spinning():
         horovod_optimizer.synchronize = synchronize  # what Horovod's own DistributedOptimizer waits with
     horovod.init(*args, **kwargs)
+    HorovodEngine().watch()
 
 
 def init_again() -> None:

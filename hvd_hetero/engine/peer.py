@@ -1,0 +1,157 @@
+"""Questions to the processes of other ranks, beside Horovod: it cannot be asked while it waits.
+
+Each rank listens at a port of its own. Who knows the job's token gets an answer, in a thread of its own, whatever the
+rank's main thread is doing. How a question fails tells as much as an answer: a process that has ended refuses the
+connection, and one that is stopped, or whose link is cut, says nothing.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import os
+import secrets
+import signal
+import socket
+import socketserver
+import threading
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from .environment import rendezvous_address
+from .host import host_identity
+
+QUESTION_S = 2.0  # for an answer; the thread that gives it may have little CPU
+LONGEST = 1 << 16  # bytes of a question or an answer
+
+
+class GoneError(ConnectionError):
+    """No process listens there any more."""
+
+
+class SilentError(ConnectionError):
+    """Something is there, or was, and it does not answer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peer:
+    """Where the process of a rank can be asked, and which one it is."""
+
+    rank: int
+    host: str  # for people
+    identity: str  # of its host
+    address: str
+    port: int
+    pid: int
+    born: str  # tells it from a later process of the same number
+    token: str
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} (host {self.host}, process {self.pid})"
+
+    def to_text(self) -> str:
+        """On one line."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_text(cls, text: str) -> Peer:
+        """What `to_text` wrote."""
+        return cls(**json.loads(text))
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it is a process of this host that this one can see."""
+        return self.identity == host_identity()[1] and bool(self.born) and _born(self.pid) == self.born
+
+    def kill(self) -> None:
+        """Ends a process of this host, also one that is stopped."""
+        os.kill(self.pid, signal.SIGKILL)
+
+
+def _born(pid: int) -> str:
+    """When a process was started, in which namespace of processes; "" where that cannot be told."""
+    try:
+        words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return f"{words[19]} {os.readlink('/proc/self/ns/pid')}"
+    except (OSError, IndexError):
+        return ""
+
+
+def _address() -> str:
+    """This host's address on the way to the launcher, or what its name stands for."""
+    launcher = rendezvous_address()
+    try:
+        if launcher is None:
+            return socket.gethostbyname(socket.gethostname())
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((launcher, 9))  # sends nothing
+            return str(probe.getsockname()[0])
+    except OSError:
+        return ""
+
+
+class Ear:
+    """Listens for questions to this process, from its construction on.
+
+    Args:
+        answer: gives the answer to a question; both are what JSON can say. Called in a thread of its own.
+    """
+
+    def __init__(self, answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+        self.token = secrets.token_hex(16)
+        ear = self
+
+        class Handler(socketserver.StreamRequestHandler):
+            timeout = QUESTION_S
+
+            def handle(self) -> None:
+                question = json.loads(self.rfile.readline(LONGEST))
+                if hmac.compare_digest(str(question.pop("token", "")), ear.token):
+                    self.wfile.write(json.dumps(answer(question)).encode() + b"\n")
+
+        class Server(socketserver.ThreadingTCPServer):
+            daemon_threads = True
+
+            def handle_error(self, request: Any, client_address: Any) -> None:
+                """Whoever asked wrongly, or went away, has no answer."""
+
+        self._server = Server(("", 0), Handler)
+        # The workers of a data loader are forks: one that outlives its rank must not keep the port open.
+        os.register_at_fork(after_in_child=self._server.socket.close)
+        threading.Thread(target=self._server.serve_forever, name="hvd_hetero.ear", daemon=True).start()
+
+    def peer(self, rank: int) -> Peer:
+        """Where this process can be asked, as `rank`."""
+        host, identity = host_identity()
+        return Peer(
+            rank=rank, host=host, identity=identity, address=_address(), port=self._server.server_address[1],
+            pid=os.getpid(), born=_born(os.getpid()), token=self.token,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """Listens no more."""
+        self._server.shutdown()
+        self._server.server_close()
+
+
+def ask(peer: Peer, question: dict[str, Any], *, within_s: float = QUESTION_S) -> dict[str, Any]:
+    """The answer of a rank's process.
+
+    Raises:
+        GoneError: it has ended.
+        SilentError: it does not answer.
+    """
+    address = "127.0.0.1" if peer.identity == host_identity()[1] else peer.address
+    try:
+        with socket.create_connection((address, peer.port), timeout=within_s) as line:
+            line.sendall(json.dumps({**question, "token": peer.token}).encode() + b"\n")
+            said = line.makefile("rb").readline(LONGEST)
+    except ConnectionRefusedError as error:
+        raise GoneError(str(peer)) from error
+    except OSError as error:
+        raise SilentError(str(peer)) from error
+    if not said:
+        raise SilentError(str(peer))
+    return dict(json.loads(said))

@@ -1,0 +1,300 @@
+"""The watchdog: says who is missing, for how long, in which operation and at which line, and ends waits without end.
+
+Horovod's own stall check knows which ranks have not submitted an operation, on rank 0 and as numbers. It is silent as
+soon as one process is stopped, because then the check itself waits. Here each rank notes what it has submitted and what
+it waits for. One that waits for unusually long asks the others' processes, beside Horovod (see `peer`), and so can say
+which of them have not come and what they are doing instead.
+
+A wait beyond the bound is ended where it is caused: the rank that the others wait for prints what it is doing and ends
+with an error, as if it had died. Then everything goes on as it does after a death: horovodrun stops the job, or an
+elastic one goes on without that rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import sysconfig
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from hvd_hetero.policy.patience import Patience
+
+from .peer import Ear, GoneError, Peer, SilentError, ask
+
+PERIOD_S = 0.5  # between looks at what this rank waits for
+STEPS = 128  # whose lengths are kept
+NAMES = 4096  # of operations whose last start is kept
+GRACE_S = 60.0  # beyond the bound, for the rank that is to end; then this one ends itself
+LEFT = 75  # exit status: a temporary failure (sysexits.h)
+
+_OWN = Path(__file__).resolve().parent.parent
+_OTHERS = tuple({path for name, path in sysconfig.get_paths().items() if "lib" in name})
+
+
+@dataclass
+class Wait:
+    """A thread's wait for an operation."""
+
+    operation: str
+    ranks: tuple[int, ...]
+    lasted_s: float = 0.0  # as looked at: time in which this process itself was stopped hardly counts
+    due_s: float | None = None  # when the next word is due
+    began: float = field(default_factory=time.monotonic)
+    told: bool = False  # the missing ranks were told to end
+
+
+@dataclass(frozen=True)
+class Absence:
+    """A rank that is missing in an operation."""
+
+    peer: Peer
+    text: str
+    answers: bool
+    elsewhere: bool = False  # it waits in another operation: perhaps for somebody else
+
+
+class Watch:
+    """What one rank does and waits for.
+
+    Args:
+        patience: how long a wait may be; None: nobody watches.
+        say: prints.
+        leave: ends this process at once, with a status.
+    """
+
+    def __init__(
+        self,
+        patience: Patience | None,
+        *,
+        say: Callable[[str], None] | None = None,
+        leave: Callable[[int], Any] = os._exit,
+    ) -> None:
+        self._patience, self._leave = patience, leave
+        self._say = say or _to_stderr
+        self._submitted: dict[str, int] = {}
+        self._waits: dict[int, Wait] = {}  # by thread
+        self._step_s: deque[float] = deque(maxlen=STEPS)
+        self._began: dict[str, float] = {}
+        self._outside = time.monotonic()  # when this rank's last wait ended
+        self._ear: Ear | None = None
+        self._peers: dict[int, Peer] = {}
+        self._me: Peer | None = None
+        self._closed = threading.Event()
+
+    # What the engine tells ------------------------------------------------------------------------------------------
+
+    def submitted(self, operation: str) -> None:
+        """This rank takes part in an operation."""
+        self._submitted[operation] = self._submitted.get(operation, 0) + 1
+
+    def ended(self, operation: str) -> None:
+        """The operation is over for this rank, well or not."""
+        left = self._submitted.get(operation, 0) - 1
+        if left > 0:
+            self._submitted[operation] = left
+        else:
+            self._submitted.pop(operation, None)
+
+    @contextlib.contextmanager
+    def waiting(self, operation: str, ranks: tuple[int, ...]) -> Iterator[None]:
+        """While this thread waits for an operation of these global ranks."""
+        thread, now = threading.get_ident(), time.monotonic()
+        last = self._began.get(operation)
+        if last is not None:
+            self._step_s.append(now - last)
+        elif len(self._began) >= NAMES:
+            self._began.clear()
+        self._began[operation] = now
+        outer = self._waits.get(thread)
+        self._waits[thread] = Wait(operation, ranks, began=now)
+        try:
+            yield
+        finally:
+            self._outside = time.monotonic()
+            if outer is None:
+                del self._waits[thread]
+            else:
+                self._waits[thread] = outer
+
+    # Who watches ----------------------------------------------------------------------------------------------------
+
+    def introduce(self, rank: int) -> str:
+        """Listens for questions to this rank; what the others have to know for that, as one line of text."""
+        if self._patience is None:
+            return ""
+        if self._ear is None:
+            try:
+                self._ear = Ear(self._answer)
+            except OSError as error:
+                self._say(f"hvd_hetero: no port to be asked at ({error}): waits are not explained.")
+                return ""
+            threading.Thread(target=self._watch, name="hvd_hetero.watch", daemon=True).start()
+        self._me = self._ear.peer(rank)
+        return self._me.to_text()
+
+    def meet(self, texts: Sequence[str]) -> None:
+        """Takes in what `introduce` returned on all ranks. What was under way on the ranks before is forgotten."""
+        self._submitted.clear()
+        self._step_s.clear()
+        self._began.clear()
+        self._peers = {peer.rank: peer for peer in map(Peer.from_text, filter(None, texts))}
+
+    def explain(self, operation: str, ranks: Sequence[int]) -> str:
+        """Why an operation failed, as far as the other ranks' processes tell; "" when all of them are there."""
+        gone = [absence.text for absence in self._absent(operation, ranks) if not absence.answers]
+        return "; ".join(gone)
+
+    def close(self) -> None:
+        """Watches no more."""
+        self._closed.set()
+        if self._ear is not None:
+            self._ear.close()
+
+    def _watch(self) -> None:
+        looked_s = 0.0
+        while True:
+            began = time.monotonic()
+            if self._closed.wait(PERIOD_S):
+                return
+            woken = time.monotonic()
+            # A longer sleep than asked for: this process was stopped itself, and the others did not keep it waiting.
+            elapsed_s = looked_s + min(woken - began, 2 * PERIOD_S)
+            for wait in list(self._waits.values()):
+                wait.lasted_s += elapsed_s
+                try:
+                    self._look(wait)
+                except Exception as error:  # a watchdog that fails must not end what it watches
+                    self._say(f"hvd_hetero: the watchdog failed: {error!r}")
+            looked_s = time.monotonic() - woken
+
+    def _look(self, wait: Wait) -> None:
+        assert self._patience is not None
+        if wait.due_s is None:
+            wait.due_s = self._patience.word_s(self._step_s)
+        end_s = self._patience.end_s(self._step_s)
+        if wait.lasted_s >= end_s:
+            self._end(wait, end_s)
+        elif wait.lasted_s >= wait.due_s:
+            wait.due_s = 2 * wait.lasted_s
+            absent = self._absent(wait.operation, wait.ranks)
+            if wait in self._waits.values():
+                self._say(self._story(wait, absent))
+
+    def _story(self, wait: Wait, absent: Sequence[Absence]) -> str:
+        head = (
+            f'hvd_hetero: {self._me} has waited {wait.lasted_s:.0f} s for the others in "{wait.operation}", at '
+            f"{_where()}."
+        )
+        if not absent:
+            absent_text = ["every rank has come, or cannot be asked: the operation itself does not end."]
+        else:
+            absent_text = [absence.text for absence in absent]
+        return "\n".join([head, *(f"hvd_hetero:   {text}" for text in absent_text)])
+
+    def _end(self, wait: Wait, end_s: float) -> None:
+        """Ends a wait that is too long: by ending the ranks that it is for, and at last this one."""
+        assert self._me is not None
+        absent = self._absent(wait.operation, wait.ranks)
+        if wait not in self._waits.values():
+            return
+        if not wait.told:
+            wait.told = True
+            self._say(self._story(wait, absent) + f"\nhvd_hetero:   that is the bound ({end_s:.0f} s): it ends here.")
+            for absence in absent:
+                if absence.answers and not absence.elsewhere:
+                    reason = f'{self._me} has waited {wait.lasted_s:.0f} s for this rank in "{wait.operation}"'
+                    with contextlib.suppress(ConnectionError):
+                        ask(absence.peer, {"kind": "end", "reason": reason})
+                elif not absence.answers and absence.peer.is_here:
+                    absence.peer.kill()
+        helpless = not any(absence.answers and not absence.elsewhere for absence in absent)
+        if wait.lasted_s >= end_s + GRACE_S or (helpless and all(absence.answers for absence in absent)):
+            self._finish(f'{self._me} waits in "{wait.operation}" for what never comes')
+
+    def _absent(self, operation: str, ranks: Sequence[int]) -> list[Absence]:
+        """The ranks that have not submitted an operation; who waits elsewhere only where all of them do."""
+        peers = [self._peers[rank] for rank in ranks if rank in self._peers and rank != getattr(self._me, "rank", None)]
+        if not peers:
+            return []
+        with ThreadPoolExecutor(min(16, len(peers))) as pool:
+            found = [each for each in pool.map(lambda peer: _absence(peer, operation), peers) if each is not None]
+        return [each for each in found if not each.elsewhere] or found
+
+    # What others ask ------------------------------------------------------------------------------------------------
+
+    def _answer(self, question: dict[str, Any]) -> dict[str, Any]:
+        if question["kind"] == "end":
+            threading.Thread(target=self._finish, args=(question["reason"],)).start()
+            return {}
+        waits = list(self._waits.values())
+        return {
+            "submitted": list(self._submitted),
+            "waits": [wait.operation for wait in waits],
+            "s": time.monotonic() - (min(wait.began for wait in waits) if waits else self._outside),
+            "where": _where(),
+        }
+
+    def _finish(self, reason: str) -> None:
+        """Ends this process, with what it is doing."""
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
+        self._say(f"hvd_hetero: {self._me} ends with an error: {reason}. It is at {_where()}:\n{stack}".rstrip())
+        sys.stdout.flush()
+        self._leave(LEFT)
+
+
+def _absence(peer: Peer, operation: str) -> Absence | None:
+    """Why a rank is missing in an operation; None when it is not."""
+    try:
+        state = ask(peer, {"kind": "state"})
+    except GoneError:
+        return Absence(peer, f"{peer} is gone: its process has ended", answers=False)
+    except SilentError:
+        text = f"{peer} does not answer: its process is stopped, or its host or the link to it is down"
+        return Absence(peer, text, answers=False)
+    if operation in state["submitted"] or operation in state["waits"]:
+        return None
+    if state["waits"]:
+        text = (
+            f'{peer} waits in "{state["waits"][0]}", at {state["where"]}: all ranks must call the same operations, in '
+            "the same order"
+        )
+        return Absence(peer, text, answers=True, elsewhere=True)
+    text = f"{peer} has not come: it is at {state['where']}, for {state['s']:.0f} s outside of any operation"
+    return Absence(peer, text, answers=True)
+
+
+def _where() -> str:
+    """The line of the script at which this process's main thread is."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    return _line(_of_script(frame)) if frame is not None else "an unknown line"
+
+
+def _of_script(frame: FrameType) -> FrameType:
+    """The innermost frame that is neither of this package nor of any installed one, or else the innermost."""
+    at: FrameType | None = frame
+    while at is not None:
+        name = os.path.abspath(at.f_code.co_filename)
+        if not name.startswith((str(_OWN), *_OTHERS)) and not at.f_code.co_filename.startswith("<"):
+            return at
+        at = at.f_back
+    return frame
+
+
+def _line(frame: FrameType) -> str:
+    code = frame.f_code
+    return f"{Path(code.co_filename).name}:{frame.f_lineno} in {code.co_name}"
+
+
+def _to_stderr(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,35 @@
+"""Patience: what is long follows from how long steps take."""
+
+import pytest
+
+from hvd_hetero.policy.patience import Patience
+
+
+def test_follows_the_steps():
+    even = [0.2] * 50
+    assert Patience().word_s(even) == Patience().least_s, "not less than ordinary pauses"
+    slow = [10.0 + 0.5 * (i % 3 - 1) for i in range(50)]
+    assert 10.0 < Patience().word_s(slow) < 40.0
+    assert Patience().word_s([2 * s for s in slow]) == pytest.approx(2 * Patience().word_s(slow)), "scales with steps"
+
+
+def test_a_few_long_steps_change_nothing():
+    steps = [1.0 + 0.01 * (i % 7) for i in range(100)]
+    assert Patience().word_s([*steps, 300.0, 500.0]) == pytest.approx(Patience().word_s(steps), rel=0.2)
+
+
+def test_before_steps_are_known_it_is_long():
+    assert Patience().word_s([0.1] * 3) == Patience().first_s
+    assert Patience(bound_s=10.0).word_s([]) == 5.0, "a word comes before the end"
+
+
+def test_what_is_given_holds():
+    assert Patience(warn_s=3.0).word_s([50.0] * 50) == 3.0
+    assert Patience(bound_s=30.0).end_s([0.1] * 50) == 30.0
+    assert Patience(bound_s=30.0).end_s([100.0] * 50) == 200.0, "but no ordinary step ends the job"
+
+
+@pytest.mark.parametrize("wrong", [{"warn_s": 0.0}, {"bound_s": -1.0}, {"steps": 0}, {"least_s": 0.0}])
+def test_wrong_lengths(wrong):
+    with pytest.raises(ValueError, match="above 0"):
+        Patience(**wrong)

@@ -1,0 +1,196 @@
+"""The watchdog, on watches of this process and, where a rank is stopped or gone, on processes of their own."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import pytest
+
+from hvd_hetero.engine import watch
+from hvd_hetero.engine.peer import Peer
+from hvd_hetero.engine.watch import LEFT, Watch
+from hvd_hetero.policy.patience import Patience
+
+QUICK = Patience(warn_s=0.2, bound_s=0.6)
+CHILD = """
+    import sys, time
+    from hvd_hetero.engine.watch import Watch
+    from hvd_hetero.policy.patience import Patience
+
+    def loads():
+        while True:
+            time.sleep(0.05)
+
+    watch = Watch(Patience())
+    print(watch.introduce(int(sys.argv[1])), flush=True)
+    loads()
+"""
+
+
+class Ranks:
+    """Watches of several ranks, what they said, and those that left."""
+
+    def __init__(self, count, patience=QUICK):
+        self.said, self.left = [], []
+        self.watches = [Watch(patience, say=self.said.append, leave=self.left.append) for _ in range(count)]
+        self.texts = [each.introduce(rank) for rank, each in enumerate(self.watches)]
+        self.meet()
+
+    def meet(self, *more):
+        for each in self.watches:
+            each.meet([*self.texts, *more])
+
+    def wait(self, rank, operation, seconds, ranks=(0, 1, 2)):
+        mine = self.watches[rank]
+        mine.submitted(operation)
+        with mine.waiting(operation, ranks):
+            time.sleep(seconds)
+        mine.ended(operation)
+
+    def story(self):
+        return "\n".join(self.said)
+
+
+@pytest.fixture
+def ranks(monkeypatch):
+    monkeypatch.setattr(watch, "PERIOD_S", 0.05)
+    made = []
+
+    def make(count, **options):
+        made.append(Ranks(count, **options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        for one in each.watches:
+            one.close()
+
+
+@pytest.fixture
+def child(tmp_path):
+    """The process of a rank that submits nothing."""
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(CHILD))
+    process = subprocess.Popen(
+        [sys.executable, str(script), "2"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    process.said = process.stdout.readline().strip()
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_names_who_has_not_come_and_where_it_is(ranks):
+    three = ranks(3)
+    three.watches[2].submitted("other")  # submitted, and not waited for: it may be anywhere
+    waiter = threading.Thread(target=three.wait, args=(1, "gradient", 0.5))
+    waiter.start()
+    three.wait(0, "gradient", 0.5)
+    waiter.join()
+    assert 'rank 0 (host' in three.story() and 'rank 1 (host' in three.story(), "every rank that waits says so"
+    assert 'for the others in "gradient", at test_watch.py' in three.story()
+    assert "rank 2 (host" in three.story() and "has not come: it is at test_watch.py" in three.story()
+    missing = [line for line in three.story().splitlines() if "has not come" in line]
+    assert all("rank 2" in line for line in missing), "and names nobody else"
+    assert not three.left
+
+
+def test_who_has_submitted_is_not_missing(ranks):
+    two = ranks(2)
+    two.watches[1].submitted("gradient")
+    two.wait(0, "gradient", 0.4, ranks=(0, 1))
+    assert "has not come" not in two.story() and "every rank has come" in two.story()
+    two.watches[1].ended("gradient")
+    assert two.watches[0].explain("gradient", (0, 1)) == "", "who answers explains no failure"
+
+
+def test_short_waits_say_nothing(ranks):
+    two = ranks(2)
+    for _ in range(12):
+        two.wait(0, "gradient", 0.1, ranks=(0, 1))
+    assert two.said == []
+
+
+def test_names_operations_in_another_order(ranks):
+    two = ranks(2, patience=Patience(warn_s=0.2, bound_s=60.0))
+    waiter = threading.Thread(target=two.wait, args=(1, "metric", 0.5, (0, 1)))
+    waiter.start()
+    two.wait(0, "gradient", 0.5, (0, 1))
+    waiter.join()
+    assert 'waits in "metric"' in two.story() and 'waits in "gradient"' in two.story()
+    assert "same order" in two.story() and not two.left
+
+
+def test_whoever_waits_for_another_is_not_to_blame(ranks):
+    three = ranks(3)
+    waiter = threading.Thread(target=three.wait, args=(1, "within the node", 0.5, (1, 2)))
+    waiter.start()
+    three.wait(0, "across", 0.5, (0, 1, 2))
+    waiter.join()
+    assert three.said and all("rank 2 (host" in text and 'waits in "within' not in text for text in three.said)
+
+
+def test_a_wait_without_end_ends_where_it_is_caused(ranks):
+    two = ranks(2)
+    two.wait(0, "gradient", 0.9, ranks=(0, 1))
+    assert two.left == [LEFT], "the rank that is missing, and not the one that waits"
+    assert "rank 1" in two.said[-1] and "ends with an error" in two.said[-1] and '"gradient"' in two.said[-1]
+
+
+def test_operations_in_another_order_end_everywhere(ranks):
+    two = ranks(2)
+    waiter = threading.Thread(target=two.wait, args=(1, "metric", 0.9, (0, 1)))
+    waiter.start()
+    two.wait(0, "gradient", 0.9, (0, 1))
+    waiter.join()
+    assert LEFT in two.left
+
+
+def test_a_stopped_process_is_named_and_at_last_ended(ranks, child):
+    one = ranks(1)
+    one.meet(child.said)
+    os.kill(child.pid, signal.SIGSTOP)
+    assert "does not answer" in one.watches[0].explain("gradient", (0, 2))
+    one.wait(0, "gradient", 5.0, (0, 2))
+    assert f"rank 2 (host {Peer.from_text(child.said).host}, process {child.pid}) does not answer" in one.story()
+    assert child.wait(timeout=5) == -signal.SIGKILL
+
+
+def test_a_dead_process_is_named(ranks, child):
+    one = ranks(1)
+    one.meet(child.said)
+    assert one.watches[0].explain("gradient", (0, 2)) == ""
+    child.kill()
+    child.wait()
+    assert "is gone: its process has ended" in one.watches[0].explain("gradient", (0, 2))
+
+
+def test_only_who_knows_the_token_is_heard(ranks, child):
+    one = ranks(1, patience=Patience(warn_s=0.5, bound_s=1.0))
+    stranger = Peer.from_text(child.said.replace(Peer.from_text(child.said).token, "0" * 32))
+    one.meet(stranger.to_text())
+    assert "does not answer" in one.watches[0].explain("gradient", (0, 2))
+    assert child.poll() is None
+
+
+def test_the_child_ends_when_told(ranks, child):
+    one = ranks(1)
+    one.meet(child.said)
+    one.wait(0, "gradient", 1.0, (0, 2))
+    assert child.wait(timeout=5) == LEFT
+    told = child.stderr.read()
+    assert "in loads" in told and '"gradient"' in told, "with what it was doing"
+
+
+def test_nobody_watches_where_the_stall_check_is_off():
+    off = Watch(None)
+    assert off.introduce(0) == ""
+    off.meet(["", ""])
+    off.submitted("a")
+    with off.waiting("a", (0, 1)):
+        pass
+    assert off.explain("a", (0, 1)) == ""
