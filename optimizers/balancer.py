@@ -92,7 +92,8 @@ class Balancer:
         self._exchanges: list[Attached] = []
         self._listeners: list[Callable[[], None]] = []
         self._pace = Pace()
-        self._failed = self._discarded = False
+        self._failed = self._discarded = self._leaves = False
+        self.leaving: tuple[int, ...] = ()  # ranks that were told to end, as all ranks have heard it
         self._error: Exception | None = None  # why it failed
         self._stops = StopMeter()
         self._samples = 0  # of this rank since the last exchange
@@ -202,6 +203,10 @@ class Balancer:
         """
         self._failed, self._error = True, error
 
+    def leave(self) -> None:
+        """Tells all ranks, with the next exchange, that this one was told to end: see `leaving`."""
+        self._leaves = True
+
     # What the exchange asks -----------------------------------------------------------------------------------------
 
     def attach(self, exchange: Attached) -> int:
@@ -227,7 +232,13 @@ class Balancer:
         self._meter.run()
 
     def outgoing(
-        self, *, leads: bool, count: float, noise: NoiseMeter | None = None, ahead: int = 0
+        self,
+        *,
+        leads: bool,
+        count: float,
+        noise: NoiseMeter | None = None,
+        ahead: int = 0,
+        look: control.Look | None = None,
     ) -> list[float]:
         """This rank's control vector. Before it hears the answer, it begins at most `ahead` further batches."""
         samples, seconds = self.reported if leads else (0.0, 0.0)
@@ -243,6 +254,8 @@ class Balancer:
             dealt_ahead=dealt_ahead,
             staleness=self.staleness if leads else 0.0,
             failed=self._failed,
+            leaves=self._leaves,
+            look=look,
             ran=self._stops.take() if leads else None,
             announcement=self.planner.announcement if leads and self.rank == 0 else None,
             norms=None if noise is None else noise.outgoing(),
@@ -256,8 +269,8 @@ class Balancer:
         noise: NoiseMeter | None = None,
         step: int | None = None,
         ahead: int = 0,
-    ) -> None:
-        """Takes in what all ranks said: measurements, a plan, a failure.
+    ) -> control.Report:
+        """What all ranks said, once it is taken in: measurements, a plan, a failure.
 
         Where ranks are not all at the same batch, `step` is that of the foremost one when it spoke, and no rank begins
         more than `ahead` further ones before it hears this: a plan holds for later ones.
@@ -277,10 +290,11 @@ class Balancer:
             )
         if leads:
             self.entered, self.mean_staleness = sum(report.samples) or self.entered, report.staleness
+            self.leaving = report.leaving
         if noise is not None:
             noise.incoming(report.norms, self.entered)
         if not leads:
-            return
+            return report
         self.planner.observe(step - 1, report.samples, report.compute_s)
         if self.planner.selection is not None:
             whole_s = self._pace.last_s if together else None
@@ -290,6 +304,7 @@ class Balancer:
             self.planner.look(step, measured_step_s=self._pace.usual_s)
         for listener in self._listeners:
             listener()
+        return report
 
     def _hear(self, report: control.Report, step: int, ahead: int) -> None:
         """Takes in a plan, if there is one, and lets dealing go on."""

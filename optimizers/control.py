@@ -2,7 +2,8 @@
 
 It is summed like a gradient. Each rank writes into its own slots and leaves the others' zero, so the sum is a gather:
 the number of loss terms, of every rank last step's share and compute time, how long it ran and was stopped,
-whether it has failed, and how many batches it has dealt ahead, and – written by rank 0 alone – the next plan. All ranks
+whether it has failed or was told to end, how many batches it has dealt ahead, at times a hash of its parameters, and –
+written by rank 0 alone – the next plan. All ranks
 read the identical sum, and therefore hold the identical plan. The slots for the noise of the gradient are there whether
 or not anybody measures it, so that all ranks' vectors have one length.
 """
@@ -17,7 +18,7 @@ from hvd_hetero.policy.strategy import LOCAL, SYNCHRONOUS
 
 REASON_LENGTH = 80  # characters of a plan's reason that travel
 STRATEGIES = (SYNCHRONOUS, LOCAL)  # by the number that travels
-PER_RANK, PER_PLAN = 7, 3  # slots of a rank, and of a plan beside its shares and reason
+PER_RANK, PER_PLAN = 9, 3  # slots of a rank, and of a plan beside its shares and reason
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +43,14 @@ class Norms:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Look:
+    """A look at whether parameters are the same: see `parameter_guard`. Zeros: none."""
+
+    hash: int = 0  # of this rank's parameters
+    interval: int = 0  # exchanges to the next look; rank 0 says it
+
+
+@dataclass(frozen=True, kw_only=True)
 class Report:
     """What all ranks said: index i is rank i."""
 
@@ -49,16 +58,19 @@ class Report:
     compute_s: tuple[float, ...]
     samples: tuple[float, ...]
     failed: tuple[int, ...]
+    leaving: tuple[int, ...]  # ranks that were told to end
     dealt_ahead: tuple[int, ...]  # batches after the one whose gradient this is
     ran: tuple[Ran, ...]
     staleness: float  # mean over the ranks
     announcement: Announcement | None
     norms: Norms
+    hashes: tuple[int, ...]
+    interval: int
 
 
 def length(ranks: int) -> int:
     """The number of elements of the control vector."""
-    return 1 + PER_RANK * ranks + PER_PLAN + ranks + REASON_LENGTH + 1 + len(fields(Norms))
+    return 1 + PER_RANK * ranks + PER_PLAN + ranks + REASON_LENGTH + 2 + len(fields(Norms))
 
 
 def pack(
@@ -70,6 +82,8 @@ def pack(
     samples: float,
     failed: bool,
     announcement: Announcement | None,
+    leaves: bool = False,
+    look: Look | None = None,
     dealt_ahead: int = 0,
     ran: Ran | None = None,
     staleness: float = 0.0,
@@ -82,7 +96,8 @@ def pack(
     vector[1 + ranks + rank] = samples
     vector[1 + 2 * ranks + rank] = float(failed)
     vector[1 + 3 * ranks + rank] = dealt_ahead
-    for place, value in enumerate(ran or Ran(), start=4):
+    look = look or Look()
+    for place, value in enumerate((*(ran or Ran()), float(leaves), look.hash), start=4):
         vector[1 + place * ranks + rank] = value
     if announcement is not None:
         at = 1 + PER_RANK * ranks
@@ -93,6 +108,7 @@ def pack(
         vector[at : at + ranks] = announcement.shares
         vector[at + ranks : at + ranks + len(text)] = text
     vector[-len(fields(Norms)) - 1] = staleness
+    vector[-len(fields(Norms)) - 2] = look.interval if rank == 0 else 0
     if norms is not None:
         vector[-len(fields(Norms)) :] = astuple(norms)
     return vector
@@ -113,14 +129,17 @@ def unpack(total: Sequence[float], *, ranks: int) -> Report:
             predicted_step_s=predicted_step_s,
             strategy=STRATEGIES[int(strategy)],
         )
-    ran = zip(*(total[1 + place * ranks : 1 + (place + 1) * ranks] for place in range(4, PER_RANK)), strict=True)
+    *ran, leaving, hashes = (total[1 + place * ranks : 1 + (place + 1) * ranks] for place in range(4, PER_RANK))
     return Report(
         count=total[0],
         compute_s=tuple(total[1 : 1 + ranks]),
         samples=tuple(total[1 + ranks : 1 + 2 * ranks]),
         failed=tuple(rank for rank in range(ranks) if total[1 + 2 * ranks + rank] > 0),
+        leaving=tuple(rank for rank in range(ranks) if leaving[rank] > 0),
+        hashes=tuple(int(value) for value in hashes),
+        interval=int(total[-len(fields(Norms)) - 2]),
         dealt_ahead=tuple(int(total[1 + 3 * ranks + rank]) for rank in range(ranks)),
-        ran=tuple(Ran(*values) for values in ran),
+        ran=tuple(Ran(*values) for values in zip(*ran, strict=True)),
         staleness=total[-len(fields(Norms)) - 1] / ranks,
         announcement=announcement,
         norms=Norms(**dict(zip((field.name for field in fields(Norms)), total[-len(fields(Norms)) :], strict=True))),

@@ -5,15 +5,17 @@ See `weighted` for the formula. Here n_ref is chosen, and what every exchange te
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from hvd_hetero.engine.port import Engine
 
 from .attachment import Attached
 from .balancer import Balancer
-from .control import length
+from .control import Look, length
+from .local_step import ParameterStore
 from .noise import Buckets, GradientNoise
+from .parameter_guard import ParameterGuard
 from .ways import Ways
 from .weighted import WeightedExchange
 
@@ -31,6 +33,7 @@ class Weighing:
         passes: global batches per exchange; their gradients are summed, as in Horovod.
         scale: multiplies the weighted mean (the number of ranks for op=Sum).
         predivide: divides before the sum and multiplies after it, for narrow wires.
+        parameters: those that the gradients are of, once they are known; see `ParameterGuard`.
     """
 
     def __init__(
@@ -42,6 +45,7 @@ class Weighing:
         passes: int = 1,
         scale: float = 1.0,
         predivide: float = 1.0,
+        parameters: Callable[[], ParameterStore | None],
     ) -> None:
         self.balancer, self.passes, self._ways = balancer, passes, ways
         self._scale, self._predivide = scale, predivide
@@ -50,6 +54,11 @@ class Weighing:
         self.noise = GradientNoise()
         self._begun = 0  # global batches since the last exchange, the same on all ranks
         self._generation = 0
+        self._guard = ParameterGuard(balancer.engine, parameters, name=self.name, tell=self._differed)
+
+    def _differed(self, fields: dict[str, Any]) -> None:
+        if self.balancer.trace is not None:
+            self.balancer.trace.event("parameters", **fields)
 
     @property
     def engine(self) -> Engine:
@@ -108,13 +117,21 @@ class Weighing:
 
     def outgoing(self, terms: float) -> list[float]:
         """The control vector of a rank whose gradient is over `terms` loss terms."""
-        return self.balancer.outgoing(leads=self.leads, count=terms, noise=self.noise)
+        found, interval = self._guard.outgoing()
+        look = Look(hash=found, interval=interval)
+        return self.balancer.outgoing(leads=self.leads, count=terms, noise=self.noise, look=look)
 
     def incoming(
         self, layout: Buckets, results: Sequence[Any], total: Sequence[float], *, terms: float, batches: int
     ) -> None:
-        """Takes in what all ranks said with the gradients of a step of `batches` global batches. Raises `PeerError`."""
-        self.balancer.incoming(total, leads=self.leads, noise=self.noise)
+        """Takes in what all ranks said with the gradients of a step of `batches` global batches.
+
+        Raises:
+            PeerError: a rank cannot go on.
+            DivergedError: ranks hold different parameters.
+        """
+        report = self.balancer.incoming(total, leads=self.leads, noise=self.noise)
+        self._guard.incoming(report.hashes, report.interval)
         self.noise.ends(
             layout, results, rank=self.engine.rank, terms=terms, unit=self.unit, gain=self._scale * batches,
             all_terms=total[0], batches=batches,

@@ -39,6 +39,7 @@ CHECKS = [
     "codecs_and_topology",
     "saved_and_loaded",
     "plans_follow_speed",
+    "other_parameters_are_found",
     "errors_say_what_to_do",
 ]
 # What one back end alone has: several ways to run a step, a tape, and XLA.
@@ -83,7 +84,8 @@ def test_the_tensorflow_engine_keeps_the_contract():
 
 
 # Each launch costs a minute. The torch back end differs in what is around the exchange: a few checks always show that.
-FIRST = ["functions", "law_2:sgd,float32,1e-5", "law_2:embedding,float64,1e-11", "law_1", "overflow_on_one_rank"]
+FIRST = ["functions", "law_2:sgd,float32,1e-5", "law_2:embedding,float64,1e-11", "law_1", "overflow_on_one_rank",
+         "other_parameters_are_found"]
 
 
 def marked(backend):

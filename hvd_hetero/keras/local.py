@@ -34,7 +34,9 @@ class ParameterStore:
         lossy: whether a variable of a shape goes through a codec.
     """
 
-    def __init__(self, variables: Sequence[Any], count: int, lossy: Callable[..., bool], form: Any) -> None:
+    def __init__(
+        self, variables: Sequence[Any], form: Any, *, count: int = 1, lossy: Callable[..., bool] = lambda shape: False
+    ) -> None:
         self._form = form
         specs = [Spec(tuple(v.shape), keras.backend.standardize_dtype(v.dtype)) for v in variables]
         kinds = [(spec.wire, lossy(spec.shape)) for spec in specs]
@@ -86,7 +88,7 @@ class LocalTraining:
         self, rule: LocalSGD, variables: Sequence[Any], weighing: Weighing, *, ways: Ways, form: Any
     ) -> None:
         self._variables, self._weighing, self._balancer = list(variables), weighing, weighing.balancer
-        store = ParameterStore(variables, rule.fragments, ways.takes, form)
+        store = ParameterStore(variables, form, count=rule.fragments, lossy=ways.takes)
         self.steps = LocalSteps(
             rule, store, engine=weighing.engine, balancer=self._balancer, way=ways.way, keeps=ways.keeps
         )

@@ -21,7 +21,7 @@ from hvd_hetero.optimizers.weighted import WeightedExchange
 
 from . import backend
 from .layout import BucketLayout, Spec
-from .local import LocalTraining
+from .local import LocalTraining, ParameterStore
 
 
 class GradientReducer:
@@ -47,7 +47,16 @@ class GradientReducer:
         strategy: LocalSGD | None = None,
     ) -> None:
         self._balancer, self._ways, self._bucket_bytes = balancer, ways, bucket_bytes
-        self._weighing = Weighing(balancer, self, ways=ways, passes=passes, scale=scale, predivide=predivide)
+        self._variables: Sequence[Any] = ()
+        self._weighing = Weighing(
+            balancer,
+            self,
+            ways=ways,
+            passes=passes,
+            scale=scale,
+            predivide=predivide,
+            parameters=lambda: ParameterStore(self._variables, self._form) if self._variables else None,
+        )
         self._form: Any = importlib.import_module(f"{__package__}.gradient_{backend.NAME}")
         self._steps: dict[tuple[Spec | None, ...], ReducedStep] = {}
         self._last: ReducedStep | None = None
@@ -70,6 +79,7 @@ class GradientReducer:
         With several `passes`, those of their mean times their number, at each `passes`-th of the `iterations`; zeros
         in between. The first call for gradients of these shapes is a collective one.
         """
+        self._variables = [v for g, v in zip(gradients, variables, strict=True) if g is not None]
         found = [self._form.dense(g, v) for g, v in zip(gradients, variables, strict=True)]
         specs = tuple(None if g is None else self._form.spec(g) for g in found)
         if self.strategy is not None:

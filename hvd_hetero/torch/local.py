@@ -20,7 +20,12 @@ from .layout import WIRE
 class ParameterStore:
     """A rank's parameters, flat, by fragment; each fragment is of one type and device, and wholly lossy or not."""
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter], count: int, lossy: Callable[..., bool]) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        count: int = 1,
+        lossy: Callable[[torch.nn.Parameter], bool] = lambda parameter: False,
+    ) -> None:
         kinds = [(WIRE[p.dtype], p.device, lossy(p)) for p in parameters]
         fragments = fragments_by_kind(kinds, [p.numel() for p in parameters], count)
         self._members = [[parameters[index] for index in chosen] for chosen in fragments]

@@ -21,6 +21,7 @@ from hvd_hetero.optimizers.weighing import BUCKET_BYTES, Weighing
 
 from .buffers import average_buffers
 from .layout import WIRE, BucketLayout, check_type
+from .local import ParameterStore
 from .loss import mean_over_ranks
 from .passes import Passes
 from .state import average_state
@@ -59,7 +60,15 @@ class GradientReducer:
         self._parameters: list[torch.nn.Parameter] = []
         self._hooks: list[Any] = []
         self.local: LocalSteps | None = None  # the strategy, where some steps are made apart
-        self._weighing = Weighing(balancer, self, ways=ways, passes=passes, scale=scale, predivide=predivide)
+        self._weighing = Weighing(
+            balancer,
+            self,
+            ways=ways,
+            passes=passes,
+            scale=scale,
+            predivide=predivide,
+            parameters=lambda: ParameterStore(self._parameters),
+        )
         self._passes = Passes(self._parameters)  # since the last exchange
         self._callback_queued = False
         self._terms = 0.0  # of the last step, on this rank

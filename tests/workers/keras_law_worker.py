@@ -376,6 +376,26 @@ def plans_follow_speed():
     assert len(set(hvd.allgather_object(str(balancer.plans)))) == 1
 
 
+def other_parameters_are_found():
+    """Law 5 is looked at: rounding is mended, and more than rounding ends all ranks with the name of one."""
+    arrays = data(4)[:2]
+
+    def train(factor, steps=3):
+        model, balancer = dense_model(), hvd.Balancer(8, adaptive=False)
+        model.compile(optimizer=hvd.DistributedOptimizer(plain_sgd(), balancer=balancer), loss="mse")
+        balancer.announce(4)
+        model.train_on_batch(*arrays)
+        if hvd.rank() == 1:
+            model.layers[0].kernel.assign(model.layers[0].kernel * factor)
+        for _ in range(steps):
+            balancer.announce(4)
+            model.train_on_batch(*arrays)
+        return model
+
+    same_on_all(weights_of(train(1.0 + 1e-6)))
+    raises("others than rank 0's on rank 1", lambda: train(2.0))
+
+
 def errors_say_what_to_do():
     raises("keras.optimizers.Optimizer", lambda: hvd.DistributedOptimizer("adam"), kind=TypeError)
     raises("not distributed yet", lambda: hvd.DistributedOptimizer(hvd.DistributedOptimizer(plain_sgd())))

@@ -1,0 +1,114 @@
+"""The guard of law 5: after synchronous steps, all ranks hold the same parameters.
+
+Every K exchanges each rank puts a hash of its parameters into the control vector, so that a look costs no message. Rank
+0 says with its hash when the next one is due: K follows from what a hash costs, a small part of the time.
+
+Ranks that differ compare their parameters with rank 0's. Mixed hardware rounds in unlike ways (other vector units,
+another generation of GPU), and such differences grow from step to step in any data-parallel training: rank 0's
+parameters are taken then, and nothing is lost. What differs by more than rounding is an error on every rank.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from hvd_hetero.codecs.verbs import verbs_of
+from hvd_hetero.engine.port import Engine
+
+from .local_step import ParameterStore
+
+BUDGET = 0.0005  # of rank 0's time, for hashes: a rank of a tenth of its speed spends ten times as much
+FIRST = 1  # the exchange of the first look: the parameters after one update
+SHORTEST, LONGEST = 16, 2**16  # exchanges from look to look
+TOLERANCE = 1e-3  # of a difference to rank 0's parameters, in L2 norms: more is no rounding
+HASHES = 2**24 - 1  # so many hashes are exact in fp32
+
+
+class DivergedError(RuntimeError):
+    """Ranks hold different parameters where they must hold the same."""
+
+
+class ParameterGuard:
+    """Looks whether all ranks hold the same parameters.
+
+    Args:
+        parameters: this rank's, once they are known; None: not yet, on all ranks.
+        tell: is told of differences, by their fields.
+        clock: in seconds.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        parameters: Callable[[], ParameterStore | None],
+        *,
+        name: str,
+        tell: Callable[[dict[str, Any]], None],
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._engine, self._parameters, self._name = engine, parameters, name
+        self._tell, self._clock = tell, clock
+        self._exchanges, self._due = 0, FIRST
+        self._last = clock()
+        self._looked = 0  # the exchange of the last look
+        self._interval = SHORTEST
+
+    def outgoing(self) -> tuple[int, int]:
+        """For the next exchange: this rank's hash, 1 or more, and in how many exchanges the next one is due; zeros
+        where none is due now."""
+        if self._exchanges < self._due or (parameters := self._parameters()) is None:
+            return 0, 0
+        start = self._clock()
+        found = 0
+        for index in range(len(parameters.lossy)):
+            found = (found * 31 + parameters.checksum(index)) % HASHES
+        cost_s = self._clock() - start
+        step_s = (start - self._last) / max(1, self._exchanges - self._looked)
+        # At the first look nothing is known of the steps yet.
+        exchanges = math.ceil(cost_s / max(BUDGET * step_s, 1e-9)) if self._looked else SHORTEST
+        self._last, self._looked = start + cost_s, self._exchanges
+        return 1 + found, min(LONGEST, max(SHORTEST, exchanges))
+
+    def incoming(self, hashes: Sequence[int], interval: int) -> None:
+        """Takes in what all ranks said; collective where hashes differ.
+
+        Raises:
+            DivergedError: on every rank, where parameters differ by more than rounding.
+        """
+        said, self._exchanges = self._exchanges, self._exchanges + 1
+        if not hashes or hashes[0] == 0:
+            return
+        self._due = said + interval
+        others = [rank for rank, value in enumerate(hashes) if value not in (0, hashes[0])]
+        if others:
+            self._settle(others)
+
+    def _settle(self, others: Sequence[int]) -> None:
+        parameters, engine = self._parameters(), self._engine
+        assert parameters is not None
+        mine = [parameters.read(index) for index in range(len(parameters.lossy))]
+        squared, whole, first = 0.0, 0.0, []
+        for index, flat in enumerate(mine):
+            copy = flat * 1.0
+            first.append(engine.broadcast_async(copy, root=0, name=f"{self._name}.guard.{index}").wait())
+            verbs = verbs_of(copy)
+            squared += float(verbs.squared_norm(first[-1] - flat))
+            whole += float(verbs.squared_norm(first[-1]))
+        off = math.sqrt(squared / whole) if whole else math.sqrt(squared)
+        row = np.array([off if math.isfinite(off) else math.inf])
+        most = float(engine.allreduce_async(row, name=f"{self._name}.guard", op="max").wait()[0])
+        ranks = ", ".join(str(engine.ranks[rank]) for rank in others)
+        if most > TOLERANCE:
+            raise DivergedError(
+                f"Expected the same parameters on every rank after each step. Received: others than rank 0's on rank "
+                f"{ranks}, by {most:.2g} of their norm. Broadcast them from rank 0 before training "
+                "(hvd.broadcast_parameters), and change parameters on no rank alone."
+            )
+        for index, flat in enumerate(first):
+            parameters.write(index, flat)
+        self._tell({"ranks": list(others), "off": most})

@@ -1,0 +1,134 @@
+"""The guard of law 5: a rank whose parameters differ is found, and nobody trains on with it."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("horovod.torch", reason="build it with hvd-hetero build-horovod")
+
+import hvd_hetero.torch as hvd
+from hvd_hetero.engine.local import World
+from hvd_hetero.optimizers import parameter_guard
+from hvd_hetero.optimizers.parameter_guard import DivergedError, ParameterGuard
+
+torch.manual_seed(0)
+PROTOTYPE = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+DATA = torch.utils.data.TensorDataset(torch.randn(96, 4), torch.randint(0, 3, (96,)))
+
+
+class Events:
+    """What a trace would keep."""
+
+    def __init__(self):
+        self.seen = []
+
+    def event(self, kind, **fields):
+        self.seen.append((kind, fields))
+
+    def plan(self, plan): ...
+
+    def step(self, **fields): ...
+
+
+def program(engine, *, change, at=0, rank=1, **options):
+    """Trains, while `change(parameter)` happens on one rank before step `at`; parameters, events, steps made."""
+    torch.set_num_threads(1)
+    model = copy.deepcopy(PROTOTYPE)
+    balancer = hvd.Balancer(8, engine=engine, shares=(4, 3, 1), adaptive=False)
+    balancer.trace = events = Events()
+    loader = hvd.BalancedDataLoader(DATA, balancer=balancer)
+    optimizer = hvd.DistributedOptimizer(torch.optim.Adam(model.parameters(), 1e-3), balancer=balancer, **options)
+    for epoch in range(2):
+        loader.set_epoch(epoch)
+        for x, y in loader:
+            if balancer.step == at and engine.rank == rank:
+                with torch.no_grad():
+                    change(model[0].weight)
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+    return [p.detach().clone() for p in model.parameters()], events.seen
+
+
+def test_a_rank_with_other_parameters_ends_all_with_its_name():
+    outcome = World(3).run(lambda engine: program(engine, change=lambda p: p.add_(1.0)), errors="return")
+    for error in outcome:
+        assert isinstance(error, DivergedError) and "on rank 1, by" in str(error), outcome
+        assert "hvd.broadcast_parameters" in str(error)
+
+
+@pytest.mark.parametrize("at", [0, 5])
+@pytest.mark.parametrize("options", [{}, {"compression": hvd.Compression.int8}])
+def test_rounding_is_mended(options, at):
+    outcome = World(3).run(lambda engine: program(engine, change=lambda p: p.mul_(1 + 1e-6), at=at, **options))
+    first, events = outcome[0]
+    (mended,) = [fields for kind, fields in events if kind == "parameters"]
+    assert mended["ranks"] == [1] and 0 < mended["off"] < 1e-5
+    for parameters, _ in outcome[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(first, parameters, strict=True)), "law 5 holds again"
+
+
+def test_nothing_is_said_where_nothing_differs():
+    for _, events in World(3).run(lambda engine: program(engine, change=lambda p: None)):
+        assert [kind for kind, _ in events if kind == "parameters"] == []
+
+
+class Numbers:
+    """Parameters of one fragment, whose hash costs a second."""
+
+    lossy = (False,)
+
+    def __init__(self, clock, value=1.0, cost_s=1.0):
+        self.clock, self.flat, self.cost_s = clock, np.full(3, value), cost_s
+
+    def checksum(self, index):
+        self.clock[0] += self.cost_s
+        return hash(self.flat.tobytes()) % 1000
+
+    def read(self, index):
+        return self.flat.copy()
+
+    def write(self, index, flat):
+        self.flat[:] = flat
+
+
+@pytest.mark.parametrize(("cost_s", "step_s"), [(1e-6, 1.0), (0.01, 0.1), (1.0, 0.1), (100.0, 0.001)])
+def test_looks_are_as_rare_as_they_are_dear(cost_s, step_s):
+    now = [0.0]
+    numbers = Numbers(now, cost_s=cost_s)
+    guard = ParameterGuard(None, lambda: numbers, name="x", tell=lambda fields: None, clock=lambda: now[0])
+    looks = []
+    for exchange in range(300_000):
+        found, interval = guard.outgoing()
+        if found:
+            looks.append(exchange)
+        guard.incoming([found, found], interval)
+        now[0] += step_s
+        if len(looks) == 4:
+            break
+    spent = cost_s / ((looks[3] - looks[2]) * step_s)
+    longest, shortest = parameter_guard.LONGEST, parameter_guard.SHORTEST
+    assert spent <= parameter_guard.BUDGET * 1.01 or looks[3] - looks[2] == longest
+    assert spent >= parameter_guard.BUDGET * 0.9 or looks[3] - looks[2] in (shortest, longest)
+
+
+def test_parameters_that_are_not_known_yet_are_looked_at_later():
+    guard = ParameterGuard(None, lambda: None, name="x", tell=lambda fields: None)
+    for _ in range(5):
+        assert guard.outgoing() == (0, 0)
+        guard.incoming([0, 0], 0)
+
+
+def test_not_a_number_on_one_rank_is_an_error():
+    def settle(engine):
+        numbers = Numbers([0.0], value=1.0 if engine.rank else float("nan"))
+        guard = ParameterGuard(engine, lambda: numbers, name="x", tell=lambda fields: None)
+        for _ in range(2):
+            row = np.zeros(2)
+            row[engine.rank], interval = guard.outgoing()
+            guard.incoming(engine.allreduce_async(row, name="row").wait().astype(int).tolist(), interval or 16)
+
+    assert all(isinstance(error, DivergedError) for error in World(2).run(settle, errors="return"))
