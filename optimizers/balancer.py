@@ -74,6 +74,7 @@ class Balancer:
         self.lookahead = 0  # batches that this rank may deal before they are used
         self.step = -1  # index of the global batch begun last, counted over all epochs
         self.dependents: list[Any] = []  # what else keeps a state as the job goes on: samplers, learning rates
+        self._leaves = False
         self._settle()
         if trace is not None:
             trace.plan(self.plan)
@@ -92,8 +93,9 @@ class Balancer:
         self._exchanges: list[Attached] = []
         self._listeners: list[Callable[[], None]] = []
         self._pace = Pace()
-        self._failed = self._discarded = self._leaves = False
-        self.leaving: tuple[int, ...] = ()  # ranks that were told to end, as all ranks have heard it
+        self._failed = self._discarded = False
+        self._leaving: tuple[int, ...] = ()
+        self._leave_step = 0
         self._error: Exception | None = None  # why it failed
         self._stops = StopMeter()
         self._samples = 0  # of this rank since the last exchange
@@ -203,6 +205,11 @@ class Balancer:
         """
         self._failed, self._error = True, error
 
+    @property
+    def leaving(self) -> tuple[int, ...]:
+        """Ranks that were told to end, from a step on by which all ranks have heard it; the same on all ranks."""
+        return self._leaving if self.step >= self._leave_step else ()
+
     def leave(self) -> None:
         """Tells all ranks, with the next exchange, that this one was told to end: see `leaving`."""
         self._leaves = True
@@ -290,7 +297,8 @@ class Balancer:
             )
         if leads:
             self.entered, self.mean_staleness = sum(report.samples) or self.entered, report.staleness
-            self.leaving = report.leaving
+            if report.leaving and not self._leaving:
+                self._leaving, self._leave_step = report.leaving, step + ahead
         if noise is not None:
             noise.incoming(report.norms, self.entered)
         if not leads:

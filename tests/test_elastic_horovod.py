@@ -14,32 +14,35 @@ pytestmark = [
 ]
 
 
-def elastic_job(tmp_path, *options):
+def elastic_job(tmp_path, kind, *options):
     """What the worker reports of a job on two hosts, of which one comes back soon after it was given up."""
     hosts = tmp_path / "hosts.sh"
     hosts.write_text("#!/bin/sh\necho localhost:2\necho 127.0.0.1:1\n")
     hosts.chmod(0o755)
     launched = horovodrun(
-        3, "elastic_worker.py", str(tmp_path), *options, timeout_s=180, HOROVOD_GLOO_TIMEOUT_SECONDS="10",
+        3, "elastic_worker.py", str(tmp_path), kind, *options, timeout_s=180, HOROVOD_GLOO_TIMEOUT_SECONDS="10",
         options=("--min-np", "2", "--max-np", "3", "--host-discovery-script", str(hosts), "--reset-limit", "5",
                  "--blacklist-cooldown-range", "1", "2", "--network-interfaces", "lo"),
     )  # fmt: skip
     result = re.findall(r"RESULT (.*)", launched.output)
     assert launched.returncode == 0 and len(result) == 1, launched.output[-6000:]
-    return json.loads(result[0])
+    return {**json.loads(result[0]), "output": launched.output}
 
 
-@pytest.mark.parametrize("options", [
-    (),
-    pytest.param(("strategy=local",), marks=pytest.mark.slow),
-    pytest.param(("topology=leader",), marks=pytest.mark.skipif(
+@pytest.mark.parametrize(("kind", "options"), [
+    ("TERM", ()),
+    pytest.param("KILL", (), marks=pytest.mark.slow),
+    pytest.param("KILL", ("strategy=local",), marks=pytest.mark.slow),
+    pytest.param("TERM", ("strategy=local",), marks=pytest.mark.slow),
+    pytest.param("KILL", ("topology=leader",), marks=pytest.mark.skipif(
         not has_edit("peer_death_with_process_sets"), reason="this Horovod aborts survivors of a job with process sets"
     )),
 ])
-def test_a_rank_dies_and_another_joins(tmp_path, options):
-    found = elastic_job(tmp_path, *options)
+def test_a_rank_goes_and_another_joins(tmp_path, kind, options):
+    found = elastic_job(tmp_path, kind, *options)
     assert found["sizes"] == [3, 2, 3]
     assert found["once"] == [True, True, True], "each sample of an epoch once in the committed history"
+    assert ("Going back" in found["output"]) == (kind == "KILL"), "who leaves in order takes no step with it"
     assert found["alike"] and found["batches"] == 39, "law 5"
     if "strategy=local" not in options:  # whose learning rate follows staleness
         assert found["off"] < 1e-9, "the same as one process on the same global batches"

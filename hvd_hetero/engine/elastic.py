@@ -10,8 +10,10 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
+
+from .notice import LEFT, Notice
 
 T = TypeVar("T")
 
@@ -22,6 +24,8 @@ class ElasticState(Protocol):
     """A Horovod `State` that counts its commits."""
 
     commits: int
+
+    def leave(self) -> None: ...
 
     def sync(self) -> None: ...
 
@@ -46,6 +50,17 @@ class Failures:
         self._seen = self._seen + 1 if self._at == (commits, size) else 1
         self._at = commits, size
         return self._seen <= self._most
+
+
+def let_leave(leaving: Sequence[int], *, rank: int) -> None:
+    """At a commit: a rank that is leaving ends here, and the others go on without it; where nobody is, nothing."""
+    if rank in leaving:
+        raise SystemExit(LEFT)
+    if leaving:
+        ranks = ", ".join(map(str, leaving))
+        print(f"hvd_hetero: rank {ranks} leaves, as it was told to.", file=sys.stderr, flush=True)
+        exceptions = importlib.import_module("horovod.common.exceptions")
+        raise exceptions.HostsUpdatedInterrupt(False)
 
 
 def run(
@@ -73,6 +88,7 @@ def run(
         manager.register_listener(state)
         failures, changed = Failures(), False
         ranks = size()
+        notice = Notice(state.leave, say="this rank leaves at the next commit; the others go on.")
         try:
             while True:
                 try:
@@ -91,6 +107,7 @@ def run(
                     state.restore()
                     changed = True
         finally:
+            notice.close()
             manager.remove_listener(state)
 
     return wrapper

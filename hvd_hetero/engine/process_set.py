@@ -111,7 +111,7 @@ class ProcessSetEngine:
         if ProcessSetEngine._watch is None:
             ProcessSetEngine._watch = Watch(patience())
         here = self._watch.introduce(self.rank)
-        self._watch.meet(gather_text(self, here, name=self.unique("hvd_hetero.watch.")))
+        self._watch.meet(gather_text(self, here, name="hvd_hetero.watch"))
 
     def _track(self, operation: str) -> Tracked:
         """Notes that this rank takes part in an operation."""

@@ -29,13 +29,13 @@ from typing import Any
 
 from hvd_hetero.policy.patience import Patience
 
+from .notice import LEFT
 from .peer import Ear, GoneError, Peer, SilentError, ask
 
 PERIOD_S = 0.5  # between looks at what this rank waits for
 STEPS = 128  # whose lengths are kept
 NAMES = 4096  # of operations whose last start is kept
 GRACE_S = 60.0  # beyond the bound, for the rank that is to end; then this one ends itself
-LEFT = 75  # exit status: a temporary failure (sysexits.h)
 
 _OWN = Path(__file__).resolve().parent.parent
 _OTHERS = tuple({path for name, path in sysconfig.get_paths().items() if "lib" in name})

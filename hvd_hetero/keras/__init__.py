@@ -6,6 +6,7 @@ What users of `horovod.keras` know has its name and meaning here, with the back 
 from hvd_hetero.optimizers.attachment import PeerError
 from hvd_hetero.optimizers.local_sgd import LocalSGD
 from hvd_hetero.optimizers.outer import Outer
+from hvd_hetero.optimizers.parameter_guard import DivergedError
 from hvd_hetero.policy.replan import ReplanRule
 from hvd_hetero.policy.topology import Topology
 
@@ -59,6 +60,7 @@ __all__ = [
     "Compression",
     "DistributedGradientTape",
     "DistributedOptimizer",
+    "DivergedError",
     "EvaluationDataset",
     "LocalSGD",
     "Max",

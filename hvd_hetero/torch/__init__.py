@@ -67,14 +67,17 @@ from horovod.torch import (
     stop_timeline,
 )
 
+from hvd_hetero.engine.checkpoint_file import CheckpointError
 from hvd_hetero.optimizers.attachment import PeerError
 from hvd_hetero.optimizers.local_sgd import LocalSGD
 from hvd_hetero.optimizers.outer import Outer
+from hvd_hetero.optimizers.parameter_guard import DivergedError
 from hvd_hetero.policy.replan import ReplanRule
 from hvd_hetero.policy.topology import Topology
 
 from . import elastic
 from .balancer import Balancer
+from .checkpoint import Checkpoint
 from .compression import Compression
 from .function import broadcast_optimizer_state, broadcast_parameters, init, synchronize
 from .latency_lr import LatencyAwareLR
@@ -88,8 +91,11 @@ __all__ = [
     "BalancedBatchSampler",
     "BalancedDataLoader",
     "Balancer",
+    "Checkpoint",
+    "CheckpointError",
     "Compression",
     "DistributedOptimizer",
+    "DivergedError",
     "HorovodInternalError",
     "LatencyAwareLR",
     "LocalSGD",

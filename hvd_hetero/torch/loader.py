@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -144,12 +145,15 @@ class BalancedDataLoader:
             drop_last=drop_last,
             lookahead=num_workers * (2 if prefetch_factor is None else prefetch_factor),
         )
+        # Of its own: an iteration must not draw from torch's generator, or a resumed job would draw other numbers.
+        self._generator = torch.Generator() if arguments.get("generator") is None else None
+        self._seed = seed
         self.loader = DataLoader(
             dataset,
             batch_sampler=self.batch_sampler,
             num_workers=num_workers,
             prefetch_factor=prefetch_factor,
-            **arguments,
+            **{**arguments, **({"generator": self._generator} if self._generator is not None else {})},
         )
 
     def __len__(self) -> int:
@@ -167,6 +171,7 @@ class BalancedDataLoader:
             start = time.perf_counter()
             try:
                 if source is None:
+                    self._reseed()
                     source = iter(self.loader)
                 batch = next(source)
                 samples = self.batch_sampler.used()
@@ -185,6 +190,13 @@ class BalancedDataLoader:
         self.balancer.end_epoch()
         if bar is not None:
             bar.close()
+
+    def _reseed(self) -> None:
+        """Seeds what seeds the workers: the same in a job that was resumed here, and another on each rank."""
+        if self._generator is not None:
+            sampler = self.batch_sampler.sampler
+            place = (self._seed, sampler.epoch, len(self.batch_sampler), self.balancer.rank)
+            self._generator.manual_seed(int.from_bytes(hashlib.sha256(repr(place).encode()).digest()[:7], "big"))
 
     def state_dict(self) -> dict[str, int]:
         """The position in the epoch."""

@@ -1,7 +1,7 @@
 """One rank of tests/test_elastic_horovod.py: trains while ranks die and join, and says what became of the samples.
 
-Arguments: a folder, and `NAME=VALUE` options of DistributedOptimizer. The rank that is alone on its host dies at
-step 12, once; later another one takes its place. `RESULT` is printed by rank 0 at the end.
+Arguments: a folder, `KILL` or `TERM`, and `NAME=VALUE` options of DistributedOptimizer. The rank that is alone on its
+host gets that signal at step 12, once; later another one takes its place. `RESULT` is printed by rank 0 at the end.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def by_one_process():
     return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
 
 
-def main(folder, **options):
+def main(folder, kind, **options):
     hvd.init(**({"process_sets": "dynamic"} if "topology" in options else {}))
     torch.set_num_threads(1)
     model, data = make_model(), Numbered()
@@ -78,7 +78,7 @@ def main(folder, **options):
                     nn.functional.cross_entropy(model(x), y).backward()
                 if state.batch == DIES_AT and hvd.local_size() == 1 and not died.exists():
                     died.touch()
-                    os.kill(os.getpid(), signal.SIGKILL)
+                    os.kill(os.getpid(), getattr(signal, f"SIG{kind}"))
                 optimizer.step()
                 time.sleep(0.02)
                 state.batch += 1
@@ -105,9 +105,10 @@ def main(folder, **options):
             "factor": schedule.factor,
             "plans": [plan.reason for plan in balancer.plans],
             "batches": state.batch,
+            "commits": state.commits,
         }), flush=True)  # fmt: skip
     hvd.barrier()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), **dict(word.split("=") for word in sys.argv[2:]))
+    main(Path(sys.argv[1]), sys.argv[2], **dict(word.split("=") for word in sys.argv[3:]))

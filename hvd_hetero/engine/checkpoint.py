@@ -1,0 +1,185 @@
+"""Checkpoints of a job: what all ranks share, once, and what is each rank's own; and leaving in order.
+
+For any framework: a state says what there is to keep, as bytes.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from .checkpoint_file import CheckpointError, CheckpointFile
+from .notice import LEFT, Notice
+from .port import Engine, Handle, gather_text
+
+
+class State(Protocol):
+    """What a job keeps, as an elastic one does."""
+
+    @property
+    def leaving(self) -> Sequence[int] | None:
+        """Ranks that were told to end, as all ranks have heard it; None where nothing carries that from rank to rank.
+        """
+
+    def leave(self) -> None:
+        """Tells all ranks that this one was told to end."""
+
+    def settle(self) -> None:
+        """Comes to what all ranks share. A collective call."""
+
+    def shared_content(self) -> bytes:
+        """What is the same on all ranks."""
+
+    def own_content(self) -> bytes:
+        """What is this rank's own."""
+
+    def load_shared_content(self, content: bytes) -> None:
+        """Goes on from what `shared_content` returned."""
+
+    def load_own_content(self, content: bytes) -> None:
+        """Goes on from what `own_content` returned on this rank of as many."""
+
+
+class Checkpoint:
+    """A job's checkpoint file, written by rank 0. Constructing one is a collective call.
+
+    Args:
+        path: of the file; only rank 0 needs to see it.
+        state: what is kept.
+        engine: the ranks.
+        every_steps: `step` saves after so many steps; None: only when the job has to end.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], state: State, *, engine: Callable[[], Engine], every_steps: int | None
+    ) -> None:
+        if every_steps is not None and (not isinstance(every_steps, int) or every_steps < 1):
+            raise ValueError(f"every_steps: expected an integer of at least 1, or None. Received: {every_steps!r}.")
+        self._file, self._state, self._engine_now, self._every = CheckpointFile(path), state, engine, every_steps
+        self._steps = 0
+        self._asked = False
+        self._asking: Handle | None = None
+        self._notice = Notice(self._leave, say="this rank leaves once a checkpoint is written.")
+
+    @property
+    def _engine(self) -> Engine:
+        return self._engine_now()
+
+    def close(self) -> None:
+        """Leaves SIGTERM to others again."""
+        self._notice.close()
+
+    # Leaving --------------------------------------------------------------------------------------------------------
+
+    def _leave(self) -> None:
+        self._asked = True
+        self._state.leave()
+
+    def step(self) -> None:
+        """To be called after each optimizer step, on all ranks: saves when it is due, and where a rank was told to end
+        (SIGTERM) saves and ends the job, with exit status 75. A collective call when it saves."""
+        self._steps += 1
+        leaving = self._leaving()
+        if leaving or (self._every and self._steps % self._every == 0):
+            self.save()
+        if leaving:
+            ranks = ", ".join(map(str, leaving))
+            print(f"hvd_hetero: rank {ranks} was told to end: saved to {self._file.path}.", file=sys.stderr, flush=True)
+            raise SystemExit(LEFT)
+
+    def _leaving(self) -> Sequence[int]:
+        """The ranks that were told to end, the same on all ranks."""
+        if (known := self._state.leaving) is not None:
+            return known
+        # Asked in one step and heard in the next, so that nobody waits.
+        engine = self._engine
+        told = np.zeros(0) if self._asking is None else np.asarray(self._asking.wait())
+        mine = np.zeros(engine.size)
+        mine[engine.rank] = self._asked
+        self._asking = engine.allreduce_async(mine, name="hvd_hetero.checkpoint.leaving")
+        return np.flatnonzero(told).tolist()
+
+    # Saving and restoring -------------------------------------------------------------------------------------------
+
+    def save(self) -> None:
+        """Writes the checkpoint. A collective call; raises OSError on every rank where it cannot be written."""
+        engine = self._engine
+        self._state.settle()
+        owns = _gather_bytes(engine, self._state.own_content(), name="hvd_hetero.checkpoint.own")
+        problem = ""
+        if engine.rank == 0:
+            try:
+                self._file.write(_packed([self._state.shared_content(), *owns]))
+            except OSError as error:
+                problem = f"{type(error).__name__}: {error}"
+        problem = gather_text(engine, problem, name="hvd_hetero.checkpoint.saved")[0]
+        if problem:
+            raise OSError(
+                f"Expected to write a checkpoint to {self._file.path}. Received: {problem}. The one before is kept."
+            )
+
+    def restore(self) -> bool:
+        """Goes on from the newest whole checkpoint; whether there is one. A collective call.
+
+        On another number of ranks what was each rank's own begins anew.
+
+        Raises:
+            CheckpointError: on every rank, where the file is there and is no whole checkpoint, and none before it is.
+        """
+        engine, content, problem, parts = self._engine, None, "", []
+        if engine.rank == 0:
+            try:
+                content, problem = self._file.read()
+                parts = [] if content is None else _unpacked(content)
+                said = {"error": "", "parts": len(parts)}
+            except (CheckpointError, OSError) as error:
+                said = {"error": str(error), "parts": 0}
+            if problem:
+                print(f"hvd_hetero: {problem}: the checkpoint before it is used.", file=sys.stderr, flush=True)
+        else:
+            said = {}
+        said = json.loads(gather_text(engine, json.dumps(said), name="hvd_hetero.checkpoint.found")[0])
+        if said["error"]:
+            raise CheckpointError(said["error"])
+        if not said["parts"]:
+            return False
+        self._state.load_shared_content(_from_first(engine, parts[0] if parts else b"", name="shared"))
+        if said["parts"] == 1 + engine.size:
+            for rank in range(engine.size):
+                own = _from_first(engine, parts[1 + rank] if parts else b"", name=f"own.{rank}")
+                if rank == engine.rank:
+                    self._state.load_own_content(own)
+        return True
+
+
+def _gather_bytes(engine: Engine, mine: bytes, *, name: str) -> list[bytes]:
+    """The bytes of all ranks."""
+    lengths = np.asarray(engine.allgather_async(np.array([len(mine)]), name=f"{name}.lengths").wait())
+    whole = np.asarray(engine.allgather_async(np.frombuffer(mine, np.uint8).copy(), name=name).wait()).tobytes()
+    ends = np.cumsum(lengths)
+    return [whole[end - length : end] for end, length in zip(ends, lengths, strict=True)]
+
+
+def _from_first(engine: Engine, mine: bytes, *, name: str) -> bytes:
+    """Rank 0's bytes, on all ranks."""
+    name = f"hvd_hetero.checkpoint.{name}"
+    length = np.array([len(mine)])
+    engine.broadcast_async(length, root=0, name=f"{name}.length").wait()
+    content = np.frombuffer(mine, np.uint8).copy() if engine.rank == 0 else np.zeros(int(length[0]), np.uint8)
+    engine.broadcast_async(content, root=0, name=name).wait()
+    return content.tobytes()
+
+
+def _packed(parts: Sequence[bytes]) -> bytes:
+    return json.dumps([len(part) for part in parts]).encode() + b"\n" + b"".join(parts)
+
+
+def _unpacked(content: bytes) -> list[bytes]:
+    stream = io.BytesIO(content)
+    return [stream.read(length) for length in json.loads(stream.readline())]

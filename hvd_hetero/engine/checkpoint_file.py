@@ -1,0 +1,93 @@
+"""A checkpoint on disk: whole or not there, whenever the machine stops.
+
+The new file is written beside the old one, flushed to the disk, and only then takes its name (POSIX makes `rename`
+atomic; the folder is flushed as well, or the name might not outlive a power cut). The one before is kept. A first line
+says what the file is, how long, and its SHA-256, so a torn or foreign file is told from a checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from pathlib import Path
+
+KIND = "hvd_hetero checkpoint 1"
+LONGEST_LINE = 4096
+
+
+class CheckpointError(RuntimeError):
+    """There are files where a checkpoint is expected, and none of them is a whole one."""
+
+
+class CheckpointFile:
+    """The newest checkpoint at `path`, and the one before at `path` with `.previous` added."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self.previous = self.path.with_name(self.path.name + ".previous")
+
+    def write(self, content: bytes) -> None:
+        """Takes the place of what was there. Raises OSError, with nothing lost, where it cannot be written."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        new = self.path.with_name(f".{self.path.name}.{os.getpid()}.new")
+        head = {"kind": KIND, "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        try:
+            with open(new, "wb") as file:
+                file.write(json.dumps(head).encode() + b"\n")
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            if self.path.exists() and _problem(self.path) is None:  # a broken one must not replace a whole one
+                os.replace(self.path, self.previous)
+            os.replace(new, self.path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                new.unlink()
+            raise
+        folder = os.open(self.path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+    def read(self) -> tuple[bytes | None, str]:
+        """The content of the newest whole checkpoint, None where there is none; and what is wrong with a newer one.
+
+        Raises:
+            CheckpointError: there are files, and none of them is a whole checkpoint.
+        """
+        problems: list[str] = []
+        for path in (self.path, self.previous):
+            if not path.exists():
+                continue
+            problem = _problem(path)
+            if problem is None:
+                return path.read_bytes().partition(b"\n")[2], "; ".join(problems)
+            problems.append(f"{path} {problem}")
+        if problems:
+            raise CheckpointError(
+                f"Expected a checkpoint of hvd_hetero. Received: {'; '.join(problems)}. Restore the file from "
+                "elsewhere, or remove it to begin anew."
+            )
+        return None, ""
+
+
+def _problem(path: Path) -> str | None:
+    """What is wrong with a file; None for a whole checkpoint."""
+    with open(path, "rb") as file:
+        try:
+            head = json.loads(file.readline(LONGEST_LINE))
+            kind, length, expected = head["kind"], head["bytes"], head["sha256"]
+        except (ValueError, KeyError, TypeError):
+            return "is not one: its first line does not say so"
+        if kind != KIND:
+            return f"is of another kind: {kind!r} instead of {KIND!r}"
+        digest, found = hashlib.sha256(), 0
+        while block := file.read(1 << 20):
+            digest.update(block)
+            found += len(block)
+    if found != length:
+        return f"is torn: {found} bytes of {length}"
+    return None if digest.hexdigest() == expected else "is damaged: its SHA-256 is another one"

@@ -1,0 +1,43 @@
+"""SIGTERM as a request: whoever is told to end ends in order, where the job can spare it.
+
+Cluster managers send SIGTERM some time before they end a process (preemption, a spot instance that is taken back), and
+`horovodrun` does when it stops a job. A second one acts as it always did.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+LEFT = 75  # exit status of who left in order: a temporary failure (sysexits.h); try again
+
+
+class Notice:
+    """Hears SIGTERM, once; where signals cannot be heard (not in the main thread), nothing.
+
+    Args:
+        heard: called at the first SIGTERM, between two instructions of the main thread.
+        say: what happens now, for people.
+    """
+
+    def __init__(self, heard: Callable[[], None], *, say: str) -> None:
+        self._heard, self._text = heard, say
+        self._before: Any = None
+        self._installed = threading.current_thread() is threading.main_thread()
+        if self._installed:
+            self._before = signal.signal(signal.SIGTERM, self._handle)
+
+    def close(self) -> None:
+        """Hears no more."""
+        if self._installed:
+            signal.signal(signal.SIGTERM, self._before if self._before is not None else signal.SIG_DFL)
+            self._installed = False
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.close()
+        print(f"hvd_hetero: SIGTERM: {self._text}", file=sys.stderr, flush=True)
+        self._heard()

@@ -1,0 +1,40 @@
+"""`hvd.Checkpoint`: a job that was stopped goes on where it was."""
+
+from __future__ import annotations
+
+import os
+
+from hvd_hetero.engine import checkpoint
+from hvd_hetero.engine.horovod import HorovodEngine
+
+from .elastic import TorchState
+
+
+class Checkpoint(checkpoint.Checkpoint):
+    """A job's checkpoint: one file, written whole or not at all, with the one before it kept.
+
+        state = hvd.elastic.TorchState(model, optimizer, epoch=0)
+        checkpoint = hvd.Checkpoint("run/checkpoint", state, every_steps=500)
+        checkpoint.restore()
+        for state.epoch in range(state.epoch, epochs):
+            loader.set_epoch(state.epoch)
+            for x, y in loader:
+                ...
+                optimizer.step()
+                checkpoint.step()
+
+    A job that goes on from it on the same ranks, with fixed shares, computes what it would have computed uninterrupted,
+    bit for bit (but for random numbers drawn by the workers of a loader, which begin anew, and for what a lossy codec
+    had kept back). On other hardware, or another number of ranks, it goes on with the same samples and the same model.
+
+    When a rank is told to end (SIGTERM), all ranks save at the same step and end with exit status 75. Constructing one
+    is a collective call.
+
+    Args:
+        path: of the file; only rank 0 needs to see it.
+        state: what is kept.
+        every_steps: `step` saves after so many steps; None: only when the job has to end.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], state: TorchState, *, every_steps: int | None = None) -> None:
+        super().__init__(path, state, engine=HorovodEngine, every_steps=every_steps)

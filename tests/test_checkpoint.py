@@ -1,0 +1,197 @@
+"""Checkpoints: a file that is whole or not there, one outcome on all ranks, and leaving at one step."""
+
+import errno
+import json
+import os
+import signal
+
+import numpy as np
+import pytest
+
+from hvd_hetero.engine import checkpoint_file
+from hvd_hetero.engine.checkpoint import Checkpoint
+from hvd_hetero.engine.checkpoint_file import CheckpointError, CheckpointFile
+from hvd_hetero.engine.local import World
+from hvd_hetero.engine.notice import LEFT
+
+
+@pytest.fixture
+def file(tmp_path):
+    return CheckpointFile(tmp_path / "run" / "checkpoint")
+
+
+def test_what_was_written_is_read(file):
+    assert file.read() == (None, ""), "nothing yet"
+    for content in (b"first", b"\n second \n", os.urandom(3_000_000), b""):
+        file.write(content)
+        assert file.read() == (content, "")
+    assert sorted(path.name for path in file.path.parent.iterdir()) == ["checkpoint", "checkpoint.previous"]
+
+
+def tear(path):
+    path.write_bytes(path.read_bytes()[:-2])
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def replace(content):
+    return lambda path: path.write_bytes(content)
+
+
+DAMAGES = {
+    "is torn": tear,
+    "is damaged": flip,
+    "is not one": replace(b"\x80\x02}q\x00."),
+    "is of another kind": replace(json.dumps({"kind": "x", "bytes": 0, "sha256": ""}).encode() + b"\n"),
+}
+
+
+@pytest.mark.parametrize("text", [*DAMAGES, "is not one, empty"])
+def test_a_broken_file_is_refused_and_the_one_before_is_used(file, text):
+    damage = DAMAGES.get(text, replace(b""))
+    file.write(b"first")
+    file.write(b"second")
+    damage(file.path)
+    content, problem = file.read()
+    assert content == b"first" and text.partition(",")[0] in problem and str(file.path) in problem
+    file.write(b"third")
+    assert file.read() == (b"third", "")
+    damage(file.path)
+    assert file.read()[0] == b"first", "a broken file has not taken the place of a whole one"
+    damage(file.previous)
+    with pytest.raises(CheckpointError, match=text.partition(",")[0]):
+        file.read()
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_stop_at_any_moment_leaves_a_whole_one(file, monkeypatch, call, number):
+    file.write(b"first")
+    file.write(b"second")
+    original, calls = getattr(os, call), []
+
+    def fails(*arguments):
+        calls.append(arguments)
+        if len(calls) > number:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return original(*arguments)
+
+    monkeypatch.setattr(checkpoint_file.os, call, fails)
+    with pytest.raises(OSError, match="No space"):
+        file.write(b"third")
+    monkeypatch.undo()
+    assert file.read()[0] in ((b"second", b"third") if call == "fsync" else (b"second",))
+    assert not [path for path in file.path.parent.iterdir() if path.name.endswith(".new")]
+
+
+class Words:
+    """A state whose parts are words."""
+
+    leaving = None
+
+    def __init__(self, rank, shared=b"", own=b""):
+        self.rank, self.shared, self.own, self.told = rank, shared, own, False
+
+    def settle(self): ...
+
+    def leave(self):
+        self.told = True
+
+    def shared_content(self):
+        return self.shared
+
+    def own_content(self):
+        return self.own
+
+    def load_shared_content(self, content):
+        self.shared = content
+
+    def load_own_content(self, content):
+        self.own = content
+
+
+def made(engine, path, state, **options):
+    return Checkpoint(path, state, engine=lambda: engine, every_steps=options.get("every_steps"))
+
+
+def test_each_rank_gets_what_all_share_and_its_own(tmp_path):
+    def save(engine):
+        made(engine, tmp_path / "x", Words(engine.rank, b"shared", b"own" * engine.rank)).save()
+
+    def restore(engine):
+        state = Words(engine.rank, own=b"new")
+        return made(engine, tmp_path / "x", state).restore(), state.shared, state.own
+
+    World(3).run(save)
+    assert World(3).run(restore) == [(True, b"shared", b"own" * rank) for rank in range(3)]
+    assert World(2).run(restore) == [(True, b"shared", b"new")] * 2, "on other ranks, what is their own begins anew"
+    (tmp_path / "x").unlink()
+    assert World(2).run(restore) == [(False, b"", b"new")] * 2
+
+
+def test_an_error_on_rank_0_is_one_on_all(tmp_path):
+    def restore(engine):
+        return made(engine, tmp_path / "x", Words(engine.rank)).restore()
+
+    def save(engine):
+        return made(engine, tmp_path / "x" / "below", Words(engine.rank)).save()
+
+    (tmp_path / "x").write_text("what is this?")
+    for program, kind, text in ((restore, CheckpointError, "is not one"), (save, OSError, "kept")):
+        errors = World(3).run(program, errors="return")
+        assert all(isinstance(error, kind) and text in str(error) for error in errors), errors
+
+
+def test_all_leave_at_one_step_when_one_is_told(tmp_path):
+    def program(engine):
+        state = Words(engine.rank, b"%d" % engine.rank)
+        job, steps = made(engine, tmp_path / "x", state), 0
+        with pytest.raises(SystemExit) as left:
+            while steps < 100:
+                if steps == 7 and engine.rank == 2:
+                    job._leave()
+                job.step()
+                steps += 1
+        return steps, left.value.code
+
+    (steps, code), *others = World(3).run(program)
+    assert code == LEFT and 7 <= steps <= 9 and others == [(steps, code)] * 2
+    assert CheckpointFile(tmp_path / "x").read()[0] is not None
+
+
+def test_saves_when_due(tmp_path):
+    def program(engine):
+        job, seen = made(engine, tmp_path / "x", Words(engine.rank), every_steps=3), []
+        for _ in range(7):
+            job.step()
+            seen.append((tmp_path / "x").exists())
+        return seen
+
+    assert World(1).run(program) == [[False, False, True, True, True, True, True]]
+
+
+def test_sigterm_is_heard_once(tmp_path):
+    before = signal.getsignal(signal.SIGTERM)
+    state = Words(0)
+    (job,) = [Checkpoint(tmp_path / "x", state, engine=lambda: None, every_steps=None)]
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert state.told and signal.getsignal(signal.SIGTERM) == before, "a second one acts as ever"
+    job.close()
+
+
+@pytest.mark.parametrize("every_steps", [0, -1, 2.5, "often"])
+def test_wrong_intervals(tmp_path, every_steps):
+    with pytest.raises(ValueError, match="every_steps: expected"):
+        Checkpoint(tmp_path / "x", Words(0), engine=lambda: None, every_steps=every_steps)
+
+
+def test_bytes_of_unlike_lengths_travel(tmp_path):
+    from hvd_hetero.engine.checkpoint import _gather_bytes
+
+    found = World(3).run(lambda engine: _gather_bytes(engine, bytes(range(5 * engine.rank)), name="x"))
+    assert found == [[bytes(range(5 * rank)) for rank in range(3)]] * 3
+    assert np.frombuffer(found[0][2], np.uint8)[-1] == 9
