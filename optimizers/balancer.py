@@ -114,6 +114,7 @@ class Balancer:
         self._settle()
         self.load_state_dict(state)
         if self.trace is not None:
+            self.trace.restart(self.rank)
             self.trace.event("ranks", rank=self.rank, size=self.size, step=self.step)
             self.trace.plan(self.plan)
 
@@ -223,7 +224,8 @@ class Balancer:
 
     def subscribe(self, listener: Callable[[], None]) -> None:
         """Calls `listener` after each exchange that leads: what it reads here is then the same on all ranks."""
-        self._listeners.append(listener)
+        if listener not in self._listeners:
+            self._listeners.append(listener)
 
     def measure_with(self, stopwatch: Stopwatch) -> None:
         """Measures compute with what suits the device, unless the constructor was told."""

@@ -20,6 +20,15 @@ class Launched:
     output: str
 
 
+def elastic_hosts(folder: Path) -> tuple[str, ...]:
+    """Options of an elastic job of two to three ranks on two hosts, of which one that was given up soon comes back."""
+    script = folder / "hosts.sh"
+    script.write_text("#!/bin/sh\necho localhost:2\necho 127.0.0.1:1\n")
+    script.chmod(0o755)
+    return ("--min-np", "2", "--max-np", "3", "--host-discovery-script", str(script), "--reset-limit", "5",
+            "--blacklist-cooldown-range", "1", "2", "--network-interfaces", "lo")  # fmt: skip
+
+
 def horovodrun(
     ranks: int,
     worker: str | Path,

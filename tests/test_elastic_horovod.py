@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from launch import horovodrun
+from launch import elastic_hosts, horovodrun
 
 from hvd_hetero.engine.build import has_edit, installed_build
 
@@ -16,13 +16,9 @@ pytestmark = [
 
 def elastic_job(tmp_path, kind, *options):
     """What the worker reports of a job on two hosts, of which one comes back soon after it was given up."""
-    hosts = tmp_path / "hosts.sh"
-    hosts.write_text("#!/bin/sh\necho localhost:2\necho 127.0.0.1:1\n")
-    hosts.chmod(0o755)
     launched = horovodrun(
         3, "elastic_worker.py", str(tmp_path), kind, *options, timeout_s=180, HOROVOD_GLOO_TIMEOUT_SECONDS="10",
-        options=("--min-np", "2", "--max-np", "3", "--host-discovery-script", str(hosts), "--reset-limit", "5",
-                 "--blacklist-cooldown-range", "1", "2", "--network-interfaces", "lo"),
+        options=elastic_hosts(tmp_path),
     )  # fmt: skip
     result = re.findall(r"RESULT (.*)", launched.output)
     assert launched.returncode == 0 and len(result) == 1, launched.output[-6000:]

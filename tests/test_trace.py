@@ -48,6 +48,27 @@ def test_what_is_recorded_is_read_again(tmp_path):
     assert (record.sessions, record.dropped, record.unreadable) == (1, 0, 0)
 
 
+def test_a_run_that_begins_anew_goes_on_in_the_file_of_its_rank(tmp_path):
+    clock = Clock()
+    moved = Trace(tmp_path, rank=2, clock=clock, flush_every_s=0.0)
+    stays = Trace(tmp_path, rank=0, clock=clock, flush_every_s=0.0)
+    for trace in (moved, stays):
+        for step in range(5):
+            trace.step(step=step, samples=4, share=4)
+    moved.restart(1)  # rank 1 is gone, and both went back to step 3
+    stays.restart(0)
+    for trace in (moved, stays):
+        trace.event("ranks", size=2)
+        for step in range(3, 6):
+            trace.step(step=step, samples=6, share=6)
+        trace.close()
+    run = read(tmp_path)
+    assert [step.step for step in run.ranks[0].steps] == list(range(6)) and run.ranks[0].sessions == 2
+    assert [step.samples for step in run.ranks[0].steps] == [4, 4, 4, 6, 6, 6], "what was undone is forgotten"
+    assert [step.step for step in run.ranks[1].steps] == [3, 4, 5] and len(run.ranks[2].steps) == 5
+    assert all(rank.unreadable == 0 for rank in run.ranks.values())
+
+
 def test_every_line_is_json_whatever_is_recorded(tmp_path):
     with Trace(tmp_path, rank=3, clock=Clock()) as trace:
         trace.step(step=0, samples=1, compute_s=float("nan"), wait_s=float("-inf"), data_s=float("inf"))

@@ -105,7 +105,7 @@ def test_who_has_submitted_is_not_missing(ranks):
     two.wait(0, "gradient", 0.4, ranks=(0, 1))
     assert "has not come" not in two.story() and "every rank has come" in two.story()
     two.watches[1].ended("gradient")
-    assert two.watches[0].explain("gradient", (0, 1)) == "", "who answers explains no failure"
+    assert two.watches[0].explain((0, 1)) == "", "who answers explains no failure"
 
 
 def test_short_waits_say_nothing(ranks):
@@ -154,7 +154,7 @@ def test_a_stopped_process_is_named_and_at_last_ended(ranks, child):
     one = ranks(1)
     one.meet(child.said)
     os.kill(child.pid, signal.SIGSTOP)
-    assert "does not answer" in one.watches[0].explain("gradient", (0, 2))
+    assert "does not answer" in one.watches[0].explain((0, 2))
     one.wait(0, "gradient", 5.0, (0, 2))
     assert f"rank 2 (host {Peer.from_text(child.said).host}, process {child.pid}) does not answer" in one.story()
     assert child.wait(timeout=5) == -signal.SIGKILL
@@ -163,17 +163,17 @@ def test_a_stopped_process_is_named_and_at_last_ended(ranks, child):
 def test_a_dead_process_is_named(ranks, child):
     one = ranks(1)
     one.meet(child.said)
-    assert one.watches[0].explain("gradient", (0, 2)) == ""
+    assert one.watches[0].explain((0, 2)) == ""
     child.kill()
     child.wait()
-    assert "is gone: its process has ended" in one.watches[0].explain("gradient", (0, 2))
+    assert "is gone: its process has ended" in one.watches[0].explain((0, 2))
 
 
 def test_only_who_knows_the_token_is_heard(ranks, child):
     one = ranks(1, patience=Patience(warn_s=0.5, bound_s=1.0))
     stranger = Peer.from_text(child.said.replace(Peer.from_text(child.said).token, "0" * 32))
     one.meet(stranger.to_text())
-    assert "does not answer" in one.watches[0].explain("gradient", (0, 2))
+    assert "does not answer" in one.watches[0].explain((0, 2))
     assert child.poll() is None
 
 
@@ -193,4 +193,4 @@ def test_nobody_watches_where_the_stall_check_is_off():
     off.submitted("a")
     with off.waiting("a", (0, 1)):
         pass
-    assert off.explain("a", (0, 1)) == ""
+    assert off.explain((0, 1)) == ""

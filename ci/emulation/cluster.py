@@ -97,21 +97,22 @@ class Cluster:
         arguments: Sequence[str] = (),
     ) -> Finished:
         """What came of the command on every rank, started by the real horovodrun found beside `python`; that folder
-        comes first on PATH. `arguments` are further ones of horovodrun's own."""
+        comes first on PATH. `arguments` are further ones of horovodrun's own; a discovery script among them says which
+        hosts there are."""
         if controller not in ("gloo", "mpi"):
             raise ValueError(f'controller: expected "gloo" or "mpi", received {controller!r}')
         launcher = running.find_horovodrun(python)
         slots = [f"{name}:{self._nodes[node]}" for node, name in enumerate(self.network.names)]
         if controller == "mpi" and self.network.kind == "loopback":
             slots = [f"localhost:{len(self.ranks)}"]  # MPI is not fooled by several names of one host
+        elastic = "--host-discovery-script" in arguments
         line = [
             *self.network.inside(0),
             python,
             str(launcher),
             "-np",
             str(len(self.ranks)),
-            "-H",
-            ",".join(slots),
+            *(() if elastic else ("-H", ",".join(slots))),
             f"--{controller}",
             "--network-interfaces",
             self.network.interface,

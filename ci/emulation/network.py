@@ -97,6 +97,10 @@ class Namespaces:
         speed = f"{each} Mbit/s each way" if rates else "as fast as the machine"
         return f"nodes {', '.join(self.names)} as network namespaces with sshd, links {speed}"
 
+    def cut(self, node: int, *, down: bool) -> None:
+        """Pulls the plug of a node's link, or puts it back; of two nodes' common link."""
+        run("ip", "-n", self._space(node), "link", "set", "e0", "down" if down else "up")
+
     def close(self) -> None:
         """The daemons, killed by `leftovers.remove`, have been waited for."""
         for daemon in self._daemons:

@@ -25,6 +25,8 @@ WITHOUT = {
     "rendezvous_scope": "elastic jobs under Gloo now and then fail to start again: stale addresses",
     "peer_death_with_process_sets": "when a rank dies in a job with process sets, the others abort: no elastic "
     "recovery, no reports",
+    "failed_init": "one more death while an elastic job recovers from another ends the whole job",
+    "absent_workers": "an elastic job waits for ever for a rank that is frozen or cannot be reached",
     "in_place_copy": "an in-place all-reduce of one tensor under Gloo costs one copy more",
     "gloo_loop": "Gloo's threads wake 100 times a second each, and spin while they wait for one another",
     "gloo_send_buffer": "after sums of a few values other collectives stall, 40 ms to seconds each",

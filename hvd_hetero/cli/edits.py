@@ -52,9 +52,10 @@ class Edit:
 
 def all_edits() -> tuple[Edit, ...]:
     """Every edit this package knows, in the order in which they are made."""
-    from hvd_hetero.cli import edit_compile, edit_cycle, edit_hierarchy, edit_repair, edit_wait
+    from hvd_hetero.cli import edit_compile, edit_cycle, edit_elastic, edit_hierarchy, edit_repair, edit_wait
 
-    return (*edit_compile.EDITS, *edit_repair.EDITS, *edit_wait.EDITS, *edit_cycle.EDITS, *edit_hierarchy.EDITS)
+    modules = (edit_compile, edit_repair, edit_elastic, edit_wait, edit_cycle, edit_hierarchy)
+    return tuple(edit for module in modules for edit in module.EDITS)
 
 
 def chosen(present: Iterable[str], plain: bool = False) -> tuple[Edit, ...]:

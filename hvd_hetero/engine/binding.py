@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+import sys
+import time
+from collections.abc import Callable
 from typing import Any
 
 from .build import installed_build
-from .environment import prepare_init
+from .environment import elastic, prepare_init
 from .port import Engine
 
 # framework -> our module and its engine
@@ -32,18 +36,60 @@ def engine_of(framework: str, process_set: Any = None) -> Engine:
     return engine
 
 
-def watch(framework: str) -> None:
-    """From here on, long waits of the ranks for each other are explained, and ended at last: see `engine.watch`. To be
-    called whenever Horovod was initialised; a collective call."""
+INIT_S = 120.0  # an elastic job tries for so long to bring its ranks together
+
+_again: dict[str, Callable[[], None]] = {}  # by framework: initialises as the script did
+
+
+def init(framework: str, *args: Any, **kwargs: Any) -> None:
+    """Initialises Horovod for a framework, with settings that suit ranks with little CPU where the user has set none.
+
+    From here on, long waits of the ranks for each other are explained, and ended at last: see `engine.watch`.
+    """
+    prepare_init()
+    _initialise(importlib.import_module(_class(framework).binding), *args, **kwargs)
+    _again[framework] = functools.partial(init, framework, *args, **kwargs)
     _class(framework)().watch()
+
+
+def _initialise(horovod: Any, *args: Any, **kwargs: Any) -> None:
+    """Initialises; again, in an elastic job, where a rank was lost in that moment."""
+    deadline = time.monotonic() + INIT_S
+    while True:
+        try:
+            horovod.init(*args, **kwargs)
+            return
+        except ValueError as error:
+            if "initialization failed" not in str(error):
+                raise
+            if not elastic() or time.monotonic() > deadline:
+                raise RuntimeError(
+                    "Expected to reach all ranks. Received: a failed initialisation; the log above says which could "
+                    "not be reached. Check that all hosts reach each other (horovodrun --network-interfaces)."
+                ) from error
+            text = "hvd_hetero: a rank was lost while ranks came together; they do so again."
+            print(text, file=sys.stderr, flush=True)
+            horovod.shutdown()
+            time.sleep(1.0)
+
+
+def restart(framework: str) -> None:
+    """Initialises Horovod as it was, on the ranks that there are now; what was made on engines is rebuilt on them.
+    A collective call of those ranks."""
+    importlib.import_module(_class(framework).binding).shutdown()
+    _again[framework]()
+    _class(framework).rebuild()
+
+
+def explain(framework: str) -> str:
+    """Which ranks' processes are gone or do not answer; "" where all do."""
+    return str(_class(framework).explain())
 
 
 def start() -> Engine:
     """The engine of all ranks, initialised; for programs that have no face of a framework."""
-    prepare_init()
     # Torch starts faster, where Horovod was built for both. A Horovod that others built does not say for what.
     built = (installed_build() or {}).get("frameworks", {"torch": ""})
     framework = next((name for name in _ENGINES if name in built), "torch")
-    importlib.import_module(_class(framework).binding).init()
-    watch(framework)
+    init(framework)
     return engine_of(framework)

@@ -68,7 +68,8 @@ def run(
     *,
     restart: Callable[[], None],
     size: Callable[[], int],
-    recoverable: tuple[type[Exception], ...],
+    recoverable: Callable[[Exception], bool],
+    explain: Callable[[], str],
 ) -> Callable[..., T]:
     """`train(state, ...)`, called anew after each change of the ranks, with the state that all of them have then.
 
@@ -76,7 +77,8 @@ def run(
         train: may end at any exchange, and is called again; it goes on from what `state` says.
         restart: initialises Horovod on the ranks that there are now, and rebuilds what was made on them.
         size: the number of ranks.
-        recoverable: what an exchange raises when a peer is gone. What else `train` raises ends this rank.
+        recoverable: whether it is what an exchange raises when a peer is gone. What else `train` raises ends this rank.
+        explain: which ranks are gone, in words.
     """
     elastic = importlib.import_module("horovod.common.elastic")
     exceptions = importlib.import_module("horovod.common.exceptions")
@@ -100,10 +102,11 @@ def run(
                     return train(state, *args, **kwargs)
                 except exceptions.HostsUpdatedInterrupt:
                     changed = True
-                except recoverable as error:
-                    if not failures.again(commits=state.commits, size=ranks):
+                except Exception as error:
+                    if not recoverable(error) or not failures.again(commits=state.commits, size=ranks):
                         raise
-                    print(f"hvd_hetero: {error} Going back to the last commit.", file=sys.stderr, flush=True)
+                    why = explain() or str(error)
+                    print(f"hvd_hetero: {why}. Going back to the last commit.", file=sys.stderr, flush=True)
                     state.restore()
                     changed = True
         finally:

@@ -60,6 +60,11 @@ def waits_without_spinning() -> bool:
     return "blocking_wait" in repairs() and os.environ.get(BLOCKING_WAIT) == "1"
 
 
+def elastic() -> bool:
+    """True when an elastic horovodrun started this process: ranks may come together again."""
+    return os.environ.get("HOROVOD_ELASTIC", "0") == "1"
+
+
 def run_folder() -> str | None:
     """Where traces go when the script names no folder: `HVD_HETERO_RUN`, or None."""
     return os.environ.get("HVD_HETERO_RUN") or None

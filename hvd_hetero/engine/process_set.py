@@ -43,7 +43,7 @@ class Tracked:
             with self._watch.waiting(self._operation, self._ranks):
                 yield
         except failure as error:
-            why = self._watch.explain(self._operation, self._ranks)
+            why = self._watch.explain(self._ranks)
             if not why:
                 raise
             raise failure(f'"{self._operation}" failed: {why}. Horovod says: {error}') from None
@@ -116,6 +116,11 @@ class ProcessSetEngine:
     def _track(self, operation: str) -> Tracked:
         """Notes that this rank takes part in an operation."""
         return Tracked(operation, self.ranks, self._watch)
+
+    @classmethod
+    def explain(cls) -> str:
+        """Which ranks' processes are gone or do not answer; "" where all do, or nobody watches."""
+        return cls._watch.explain() if cls._watch is not None else ""
 
     @classmethod
     def rebuild(cls) -> None:

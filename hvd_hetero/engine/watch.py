@@ -149,9 +149,11 @@ class Watch:
         self._began.clear()
         self._peers = {peer.rank: peer for peer in map(Peer.from_text, filter(None, texts))}
 
-    def explain(self, operation: str, ranks: Sequence[int]) -> str:
-        """Why an operation failed, as far as the other ranks' processes tell; "" when all of them are there."""
-        gone = [absence.text for absence in self._absent(operation, ranks) if not absence.answers]
+    def explain(self, ranks: Sequence[int] | None = None) -> str:
+        """Why an operation of these ranks (default: all) failed, as far as their processes tell; "" when all of them
+        are there."""
+        chosen = tuple(self._peers) if ranks is None else ranks
+        gone = [absence.text for absence in self._absent("", chosen) if not absence.answers]
         return "; ".join(gone)
 
     def close(self) -> None:

@@ -3,6 +3,7 @@
 What users of `horovod.keras` know has its name and meaning here, with the back ends "tensorflow" and "torch" of Keras.
 """
 
+from hvd_hetero.engine.checkpoint_file import CheckpointError
 from hvd_hetero.optimizers.attachment import PeerError
 from hvd_hetero.optimizers.local_sgd import LocalSGD
 from hvd_hetero.optimizers.outer import Outer
@@ -10,8 +11,9 @@ from hvd_hetero.optimizers.parameter_guard import DivergedError
 from hvd_hetero.policy.replan import ReplanRule
 from hvd_hetero.policy.topology import Topology
 
-from . import backend, callbacks
+from . import backend, callbacks, elastic
 from .balancer import Balancer
+from .checkpoint import Checkpoint
 from .compression import Compression
 from .dataset import BalancedDataset
 from .evaluation import EvaluationDataset
@@ -57,6 +59,8 @@ __all__ = [
     "Average",
     "BalancedDataset",
     "Balancer",
+    "Checkpoint",
+    "CheckpointError",
     "Compression",
     "DistributedGradientTape",
     "DistributedOptimizer",
@@ -86,6 +90,7 @@ __all__ = [
     "cross_size",
     "cuda_built",
     "ddl_built",
+    "elastic",
     "global_process_set",
     "gloo_built",
     "gloo_enabled",

@@ -20,6 +20,12 @@ if NAME not in ("tensorflow", "torch"):
 horovod: Any = importlib.import_module(f"horovod.{NAME}")
 
 
+def horovod_error() -> type[Exception]:
+    """What Horovod raises where a peer is gone."""
+    error: type[Exception] = importlib.import_module("horovod.common.exceptions").HorovodInternalError
+    return error
+
+
 def engine(process_set: Any = None) -> Engine:
     """The ranks of `process_set` (default: all), on the Horovod of this process."""
     return engine_of(NAME, process_set)

@@ -71,6 +71,12 @@ class Balancer(framework_free.Balancer):
         self._announced.clear()
         self.resume()
 
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from `state`; what was announced for batches after it is dropped."""
+        super().load_state_dict(state)
+        self._announced.clear()
+        self._told = False
+
     @property
     def idle(self) -> bool:
         """Whether this rank has no sample in the batch whose gradients come next: what it holds is another rank's."""

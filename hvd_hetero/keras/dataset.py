@@ -93,6 +93,7 @@ class BalancedDataset(keras.utils.PyDataset):
         self._fresh = True  # nobody has begun to use what is dealt
         self._at: int | None = None  # the step up to which use is accounted for, within an epoch
         self._last: Batch = None
+        balancer.dependents.append(self)
 
     def __len__(self) -> int:
         return len(self.sampler.dealer)
@@ -219,6 +220,7 @@ class BalancedDataset(keras.utils.PyDataset):
         return self.sampler.state_dict()
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Goes on where `state` was saved, on any number of ranks. An epoch of `fit` still has `len(self)` batches."""
+        """Goes on where `state` was saved, on any number of ranks. An epoch of `fit` still has `len(self)` batches;
+        `KerasState.fit` ends it where the epoch of the data ends."""
         self.sampler.load_state_dict(state)
         self._fresh, self._at = True, None

@@ -8,8 +8,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from hvd_hetero.engine.binding import watch
-from hvd_hetero.engine.environment import prepare_init
+from hvd_hetero.engine import binding
 from hvd_hetero.engine.port import Engine
 
 from . import backend
@@ -20,9 +19,7 @@ _REDUCTIONS = {"Sum": "sum", "Min": "min", "Max": "max"}
 
 def init(*args: Any, **kwargs: Any) -> None:
     """Initialises Horovod, with settings that suit ranks with little CPU where the user has set none."""
-    prepare_init()
-    backend.horovod.init(*args, **kwargs)
-    watch(backend.NAME)
+    binding.init(backend.NAME, *args, **kwargs)
 
 
 def _array(value: Any) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -65,11 +66,15 @@ def DistributedOptimizer(
     if "_reducer" in vars(optimizer):
         raise ValueError("optimizer: expected one that is not distributed yet. Received: a DistributedOptimizer.")
     local = strategy_of(strategy)
+    if balancer is None:
+        balancer = EqualWeights(backend.engine(process_set))
+        process_set = None
     if keras.config.dtype_policy().name == "mixed_float16" and not _scales(optimizer):
         optimizer = keras.optimizers.LossScaleOptimizer(optimizer, name="loss_scale_optimizer")
     # Loss scaling skips batches, and changes the scale of the next: there each batch is exchanged by itself.
     passes = 1 if _scales(optimizer) else optimizer.gradient_accumulation_steps or 1
-    reducer = make_reducer(
+    reducer_of = functools.partial(
+        make_reducer,
         compression=compression,
         op=op,
         predivide=gradient_predivide_factor,
@@ -84,7 +89,9 @@ def DistributedOptimizer(
     distributed: Any = object.__new__(cls)
     # The same state: what was trained, loaded or scheduled before goes on.
     distributed.__dict__.update(vars(optimizer))
-    distributed.__dict__["_reducer"] = reducer
+    distributed.__dict__["_reducer"] = reducer_of()
+    distributed.__dict__["_reducer_of"] = reducer_of
+    balancer.engine.remember(distributed._rebuild)
     return distributed  # type: ignore[no-any-return]
 
 
@@ -191,6 +198,11 @@ def _methods(base: type) -> dict[str, Any]:
         """
         self._reducer.merge(model)
 
+    def rebuild(self: Any) -> None:
+        """Reduces over the ranks that there are now. A collective call."""
+        self._reducer.close()
+        self.__dict__["_reducer"] = self._reducer_of()
+
     def from_config(cls: type, config: dict[str, Any], **arguments: Any) -> Any:
         """A plain optimizer: what makes one distributed is no part of a configuration."""
         return base.from_config(config, **arguments)  # type: ignore[attr-defined]
@@ -204,4 +216,10 @@ def _methods(base: type) -> dict[str, Any]:
             )
         base.__setattr__(self, name, value)  # type: ignore[call-arg]
 
-    return {"apply": apply, "merge": merge, "from_config": classmethod(from_config), "__setattr__": set_attribute}
+    return {
+        "apply": apply,
+        "merge": merge,
+        "_rebuild": rebuild,
+        "from_config": classmethod(from_config),
+        "__setattr__": set_attribute,
+    }

@@ -69,6 +69,11 @@ class GradientReducer:
         return self._weighing.noise
 
     @property
+    def balancer(self) -> Balancer:
+        """Knows the counts."""
+        return self._balancer
+
+    @property
     def passes(self) -> int:
         """Global batches per exchange."""
         return self._weighing.passes
@@ -118,6 +123,11 @@ class GradientReducer:
         """Returns when all ranks hold one model, and with `model` its statistics as well. A collective call."""
         if self.local is not None:
             self.local.merge(model)
+
+    def close(self) -> None:
+        """Reduces no more: the ranks have become others."""
+        if self.local is not None:
+            self.local.steps.abandon()
 
     # What the balancer asks -----------------------------------------------------------------------------------------
 

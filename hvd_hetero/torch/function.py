@@ -3,34 +3,23 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import horovod.torch as horovod
 import horovod.torch.optimizer as horovod_optimizer
 import torch
 
-from hvd_hetero.engine.environment import prepare_init, waits_without_spinning
-from hvd_hetero.engine.horovod import HorovodEngine, wait_until
-
-_init: Callable[[], None] = horovod.init  # with the arguments of the last call
+from hvd_hetero.engine import binding
+from hvd_hetero.engine.environment import waits_without_spinning
+from hvd_hetero.engine.horovod import wait_until
 
 
 def init(*args: Any, **kwargs: Any) -> None:
     """Initialises Horovod, with settings that suit ranks with little CPU where the user has set none."""
-    global _init
-    _init = functools.partial(init, *args, **kwargs)
-    prepare_init()
     if not waits_without_spinning():
         horovod_optimizer.synchronize = synchronize  # what Horovod's own DistributedOptimizer waits with
-    horovod.init(*args, **kwargs)
-    HorovodEngine().watch()
-
-
-def init_again() -> None:
-    """Initialises Horovod as it was, on the ranks that there are now."""
-    horovod.shutdown()
-    _init()
+    binding.init("torch", *args, **kwargs)
 
 
 def synchronize(handle: Any) -> Any:

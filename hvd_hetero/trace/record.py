@@ -32,6 +32,7 @@ FORMAT = 1
 FIELDS = ("step", "t_s", "samples", "data_s", "compute_s", "wait_s", "bytes", "share")
 LINE = "[%d,%.5f,%d,%.5g,%.5g,%.5g,%d,%d]\n"
 KEPT_LINES = 4096            # no more wait in memory for the next flush
+MOST_BYTES = 1 << 28        # of a rank's file: some millions of steps
 ROOM_TO_END_BYTES = 256      # kept free in a bounded file for the line that tells what was dropped
 
 
@@ -58,6 +59,8 @@ class Recorder(Protocol):
 
     def event(self, kind: str, /, **fields: Any) -> None: ...
 
+    def restart(self, rank: int) -> None: ...
+
     def flush(self) -> None: ...
 
     def close(self) -> None: ...
@@ -74,6 +77,9 @@ class NullTrace:
         """None; nothing is recorded."""
 
     def event(self, kind: str, /, **fields: Any) -> None:
+        """None; nothing is recorded."""
+
+    def restart(self, rank: int) -> None:
         """None; nothing is recorded."""
 
     def flush(self) -> None:
@@ -93,7 +99,7 @@ def trace_of(folder: str | None, *, rank: int, clock: Callable[[], float]) -> Tr
     """This rank's trace in the run's folder, closed when the job ends; None without a folder."""
     if folder is None:
         return None
-    trace = Trace(folder, rank=rank, clock=clock)
+    trace = Trace(folder, rank=rank, clock=clock, max_bytes=MOST_BYTES)
     atexit.register(trace.close)
     return trace
 
@@ -116,7 +122,8 @@ class Trace:
             raise ValueError(f"rank and flush_every_s: expected 0 or more. Received: {rank} and {flush_every_s}.")
         if max_bytes is not None and max_bytes < 4096:
             raise ValueError(f"max_bytes: expected at least 4096, or None. Received: {max_bytes}.")
-        self.path = os.path.join(os.fspath(folder), file_name(rank))
+        self._folder = os.fspath(folder)
+        self.path = os.path.join(self._folder, file_name(rank))
         self.dropped = 0
         self._told = 0       # how many dropped lines the file knows of
         self._clock, self._flush_every_s = clock, flush_every_s
@@ -127,8 +134,25 @@ class Trace:
         self._closed = self._warned = False
         self._lock = threading.Lock()
         self._last_flush_s = clock()
-        self._header = json.dumps({"format": FORMAT, "rank": rank, "t_s": self._last_flush_s, "fields": FIELDS}) + "\n"
+        self._header = self._header_of(rank)
         self._lines: list[str] = []
+        self.flush()
+
+    def _header_of(self, rank: int) -> str:
+        return json.dumps({"format": FORMAT, "rank": rank, "t_s": self._last_flush_s, "fields": FIELDS}) + "\n"
+
+    def restart(self, rank: int) -> None:
+        """None; the run begins anew, from its last commit, and this is `rank` in it: the record goes on in that rank's
+        file, and takes the place there of what was undone."""
+        self.flush()
+        with self._lock:
+            path = os.path.join(self._folder, file_name(rank))
+            if path != self.path and self._file is not None:
+                with contextlib.suppress(OSError):
+                    self._file.close()
+                self._file, self._used = None, 0
+            self.path, self._header = path, self._header_of(rank)
+            self._used += len(self._header) if self._file is not None else 0
         self.flush()
 
     def step(self, *, step: int, samples: int, data_s: float = 0.0, compute_s: float = 0.0, wait_s: float = 0.0,

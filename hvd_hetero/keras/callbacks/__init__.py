@@ -2,13 +2,14 @@
 
 from .agreement import BestModelCheckpoint, BroadcastGlobalVariablesCallback, MetricAverageCallback
 from .balance import LatencyAwareLearningRate, RebalanceCallback, TraceCallback
-from .elastic import CommitStateCallback, UpdateBatchStateCallback, UpdateEpochStateCallback
+from .elastic import CheckpointCallback, CommitStateCallback, UpdateBatchStateCallback, UpdateEpochStateCallback
 from .local import LocalSGDCallback
 from .schedule import LearningRateScheduleCallback, LearningRateWarmupCallback
 
 __all__ = [
     "BestModelCheckpoint",
     "BroadcastGlobalVariablesCallback",
+    "CheckpointCallback",
     "CommitStateCallback",
     "LatencyAwareLearningRate",
     "LearningRateScheduleCallback",

@@ -76,6 +76,10 @@ class MetricAverageCallback(keras.callbacks.Callback):
         self._agreed: tuple[str, ...] = ()
         self._name = ""
 
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Names its operations anew: the ranks may have become others."""
+        self._name, self._agreed = "", ()
+
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Forgets the samples of the last epoch."""
         self._trained = None

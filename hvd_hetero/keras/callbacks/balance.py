@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import time
 from typing import Any
 
 import keras
 
+from hvd_hetero.engine.port import gather_text
 from hvd_hetero.optimizers.latency_lr import NAMES, LatencyLR, Rule, agreed_latency_lr
 from hvd_hetero.trace.record import trace_of
 
@@ -98,15 +100,17 @@ class LatencyAwareLearningRate(keras.callbacks.Callback):
         return 1.0 if self._core is None else self._core.factor
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """All ranks agree on the rule."""
-        optimizer = self.model.optimizer
+        """All ranks agree on the rule, and go on from where rank 0 is: the ranks may have become others."""
+        optimizer, engine = self.model.optimizer, self.balancer.engine
         set_learning_rate(optimizer, learning_rate(optimizer))
-        if self._core is None:
-            self._core = agreed_latency_lr(
-                self.balancer, lambda: rule_for(inner(optimizer)) if self._rule == "auto" else self._rule,
-                **self._options,
-            )  # fmt: skip
-            self.balancer.subscribe(self._advance)
+        before = self.state_dict()
+        self._core = agreed_latency_lr(
+            self.balancer, lambda: rule_for(inner(optimizer)) if self._rule == "auto" else self._rule, **self._options
+        )
+        name = engine.unique("hvd_hetero.latency_lr.state.")
+        if first := json.loads(gather_text(engine, json.dumps(before), name=name)[0]):
+            self._core.load_state_dict(first)
+        self.balancer.subscribe(self._advance)
         if self._core.measures_noise:
             self._noise = optimizer._reducer.noise
             self._noise.measuring = True

@@ -40,7 +40,7 @@ class UpdateBatchStateCallback(keras.callbacks.Callback):
     """Keeps `state.batch`: how many batches of the epoch are done; 0 between epochs.
 
     The first epoch of a fit that was resumed goes on counting where the state was. `fit(steps_per_epoch=...)` says how
-    many batches are left of it; Keras 3 lets no callback shorten an epoch.
+    many batches are left of it; `KerasState.fit` does that.
     """
 
     def __init__(self, state: Any) -> None:
@@ -59,6 +59,21 @@ class UpdateBatchStateCallback(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """The next epoch begins at its first batch."""
         self.state.batch = self._before = 0
+
+
+class CheckpointCallback(keras.callbacks.Callback):
+    """Takes a step of an `hvd.Checkpoint` after each batch: it saves when it is due, and before the job has to end.
+
+    To be put after the callbacks that update the state.
+    """
+
+    def __init__(self, checkpoint: Any) -> None:
+        super().__init__()
+        self.checkpoint = checkpoint
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Saves when it is time."""
+        self.checkpoint.step()
 
 
 class UpdateEpochStateCallback(keras.callbacks.Callback):

@@ -1,0 +1,134 @@
+"""What became of a disturbed job: the checks that it has to hold, out of what its processes wrote."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+JUMP = 0.35  # a loss may rise by so much from commit to commit: noise of the batches, and no lost training
+SLACK = 1.10  # of the best split's step time
+STEPS = 30  # after which the plan has to be that good
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """Of one job."""
+
+    problems: tuple[str, ...]  # none: all held
+    recoveries_s: tuple[float, ...]  # from a fault that lost ranks to the next commit
+    steps_to_plan: tuple[int | None, ...]  # after each change of the ranks; None: it changed again, or ended, before
+
+
+def read_diaries(folder: Path) -> list[dict[str, Any]]:
+    """What the processes wrote, in the order of time. A process may have been killed within a line."""
+    found = []
+    for path in folder.glob("process-*.jsonl"):
+        for line in path.read_text().splitlines():
+            try:
+                found.append(json.loads(line))
+            except ValueError:
+                continue
+    return sorted(found, key=lambda entry: entry["t_s"])
+
+
+def used_once(used: Sequence[Sequence[Any]], *, samples: int, epochs: int) -> list[str]:
+    """What is wrong with the samples of the committed history, which is to hold each of each epoch once."""
+    counts = Counter((epoch, index) for epoch, indices in used for index in indices)
+    wrong = []
+    for epoch in range(epochs):
+        times = [counts[epoch, index] for index in range(samples)]
+        lost, doubled = times.count(0), sum(count > 1 for count in times)
+        if lost or doubled:
+            wrong.append(f"epoch {epoch}: {lost} samples lost, {doubled} doubled")
+    return wrong
+
+
+def jumps(losses: Sequence[float]) -> list[str]:
+    """Where the loss jumps up between commits, as it does where training was lost."""
+    pairs = enumerate(zip(losses, losses[1:], strict=False))
+    return [f"loss from {a:.3f} to {b:.3f} at commit {at + 1}" for at, (a, b) in pairs if not b < a + JUMP]
+
+
+def best_step_s(costs: Sequence[float], whole: int) -> float:
+    """The step time of the best split of a batch over ranks with these seconds per sample."""
+    shares = [0] * len(costs)
+    for _ in range(whole):
+        rank = min(range(len(costs)), key=lambda r: (shares[r] + 1) * costs[r])
+        shares[rank] += 1
+    return max(share * cost for share, cost in zip(shares, costs, strict=True))
+
+
+def steps_to_plan(entries: Sequence[dict[str, Any]]) -> list[int | None]:
+    """For each set of ranks, the steps until the plan was good."""
+    found: list[int | None] = []
+    costs: dict[int, float] = {}
+    start = first = None
+    for entry in entries:
+        if entry["kind"] == "ranks" and entry["rank"] == 0:
+            start, costs, first = len(found), {}, entry["batch"]
+            found.append(None)
+        elif entry["kind"] == "step" and start is not None and len(entry["shares"]) == entry["size"]:
+            costs[entry["rank"]] = entry["sample_s"]
+            if found[start] is None and entry["rank"] == 0 and len(costs) == entry["size"]:
+                by_rank = [costs[rank] for rank in range(entry["size"])]
+                step_s = max(share * cost for share, cost in zip(entry["shares"], by_rank, strict=True))
+                if step_s <= SLACK * best_step_s(by_rank, sum(entry["shares"])):
+                    found[start] = entry["batch"] - first
+    return found
+
+
+def recoveries_s(entries: Sequence[dict[str, Any]], faults: Sequence[tuple[float, bool]]) -> list[float]:
+    """Seconds from each fault that lost ranks (time, whether it did) to the first commit of other ranks after it."""
+    found = []
+    changes = [entry["t_s"] for entry in entries if entry["kind"] == "ranks"]
+    commits = [entry["t_s"] for entry in entries if entry["kind"] == "commit"]
+    for at, loses in faults:
+        change = next((t for t in changes if t > at), None)
+        commit = next((t for t in commits if change is not None and t > change), None)
+        if loses and commit is not None:
+            found.append(commit - at)
+    return found
+
+
+def judge(
+    folder: Path, *, ended: str, output: str, faults: Sequence[tuple[float, bool]], left: Sequence[int]
+) -> Verdict:
+    """The verdict on a job. `ended`: "" where it ended by itself and well; `left`: processes left behind."""
+    problems = [ended] if ended else []
+    entries = read_diaries(folder)
+    result_path = folder / "result.json"
+    if result_path.exists():
+        result = json.loads(result_path.read_text())
+        problems += used_once(result["used"], samples=result["samples"], epochs=result["epochs"])
+        problems += jumps(result["losses"])
+        if not result["alike"]:
+            problems.append("ranks ended with different parameters")
+    else:
+        problems.append("no result")
+    problems += [f"a rank diverged: {line}" for line in output.splitlines() if "DivergedError" in line][:1]
+    if left:
+        problems.append(f"processes left behind: {', '.join(map(str, left))}")
+    return Verdict(
+        problems=tuple(problems),
+        recoveries_s=tuple(recoveries_s(entries, faults)),
+        steps_to_plan=tuple(steps_to_plan(entries)),
+    )
+
+
+def summary(verdicts: Sequence[Verdict]) -> str:
+    """One line on all jobs."""
+    recoveries = [s for verdict in verdicts for s in verdict.recoveries_s]
+    plans = [steps for verdict in verdicts for steps in verdict.steps_to_plan if steps is not None]
+    failed = sum(bool(verdict.problems) for verdict in verdicts)
+    parts = [f"{len(verdicts)} jobs, {failed} with problems"]
+    if recoveries:
+        median, worst = statistics.median(recoveries), max(recoveries)
+        parts.append(f"{len(recoveries)} recoveries in {median:.1f} s (worst {worst:.1f} s)")
+    if plans:
+        parts.append(f"a plan within 10 % of the best after {statistics.median(plans):.0f} steps (worst {max(plans)})")
+    return "; ".join(parts)

@@ -1,0 +1,105 @@
+"""One rank of the job that `ci/chaos` disturbs: an elastic one, on samples that know their number.
+
+Its compute is a sleep for each sample, longer on some hosts. What it commits says which samples were used, and with
+which loss; each process writes what happened to it into a file of its own. `RESULT` is printed by rank 0 at the end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import hvd_hetero.torch as hvd
+
+SAMPLES, WHOLE, COMMIT_EVERY = 480, 24, 5
+SAMPLE_S = {0: 0.004, 1: 0.008, 2: 0.004}  # by node
+
+
+class Diary:
+    """What happened to this process, as JSON lines; nothing of it waits in memory."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / f"process-{os.getpid()}.jsonl"
+
+    def __call__(self, kind: str, **fields: Any) -> None:
+        line = {"kind": kind, "t_s": time.time(), "pid": os.getpid(), "rank": hvd.rank(), "size": hvd.size(), **fields}
+        with open(self._path, "a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def make_data() -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and classes that a model can learn."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(SAMPLES, 8, generator=generator)
+    return x, (x @ torch.randn(8, 4, generator=generator)).argmax(1)
+
+
+def main(folder: Path, topology: str) -> None:
+    hvd.init(**({"process_sets": "dynamic"} if topology != "flat" else {}))
+    torch.set_num_threads(1)
+    diary = Diary(folder)
+    host = os.environ.get("HOROVOD_HOSTNAME", "")
+    sample_s = SAMPLE_S[int(host[-1]) if host.startswith("node") else 0]
+    diary("began", host=host)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 4))
+    x, y = make_data()
+    data = torch.utils.data.TensorDataset(torch.arange(SAMPLES), x, y)
+    balancer = hvd.Balancer(WHOLE, run=str(folder / "trace"))
+    loader = hvd.BalancedDataLoader(data, balancer=balancer, seed=5)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), balancer=balancer, topology=topology
+    )
+
+    @hvd.elastic.run
+    def train(state: Any) -> None:
+        diary("ranks", batch=state.batch, host=host)
+        mine: list[int] = []
+        loss_sum = torch.zeros(2, dtype=torch.float64)
+        while not state.over:
+            loader.set_epoch(state.epoch)
+            for index, inputs, classes in loader:
+                optimizer.zero_grad()
+                mine += index.tolist()
+                if len(inputs):
+                    loss = nn.functional.cross_entropy(model(inputs), classes)
+                    loss.backward()
+                    loss_sum += torch.tensor([loss.item() * len(inputs), len(inputs)])
+                    time.sleep(sample_s * len(inputs))
+                optimizer.step()
+                state.batch += 1
+                diary("step", batch=state.batch, shares=balancer.plan.shares, sample_s=sample_s)
+                last = state.batch % (SAMPLES // WHOLE) == 0
+                if state.batch % COMMIT_EVERY == 0 or last:
+                    state.used = [*state.used, *hvd.allgather_object((state.epoch, mine), name="used")]
+                    whole = hvd.allreduce(loss_sum, op=hvd.Sum, name="loss")
+                    state.losses = [*state.losses, float(whole[0] / whole[1])]
+                    mine = []
+                    loss_sum.zero_()
+                    if last:
+                        state.epoch += 1
+                        state.over = hvd.broadcast_object((folder / "enough").exists(), 0, name="over")
+                    state.commit()
+                    diary("commit", batch=state.batch)
+
+    state = hvd.elastic.TorchState(model, optimizer, epoch=0, batch=0, used=[], losses=[], over=False)
+    train(state)
+    flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    every = hvd.allgather(flat[None], name="all")
+    if hvd.rank() == 0:
+        alike = all(torch.equal(row, every[0]) for row in every)
+        result = {"alike": alike, "used": state.used, "losses": state.losses, "epochs": state.epoch, "samples": SAMPLES}
+        (folder / "result.json").write_text(json.dumps(result))
+        print("RESULT", flush=True)
+    hvd.barrier()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])

@@ -1,0 +1,162 @@
+"""The edits that let an elastic job survive what goes wrong while its ranks come together anew."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from hvd_hetero.cli.edits import Edit
+
+_OPERATIONS = "horovod/common/operations.cc"
+_REGISTRATION = "horovod/runner/elastic/registration.py"
+
+EDITS: Final = (
+    Edit(
+        name="failed_init",
+        reason="ranks that come together anew may lose another one in that moment. Gloo's exception then leaves the "
+        "background thread, outside any try, and every rank aborts: one more death ends the whole job. Now hvd.init() "
+        "fails, and can be called again",
+        file=_OPERATIONS,
+        find="""#if HAVE_GLOO
+#if HAVE_MPI
+  if (global_mpi_context.IsEnabled()) {
+    // Initialize gloo context if mpi context is available
+    global_gloo_context.InitializeFromMPI(
+        state.process_set_table.Get(0).mpi_context, ParseGlooIface());
+  } else
+#endif // HAVE_MPI
+  {
+    global_gloo_context.Initialize(ParseGlooIface());
+  }
+  if (state.control_operation == LibType::GLOO) {
+    // Initializes global controller
+    state.process_set_table.Initialize(global_gloo_context);
+  }
+#endif // HAVE_GLOO
+""",
+        replace="""#if HAVE_GLOO
+  std::string gloo_failure;
+  try {
+#if HAVE_MPI
+    if (global_mpi_context.IsEnabled()) {
+      global_gloo_context.InitializeFromMPI(
+          state.process_set_table.Get(0).mpi_context, ParseGlooIface());
+    } else
+#endif // HAVE_MPI
+    {
+      global_gloo_context.Initialize(ParseGlooIface());
+    }
+    if (state.control_operation == LibType::GLOO) {
+      state.process_set_table.Initialize(global_gloo_context);
+    }
+  } catch (const std::exception& ex) {
+    gloo_failure = ex.what();
+  }
+  if (!gloo_failure.empty()) {
+    LOG(WARNING) << "Horovod could not be initialized: " << gloo_failure;
+    if (state.control_operation == LibType::GLOO) {
+      state.process_set_table.Get(0).Finalize(SHUT_DOWN_ERROR);
+    }
+    global_gloo_context.Finalize();
+    state.initialization_failed = true;
+    return;
+  }
+#endif // HAVE_GLOO
+""",
+    ),
+    Edit(
+        name="failed_init",
+        reason="a later initialization may succeed",
+        file=_OPERATIONS,
+        find="""    horovod_global.initialization_done = false;
+    horovod_global.background_thread =
+""",
+        replace="""    horovod_global.initialization_done = false;
+    horovod_global.initialization_failed = false;
+    horovod_global.background_thread =
+""",
+    ),
+    Edit(
+        name="failed_init",
+        reason="a worker that was removed from the job has nothing to try again: it ends, as it did by its exception",
+        file="horovod/common/gloo/gloo_context.cc",
+        find="""      out << hostname_ << "[" << local_rank << "] has been removed from elastic job";
+      throw std::runtime_error(out.str());
+""",
+        replace="""      out << hostname_ << "[" << local_rank << "] has been removed from elastic job";
+      LOG(WARNING) << out.str();
+      std::_Exit(75);
+""",
+    ),
+    Edit(
+        name="failed_init",
+        reason="what ending needs",
+        file="horovod/common/gloo/gloo_context.cc",
+        find="#include <chrono>\n#include <iterator>\n",
+        replace="#include <chrono>\n#include <cstdlib>\n#include <iterator>\n",
+    ),
+    Edit(
+        name="absent_workers",
+        reason="once one worker is ready for new ranks, the driver waits for all others without limit: one that is "
+        "frozen, or whose host cannot be reached, keeps the job waiting for ever. After the elastic timeout it counts "
+        "as failed, and its process is ended",
+        file=_REGISTRATION,
+        find="""                self._states[key] = state
+                self._workers[state].add(key)
+
+            rendezvous_id = self._rendezvous_id
+""",
+        replace="""                self._states[key] = state
+                self._workers[state].add(key)
+                if state == READY and self._expected_in != self._rendezvous_id:
+                    self._expected_in = self._rendezvous_id
+                    self._expect_all(self._rendezvous_id)
+
+            rendezvous_id = self._rendezvous_id
+""",
+    ),
+    Edit(
+        name="absent_workers",
+        reason="what counts the time",
+        file=_REGISTRATION,
+        find="""    def _wait(self, key, state, rendezvous_id):
+""",
+        replace="""    def _expect_all(self, rendezvous_id):
+        def fail_absent():
+            with self._lock:
+                if self._rendezvous_id != rendezvous_id:
+                    return
+                assigned = [(host, slot.local_rank)
+                            for host, slots in self._driver.host_assignments.items() for slot in slots]
+                absent = [key for key in assigned if key not in self._states]
+            for host, slot in absent:
+                logging.error('worker %s[%s] is not ready after %s s: it counts as failed', host, slot, seconds)
+                threading.Thread(target=self.record_failure, args=(host, slot), daemon=True).start()
+
+        seconds = self._driver.elastic_timeout
+        timer = threading.Timer(seconds, fail_absent)
+        timer.daemon = True
+        timer.start()
+
+    def _wait(self, key, state, rendezvous_id):
+""",
+    ),
+    Edit(
+        name="absent_workers",
+        reason="for which round of ranks the time runs",
+        file=_REGISTRATION,
+        find="        self._rendezvous_id = 0\n",
+        replace="        self._rendezvous_id = 0\n        self._expected_in = None\n",
+    ),
+    Edit(
+        name="absent_workers",
+        reason="the timeout of --elastic-timeout",
+        file="horovod/runner/elastic/driver.py",
+        find="    def world_size(self):\n",
+        replace="""    @property
+    def elastic_timeout(self):
+        return self._timeout
+
+    def world_size(self):
+""",
+    ),
+)

@@ -1,0 +1,152 @@
+"""The state of a job whose ranks come and go, for any framework: its parts, commits, and going back to them.
+
+On Horovod's `ObjectState`, which hears of hosts that come and go. A face says what its models and optimizers are.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from . import elastic
+
+_horovod_elastic: Any = importlib.import_module("horovod.common.elastic")
+
+
+def has_state(value: Any) -> bool:
+    """Whether something says what it is by `state_dict()`, and takes it back by `load_state_dict()`."""
+    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
+class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
+    """What a job commits, goes back to, and hands to ranks that join.
+
+    Args:
+        given: by name: what has a state, and plain values. They become attributes.
+        horovod: Horovod's module for the framework.
+    """
+
+    def __init__(self, given: Mapping[str, Any], *, horovod: Any) -> None:
+        self._horovod = horovod
+        self._parts: dict[str, Any] = {}
+        self._balancers: list[Any] = []
+        self._kept: dict[str, Any] = {}
+        self.commits = 0
+        for name, value in given.items():
+            if (part := self._part(value)) is not None:
+                self._parts[name] = part
+                object.__setattr__(self, name, value)
+        self._find_parts()
+        plain = {name: value for name, value in given.items() if name not in self._parts}
+        super().__init__(bcast_object=horovod.broadcast_object, get_rank=horovod.rank, **plain)
+        self._plain = list(plain)
+        self._keep()
+
+    # What a face says -----------------------------------------------------------------------------------------------
+
+    def _part(self, value: Any) -> Any:
+        """What keeps the state of a value, itself if it does so; None for a plain value."""
+        return value if has_state(value) else None
+
+    def _balancer_of(self, part: Any) -> Any:
+        """The balancer of an optimizer that has one; None for whatever else."""
+        return None
+
+    def _merge(self, part: Any) -> None:
+        """Makes one model of those of all ranks, where `part` is an optimizer with a local strategy."""
+
+    def _sync_part(self, part: Any) -> None:
+        """All ranks get rank 0's. A collective call."""
+        mine = part.state_dict() if self._horovod.rank() == 0 else None
+        part.load_state_dict(self._horovod.broadcast_object(mine, 0, name="hvd_hetero.elastic.part"))
+
+    # What it is made of ---------------------------------------------------------------------------------------------
+
+    def _find_parts(self) -> None:
+        """Adds the balancers of the optimizers, and what was made with those."""
+        parts = self._parts
+        for name, part in list(parts.items()):
+            balancer = self._balancer_of(part)
+            if balancer is None:
+                continue
+            if balancer not in self._balancers:
+                self._balancers.append(balancer)
+            for index, found in enumerate([balancer, *balancer.dependents]):
+                known = [getattr(part, "batch_sampler", part) for part in parts.values()]
+                if not any(found is part for part in known):
+                    parts[f"{name}.{type(found).__name__}.{index}"] = found
+
+    def _keep(self) -> None:
+        self._kept = {name: copy.deepcopy(part.state_dict()) for name, part in self._parts.items()}
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in vars(self).get("_parts", {}):
+            self._parts[name] = self._part(value)
+        super().__setattr__(name, value)
+
+    # What a job does with it ----------------------------------------------------------------------------------------
+
+    def commit(self) -> None:
+        """Keeps what there is, to go back to it, and lets changes of the ranks happen here. All ranks commit at the
+        same steps; with a local strategy, they come to one model first. A rank that was told to end (SIGTERM) ends
+        here, with exit status 75, and the others go on without it."""
+        self.settle()
+        self.commits += 1
+        self.save()
+        elastic.let_leave(self.leaving or (), rank=self._horovod.rank())
+        self.check_host_updates()
+
+    def save(self) -> None:
+        """Keeps what there is."""
+        self._keep()
+        super().save()
+
+    def restore(self) -> None:
+        """Goes back to what was kept."""
+        for name, part in self._parts.items():
+            part.load_state_dict(copy.deepcopy(self._kept[name]))
+        super().restore()
+
+    def sync(self) -> None:
+        """All ranks get rank 0's. A collective call."""
+        for part in self._parts.values():
+            self._sync_part(part)
+        super().sync()
+        self.save()
+
+    def settle(self) -> None:
+        """Comes to one model, with a local strategy. A collective call."""
+        for part in self._parts.values():
+            self._merge(part)
+
+    # Leaving --------------------------------------------------------------------------------------------------------
+
+    @property
+    def leaving(self) -> Sequence[int] | None:
+        """Ranks that were told to end, the same on all ranks; None without a balancer that would carry it."""
+        return self._balancers[0].leaving if self._balancers else None
+
+    def leave(self) -> None:
+        """Tells all ranks that this one was told to end."""
+        for balancer in self._balancers:
+            balancer.leave()
+
+    # Checkpoints ----------------------------------------------------------------------------------------------------
+
+    def shared_state(self) -> dict[str, dict[str, Any]]:
+        """What is the same on all ranks: the states of the parts, and the plain values."""
+        parts = {name: part.state_dict() for name, part in self._parts.items()}
+        return {"parts": parts, "values": {name: getattr(self, name) for name in self._plain}}
+
+    def load_shared_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """Goes on from `shared_state()`. Raises ValueError where it is of another job."""
+        for kind, mine in (("parts", list(self._parts)), ("values", self._plain)):
+            if set(state[kind]) != set(mine):
+                raise ValueError(f"Expected the state of a job with {kind} {mine}. Received: {list(state[kind])}.")
+        for name, part in self._parts.items():
+            part.load_state_dict(state["parts"][name])
+        for name, value in state["values"].items():
+            setattr(self, name, value)
+        self.save()

@@ -1,0 +1,80 @@
+"""What a Keras job keeps, as bytes: arrays in numpy's format, and around them JSON. No code."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+from typing import Any
+
+import numpy as np
+
+ARRAY, PAIRS = "array", "pairs"  # what stands for an array, and for a dict
+
+
+def saved(value: Any) -> bytes:
+    """The bytes of `value`: numbers, texts, None, arrays, and dicts (of texts), lists and tuples of them; a tuple
+    becomes a list. Raises TypeError for whatever else."""
+    arrays: list[np.ndarray] = []
+
+    def plain(part: Any) -> Any:
+        if isinstance(part, dict):
+            return {PAIRS: [[key, plain(each)] for key, each in part.items()]}
+        if isinstance(part, (list, tuple)):
+            return [plain(each) for each in part]
+        if isinstance(part, np.generic):
+            return part.item()
+        if isinstance(part, np.ndarray):
+            arrays.append(part)
+            return {ARRAY: len(arrays) - 1, "dtype": part.dtype.name}
+        return part
+
+    try:
+        text = json.dumps(plain(value))
+        stream = io.BytesIO()
+        # bfloat16 and its kin are unknown to numpy's format: their bits travel
+        bits = [array.view(f"u{array.itemsize}") if array.dtype.kind == "V" else array for array in arrays]
+        np.savez(stream, *bits, text=np.array(text))
+    except TypeError as error:
+        raise TypeError(
+            f"Expected numbers, texts, arrays, and dicts, lists and tuples of them in what is kept. Received: {error}."
+        ) from error
+    return stream.getvalue()
+
+
+def loaded(content: bytes) -> Any:
+    """What `saved` was given."""
+    with np.load(io.BytesIO(content), allow_pickle=False) as file:
+        arrays = {name: file[name] for name in file.files}
+
+    def whole(part: Any) -> Any:
+        if isinstance(part, dict) and PAIRS in part:
+            return {key: whole(each) for key, each in part[PAIRS]}
+        if isinstance(part, dict):
+            array = arrays[f"arr_{part[ARRAY]}"]
+            return array if array.dtype.name == part["dtype"] else array.view(_dtype(part["dtype"]))
+        if isinstance(part, list):
+            return [whole(each) for each in part]
+        return part
+
+    return whole(json.loads(str(arrays["text"])))
+
+
+def _dtype(name: str) -> Any:
+    import ml_dtypes  # numpy does not know the name otherwise
+
+    return getattr(ml_dtypes, name)
+
+
+def random_state() -> dict[str, Any]:
+    """The states of this process's random numbers: Python's and numpy's."""
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    return {"python": random.getstate(), "numpy": [kind, np.asarray(keys), *rest]}
+
+
+def load_random_state(state: dict[str, Any]) -> None:
+    """Goes on from `random_state()`."""
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, keys, *rest))

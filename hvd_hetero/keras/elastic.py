@@ -1,0 +1,226 @@
+"""Elastic training with Keras, as `hvd.elastic`: the state of a job whose ranks come and go, and what runs it.
+
+Everything made with a balancer goes on with the ranks that there are after a change: the balancer itself (ranks whose
+hardware it knows keep their speeds), datasets (each sample of an epoch once in the committed history), the optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import keras
+import numpy as np
+
+from hvd_hetero.engine import binding, elastic
+from hvd_hetero.engine.job_state import JobState
+from hvd_hetero.optimizers.attachment import PeerError
+
+from . import backend
+from .content import load_random_state, loaded, random_state, saved
+from .function import broadcast_variables
+
+__all__ = ["KerasState", "run"]
+
+T = TypeVar("T")
+GONE = ("HorovodInternalError", "PeerError")  # by their names: TensorFlow passes on the text of an error alone
+
+
+SEED = "seed_generator_state"  # the name of the variable that a layer draws random numbers from
+
+
+class _Variables:
+    """Variables of a model or an optimizer, whose number does not change."""
+
+    def __init__(self, owner: Any) -> None:
+        self.owner = owner
+
+    @property
+    def variables(self) -> list[Any]:
+        """Those that ranks share: of a model its weights, and not what each rank draws random numbers from."""
+        return list(self.owner.weights if isinstance(self.owner, keras.Model) else self.owner.variables)
+
+    @property
+    def own(self) -> list[Any]:
+        """Those of a model that are each rank's own: statistics of its samples, and where its random numbers are."""
+        if not isinstance(self.owner, keras.Model):
+            return []
+        seeds = [v for v in self.owner.non_trainable_variables if v.path.endswith(SEED)]
+        return [*self.owner.non_trainable_weights, *seeds]
+
+    def state_dict(self) -> dict[str, np.ndarray]:
+        """Copies of them, by place."""
+        return {str(at): _array(v) for at, v in enumerate(self.variables)}
+
+    def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
+        """Assigns what `state_dict` returned. Raises ValueError for other variables."""
+        variables = self.variables
+        shapes = [tuple(state[str(at)].shape) for at in range(len(state))]
+        if shapes != [tuple(v.shape) for v in variables]:
+            raise ValueError(
+                f"Expected {len(variables)} variables of the shapes {[tuple(v.shape) for v in variables]}. Received: "
+                f"{shapes}."
+            )
+        for at, variable in enumerate(variables):
+            variable.assign(state[str(at)])
+
+
+class _Place(keras.callbacks.Callback):
+    """Keeps where a state's job is."""
+
+    def __init__(self, state: Any) -> None:
+        super().__init__()
+        self._state, self._before = state, state.batch
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._state.batch = self._before + batch + 1
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._state.epoch, self._state.batch, self._before = epoch + 1, 0, 0
+
+
+class KerasState(JobState):
+    """What a job commits, goes back to, and hands to ranks that join.
+
+        state = hvd.elastic.KerasState(model, epoch=0, batch=0)
+
+        @hvd.elastic.run
+        def train(state):
+            state.fit(dataset, epochs=EPOCHS, callbacks=[hvd.callbacks.CommitStateCallback(state, 50)])
+
+    Args:
+        model: compiled and built, with a DistributedOptimizer; its optimizer is kept with it.
+        optimizer: another one than the model's.
+        values: more of what has `state_dict()` and `load_state_dict()`, and plain values. They are attributes of this
+            object. What was made with the optimizer's balancer is kept without being named.
+
+    Raises:
+        ValueError: the model is not built yet, so its variables are not known.
+    """
+
+    def __init__(self, model: keras.Model, optimizer: Any = None, **values: Any) -> None:
+        if not getattr(model, "built", False):
+            raise ValueError(
+                "model: expected a model that is built, whose variables are known. Received: one that is not. Begin it "
+                "with keras.Input(...), or call model.build(shape)."
+            )
+        optimizer = model.optimizer if optimizer is None else optimizer
+        given = {"model": model}
+        if optimizer is not None:
+            if not optimizer.built:
+                optimizer.build(model.trainable_variables)
+            given["optimizer"] = optimizer
+        super().__init__({**given, **values}, horovod=backend.horovod)
+
+    def fit(self, x: Any, *, epochs: int, callbacks: Sequence[Any] = (), **arguments: Any) -> Any:
+        """The history of `model.fit(x, ...)` from where this state is, to the end of epoch number `epochs`.
+
+        Keeps `epoch` and `batch` of this state, which have to be among its values, before it calls the `callbacks`. An
+        epoch that was begun before is its rest: Keras has one length for all epochs of a fit, so that is a fit of its
+        own.
+
+        Args:
+            x: an `hvd.BalancedDataset`.
+            arguments: of `model.fit`, but for `initial_epoch` and `steps_per_epoch`.
+        """
+        for name in ("initial_epoch", "steps_per_epoch"):
+            if name in arguments:
+                raise TypeError(f"{name}: expected none, because this state knows it. Received: {arguments[name]!r}.")
+        if not {"epoch", "batch"} <= set(self._plain):
+            raise ValueError(
+                f"Expected a state with epoch and batch: KerasState(model, epoch=0, batch=0). Received: {self._plain}."
+            )
+        history = None
+        if self.batch >= len(x):  # kept after the last batch of an epoch, and before its end
+            self.epoch, self.batch = self.epoch + 1, 0
+        while self.epoch < epochs:
+            rest = len(x) - self.batch if self.batch else None
+            history = self.model.fit(
+                x,
+                initial_epoch=self.epoch,
+                epochs=self.epoch + 1 if rest else epochs,
+                steps_per_epoch=rest,
+                callbacks=[_Place(self), *callbacks],
+                **arguments,
+            )
+            if self.model.stop_training:
+                break
+        return history
+
+    def _part(self, value: Any) -> Any:
+        if isinstance(value, (keras.Model, keras.optimizers.Optimizer)):
+            return _Variables(value)
+        return super()._part(value)
+
+    def _balancer_of(self, part: Any) -> Any:
+        reducer = vars(part.owner).get("_reducer") if isinstance(part, _Variables) else None
+        return None if reducer is None else reducer.balancer
+
+    def _merge(self, part: Any) -> None:
+        if isinstance(part, _Variables) and hasattr(part.owner, "merge"):
+            part.owner.merge()
+
+    def _sync_part(self, part: Any) -> None:
+        if isinstance(part, _Variables):
+            broadcast_variables(part.variables, 0)
+        else:
+            super()._sync_part(part)
+
+    def reset(self) -> None:
+        """Forgets functions that were traced for the ranks before."""
+        for part in self._parts.values():
+            if isinstance(part, _Variables) and isinstance(part.owner, keras.Model):
+                part.owner.train_function = part.owner.test_function = part.owner.predict_function = None
+
+    # Checkpoints ----------------------------------------------------------------------------------------------------
+
+    def shared_content(self) -> bytes:
+        """What is the same on all ranks, for a checkpoint."""
+        return saved(self.shared_state())
+
+    def own_content(self) -> bytes:
+        """What is this rank's own, for a checkpoint: statistics of its samples, and its random numbers."""
+        parts = {name: part for name, part in self._parts.items() if isinstance(part, _Variables)}
+        variables = {name: [_array(v) for v in part.own] for name, part in parts.items()}
+        return saved({"random": random_state(), "variables": variables})
+
+    def load_shared_content(self, content: bytes) -> None:
+        """Goes on from what `shared_content` returned. Raises ValueError where it is of another job."""
+        self.load_shared_state(loaded(content))
+
+    def load_own_content(self, content: bytes) -> None:
+        """Goes on from what `own_content` returned."""
+        state = loaded(content)
+        load_random_state(state["random"])
+        for name, values in state["variables"].items():
+            for variable, value in zip(self._parts[name].own, values, strict=True):
+                variable.assign(value)
+        self.save()
+
+
+def _array(variable: Any) -> np.ndarray:
+    return np.array(keras.ops.convert_to_numpy(variable))
+
+
+def _is_gone(error: Exception) -> bool:
+    """Whether an error says that a peer is gone, also as TensorFlow passes it on."""
+    if isinstance(error, (backend.horovod_error(), PeerError)):
+        return True
+    return type(error).__module__.startswith("tensorflow") and any(name in str(error) for name in GONE)
+
+
+def run(train: Callable[..., T]) -> Callable[..., T]:
+    """Decorates `train(state, ...)`: it is called anew, with the state of the last commit, whenever ranks have died,
+    joined or left.
+
+    Outside of it, ranks make the same objects in the same order – balancer, datasets, optimizers – and call nothing
+    else that is collective: a rank that joins makes them while those that stay rebuild theirs. Callbacks are made
+    within it.
+    """
+    return elastic.run(
+        train,
+        restart=lambda: binding.restart(backend.NAME),
+        size=backend.horovod.size,
+        recoverable=_is_gone,
+        explain=lambda: binding.explain(backend.NAME),
+    )
