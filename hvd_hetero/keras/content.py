@@ -25,16 +25,16 @@ def saved(value: Any) -> bytes:
         if isinstance(part, np.generic):
             return part.item()
         if isinstance(part, np.ndarray):
-            arrays.append(part)
-            return {ARRAY: len(arrays) - 1, "dtype": part.dtype.name}
+            # numpy's format does not know bfloat16 and its kin, whose values are all float32 as well.
+            arrays.append(part.astype(np.float32) if part.dtype.kind == "V" else part)
+            return {ARRAY: len(arrays) - 1}
         return part
 
     try:
         text = json.dumps(plain(value))
         stream = io.BytesIO()
         # bfloat16 and its kin are unknown to numpy's format: their bits travel
-        bits = [array.view(f"u{array.itemsize}") if array.dtype.kind == "V" else array for array in arrays]
-        np.savez(stream, *bits, text=np.array(text))
+        np.savez(stream, *arrays, text=np.array(text))
     except TypeError as error:
         raise TypeError(
             f"Expected numbers, texts, arrays, and dicts, lists and tuples of them in what is kept. Received: {error}."
@@ -51,19 +51,12 @@ def loaded(content: bytes) -> Any:
         if isinstance(part, dict) and PAIRS in part:
             return {key: whole(each) for key, each in part[PAIRS]}
         if isinstance(part, dict):
-            array = arrays[f"arr_{part[ARRAY]}"]
-            return array if array.dtype.name == part["dtype"] else array.view(_dtype(part["dtype"]))
+            return arrays[f"arr_{part[ARRAY]}"]
         if isinstance(part, list):
             return [whole(each) for each in part]
         return part
 
     return whole(json.loads(str(arrays["text"])))
-
-
-def _dtype(name: str) -> Any:
-    import ml_dtypes  # numpy does not know the name otherwise
-
-    return getattr(ml_dtypes, name)
 
 
 def random_state() -> dict[str, Any]:

@@ -98,6 +98,9 @@ class KerasState(JobState):
         ValueError: the model is not built yet, so its variables are not known.
     """
 
+    epoch: int  # where there are such values, for `fit`: epochs done, and batches of the next one
+    batch: int
+
     def __init__(self, model: keras.Model, optimizer: Any = None, **values: Any) -> None:
         if not getattr(model, "built", False):
             raise ValueError(

@@ -1,0 +1,57 @@
+"""What a Keras job keeps comes back as it was, and nothing in a file is run."""
+
+import random
+
+import keras
+import numpy as np
+import pytest
+
+pytest.importorskip("horovod.torch", reason="build it with hvd-hetero build-horovod")
+
+from hvd_hetero.keras.content import load_random_state, loaded, random_state, saved
+from hvd_hetero.keras.elastic import _Variables
+
+
+def test_what_was_saved_is_loaded():
+    value = {
+        "a": [1, 2.5, None, True, "text", {"deep": np.arange(6.0).reshape(2, 3)}],
+        "b": np.zeros((0, 3), np.int64),
+        "c": (np.float32(0.1), np.int64(2**60)),
+        "d": {},
+    }
+    found = loaded(saved(value))
+    assert found["a"][:5] == value["a"][:5] and found["d"] == {}
+    np.testing.assert_array_equal(found["a"][5]["deep"], value["a"][5]["deep"])
+    assert found["b"].shape == (0, 3) and found["b"].dtype == np.int64
+    assert found["c"] == [pytest.approx(0.1), 2**60]
+
+
+def test_variables_of_narrow_types_come_back_bit_for_bit():
+    for dtype in ("float16", "bfloat16", "float32", "float64", "int32"):
+        values = keras.ops.cast(np.linspace(-3.0, 3.0, 7), dtype)
+        owner = type("Owner", (), {"variables": [keras.Variable(values, dtype=dtype, trainable=False)]})()
+        state = loaded(saved(_Variables(owner).state_dict()))
+        owner.variables[0].assign(keras.ops.zeros(7, dtype))
+        _Variables(owner).load_state_dict(state)
+        assert keras.ops.all(keras.ops.equal(owner.variables[0].value, values)), dtype
+
+
+def test_other_variables_are_refused():
+    owner = type("Owner", (), {"variables": [keras.Variable(np.zeros(3))]})()
+    with pytest.raises(ValueError, match=r"Expected 1 variables of the shapes \[\(3,\)\]. Received: \[\(4,\)\]"):
+        _Variables(owner).load_state_dict({"0": np.zeros(4)})
+
+
+@pytest.mark.parametrize("value", [object(), {"f": lambda: 0}, np.array([object()])])
+def test_what_is_no_data_is_refused(value):
+    with pytest.raises((TypeError, ValueError)):
+        loaded(saved(value))
+
+
+def test_random_numbers_go_on():
+    random.seed(5)
+    np.random.seed(6)
+    state = loaded(saved(random_state()))
+    expected = [random.random(), np.random.rand(), np.random.randn()]
+    load_random_state(state)
+    assert [random.random(), np.random.rand(), np.random.randn()] == expected
