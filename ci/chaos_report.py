@@ -12,7 +12,7 @@ from typing import Any
 
 JUMP = 0.35  # a loss may rise by so much from commit to commit: noise of the batches, and no lost training
 SLACK = 1.10  # of the best split's step time
-STEPS = 30  # after which the plan has to be that good
+MOST_OFF = 1e-7  # of weights in fp64 from those of one process, after some hundreds of steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +20,7 @@ class Verdict:
     """Of one job."""
 
     problems: tuple[str, ...]  # none: all held
-    recoveries_s: tuple[float, ...]  # from a fault that lost ranks to the next commit
+    recoveries_s: tuple[float, ...]  # from the death of a rank to the next commit
     steps_to_plan: tuple[int | None, ...]  # after each change of the ranks; None: it changed again, or ended, before
 
 
@@ -82,29 +82,33 @@ def steps_to_plan(entries: Sequence[dict[str, Any]]) -> list[int | None]:
     return found
 
 
-def recoveries_s(entries: Sequence[dict[str, Any]], faults: Sequence[tuple[float, bool]]) -> list[float]:
-    """Seconds from each fault that lost ranks (time, whether it did) to the first commit of other ranks after it."""
+def recoveries_s(entries: Sequence[dict[str, Any]], kills: Sequence[float]) -> list[float]:
+    """Seconds from each time at which a rank was killed to the first commit of other ranks after it."""
     found = []
     changes = [entry["t_s"] for entry in entries if entry["kind"] == "ranks"]
     commits = [entry["t_s"] for entry in entries if entry["kind"] == "commit"]
-    for at, loses in faults:
+    for at in kills:
         change = next((t for t in changes if t > at), None)
         commit = next((t for t in commits if change is not None and t > change), None)
-        if loses and commit is not None:
+        if commit is not None:
             found.append(commit - at)
     return found
 
 
 def judge(
-    folder: Path, *, ended: str, output: str, faults: Sequence[tuple[float, bool]], left: Sequence[int]
+    folder: Path, *, ended: str, output: str, kills: Sequence[float], left: Sequence[int]
 ) -> Verdict:
-    """The verdict on a job. `ended`: "" where it ended by itself and well; `left`: processes left behind."""
+    """The verdict on a job. `ended`: "" where it ended by itself and well; `kills`: when ranks were killed; `left`:
+    processes left behind."""
     problems = [ended] if ended else []
     entries = read_diaries(folder)
     result_path = folder / "result.json"
     if result_path.exists():
         result = json.loads(result_path.read_text())
-        problems += used_once(result["used"], samples=result["samples"], epochs=result["epochs"])
+        if "used" in result:
+            problems += used_once(result["used"], samples=result["samples"], epochs=result["epochs"])
+        elif not result["off"] <= MOST_OFF:
+            problems.append(f"weights are {result['off']:.2g} off those of one process")
         problems += jumps(result["losses"])
         if not result["alike"]:
             problems.append("ranks ended with different parameters")
@@ -115,7 +119,7 @@ def judge(
         problems.append(f"processes left behind: {', '.join(map(str, left))}")
     return Verdict(
         problems=tuple(problems),
-        recoveries_s=tuple(recoveries_s(entries, faults)),
+        recoveries_s=tuple(recoveries_s(entries, kills)),
         steps_to_plan=tuple(steps_to_plan(entries)),
     )
 
@@ -128,7 +132,7 @@ def summary(verdicts: Sequence[Verdict]) -> str:
     parts = [f"{len(verdicts)} jobs, {failed} with problems"]
     if recoveries:
         median, worst = statistics.median(recoveries), max(recoveries)
-        parts.append(f"{len(recoveries)} recoveries in {median:.1f} s (worst {worst:.1f} s)")
+        parts.append(f"{len(recoveries)} recoveries from a kill in {median:.1f} s (worst {worst:.1f} s)")
     if plans:
         parts.append(f"a plan within 10 % of the best after {statistics.median(plans):.0f} steps (worst {max(plans)})")
     return "; ".join(parts)

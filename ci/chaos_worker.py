@@ -14,24 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from chaos_diary import COMMIT_EVERY, SAMPLES, WHOLE, Diary, sample_seconds
 from torch import nn
 
 import hvd_hetero.torch as hvd
-
-SAMPLES, WHOLE, COMMIT_EVERY = 480, 24, 5
-SAMPLE_S = {0: 0.004, 1: 0.008, 2: 0.004}  # by node
-
-
-class Diary:
-    """What happened to this process, as JSON lines; nothing of it waits in memory."""
-
-    def __init__(self, folder: Path) -> None:
-        self._path = folder / f"process-{os.getpid()}.jsonl"
-
-    def __call__(self, kind: str, **fields: Any) -> None:
-        line = {"kind": kind, "t_s": time.time(), "pid": os.getpid(), "rank": hvd.rank(), "size": hvd.size(), **fields}
-        with open(self._path, "a") as file:
-            file.write(json.dumps(line) + "\n")
 
 
 def make_data() -> tuple[torch.Tensor, torch.Tensor]:
@@ -44,9 +30,8 @@ def make_data() -> tuple[torch.Tensor, torch.Tensor]:
 def main(folder: Path, topology: str) -> None:
     hvd.init(**({"process_sets": "dynamic"} if topology != "flat" else {}))
     torch.set_num_threads(1)
-    diary = Diary(folder)
-    host = os.environ.get("HOROVOD_HOSTNAME", "")
-    sample_s = SAMPLE_S[int(host[-1]) if host.startswith("node") else 0]
+    diary = Diary(folder, hvd)
+    host, sample_s = os.environ.get("HOROVOD_HOSTNAME", ""), sample_seconds()
     diary("began", host=host)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 4))

@@ -29,16 +29,12 @@ class Process:
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """Something that happens to a job for a time.
-
-    `loses`: ranks may die of it, so the job has other ranks afterwards.
-    """
+    """Something that happens to a job for a time."""
 
     name: str
     seconds: float
     do: Callable[[], None]
     undo: Callable[[], None]
-    loses: bool
 
 
 class Faults:
@@ -73,13 +69,13 @@ class Faults:
     def _kill(self, random_: random.Random, processes: list[Process], longest_s: float) -> Fault:
         one = random_.choice(processes)
         return Fault(name=f"kill rank {one.rank}", seconds=0.0, do=lambda: _signal(one.pid, signal.SIGKILL),
-                     undo=lambda: None, loses=True)  # fmt: skip
+                     undo=lambda: None)  # fmt: skip
 
     def _stop(self, random_: random.Random, processes: list[Process], longest_s: float) -> Fault:
         one, seconds = random_.choice(processes), random_.uniform(1.0, longest_s)
         return Fault(
             name=f"stop rank {one.rank}", seconds=seconds, do=lambda: _signal(one.pid, signal.SIGSTOP),
-            undo=lambda: _signal(one.pid, signal.SIGCONT), loses=False,
+            undo=lambda: _signal(one.pid, signal.SIGCONT),
         )  # fmt: skip
 
     def _slow(self, random_: random.Random, processes: list[Process], longest_s: float) -> Fault:
@@ -99,7 +95,7 @@ class Faults:
             thread.join()
 
         seconds = random_.uniform(2.0, longest_s)
-        return Fault(name=f"slow rank {one.rank}", seconds=seconds, do=thread.start, undo=undo, loses=False)
+        return Fault(name=f"slow rank {one.rank}", seconds=seconds, do=thread.start, undo=undo)
 
     def _add_or_remove(self, random_: random.Random, processes: list[Process], longest_s: float) -> Fault:
         *_, name = self._all
@@ -112,15 +108,14 @@ class Faults:
                 self._now[name] = self._all[name]
             self.write_hosts()
 
-        return Fault(name=f"{'remove' if here else 'add'} host {name}", seconds=0.0, do=change, undo=lambda: None,
-                     loses=True)  # fmt: skip
+        return Fault(name=f"{'remove' if here else 'add'} host {name}", seconds=0.0, do=change, undo=lambda: None)
 
     def _cut(self, random_: random.Random, processes: list[Process], longest_s: float) -> Fault:
         node = random_.choice(sorted({process.node for process in processes} - {0}) or [1])
         return Fault(
             name=f"cut the link of node{node}", seconds=random_.uniform(1.0, longest_s),
             do=lambda: self._cluster.network.cut(node, down=True),  # type: ignore[attr-defined]
-            undo=lambda: self._cluster.network.cut(node, down=False), loses=True,  # type: ignore[attr-defined]
+            undo=lambda: self._cluster.network.cut(node, down=False),  # type: ignore[attr-defined]
         )  # fmt: skip
 
     def _full(self, random_: random.Random, processes: list[Process], longest_s: float) -> Fault:
@@ -133,7 +128,7 @@ class Faults:
                     file.write(bytes(4096))
 
         return Fault(name="fill the disk under the traces", seconds=random_.uniform(1.0, longest_s), do=fill,
-                     undo=filler.unlink, loses=False)  # fmt: skip
+                     undo=filler.unlink)  # fmt: skip
 
 
 @contextlib.contextmanager

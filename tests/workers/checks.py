@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -9,7 +10,8 @@ from typing import Any
 def run_checks(hvd: Any, names: Iterable[str], checks: Mapping[str, Callable[[], None]]) -> None:
     """Calls the named checks on all ranks together, and prints `OK name` for each that holds."""
     for name in names:
+        began = time.perf_counter()
         checks[name]()
         hvd.barrier()
         if hvd.rank() == 0:
-            print(f"OK {name}", flush=True)
+            print(f"OK {name} ({time.perf_counter() - began:.1f} s)", flush=True)

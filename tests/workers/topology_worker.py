@@ -13,10 +13,12 @@ from torch import nn
 import hvd_hetero.torch as hvd
 from hvd_hetero.engine.hierarchy import ALGORITHMS, levels_of
 from hvd_hetero.engine.horovod import HorovodEngine
+from hvd_hetero.optimizers import router
 from hvd_hetero.optimizers.recipe import Recipe
 from hvd_hetero.optimizers.route import Route
 from hvd_hetero.policy.topology import Topology
 
+router.LARGE_S = router.QUICK_S = 0.0  # what "auto" times is timed once: here it only has to be the same on all ranks
 SHAPES = [(40, 64), (30, 50)]
 LENGTH = sum(rows * columns for rows, columns in SHAPES)
 CODECS = {
@@ -126,7 +128,8 @@ def training_composes():
     }
     moved = (expected - alone(0)).abs().max()
     for name, compression in codecs.items():
-        for how in ("flat", topology):
+        # Each topology that is to be chosen for is timed first: one codec, and the choice of codecs, are enough of it.
+        for how in ("flat", topology if name in ("int8", "auto") else "leader"):
             found = trained(10, compression=compression, topology=how)
             error = (found - expected).abs().max() / moved
             assert alike(found), f"law 5: {name}, {how}"
