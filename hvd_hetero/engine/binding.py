@@ -12,6 +12,7 @@ from typing import Any
 from .build import installed_build
 from .environment import elastic, prepare_init
 from .port import Engine
+from .version import check_versions, versions
 
 # framework -> our module and its engine
 _ENGINES = {
@@ -50,6 +51,7 @@ def init(framework: str, *args: Any, **kwargs: Any) -> None:
     _initialise(importlib.import_module(_class(framework).binding), *args, **kwargs)
     _again[framework] = functools.partial(init, framework, *args, **kwargs)
     _class(framework)().watch()
+    check_versions(engine_of(framework), versions(framework))
 
 
 def _initialise(horovod: Any, *args: Any, **kwargs: Any) -> None:
@@ -79,6 +81,11 @@ def restart(framework: str) -> None:
     importlib.import_module(_class(framework).binding).shutdown()
     _again[framework]()
     _class(framework).rebuild()
+
+
+def tracked(framework: str, operation: str, process_set: Any = None) -> Any:
+    """Notes that this rank takes part in one of Horovod's own operations; see `process_set.Tracked`."""
+    return _class(framework).tracked(operation, process_set)
 
 
 def explain(framework: str) -> str:

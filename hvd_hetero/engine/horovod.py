@@ -32,6 +32,7 @@ class HorovodHandle:
     def __init__(self, engine: HorovodEngine, handle: int, like: Any, name: str) -> None:
         self._binding, self._handle, self._like = engine._binding, handle, like
         self._failure, self._tracked = engine._internal_error, engine._track(name)
+        self._synchronize = engine.synchronize
 
     def done(self) -> bool:
         return bool(self._binding.poll(self._handle))
@@ -40,7 +41,7 @@ class HorovodHandle:
         with self._tracked.waiting(self._failure):
             if not waits_without_spinning():
                 wait_until(self.done)
-            result = self._binding.synchronize(self._handle)
+            result = self._synchronize(self._handle)
         if isinstance(result, tuple):  # all-to-all returns the received splits as well
             result = result[0]
         return result.numpy() if isinstance(self._like, np.ndarray) else result
@@ -54,6 +55,8 @@ class HorovodEngine(ProcessSetEngine):
     def __init__(self, process_set: Any = None) -> None:
         self._torch = importlib.import_module("torch")
         super().__init__(process_set)
+        # The face of torch puts one that watches around Horovod's; here waits are watched by name.
+        self.synchronize = getattr(self._binding.synchronize, "__wrapped__", self._binding.synchronize)
 
     def _tensor(self, array: Any) -> Any:
         return self._torch.from_numpy(array) if isinstance(array, np.ndarray) else array

@@ -118,6 +118,14 @@ class ProcessSetEngine:
         return Tracked(operation, self.ranks, self._watch)
 
     @classmethod
+    def tracked(cls, operation: str, process_set: Any = None) -> Tracked:
+        """Notes that this rank takes part in one of Horovod's own operations, which no engine has started."""
+        ranks = getattr(process_set, "ranks", None)
+        if not ranks and cls._watch is not None:
+            ranks = range(importlib.import_module(cls.binding).size())
+        return Tracked(operation, tuple(ranks or ()), cls._watch)
+
+    @classmethod
     def explain(cls) -> str:
         """Which ranks' processes are gone or do not answer; "" where all do, or nobody watches."""
         return cls._watch.explain() if cls._watch is not None else ""

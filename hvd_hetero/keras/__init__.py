@@ -17,7 +17,17 @@ from .checkpoint import Checkpoint
 from .compression import Compression
 from .dataset import BalancedDataset
 from .evaluation import EvaluationDataset
-from .function import allgather, allreduce, barrier, broadcast, broadcast_variables, init, load_model
+from .function import (
+    allgather,
+    allgather_object,
+    allreduce,
+    barrier,
+    broadcast,
+    broadcast_object,
+    broadcast_variables,
+    init,
+    load_model,
+)
 from .normalization import SyncBatchNormalization
 from .optimizer import DistributedOptimizer
 from .tape import DistributedGradientTape
@@ -30,8 +40,6 @@ Min = _horovod.Min
 ProcessSet = _horovod.ProcessSet
 Sum = _horovod.Sum
 add_process_set = _horovod.add_process_set
-allgather_object = _horovod.allgather_object
-broadcast_object = _horovod.broadcast_object
 ccl_built = _horovod.ccl_built
 cross_rank = _horovod.cross_rank
 cross_size = _horovod.cross_size

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
+from contextlib import AbstractContextManager
 from typing import Any
 
 import keras
 
+from hvd_hetero.engine import binding
 from hvd_hetero.engine.binding import engine_of
 from hvd_hetero.engine.port import Engine
 
@@ -24,6 +26,11 @@ def horovod_error() -> type[Exception]:
     """What Horovod raises where a peer is gone."""
     error: type[Exception] = importlib.import_module("horovod.common.exceptions").HorovodInternalError
     return error
+
+
+def tracked(operation: str, process_set: Any = None) -> AbstractContextManager[None]:
+    """While this rank waits in one of Horovod's own functions: long waits are explained, and ended at last."""
+    return binding.tracked(NAME, operation, process_set).waiting(horovod_error())
 
 
 def engine(process_set: Any = None) -> Engine:

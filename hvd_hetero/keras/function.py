@@ -75,6 +75,19 @@ def _broadcast(arrays: list[np.ndarray], root_rank: int, engine: Engine, name: s
         at += len(part)
 
 
+def broadcast_object(obj: Any, root_rank: int = 0, **arguments: Any) -> Any:
+    """The object of `root_rank`, pickled in between. A collective call, as Horovod's; give it a `name` where the object
+    is of another type on other ranks."""
+    with backend.tracked("horovod.broadcast_object", arguments.get("process_set")):
+        return backend.horovod.broadcast_object(obj, root_rank, **arguments)
+
+
+def allgather_object(obj: Any, **arguments: Any) -> Any:
+    """The objects of all ranks, as a list. A collective call, as Horovod's."""
+    with backend.tracked("horovod.allgather_object", arguments.get("process_set")):
+        return backend.horovod.allgather_object(obj, **arguments)
+
+
 def barrier(process_set: Any = None) -> None:
     """Returns when all ranks have called it."""
     engine = backend.engine(process_set)

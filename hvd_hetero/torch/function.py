@@ -3,30 +3,54 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import horovod.torch as horovod
-import horovod.torch.optimizer as horovod_optimizer
+import horovod.torch
+import horovod.torch.functions
+import horovod.torch.mpi_ops
+import horovod.torch.optimizer
+import horovod.torch.sync_batch_norm
 import torch
 
 from hvd_hetero.engine import binding
 from hvd_hetero.engine.environment import waits_without_spinning
-from hvd_hetero.engine.horovod import wait_until
+from hvd_hetero.engine.horovod import HorovodEngine, wait_until
+
+_synchronize = horovod.torch.mpi_ops.synchronize
+# Where Horovod's own functions wait: each of these modules has the name for itself.
+_WAITING: tuple[Any, ...] = (
+    horovod.torch.mpi_ops, horovod.torch.functions, horovod.torch.optimizer, horovod.torch.sync_batch_norm
+)  # fmt: skip
 
 
 def init(*args: Any, **kwargs: Any) -> None:
     """Initialises Horovod, with settings that suit ranks with little CPU where the user has set none."""
-    if not waits_without_spinning():
-        horovod_optimizer.synchronize = synchronize  # what Horovod's own DistributedOptimizer waits with
+    for module in _WAITING:
+        module.synchronize = synchronize
     binding.init("torch", *args, **kwargs)
 
 
 def synchronize(handle: Any) -> Any:
-    """The result of an asynchronous operation; sleeps until it is there, where Horovod's own spins."""
-    if isinstance(handle, int) and not waits_without_spinning():
-        wait_until(functools.partial(horovod.poll, handle))
-    return horovod.synchronize(handle)
+    """The result of an asynchronous operation; sleeps until it is there, where Horovod's own spins. Long waits are
+    explained, and ended at last."""
+    with HorovodEngine.tracked(*_caller()).waiting(horovod.torch.HorovodInternalError):
+        if isinstance(handle, int) and not waits_without_spinning():
+            wait_until(functools.partial(horovod.torch.poll, handle))
+        return _synchronize(handle)
+
+
+synchronize.__wrapped__ = _synchronize  # type: ignore[attr-defined]
+
+
+def _caller() -> tuple[str, Any]:
+    """The function of Horovod's that the script has called, and its process set."""
+    frame, name, process_set = sys._getframe(2), "synchronize", None
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("horovod."):
+        name, process_set = frame.f_code.co_name, frame.f_locals.get("process_set", process_set)
+        frame = frame.f_back  # type: ignore[assignment]
+    return f"horovod.{name}", process_set
 
 
 def broadcast_parameters(
@@ -37,18 +61,18 @@ def broadcast_parameters(
     as_bits = [
         (name, tensor.data.view(torch.int16) if _is_bfloat16(tensor) else tensor) for name, tensor in pairs
     ]
-    horovod.broadcast_parameters(as_bits, root_rank)
+    horovod.torch.broadcast_parameters(as_bits, root_rank)
 
 
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int) -> None:
     """Overwrites the optimizer's state and options on all ranks with those of `root_rank`."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if not any(_is_bfloat16(parameter) for parameter in parameters):
-        horovod.broadcast_optimizer_state(optimizer, root_rank)
+        horovod.torch.broadcast_optimizer_state(optimizer, root_rank)
         return
     # Horovod would broadcast bfloat16 tensors one by one, and cannot; pickled they travel as bytes.
-    mine = optimizer.state_dict() if horovod.rank() == root_rank else None
-    optimizer.load_state_dict(horovod.broadcast_object(mine, root_rank, name="hvd_hetero.optimizer_state"))
+    mine = optimizer.state_dict() if horovod.torch.rank() == root_rank else None
+    optimizer.load_state_dict(horovod.torch.broadcast_object(mine, root_rank, name="hvd_hetero.optimizer_state"))
 
 
 def _is_bfloat16(value: Any) -> bool:

@@ -1,0 +1,46 @@
+"""The versions of what ranks run on, compared when they come together."""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+from collections.abc import Mapping
+from importlib import metadata
+
+from hvd_hetero import __version__
+
+from .port import Engine, gather_text
+
+PACKAGES = ("horovod", "numpy")  # and the framework
+
+
+def versions(framework: str) -> dict[str, str]:
+    """By name: this package first, and what it rests on."""
+    found = {"hvd_hetero": __version__, "Python": ".".join(platform.python_version_tuple()[:2])}
+    for name in (*PACKAGES, framework):
+        try:
+            found[name] = metadata.version(name).partition("+")[0]  # builds for unlike hardware are one version
+        except metadata.PackageNotFoundError:  # as tensorflow is, where it is called tensorflow-cpu
+            continue
+    return found
+
+
+def check_versions(engine: Engine, mine: Mapping[str, str]) -> None:
+    """Returns when all ranks have this version of this package; rank 0 warns of other differences. A collective call.
+
+    Raises:
+        RuntimeError: on every rank, with who has which: ranks of unlike versions exchange unlike messages.
+    """
+    said = [json.loads(text) for text in gather_text(engine, json.dumps(dict(mine)), name="hvd_hetero.versions")]
+    for name in mine:
+        by_version: dict[str, list[int]] = {}
+        for rank, theirs in enumerate(said):
+            by_version.setdefault(theirs.get(name, "none"), []).append(rank)
+        if len(by_version) == 1:
+            continue
+        text = ", ".join(f"{version} on rank {', '.join(map(str, ranks))}" for version, ranks in by_version.items())
+        if name == "hvd_hetero":
+            raise RuntimeError(f"{name}: expected one version on all ranks. Received: {text}. Install the same on all.")
+        if engine.rank == 0:
+            print(f"hvd_hetero: {name} differs between ranks: {text}.", file=sys.stderr, flush=True)

@@ -1,0 +1,36 @@
+"""Versions are compared when ranks come together: ours have to be the same, others are told."""
+
+import pytest
+
+from hvd_hetero import __version__
+from hvd_hetero.engine.local import World
+from hvd_hetero.engine.version import check_versions, versions
+
+SAME = {"hvd_hetero": "1.0", "torch": "2.0"}
+
+
+def test_one_version_everywhere_says_nothing(capsys):
+    World(3).run(lambda engine: check_versions(engine, SAME))
+    assert capsys.readouterr().err == ""
+
+
+def test_another_version_of_ours_is_an_error_on_all():
+    found = World(3).run(
+        lambda engine: check_versions(engine, {**SAME, "hvd_hetero": f"{1 + (engine.rank == 2)}.0"}), errors="return"
+    )
+    assert all(isinstance(error, RuntimeError) for error in found)
+    assert {str(error) for error in found} == {
+        "hvd_hetero: expected one version on all ranks. Received: 1.0 on rank 0, 1, 2.0 on rank 2. Install the same on "
+        "all."
+    }
+
+
+def test_another_version_of_others_is_told_once(capsys):
+    World(3).run(lambda engine: check_versions(engine, {**SAME, "torch": f"2.{engine.rank // 2}"}))
+    assert capsys.readouterr().err == "hvd_hetero: torch differs between ranks: 2.0 on rank 0, 1, 2.1 on rank 2.\n"
+
+
+def test_versions_are_those_installed():
+    pytest.importorskip("torch")
+    found = versions("torch")
+    assert found["hvd_hetero"] == __version__ and "+" not in found["torch"] and "not there" not in versions("not there")
