@@ -20,12 +20,15 @@ class Launched:
     output: str
 
 
-def elastic_hosts(folder: Path) -> tuple[str, ...]:
-    """Options of an elastic job of two to three ranks on two hosts, of which one that was given up soon comes back."""
+def elastic_hosts(folder: Path, ranks: int = 3) -> tuple[str, ...]:
+    """Options of an elastic job of two ranks on one host and the others on a second one, which soon comes back after it
+    was given up: with one slot, once there is a file `died` in the folder."""
     script = folder / "hosts.sh"
-    script.write_text("#!/bin/sh\necho localhost:2\necho 127.0.0.1:1\n")
+    script.write_text(
+        f"#!/bin/sh\necho localhost:2\n[ -e {folder}/died ] && echo 127.0.0.1:1 || echo 127.0.0.1:{ranks - 2}\n"
+    )
     script.chmod(0o755)
-    return ("--min-np", "2", "--max-np", "3", "--host-discovery-script", str(script), "--reset-limit", "5",
+    return ("--min-np", "2", "--max-np", str(ranks), "--host-discovery-script", str(script), "--reset-limit", "5",
             "--blacklist-cooldown-range", "1", "2", "--network-interfaces", "lo")  # fmt: skip
 
 

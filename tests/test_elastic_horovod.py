@@ -14,29 +14,29 @@ pytestmark = [
 ]
 
 
-def elastic_job(tmp_path, kind, *options):
+def elastic_job(tmp_path, ranks, kind, *options):
     """What the worker reports of a job on two hosts, of which one comes back soon after it was given up."""
     launched = horovodrun(
-        3, "elastic_worker.py", str(tmp_path), kind, *options, timeout_s=180, HOROVOD_GLOO_TIMEOUT_SECONDS="10",
-        options=elastic_hosts(tmp_path),
+        ranks, "elastic_worker.py", str(tmp_path), kind, *options, timeout_s=180, HOROVOD_GLOO_TIMEOUT_SECONDS="10",
+        options=elastic_hosts(tmp_path, ranks),
     )  # fmt: skip
     result = re.findall(r"RESULT (.*)", launched.output)
     assert launched.returncode == 0 and len(result) == 1, launched.output[-6000:]
     return {**json.loads(result[0]), "output": launched.output}
 
 
-@pytest.mark.parametrize(("kind", "options"), [
-    ("TERM", ()),
-    pytest.param("KILL", (), marks=pytest.mark.slow),
-    pytest.param("KILL", ("strategy=local",), marks=pytest.mark.slow),
-    pytest.param("TERM", ("strategy=local",), marks=pytest.mark.slow),
-    pytest.param("KILL", ("topology=leader",), marks=pytest.mark.skipif(
+@pytest.mark.parametrize(("ranks", "kind", "options"), [
+    (3, "TERM", ()),
+    pytest.param(3, "KILL", (), marks=pytest.mark.slow),
+    pytest.param(3, "KILL", ("strategy=local",), marks=pytest.mark.slow),
+    pytest.param(3, "TERM", ("strategy=local",), marks=pytest.mark.slow),
+    pytest.param(4, "KILL", ("topology=leader",), marks=pytest.mark.skipif(
         not has_edit("peer_death_with_process_sets"), reason="this Horovod aborts survivors of a job with process sets"
     )),
 ])
-def test_a_rank_goes_and_another_joins(tmp_path, kind, options):
-    found = elastic_job(tmp_path, kind, *options)
-    assert found["sizes"] == [3, 2, 3]
+def test_a_rank_goes_and_another_joins(tmp_path, ranks, kind, options):
+    found = elastic_job(tmp_path, ranks, kind, *options)
+    assert found["sizes"] == [ranks, 2, 3], "of 2 + 2 ranks, 2 + 1 go on"
     assert found["once"] == [True, True, True], "each sample of an epoch once in the committed history"
     assert ("Going back" in found["output"]) == (kind == "KILL"), "who leaves in order takes no step with it"
     assert found["alike"] and found["batches"] == 39, "law 5"

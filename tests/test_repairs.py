@@ -10,10 +10,11 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import urllib.error
 import urllib.request
 from pathlib import Path
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import pytest
 
@@ -67,7 +68,7 @@ def _launch(mode: str, folder: Path, ranks: int, **variables: str) -> Launch:
     command = [HOROVODRUN, "--gloo", "-np", str(ranks), "-H", f"localhost:{ranks}"]
     command += [sys.executable, WORKER, mode, folder]
     env = {n: v for n, v in os.environ.items() if not n.startswith("HOROVOD_")}
-    env.update(OMP_NUM_THREADS="1", HOROVOD_GLOO_TIMEOUT_SECONDS="20", **variables)
+    env.update({"OMP_NUM_THREADS": "1", "HOROVOD_GLOO_TIMEOUT_SECONDS": "20", **variables})
     with (output := folder / "output").open("w") as file:
         process = subprocess.Popen(command, env=env, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
         try:
@@ -248,6 +249,59 @@ def test_survivors_of_a_dead_peer_raise_and_end(tmp_path: Path, algorithm: str) 
     ended_well(launch, 3)
     assert launch.ranks[2] == {"died_with": -signal.SIGKILL}
     assert [launch.ranks[r] for r in (0, 1)] == [{"error": "HorovodInternalError"}] * 2, launch.text[-3000:]
+
+
+@needs("failure_disconnects")
+def test_survivors_on_another_node_hear_of_a_death_at_once(tmp_path: Path) -> None:
+    settings = {"HOROVOD_GLOO_ALLREDUCE": "hierarchical", "REPAIR_WORKER_NODES": "a,a,b,b"}
+    launch = _launch("disconnect", tmp_path, 4, **settings)
+    assert [launch.ranks[r].keys() for r in range(3)] == [{"heard_s"}] * 3, launch.text[-3000:]
+    assert max(launch.ranks[r]["heard_s"] for r in range(3)) < 10.0, "not after Gloo's time-out of 20 s"
+
+
+@needs("failed_init")
+def test_a_failed_initialisation_is_an_error_and_can_be_made_again(tmp_path: Path) -> None:
+    launch = _launch("failed_init", tmp_path, 2, HOROVOD_GLOO_TIMEOUT_SECONDS="4")
+    assert launch.ranks[0] == {"error": launch.ranks[0]["error"], "total": 2.0}, launch.text[-3000:]
+    assert "initialization failed" in launch.ranks[0]["error"] and launch.ranks[1]["total"] == 2.0
+
+
+@needs("absent_workers")
+def test_the_elastic_driver_gives_up_workers_that_do_not_come() -> None:
+    from horovod.runner.elastic.registration import WorkerStateRegistry
+
+    class Slot(NamedTuple):
+        local_rank: int
+
+    class Driver:
+        elastic_timeout = 0.2
+        host_assignments = {"a": [Slot(0), Slot(1)], "b": [Slot(0)]}
+        resumed = threading.Event()
+
+        def finished(self):
+            return False
+
+        def stop(self, error_message=None): ...
+
+        def resume(self):
+            self.resumed.set()
+
+    class Hosts:
+        given_up: ClassVar[list[str]] = []
+
+        def is_blacklisted(self, host):
+            return host in self.given_up
+
+        def blacklist(self, host):
+            self.given_up.append(host)
+
+    driver, hosts = Driver(), Hosts()
+    registry = WorkerStateRegistry(driver, hosts)
+    registry.reset(3)
+    for slot in range(2):
+        threading.Thread(target=registry.record_ready, args=("a", slot), daemon=True).start()
+    assert driver.resumed.wait(10), "it waits for b[0] for ever"
+    assert hosts.given_up == ["b"]
 
 
 @needs("quick_launch")

@@ -26,6 +26,7 @@ WITHOUT = {
     "peer_death_with_process_sets": "when a rank dies in a job with process sets, the others abort: no elastic "
     "recovery, no reports",
     "failed_init": "one more death while an elastic job recovers from another ends the whole job",
+    "failure_disconnects": "ranks on other nodes hear of a death only after Gloo's time-out, 30 s",
     "absent_workers": "an elastic job waits for ever for a rank that is frozen or cannot be reached",
     "in_place_copy": "an in-place all-reduce of one tensor under Gloo costs one copy more",
     "gloo_loop": "Gloo's threads wake 100 times a second each, and spin while they wait for one another",

@@ -95,6 +95,57 @@ EDITS: Final = (
         replace="#include <chrono>\n#include <cstdlib>\n#include <iterator>\n",
     ),
     Edit(
+        name="failure_disconnects",
+        reason="a rank that has heard of a death keeps its connections open until ranks come together anew, because "
+        "the contexts of process sets, the global one included, are never closed. So ranks that exchange nothing with "
+        "the dead one wait for Gloo's whole time-out, 30 s, before they hear of it",
+        file=_OPERATIONS,
+        find="void BackgroundThreadLoop(HorovodGlobalState& state) {\n",
+        replace="static std::atomic_bool background_loop_failed{false};\n\n"
+        "void BackgroundThreadLoop(HorovodGlobalState& state) {\n",
+    ),
+    Edit(
+        name="failure_disconnects",
+        reason="only after a failure: at an orderly end, slower ranks may still be reading",
+        file=_OPERATIONS,
+        find="""        << "Horovod background loop uncaught exception: " << ex.what();
+""",
+        replace="""        << "Horovod background loop uncaught exception: " << ex.what();
+    background_loop_failed = true;
+""",
+    ),
+    Edit(
+        name="failure_disconnects",
+        reason="the other process sets are gone by then",
+        file=_OPERATIONS,
+        find="""    horovod_global.process_set_table.Finalize(global_gloo_context,
+                                              SHUT_DOWN_ERROR);
+""",
+        replace="""    horovod_global.process_set_table.Finalize(global_gloo_context,
+                                              SHUT_DOWN_ERROR);
+    if (background_loop_failed.exchange(false)) {
+      horovod_global.process_set_table.Get(0).gloo_context.Disconnect();
+    }
+""",
+    ),
+    Edit(
+        name="failure_disconnects",
+        reason="what closes them; a hierarchy holds its context as well",
+        file="horovod/common/gloo/gloo_context.h",
+        find="  void Enable() {\n",
+        replace="""  void Disconnect() {
+    hierarchy.reset();
+    hierarchy_of.reset();
+    global_ctx.reset();
+    ctx.reset();
+    cross_ctx.reset();
+    local_ctx.reset();
+  }
+
+  void Enable() {
+""",
+    ),
+    Edit(
         name="absent_workers",
         reason="once one worker is ready for new ranks, the driver waits for all others without limit: one that is "
         "frozen, or whose host cannot be reached, keeps the job waiting for ever. After the elastic timeout it counts "

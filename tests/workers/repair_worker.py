@@ -227,6 +227,56 @@ def peer_death(folder: Path) -> dict[str, Any]:
     return {"error": seen}
 
 
+def disconnect(folder: Path) -> dict[str, Any]:
+    """Two nodes of two ranks; the last rank dies. Survivors stay until all have heard of it, as elastic ones do."""
+    last = int(os.environ["HOROVOD_SIZE"]) - 1
+    if int(os.environ["HOROVOD_RANK"]) == last and "REPAIR_WORKER_CHILD" not in os.environ:
+        code = subprocess.call([sys.executable, *sys.argv], env={**os.environ, "REPAIR_WORKER_CHILD": "1"})
+        _await(lambda: len(list(folder.glob("*.heard"))) == last, 25.0)
+        return {"died_with": code}
+    hvd.init()
+    hvd.allreduce(torch.ones(1), name="alive")
+    if hvd.rank() == last:
+        (folder / "died").write_text(str(time.time()))
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        while True:
+            hvd.allreduce(torch.ones(1), name="step")
+    except hvd.HorovodInternalError:
+        heard_s = time.time() - float((folder / "died").read_text())
+    rank = int(os.environ["HOROVOD_RANK"])
+    hvd.shutdown()
+    (folder / f"{rank}.heard").touch()
+    _await(lambda: len(list(folder.glob("*.heard"))) == last, 25.0)
+    return {"heard_s": heard_s}
+
+
+def _await(done: Any, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and not done():
+        time.sleep(0.05)
+
+
+def failed_init(folder: Path) -> dict[str, Any]:
+    """Rank 1 comes when rank 0 has given up once: rank 0 initialises again, and both meet."""
+    first = os.environ["HOROVOD_RANK"] == "0"
+    if first:
+        try:
+            hvd.init()
+            return {"error": "none"}
+        except ValueError as error:
+            said = str(error)
+        hvd.shutdown()
+        (folder / "again").touch()
+    else:
+        said = ""
+        _await((folder / "again").exists, 25.0)
+    hvd.init()
+    total = float(hvd.allreduce(torch.ones(1), op=hvd.Sum, name="met"))
+    hvd.shutdown()
+    return {"error": said, "total": total}
+
+
 def bad_algorithm(_folder: Path) -> dict[str, Any]:
     """One rank with an algorithm that does not exist."""
     hvd.init()
@@ -249,6 +299,8 @@ def main() -> None:
         "speed": speed,
         "peer_death": peer_death,
         "bad_algorithm": bad_algorithm,
+        "disconnect": disconnect,
+        "failed_init": failed_init,
         "hierarchy": hierarchy,
     }[mode](folder)
     part = folder / f"{rank}.part"
