@@ -140,10 +140,23 @@ def test_an_error_on_rank_0_is_one_on_all(tmp_path):
     def save(engine):
         return made(engine, tmp_path / "x" / "below", Words(engine.rank)).save()
 
+    def save_what_is_no_data(engine):
+        state = Words(engine.rank)
+        state.shared_content = lambda: json.dumps(object()).encode()
+        return made(engine, tmp_path / "y", state).save()
+
+    def save_what_is_no_data_on_one(engine):
+        state = Words(engine.rank, own=b"" if engine.rank else None)
+        state.own_content = lambda: state.own + b"own"
+        return made(engine, tmp_path / "y", state).save()
+
     (tmp_path / "x").write_text("what is this?")
-    for program, kind, text in ((restore, CheckpointError, "is not one"), (save, OSError, "kept")):
+    for program, text in (
+        (restore, "is not one"), (save, "kept"), (save_what_is_no_data, "not JSON"),
+        (save_what_is_no_data_on_one, "TypeError on rank 0"),
+    ):  # fmt: skip
         errors = World(3).run(program, errors="return")
-        assert all(isinstance(error, kind) and text in str(error) for error in errors), errors
+        assert all(isinstance(error, CheckpointError) and text in str(error) for error in errors), errors
 
 
 def test_all_leave_at_one_step_when_one_is_told(tmp_path):

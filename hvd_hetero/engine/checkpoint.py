@@ -108,20 +108,28 @@ class Checkpoint:
     # Saving and restoring -------------------------------------------------------------------------------------------
 
     def save(self) -> None:
-        """Writes the checkpoint. A collective call; raises OSError on every rank where it cannot be written."""
+        """Writes the checkpoint. A collective call.
+
+        Raises:
+            CheckpointError: on every rank, where it cannot be written, or something of it is no data.
+        """
         engine = self._engine
         self._state.settle()
-        owns = _gather_bytes(engine, self._state.own_content(), name="hvd_hetero.checkpoint.own")
-        problem = ""
-        if engine.rank == 0:
+        own, problem = b"", ""
+        try:
+            own = self._state.own_content()
+        except Exception as error:  # the others wait to hear of it
+            problem = f"{type(error).__name__} on rank {engine.rank}: {error}"
+        owns = _gather_bytes(engine, own, name="hvd_hetero.checkpoint.own")
+        if engine.rank == 0 and not problem:
             try:
                 self._file.write(_packed([self._state.shared_content(), *owns]))
-            except OSError as error:
+            except Exception as error:
                 problem = f"{type(error).__name__}: {error}"
-        problem = gather_text(engine, problem, name="hvd_hetero.checkpoint.saved")[0]
-        if problem:
-            raise OSError(
-                f"Expected to write a checkpoint to {self._file.path}. Received: {problem}. The one before is kept."
+        problems = [text for text in gather_text(engine, problem, name="hvd_hetero.checkpoint.saved") if text]
+        if problems:
+            raise CheckpointError(
+                f"Expected to write a checkpoint to {self._file.path}. Received: {problems[0]}. The one before is kept."
             )
 
     def restore(self) -> bool:

@@ -60,8 +60,9 @@ class TorchState(JobState):
 
     def shared_content(self) -> bytes:
         """What is the same on all ranks, for a checkpoint."""
-        check, self._checked = not self._checked, True  # once: it takes as long as to restore
-        return saved(self.shared_state(), check=check)
+        content = saved(self.shared_state(), check=not self._checked)
+        self._checked = True  # once: it takes as long as to restore
+        return content
 
     def own_content(self) -> bytes:
         """What is this rank's own, for a checkpoint: statistics of its samples, and its random numbers."""
