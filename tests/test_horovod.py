@@ -55,6 +55,7 @@ def test_laws_under_mpi(ranks):
     run_checks(ranks, checks, controller="mpi")
 
 
+@pytest.mark.slow
 def test_the_laws_hold_without_our_settings():
     """Horovod's own waiting, cycle and all-reduce, as on a build without the performance repairs."""
     settings = {"HOROVOD_EVENT_DRIVEN_CYCLE": "0", "HOROVOD_BLOCKING_WAIT": "0", "HOROVOD_CYCLE_TIME": "1"}
@@ -85,7 +86,8 @@ def run_pattern(name, tmp_path, *, ours, **options):
     return result[0]
 
 
-@pytest.mark.parametrize("name", [pytest.param("pattern_basic.py", marks=pytest.mark.slow), "pattern_accumulation.py"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["pattern_basic.py", "pattern_accumulation.py"])
 def test_a_horovod_script_gives_the_same_with_its_import_line_changed(name, tmp_path):
     assert run_pattern(name, tmp_path, ours=True) == run_pattern(name, tmp_path, ours=False)
 

@@ -34,7 +34,8 @@ def test_fit_goes_on_when_a_rank_goes_and_another_joins(tmp_path, backend, kind)
     assert found["off"] < 1e-9, "the same as one process on the same global batches: each sample of an epoch once"
 
 
-@pytest.mark.parametrize("backend", [marked(backend) for backend in BACKENDS])
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_fit_stopped_and_resumed_is_the_same_bit_for_bit(tmp_path, backend):
     launched = horovodrun(
         2, "keras_elastic_worker.py", "resume", str(tmp_path), timeout_s=180, KERAS_BACKEND=backend, **QUIET

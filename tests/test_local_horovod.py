@@ -26,6 +26,7 @@ def test_local_sgd_under_gloo():
     run_checks(3, CHECKS, options=("-H", "localhost:2,127.0.0.1:1"))
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 @pytest.mark.skipif(
     not (installed_build() or {}).get("mpi") or not shutil.which("mpirun"), reason="Horovod was built without MPI"

@@ -242,7 +242,7 @@ def test_small_sums_leave_the_send_buffers_alone(hierarchy: Launch) -> None:
 
 
 @needs("peer_death_with_process_sets")
-@pytest.mark.parametrize("algorithm", ["ring", "hierarchical"])
+@pytest.mark.parametrize("algorithm", [pytest.param("ring", marks=pytest.mark.slow), "hierarchical"])
 def test_survivors_of_a_dead_peer_raise_and_end(tmp_path: Path, algorithm: str) -> None:
     settings = {"HOROVOD_GLOO_ALLREDUCE": algorithm, "HOROVOD_LOG_LEVEL": "warning"}
     launch = _launch("peer_death", tmp_path, 3, **settings)

@@ -28,11 +28,12 @@ def test_levels_and_codecs_under_gloo(ranks):
     run_checks(ranks, CHECKS, options=("-H", HOSTS[ranks]))
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 @pytest.mark.skipif(
     not (installed_build() or {}).get("mpi") or not shutil.which("mpirun"), reason="Horovod was built without MPI"
 )
-@pytest.mark.parametrize("ranks", [3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [3, 4])
 def test_levels_and_codecs_under_mpi(ranks):
     run_checks(ranks, CHECKS, controller="mpi")
 

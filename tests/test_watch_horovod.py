@@ -31,7 +31,8 @@ def test_a_rank_that_stays_away_is_named_and_ended(face, controller):
     assert re.search(r"rank 1 .* ends with an error: .* has waited 4 s for this rank", found.output)
 
 
-@pytest.mark.parametrize("face", ["torch", pytest.param("keras", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("face", ["torch", "keras"])
 def test_a_rank_that_is_frozen_is_named(face):
     found = horovodrun(
         3, "watch_worker.py", face, "frozen", timeout_s=60, KERAS_BACKEND="tensorflow", HOROVOD_GLOO_TIMEOUT_SECONDS="4"

@@ -228,6 +228,7 @@ def loader_raises() -> None:
             return torch.ones(1)
 
     model = nn.Linear(1, 1)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     balancer = hvd.Balancer(WHOLE)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), balancer=balancer)
     try:
