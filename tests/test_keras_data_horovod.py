@@ -44,7 +44,8 @@ def test_the_checks_hold(back_end, ranks, checks):
     assert re.findall(r"OK (\w+)", output) == wanted, output[-6000:]
 
 
-@pytest.mark.parametrize("back_end", ["tensorflow", pytest.param("torch", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("back_end", ["tensorflow", "torch"])
 def test_the_digits_example_is_good_and_says_so_alike_on_both_ranks(back_end):
     output = run(2, back_end, "../../examples/keras_digits.py", "--shares", "96", "32")
     found = re.findall(r"rank (\d): test accuracy (0\.\d+)", output)
