@@ -51,6 +51,11 @@ class Faults:
         self._now.popitem()  # one host is to come
         self.write_hosts()
 
+    @property
+    def nodes(self) -> list[str]:
+        """Their names, by number."""
+        return self._cluster.network.names
+
     def write_hosts(self) -> None:
         """Says which hosts there are now."""
         new = self._hosts.with_suffix(".new")

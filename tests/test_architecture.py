@@ -18,7 +18,7 @@ ALLOWED = {
     "trace": ({"trace", "policy"}, set()),
     "engine": ({"engine", "policy"}, {"numpy"}),
     "optimizers": ({"optimizers", "policy", "codecs", "engine.port", "engine.hierarchy"}, {"numpy"}),
-    "torch": ({"torch", "optimizers", "engine", "policy", "codecs", "trace"}, {"torch", "horovod", "numpy", "tqdm"}),
+    "torch": ({"torch", "optimizers", "engine", "policy", "codecs", "trace"}, {"torch", "horovod", "tqdm"}),
     "keras": (
         {"keras", "optimizers", "engine", "policy", "codecs", "trace"},
         {"keras", "tensorflow", "torch", "horovod", "numpy"},

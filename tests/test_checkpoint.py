@@ -115,7 +115,7 @@ class Words:
 
 
 def made(engine, path, state, **options):
-    return Checkpoint(path, state, engine=lambda: engine, every_steps=options.get("every_steps"))
+    return Checkpoint(path, state, engine=engine, every_steps=options.get("every_steps"))
 
 
 def test_each_rank_gets_what_all_share_and_its_own(tmp_path):
@@ -190,7 +190,7 @@ def test_saves_when_due(tmp_path):
 def test_sigterm_is_heard_once(tmp_path):
     before = signal.getsignal(signal.SIGTERM)
     state = Words(0)
-    (job,) = [Checkpoint(tmp_path / "x", state, engine=lambda: None, every_steps=None)]
+    (job,) = [Checkpoint(tmp_path / "x", state, engine=None, every_steps=None)]
     os.kill(os.getpid(), signal.SIGTERM)
     assert state.told and signal.getsignal(signal.SIGTERM) == before, "a second one acts as ever"
     job.close()
@@ -199,7 +199,7 @@ def test_sigterm_is_heard_once(tmp_path):
 @pytest.mark.parametrize("every_steps", [0, -1, 2.5, "often"])
 def test_wrong_intervals(tmp_path, every_steps):
     with pytest.raises(ValueError, match="every_steps: expected"):
-        Checkpoint(tmp_path / "x", Words(0), engine=lambda: None, every_steps=every_steps)
+        Checkpoint(tmp_path / "x", Words(0), engine=None, every_steps=every_steps)
 
 
 def test_bytes_of_unlike_lengths_travel(tmp_path):

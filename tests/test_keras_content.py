@@ -8,7 +8,8 @@ import pytest
 
 pytest.importorskip("horovod.torch", reason="build it with hvd-hetero build-horovod")
 
-from hvd_hetero.keras.content import load_random_state, loaded, random_state, saved
+from hvd_hetero.engine.randomness import load_random_state, random_state
+from hvd_hetero.keras.content import loaded, saved
 from hvd_hetero.keras.elastic import _Variables
 
 

@@ -7,18 +7,24 @@ import importlib
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
+from . import elastic
 from .build import installed_build
-from .environment import elastic, prepare_init
+from .environment import is_elastic, prepare_init
 from .port import Engine
 from .version import check_versions, versions
+
+T = TypeVar("T")
 
 # framework -> our module and its engine
 _ENGINES = {
     "torch": ("horovod", "HorovodEngine"),
     "tensorflow": ("horovod_tensorflow", "TensorflowEngine"),
 }
+
+
+INIT_S = 120.0  # an elastic job tries for so long to bring its ranks together
 
 
 def _class(framework: str) -> Any:
@@ -37,8 +43,6 @@ def engine_of(framework: str, process_set: Any = None) -> Engine:
     return engine
 
 
-INIT_S = 120.0  # an elastic job tries for so long to bring its ranks together
-
 _again: dict[str, Callable[[], None]] = {}  # by framework: initialises as the script did
 
 
@@ -50,8 +54,9 @@ def init(framework: str, *args: Any, **kwargs: Any) -> None:
     prepare_init()
     _initialise(importlib.import_module(_class(framework).binding), *args, **kwargs)
     _again[framework] = functools.partial(init, framework, *args, **kwargs)
-    _class(framework)().watch()
-    check_versions(engine_of(framework), versions(framework))
+    engine = _class(framework)()
+    engine.watch()
+    check_versions(engine, versions(framework))
 
 
 def _initialise(horovod: Any, *args: Any, **kwargs: Any) -> None:
@@ -64,7 +69,7 @@ def _initialise(horovod: Any, *args: Any, **kwargs: Any) -> None:
         except ValueError as error:
             if "initialization failed" not in str(error):
                 raise
-            if not elastic() or time.monotonic() > deadline:
+            if not is_elastic() or time.monotonic() > deadline:
                 raise RuntimeError(
                     "Expected to reach all ranks. Received: a failed initialisation; the log above says which could "
                     "not be reached. Check that all hosts reach each other (horovodrun --network-interfaces)."
@@ -75,7 +80,7 @@ def _initialise(horovod: Any, *args: Any, **kwargs: Any) -> None:
             time.sleep(1.0)
 
 
-def restart(framework: str) -> None:
+def _restart(framework: str) -> None:
     """Initialises Horovod as it was, on the ranks that there are now; what was made on engines is rebuilt on them.
     A collective call of those ranks."""
     importlib.import_module(_class(framework).binding).shutdown()
@@ -88,9 +93,12 @@ def tracked(framework: str, operation: str, process_set: Any = None) -> Any:
     return _class(framework).tracked(operation, process_set)
 
 
-def explain(framework: str) -> str:
-    """Which ranks' processes are gone or do not answer; "" where all do."""
-    return str(_class(framework).explain())
+def elastic_run(framework: str, train: Callable[..., T], *, gone: Callable[[Exception], bool]) -> Callable[..., T]:
+    """`train(state, ...)` as `engine.elastic.run` calls it anew; `gone`: whether an error says that a peer is gone."""
+    cls = _class(framework)
+    horovod = importlib.import_module(cls.binding)
+    restart = functools.partial(_restart, framework)
+    return elastic.run(train, restart=restart, size=horovod.size, recoverable=gone, explain=cls.explain)
 
 
 def start() -> Engine:

@@ -9,7 +9,7 @@ import io
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -57,19 +57,15 @@ class Checkpoint:
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], state: State, *, engine: Callable[[], Engine], every_steps: int | None
+        self, path: str | os.PathLike[str], state: State, *, engine: Engine, every_steps: int | None
     ) -> None:
         if every_steps is not None and (not isinstance(every_steps, int) or every_steps < 1):
             raise ValueError(f"every_steps: expected an integer of at least 1, or None. Received: {every_steps!r}.")
-        self._file, self._state, self._engine_now, self._every = CheckpointFile(path), state, engine, every_steps
+        self._file, self._state, self._engine, self._every = CheckpointFile(path), state, engine, every_steps
         self._steps = 0
         self._asked = False
         self._asking: Handle | None = None
         self._notice = Notice(self._leave, say="this rank leaves once a checkpoint is written.")
-
-    @property
-    def _engine(self) -> Engine:
-        return self._engine_now()
 
     def close(self) -> None:
         """Leaves SIGTERM to others again."""

@@ -60,7 +60,7 @@ def waits_without_spinning() -> bool:
     return "blocking_wait" in repairs() and os.environ.get(BLOCKING_WAIT) == "1"
 
 
-def elastic() -> bool:
+def is_elastic() -> bool:
     """True when an elastic horovodrun started this process: ranks may come together again."""
     return os.environ.get("HOROVOD_ELASTIC", "0") == "1"
 

@@ -15,30 +15,25 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import sysconfig
 import threading
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from hvd_hetero.policy.patience import Patience
 
+from . import script
+from .absence import Absence, absence_of
 from .notice import LEFT
-from .peer import Ear, GoneError, Peer, SilentError, ask
+from .peer import Ear, Peer, ask
 
 PERIOD_S = 0.5  # between looks at what this rank waits for
 STEPS = 128  # whose lengths are kept
 NAMES = 4096  # of operations whose last start is kept
 GRACE_S = 60.0  # beyond the bound, for the rank that is to end; then this one ends itself
-
-_OWN = Path(__file__).resolve().parent.parent
-_OTHERS = tuple({path for name, path in sysconfig.get_paths().items() if "lib" in name})
 
 
 @dataclass
@@ -51,16 +46,6 @@ class Wait:
     due_s: float | None = None  # when the next word is due
     began: float = field(default_factory=time.monotonic)
     told: bool = False  # the missing ranks were told to end
-
-
-@dataclass(frozen=True)
-class Absence:
-    """A rank that is missing in an operation."""
-
-    peer: Peer
-    text: str
-    answers: bool
-    elsewhere: bool = False  # it waits in another operation: perhaps for somebody else
 
 
 class Watch:
@@ -195,13 +180,11 @@ class Watch:
     def _story(self, wait: Wait, absent: Sequence[Absence]) -> str:
         head = (
             f'hvd_hetero: {self._me} has waited {wait.lasted_s:.0f} s for the others in "{wait.operation}", at '
-            f"{_where()}."
+            f"{script.line()}."
         )
-        if not absent:
-            absent_text = ["every rank has come, or cannot be asked: the operation itself does not end."]
-        else:
-            absent_text = [absence.text for absence in absent]
-        return "\n".join([head, *(f"hvd_hetero:   {text}" for text in absent_text)])
+        texts = [absence.text for absence in absent]
+        texts = texts or ["every rank has come, or cannot be asked: the operation itself does not end."]
+        return "\n".join([head, *(f"hvd_hetero:   {text}" for text in texts)])
 
     def _end(self, wait: Wait, end_s: float) -> None:
         """Ends a wait that is too long: by ending the ranks that it is for, and at last this one."""
@@ -225,11 +208,11 @@ class Watch:
 
     def _absent(self, operation: str, ranks: Sequence[int]) -> list[Absence]:
         """The ranks that have not submitted an operation; who waits elsewhere only where all of them do."""
-        peers = [self._peers[rank] for rank in ranks if rank in self._peers and rank != getattr(self._me, "rank", None)]
+        peers = [self._peers[rank] for rank in ranks if rank in self._peers and self._peers[rank] != self._me]
         if not peers:
             return []
         with ThreadPoolExecutor(min(16, len(peers))) as pool:
-            found = [each for each in pool.map(lambda peer: _absence(peer, operation), peers) if each is not None]
+            found = [each for each in pool.map(lambda peer: absence_of(peer, operation), peers) if each is not None]
         return [each for each in found if not each.elsewhere] or found
 
     # What others ask ------------------------------------------------------------------------------------------------
@@ -243,59 +226,15 @@ class Watch:
             "submitted": list(self._submitted),
             "waits": [wait.operation for wait in waits],
             "s": time.monotonic() - (min(wait.began for wait in waits) if waits else self._outside),
-            "where": _where(),
+            "where": script.line(),
         }
 
     def _finish(self, reason: str) -> None:
         """Ends this process, with what it is doing."""
-        frame = sys._current_frames().get(threading.main_thread().ident or 0)
-        stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
-        self._say(f"hvd_hetero: {self._me} ends with an error: {reason}. It is at {_where()}:\n{stack}".rstrip())
+        where = f"It is at {script.line()}:\n{script.stack()}".rstrip()
+        self._say(f"hvd_hetero: {self._me} ends with an error: {reason}. {where}")
         sys.stdout.flush()
         self._leave(LEFT)
-
-
-def _absence(peer: Peer, operation: str) -> Absence | None:
-    """Why a rank is missing in an operation; None when it is not."""
-    try:
-        state = ask(peer, {"kind": "state"})
-    except GoneError:
-        return Absence(peer, f"{peer} is gone: its process has ended", answers=False)
-    except SilentError:
-        text = f"{peer} does not answer: its process is stopped, or its host or the link to it is down"
-        return Absence(peer, text, answers=False)
-    if operation in state["submitted"] or operation in state["waits"]:
-        return None
-    if state["waits"]:
-        text = (
-            f'{peer} waits in "{state["waits"][0]}", at {state["where"]}: all ranks must call the same operations, in '
-            "the same order"
-        )
-        return Absence(peer, text, answers=True, elsewhere=True)
-    text = f"{peer} has not come: it is at {state['where']}, for {state['s']:.0f} s outside of any operation"
-    return Absence(peer, text, answers=True)
-
-
-def _where() -> str:
-    """The line of the script at which this process's main thread is."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    return _line(_of_script(frame)) if frame is not None else "an unknown line"
-
-
-def _of_script(frame: FrameType) -> FrameType:
-    """The innermost frame that is neither of this package nor of any installed one, or else the innermost."""
-    at: FrameType | None = frame
-    while at is not None:
-        name = os.path.abspath(at.f_code.co_filename)
-        if not name.startswith((str(_OWN), *_OTHERS)) and not at.f_code.co_filename.startswith("<"):
-            return at
-        at = at.f_back
-    return frame
-
-
-def _line(frame: FrameType) -> str:
-    code = frame.f_code
-    return f"{Path(code.co_filename).name}:{frame.f_lineno} in {code.co_name}"
 
 
 def _to_stderr(text: str) -> None:

@@ -29,4 +29,4 @@ class Checkpoint(checkpoint.Checkpoint):
     """
 
     def __init__(self, path: str | os.PathLike[str], state: KerasState, *, every_steps: int | None = None) -> None:
-        super().__init__(path, state, engine=backend.engine, every_steps=every_steps)
+        super().__init__(path, state, engine=backend.engine(), every_steps=every_steps)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import random
 from typing import Any
 
 import numpy as np
@@ -33,7 +32,6 @@ def saved(value: Any) -> bytes:
     try:
         text = json.dumps(plain(value))
         stream = io.BytesIO()
-        # bfloat16 and its kin are unknown to numpy's format: their bits travel
         np.savez(stream, *arrays, text=np.array(text))
     except TypeError as error:
         raise TypeError(
@@ -57,17 +55,3 @@ def loaded(content: bytes) -> Any:
         return part
 
     return whole(json.loads(str(arrays["text"])))
-
-
-def random_state() -> dict[str, Any]:
-    """The states of this process's random numbers: Python's and numpy's."""
-    kind, keys, *rest = np.random.get_state(legacy=True)
-    return {"python": random.getstate(), "numpy": [kind, np.asarray(keys), *rest]}
-
-
-def load_random_state(state: dict[str, Any]) -> None:
-    """Goes on from `random_state()`."""
-    version, numbers, gauss = state["python"]
-    random.setstate((version, tuple(numbers), gauss))
-    kind, keys, *rest = state["numpy"]
-    np.random.set_state((kind, keys, *rest))

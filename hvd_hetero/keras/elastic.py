@@ -12,20 +12,19 @@ from typing import Any, TypeVar
 import keras
 import numpy as np
 
-from hvd_hetero.engine import binding, elastic
+from hvd_hetero.engine import binding
 from hvd_hetero.engine.job_state import JobState
+from hvd_hetero.engine.randomness import load_random_state, random_state
 from hvd_hetero.optimizers.attachment import PeerError
 
 from . import backend
-from .content import load_random_state, loaded, random_state, saved
+from .content import loaded, saved
 from .function import broadcast_variables
 
 __all__ = ["KerasState", "run"]
 
 T = TypeVar("T")
 GONE = ("HorovodInternalError", "PeerError")  # by their names: TensorFlow passes on the text of an error alone
-
-
 SEED = "seed_generator_state"  # the name of the variable that a layer draws random numbers from
 
 
@@ -220,10 +219,4 @@ def run(train: Callable[..., T]) -> Callable[..., T]:
     else that is collective: a rank that joins makes them while those that stay rebuild theirs. Callbacks are made
     within it.
     """
-    return elastic.run(
-        train,
-        restart=lambda: binding.restart(backend.NAME),
-        size=backend.horovod.size,
-        recoverable=_is_gone,
-        explain=lambda: binding.explain(backend.NAME),
-    )
+    return binding.elastic_run(backend.NAME, train, gone=_is_gone)

@@ -37,4 +37,4 @@ class Checkpoint(checkpoint.Checkpoint):
     """
 
     def __init__(self, path: str | os.PathLike[str], state: TorchState, *, every_steps: int | None = None) -> None:
-        super().__init__(path, state, engine=HorovodEngine, every_steps=every_steps)
+        super().__init__(path, state, engine=HorovodEngine(), every_steps=every_steps)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import io
-import random
 from typing import Any
 
-import numpy as np
 import torch
+
+from hvd_hetero.engine import randomness
 
 
 def saved(value: Any, *, check: bool = True) -> bytes:
@@ -36,22 +36,13 @@ def loaded(content: bytes) -> Any:
 
 def random_state() -> dict[str, Any]:
     """The states of this process's random numbers: Python's, numpy's, torch's."""
-    kind, keys, *rest = np.random.get_state(legacy=True)
     gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    return {
-        "python": random.getstate(),
-        "numpy": [kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest],
-        "torch": torch.get_rng_state(),
-        "cuda": gpus,
-    }
+    return {**randomness.random_state(), "torch": torch.get_rng_state(), "cuda": gpus}
 
 
 def load_random_state(state: dict[str, Any]) -> None:
     """Goes on from `random_state()`; GPUs only where there are as many."""
-    version, numbers, gauss = state["python"]
-    random.setstate((version, tuple(numbers), gauss))
-    kind, keys, *rest = state["numpy"]
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+    randomness.load_random_state(state)
     torch.set_rng_state(state["torch"])
     if state["cuda"] and torch.cuda.is_available() and torch.cuda.device_count() == len(state["cuda"]):
         torch.cuda.set_rng_state_all(state["cuda"])

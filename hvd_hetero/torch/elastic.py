@@ -14,7 +14,7 @@ import horovod.torch as horovod
 import torch
 from horovod.torch.elastic import ElasticSampler
 
-from hvd_hetero.engine import binding, elastic
+from hvd_hetero.engine import binding
 from hvd_hetero.engine.job_state import JobState
 from hvd_hetero.optimizers.attachment import PeerError
 
@@ -93,10 +93,4 @@ def run(train: Callable[..., T]) -> Callable[..., T]:
     that is collective: a rank that joins makes them while those that stay rebuild theirs.
     """
     recoverable = (horovod.HorovodInternalError, PeerError)
-    return elastic.run(
-        train,
-        restart=lambda: binding.restart("torch"),
-        size=horovod.size,
-        recoverable=lambda error: isinstance(error, recoverable),
-        explain=lambda: binding.explain("torch"),
-    )
+    return binding.elastic_run("torch", train, gone=lambda error: isinstance(error, recoverable))

@@ -146,14 +146,16 @@ class BalancedDataLoader:
             lookahead=num_workers * (2 if prefetch_factor is None else prefetch_factor),
         )
         # Of its own: an iteration must not draw from torch's generator, or a resumed job would draw other numbers.
-        self._generator = torch.Generator() if arguments.get("generator") is None else None
+        self._generator: torch.Generator | None = None
+        if arguments.get("generator") is None:
+            self._generator = arguments["generator"] = torch.Generator()
         self._seed = seed
         self.loader = DataLoader(
             dataset,
             batch_sampler=self.batch_sampler,
             num_workers=num_workers,
             prefetch_factor=prefetch_factor,
-            **{**arguments, **({"generator": self._generator} if self._generator is not None else {})},
+            **arguments,
         )
 
     def __len__(self) -> int:

@@ -1,0 +1,44 @@
+"""Where in the user's script this process is, for people: as seen from whatever thread asks."""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+import threading
+import traceback
+from pathlib import Path
+from types import FrameType
+
+_OWN = Path(__file__).resolve().parent.parent
+_OTHERS = tuple({path for name, path in sysconfig.get_paths().items() if "lib" in name})
+
+
+def line() -> str:
+    """The line of the script at which the main thread is."""
+    frame = _main_frame()
+    if frame is None:
+        return "an unknown line"
+    frame = _of_script(frame)
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+def stack() -> str:
+    """What the main thread is doing, call by call, as a traceback shows it."""
+    frame = _main_frame()
+    return "" if frame is None else "".join(traceback.format_stack(frame))
+
+
+def _main_frame() -> FrameType | None:
+    return sys._current_frames().get(threading.main_thread().ident or 0)
+
+
+def _of_script(frame: FrameType) -> FrameType:
+    """The innermost frame that is neither of this package nor of any installed one, or else the innermost."""
+    at: FrameType | None = frame
+    while at is not None:
+        name = os.path.abspath(at.f_code.co_filename)
+        if not name.startswith((str(_OWN), *_OTHERS)) and not at.f_code.co_filename.startswith("<"):
+            return at
+        at = at.f_back
+    return frame
