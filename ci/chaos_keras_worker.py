@@ -7,7 +7,6 @@ same global batches: a sample lost or doubled would show.
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from pathlib import Path
@@ -62,11 +61,11 @@ class Disturbed(keras.callbacks.Callback):
         self.state, self.balancer, self.diary, self.folder = state, balancer, diary, folder
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        time.sleep(sample_seconds() * self.balancer.share)
+        time.sleep(sample_seconds(self.folder) * self.balancer.share)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         done, shares = self.state.epoch * BATCHES + self.state.batch, self.balancer.plan.shares
-        self.diary("step", batch=done, shares=shares, sample_s=sample_seconds())
+        self.diary("step", batch=done, shares=shares, sample_s=sample_seconds(self.folder))
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self.state.losses = [*self.state.losses, float(logs["loss"])]
@@ -90,7 +89,7 @@ def main(folder: Path, topology: str) -> None:
     keras.config.set_floatx("float64")
     hvd.init(**({"process_sets": "dynamic"} if topology != "flat" else {}))
     diary = Diary(folder, hvd)
-    diary("began", host=os.environ.get("HOROVOD_HOSTNAME", ""))
+    diary("began")
     balancer = hvd.Balancer(WHOLE, run=str(folder / "trace"))
     dataset = hvd.BalancedDataset(*make_data(), balancer=balancer, seed=5)
     optimizer = keras.optimizers.SGD(0.05, momentum=0.9)
@@ -98,7 +97,7 @@ def main(folder: Path, topology: str) -> None:
 
     @hvd.elastic.run
     def train(state: Any) -> None:
-        diary("ranks", batch=state.epoch * BATCHES + state.batch, host=os.environ.get("HOROVOD_HOSTNAME", ""))
+        diary("ranks", batch=state.epoch * BATCHES + state.batch)
         callbacks = [
             hvd.callbacks.MetricAverageCallback(), Disturbed(state, balancer, diary, folder), Committed(state, diary)
         ]  # fmt: skip

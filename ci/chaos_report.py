@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,11 +23,13 @@ class Verdict:
     steps_to_plan: tuple[int | None, ...]  # after each change of the ranks; None: it changed again, or ended, before
 
 
-def read_diaries(folder: Path) -> list[dict[str, Any]]:
-    """What the processes wrote, in the order of time. A process may have been killed within a line."""
+def read_diaries(folder: Path, *, tail_bytes: int | None = None) -> list[dict[str, Any]]:
+    """What the processes wrote, in the order of time; `tail_bytes`: only the last of each. A process may have been
+    killed within a line."""
     found = []
     for path in folder.glob("process-*.jsonl"):
-        for line in path.read_text().splitlines():
+        content = path.read_bytes() if tail_bytes is None else _tail(path, tail_bytes)
+        for line in content.decode(errors="replace").splitlines():
             try:
                 found.append(json.loads(line))
             except ValueError:
@@ -36,16 +37,10 @@ def read_diaries(folder: Path) -> list[dict[str, Any]]:
     return sorted(found, key=lambda entry: entry["t_s"])
 
 
-def used_once(used: Sequence[Sequence[Any]], *, samples: int, epochs: int) -> list[str]:
-    """What is wrong with the samples of the committed history, which is to hold each of each epoch once."""
-    counts = Counter((epoch, index) for epoch, indices in used for index in indices)
-    wrong = []
-    for epoch in range(epochs):
-        times = [counts[epoch, index] for index in range(samples)]
-        lost, doubled = times.count(0), sum(count > 1 for count in times)
-        if lost or doubled:
-            wrong.append(f"epoch {epoch}: {lost} samples lost, {doubled} doubled")
-    return wrong
+def _tail(path: Path, count: int) -> bytes:
+    with open(path, "rb") as file:
+        file.seek(max(0, file.seek(0, 2) - count))
+        return file.read()
 
 
 def jumps(losses: Sequence[float]) -> list[str]:
@@ -105,9 +100,8 @@ def judge(
     result_path = folder / "result.json"
     if result_path.exists():
         result = json.loads(result_path.read_text())
-        if "used" in result:
-            problems += used_once(result["used"], samples=result["samples"], epochs=result["epochs"])
-        elif not result["off"] <= MOST_OFF:
+        problems += result.get("wrong", [])
+        if not result.get("off", 0.0) <= MOST_OFF:
             problems.append(f"weights are {result['off']:.2g} off those of one process")
         problems += jumps(result["losses"])
         if not result["alike"]:

@@ -7,14 +7,13 @@ which loss; each process writes what happened to it into a file of its own. `RES
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from chaos_diary import COMMIT_EVERY, SAMPLES, WHOLE, Diary, sample_seconds
+from chaos_diary import COMMIT_EVERY, SAMPLES, WHOLE, Diary, sample_seconds, wrong_use
 from torch import nn
 
 import hvd_hetero.torch as hvd
@@ -31,8 +30,7 @@ def main(folder: Path, topology: str) -> None:
     hvd.init(**({"process_sets": "dynamic"} if topology != "flat" else {}))
     torch.set_num_threads(1)
     diary = Diary(folder, hvd)
-    host, sample_s = os.environ.get("HOROVOD_HOSTNAME", ""), sample_seconds()
-    diary("began", host=host)
+    diary("began")
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 4))
     x, y = make_data()
@@ -45,12 +43,13 @@ def main(folder: Path, topology: str) -> None:
 
     @hvd.elastic.run
     def train(state: Any) -> None:
-        diary("ranks", batch=state.batch, host=host)
+        diary("ranks", batch=state.batch)
         mine: list[int] = []
         loss_sum = torch.zeros(2, dtype=torch.float64)
         while not state.over:
             loader.set_epoch(state.epoch)
             for index, inputs, classes in loader:
+                sample_s = sample_seconds(folder)
                 optimizer.zero_grad()
                 mine += index.tolist()
                 if len(inputs):
@@ -69,18 +68,20 @@ def main(folder: Path, topology: str) -> None:
                     mine = []
                     loss_sum.zero_()
                     if last:
+                        state.wrong = [*state.wrong, *wrong_use(state.epoch, state.used)]
+                        state.used = []
                         state.epoch += 1
                         state.over = hvd.broadcast_object((folder / "enough").exists(), 0, name="over")
                     state.commit()
                     diary("commit", batch=state.batch)
 
-    state = hvd.elastic.TorchState(model, optimizer, epoch=0, batch=0, used=[], losses=[], over=False)
+    state = hvd.elastic.TorchState(model, optimizer, epoch=0, batch=0, used=[], wrong=[], losses=[], over=False)
     train(state)
     flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
     every = hvd.allgather(flat[None], name="all")
     if hvd.rank() == 0:
         alike = all(torch.equal(row, every[0]) for row in every)
-        result = {"alike": alike, "used": state.used, "losses": state.losses, "epochs": state.epoch, "samples": SAMPLES}
+        result = {"alike": alike, "wrong": state.wrong, "losses": state.losses, "epochs": state.epoch}
         (folder / "result.json").write_text(json.dumps(result))
         print("RESULT", flush=True)
     hvd.barrier()

@@ -64,7 +64,7 @@ class Faults:
 
     def draw(self, random_: random.Random, processes: list[Process], *, longest_s: float) -> Fault:
         """One of them, for some of these processes."""
-        kinds = [self._kill, self._stop, self._slow, self._add_or_remove]
+        kinds = [self._kill, self._stop, self._slow, lambda *_: self.add_or_remove()]
         if self._cluster.network.kind == "namespaces":
             kinds.append(self._cut)
         if self._disk is not None:
@@ -102,7 +102,8 @@ class Faults:
         seconds = random_.uniform(2.0, longest_s)
         return Fault(name=f"slow rank {one.rank}", seconds=seconds, do=thread.start, undo=undo)
 
-    def _add_or_remove(self, random_: random.Random, processes: list[Process], longest_s: float) -> Fault:
+    def add_or_remove(self) -> Fault:
+        """The last host comes, or goes where it is there."""
         *_, name = self._all
         here = name in self._now
 

@@ -1,13 +1,16 @@
 """Ranks that have become others: everything made on them is rebuilt, and training goes on as if nothing had been."""
 
 import copy
+import os
+import signal
 
 import pytest
 import torch
 from torch import nn
 
-from hvd_hetero.engine.elastic import Failures
+from hvd_hetero.engine.elastic import Failures, run
 from hvd_hetero.engine.local import World
+from hvd_hetero.engine.notice import LEFT
 from hvd_hetero.engine.remembered import Remembered
 from hvd_hetero.optimizers.agreement import Terms
 from hvd_hetero.optimizers.planner import Planner
@@ -99,6 +102,47 @@ def test_failures_in_which_nothing_was_achieved_end_the_job():
     failures = Failures(most=3)
     assert all(failures.again(commits=commits, size=4) for commits in range(9)), "each after another commit"
     assert all(failures.again(commits=9, size=size) for size in range(9, 2, -1)), "each with a rank less"
+
+
+class State:
+    """What an elastic job asks of a state, told to one rank only."""
+
+    commits = 0
+
+    def __init__(self, leaving):
+        self.leaving = leaving
+        self.log = []
+
+    def __getattr__(self, name):
+        return lambda: self.log.append(name)
+
+
+def elastic_loop(train, log):
+    return run(train, restart=lambda: log.append("restart"), size=lambda: 2, recoverable=lambda error: True,
+               explain=lambda: "")  # fmt: skip
+
+
+def test_a_rank_that_was_told_to_end_does_not_come_together_with_others_again():
+    state = State(leaving=())
+
+    def train(state):
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise ConnectionError("another rank has died")
+
+    with pytest.raises(SystemExit) as end:
+        elastic_loop(train, state.log)(state)
+    assert end.value.code == LEFT
+    assert state.log == ["sync", "leave", "restore"]
+
+
+def test_a_job_that_cannot_tell_who_leaves_ends_by_sigterm_as_ever():
+    def train(state):
+        return signal.getsignal(signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    assert elastic_loop(train, [])(State(leaving=None)) is before
+    assert elastic_loop(train, [])(State(leaving=())) is not before
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_each_method_is_remembered_once_and_as_long_as_its_object_lives():

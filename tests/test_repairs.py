@@ -10,16 +10,15 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import urllib.error
 import urllib.request
 from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import pytest
 
-from hvd_hetero.cli import edits
-from hvd_hetero.engine.build import has_edit, installed_build
+from hvd_hetero.engine.build import installed_build
+from tests.repair import needs
 
 WORKER = Path(__file__).parent / "workers" / "repair_worker.py"
 HOROVODRUN = Path(sys.executable).with_name("horovodrun")
@@ -29,15 +28,6 @@ pytestmark = [
     pytest.mark.horovod,
     pytest.mark.skipif(installed_build() is None, reason="no Horovod installed: run `hvd-hetero build-horovod`"),
 ]
-
-
-def needs(name: str) -> pytest.MarkDecorator:
-    """Skips on a Horovod without the edit; HVD_HETERO_TEST_PLAIN=1 runs it there too, to see it fail."""
-    assert name in edits.names(edits.all_edits()), f"no edit is called {name}: its tests would be skipped for ever"
-    return pytest.mark.skipif(
-        not (has_edit(name) or "HVD_HETERO_TEST_PLAIN" in os.environ),
-        reason=f"the installed Horovod was built without {name}",
-    )
 
 
 class Launch(NamedTuple):
@@ -264,44 +254,6 @@ def test_a_failed_initialisation_is_an_error_and_can_be_made_again(tmp_path: Pat
     launch = _launch("failed_init", tmp_path, 2, HOROVOD_GLOO_TIMEOUT_SECONDS="4")
     assert launch.ranks[0] == {"error": launch.ranks[0]["error"], "total": 2.0}, launch.text[-3000:]
     assert "initialization failed" in launch.ranks[0]["error"] and launch.ranks[1]["total"] == 2.0
-
-
-@needs("absent_workers")
-def test_the_elastic_driver_gives_up_workers_that_do_not_come() -> None:
-    from horovod.runner.elastic.registration import WorkerStateRegistry
-
-    class Slot(NamedTuple):
-        local_rank: int
-
-    class Driver:
-        elastic_timeout = 0.2
-        host_assignments = {"a": [Slot(0), Slot(1)], "b": [Slot(0)]}
-        resumed = threading.Event()
-
-        def finished(self):
-            return False
-
-        def stop(self, error_message=None): ...
-
-        def resume(self):
-            self.resumed.set()
-
-    class Hosts:
-        given_up: ClassVar[list[str]] = []
-
-        def is_blacklisted(self, host):
-            return host in self.given_up
-
-        def blacklist(self, host):
-            self.given_up.append(host)
-
-    driver, hosts = Driver(), Hosts()
-    registry = WorkerStateRegistry(driver, hosts)
-    registry.reset(3)
-    for slot in range(2):
-        threading.Thread(target=registry.record_ready, args=("a", slot), daemon=True).start()
-    assert driver.resumed.wait(10), "it waits for b[0] for ever"
-    assert hosts.given_up == ["b"]
 
 
 @needs("quick_launch")

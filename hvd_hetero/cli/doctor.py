@@ -28,6 +28,8 @@ WITHOUT = {
     "failed_init": "one more death while an elastic job recovers from another ends the whole job",
     "failure_disconnects": "ranks on other nodes hear of a death only after Gloo's time-out, 30 s",
     "absent_workers": "an elastic job waits for ever for a rank that is frozen or cannot be reached",
+    "stale_workers": "an elastic job may wait for ever for a host that was given up and came back, give up one whose "
+    "old workers end late, or have two processes with one rank",
     "in_place_copy": "an in-place all-reduce of one tensor under Gloo costs one copy more",
     "gloo_loop": "Gloo's threads wake 100 times a second each, and spin while they wait for one another",
     "gloo_send_buffer": "after sums of a few values other collectives stall, 40 ms to seconds each",

@@ -7,7 +7,6 @@ from typing import Final
 from hvd_hetero.cli.edits import Edit
 
 _OPERATIONS = "horovod/common/operations.cc"
-_REGISTRATION = "horovod/runner/elastic/registration.py"
 
 EDITS: Final = (
     Edit(
@@ -143,71 +142,6 @@ EDITS: Final = (
   }
 
   void Enable() {
-""",
-    ),
-    Edit(
-        name="absent_workers",
-        reason="once one worker is ready for new ranks, the driver waits for all others without limit: one that is "
-        "frozen, or whose host cannot be reached, keeps the job waiting for ever. After the elastic timeout it counts "
-        "as failed, and its process is ended",
-        file=_REGISTRATION,
-        find="""                self._states[key] = state
-                self._workers[state].add(key)
-
-            rendezvous_id = self._rendezvous_id
-""",
-        replace="""                self._states[key] = state
-                self._workers[state].add(key)
-                if state == READY and self._expected_in != self._rendezvous_id:
-                    self._expected_in = self._rendezvous_id
-                    self._expect_all(self._rendezvous_id)
-
-            rendezvous_id = self._rendezvous_id
-""",
-    ),
-    Edit(
-        name="absent_workers",
-        reason="what counts the time",
-        file=_REGISTRATION,
-        find="""    def _wait(self, key, state, rendezvous_id):
-""",
-        replace="""    def _expect_all(self, rendezvous_id):
-        def fail_absent():
-            with self._lock:
-                if self._rendezvous_id != rendezvous_id:
-                    return
-                assigned = [(host, slot.local_rank)
-                            for host, slots in self._driver.host_assignments.items() for slot in slots]
-                absent = [key for key in assigned if key not in self._states]
-            for host, slot in absent:
-                logging.error('worker %s[%s] is not ready after %s s: it counts as failed', host, slot, seconds)
-                threading.Thread(target=self.record_failure, args=(host, slot), daemon=True).start()
-
-        seconds = self._driver.elastic_timeout
-        timer = threading.Timer(seconds, fail_absent)
-        timer.daemon = True
-        timer.start()
-
-    def _wait(self, key, state, rendezvous_id):
-""",
-    ),
-    Edit(
-        name="absent_workers",
-        reason="for which round of ranks the time runs",
-        file=_REGISTRATION,
-        find="        self._rendezvous_id = 0\n",
-        replace="        self._rendezvous_id = 0\n        self._expected_in = None\n",
-    ),
-    Edit(
-        name="absent_workers",
-        reason="the timeout of --elastic-timeout",
-        file="horovod/runner/elastic/driver.py",
-        find="    def world_size(self):\n",
-        replace="""    @property
-    def elastic_timeout(self):
-        return self._timeout
-
-    def world_size(self):
 """,
     ),
 )

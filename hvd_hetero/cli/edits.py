@@ -52,9 +52,17 @@ class Edit:
 
 def all_edits() -> tuple[Edit, ...]:
     """Every edit this package knows, in the order in which they are made."""
-    from hvd_hetero.cli import edit_compile, edit_cycle, edit_elastic, edit_hierarchy, edit_repair, edit_wait
+    from hvd_hetero.cli import (
+        edit_compile,
+        edit_cycle,
+        edit_driver,
+        edit_elastic,
+        edit_hierarchy,
+        edit_repair,
+        edit_wait,
+    )
 
-    modules = (edit_compile, edit_repair, edit_elastic, edit_wait, edit_cycle, edit_hierarchy)
+    modules = (edit_compile, edit_repair, edit_elastic, edit_driver, edit_wait, edit_cycle, edit_hierarchy)
     return tuple(edit for module in modules for edit in module.EDITS)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -21,9 +22,12 @@ MOST_FAILURES = 3  # in a row, with no commit between them and on the same numbe
 
 
 class ElasticState(Protocol):
-    """A Horovod `State` that counts its commits."""
+    """A Horovod `State` that counts its commits; `leaving` is None where it cannot tell others that a rank leaves."""
 
     commits: int
+
+    @property
+    def leaving(self) -> Sequence[int] | None: ...
 
     def leave(self) -> None: ...
 
@@ -90,11 +94,20 @@ def run(
         manager.register_listener(state)
         failures, changed = Failures(), False
         ranks = size()
-        notice = Notice(state.leave, say="this rank leaves at the next commit; the others go on.")
+        told = threading.Event()
+
+        def leave() -> None:
+            told.set()
+            state.leave()
+
+        say = "this rank leaves at the next commit; the others go on."
+        notice = Notice(leave, say=say) if state.leaving is not None else None
         try:
             while True:
                 try:
                     if changed:
+                        if told.is_set():  # the others come together without it
+                            raise SystemExit(LEFT)
                         restart()
                         ranks = size()
                         state.on_reset()
@@ -110,7 +123,8 @@ def run(
                     state.restore()
                     changed = True
         finally:
-            notice.close()
+            if notice is not None:
+                notice.close()
             manager.remove_listener(state)
 
     return wrapper

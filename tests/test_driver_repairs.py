@@ -1,0 +1,180 @@
+"""Every repair of the driver of elastic jobs, with the real driver and workers that are threads."""
+
+from __future__ import annotations
+
+import copy
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any, ClassVar, NamedTuple
+
+import pytest
+
+from tests.repair import needs
+
+pytestmark = pytest.mark.horovod
+LIMIT_S = 20
+
+
+@needs("absent_workers")
+def test_the_elastic_driver_gives_up_workers_that_do_not_come() -> None:
+    from horovod.runner.elastic.registration import WorkerStateRegistry
+
+    class Slot(NamedTuple):
+        local_rank: int
+
+    class Driver:
+        elastic_timeout = 0.2
+        host_assignments = {"a": [Slot(0), Slot(1)], "b": [Slot(0)]}
+        resumed = threading.Event()
+
+        def finished(self):
+            return False
+
+        def stop(self, error_message=None): ...
+
+        def resume(self):
+            self.resumed.set()
+
+    class Hosts:
+        given_up: ClassVar[list[str]] = []
+
+        def is_blacklisted(self, host):
+            return host in self.given_up
+
+        def blacklist(self, host):
+            self.given_up.append(host)
+
+    driver, hosts = Driver(), Hosts()
+    registry = WorkerStateRegistry(driver, hosts)
+    registry.reset(3)
+    for slot in range(2):
+        threading.Thread(target=registry.record_ready, args=("a", slot), daemon=True).start()
+    assert driver.resumed.wait(10), "it waits for b[0] for ever"
+    assert hosts.given_up == ["b"]
+
+
+class Workers:
+    """The workers of an elastic job, which run until they are told to end."""
+
+    def __init__(self) -> None:
+        self.slots: list[Any] = []
+        self.given_up: list[threading.Event] = []
+        self._ends: list[threading.Event] = []
+        self._changed = threading.Condition()
+
+    def create(self, slot: Any, events: list[threading.Event]) -> tuple[int, float]:
+        with self._changed:
+            end = threading.Event()
+            self.slots.append(slot)
+            self.given_up.append(events[1])
+            self._ends.append(end)
+            self._changed.notify_all()
+        end.wait()
+        return 1, 0.0
+
+    def wait_for(self, count: int) -> None:
+        with self._changed:
+            if not self._changed.wait_for(lambda: len(self.slots) >= count, LIMIT_S):
+                started = ", ".join(f"{slot.hostname}[{slot.local_rank}]" for slot in self.slots)
+                pytest.fail(f"{count} workers were to be started; these were: {started}")
+
+    def find(self, host: str, local_rank: int, *, start: int = 0) -> int:
+        places = [(slot.hostname, slot.local_rank) for slot in self.slots]
+        return places.index((host, local_rank), start)
+
+    def end(self, worker: int) -> None:
+        self._ends[worker].set()
+
+    def end_all(self) -> None:
+        for end in self._ends:
+            end.set()
+
+
+class Job(NamedTuple):
+    """A driver with three workers: one on host a, two on host b, which may come back a second after it was given up."""
+
+    driver: Any
+    workers: Workers
+    ask: Callable[[str], list[int]]
+
+
+@pytest.fixture
+def job() -> Iterator[Job]:
+    from horovod.runner.elastic.discovery import FixedHosts
+    from horovod.runner.elastic.driver import ElasticDriver
+    from horovod.runner.elastic.rendezvous import create_rendezvous_handler
+
+    server = SimpleNamespace(init=lambda assignments: None, stop=lambda: None)
+    driver = ElasticDriver(server, FixedHosts({"a": 1, "b": 2}), 3, 3, timeout=LIMIT_S, cooldown_range=(1, 1))
+    handler = create_rendezvous_handler(driver)
+    asked = handler.__new__(handler)
+    workers = Workers()
+    driver.wait_for_available_slots(3)
+    driver.start(3, workers.create)
+    workers.wait_for(3)
+
+    def ask(worker: str) -> list[int]:
+        return [int(number) for number in asked._get_value("rank_and_size", worker).split(b",")]
+
+    yield Job(driver, workers, ask)
+    workers.end_all()
+    driver.stop()
+
+
+def _in_threads(call: Callable[[str], Any], of: list[str]) -> dict[str, Any]:
+    """What came of the calls, which wait for one another."""
+    results: dict[str, Any] = {}
+
+    def run(one: str) -> None:
+        results[one] = call(one)
+
+    threads = [threading.Thread(target=run, args=(one,), daemon=True) for one in of]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT_S)
+    assert len(results) == len(of), f"only {sorted(results)} of {of} got an answer"
+    return results
+
+
+@needs("stale_workers")
+def test_a_host_that_was_given_up_and_comes_back_gets_new_workers_and_the_old_ones_do_not_count(job: Job) -> None:
+    driver, workers, ask = job
+    dead, late = workers.find("b", 0), workers.find("b", 1)
+    numbers = {(slot.hostname, slot.local_rank): slot.worker for slot in workers.slots}
+    workers.end(dead)
+    survivors = [f"a:0:{numbers['a', 0]}", f"b:1:{numbers['b', 1]}"]
+    answers = _in_threads(ask, survivors)
+
+    # both of b's are started anew, also the one whose process still runs, and which has asked for its rank
+    workers.wait_for(5)
+    assert sorted((slot.hostname, slot.local_rank) for slot in workers.slots[3:]) == [("b", 0), ("b", 1)]
+    assert workers.given_up[late].is_set()
+    assert answers[survivors[0]][:2] == [0, 3]
+    assert answers[survivors[1]][:2] == [-1, -1], "a process of a host that was given up has a rank"
+    assert ask(survivors[1])[:2] == [-1, -1], "it asked again, and has one now"
+
+    # its late end is no failure of the one that has its slot now
+    workers.end(late)
+    again = [f"a:0:{numbers['a', 0]}", *(f"b:{slot.local_rank}:{slot.worker}" for slot in workers.slots[3:])]
+    ranks = sorted(answer[0] for answer in _in_threads(ask, again).values())
+    assert ranks == [0, 1, 2]
+    assert not driver._host_manager.is_blacklisted("b")
+    assert len(workers.slots) == 5
+
+
+@needs("stale_workers")
+def test_a_worker_that_has_lost_its_slot_to_another_ends_without_a_word(job: Job) -> None:
+    driver, workers, _ = job
+    failures: queue.Queue[tuple[str, int]] = queue.Queue()
+    driver._worker_registry.record_failure = lambda *slot: failures.put(slot)
+    driver._start_worker_process(copy.copy(driver.host_assignments["b"][0]))  # assignments are new in each round
+    workers.wait_for(4)
+    old, new = workers.find("b", 0), workers.find("b", 0, start=3)
+    workers.end(old)
+    workers.end(new)
+    assert failures.get(timeout=LIMIT_S) == ("b", 0)
+    with pytest.raises(queue.Empty):
+        failures.get(timeout=0.5)
