@@ -72,19 +72,6 @@ class Disturbed(keras.callbacks.Callback):
         self.model.stop_training = hvd.broadcast_object((self.folder / "enough").exists(), 0, name="over")
 
 
-class Committed(hvd.callbacks.CommitStateCallback):
-    """Commits, and notes that."""
-
-    def __init__(self, state: Any, diary: Diary) -> None:
-        super().__init__(state, COMMIT_EVERY)
-        self.diary = diary
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        super().on_train_batch_end(batch, logs)
-        if self.batches_remaining == self.batches_per_commit:
-            self.diary("commit", batch=self.state.epoch * BATCHES + self.state.batch)
-
-
 def main(folder: Path, topology: str) -> None:
     keras.config.set_floatx("float64")
     hvd.init(**({"process_sets": "dynamic"} if topology != "flat" else {}))
@@ -95,15 +82,22 @@ def main(folder: Path, topology: str) -> None:
     optimizer = keras.optimizers.SGD(0.05, momentum=0.9)
     model = make_model(hvd.DistributedOptimizer(optimizer, balancer=balancer, topology=topology))
 
+    class Committed(hvd.elastic.KerasState):
+        """Notes each commit, also one at which the ranks change."""
+
+        def check_host_updates(self) -> None:
+            diary("commit", batch=self.epoch * BATCHES + self.batch)
+            super().check_host_updates()
+
     @hvd.elastic.run
     def train(state: Any) -> None:
         diary("ranks", batch=state.epoch * BATCHES + state.batch)
-        callbacks = [
-            hvd.callbacks.MetricAverageCallback(), Disturbed(state, balancer, diary, folder), Committed(state, diary)
-        ]  # fmt: skip
+        disturbed = Disturbed(state, balancer, diary, folder)
+        commit = hvd.callbacks.CommitStateCallback(state, COMMIT_EVERY)
+        callbacks = [hvd.callbacks.MetricAverageCallback(), disturbed, commit]
         state.fit(dataset, epochs=10**6, callbacks=callbacks, verbose=0)
 
-    state = hvd.elastic.KerasState(model, epoch=0, batch=0, losses=[])
+    state = Committed(model, epoch=0, batch=0, losses=[])
     train(state)
     found = flat(model)
     every = hvd.allgather(found[None])

@@ -90,6 +90,19 @@ def recoveries_s(entries: Sequence[dict[str, Any]], kills: Sequence[float]) -> l
     return found
 
 
+def beginnings(entries: Sequence[dict[str, Any]]) -> list[str]:
+    """Where ranks came together behind the last commit: every process that had the job's state was gone."""
+    found, committed = [], 0
+    for entry in entries:
+        if entry["kind"] == "ranks" and entry["rank"] == 0:
+            if entry["batch"] < committed:
+                found.append(f"began anew at batch {entry['batch']} after a commit at {committed}")
+            committed = entry["batch"]
+        elif entry["kind"] == "commit":
+            committed = entry["batch"]
+    return found
+
+
 def judge(
     folder: Path, *, ended: str, output: str, kills: Sequence[float], left: Sequence[int]
 ) -> Verdict:
@@ -97,6 +110,7 @@ def judge(
     processes left behind."""
     problems = [ended] if ended else []
     entries = read_diaries(folder)
+    problems += beginnings(entries)
     result_path = folder / "result.json"
     if result_path.exists():
         result = json.loads(result_path.read_text())

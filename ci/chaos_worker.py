@@ -41,6 +41,13 @@ def main(folder: Path, topology: str) -> None:
         torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), balancer=balancer, topology=topology
     )
 
+    class Committed(hvd.elastic.TorchState):
+        """Notes each commit, also one at which the ranks change."""
+
+        def check_host_updates(self) -> None:
+            diary("commit", batch=self.batch)
+            super().check_host_updates()
+
     @hvd.elastic.run
     def train(state: Any) -> None:
         diary("ranks", batch=state.batch)
@@ -73,9 +80,8 @@ def main(folder: Path, topology: str) -> None:
                         state.epoch += 1
                         state.over = hvd.broadcast_object((folder / "enough").exists(), 0, name="over")
                     state.commit()
-                    diary("commit", batch=state.batch)
 
-    state = hvd.elastic.TorchState(model, optimizer, epoch=0, batch=0, used=[], wrong=[], losses=[], over=False)
+    state = Committed(model, optimizer, epoch=0, batch=0, used=[], wrong=[], losses=[], over=False)
     train(state)
     flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
     every = hvd.allgather(flat[None], name="all")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -54,6 +55,11 @@ class Failures:
         self._seen = self._seen + 1 if self._at == (commits, size) else 1
         self._at = commits, size
         return self._seen <= self._most
+
+
+def came_later() -> bool:
+    """Whether the job had begun before this process was rank 0 for the first time, which the first worker is then."""
+    return int(os.environ.get("HOROVOD_ELASTIC_WORKER", 1)) > 1
 
 
 def let_leave(leaving: Sequence[int], *, rank: int) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -34,6 +35,7 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
         self._balancers: list[Any] = []
         self._kept: dict[str, Any] = {}
         self.commits = 0
+        self._synced = False
         for name, value in given.items():
             if (part := self._part(value)) is not None:
                 self._parts[name] = part
@@ -111,9 +113,13 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
 
     def sync(self) -> None:
         """All ranks get rank 0's. A collective call."""
+        if self._horovod.rank() == 0 and not self._synced and elastic.came_later():
+            text = "hvd_hetero: no process is left that had the state of this job: it begins anew, as the script does."
+            print(text, file=sys.stderr, flush=True)
         for part in self._parts.values():
             self._sync_part(part)
         super().sync()
+        self._synced = True
         self.save()
 
     def settle(self) -> None:
