@@ -91,6 +91,7 @@ class Balancer:
         self.count_now: float | None = None
         self.last_pass = True  # False while micro-batches are to follow
         self._exchanges: list[Attached] = []
+        self.keepers: list[Any] = []  # what keeps something back from step to step: see `Weighing`
         self._listeners: list[Callable[[], None]] = []
         self._pace = Pace()
         self._failed = self._discarded = False

@@ -48,7 +48,8 @@ class Feedback:
         self._next = {}
 
     def release(self, engine: Engine) -> Any | None:
-        return self._now.pop("residual", None)
+        kept = self._now.pop("residual", None)
+        return kept if kept is None else verbs_of(kept).copied(kept)
 
     def state_dict(self) -> dict[str, Any]:
         return {"step": self._step, **self._now}

@@ -59,6 +59,12 @@ class Route:
             part = part_of(levels, len(array)) if self.algorithm in IN_PARTS else None
             array[part if part is not None else slice(None)] += kept
 
+    def kept_into(self, array: Any) -> None:
+        """Adds what this route keeps back to `array`, and keeps it."""
+        state = self.state_dict()
+        self.release_into(array)
+        self.load_state_dict(state)
+
     def state_dict(self) -> dict[str, Any]:
         """What both levels keep."""
         return {

@@ -217,6 +217,10 @@ class Trial:
         """Ends a step; see `Reduction.settle`."""
         self._route.settle(finite)
 
+    def kept_into(self, array: Any) -> None:
+        """Adds what the route in use keeps back to `array`, and keeps it."""
+        self._route.kept_into(array)
+
     def state_dict(self) -> dict[str, Any]:
         """What the route in use keeps."""
         return self._route.state_dict()

@@ -13,7 +13,7 @@ shares every product is exact; the whole batch makes the divisor 1, and saves go
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from hvd_hetero.codecs.verbs import verbs_of
@@ -24,12 +24,25 @@ def _write(array: Any, values: Sequence[float]) -> None:
     array[...] = values
 
 
+def _arrays_like(like: Any, state: Any) -> Any:
+    """A state whose arrays, at any depth, are of the library, the type and the device of `like`."""
+    if isinstance(state, Mapping):
+        return {key: _arrays_like(like, value) for key, value in state.items()}
+    return verbs_of(like).like(state, like) if hasattr(state, "shape") else state
+
+
 class Way(Protocol):
     """How a bucket is summed: a `Route`, or several to choose from."""
 
     def start(self, array: Any, *, name: str) -> Handle: ...
 
     def settle(self, finite: bool) -> None: ...
+
+    def kept_into(self, array: Any) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
 class WeightedExchange:
@@ -65,6 +78,7 @@ class WeightedExchange:
         self._routes, self._keeps, self._write = list(routes), keeps, write
         self._handles: dict[int, Handle] = {}
         self._control_handle: Handle | None = None
+        self._given: dict[int, Any] = {}  # by bucket: what is added to its next sum
 
     @property
     def submitted(self) -> frozenset[int]:
@@ -78,10 +92,49 @@ class WeightedExchange:
         elif self._rides_in is None and self._control_handle is None:
             self._write(self._control, self._outgoing())
             self._control_handle = self._engine.allreduce_async(self._control, name=f"{self._name}.control")
+        if index in self._given:
+            self._buckets[index] += self._given.pop(index)
         self._handles[index] = self._routes[index].start(self._buckets[index], name=f"{self._name}.bucket.{index}")
         for handle in self._handles.values():
             if isinstance(handle, Chain):
                 handle.done()  # starts what may follow on what is done
+
+    # What codecs keep back ------------------------------------------------------------------------------------------
+
+    def kept_back(self) -> list[Any]:
+        """For each bucket, what is not sent yet of this rank's; None where that is nothing."""
+        found: list[Any] = []
+        for index, (bucket, route) in enumerate(zip(self._buckets, self._routes, strict=True)):
+            verbs = verbs_of(bucket)
+            kept = verbs.zeros([len(bucket)], bucket)
+            route.kept_into(kept)
+            if index in self._given:
+                kept += self._given[index]
+            found.append(kept if verbs.largest(kept) else None)
+        return found
+
+    def give_back(self, kept: Sequence[Any], factor: float) -> None:
+        """Adds what `kept_back` returned, times `factor`, to the next sums; nothing where the buckets are others."""
+        lengths = [len(bucket) for bucket in self._buckets]
+        if len(kept) == len(lengths) and all(
+            array is None or len(array) == length for array, length in zip(kept, lengths, strict=True)
+        ):
+            self._given = {index: array * factor for index, array in enumerate(kept) if array is not None}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this rank's routes keep."""
+        return {
+            "lengths": [len(bucket) for bucket in self._buckets],
+            "routes": [route.state_dict() for route in self._routes],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from `state`, if its buckets are these. All ranks do, or none: some of it has to be alike on all."""
+        if list(state["lengths"]) == [len(bucket) for bucket in self._buckets]:
+            for bucket, route, one in zip(self._buckets, self._routes, state["routes"], strict=True):
+                route.load_state_dict(_arrays_like(bucket, one))
+
+    # ----------------------------------------------------------------------------------------------------------------
 
     def done(self) -> bool:
         """True when nothing is under way."""

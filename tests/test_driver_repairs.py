@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
@@ -60,7 +60,7 @@ class Workers:
 
     def __init__(self) -> None:
         self.slots: list[Any] = []
-        self.given_up: list[threading.Event] = []
+        self.told: list[list[threading.Event]] = []  # for each, what tells it to end: the job, its host, itself
         self._ends: list[threading.Event] = []
         self._changed = threading.Condition()
 
@@ -68,7 +68,7 @@ class Workers:
         with self._changed:
             end = threading.Event()
             self.slots.append(slot)
-            self.given_up.append(events[1])
+            self.told.append(events)
             self._ends.append(end)
             self._changed.notify_all()
         end.wait()
@@ -139,9 +139,43 @@ def _in_threads(call: Callable[[str], Any], of: list[str]) -> dict[str, Any]:
     return results
 
 
+@needs("spared_hosts")
+def test_a_dead_worker_is_started_anew_and_those_beside_it_go_on(job: Job) -> None:
+    driver, workers, ask = job
+    numbers = {(slot.hostname, slot.local_rank): slot.worker for slot in workers.slots}
+    survivors = [f"a:0:{numbers['a', 0]}", f"b:1:{numbers['b', 1]}"]
+    workers.end(workers.find("b", 0))
+    ranks = sorted(answer[0] for answer in _in_threads(ask, survivors).values())
+    workers.wait_for(4)
+    assert len(set(ranks)) == 2 and ranks[0] == 0, "a worker that was started anew is rank 0"
+    assert workers.find("b", 0, start=3) == 3
+    assert not driver._host_manager.is_blacklisted("b")
+
+    # once more at once is no accident: now its host is given up
+    workers.end(3)
+    answers = _in_threads(ask, survivors)
+    assert answers[survivors[1]][0] == -1, "a worker that dies again and again was started again"
+
+
+@needs("spared_hosts")
+def test_a_frozen_worker_is_ended_alone(job: Job) -> None:
+    driver, workers, ask = job
+    frozen = workers.find("b", 0)
+    assert driver.spare("b", 0, {("a", 0): "READY", ("b", 1): "READY"})
+    assert [event.is_set() for event in workers.told[frozen]] == [False, False, True]
+    assert not any(event.is_set() for event in workers.told[workers.find("b", 1)])
+
+
+@needs("spared_hosts")
+def test_a_host_is_not_spared_where_rank_0_would_be_new(job: Job) -> None:
+    assert not job.driver.spare("b", 0, {("b", 1): "READY"})
+    assert job.driver.spare("b", 1, {("b", 0): "READY"})
+
+
 @needs("stale_workers")
 def test_a_host_that_was_given_up_and_comes_back_gets_new_workers_and_the_old_ones_do_not_count(job: Job) -> None:
     driver, workers, ask = job
+    driver._restarted[("b", 0)] = time.time()  # so that the host is not spared
     dead, late = workers.find("b", 0), workers.find("b", 1)
     numbers = {(slot.hostname, slot.local_rank): slot.worker for slot in workers.slots}
     workers.end(dead)
@@ -151,7 +185,7 @@ def test_a_host_that_was_given_up_and_comes_back_gets_new_workers_and_the_old_on
     # both of b's are started anew, also the one whose process still runs, and which has asked for its rank
     workers.wait_for(5)
     assert sorted((slot.hostname, slot.local_rank) for slot in workers.slots[3:]) == [("b", 0), ("b", 1)]
-    assert workers.given_up[late].is_set()
+    assert workers.told[late][1].is_set()
     assert answers[survivors[0]][:2] == [0, 3]
     assert answers[survivors[1]][:2] == [-1, -1], "a process of a host that was given up has a rank"
     assert ask(survivors[1])[:2] == [-1, -1], "it asked again, and has one now"
@@ -170,7 +204,7 @@ def test_a_worker_that_has_lost_its_slot_to_another_ends_without_a_word(job: Job
     driver, workers, _ = job
     failures: queue.Queue[tuple[str, int]] = queue.Queue()
     driver._worker_registry.record_failure = lambda *slot: failures.put(slot)
-    driver._start_worker_process(copy.copy(driver.host_assignments["b"][0]))  # assignments are new in each round
+    driver._start_worker_process(driver.host_assignments["b"][0])
     workers.wait_for(4)
     old, new = workers.find("b", 0), workers.find("b", 0, start=3)
     workers.end(old)

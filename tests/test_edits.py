@@ -10,7 +10,7 @@ import pytest
 from hvd_hetero.cli import doctor, edits, wheel
 from hvd_hetero.cli.edits import Edit, EditFailed
 
-EVERYTHING = ("torch", "tensorflow", "f16c")
+EVERYTHING = ("torch", "tensorflow", "f16c", "one_abi")
 
 
 def edit(**changes: object) -> Edit:

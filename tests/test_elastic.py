@@ -74,6 +74,38 @@ def measured(identities, speeds):
     return known.state_dict()
 
 
+@pytest.mark.parametrize("handed_over", [True, False])
+def test_what_a_codec_kept_back_goes_on_over_a_rebuild(handed_over):
+    """Training with top-k, whose residual is most of the gradient: as without the rebuild, if it is handed over."""
+
+    def train(engine, rebuilds):
+        torch.set_num_threads(1)
+        model = nn.Linear(40, 40, bias=False).double()
+        nn.init.zeros_(model.weight)
+        balancer = hvd.Balancer(WHOLE, engine=engine, adaptive=False)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), balancer=balancer,
+            compression=hvd.Compression.topk(0.05, warmup_steps=0),
+        )  # fmt: skip
+        x = torch.randn(STEPS, 4, 40, generator=torch.Generator().manual_seed(engine.rank), dtype=torch.float64)
+        for step in range(STEPS):
+            if rebuilds and step == 4:
+                kept = [keeper.kept_back() for keeper in balancer.keepers]
+                engine.rebuild()
+                for keeper, one in zip(balancer.keepers, kept, strict=True):
+                    keeper.give_back(one if handed_over else None)
+            optimizer.zero_grad()
+            balancer.begin(4)
+            (model(x[step]) - x[step]).square().mean().backward()
+            optimizer.step()
+        return model.weight.detach().clone()
+
+    plain = World(3).run(lambda engine: train(engine, rebuilds=False))
+    rebuilt = World(3).run(lambda engine: train(engine, rebuilds=True))
+    assert torch.allclose(plain[0], rebuilt[0], rtol=0, atol=1e-12) == handed_over
+    assert all(torch.equal(one, rebuilt[0]) for one in rebuilt)
+
+
 def test_ranks_of_known_hardware_keep_their_speeds():
     state = measured((11, 22, 33, 44), (8.0, 4.0, 2.0, 2.0))
     left = planner((33, 11))

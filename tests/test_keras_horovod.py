@@ -19,15 +19,12 @@ QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3", "TF_ENABLE_ONEDNN_OPTS": "0"}
 BACKENDS = os.environ.get("HVD_HETERO_BACKENDS", "tensorflow,torch").split(",")
 
 LAW_2 = [
-    "law_2:sgd,float32,1e-5",
     "law_2:sgd,float64,1e-11",
     "law_2:adam,float32,1e-5",
     "law_2:embedding,float64,1e-11",
-    "law_2:clipping,float64,1e-11",
+    "law_2:clipping_average_and_schedule,float64,1e-11",
     "law_2:accumulation,float64,1e-11",
-    "law_2:sample_weights,float32,1e-5",
-    "law_2:short_last_batch,float64,1e-11",
-    "law_2:average_and_schedule,float64,1e-11",
+    "law_2:weights_and_short_last_batch,float32,1e-5",
 ]
 CHECKS = [
     "functions",
@@ -49,9 +46,9 @@ OF_TENSORFLOW = [
     "gradient_tape",
     "compiled_by_xla",
 ]
-ON_THREE = ["law_2:adam,float64,1e-11", "law_2:short_last_batch,float64,1e-11", "nothing_of_a_rank_without_samples"]
+ON_THREE = ["law_2:adam,float64,1e-11", "law_2:weights_and_short_last_batch,float32,1e-5",
+            "nothing_of_a_rank_without_samples"]
 LOCAL = [
-    "merging_every_step_is_synchronous_training:sgd,float32,1e-6",
     "merging_every_step_is_synchronous_training:sgd,float64,1e-11",
     "merging_every_step_is_synchronous_training:accumulation,float64,1e-11",
     "merging_every_step_is_synchronous_training:scaled_loss,float64,1e-11",

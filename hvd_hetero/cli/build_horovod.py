@@ -83,11 +83,8 @@ def recipe_for(options: Options) -> Recipe:
     cpu_flags = toolchain.cpu_flags()
     mpi = toolchain.mpi(options.mpi)
     gpu = toolchain.gpu(options.gpu, str(cuda) if cuda else None, "torch" in frameworks)
-    present = set(frameworks)
-    if {"avx", "f16c"} <= set(cpu_flags):
-        present.add("f16c")
     return Recipe(
-        edits=edits.chosen(present, options.plain),
+        edits=edits.chosen(toolchain.present(frameworks, cpu_flags), options.plain),
         frameworks=frameworks,
         compiler=compiler,
         compiler_version=compiler_version,

@@ -30,10 +30,11 @@ WITHOUT = {
     "absent_workers": "an elastic job waits for ever for a rank that is frozen or cannot be reached",
     "stale_workers": "an elastic job may wait for ever for a host that was given up and came back, give up one whose "
     "old workers end late, or have two processes with one rank",
+    "spared_hosts": "one dead rank of an elastic job costs all ranks of its host",
     "in_place_copy": "an in-place all-reduce of one tensor under Gloo costs one copy more",
     "gloo_loop": "Gloo's threads wake 100 times a second each, and spin while they wait for one another",
     "gloo_send_buffer": "after sums of a few values other collectives stall, 40 ms to seconds each",
-    "quick_launch": "each horovodrun loads TensorFlow to look at itself, seconds before anything starts",
+    "quick_launch": "each horovodrun loads a framework to look at itself, seconds before anything starts",
     "blocking_wait": "waiting takes a whole core: hvd_hetero polls with sleeps, which costs some latency",
     "event_driven_cycle": "the background threads wake every HOROVOD_CYCLE_TIME ms: a trade of CPU time for latency",
     "gloo_hierarchy": "Gloo reduces in one ring over all ranks: more CPU time, more bytes between nodes, and "
@@ -68,7 +69,7 @@ class Report:
 
 def expected_edits(frameworks: Sequence[str]) -> list[str]:
     """The names of the repairs and speed-ups that a build for the frameworks on this machine would have."""
-    present = {*frameworks, *(["f16c"] if {"avx", "f16c"} <= set(toolchain.cpu_flags()) else [])}
+    present = toolchain.present({name: {} for name in frameworks}, toolchain.cpu_flags())
     return edits.names(e for e in edits.chosen(present) if e.kind != "compile")
 
 

@@ -81,4 +81,42 @@ EDITS: Final = (
         find="      zip_safe=False,\n",
         replace=f"      zip_safe=False,\n      package_data={{'horovod': ['{BUILD_RECORD}']}},\n",
     ),
+    Edit(
+        name="compiled_once",
+        reason="what the libraries for PyTorch and TensorFlow have in common is compiled for each of them, which is "
+        "most of the build. Both are C++ of one ABI, so once is enough. Not where GPUs are used, which was not tried",
+        kind="compile",
+        needs=("torch", "tensorflow", "one_abi"),
+        file="CMakeLists.txt",
+        find="# TF\nadd_subdirectory(horovod/tensorflow)\n",
+        replace="""if(HAVE_GLOO AND NOT HAVE_CUDA AND NOT HAVE_ROCM)
+    add_library(horovod_common OBJECT ${SOURCES})
+    target_include_directories(horovod_common PRIVATE "${EIGEN_INCLUDE_PATH}" "${FLATBUFFERS_INCLUDE_PATH}")
+    set_property(TARGET horovod_common PROPERTY CXX_STANDARD 17)
+    set(SOURCES $<TARGET_OBJECTS:horovod_common>)
+endif()
+
+# TF
+add_subdirectory(horovod/tensorflow)
+""",
+    ),
+    Edit(
+        name="compiled_once",
+        reason="and so is Gloo",
+        kind="compile",
+        needs=("torch", "tensorflow", "one_abi"),
+        file="CMakeLists.txt",
+        find="if(HAVE_GLOO AND (DEFINED Tensorflow_CXX17 AND Tensorflow_CXX17))\n",
+        replace="if(HAVE_GLOO AND NOT TARGET horovod_common AND (DEFINED Tensorflow_CXX17 AND Tensorflow_CXX17))\n",
+    ),
+    Edit(
+        name="compiled_once",
+        reason="which is then the one that TensorFlow's library is linked with",
+        kind="compile",
+        needs=("torch", "tensorflow", "one_abi"),
+        file="horovod/tensorflow/CMakeLists.txt",
+        find="    if (Tensorflow_CXX17)\n       list(APPEND TF_LINKER_LIBS compatible17_gloo)\n",
+        replace="    if (Tensorflow_CXX17 AND NOT TARGET horovod_common)\n"
+        "       list(APPEND TF_LINKER_LIBS compatible17_gloo)\n",
+    ),
 )

@@ -108,15 +108,16 @@ EDITS: Final = (
         thread = threading.Thread(target=run_worker)
 """,
         replace="""            exit_code, timestamp = res
-            if host_event.is_set() or not self.is_current(*slot, slot_info.worker):
+            if host_event.is_set() or not self.is_current(*slot, worker):
                 logging.debug('a worker of an earlier round has ended: %s[%s]', *slot)
                 return
             self._handle_worker_exit(slot_info, exit_code, timestamp)
 
         self._workers_started += 1
-        slot_info.worker = str(self._workers_started)
+        worker = slot_info.worker = str(self._workers_started)
         slot = slot_info.hostname, slot_info.local_rank
-        self._current_workers[slot] = slot_info.worker, host_event
+        self._current_workers[slot] = worker, host_event
+        self._ends[slot] = own_event = threading.Event()
         thread = threading.Thread(target=run_worker)
 """,
     ),
@@ -128,6 +129,8 @@ EDITS: Final = (
         replace="""        self._rank_assignments = {}
         self._current_workers = {}
         self._workers_started = 0
+        self._ends = {}
+        self._restarted = {}
         self._world_size = 0
 """,
     ),
@@ -207,5 +210,66 @@ EDITS: Final = (
         find="from horovod.runner.common.util import codec\n",
         replace="from horovod.runner.common.util import codec\n"
         "from horovod.runner.common.util.hosts import INVALID_SLOT_INFO\n",
+    ),
+    Edit(
+        name="spared_hosts",
+        reason="when one worker fails, its host is given up: healthy workers on it are ended as well, and with them, "
+        "where others have just failed, the last that have the state of the job. Now a host with a worker that is "
+        "ready is spared: only the failed one is started anew, unless that happened a short while ago",
+        file=_REGISTRATION,
+        find="""        for host, slot in failures:
+            self._host_manager.blacklist(host)
+""",
+        replace="""        ready = {host for (host, slot), state in self._states.items() if state == READY}
+        for host, slot in failures:
+            if host not in ready or not self._driver.spare(host, slot, self._states):
+                self._host_manager.blacklist(host)
+""",
+    ),
+    Edit(
+        name="spared_hosts",
+        reason="a worker that has failed may still be there, frozen: it is ended. Rank 0, from which others take the "
+        "state, has to be one that goes on",
+        file=_DRIVER,
+        find="    def world_size(self):\n",
+        replace="""    def spare(self, host, slot, states):
+        now = time.time()
+        if now - self._restarted.get((host, slot), 0) < SPARED_AGAIN_SECS:
+            return False
+        if slot == 0:
+            order = self._host_manager.current_hosts.host_assignment_order
+            order.sort(key=lambda name: states.get((name, 0)) != READY)
+            if not order or states.get((order[0], 0)) != READY:
+                return False
+        logging.info('start worker anew: %s[%s]', host, slot)
+        self._restarted[(host, slot)] = now
+        self._current_workers.pop((host, slot), None)
+        if (host, slot) in self._ends:
+            self._ends[(host, slot)].set()
+        return True
+
+    def world_size(self):
+""",
+    ),
+    Edit(
+        name="spared_hosts",
+        reason="the state of a worker that goes on",
+        file=_DRIVER,
+        find="from horovod.runner.elastic.registration import WorkerStateRegistry\n",
+        replace="from horovod.runner.elastic.registration import READY, WorkerStateRegistry\n",
+    ),
+    Edit(
+        name="spared_hosts",
+        reason="each worker can be ended alone",
+        file=_DRIVER,
+        find="[shutdown_event, host_event])",
+        replace="[shutdown_event, host_event, own_event])",
+    ),
+    Edit(
+        name="spared_hosts",
+        reason="a worker that fails again and again is no accident",
+        file=_DRIVER,
+        find="ELASTIC_TIMEOUT_SECS = 600\n",
+        replace="ELASTIC_TIMEOUT_SECS = 600\nSPARED_AGAIN_SECS = 120\n",
     ),
 )

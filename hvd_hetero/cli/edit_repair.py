@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from hvd_hetero.cli.edits import Edit
+from hvd_hetero.engine.build import BUILD_RECORD
 
 EDITS: Final = (
     Edit(
@@ -204,11 +205,38 @@ EDITS: Final = (
     ),
     Edit(
         name="quick_launch",
-        reason="each `horovodrun` loads the frameworks in turn to ask what Horovod was built with, TensorFlow first. "
-        "All of one build give the same answer, and PyTorch loads in a third of the time",
+        reason="each `horovodrun` loads the frameworks in turn, seconds each, to ask what Horovod was built with. The "
+        "record of the build says so",
         file="horovod/common/util.py",
-        find="EXTENSIONS = ['tensorflow', 'torch', 'mxnet']\n",
-        replace="EXTENSIONS = ['torch', 'tensorflow', 'mxnet']\n",
-        needs=("torch", "tensorflow"),
+        find="""@_cache
+def gpu_available(ext_base_name, verbose=False):
+""",
+        replace=f"""def _recorded(f):
+    def wrapper(*args, **kwargs):
+        path = os.path.join(os.path.dirname(os.path.dirname(__file__)), '{BUILD_RECORD}')
+        try:
+            with open(path) as file:
+                return json.load(file)['built'][f.__name__]
+        except (OSError, ValueError, KeyError):
+            return f(*args, **kwargs)
+
+    wrapper.__name__ = f.__name__
+    return wrapper
+
+
+@_cache
+def gpu_available(ext_base_name, verbose=False):
+""",
+    ),
+    *(
+        Edit(
+            name="quick_launch",
+            reason=f"what the record says of {of}",
+            file="horovod/common/util.py",
+            find=f"@_cache\ndef {name}(",
+            replace=f"@_cache\n@_recorded\ndef {name}(",
+        )
+        for name, of in (("mpi_built", "MPI"), ("gloo_built", "Gloo"), ("nccl_built", "NCCL"), ("ddl_built", "DDL"),
+                         ("ccl_built", "oneCCL"))
     ),
 )

@@ -24,7 +24,8 @@ class Edit:
     """One replacement in one file; several edits may share a name and are then made together or not at all.
 
     `kind` says what it is for: "compile" (needed to build at all), "repair" (a bug, always on) or "speed" (off until
-    an environment variable asks for it). `needs` lists what must be present for it: "torch", "tensorflow", "f16c".
+    an environment variable asks for it). `needs` lists what must be present for it: "torch", "tensorflow", "f16c", and
+    "one_abi" for frameworks of one C++ ABI.
     An `optional` edit may find its text absent; found any other number of times than `count` is still an error.
     An edit that `creates` adds a file, whose text is `replace`, and finds nothing.
     """
@@ -67,7 +68,7 @@ def all_edits() -> tuple[Edit, ...]:
 
 
 def chosen(present: Iterable[str], plain: bool = False) -> tuple[Edit, ...]:
-    """The edits for a build with `present` ("torch", "tensorflow", "f16c"); `plain` leaves only those that compile."""
+    """The edits for a build with `present` (see `Edit.needs`); `plain` leaves only those that compile."""
     have = frozenset(present)
     return tuple(e for e in all_edits() if have.issuperset(e.needs) and not (plain and e.kind != "compile"))
 

@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -86,6 +86,12 @@ def frameworks(asked: Sequence[str] | None) -> dict[str, dict[str, object]]:
             "against the frameworks that are there."
         )
     return found
+
+
+def present(found: Mapping[str, Mapping[str, object]], flags: Sequence[str]) -> set[str]:
+    """What edits may need, of these frameworks and flags of the processor."""
+    one_abi = bool(found.get("torch", {}).get("cxx11_abi"))  # as TensorFlow's packages for Linux have it
+    return {*found, *(["f16c"] if {"avx", "f16c"} <= set(flags) else []), *(["one_abi"] if one_abi else [])}
 
 
 def compiler() -> tuple[str, str]:

@@ -67,6 +67,13 @@ class Recipe:
             "mpi": self.mpi,
             "gpu": self.gpu,
             "cpu_flags": list(self.cpu_flags),
+            "built": {  # by Horovod's names for what can be asked
+                "gloo_built": True,
+                "mpi_built": bool(self.mpi),
+                "nccl_built": 1 if self.gpu else 0,
+                "ddl_built": False,
+                "ccl_built": False,
+            },
         }
 
     def summary(self) -> str:

@@ -113,5 +113,8 @@ class TorchVerbs:
     def copied(self, array: torch.Tensor) -> torch.Tensor:
         return array.clone()
 
+    def like(self, array: torch.Tensor | np.ndarray, like: torch.Tensor) -> torch.Tensor:
+        return torch.as_tensor(array).to(dtype=like.dtype, device=like.device, copy=True)
+
 
 VERBS = TorchVerbs()

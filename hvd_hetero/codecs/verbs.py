@@ -88,6 +88,9 @@ class Verbs(Protocol):
     def copied(self, array: Any) -> Any:
         """A copy."""
 
+    def like(self, array: Any, like: Any) -> Any:
+        """`array`, of this library or of numpy, in the type and on the device of `like`."""
+
 
 class NumpyVerbs:
     """For numpy arrays."""
@@ -170,6 +173,9 @@ class NumpyVerbs:
 
     def copied(self, array: np.ndarray) -> np.ndarray:
         return array.copy()
+
+    def like(self, array: Any, like: np.ndarray) -> np.ndarray:
+        return np.array(array, dtype=like.dtype)
 
 
 _NUMPY = NumpyVerbs()

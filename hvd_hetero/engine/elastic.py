@@ -58,7 +58,7 @@ class Failures:
 
 
 def came_later() -> bool:
-    """Whether the job had begun before this process was rank 0 for the first time, which the first worker is then."""
+    """Whether this process is not the first one of the job, which would be rank 0 as it begins."""
     return int(os.environ.get("HOROVOD_ELASTIC_WORKER", 1)) > 1
 
 

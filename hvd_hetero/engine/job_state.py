@@ -34,6 +34,7 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
         self._parts: dict[str, Any] = {}
         self._balancers: list[Any] = []
         self._kept: dict[str, Any] = {}
+        self._kept_back: list[Any] = []  # by codecs, which have not sent it yet
         self.commits = 0
         self._synced = False
         for name, value in given.items():
@@ -59,10 +60,10 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
     def _merge(self, part: Any) -> None:
         """Makes one model of those of all ranks, where `part` is an optimizer with a local strategy."""
 
-    def _sync_part(self, part: Any) -> None:
-        """All ranks get rank 0's. A collective call."""
-        mine = part.state_dict() if self._horovod.rank() == 0 else None
-        part.load_state_dict(self._horovod.broadcast_object(mine, 0, name="hvd_hetero.elastic.part"))
+    def _sync_part(self, part: Any, root: int) -> None:
+        """All ranks get that of rank `root`. A collective call."""
+        mine = part.state_dict() if self._horovod.rank() == root else None
+        part.load_state_dict(self._horovod.broadcast_object(mine, root, name="hvd_hetero.elastic.part"))
 
     # What it is made of ---------------------------------------------------------------------------------------------
 
@@ -80,7 +81,13 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
                 if not any(found is part for part in known):
                     parts[f"{name}.{type(found).__name__}.{index}"] = found
 
+    @property
+    def _keepers(self) -> list[Any]:
+        """What keeps something back from step to step, on each rank its own."""
+        return [keeper for balancer in self._balancers for keeper in balancer.keepers]
+
     def _keep(self) -> None:
+        self._kept_back = [keeper.kept_back() for keeper in self._keepers]
         self._kept = {name: copy.deepcopy(part.state_dict()) for name, part in self._parts.items()}
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -112,14 +119,21 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
         super().restore()
 
     def sync(self) -> None:
-        """All ranks get rank 0's. A collective call."""
-        if self._horovod.rank() == 0 and not self._synced and elastic.came_later():
+        """All ranks get what the rank with the most commits has; of several, the first. A collective call."""
+        horovod = self._horovod
+        held = horovod.allgather_object((self._synced, self.commits), name="hvd_hetero.elastic.held")
+        root = held.index(max(held))
+        if horovod.rank() == root and not self._synced and elastic.came_later():
             text = "hvd_hetero: no process is left that had the state of this job: it begins anew, as the script does."
             print(text, file=sys.stderr, flush=True)
         for part in self._parts.values():
-            self._sync_part(part)
-        super().sync()
-        self._synced = True
+            self._sync_part(part, root)
+        mine = {name: getattr(self, name) for name in self._plain}
+        for name, value in horovod.broadcast_object(mine, root, name="hvd_hetero.elastic.values").items():
+            setattr(self, name, value)
+        for keeper, kept in zip(self._keepers, self._kept_back, strict=False):
+            keeper.give_back(kept)
+        self._synced, self.commits = True, held[root][1]
         self.save()
 
     def settle(self) -> None:
@@ -145,6 +159,15 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
         """What is the same on all ranks: the states of the parts, and the plain values."""
         parts = {name: part.state_dict() for name, part in self._parts.items()}
         return {"parts": parts, "values": {name: getattr(self, name) for name in self._plain}}
+
+    def codec_states(self) -> list[Any]:
+        """What this rank's codecs keep from step to step."""
+        return [keeper.state_dict() for keeper in self._keepers]
+
+    def load_codec_states(self, states: Sequence[Any]) -> None:
+        """Goes on from `codec_states()` of this rank of as many."""
+        for keeper, state in zip(self._keepers, states, strict=False):
+            keeper.load_state_dict(state)
 
     def load_shared_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """Goes on from `shared_state()`. Raises ValueError where it is of another job."""

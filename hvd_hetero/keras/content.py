@@ -23,6 +23,8 @@ def saved(value: Any) -> bytes:
             return [plain(each) for each in part]
         if isinstance(part, np.generic):
             return part.item()
+        if hasattr(part, "detach"):  # a torch tensor, where that is the back end
+            part = part.detach().cpu().numpy()
         if isinstance(part, np.ndarray):
             # numpy's format does not know bfloat16 and its kin, whose values are all float32 as well.
             arrays.append(part.astype(np.float32) if part.dtype.kind == "V" else part)

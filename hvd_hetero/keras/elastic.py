@@ -162,11 +162,11 @@ class KerasState(JobState):
         if isinstance(part, _Variables) and hasattr(part.owner, "merge"):
             part.owner.merge()
 
-    def _sync_part(self, part: Any) -> None:
+    def _sync_part(self, part: Any, root: int) -> None:
         if isinstance(part, _Variables):
-            broadcast_variables(part.variables, 0)
+            broadcast_variables(part.variables, root)
         else:
-            super()._sync_part(part)
+            super()._sync_part(part, root)
 
     def reset(self) -> None:
         """Forgets functions that were traced for the ranks before."""
@@ -181,10 +181,10 @@ class KerasState(JobState):
         return saved(self.shared_state())
 
     def own_content(self) -> bytes:
-        """What is this rank's own, for a checkpoint: statistics of its samples, and its random numbers."""
+        """What is this rank's own, for a checkpoint: statistics of its samples, random numbers, what codecs keep."""
         parts = {name: part for name, part in self._parts.items() if isinstance(part, _Variables)}
         variables = {name: [_array(v) for v in part.own] for name, part in parts.items()}
-        return saved({"random": random_state(), "variables": variables})
+        return saved({"random": random_state(), "variables": variables, "codecs": self.codec_states()})
 
     def load_shared_content(self, content: bytes) -> None:
         """Goes on from what `shared_content` returned. Raises ValueError where it is of another job."""
@@ -197,6 +197,7 @@ class KerasState(JobState):
         for name, values in state["variables"].items():
             for variable, value in zip(self._parts[name].own, values, strict=True):
                 variable.assign(value)
+        self.load_codec_states(state["codecs"])
         self.save()
 
 

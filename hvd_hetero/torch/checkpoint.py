@@ -24,8 +24,8 @@ class Checkpoint(checkpoint.Checkpoint):
                 checkpoint.step()
 
     A job that goes on from it on the same ranks, with fixed shares, computes what it would have computed uninterrupted,
-    bit for bit (but for random numbers drawn by the workers of a loader, which begin anew, and for what a lossy codec
-    had kept back). On other hardware, or another number of ranks, it goes on with the same samples and the same model.
+    bit for bit (but for random numbers drawn by the workers of a loader, which begin anew). On other hardware, or
+    another number of ranks, it goes on with the same samples and the same model.
 
     When a rank is told to end (SIGTERM), all ranks save at the same step and end with exit status 75. An elastic job,
     whose commits see to that, calls `save()` after a commit instead of `step()`. Constructing one is a collective call.

@@ -50,11 +50,11 @@ class TorchState(JobState):
         if isinstance(part, torch.optim.Optimizer) and hasattr(part, "merge"):
             part.merge()
 
-    def _sync_part(self, part: Any) -> None:
+    def _sync_part(self, part: Any, root: int) -> None:
         if isinstance(part, torch.nn.Module):
-            broadcast_parameters(part.state_dict(), root_rank=0)
+            broadcast_parameters(part.state_dict(), root_rank=root)
         else:
-            super()._sync_part(part)
+            super()._sync_part(part, root)
 
     # Checkpoints ----------------------------------------------------------------------------------------------------
 
@@ -65,10 +65,10 @@ class TorchState(JobState):
         return content
 
     def own_content(self) -> bytes:
-        """What is this rank's own, for a checkpoint: statistics of its samples, and its random numbers."""
+        """What is this rank's own, for a checkpoint: statistics of its samples, random numbers, what codecs keep."""
         models = {name: part for name, part in self._parts.items() if isinstance(part, torch.nn.Module)}
         buffers = {name: dict(model.named_buffers()) for name, model in models.items()}
-        return saved({"random": random_state(), "buffers": buffers})
+        return saved({"random": random_state(), "buffers": buffers, "codecs": self.codec_states()})
 
     def load_shared_content(self, content: bytes) -> None:
         """Goes on from what `shared_content` returned. Raises ValueError where it is of another job."""
@@ -82,6 +82,7 @@ class TorchState(JobState):
             mine = dict(self._parts[name].named_buffers())
             for key, value in buffers.items():
                 mine[key].copy_(value)
+        self.load_codec_states(state["codecs"])
         self.save()
 
 

@@ -1,8 +1,9 @@
 """Ranks of tests/test_checkpoint_horovod.py: stopped by SIGTERM at random steps and resumed, against an uninterrupted
-run. Arguments: a folder, how often, and `NAME=VALUE` options of DistributedOptimizer."""
+run, with one codec after the other. Arguments: a folder, and how often."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import signal
@@ -16,28 +17,34 @@ import hvd_hetero.torch as hvd
 
 SAMPLES, WHOLE, EPOCHS = 140, 16, 3
 STEPS = EPOCHS * -(-SAMPLES // WHOLE)
+HIDDEN = 200  # matrices of less than 1024 values go through no codec
+CODECS = (
+    hvd.Compression.none, hvd.Compression.int8, hvd.Compression.powersgd(2, warmup_steps=4), hvd.Compression.fp16,
+    hvd.Compression.topk(0.1, warmup_steps=4),
+)  # fmt: skip
 
 
-def make(path, options):
+def make(path, codec):
     """A new job, as a new process would make it."""
     torch.manual_seed(hvd.rank())  # dropout draws other numbers on each rank
-    model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Dropout(0.3), nn.Linear(16, 3))
+    model = nn.Sequential(nn.Linear(6, HIDDEN), nn.BatchNorm1d(HIDDEN), nn.Dropout(0.3), nn.Linear(HIDDEN, 3))
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(SAMPLES, 6, generator=generator)
     data = torch.utils.data.TensorDataset(x, (x @ torch.randn(6, 3, generator=generator)).argmax(1))
     shares = {2: (11, 5), 3: (8, 5, 3)}[hvd.size()]
     balancer = hvd.Balancer(WHOLE, shares=shares, adaptive=False)
     loader = hvd.BalancedDataLoader(data, balancer=balancer, seed=5, num_workers=0)
-    optimizer = hvd.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-2), balancer=balancer, **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = hvd.DistributedOptimizer(optimizer, balancer=balancer, compression=codec)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.7)
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     state = hvd.elastic.TorchState(model, optimizer, schedule=schedule, epoch=0)
     return model, loader, optimizer, schedule, state, hvd.Checkpoint(path, state, every_steps=7)
 
 
-def train(path, options, stop_at=None, who=0):
+def train(path, codec, stop_at=None, who=0):
     """The parameters at the end, or None where SIGTERM came first; and the indices of the steps made."""
-    model, loader, optimizer, schedule, state, checkpoint = make(path, options)
+    model, loader, optimizer, schedule, state, checkpoint = make(path, codec)
     checkpoint.restore()
     first = last = loader.batch_sampler.balancer.step + 1
     try:
@@ -63,18 +70,21 @@ def train(path, options, stop_at=None, who=0):
         checkpoint.close()
 
 
-def main(folder, times, options):
+def main(folder, times):
     hvd.init()
     torch.set_num_threads(1)
-    expected, _ = train(folder / "uninterrupted", options)
+    expected = [train(folder / f"uninterrupted.{number}", codec)[0] for number, codec in enumerate(CODECS)]
+    assert not any(torch.equal(one, other) for one, other in itertools.combinations(expected, 2)), "a codec is not used"
     draw = random.Random(7)
     for number in range(times):
+        codec, whole = CODECS[number % len(CODECS)], expected[number % len(CODECS)]
         path, stop_at, who = folder / f"run.{number}", draw.randrange(STEPS - 2), draw.randrange(hvd.size())
-        nothing, (_, left) = train(path, options, stop_at, who)
+        nothing, (_, left) = train(path, codec, stop_at, who)
         assert nothing is None and left - stop_at in (1, 2), (stop_at, left)
-        found, (first, _) = train(path, options)
+        found, (first, _) = train(path, codec)
         assert first == left, "it goes on where it was"
-        assert torch.equal(found, expected), f"stopped after step {stop_at}: off by {(found - expected).abs().max()}"
+        off = (found - whole).abs().max()
+        assert torch.equal(found, whole), f"{codec}: stopped after step {stop_at}: off by {off}"
     hvd.barrier()
     if hvd.rank() == 0:
         print(f"OK {times}", flush=True)
@@ -82,4 +92,4 @@ def main(folder, times, options):
 
 if __name__ == "__main__":
     torch.use_deterministic_algorithms(True)
-    main(Path(sys.argv[1]), int(sys.argv[2]), dict(word.split("=") for word in sys.argv[3:]))
+    main(Path(sys.argv[1]), int(sys.argv[2]))

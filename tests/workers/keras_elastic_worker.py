@@ -29,10 +29,10 @@ def make_data():
     return x, (x @ draw.standard_normal((6, 3))).argmax(1)
 
 
-def make_model(optimizer, *, dropout=0.0):
+def make_model(optimizer, *, hidden=8, dropout=0.0):
     keras.utils.set_random_seed(0)
-    layers = [keras.layers.Dense(8, activation="tanh"), keras.layers.Dropout(dropout, seed=3), keras.layers.Dense(3)]
-    model = keras.Sequential([keras.Input((6,)), *layers])
+    layers = [keras.layers.Dense(hidden, activation="tanh"), keras.layers.Dropout(dropout, seed=3)]
+    model = keras.Sequential([keras.Input((6,)), *layers, keras.layers.Dense(3)])
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(optimizer=optimizer, loss=loss, jit_compile=False)
     return model
@@ -117,7 +117,9 @@ def resumed(path, stop_at=None, who=0):
     """The weights at the end, None where SIGTERM came first; and after how many batches it ended."""
     balancer = hvd.Balancer(WHOLE, shares={2: (13, 7), 3: (10, 6, 4)}[hvd.size()], adaptive=False)
     dataset = hvd.BalancedDataset(*make_data(), balancer=balancer, seed=5)
-    model = make_model(hvd.DistributedOptimizer(keras.optimizers.Adam(0.01), balancer=balancer), dropout=0.3)
+    codec = hvd.Compression.int8  # of what it could not send, nothing is lost either
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.01), balancer=balancer, compression=codec)
+    model = make_model(optimizer, hidden=200, dropout=0.3)
     state = hvd.elastic.KerasState(model, epoch=0, batch=0)
     checkpoint = hvd.Checkpoint(path, state, every_steps=9)
     checkpoint.restore()

@@ -86,13 +86,12 @@ OPTIMIZERS = {
     "sgd": lambda: keras.optimizers.SGD(0.1, momentum=0.9, nesterov=True),
     "adam": lambda: keras.optimizers.Adam(1e-2),
     "embedding": lambda: keras.optimizers.Adam(1e-2),
-    "clipping": lambda: keras.optimizers.AdamW(1e-2, weight_decay=0.05, global_clipnorm=0.1),
+    "clipping_average_and_schedule": lambda: keras.optimizers.AdamW(
+        keras.optimizers.schedules.ExponentialDecay(2e-2, 3, 0.9), weight_decay=0.05, global_clipnorm=0.1,
+        use_ema=True, ema_overwrite_frequency=5,
+    ),  # fmt: skip
     "accumulation": lambda: keras.optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=2),
-    "sample_weights": lambda: keras.optimizers.SGD(0.1),
-    "short_last_batch": lambda: keras.optimizers.Adam(1e-2),
-    "average_and_schedule": lambda: keras.optimizers.SGD(
-        keras.optimizers.schedules.ExponentialDecay(0.2, 3, 0.8), use_ema=True, ema_overwrite_frequency=5
-    ),
+    "weights_and_short_last_batch": lambda: keras.optimizers.SGD(0.1),
     "eager": lambda: keras.optimizers.RMSprop(1e-2),
     "many_steps_per_execution": lambda: keras.optimizers.SGD(0.1),
 }
@@ -119,10 +118,10 @@ def law_2(case, floatx, bound):
     keras.config.set_floatx(floatx)
     keras.config.set_dtype_policy(floatx)
     make = embedding_model if case == "embedding" else dense_model
-    arrays = data(WHOLE * STEPS - (11 if case == "short_last_batch" else 0), words=case == "embedding")
-    arrays = arrays if case == "sample_weights" else arrays[:2]
-    options = {"run_eagerly": case == "eager"}
-    options["loss"] = "mse" if case == "sample_weights" else mean_squared_error
+    weighted = case == "weights_and_short_last_batch"
+    arrays = data(WHOLE * STEPS - (11 if weighted else 0), words=case == "embedding")
+    arrays = arrays if weighted else arrays[:2]
+    options = {"run_eagerly": case == "eager", "loss": "mse" if weighted else mean_squared_error}
     if case == "many_steps_per_execution" and TENSORFLOW:
         options["steps_per_execution"] = 4
     balancer = hvd.Balancer(WHOLE, shares=UNEVEN[hvd.size()], adaptive=False)

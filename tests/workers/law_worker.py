@@ -17,6 +17,7 @@ import hvd_hetero.torch as hvd
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from contract import check_engine
 
+from hvd_hetero.engine.build import installed_build
 from hvd_hetero.engine.horovod import HorovodEngine
 
 WHOLE = 24
@@ -50,6 +51,12 @@ def spread(tensors):
 
 def law_contract():
     check_engine(HorovodEngine(), lambda values: torch.tensor(values, dtype=torch.float64))
+
+
+def record_tells_the_truth():
+    """What launches read instead of loading a framework."""
+    for name, said in (installed_build() or {}).get("built", {}).items():
+        assert bool(getattr(hvd, name)()) == bool(said), name
 
 
 def law_2_gradient():
