@@ -78,6 +78,7 @@ class Balancer:
         self._settle()
         if trace is not None:
             trace.plan(self.plan)
+            engine.hear_waits(self._waited)
         engine.remember(self.rebuild)
 
     def _settle(self) -> None:
@@ -118,6 +119,10 @@ class Balancer:
             self.trace.restart(self.rank)
             self.trace.event("ranks", rank=self.rank, size=self.size, step=self.step)
             self.trace.plan(self.plan)
+
+    def _waited(self, **what: Any) -> None:
+        self.trace.event("wait", **what)
+        self.trace.flush()  # it may be the last word
 
     # What a script asks ---------------------------------------------------------------------------------------------
 

@@ -37,6 +37,9 @@ class Ranks:
     def __init__(self, count, patience=QUICK):
         self.said, self.left = [], []
         self.watches = [Watch(patience, say=self.said.append, leave=self.left.append) for _ in range(count)]
+        self.heard = []
+        for each in self.watches:
+            each.hearers.add(self.hear)
         self.texts = [each.introduce(rank) for rank, each in enumerate(self.watches)]
         self.meet()
 
@@ -50,6 +53,9 @@ class Ranks:
         with mine.waiting(operation, ranks):
             time.sleep(seconds)
         mine.ended(operation)
+
+    def hear(self, **what):
+        self.heard.append(what)
 
     def story(self):
         return "\n".join(self.said)
@@ -96,6 +102,7 @@ def test_names_who_has_not_come_and_where_it_is(ranks):
     assert "rank 2 (host" in three.story() and "has not come: it is at test_watch.py" in three.story()
     missing = [line for line in three.story().splitlines() if "has not come" in line]
     assert all("rank 2" in line for line in missing), "and names nobody else"
+    assert [(what["operation"], what["missing"]) for what in three.heard] == [("gradient", [2])] * len(three.said)
     assert not three.left
 
 

@@ -152,6 +152,9 @@ class LocalEngine:
     def remember(self, rebuild: Callable[[], None]) -> None:
         self._remembered.add(rebuild)
 
+    def hear_waits(self, hear: Callable[..., None]) -> None:
+        """None; nobody watches."""
+
     def rebuild(self) -> None:
         """What an elastic job does when its ranks have changed."""
         self._named = itertools.count(1)

@@ -59,6 +59,10 @@ class Engine(Protocol):
         calls in the same order.
         """
 
+    def hear_waits(self, hear: Callable[..., None]) -> None:
+        """Calls the method `hear(operation=, waited_s=, line=, missing=)`, from a thread of its own and as long as its
+        object lives, when a wait takes unusually long; where nobody watches, never."""
+
     def allreduce_async(self, array: Any, *, name: str, op: Op = "sum") -> Handle:
         """Reduces `array` over the group *in place*; the result is `array`. Shapes and types must be equal."""
 

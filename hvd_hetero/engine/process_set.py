@@ -113,6 +113,10 @@ class ProcessSetEngine:
         here = self._watch.introduce(self.rank)
         self._watch.meet(gather_text(self, here, name="hvd_hetero.watch"))
 
+    def hear_waits(self, hear: Callable[..., None]) -> None:
+        if self._watch is not None:
+            self._watch.hearers.add(hear)
+
     def _track(self, operation: str) -> Tracked:
         """Notes that this rank takes part in an operation."""
         return Tracked(operation, self.ranks, self._watch)

@@ -29,6 +29,7 @@ from . import script
 from .absence import Absence, absence_of
 from .notice import LEFT
 from .peer import Ear, Peer, ask
+from .remembered import Remembered
 
 PERIOD_S = 0.5  # between looks at what this rank waits for
 STEPS = 128  # whose lengths are kept
@@ -66,6 +67,7 @@ class Watch:
     ) -> None:
         self._patience, self._leave = patience, leave
         self._say = say or _to_stderr
+        self.hearers = Remembered()  # of each story, besides people
         self._submitted: dict[str, int] = {}
         self._waits: dict[int, Wait] = {}  # by thread
         self._step_s: deque[float] = deque(maxlen=STEPS)
@@ -175,7 +177,14 @@ class Watch:
             wait.due_s = 2 * wait.lasted_s
             absent = self._absent(wait.operation, wait.ranks)
             if wait in self._waits.values():
-                self._say(self._story(wait, absent))
+                self._tell(wait, absent)
+
+    def _tell(self, wait: Wait, absent: Sequence[Absence], more: str = "") -> None:
+        self._say(self._story(wait, absent) + more)
+        self.hearers.call(
+            operation=wait.operation, waited_s=wait.lasted_s, line=script.line(),
+            missing=[absence.peer.rank for absence in absent],
+        )  # fmt: skip
 
     def _story(self, wait: Wait, absent: Sequence[Absence]) -> str:
         head = (
@@ -194,7 +203,7 @@ class Watch:
             return
         if not wait.told:
             wait.told = True
-            self._say(self._story(wait, absent) + f"\nhvd_hetero:   that is the bound ({end_s:.0f} s): it ends here.")
+            self._tell(wait, absent, f"\nhvd_hetero:   that is the bound ({end_s:.0f} s): it ends here.")
             for absence in absent:
                 if absence.answers and not absence.elsewhere:
                     reason = f'{self._me} has waited {wait.lasted_s:.0f} s for this rank in "{wait.operation}"'
