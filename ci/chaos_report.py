@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from chaos_diary import COMMIT_EVERY
+
 JUMP = 0.35  # a loss may rise by so much from commit to commit: noise of the batches, and no lost training
 SLACK = 1.10  # of the best split's step time
 MOST_OFF = 1e-7  # of weights in fp64 from those of one process, after some hundreds of steps
@@ -91,11 +93,12 @@ def recoveries_s(entries: Sequence[dict[str, Any]], kills: Sequence[float]) -> l
 
 
 def beginnings(entries: Sequence[dict[str, Any]]) -> list[str]:
-    """Where ranks came together behind the last commit: every process that had the job's state was gone."""
+    """Where ranks came together behind the last commit: every process that had the job's state was gone. A commit that
+    not all ranks have reached may be lost with those that have."""
     found, committed = [], 0
     for entry in entries:
         if entry["kind"] == "ranks" and entry["rank"] == 0:
-            if entry["batch"] < committed:
+            if entry["batch"] < committed - COMMIT_EVERY:
                 found.append(f"began anew at batch {entry['batch']} after a commit at {committed}")
             committed = entry["batch"]
         elif entry["kind"] == "commit":

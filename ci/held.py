@@ -53,11 +53,12 @@ def growth(held: Sequence[Held], *, least_s: float) -> list[str]:
     """Which processes hold more and more; those that were watched for less than `least_s` say nothing."""
     found = []
     judged = [one for one in held if one.seconds >= least_s]
+    ranks = [one for one in judged if one.name.startswith("rank")]
     for one in judged:
         (mib, files), (mib_then, files_then) = one.ends()
         if mib_then > mib + MOST_MIB or files_then > files + MOST_FILES:
             found.append(f"{one} grows")
-    return found if judged else ["no process lived long enough to be judged"]
+    return found if ranks else [*found, "no rank lived long enough to be judged"]
 
 
 class Watcher:

@@ -93,7 +93,7 @@ class WeightedExchange:
             self._write(self._control, self._outgoing())
             self._control_handle = self._engine.allreduce_async(self._control, name=f"{self._name}.control")
         if index in self._given:
-            self._buckets[index] += self._given.pop(index)
+            self._buckets[index] += self._given[index]
         self._handles[index] = self._routes[index].start(self._buckets[index], name=f"{self._name}.bucket.{index}")
         for handle in self._handles.values():
             if isinstance(handle, Chain):
@@ -159,6 +159,8 @@ class WeightedExchange:
             finite = all(math.isfinite(verbs_of(result).largest(result)) for result in results)
             for route in self._routes:
                 route.settle(finite)
+            if finite:
+                self._given = {}
         said = self._control if self._rides_in is None else results[self._rides_in][-len(self._control) :]
         sums = [float(value) for value in said.tolist()]
         factor = scale(sums)

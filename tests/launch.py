@@ -25,7 +25,8 @@ def elastic_hosts(folder: Path, ranks: int = 3) -> tuple[str, ...]:
     was given up: with one slot, once there is a file `died` in the folder."""
     script = folder / "hosts.sh"
     script.write_text(
-        f"#!/bin/sh\necho localhost:2\n[ -e {folder}/died ] && echo 127.0.0.1:1 || echo 127.0.0.1:{ranks - 2}\n"
+        f"#!/bin/sh\necho localhost:2\n"
+        f"if [ -e {folder}/died ]; then echo 127.0.0.1:1; touch {folder}/told; else echo 127.0.0.1:{ranks - 2}; fi\n"
     )
     script.chmod(0o755)
     return ("--min-np", "2", "--max-np", str(ranks), "--host-discovery-script", str(script), "--reset-limit", "5",

@@ -88,9 +88,12 @@ def test_a_job_that_hangs_says_nothing_or_leaves_processes_has_problems(tmp_path
 
 def test_what_grows_is_seen() -> None:
     times = [float(t) for t in range(0, 600, 5)]
-    flat = Held(name="flat", t_s=times, mib=[300.0] * len(times), files=[20] * len(times))
-    leak = Held(name="leak", t_s=times, mib=[300.0 + t / 10 for t in times], files=[20] * len(times))
-    files = Held(name="files", t_s=times, mib=[300.0] * len(times), files=[20 + int(t / 20) for t in times])
+    flat = Held(name="rank 7", t_s=times, mib=[300.0] * len(times), files=[20] * len(times))
+    leak = Held(name="launcher 8", t_s=times, mib=[300.0 + t / 10 for t in times], files=[20] * len(times))
+    files = Held(name="rank 9", t_s=times, mib=[300.0] * len(times), files=[20 + int(t / 20) for t in times])
     assert growth([flat], least_s=300) == []
-    assert [text.split(",")[0] for text in growth([flat, leak, files], least_s=300)] == ["leak", "files"]
-    assert growth([flat], least_s=1000) == ["no process lived long enough to be judged"]
+    assert [text.split(",")[0] for text in growth([flat, leak, files], least_s=300)] == [
+        "launcher 8", "rank 9"
+    ]  # fmt: skip
+    assert growth([flat], least_s=1000) == ["no rank lived long enough to be judged"]
+    assert growth([leak], least_s=300)[1:] == ["no rank lived long enough to be judged"]

@@ -161,21 +161,47 @@ def test_a_dead_worker_is_started_anew_and_those_beside_it_go_on(job: Job) -> No
 def test_a_frozen_worker_is_ended_alone(job: Job) -> None:
     driver, workers, ask = job
     frozen = workers.find("b", 0)
-    assert driver.spare("b", 0, {("a", 0): "READY", ("b", 1): "READY"})
+    assert driver.spare("b", 0, {("a", 0): "READY", ("b", 1): "READY"}, True)
     assert [event.is_set() for event in workers.told[frozen]] == [False, False, True]
     assert not any(event.is_set() for event in workers.told[workers.find("b", 1)])
 
 
 @needs("spared_hosts")
 def test_a_host_is_not_spared_where_rank_0_would_be_new(job: Job) -> None:
-    assert not job.driver.spare("b", 0, {("b", 1): "READY"})
-    assert job.driver.spare("b", 1, {("b", 0): "READY"})
+    assert not job.driver.spare("b", 0, {("b", 1): "READY"}, True)
+    assert job.driver.spare("b", 1, {("b", 0): "READY"}, True)
+
+
+@needs("spared_hosts")
+def test_a_worker_has_to_last_longer_each_time(job: Job) -> None:
+    driver, ready = job.driver, {("a", 0): "READY", ("b", 0): "READY"}
+    for count, (age_s, alone, spared) in enumerate([
+        (1e9, True, True), (119, True, False), (121, True, True), (121, True, False), (241, True, True),
+        (10, False, False),
+    ]):  # fmt: skip
+        if ("b", 1) in driver._restarted:
+            driver._restarted["b", 1] = time.time() - age_s, driver._restarted["b", 1][1]
+        assert driver.spare("b", 1, ready, alone) == spared, count
+    driver._restarted.clear()
+    assert all(driver.spare("b", 1, ready, False) for _ in range(3)), "others failed in the same moment"
+
+
+@needs("failed_job")
+def test_a_job_whose_ranks_were_all_given_up_has_failed(job: Job) -> None:
+    driver = job.driver
+    assert not driver.failed
+    for host, slot in (("a", 0), ("b", 0), ("b", 1)):
+        threading.Thread(target=driver._worker_registry.record_failure, args=(host, slot), daemon=True).start()
+    deadline = time.monotonic() + LIMIT_S
+    while not driver.finished() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert driver.finished() and driver.failed
 
 
 @needs("stale_workers")
 def test_a_host_that_was_given_up_and_comes_back_gets_new_workers_and_the_old_ones_do_not_count(job: Job) -> None:
     driver, workers, ask = job
-    driver._restarted[("b", 0)] = time.time()  # so that the host is not spared
+    driver._restarted[("b", 0)] = time.time(), 1  # so that the host is not spared
     dead, late = workers.find("b", 0), workers.find("b", 1)
     numbers = {(slot.hostname, slot.local_rank): slot.worker for slot in workers.slots}
     workers.end(dead)

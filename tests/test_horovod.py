@@ -15,6 +15,7 @@ pytestmark = [
 
 CHECKS = [
     "law_contract",
+    "record_tells_the_truth",
     "law_2_gradient",
     "law_1_identical_to_plain_horovod",
     "law_4_every_sample_once",

@@ -20,7 +20,7 @@ FRAMEWORKS = ("torch", "tensorflow")
 _TENSORFLOW_PACKAGES = ("tensorflow", "tensorflow-cpu", "tensorflow-gpu", "tf-nightly")
 _TORCH_PROBE = (
     "import json, torch; print(json.dumps({'version': torch.__version__, "
-    "'cxx11_abi': bool(torch._C._GLIBCXX_USE_CXX11_ABI), 'cuda': torch.version.cuda}))"
+    "'cxx11_abi': bool(torch._C._GLIBCXX_USE_CXX11_ABI), 'cuda': torch.version.cuda, 'hip': torch.version.hip}))"
 )
 
 
@@ -90,7 +90,12 @@ def frameworks(asked: Sequence[str] | None) -> dict[str, dict[str, object]]:
 
 def present(found: Mapping[str, Mapping[str, object]], flags: Sequence[str]) -> set[str]:
     """What edits may need, of these frameworks and flags of the processor."""
-    one_abi = bool(found.get("torch", {}).get("cxx11_abi"))  # as TensorFlow's packages for Linux have it
+    from packaging.version import Version  # where a build goes on without it, it is installed first
+
+    torch, tensorflow = found.get("torch", {}), found.get("tensorflow", {})
+    # TensorFlow's packages for Linux have had the C++11 ABI since 2.10. For GPUs, PyTorch's part is compiled otherwise.
+    new_enough = Version(str(tensorflow.get("version", "0"))) >= Version("2.10")
+    one_abi = bool(torch.get("cxx11_abi")) and new_enough and not (torch.get("cuda") or torch.get("hip"))
     return {*found, *(["f16c"] if {"avx", "f16c"} <= set(flags) else []), *(["one_abi"] if one_abi else [])}
 
 

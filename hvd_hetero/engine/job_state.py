@@ -37,6 +37,7 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
         self._kept_back: list[Any] = []  # by codecs, which have not sent it yet
         self.commits = 0
         self._synced = False
+        self._rebuilt = False  # on other ranks, since the last sync
         for name, value in given.items():
             if (part := self._part(value)) is not None:
                 self._parts[name] = part
@@ -100,7 +101,8 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
     def commit(self) -> None:
         """Keeps what there is, to go back to it, and lets changes of the ranks happen here. All ranks commit at the
         same steps; with a local strategy, they come to one model first. A rank that was told to end (SIGTERM) ends
-        here, with exit status 75, and the others go on without it."""
+        here, with exit status 75, and the others go on without it; where its host still offers the place, another
+        process takes it."""
         self.settle()
         self.commits += 1
         self.save()
@@ -111,6 +113,11 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
         """Keeps what there is."""
         self._keep()
         super().save()
+
+    def on_reset(self) -> None:
+        """What the job was made of has been rebuilt on other ranks."""
+        super().on_reset()
+        self._rebuilt = True
 
     def restore(self) -> None:
         """Goes back to what was kept."""
@@ -124,15 +131,17 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
         held = horovod.allgather_object((self._synced, self.commits), name="hvd_hetero.elastic.held")
         root = held.index(max(held))
         if horovod.rank() == root and not self._synced and elastic.came_later():
-            text = "hvd_hetero: no process is left that had the state of this job: it begins anew, as the script does."
+            text = "hvd_hetero: no process has the state of this job: it begins anew, as the script does."
             print(text, file=sys.stderr, flush=True)
         for part in self._parts.values():
             self._sync_part(part, root)
         mine = {name: getattr(self, name) for name in self._plain}
         for name, value in horovod.broadcast_object(mine, root, name="hvd_hetero.elastic.values").items():
             setattr(self, name, value)
-        for keeper, kept in zip(self._keepers, self._kept_back, strict=False):
-            keeper.give_back(kept)
+        if self._rebuilt:
+            for keeper, kept in zip(self._keepers, self._kept_back, strict=False):
+                keeper.give_back(kept)
+        self._rebuilt = False
         self._synced, self.commits = True, held[root][1]
         self.save()
 

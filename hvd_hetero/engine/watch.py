@@ -177,10 +177,10 @@ class Watch:
             wait.due_s = 2 * wait.lasted_s
             absent = self._absent(wait.operation, wait.ranks)
             if wait in self._waits.values():
-                self._tell(wait, absent)
+                self._say(self._story(wait, absent))
+                self._record(wait, absent)
 
-    def _tell(self, wait: Wait, absent: Sequence[Absence], more: str = "") -> None:
-        self._say(self._story(wait, absent) + more)
+    def _record(self, wait: Wait, absent: Sequence[Absence]) -> None:
         self.hearers.call(
             operation=wait.operation, waited_s=wait.lasted_s, line=script.line(),
             missing=[absence.peer.rank for absence in absent],
@@ -203,7 +203,7 @@ class Watch:
             return
         if not wait.told:
             wait.told = True
-            self._tell(wait, absent, f"\nhvd_hetero:   that is the bound ({end_s:.0f} s): it ends here.")
+            self._say(self._story(wait, absent) + f"\nhvd_hetero:   that is the bound ({end_s:.0f} s): it ends here.")
             for absence in absent:
                 if absence.answers and not absence.elsewhere:
                     reason = f'{self._me} has waited {wait.lasted_s:.0f} s for this rank in "{wait.operation}"'
@@ -211,6 +211,7 @@ class Watch:
                         ask(absence.peer, {"kind": "end", "reason": reason})
                 elif not absence.answers and absence.peer.is_here:
                     absence.peer.kill()
+            self._record(wait, absent)
         helpless = not any(absence.answers and not absence.elsewhere for absence in absent)
         if wait.lasted_s >= end_s + GRACE_S or (helpless and all(absence.answers for absence in absent)):
             self._finish(f'{self._me} waits in "{wait.operation}" for what never comes')

@@ -197,7 +197,7 @@ class KerasState(JobState):
         for name, values in state["variables"].items():
             for variable, value in zip(self._parts[name].own, values, strict=True):
                 variable.assign(value)
-        self.load_codec_states(state["codecs"])
+        self.load_codec_states(state.get("codecs", ()))
         self.save()
 
 

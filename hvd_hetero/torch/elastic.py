@@ -82,7 +82,7 @@ class TorchState(JobState):
             mine = dict(self._parts[name].named_buffers())
             for key, value in buffers.items():
                 mine[key].copy_(value)
-        self.load_codec_states(state["codecs"])
+        self.load_codec_states(state.get("codecs", ()))
         self.save()
 
 

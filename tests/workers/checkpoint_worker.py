@@ -45,7 +45,10 @@ def make(path, codec):
 def train(path, codec, stop_at=None, who=0):
     """The parameters at the end, or None where SIGTERM came first; and the indices of the steps made."""
     model, loader, optimizer, schedule, state, checkpoint = make(path, codec)
-    checkpoint.restore()
+    if checkpoint.restore():
+        own = state.own_content()
+        state.sync()  # as an elastic job begins: what is each rank's own becomes rank 0's, and nothing else changes
+        state.load_own_content(own)
     first = last = loader.batch_sampler.balancer.step + 1
     try:
         for state.epoch in range(state.epoch, EPOCHS):  # noqa: B020

@@ -80,8 +80,9 @@ def main(folder, kind, **options):
                 chosen = hvd.local_size() == 1 if hvd.size() == 3 else hvd.rank() == hvd.size() - 1
                 if state.batch == DIES_AT and chosen and not died.exists():
                     died.touch()
-                    if hvd.local_size() > 1:
-                        time.sleep(2.5)  # until the launcher has heard that there is room for one rank less
+                    while hvd.local_size() > 1 and not (folder / "told").exists():
+                        time.sleep(0.1)  # until the launcher has heard that there is room for one rank less
+                    time.sleep(0.5)
                     os.kill(os.getpid(), getattr(signal, f"SIG{kind}"))
                 optimizer.step()
                 time.sleep(0.02)
