@@ -70,7 +70,7 @@ class Watcher:
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._began = folder, time.monotonic()
-        self._by_pid: dict[int, Held] = {}
+        self._by_process: dict[tuple[int, str], Held] = {}  # numbers are used again
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
@@ -78,7 +78,7 @@ class Watcher:
     @property
     def held(self) -> list[Held]:
         """What each has held."""
-        return [one for one in self._by_pid.values() if one.t_s]
+        return [one for one in self._by_process.values() if one.t_s]
 
     def close(self) -> None:
         """Looks no more."""
@@ -93,13 +93,14 @@ class Watcher:
 
     def _look(self, pid: int, kind: str) -> None:
         try:
+            began = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
             pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
             files = len(os.listdir(f"/proc/{pid}/fd"))
         except (OSError, IndexError):
             return
         if not pages:  # it has ended, and nobody has asked for its status yet
             return
-        held = self._by_pid.setdefault(pid, Held(name=f"{kind} {pid}"))
+        held = self._by_process.setdefault((pid, began), Held(name=f"{kind} {pid}"))
         held.t_s.append(time.monotonic() - self._began)
         held.mib.append(pages * os.sysconf("SC_PAGE_SIZE") / 2**20)
         held.files.append(files)

@@ -10,7 +10,7 @@ pytest.importorskip("horovod.torch", reason="build it with hvd-hetero build-horo
 
 from hvd_hetero.engine.randomness import load_random_state, random_state
 from hvd_hetero.keras.content import loaded, saved
-from hvd_hetero.keras.elastic import _Variables
+from hvd_hetero.keras.elastic import _is_gone, _Variables
 
 
 def test_what_was_saved_is_loaded():
@@ -56,3 +56,17 @@ def test_random_numbers_go_on():
     expected = [random.random(), np.random.rand(), np.random.randn()]
     load_random_state(state)
     assert [random.random(), np.random.rand(), np.random.randn()] == expected
+
+
+@pytest.mark.parametrize(("name", "text", "gone"), [
+    ("UnknownError", "Horovod has been shut down. [Op:HorovodBroadcast] name: tuple.t", True),
+    ("UnknownError", "Connection closed by peer [[{{node HorovodAllreduce_1}}]]", True),
+    ("UnknownError", "HorovodInternalError: gradient failed [[{{node StatefulPartitionedCall}}]]", True),
+    ("UnknownError", "PeerError: Expected every rank to deliver batch 3.", True),
+    ("UnknownError", "no such file", False),
+    ("InvalidArgumentError", "Mismatched broadcast tensor shapes [Op:HorovodBroadcast]", False),
+])
+def test_errors_by_which_tensorflow_says_that_a_peer_is_gone(name, text, gone):
+    error = type(name, (Exception,), {"__module__": "tensorflow.python.framework.errors_impl"})
+    assert _is_gone(error(text)) == gone
+    assert not _is_gone(ValueError(text))

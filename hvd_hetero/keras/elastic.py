@@ -206,10 +206,14 @@ def _array(variable: Any) -> np.ndarray:
 
 
 def _is_gone(error: Exception) -> bool:
-    """Whether an error says that a peer is gone, also as TensorFlow passes it on."""
+    """Whether an error says that a peer is gone, also as TensorFlow passes it on: of one of Horovod's own operations
+    that has failed (and was not called wrongly) it makes an UnknownError."""
     if isinstance(error, (backend.horovod_error(), PeerError)):
         return True
-    return type(error).__module__.startswith("tensorflow") and any(name in str(error) for name in GONE)
+    if not type(error).__module__.startswith("tensorflow"):
+        return False
+    failed = type(error).__name__ == "UnknownError" and "Horovod" in str(error)
+    return failed or any(name in str(error) for name in GONE)
 
 
 def run(train: Callable[..., T]) -> Callable[..., T]:
