@@ -16,6 +16,8 @@ from hvd_hetero.engine.watch import LEFT, Watch
 from hvd_hetero.policy.patience import Patience
 
 QUICK = Patience(warn_s=0.2, bound_s=0.6)
+TALKS = Patience(warn_s=0.2, bound_s=60.0)  # and ends nothing
+LIMIT_S = 20.0
 CHILD = """
     import sys, time
     from hvd_hetero.engine.watch import Watch
@@ -47,11 +49,15 @@ class Ranks:
         for each in self.watches:
             each.meet([*self.texts, *more])
 
-    def wait(self, rank, operation, seconds, ranks=(0, 1, 2)):
+    def wait(self, rank, operation, seconds, ranks=(0, 1, 2), until=lambda: True):
+        """Waits for so long, and then until something has come of it: this machine may be slow."""
         mine = self.watches[rank]
         mine.submitted(operation)
         with mine.waiting(operation, ranks):
             time.sleep(seconds)
+            deadline = time.monotonic() + LIMIT_S
+            while not until() and time.monotonic() < deadline:
+                time.sleep(0.02)
         mine.ended(operation)
 
     def hear(self, **what):
@@ -91,11 +97,15 @@ def child(tmp_path):
 
 
 def test_names_who_has_not_come_and_where_it_is(ranks):
-    three = ranks(3)
+    three = ranks(3, patience=TALKS)
     three.watches[2].submitted("other")  # submitted, and not waited for: it may be anywhere
-    waiter = threading.Thread(target=three.wait, args=(1, "gradient", 0.5))
+
+    def both():
+        return all(any(f"rank {rank} (host" in text.splitlines()[0] for text in three.said) for rank in (0, 1))
+
+    waiter = threading.Thread(target=three.wait, args=(1, "gradient", 0.3), kwargs={"until": both})
     waiter.start()
-    three.wait(0, "gradient", 0.5)
+    three.wait(0, "gradient", 0.3, until=both)
     waiter.join()
     assert 'rank 0 (host' in three.story() and 'rank 1 (host' in three.story(), "every rank that waits says so"
     assert 'for the others in "gradient", at test_watch.py' in three.story()
@@ -109,7 +119,7 @@ def test_names_who_has_not_come_and_where_it_is(ranks):
 def test_who_has_submitted_is_not_missing(ranks):
     two = ranks(2)
     two.watches[1].submitted("gradient")
-    two.wait(0, "gradient", 0.4, ranks=(0, 1))
+    two.wait(0, "gradient", 0.3, ranks=(0, 1), until=lambda: two.said)
     assert "has not come" not in two.story() and "every rank has come" in two.story()
     two.watches[1].ended("gradient")
     assert two.watches[0].explain((0, 1)) == "", "who answers explains no failure"
@@ -123,36 +133,44 @@ def test_short_waits_say_nothing(ranks):
 
 
 def test_names_operations_in_another_order(ranks):
-    two = ranks(2, patience=Patience(warn_s=0.2, bound_s=60.0))
-    waiter = threading.Thread(target=two.wait, args=(1, "metric", 0.5, (0, 1)))
+    two = ranks(2, patience=TALKS)
+
+    def both():
+        return 'waits in "metric"' in two.story() and 'waits in "gradient"' in two.story()
+
+    waiter = threading.Thread(target=two.wait, args=(1, "metric", 0.3, (0, 1), both))
     waiter.start()
-    two.wait(0, "gradient", 0.5, (0, 1))
+    two.wait(0, "gradient", 0.3, (0, 1), both)
     waiter.join()
     assert 'waits in "metric"' in two.story() and 'waits in "gradient"' in two.story()
     assert "same order" in two.story() and not two.left
 
 
 def test_whoever_waits_for_another_is_not_to_blame(ranks):
-    three = ranks(3)
-    waiter = threading.Thread(target=three.wait, args=(1, "within the node", 0.5, (1, 2)))
+    three = ranks(3, patience=TALKS)
+
+    def both():
+        return len(three.said) >= 2
+
+    waiter = threading.Thread(target=three.wait, args=(1, "within the node", 0.3, (1, 2), both))
     waiter.start()
-    three.wait(0, "across", 0.5, (0, 1, 2))
+    three.wait(0, "across", 0.3, (0, 1, 2), both)
     waiter.join()
     assert three.said and all("rank 2 (host" in text and 'waits in "within' not in text for text in three.said)
 
 
 def test_a_wait_without_end_ends_where_it_is_caused(ranks):
     two = ranks(2)
-    two.wait(0, "gradient", 0.9, ranks=(0, 1))
+    two.wait(0, "gradient", 0.6, ranks=(0, 1), until=lambda: two.left)
     assert two.left == [LEFT], "the rank that is missing, and not the one that waits"
     assert "rank 1" in two.said[-1] and "ends with an error" in two.said[-1] and '"gradient"' in two.said[-1]
 
 
 def test_operations_in_another_order_end_everywhere(ranks):
     two = ranks(2)
-    waiter = threading.Thread(target=two.wait, args=(1, "metric", 0.9, (0, 1)))
+    waiter = threading.Thread(target=two.wait, args=(1, "metric", 0.6, (0, 1), lambda: two.left))
     waiter.start()
-    two.wait(0, "gradient", 0.9, (0, 1))
+    two.wait(0, "gradient", 0.6, (0, 1), lambda: two.left)
     waiter.join()
     assert LEFT in two.left
 
@@ -162,7 +180,7 @@ def test_a_stopped_process_is_named_and_at_last_ended(ranks, child):
     one.meet(child.said)
     os.kill(child.pid, signal.SIGSTOP)
     assert "does not answer" in one.watches[0].explain((0, 2))
-    one.wait(0, "gradient", 5.0, (0, 2))
+    one.wait(0, "gradient", 5.0, (0, 2), lambda: child.poll() is not None)
     assert f"rank 2 (host {Peer.from_text(child.said).host}, process {child.pid}) does not answer" in one.story()
     assert child.wait(timeout=5) == -signal.SIGKILL
 
@@ -187,7 +205,7 @@ def test_only_who_knows_the_token_is_heard(ranks, child):
 def test_the_child_ends_when_told(ranks, child):
     one = ranks(1)
     one.meet(child.said)
-    one.wait(0, "gradient", 1.0, (0, 2))
+    one.wait(0, "gradient", 0.6, (0, 2), lambda: child.poll() is not None)
     assert child.wait(timeout=5) == LEFT
     told = child.stderr.read()
     assert "in loads" in told and '"gradient"' in told, "with what it was doing"

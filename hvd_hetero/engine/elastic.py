@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -55,11 +54,6 @@ class Failures:
         self._seen = self._seen + 1 if self._at == (commits, size) else 1
         self._at = commits, size
         return self._seen <= self._most
-
-
-def came_later() -> bool:
-    """Whether this process is not the first one of the job, which would be rank 0 as it begins."""
-    return int(os.environ.get("HOROVOD_ELASTIC_WORKER", 1)) > 1
 
 
 def let_leave(leaving: Sequence[int], *, rank: int) -> None:

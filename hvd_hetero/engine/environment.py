@@ -49,6 +49,11 @@ def prepare_init() -> None:
     os.environ.setdefault(CYCLE_TIME_MS, EVENT_DRIVEN_CYCLE_MS if event_driven else "5")
 
 
+def came_later() -> bool:
+    """Whether this process of an elastic job is not the first one, which is rank 0 as the job begins."""
+    return int(os.environ.get("HOROVOD_ELASTIC_WORKER", 1)) > 1
+
+
 def under_mpi() -> bool:
     """True when mpirun started this process and nothing says that Horovod should use Gloo all the same."""
     started = any(name in os.environ for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK"))

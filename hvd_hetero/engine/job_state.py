@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from . import elastic
+from .environment import came_later
 
 _horovod_elastic: Any = importlib.import_module("horovod.common.elastic")
 
@@ -130,7 +131,7 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
         horovod = self._horovod
         held = horovod.allgather_object((self._synced, self.commits), name="hvd_hetero.elastic.held")
         root = held.index(max(held))
-        if horovod.rank() == root and not self._synced and elastic.came_later():
+        if horovod.rank() == root and not self._synced and came_later():
             text = "hvd_hetero: no process has the state of this job: it begins anew, as the script does."
             print(text, file=sys.stderr, flush=True)
         for part in self._parts.values():
