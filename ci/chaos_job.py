@@ -83,7 +83,7 @@ class Job:
         return [
             Process(pid=pid, rank=entry["rank"], node=names.index(entry["host"]))
             for pid, entry in latest.items()
-            if lives(pid)
+            if _lives(pid)
         ]
 
     def end(self) -> Finished | None:
@@ -100,7 +100,7 @@ def how(finished: Finished | None) -> str:
     return f"ended with status {finished.returncode}" if finished.returncode else ""
 
 
-def lives(pid: int) -> bool:
+def _lives(pid: int) -> bool:
     """Whether a process has not ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"

@@ -101,6 +101,10 @@ class WeightedExchange:
 
     # What codecs keep back ------------------------------------------------------------------------------------------
 
+    @property
+    def _lengths(self) -> list[int]:
+        return [len(bucket) for bucket in self._buckets]
+
     def kept_back(self) -> list[Any]:
         """For each bucket, what is not sent yet of this rank's; None where that is nothing."""
         found: list[Any] = []
@@ -115,7 +119,7 @@ class WeightedExchange:
 
     def give_back(self, kept: Sequence[Any], factor: float) -> None:
         """Adds what `kept_back` returned, times `factor`, to the next sums; nothing where the buckets are others."""
-        lengths = [len(bucket) for bucket in self._buckets]
+        lengths = self._lengths
         if len(kept) == len(lengths) and all(
             array is None or len(array) == length for array, length in zip(kept, lengths, strict=True)
         ):
@@ -124,13 +128,13 @@ class WeightedExchange:
     def state_dict(self) -> dict[str, Any]:
         """What this rank's routes keep."""
         return {
-            "lengths": [len(bucket) for bucket in self._buckets],
+            "lengths": self._lengths,
             "routes": [route.state_dict() for route in self._routes],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from `state`, if its buckets are these. All ranks do, or none: some of it has to be alike on all."""
-        if list(state["lengths"]) == [len(bucket) for bucket in self._buckets]:
+        if list(state["lengths"]) == self._lengths:
             for bucket, route, one in zip(self._buckets, self._routes, state["routes"], strict=True):
                 route.load_state_dict(_arrays_like(bucket, one))
 

@@ -166,7 +166,7 @@ def test_all_leave_at_one_step_when_one_is_told(tmp_path):
         with pytest.raises(SystemExit) as left:
             while steps < 100:
                 if steps == 7 and engine.rank == 2:
-                    job._leave()
+                    job._notice.hear()
                 job.step()
                 steps += 1
         return steps, left.value.code

@@ -58,12 +58,22 @@ def all_edits() -> tuple[Edit, ...]:
         edit_cycle,
         edit_driver,
         edit_elastic,
+        edit_failure,
         edit_hierarchy,
         edit_repair,
         edit_wait,
     )
 
-    modules = (edit_compile, edit_repair, edit_elastic, edit_driver, edit_wait, edit_cycle, edit_hierarchy)
+    modules = (
+        edit_compile,
+        edit_repair,
+        edit_elastic,
+        edit_driver,
+        edit_failure,
+        edit_wait,
+        edit_cycle,
+        edit_hierarchy,
+    )
     return tuple(edit for module in modules for edit in module.EDITS)
 
 

@@ -63,19 +63,14 @@ class Checkpoint:
             raise ValueError(f"every_steps: expected an integer of at least 1, or None. Received: {every_steps!r}.")
         self._file, self._state, self._engine, self._every = CheckpointFile(path), state, engine, every_steps
         self._steps = 0
-        self._asked = False
         self._asking: Handle | None = None
-        self._notice = Notice(self._leave, say="this rank leaves once a checkpoint is written.")
+        self._notice = Notice(state.leave, say="this rank leaves once a checkpoint is written.")
 
     def close(self) -> None:
         """Leaves SIGTERM to others again."""
         self._notice.close()
 
     # Leaving --------------------------------------------------------------------------------------------------------
-
-    def _leave(self) -> None:
-        self._asked = True
-        self._state.leave()
 
     def step(self) -> None:
         """To be called after each optimizer step, on all ranks: saves when it is due, and where a rank was told to end
@@ -97,7 +92,7 @@ class Checkpoint:
         engine = self._engine
         told = np.zeros(0) if self._asking is None else np.asarray(self._asking.wait())
         mine = np.zeros(engine.size)
-        mine[engine.rank] = self._asked
+        mine[engine.rank] = self._notice.told
         self._asking = engine.allreduce_async(mine, name="hvd_hetero.checkpoint.leaving")
         return np.flatnonzero(told).tolist()
 

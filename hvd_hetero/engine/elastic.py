@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -94,19 +93,13 @@ def run(
         manager.register_listener(state)
         failures, changed = Failures(), False
         ranks = size()
-        told = threading.Event()
-
-        def leave() -> None:
-            told.set()
-            state.leave()
-
         say = "this rank leaves at the next commit; the others go on."
-        notice = Notice(leave, say=say) if state.leaving is not None else None
+        notice = Notice(state.leave, say=say) if state.leaving is not None else None
         try:
             while True:
                 try:
                     if changed:
-                        if told.is_set():  # the others come together without it
+                        if notice is not None and notice.told:  # the others come together without it
                             raise SystemExit(LEFT)
                         restart()
                         ranks = size()

@@ -26,6 +26,7 @@ class Notice:
 
     def __init__(self, heard: Callable[[], None], *, say: str) -> None:
         self._heard, self._text = heard, say
+        self.told = False  # this process was told to end
         self._before: Any = None
         self._installed = threading.current_thread() is threading.main_thread()
         if self._installed:
@@ -40,4 +41,9 @@ class Notice:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.close()
         print(f"hvd_hetero: SIGTERM: {self._text}", file=sys.stderr, flush=True)
+        self.hear()
+
+    def hear(self) -> None:
+        """What the signal does."""
+        self.told = True
         self._heard()

@@ -1,0 +1,130 @@
+"""The edits of what a failed worker costs an elastic job: itself, its host, or the job."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from hvd_hetero.cli.edits import Edit
+
+_REGISTRATION = "horovod/runner/elastic/registration.py"
+_DRIVER = "horovod/runner/elastic/driver.py"
+
+EDITS: Final = (
+    Edit(
+        name="spared_hosts",
+        reason="when one worker fails, its host is given up: healthy workers on it are ended as well, and with them, "
+        "where others have just failed, the last that have the state of the job. Now a host with a worker that is "
+        "ready is spared: only the failed one is started anew, unless that happened a short while ago",
+        file=_REGISTRATION,
+        find="""        for host, slot in failures:
+            self._host_manager.blacklist(host)
+""",
+        replace="""        ready = {host for (host, slot), state in self._states.items() if state == READY}
+        for host, slot in sorted(failures, key=lambda key: (key[1] == 0, key)):
+            alone = all(other == host for other, _ in failures)
+            if host not in ready or not self._driver.spare(host, slot, self._states, alone):
+                self._host_manager.blacklist(host)
+""",
+    ),
+    Edit(
+        name="spared_hosts",
+        reason="a worker that has failed may still be there, frozen: it is ended. Rank 0, from which others take the "
+        "state, has to be one that goes on",
+        file=_DRIVER,
+        find="    def world_size(self):\n",
+        replace="""    def spare(self, host, slot, states, alone):
+        now = time.time()
+        last, count = self._restarted.get((host, slot), (0, 0))
+        again = now - last < SPARED_AGAIN_SECS * 2 ** max(0, count - 1)
+        if again and (alone or count >= MOST_SPARED_AGAIN):
+            return False
+        if slot == 0:
+            with self._wait_hosts_cond:  # which discovery holds, too
+                hosts_now = self._host_manager.current_hosts
+                order = sorted(hosts_now.host_assignment_order, key=lambda name: states.get((name, 0)) != READY)
+                if not order or states.get((order[0], 0)) != READY:
+                    return False
+                hosts_now.host_assignment_order[:] = order
+        logging.info('start worker anew: %s[%s]', host, slot)
+        self._restarted[(host, slot)] = now, count + 1
+        self._current_workers.pop((host, slot), None)
+        if (host, slot) in self._ends:
+            self._ends[(host, slot)].set()
+        return True
+
+    def world_size(self):
+""",
+    ),
+    Edit(
+        name="spared_hosts",
+        reason="the state of a worker that goes on",
+        file=_DRIVER,
+        find="from horovod.runner.elastic.registration import WorkerStateRegistry\n",
+        replace="from horovod.runner.elastic.registration import READY, WorkerStateRegistry\n",
+    ),
+    Edit(
+        name="spared_hosts",
+        reason="each worker can be ended alone",
+        file=_DRIVER,
+        find="[shutdown_event, host_event])",
+        replace="[shutdown_event, host_event, own_event])",
+    ),
+    Edit(
+        name="spared_hosts",
+        reason="a worker that fails again and again is no accident: each time it has to last for twice as long. Where "
+        "others failed in the same moment, it may have failed for their sake",
+        file=_DRIVER,
+        find="ELASTIC_TIMEOUT_SECS = 600\n",
+        replace="ELASTIC_TIMEOUT_SECS = 600\nSPARED_AGAIN_SECS = 120\nMOST_SPARED_AGAIN = 3\n",
+    ),
+    *(
+        Edit(
+            name="failed_job",
+            reason="a job whose ranks were all given up, without one that ended by itself, ended with status 0",
+            file=_REGISTRATION,
+            find=f"            logging.{found}\n            self._driver.stop()\n",
+            replace=f"            logging.{found}\n            self._driver.fail()\n",
+        )
+        for found in (
+            "error('failure count == {} -> stop running'.format(self._size))",
+            "error('blacklisted slots count == {} -> stop running'.format(self._size))",
+            "exception('failed to activate new hosts -> stop running')",
+        )
+    ),
+    Edit(
+        name="failed_job",
+        reason="that it has failed is kept",
+        file=_DRIVER,
+        find="    def finished(self):\n",
+        replace="""    def fail(self):
+        self.failed = True
+        self.stop()
+
+    def finished(self):
+""",
+    ),
+    Edit(
+        name="failed_job",
+        reason="at first it has not",
+        file=_DRIVER,
+        find="        self._worker_clients = {}\n",
+        replace="        self._worker_clients = {}\n        self.failed = False\n",
+    ),
+    Edit(
+        name="failed_job",
+        reason="where no rank's exit status says so",
+        file="horovod/runner/gloo_run.py",
+        find="""        # fetch the result if running a func
+        if settings.run_func_mode:
+            results = [None] * settings.min_num_proc
+""",
+        replace="""        if driver.failed:
+            raise RuntimeError('Horovod detected that every rank of the job has failed or was given up; the log above '
+                               'says when and why.')
+
+        # fetch the result if running a func
+        if settings.run_func_mode:
+            results = [None] * settings.min_num_proc
+""",
+    ),
+)
