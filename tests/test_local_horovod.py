@@ -27,6 +27,11 @@ def test_local_sgd_under_gloo():
 
 
 @pytest.mark.slow
+def test_a_rank_that_is_stopped_for_twenty_seconds():
+    run_checks(3, ["a_rank_stopped_for_long"])
+
+
+@pytest.mark.slow
 @pytest.mark.mpi
 @pytest.mark.skipif(
     not (installed_build() or {}).get("mpi") or not shutil.which("mpirun"), reason="Horovod was built without MPI"

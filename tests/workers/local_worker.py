@@ -80,33 +80,44 @@ def composes():
         assert same_everywhere(model), options
 
 
-def a_stopped_rank():
-    """One rank is stopped for two seconds: the others go on to the bound, wait there, and all meet again."""
-    stopped_s, last = 2.0, hvd.size() - 1
-    moments = []
+def a_stopped_rank(stopped_s=2.0, at=20):
+    """One rank is stopped in step `at`: the others go on to the bound, wait there, and all meet again. What the trace says of it."""
+    last, moments = hvd.size() - 1, []
 
     def during(step):
         moments.append(time.monotonic())
         time.sleep(0.02)  # all alike
-        if hvd.rank() == last and step == 20:
+        if hvd.rank() == last and step == at:
             subprocess.Popen(["sh", "-c", f"sleep {stopped_s}; kill -CONT {os.getpid()}"])
             os.kill(os.getpid(), signal.SIGSTOP)
 
     with tempfile.TemporaryDirectory() as folder:
         strategy = hvd.LocalSGD(round_steps=4, bound_rounds=3, warmup_steps=2)
-        model, optimizer, balancer = trained(60, strategy, during=during, run=folder)
+        model, optimizer, balancer = trained(at + 40, strategy, during=during, run=folder)
         optimizer.merge()
         balancer.trace.close()
         lines = [json.loads(line) for line in next(Path(folder).iterdir()).read_text().splitlines()]
     merges = [line["fields"] for line in lines if isinstance(line, dict) and line.get("event") == "merge"]
     gaps = [after - before for before, after in zip(moments, moments[1:], strict=False)]
     assert same_everywhere(model)
-    assert sum(fields["samples"] for fields in merges) == 58 * WHOLE, "every sample counts once"
+    assert sum(fields["samples"] for fields in merges) == (at + 38) * WHOLE, "every sample counts once"
     if hvd.rank() != last:
         waited = max(range(len(gaps)), key=lambda index: gaps[index])
         assert gaps[waited] > 0.5, "it waited at the bound"
-        assert waited >= 20 + 4, f"it should go on first: waited in step {waited}"
+        assert waited >= at + 4, f"it should go on first: waited in step {waited}"
         assert merges[-1]["waits"] >= 1 and any(fields["carried_steps"] >= 8 for fields in merges), merges
+    return lines
+
+
+def a_rank_stopped_for_long():
+    """For 20 s, and after enough merges for the watchdog to know what is long: its words are in who waited's trace."""
+    lines = a_stopped_rank(20.0, at=60)
+    waits = [line["fields"] for line in lines if isinstance(line, dict) and line.get("event") == "wait"]
+    if hvd.rank() == hvd.size() - 1:
+        assert not waits, waits
+    else:
+        assert waits and all(wait["missing"] == [hvd.size() - 1] for wait in waits), waits
+        assert "fragment" in waits[0]["operation"], waits
 
 
 def a_rank_that_fails():
