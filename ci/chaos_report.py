@@ -13,6 +13,7 @@ from chaos_diary import COMMIT_EVERY
 
 JUMP = 0.35  # a loss may rise by so much from commit to commit: noise of the batches, and no lost training
 SLACK = 1.10  # of the best split's step time
+SOON = 30  # steps in which a plan should be that good
 MOST_OFF = 1e-7  # of weights in fp64 from those of one process, after some hundreds of steps
 
 
@@ -60,8 +61,11 @@ def best_step_s(costs: Sequence[float], whole: int) -> float:
     return max(share * cost for share, cost in zip(shares, costs, strict=True))
 
 
-def steps_to_plan(entries: Sequence[dict[str, Any]]) -> list[int | None]:
-    """For each set of ranks, the steps until the plan was good."""
+def steps_to_plan(
+    entries: Sequence[dict[str, Any]], slowed: Sequence[tuple[float, float]] = ()
+) -> list[int | None]:
+    """For each set of ranks, the steps until the plan was good. `slowed`: from when to when a rank was made slower than
+    it says; plans looked for meanwhile are good ones for other speeds, and are not judged."""
     found: list[int | None] = []
     costs: dict[int, float] = {}
     start = first = None
@@ -69,6 +73,8 @@ def steps_to_plan(entries: Sequence[dict[str, Any]]) -> list[int | None]:
         if entry["kind"] == "ranks" and entry["rank"] == 0:
             start, costs, first = len(found), {}, entry["batch"]
             found.append(None)
+        elif start is not None and found[start] is None and any(a <= entry["t_s"] <= b for a, b in slowed):
+            start = None
         elif entry["kind"] == "step" and start is not None and len(entry["shares"]) == entry["size"]:
             costs[entry["rank"]] = entry["sample_s"]
             if found[start] is None and entry["rank"] == 0 and len(costs) == entry["size"]:
@@ -107,10 +113,16 @@ def beginnings(entries: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def judge(
-    folder: Path, *, ended: str, output: str, kills: Sequence[float], left: Sequence[int]
+    folder: Path,
+    *,
+    ended: str,
+    output: str,
+    left: Sequence[int],
+    kills: Sequence[float] = (),
+    slowed: Sequence[tuple[float, float]] = (),
 ) -> Verdict:
-    """The verdict on a job. `ended`: "" where it ended by itself and well; `kills`: when ranks were killed; `left`:
-    processes left behind."""
+    """The verdict on a job. `ended`: "" where it ended by itself and well; `left`: processes left behind; `kills`: when
+    ranks were killed; `slowed`: see `steps_to_plan`."""
     problems = [ended] if ended else []
     entries = read_diaries(folder)
     problems += beginnings(entries)
@@ -131,7 +143,7 @@ def judge(
     return Verdict(
         problems=tuple(problems),
         recoveries_s=tuple(recoveries_s(entries, kills)),
-        steps_to_plan=tuple(steps_to_plan(entries)),
+        steps_to_plan=tuple(steps_to_plan(entries, slowed)),
     )
 
 
@@ -145,5 +157,7 @@ def summary(verdicts: Sequence[Verdict]) -> str:
         median, worst = statistics.median(recoveries), max(recoveries)
         parts.append(f"{len(recoveries)} recoveries from a kill in {median:.1f} s (worst {worst:.1f} s)")
     if plans:
-        parts.append(f"a plan within 10 % of the best after {statistics.median(plans):.0f} steps (worst {max(plans)})")
+        late = sum(steps > SOON for steps in plans)
+        parts.append(f"a plan within 10 % of the best after {statistics.median(plans):.0f} steps (worst {max(plans)}; "
+                     f"{late} of {len(plans)} after more than {SOON})")  # fmt: skip
     return "; ".join(parts)

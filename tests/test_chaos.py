@@ -65,6 +65,8 @@ def test_a_plan_is_good_when_its_slowest_rank_is_nearly_as_fast_as_could_be() ->
     entries = [line("ranks", 0, batch=0), *steps(1, [12, 12]), *steps(2, [12, 12]), *steps(3, [16, 8])]
     assert steps_to_plan(entries) == [3]
     assert steps_to_plan(entries[:-2]) == [None]
+    assert steps_to_plan(entries, slowed=[(1.5, 2.5)]) == [None], "a rank was slower than it says"
+    assert steps_to_plan(entries, slowed=[(3.5, 4.0)]) == [3], "the plan was good before"
 
 
 @pytest.mark.parametrize(("result", "problem"), [
@@ -77,12 +79,12 @@ def test_a_plan_is_good_when_its_slowest_rank_is_nearly_as_fast_as_could_be() ->
 def test_what_is_wrong_with_a_result_is_a_problem(tmp_path: Path, result: dict, problem: str | None) -> None:
     whole = {"alike": True, "wrong": [], "losses": [1.0, 0.5, 0.4], "epochs": 3, **result}
     (tmp_path / "result.json").write_text(json.dumps(whole))
-    found = judge(tmp_path, ended="", output="", kills=(), left=()).problems
+    found = judge(tmp_path, ended="", output="", left=()).problems
     assert [text for text in found if problem is None or problem not in text] == [] and bool(found) == bool(problem)
 
 
 def test_a_job_that_hangs_says_nothing_or_leaves_processes_has_problems(tmp_path: Path) -> None:
-    found = judge(tmp_path, ended="hangs", output="x: DivergedError: y", kills=(), left=(7,)).problems
+    found = judge(tmp_path, ended="hangs", output="x: DivergedError: y", left=(7,)).problems
     assert found == ("hangs", "no result", "a rank diverged: x: DivergedError: y", "processes left behind: 7")
 
 

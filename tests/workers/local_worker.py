@@ -81,7 +81,7 @@ def composes():
 
 
 def a_stopped_rank(stopped_s=2.0, at=20):
-    """One rank is stopped in step `at`: the others go on to the bound, wait there, and all meet again. What the trace says of it."""
+    """One rank is stopped in step `at`: the others go on to the bound, wait there, and all meet again. The trace."""
     last, moments = hvd.size() - 1, []
 
     def during(step):
