@@ -30,20 +30,23 @@ def _ranks(*cores: float) -> tuple[EmulatedRank, ...]:
 
 
 SCENARIOS: dict[str, dict[str, Any]] = {
-    "stalls": {"ranks": _ranks(0.8, 0.4, 0.2, 0.2), "link_mbit": 1000.0, "stalls": True,
+    "stalls": {"ranks": _ranks(0.8, 0.4, 0.2, 0.2), "link_mbit": 1000.0, "stalls": (0, 1, 2, 3),
                "title": f"a random rank stopped for {STALL_S:g} s in every {EVERY_S:g} s"},
-    "slow": {"ranks": _ranks(1.0, 0.4, 0.2, 0.1), "link_mbit": 1000.0, "stalls": False,
+    "regular": {"ranks": _ranks(0.8, 0.4, 0.2, 0.2), "link_mbit": 1000.0, "stalls": (1,),
+                "title": f"rank 1 stopped for {STALL_S:g} s in every {EVERY_S:g} s"},
+    "slow": {"ranks": _ranks(1.0, 0.4, 0.2, 0.1), "link_mbit": 1000.0, "stalls": (),
              "title": "a rank ten times slower than the fastest"},
-    "link": {"ranks": _ranks(0.8, 0.4, 0.2, 0.2), "link_mbit": 20.0, "stalls": False,
+    "link": {"ranks": _ranks(0.8, 0.4, 0.2, 0.2), "link_mbit": 20.0, "stalls": (),
              "title": "a link of 20 Mbit/s"},
-}
-SHARES = {"stalls": "32:16:8:8", "slow": "38:15:8:3", "link": "32:16:8:8"}
+}  # fmt: skip
+SHARES = {"stalls": "32:16:8:8", "regular": "32:16:8:8", "slow": "38:15:8:3", "link": "32:16:8:8"}
 
 
 class Staller:
-    """Stops a random rank for a while, again and again, as long as its `with` block lasts; the same each time."""
+    """Stops one of these ranks for a while, at random and again and again, as long as its `with` block lasts; the same
+    ones each time."""
 
-    def __init__(self, cluster: Cluster, ranks: int) -> None:
+    def __init__(self, cluster: Cluster, ranks: Sequence[int]) -> None:
         self._cluster, self._ranks, self._random = cluster, ranks, random.Random(1)
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run)
@@ -58,7 +61,7 @@ class Staller:
 
     def _run(self) -> None:
         while not self._end.wait(EVERY_S - STALL_S):
-            rank = self._random.randrange(self._ranks)
+            rank = self._random.choice(self._ranks)
             self._cluster.stop(rank)
             self._end.wait(STALL_S)
             self._cluster.stop(rank, False)
@@ -86,13 +89,13 @@ def straggler(
     return {"rows": rows, "checks": checks}
 
 
-def _run(cluster: Cluster, contender: str, *, shares: str, seconds: float, stalls: bool) -> list[Row]:
+def _run(cluster: Cluster, contender: str, *, shares: str, seconds: float, stalls: Sequence[int]) -> list[Row]:
     command = [sys.executable, WORKER, contender, "--shares", shares, "--seconds", str(seconds)]
     command += ["--settle-s", str(seconds / 4)]
     start = cluster.processes if contender in ("ddp", "post-local") else cluster.horovodrun
     if not stalls:
         return records_of(start(command, timeout_s=300), what=contender, ranks=len(cluster.ranks))
-    with Staller(cluster, len(cluster.ranks)):
+    with Staller(cluster, stalls):
         return records_of(start(command, timeout_s=300), what=contender, ranks=len(cluster.ranks))
 
 
@@ -110,7 +113,8 @@ def _scenario(
     say: Callable[[str], None],
 ) -> None:
     found: dict[str, list[Row]] = {}
-    stopped = STALL_S / EVERY_S / len(scenario["ranks"]) if scenario["stalls"] else 0.0
+    stalls = scenario["stalls"]
+    stopped = [STALL_S / EVERY_S / len(stalls) if rank in stalls else 0.0 for rank in range(len(scenario["ranks"]))]
     with Cluster(scenario["ranks"], link_mbit=scenario["link_mbit"]) as cluster:
         say(cluster.describe())
         for _ in range(repeats):
@@ -118,12 +122,13 @@ def _scenario(
             say(f"  {'each rank alone, summed':24s} {sum(alone):7.1f} samples/s  "
                 + " ".join(f"{rate:.0f}" for rate in alone))
             for title, contender in CONTENDERS.items():
-                records = _run(cluster, contender, shares=SHARES[name], seconds=seconds, stalls=scenario["stalls"])
+                records = _run(cluster, contender, shares=SHARES[name], seconds=seconds, stalls=stalls)
                 rates = [record["samples_per_s"] for record in records]
-                kept = [rate / (1 - stopped) / by_itself for rate, by_itself in zip(rates, alone, strict=True)]
+                running = [(1 - part) * rate for part, rate in zip(stopped, alone, strict=True)]
+                kept = [rate / could for rate, could in zip(rates, running, strict=True)]
                 losses = records[0]["losses"]
                 found.setdefault(title, []).append({"losses": losses, "of_alone": sum(rates) / sum(alone),
-                                                    "kept": sum(rates) / (1 - stopped) / sum(alone)})
+                                                    "kept": sum(rates) / sum(running)})
                 say(f"  {title:24s} {sum(rates):7.1f} samples/s  " + " ".join(f"{rate:.0f}" for rate in rates)
                     + f"  of alone, while not stopped {' '.join(f'{part:.2f}' for part in kept)}"
                     + f"  loss after {losses[-1][0]:.0f} s {losses[-1][1]:.3f}"
@@ -140,8 +145,10 @@ def _scenario(
     ours = "hvd_hetero, local"
     faster = statistics.median(a / b for a, b in zip(times[ours], times["plain Horovod"], strict=True))
     than_ours = statistics.median(a / b for a, b in zip(times[ours], times["hvd_hetero"], strict=True))
-    if name == "stalls":
-        kept = statistics.median(run["kept"] for run in found[ours])
+    kept = statistics.median(run["kept"] for run in found[ours])
+    if name == "regular":
+        checks.append(check("regular: throughput of ranks while not stopped / alone", kept, 0.95))
+    elif name == "stalls":
         checks.append(check("stalls: throughput of ranks while not stopped / alone", kept, 0.95))
         checks.append(check("stalls: time to plain Horovod's loss / its time", faster, 1 / 3, at_most=True))
         checks.append(check("stalls: time to that loss / our synchronous strategy's", than_ours, 0.8, at_most=True))

@@ -312,9 +312,10 @@ class Balancer:
         if not leads:
             return report
         self.planner.observe(step - 1, report.samples, report.compute_s)
+        self.planner.steadiness.hear(step - 1, report.ran)
         if self.planner.selection is not None:
             whole_s = self._pace.last_s if together else None
-            self.planner.selection.hear(step - 1, report.ran, compute_s=report.compute_s, step_s=whole_s)
+            self.planner.selection.hear(compute_s=report.compute_s, step_s=whole_s)
         looks = self.rank == 0 and (self.adaptive or self.planner.selection is not None)
         if report.announcement is None and looks:
             self.planner.look(step, measured_step_s=self._pace.usual_s)

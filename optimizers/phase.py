@@ -13,9 +13,12 @@ from .selection import Selection
 
 def phase_of(rule: LocalSGD, balancer: Balancer) -> Callable[[int], bool]:
     """What tells whether global batch `step` is one that ranks take apart; the same on all ranks for each batch."""
+    planner = balancer.planner
     if rule.when == "always":
-        return lambda step: step >= rule.warmup_steps
-    balancer.planner.selection = Selection(
-        balancer.size, round_steps=rule.round_steps, first_step=max(rule.warmup_steps, balancer.step + 1)
-    )
-    return lambda step: balancer.plan_at(max(step, 0)).strategy == LOCAL
+        planner.apart = lambda step: step >= rule.warmup_steps
+    else:
+        planner.selection = Selection(
+            planner.steadiness, round_steps=rule.round_steps, first_step=max(rule.warmup_steps, balancer.step + 1)
+        )
+        planner.apart = lambda step: planner.plan_at(max(step, 0)).strategy == LOCAL
+    return planner.apart

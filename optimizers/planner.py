@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from hvd_hetero.policy.speed import Observation, SpeedModel, fit, latest_regime
 from .agreement import Terms
 from .control import Announcement
 from .selection import Selection
+from .steadiness import Steadiness
 
 WINDOW = 64  # observations kept per rank
 SKIPPED = 2  # steps after a change of plan that are not observed: caches, JIT and allocators settle
@@ -42,7 +43,9 @@ class Planner:
             deque(maxlen=WINDOW) for _ in range(self.size)
         )
         self._next_look = 0
+        self.steadiness = Steadiness(self.size)
         self.selection: Selection | None = None  # of the strategy, where it is left to us
+        self.apart: Callable[[int], bool] = lambda step: False  # whether ranks take a batch apart, waiting for nobody
 
     def plan_at(self, step: int) -> Plan:
         """The plan that holds for global batch `step`."""
@@ -119,7 +122,8 @@ class Planner:
         if self._terms.adaptive:
             plan = decide(
                 current,
-                models,
+                # Where all wait for all, a stop costs everybody the same, whatever the shares.
+                self.steadiness.alone(models) if self.apart(step) else models,
                 step=step,
                 global_batch_size=self._terms.global_batch_size,
                 bounds=self._terms.bounds,

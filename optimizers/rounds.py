@@ -197,7 +197,7 @@ class Rounds:
             drift, noise = self.lengths.watch(total[WEIGHT:FINISHING], merge.mean_square, steps, samples)
             at = int(max(positions))
             report = control.unpack(total[HEAD + 3 * n :], ranks=n)
-            self.lengths.hear(report.compute_s)
+            self.lengths.hear(self.balancer.planner.steadiness.alone_s(report.compute_s))
             self.balancer.staleness = merge.carried.steps / self.rule.round_steps
             self._on_merge({
                 "merge": self.merges, "step": self.balancer.step, "behind": at - self.balancer.step,

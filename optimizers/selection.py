@@ -7,14 +7,10 @@ merge is taken to need as long as that: both move the model once.
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections import deque
 from collections.abc import Sequence
 
-import numpy as np
-
-from hvd_hetero.policy.jitter import Jitter, Ran, estimate
 from hvd_hetero.policy.speed import Observation, SpeedModel
 from hvd_hetero.policy.strategy import (
     SYNCHRONOUS,
@@ -26,9 +22,9 @@ from hvd_hetero.policy.strategy import (
     predict_synchronous,
 )
 
+from .steadiness import Steadiness
+
 EVERY = 10  # batches between two looks: a prediction costs some milliseconds
-MEMORY = 200  # batches after which what was measured of stops has faded to 1/e
-LEAST_STOPS = 2.0
 EXCHANGES = 32  # synchronous steps that say how long an exchange takes
 LEAST_EXCHANGES = 8
 
@@ -37,34 +33,28 @@ class Selection:
     """What is known of a job's ranks beside their speeds, and the strategy that follows.
 
     Args:
-        size: ranks.
+        steadiness: of the ranks.
         round_steps: local steps of the fastest rank in a round, if there should be rounds.
         first_step: no choice before this batch.
         hold_steps: a strategy holds for so many batches at least.
     """
 
     def __init__(
-        self, size: int, *, round_steps: int, first_step: int, hold_steps: int = 40, rule: StrategyRule | None = None
+        self, steadiness: Steadiness, *, round_steps: int, first_step: int, hold_steps: int = 40,
+        rule: StrategyRule | None = None,
     ) -> None:
+        self._steadiness = steadiness
         self._round_steps, self._rule, self._hold_steps = round_steps, rule or StrategyRule(), hold_steps
-        self._ran: np.ndarray = np.zeros((size, len(Ran._fields)))
         self._exchange_s: deque[float] = deque(maxlen=EXCHANGES)
         self._next_look = first_step
-        self._heard = 0
 
-    def hear(
-        self, step: int, ran: Sequence[Ran], *, compute_s: Sequence[float], step_s: float | None
-    ) -> None:
-        """Takes in what all ranks said of batch `step` and those before it.
+    def hear(self, *, compute_s: Sequence[float], step_s: float | None) -> None:
+        """Takes in what a batch took.
 
         Args:
-            ran: sums since the last call.
-            compute_s: of each rank in batch `step`.
-            step_s: from the beginning of that batch to its end, where it was a synchronous one.
+            compute_s: of each rank.
+            step_s: from the batch's beginning to its end, where it was a synchronous one.
         """
-        fading = math.exp(-max(0, step - self._heard) / MEMORY)
-        self._heard = step
-        self._ran = self._ran * fading + np.asarray(ran)
         if step_s is not None and max(compute_s) > 0:
             self._exchange_s.append(max(0.0, step_s - max(compute_s)))
 
@@ -73,18 +63,11 @@ class Selection:
         """Seconds of a synchronous step beyond its slowest rank: the median, since waits for data are none."""
         return statistics.median(self._exchange_s) if self._exchange_s else 0.0
 
-    def jitters(self, models: Sequence[SpeedModel], windows: Sequence[Sequence[Observation]]) -> list[Jitter]:
-        """By rank, how unsteady its compute is."""
-        return [
-            estimate(Ran(*sums), variation=_variation(model, window), least_stops=LEAST_STOPS)
-            for sums, model, window in zip(self._ran.tolist(), models, windows, strict=True)
-        ]
-
     def predict(
         self, models: Sequence[SpeedModel], windows: Sequence[Sequence[Observation]], shares: Sequence[int]
     ) -> tuple[Prediction, Prediction]:
         """What synchronous and local training should achieve with these shares."""
-        jitters = self.jitters(models, windows)
+        jitters = self._steadiness.jitters(models, windows)
         return (
             predict_synchronous(models, shares, jitters=jitters, exchange_s=self.exchange_s),
             predict_local(
@@ -106,8 +89,3 @@ class Selection:
         self._next_look = step + self._hold_steps
         return choice
 
-
-def _variation(model: SpeedModel, window: Sequence[Observation]) -> float:
-    """Standard deviation of a step's compute over what the model says, from the median so that stops do not count."""
-    ratios = np.array([seen.compute_s / model.time_s(seen.samples) for seen in window])
-    return float(1.4826 * np.median(np.abs(ratios / np.median(ratios) - 1.0))) if len(ratios) else 0.0

@@ -9,6 +9,7 @@ from torch import nn
 
 from hvd_hetero.engine.local import World
 from hvd_hetero.optimizers.selection import EVERY, Selection
+from hvd_hetero.optimizers.steadiness import Steadiness
 from hvd_hetero.optimizers.stop import StopMeter
 from hvd_hetero.policy.jitter import Ran, estimate
 from hvd_hetero.policy.speed import Observation, SpeedModel
@@ -60,7 +61,8 @@ def job(selection, steps, *, stops, exchange_s=0.002, share=16, each_s=0.01, fir
         for meter, time_s in zip(meters, times, strict=True):
             meter.add(share, time_s)
         whole_s = max(times) + exchange_s if current == SYNCHRONOUS else None
-        selection.hear(step, [meter.take() for meter in meters], compute_s=times, step_s=whole_s)
+        selection._steadiness.hear(step, [meter.take() for meter in meters])
+        selection.hear(compute_s=times, step_s=whole_s)
         choice = selection.look(step, current, models, windows, [share] * 4)
         if choice is not None:
             made.append((step, choice))
@@ -69,11 +71,11 @@ def job(selection, steps, *, stops, exchange_s=0.002, share=16, each_s=0.01, fir
 
 
 def test_a_steady_cluster_stays_synchronous():
-    assert job(Selection(4, round_steps=8, first_step=20), 400, stops=0) == []
+    assert job(Selection(Steadiness(4), round_steps=8, first_step=20), 400, stops=0) == []
 
 
 def test_ranks_that_stop_are_left_to_themselves_and_taken_back():
-    selection = Selection(4, round_steps=8, first_step=20)
+    selection = Selection(Steadiness(4), round_steps=8, first_step=20)
     (first, choice), *more = job(selection, 300, stops=30)
     assert choice.strategy == LOCAL and 20 <= first < 150 and "synchronous is" in choice.reason and not more
     (back, choice), *more = job(selection, 1500, stops=0, first=300, current=LOCAL)
@@ -82,12 +84,12 @@ def test_ranks_that_stop_are_left_to_themselves_and_taken_back():
 
 def test_an_exchange_that_nothing_hides_speaks_for_steps_apart():
     """0.16 s of compute, 0.4 s of exchange: a round of 8 steps takes longer than its merge."""
-    (_, choice), *more = job(Selection(4, round_steps=8, first_step=20), 200, stops=0, exchange_s=0.4)
+    (_, choice), *more = job(Selection(Steadiness(4), round_steps=8, first_step=20), 200, stops=0, exchange_s=0.4)
     assert choice.strategy == LOCAL and not more
 
 
 def test_a_strategy_holds_for_a_while():
-    selection = Selection(4, round_steps=8, first_step=0, hold_steps=100)
+    selection = Selection(Steadiness(4), round_steps=8, first_step=0, hold_steps=100)
     made = [
         step
         for seed in range(6)
@@ -104,7 +106,7 @@ def test_a_strategy_holds_for_a_while():
 
 
 def test_looks_are_rare():
-    selection, looked = Selection(4, round_steps=8, first_step=0), []
+    selection, looked = Selection(Steadiness(4), round_steps=8, first_step=0), []
     predict = selection.predict
     selection.predict = lambda *arguments: looked.append(1) or predict(*arguments)
     job(selection, 400, stops=0)

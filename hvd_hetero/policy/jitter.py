@@ -21,11 +21,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import NormalDist
 from typing import NamedTuple
 
 import numpy as np
+
+from .speed import SpeedModel
 
 QUANTILES = 100         # parts of equal probability that the noise of a step is cut into
 POINTS = 800            # of each part of the grid
@@ -77,6 +79,21 @@ def estimate(ran: Ran, *, variation: float = 0.0, least_stops: float = 0.0) -> J
         return Jitter(variation=variation)
     return Jitter(variation=variation, stalled=ran.stopped_s / (ran.running_s + ran.stopped_s),
                   stall_s=ran.stopped_s / ran.stops)
+
+
+def with_stops(model: SpeedModel, ran: Ran, *, least_stops: float = 0.0) -> SpeedModel:
+    """The speed of a rank whose stops are a part of its time, as they are when nobody waits for it.
+
+    f of n stops has a relative error of about sqrt(2 / n), if they are exponential: var(sum) = n E L^2 = 2 n (E L)^2.
+    """
+    stalled = estimate(ran, least_stops=least_stops).stalled
+    if not stalled:
+        return model
+    stretched = 1.0 / (1.0 - stalled)
+    return replace(
+        model, overhead_s=model.overhead_s * stretched, seconds_per_sample=model.seconds_per_sample * stretched,
+        standard_error=math.hypot(model.standard_error, stalled * math.sqrt(2.0 / ran.stops)),
+    )
 
 
 def synchronous_step_s(times_s: Sequence[float], jitters: Sequence[Jitter], *, exchange_s: float = 0.0) -> float:

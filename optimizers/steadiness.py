@@ -1,0 +1,55 @@
+"""How steady each rank is: for which part of the time it was stopped lately, as all ranks have heard it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from hvd_hetero.policy.jitter import Jitter, Ran, estimate, with_stops
+from hvd_hetero.policy.speed import Observation, SpeedModel
+
+MEMORY = 200  # batches after which what was measured of stops has faded to 1/e
+LEAST_STOPS = 2.0
+
+
+class Steadiness:
+    """What is known of the stops of so many ranks; the same on all of them."""
+
+    def __init__(self, size: int) -> None:
+        self._ran: np.ndarray = np.zeros((size, len(Ran._fields)))
+        self._heard = 0
+
+    def hear(self, step: int, ran: Sequence[Ran]) -> None:
+        """Takes in what all ranks said of batch `step` and of those before it since the last call."""
+        fading = math.exp(-max(0, step - self._heard) / MEMORY)
+        self._heard = step
+        self._ran = self._ran * fading + np.asarray(ran)
+
+    def jitters(self, models: Sequence[SpeedModel], windows: Sequence[Sequence[Observation]]) -> list[Jitter]:
+        """By rank, how unsteady its compute is."""
+        return [
+            estimate(Ran(*sums), variation=_variation(model, window), least_stops=LEAST_STOPS)
+            for sums, model, window in zip(self._ran.tolist(), models, windows, strict=True)
+        ]
+
+    def alone(self, models: Sequence[SpeedModel]) -> tuple[SpeedModel, ...]:
+        """By rank, its speed when nobody waits for it: its stops are a part of its time."""
+        return tuple(
+            with_stops(model, Ran(*sums), least_stops=LEAST_STOPS)
+            for sums, model in zip(self._ran.tolist(), models, strict=True)
+        )
+
+    def alone_s(self, compute_s: Sequence[float]) -> list[float]:
+        """By rank, the seconds between the beginnings of such batches when it waits for nobody."""
+        return [
+            estimate(Ran(*sums), least_stops=LEAST_STOPS).alone_s(seconds)
+            for sums, seconds in zip(self._ran.tolist(), compute_s, strict=True)
+        ]
+
+
+def _variation(model: SpeedModel, window: Sequence[Observation]) -> float:
+    """Standard deviation of a step's compute over what the model says, from the median so that stops do not count."""
+    ratios = np.array([seen.compute_s / model.time_s(seen.samples) for seen in window])
+    return float(1.4826 * np.median(np.abs(ratios / np.median(ratios) - 1.0))) if len(ratios) else 0.0

@@ -1,0 +1,79 @@
+"""Stops of ranks that wait for nobody: they are a part of a rank's time, in shares and in the length of rounds."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from hvd_hetero.optimizers.agreement import Terms
+from hvd_hetero.optimizers.planner import Planner
+from hvd_hetero.optimizers.steadiness import MEMORY, Steadiness
+from hvd_hetero.optimizers.stop import StopMeter
+from hvd_hetero.policy.jitter import Ran, with_stops
+from hvd_hetero.policy.partition import Bound
+from hvd_hetero.policy.replan import ReplanRule
+from hvd_hetero.policy.speed import SpeedModel
+
+MODEL = SpeedModel(overhead_s=0.01, seconds_per_sample=0.002, standard_error=0.01, observations=20)
+
+
+def test_stops_stretch_a_ranks_time_and_make_it_less_sure() -> None:
+    found = with_stops(MODEL, Ran(running_s=60.0, stopped_s=20.0, stops=18.0))
+    assert found.time_s(10) == pytest.approx(MODEL.time_s(10) / 0.75)
+    assert found.standard_error == pytest.approx((0.01**2 + (0.25 / 3) ** 2) ** 0.5)
+    assert found.observations == MODEL.observations
+    assert with_stops(MODEL, Ran(60.0, 0.0, 0.0)) is MODEL
+    assert with_stops(MODEL, Ran(60.0, 20.0, 1.0), least_stops=2.0) is MODEL
+
+
+def test_stops_are_forgotten() -> None:
+    steadiness = Steadiness(2)
+    steadiness.hear(0, [Ran(10.0, 0.0, 0.0), Ran(10.0, 10.0, 10.0)])
+    assert steadiness.alone_s([1.0, 1.0]) == [1.0, 2.0]
+    for step in range(MEMORY, 5 * MEMORY + 1, MEMORY):
+        steadiness.hear(step, [Ran(10.0, 0.0, 0.0)] * 2)
+    assert steadiness.alone_s([1.0, 0.0]) == [1.0, 0.0]
+
+
+def planned(*, apart: bool, stops: tuple[float, ...], seed: int = 0, steps: int = 400) -> Planner:
+    """The planner of a job of four alike ranks, each of which is stopped for 1 s so many times in a second."""
+    rng, meters = random.Random(seed), [StopMeter() for _ in stops]
+    terms = Terms(
+        global_batch_size=64, min_share=1, max_share=None, quantum=1, max_micro_batch=None, shares=None, adaptive=True,
+        bounds=(Bound(lower=1),) * 4, first_shares=(16,) * 4, micro_caps=(None,) * 4,
+    )  # fmt: skip
+    planner = Planner(terms, ReplanRule())
+    planner.apart = lambda step: apart
+    for step in range(steps):
+        shares = planner.plan_at(step).shares
+        running = [share * 0.01 * rng.lognormvariate(0.0, 0.03) for share in shares]
+        times = [s + sum(1.0 for _ in range(10) if rng.random() < s * rate / 10)
+                 for s, rate in zip(running, stops, strict=True)]  # fmt: skip
+        for meter, share, time_s in zip(meters, shares, times, strict=True):
+            meter.add(share, time_s)
+        planner.observe(step, shares, times)
+        planner.steadiness.hear(step, [meter.take() for meter in meters])
+        if planner.announcement:
+            planner.accept(planner.announcement, step)
+        else:
+            planner.look(step, measured_step_s=max(times))
+    return planner
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_rank_that_is_often_stopped_gets_what_it_has_time_for(seed: int) -> None:
+    """Stopped for a third of the time: two thirds of the others' speed, when nobody waits for it."""
+    shares = planned(apart=True, stops=(0.0, 0.5, 0.0, 0.0), seed=seed).plans[-1].shares
+    assert 9 <= shares[1] <= 14 and all(16 <= share <= 19 for share in (shares[0], *shares[2:])), shares
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_stops_change_no_shares_where_all_wait_for_all(seed: int) -> None:
+    assert len(planned(apart=False, stops=(0.0, 0.5, 0.0, 0.0), seed=seed).plans) == 1
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_stops_that_all_have_alike_change_hardly_any(seed: int) -> None:
+    plans = planned(apart=True, stops=(0.1,) * 4, seed=seed).plans
+    assert len(plans) <= 3 and all(12 <= share <= 20 for share in plans[-1].shares), [plan.shares for plan in plans]
