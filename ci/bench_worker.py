@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from emulation.worker.emulation_hold import SOCKET_VARIABLE, ask, hold, release
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -61,7 +61,9 @@ class Contender:
         self.size = int(os.environ.get("HOROVOD_SIZE", os.environ.get("WORLD_SIZE", "1")))
         self.shares = [int(share) for share in arguments.shares.split(":")]
         text = lm.read_text(2.0)
-        self.windows = lm.Windows(text, 64)
+        self.windows: Any = lm.Windows(text, 64)
+        if arguments.epoch_samples:
+            self.windows = Subset(self.windows, range(arguments.epoch_samples))
         torch.manual_seed(0)
         self.model = lm.CharLM(width=arguments.width, layers=arguments.layers)
         self.optimizer: Any = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
@@ -185,6 +187,7 @@ def main() -> None:
     parser.add_argument("--strategy", default="synchronous", help="hetero: synchronous, local or auto")
     parser.add_argument("--validate", action="store_true", help="rank 0: the loss on other text, after all steps")
     parser.add_argument("--bucket-bytes", type=int)
+    parser.set_defaults(epoch_samples=0)
     parser.add_argument("--every-step", action="store_true", help="print each step's time and shares")
     parser.add_argument("--slow-at", type=int, default=-1, help="the step at which a rank becomes slower")
     parser.add_argument("--slow-rank", type=int, default=1)

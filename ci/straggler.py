@@ -32,8 +32,8 @@ def _ranks(*cores: float) -> tuple[EmulatedRank, ...]:
 SCENARIOS: dict[str, dict[str, Any]] = {
     "stalls": {"ranks": _ranks(0.8, 0.4, 0.2, 0.2), "link_mbit": 1000.0, "stalls": (0, 1, 2, 3),
                "title": f"a random rank stopped for {STALL_S:g} s in every {EVERY_S:g} s"},
-    "regular": {"ranks": _ranks(0.8, 0.4, 0.2, 0.2), "link_mbit": 1000.0, "stalls": (1,),
-                "title": f"rank 1 stopped for {STALL_S:g} s in every {EVERY_S:g} s"},
+    "regular": {"ranks": _ranks(0.8, 0.4, 0.2, 0.2), "link_mbit": 1000.0, "stalls": (1,), "epoch_samples": 6400,
+                "title": f"rank 1 stopped for {STALL_S:g} s in every {EVERY_S:g} s, epochs of 100 batches"},
     "slow": {"ranks": _ranks(1.0, 0.4, 0.2, 0.1), "link_mbit": 1000.0, "stalls": (),
              "title": "a rank ten times slower than the fastest"},
     "link": {"ranks": _ranks(0.8, 0.4, 0.2, 0.2), "link_mbit": 20.0, "stalls": (),
@@ -89,13 +89,13 @@ def straggler(
     return {"rows": rows, "checks": checks}
 
 
-def _run(cluster: Cluster, contender: str, *, shares: str, seconds: float, stalls: Sequence[int]) -> list[Row]:
+def _run(cluster: Cluster, contender: str, *, shares: str, seconds: float, scenario: Row) -> list[Row]:
     command = [sys.executable, WORKER, contender, "--shares", shares, "--seconds", str(seconds)]
-    command += ["--settle-s", str(seconds / 4)]
+    command += ["--settle-s", str(seconds / 4), "--epoch-samples", str(scenario.get("epoch_samples", 0))]
     start = cluster.processes if contender in ("ddp", "post-local") else cluster.horovodrun
-    if not stalls:
+    if not scenario["stalls"]:
         return records_of(start(command, timeout_s=300), what=contender, ranks=len(cluster.ranks))
-    with Staller(cluster, stalls):
+    with Staller(cluster, scenario["stalls"]):
         return records_of(start(command, timeout_s=300), what=contender, ranks=len(cluster.ranks))
 
 
@@ -122,7 +122,7 @@ def _scenario(
             say(f"  {'each rank alone, summed':24s} {sum(alone):7.1f} samples/s  "
                 + " ".join(f"{rate:.0f}" for rate in alone))
             for title, contender in CONTENDERS.items():
-                records = _run(cluster, contender, shares=SHARES[name], seconds=seconds, stalls=stalls)
+                records = _run(cluster, contender, shares=SHARES[name], seconds=seconds, scenario=scenario)
                 rates = [record["samples_per_s"] for record in records]
                 running = [(1 - part) * rate for part, rate in zip(stopped, alone, strict=True)]
                 kept = [rate / could for rate, could in zip(rates, running, strict=True)]

@@ -37,7 +37,8 @@ class Straggling(Contender):
         import hvd_hetero.torch as hvd
 
         self.strategy = hvd.LocalSGD(round_steps=self.arguments.round_steps, warmup_steps=self.arguments.dense_steps,
-                                     bound_rounds=self.arguments.bound_rounds)
+                                     bound_rounds=self.arguments.bound_rounds,
+                                     merge_each_epoch=self.arguments.epoch_samples > 0)
         self.set_up_hetero()
 
     def agree(self, over: bool) -> bool:
@@ -76,6 +77,8 @@ def main() -> None:
     parser.add_argument("--bound-rounds", type=float, default=6.0)
     parser.add_argument("--dense-steps", type=int, default=8)
     parser.add_argument("--snapshot-s", type=float, default=2.5)
+    parser.add_argument("--epoch-samples", type=int, default=0, help="so many make an epoch, at whose end ranks with a "
+                        "local strategy merge, and that they end with; 0: all there are, and no end to wait at")
     parser.set_defaults(width=136, layers=2, fixed=False, codec="none", topology=None, bucket_bytes=None,
                         strategy="synchronous")
     arguments = parser.parse_args()
@@ -86,6 +89,7 @@ def main() -> None:
     hold()
     begin = time.perf_counter()
     samples = steps = 0
+    epoch_steps = arguments.epoch_samples // contender.global_batch
     settled: tuple[float, int] | None = None
     snapshots: list[tuple[float, Any]] = [(0.0, contender.snapshot())]
     while True:
@@ -101,9 +105,14 @@ def main() -> None:
         if contender.rank == 0 and now - snapshots[-1][0] >= arguments.snapshot_s:
             snapshots.append((now, contender.snapshot()))
         over = now >= arguments.seconds
-        if apart and over:
-            break
-        if not apart and steps % CHECK_EVERY == 0 and contender.agree(over):
+        if not apart or (arguments.contender == "local" and arguments.epoch_samples):
+            if steps % (epoch_steps if apart else CHECK_EVERY) == 0:
+                if apart:
+                    contender.optimizer.merge()
+                    now = time.perf_counter() - begin
+                if contender.agree(over):
+                    break
+        elif over:
             break
     release()
     ended = time.perf_counter() - begin

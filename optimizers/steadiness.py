@@ -12,6 +12,7 @@ from hvd_hetero.policy.speed import Observation, SpeedModel
 
 MEMORY = 200  # batches after which what was measured of stops has faded to 1/e
 LEAST_STOPS = 2.0
+ENOUGH_STOPS = 4.0  # to give a rank another share for them: two may be chance
 
 
 class Steadiness:
@@ -37,14 +38,14 @@ class Steadiness:
     def alone(self, models: Sequence[SpeedModel]) -> tuple[SpeedModel, ...]:
         """By rank, its speed when nobody waits for it: its stops are a part of its time."""
         return tuple(
-            with_stops(model, Ran(*sums), least_stops=LEAST_STOPS)
+            with_stops(model, Ran(*sums), least_stops=ENOUGH_STOPS)
             for sums, model in zip(self._ran.tolist(), models, strict=True)
         )
 
     def alone_s(self, compute_s: Sequence[float]) -> list[float]:
         """By rank, the seconds between the beginnings of such batches when it waits for nobody."""
         return [
-            estimate(Ran(*sums), least_stops=LEAST_STOPS).alone_s(seconds)
+            estimate(Ran(*sums), least_stops=ENOUGH_STOPS).alone_s(seconds)
             for sums, seconds in zip(self._ran.tolist(), compute_s, strict=True)
         ]
 

@@ -19,7 +19,7 @@ MODEL = SpeedModel(overhead_s=0.01, seconds_per_sample=0.002, standard_error=0.0
 
 
 def test_stops_stretch_a_ranks_time_and_make_it_less_sure() -> None:
-    found = with_stops(MODEL, Ran(running_s=60.0, stopped_s=20.0, stops=18.0))
+    found = with_stops(MODEL, Ran(running_s=60.0, stopped_s=20.0, stops=9.0))
     assert found.time_s(10) == pytest.approx(MODEL.time_s(10) / 0.75)
     assert found.standard_error == pytest.approx((0.01**2 + (0.25 / 3) ** 2) ** 0.5)
     assert found.observations == MODEL.observations

@@ -84,7 +84,8 @@ def estimate(ran: Ran, *, variation: float = 0.0, least_stops: float = 0.0) -> J
 def with_stops(model: SpeedModel, ran: Ran, *, least_stops: float = 0.0) -> SpeedModel:
     """The speed of a rank whose stops are a part of its time, as they are when nobody waits for it.
 
-    f of n stops has a relative error of about sqrt(2 / n), if they are exponential: var(sum) = n E L^2 = 2 n (E L)^2.
+    What n stops take has a relative error of 1 / sqrt(n) at least, that of their number (Poisson), and 1 / (1 - f) one of
+    f times that.
     """
     stalled = estimate(ran, least_stops=least_stops).stalled
     if not stalled:
@@ -92,7 +93,7 @@ def with_stops(model: SpeedModel, ran: Ran, *, least_stops: float = 0.0) -> Spee
     stretched = 1.0 / (1.0 - stalled)
     return replace(
         model, overhead_s=model.overhead_s * stretched, seconds_per_sample=model.seconds_per_sample * stretched,
-        standard_error=math.hypot(model.standard_error, stalled * math.sqrt(2.0 / ran.stops)),
+        standard_error=math.hypot(model.standard_error, stalled / math.sqrt(ran.stops)),
     )
 
 

@@ -121,7 +121,8 @@ def decide(
                     for i, s in ((before, current.shares), (after, shares)))
     step_s = max(now_s, measured_step_s or 0.0)
     stretch = models[after].overhead_error * abs(shares[after] / max(current.shares[after], 1) - 1.0)
-    error = math.hypot(models[before].standard_error, models[after].standard_error, stretch) * new_s / now_s
+    known = [models[rank].standard_error for rank in {before, after}]     # one rank's error is the same in both times
+    error = math.hypot(*known, stretch) * new_s / now_s
     surprise = max(2.0, math.sqrt(2.0 * math.log(len(ranks)))) * (1.0 if recent < FEW_PLANS else 1.5)
     minimum = rule.minimum_gain * DEARER[min(lately, len(DEARER) - 1)]
     minimum *= 2.0 if changed and lately >= EARLY_PLANS else 1.0

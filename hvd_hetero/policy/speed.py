@@ -27,6 +27,7 @@ OVERHEAD_SPREAD = 0.15       # how far, as a fraction of the step, overhead may 
 WORTH_HEARING = 2.0          # an overhead known so many times better than it now shows itself is left as it is
 USUAL_NOISE = 0.05           # relative noise assumed before anything was seen; weighs as much as one observation
 OUTLIER = 0.2                # relative: what is nearer than this to its size's median is none
+DRIFT = 0.025                # relative: what one size is measured too long or too short by, for good
 ENOUGH_OF_A_SIZE = 3         # a median of fewer does not withstand one spike
 REACH = 24                   # observations on either side of a possible change of speed that are compared
 LEAST_NOISE = 0.02           # relative noise between neighbouring steps, at the least
@@ -110,6 +111,8 @@ def fit(observations: Sequence[Observation], *, prior: SpeedModel | None = None)
         lever = math.fsum(w * (z.samples - mean_b) ** 2 for w, z in zip(weights, sizes, strict=True))
         slope = math.fsum(w * (z.samples - mean_b) * z.time_s for w, z in zip(weights, sizes, strict=True)) / lever
         error = noise * math.sqrt(1.0 / math.fsum(weights) + mean_b**2 / lever) / mean_t
+        # Sizes are seen at different times, between which the machine drifts, however many observations there are.
+        error = math.hypot(error, DRIFT / math.sqrt(2.0) * mean_b * math.sqrt(math.fsum(weights) / lever))
         if prior is None or error < WORTH_HEARING * known:
             belief = known**2 / (known**2 + error**2)
             overhead, known = overhead + belief * (mean_t - slope * mean_b - overhead), min(known, error)
