@@ -84,8 +84,8 @@ def estimate(ran: Ran, *, variation: float = 0.0, least_stops: float = 0.0) -> J
 def with_stops(model: SpeedModel, ran: Ran, *, least_stops: float = 0.0) -> SpeedModel:
     """The speed of a rank whose stops are a part of its time, as they are when nobody waits for it.
 
-    What n stops take has a relative error of 1 / sqrt(n) at least, that of their number (Poisson); 1 / (1 - f) has f times
-    that.
+    What n stops take has a relative error of 1 / sqrt(n) at least, that of their number (Poisson); 1 / (1 - f) has f
+    times that.
     """
     stalled = estimate(ran, least_stops=least_stops).stalled
     if not stalled:
