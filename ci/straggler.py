@@ -108,6 +108,13 @@ def _alone(cluster: Cluster, shares: str) -> list[float]:
     return rates
 
 
+def _at_once(cluster: Cluster, shares: str) -> list[float]:
+    """The rates of ranks that all train at once and exchange nothing: what they take from each other by being there."""
+    command = [sys.executable, WORKER, "alone", "--shares", shares, "--seconds", "16", "--settle-s", "4"]
+    finished = cluster.processes(command, timeout_s=120)
+    return [record["samples_per_s"] for record in records_of(finished, what="at once", ranks=len(cluster.ranks))]
+
+
 def _scenario(
     name: str, scenario: Row, rows: list[Row], checks: list[Row], *, repeats: int, seconds: float,
     say: Callable[[str], None],
@@ -121,6 +128,9 @@ def _scenario(
             alone = _alone(cluster, SHARES[name])
             say(f"  {'each rank alone, summed':24s} {sum(alone):7.1f} samples/s  "
                 + " ".join(f"{rate:.0f}" for rate in alone))
+            at_once = _at_once(cluster, SHARES[name])
+            say(f"  {'all at once, no exchange':24s} {sum(at_once):7.1f} samples/s  "
+                + " ".join(f"{rate:.0f}" for rate in at_once) + f"  {sum(at_once) / sum(alone):.2f} of that")
             for title, contender in CONTENDERS.items():
                 records = _run(cluster, contender, shares=SHARES[name], seconds=seconds, scenario=scenario)
                 rates = [record["samples_per_s"] for record in records]
