@@ -155,15 +155,14 @@ def _scenario(
     ours = "hvd_hetero, local"
     faster = statistics.median(a / b for a, b in zip(times[ours], times["plain Horovod"], strict=True))
     than_ours = statistics.median(a / b for a, b in zip(times[ours], times["hvd_hetero"], strict=True))
-    kept = statistics.median(run["kept"] for run in found[ours])
-    if name == "regular":
-        checks.append(check("regular: throughput of ranks while not stopped / alone", kept, 0.95))
-    elif name == "stalls":
-        checks.append(check("stalls: throughput of ranks while not stopped / alone", kept, 0.95))
+    if stalls:
+        kept = statistics.median(run["kept"] for run in found[ours])
+        checks.append(check(f"{name}: throughput of ranks while not stopped / alone", kept, 0.95))
+    if name == "stalls":
         checks.append(check("stalls: time to plain Horovod's loss / its time", faster, 1 / 3, at_most=True))
         checks.append(check("stalls: time to that loss / our synchronous strategy's", than_ours, 0.8, at_most=True))
     elif name == "slow":
         of_alone = statistics.median(run["of_alone"] for run in found[ours])
         checks.append(check("slow: throughput / all ranks alone", of_alone, 0.95))
-    else:
+    elif name == "link":
         checks.append(check("link: plain Horovod's time to its loss / ours", 1 / faster, 3.0))

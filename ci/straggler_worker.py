@@ -89,7 +89,9 @@ def main() -> None:
     hold()
     begin = time.perf_counter()
     samples = steps = 0
-    epoch_steps = arguments.epoch_samples // contender.global_batch
+    # Who steps apart ends by its own clock, or with an epoch.
+    epoch_steps = arguments.epoch_samples // contender.global_batch if arguments.contender == "local" else 0
+    agree_every = epoch_steps if apart else CHECK_EVERY
     settled: tuple[float, int] | None = None
     snapshots: list[tuple[float, Any]] = [(0.0, contender.snapshot())]
     while True:
@@ -105,14 +107,13 @@ def main() -> None:
         if contender.rank == 0 and now - snapshots[-1][0] >= arguments.snapshot_s:
             snapshots.append((now, contender.snapshot()))
         over = now >= arguments.seconds
-        if not apart or (arguments.contender == "local" and arguments.epoch_samples):
-            if steps % (epoch_steps if apart else CHECK_EVERY) == 0:
-                if apart:
-                    contender.optimizer.merge()
-                    now = time.perf_counter() - begin
-                if contender.agree(over):
-                    break
-        elif over:
+        if agree_every and steps % agree_every == 0:
+            if apart:
+                contender.optimizer.merge()
+                now = time.perf_counter() - begin
+            if contender.agree(over):
+                break
+        elif over and not agree_every:
             break
     release()
     ended = time.perf_counter() - begin

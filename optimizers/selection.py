@@ -88,4 +88,3 @@ class Selection:
             return None
         self._next_look = step + self._hold_steps
         return choice
-

@@ -28,25 +28,29 @@ class Steadiness:
         self._heard = step
         self._ran = self._ran * fading + np.asarray(ran)
 
+    @property
+    def _lately(self) -> list[Ran]:
+        return [Ran(*sums) for sums in self._ran.tolist()]
+
     def jitters(self, models: Sequence[SpeedModel], windows: Sequence[Sequence[Observation]]) -> list[Jitter]:
         """By rank, how unsteady its compute is."""
         return [
-            estimate(Ran(*sums), variation=_variation(model, window), least_stops=LEAST_STOPS)
-            for sums, model, window in zip(self._ran.tolist(), models, windows, strict=True)
+            estimate(ran, variation=_variation(model, window), least_stops=LEAST_STOPS)
+            for ran, model, window in zip(self._lately, models, windows, strict=True)
         ]
 
     def alone(self, models: Sequence[SpeedModel]) -> tuple[SpeedModel, ...]:
         """By rank, its speed when nobody waits for it: its stops are a part of its time."""
         return tuple(
-            with_stops(model, Ran(*sums), least_stops=ENOUGH_STOPS)
-            for sums, model in zip(self._ran.tolist(), models, strict=True)
+            with_stops(model, ran, least_stops=ENOUGH_STOPS)
+            for ran, model in zip(self._lately, models, strict=True)
         )
 
     def alone_s(self, compute_s: Sequence[float]) -> list[float]:
         """By rank, the seconds between the beginnings of such batches when it waits for nobody."""
         return [
-            estimate(Ran(*sums), least_stops=ENOUGH_STOPS).alone_s(seconds)
-            for sums, seconds in zip(self._ran.tolist(), compute_s, strict=True)
+            estimate(ran, least_stops=ENOUGH_STOPS).alone_s(seconds)
+            for ran, seconds in zip(self._lately, compute_s, strict=True)
         ]
 
 
