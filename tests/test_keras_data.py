@@ -91,13 +91,31 @@ def numbers(batch):
     return x[:, 0].astype(int).tolist()
 
 
+def prefetched(batches, depth):
+    """Reads ahead in a thread of its own, once the first batch is asked for, as tf.data does; 0: without bound."""
+    ready = queue.Queue(maxsize=depth)
+
+    def load():
+        for batch in batches:
+            ready.put(batch)
+        ready.put(None)
+
+    threading.Thread(target=load, daemon=True).start()
+    yield from iter(ready.get, None)
+
+
 class Keras:
     """Reads a dataset as Keras' trainers do (their data adapter and epoch iterator, without a model)."""
 
-    def __init__(self, dataset, steps_per_epoch=None, shuffle=True):
+    def __init__(self, dataset, steps_per_epoch=None, shuffle=True, prefetch=None):
         from keras.src.trainers.epoch_iterator import EpochIterator
 
-        self.iterator = EpochIterator(dataset, steps_per_epoch=steps_per_epoch, shuffle=shuffle)
+        class Reader(EpochIterator):
+            def _get_iterator(self):
+                batches = super()._get_iterator()
+                return batches if prefetch is None else prefetched(batches, prefetch)
+
+        self.iterator = Reader(dataset, steps_per_epoch=steps_per_epoch, shuffle=shuffle)
         self.iterator.reset()
 
     def epoch(self):
@@ -237,23 +255,6 @@ def test_a_pydataset_of_uneven_batches_is_refused_when_its_odd_one_comes():
         dataset[1]
 
 
-class Prefetching:
-    """Reads ahead in a thread of its own, as a tf.data.Dataset does that Keras makes of a PyDataset."""
-
-    def __init__(self, batches, depth):
-        self.ready = queue.Queue(maxsize=depth)
-        self.thread = threading.Thread(target=self.load, args=(batches,), daemon=True)
-        self.thread.start()
-
-    def load(self, batches):
-        for batch in batches:
-            self.ready.put(batch)
-        self.ready.put(None)
-
-    def __iter__(self):
-        return iter(self.ready.get, None)
-
-
 def test_every_sample_once_while_plans_change_and_keras_reads_ahead():
     """Also in threads that deal while this one exchanges."""
     steps = 60
@@ -271,11 +272,11 @@ def test_every_sample_once_while_plans_change_and_keras_reads_ahead():
     def program(engine):
         balancer = Balancer(engine, shares=None, stopwatch=Clock(engine.rank), min_share=0)
         x = np.arange(WHOLE * steps - 3, dtype="float32")[:, None]
-        reader = Keras(BalancedDataset(x, 2 * x, balancer=balancer))
+        reader = Keras(BalancedDataset(x, 2 * x, balancer=balancer), prefetch=7 * engine.rank)
         seen = []
         for _ in range(2):
             seen.append([])
-            for batch in Prefetching(reader.epoch(), depth=7 * engine.rank):
+            for batch in reader.epoch():
                 mine = numbers(batch)
                 used = balancer.exchange(len(mine))
                 balancer.pause()
