@@ -216,7 +216,7 @@ def main() -> None:
         times.append(time.perf_counter() - start)
         if contender.balancer:
             shares.append(contender.balancer.plan.shares)
-            computes.append(contender.balancer.reported)
+            computes.append(contender.balancer.timesheet.reported)
             samples += shares[-1][contender.rank]
     seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
     by_thread = {name: (ms - threads.get(name, 0.0)) / arguments.steps for name, ms in cpu_by_thread().items()}

@@ -11,12 +11,13 @@ from hvd_hetero.policy.replan import Plan, ReplanRule
 
 from . import control
 from .agreement import Terms, agree
-from .attachment import Attached, PeerError, withdraw
+from .attachment import Attached, withdraw
+from .departure import Departure
 from .horizon import Horizon
-from .meter import ComputeMeter, Pace, Stopwatch, WallClock
+from .meter import Stopwatch
 from .noise import NoiseMeter
 from .planner import Planner
-from .stop import StopMeter
+from .timesheet import Timesheet
 
 
 class Balancer:
@@ -68,13 +69,12 @@ class Balancer:
             identity=engine.identity,
         )
         self._rule = rule or ReplanRule()
-        self._meter = ComputeMeter(stopwatch or WallClock())
-        self._stopwatch_given = stopwatch is not None
+        self.timesheet = Timesheet(stopwatch)
         self.trace = trace
         self.lookahead = 0  # batches that this rank may deal before they are used
         self.step = -1  # index of the global batch begun last, counted over all epochs
         self.dependents: list[Any] = []  # what else keeps a state as the job goes on: samplers, learning rates
-        self._leaves = False
+        self.departure = Departure()
         self._settle()
         if trace is not None:
             trace.plan(self.plan)
@@ -94,16 +94,8 @@ class Balancer:
         self._exchanges: list[Attached] = []
         self.keepers: list[Any] = []  # what keeps something back from step to step: see `Weighing`
         self._listeners: list[Callable[[], None]] = []
-        self._pace = Pace()
-        self._failed = self._discarded = False
-        self._leaving: tuple[int, ...] = ()
-        self._leave_step = 0
-        self._error: Exception | None = None  # why it failed
-        self._stops = StopMeter()
-        self._samples = 0  # of this rank since the last exchange
-        self._batches = 0  # begun since the last exchange
-        self.reported: tuple[float, float] = (0.0, 0.0)  # samples and seconds per batch, for the next exchange
-        self.data_s = 0.0  # waited for data since the last exchange
+        self.timesheet.restart()
+        self.departure.restart()
         self.entered = float(self.global_batch_size)  # samples of the last global batch that all have heard of
         self.staleness = 0.0  # of this rank in the last merge, in merges; a strategy that merges late sets it
         self.mean_staleness = 0.0  # over all ranks, as all of them have heard it
@@ -158,15 +150,13 @@ class Balancer:
     def begin(self, samples: int) -> None:
         """Starts a global batch of which this rank has `samples`; `BalancedDataLoader` calls it for each batch."""
         self._begin(samples)
-        self._meter.run()
+        self.timesheet.run()
 
     def _begin(self, samples: int) -> None:
         if samples < 0:
             raise ValueError(f"samples: expected 0 or more. Received: {samples}.")
         self.step += 1
-        self._pace.begin()
-        self._batches += 1
-        self._samples += samples
+        self.timesheet.begin(samples)
         self.last_pass = True
         for exchange in self._exchanges:
             exchange.on_begin()
@@ -195,14 +185,14 @@ class Balancer:
         for exchange in self._exchanges:
             exchange.on_count(terms)
         self.count_now = terms
-        if not self._meter.running:
-            self._meter.run()
+        if not self.timesheet.running:
+            self.timesheet.run()
 
     def fail(self) -> None:
         """Tells all ranks, in the exchange they wait in, that this one cannot go on; they raise `PeerError`."""
-        self._failed = True
+        self.departure.fail()
         self.step += 1
-        withdraw(self._exchanges, self._pace.usual_s or 0.0)
+        withdraw(self._exchanges, self.timesheet.usual_step_s or 0.0)
         self.unheard()
 
     def stop(self, error: Exception) -> None:
@@ -210,16 +200,16 @@ class Balancer:
 
         For who finds an error while the rank still trains on what was loaded before; `fail` is for the rank itself.
         """
-        self._failed, self._error = True, error
+        self.departure.fail(error)
 
     @property
     def leaving(self) -> tuple[int, ...]:
         """Ranks that were told to end, from a step on by which all ranks have heard it; the same on all ranks."""
-        return self._leaving if self.step >= self._leave_step else ()
+        return self.departure.leaving(self.step)
 
     def leave(self) -> None:
         """Tells all ranks, with the next exchange, that this one was told to end: see `leaving`."""
-        self._leaves = True
+        self.departure.leaves = True
 
     # What the exchange asks -----------------------------------------------------------------------------------------
 
@@ -235,16 +225,15 @@ class Balancer:
 
     def measure_with(self, stopwatch: Stopwatch) -> None:
         """Measures compute with what suits the device, unless the constructor was told."""
-        if not self._stopwatch_given:
-            self._meter.stopwatch = stopwatch
+        self.timesheet.measure_with(stopwatch)
 
     def pause(self) -> None:
         """Compute ends (gradients are ready); what follows is waiting."""
-        self._meter.pause()
+        self.timesheet.pause()
 
     def resume(self) -> None:
         """Compute goes on: the update, or another backward pass."""
-        self._meter.run()
+        self.timesheet.run()
 
     def outgoing(
         self,
@@ -256,7 +245,7 @@ class Balancer:
         look: control.Look | None = None,
     ) -> list[float]:
         """This rank's control vector. Before it hears the answer, it begins at most `ahead` further batches."""
-        samples, seconds = self.reported if leads else (0.0, 0.0)
+        samples, seconds = self.timesheet.reported if leads else (0.0, 0.0)
         dealt_ahead = 0
         if leads:
             dealt_ahead = self._horizon.said(self.step, lookahead=self.lookahead, ahead=ahead)
@@ -268,10 +257,10 @@ class Balancer:
             samples=samples,
             dealt_ahead=dealt_ahead,
             staleness=self.staleness if leads else 0.0,
-            failed=self._failed,
-            leaves=self._leaves,
+            failed=self.departure.failed,
+            leaves=self.departure.leaves,
             look=look,
-            ran=self._stops.take() if leads else None,
+            ran=self.timesheet.take_stops() if leads else None,
             announcement=self.planner.announcement if leads and self.rank == 0 else None,
             norms=None if noise is None else noise.outgoing(),
         )
@@ -295,18 +284,11 @@ class Balancer:
         report = control.unpack(total, ranks=self.size)
         if leads:
             self._hear(report, step, ahead)
-        if report.failed and self._error is not None:
-            raise self._error
-        if report.failed and not self._failed:
-            ranks = ", ".join(str(self.engine.ranks[rank]) for rank in report.failed)
-            raise PeerError(
-                f"Expected every rank to deliver batch {self.step}. Received: rank {ranks} could not (its data loader "
-                f"raised). The cause is in the output of rank {ranks}; this rank stops with it."
-            )
+        if report.failed:
+            self.departure.hear_failed([self.engine.ranks[rank] for rank in report.failed], self.step)
         if leads:
             self.entered, self.mean_staleness = sum(report.samples) or self.entered, report.staleness
-            if report.leaving and not self._leaving:
-                self._leaving, self._leave_step = report.leaving, step + ahead
+            self.departure.hear_leaving(report.leaving, step + ahead)
         if noise is not None:
             noise.incoming(report.norms, self.entered)
         if not leads:
@@ -314,11 +296,11 @@ class Balancer:
         self.planner.observe(step - 1, report.samples, report.compute_s)
         self.planner.steadiness.hear(step - 1, report.ran)
         if self.planner.selection is not None:
-            whole_s = self._pace.last_s if together else None
+            whole_s = self.timesheet.last_step_s if together else None
             self.planner.selection.hear(compute_s=report.compute_s, step_s=whole_s)
         looks = self.rank == 0 and (self.adaptive or self.planner.selection is not None)
         if report.announcement is None and looks:
-            self.planner.look(step, measured_step_s=self._pace.usual_s)
+            self.planner.look(step, measured_step_s=self.timesheet.usual_step_s)
         for listener in self._listeners:
             listener()
         return report
@@ -339,30 +321,22 @@ class Balancer:
 
     def discard(self) -> None:
         """Says that the present step's time tells nothing of its samples: compilation was in it, for instance."""
-        self._discarded = True
+        self.timesheet.discard()
 
     def finished(self, *, wait_s: float, bytes_sent: int) -> None:
         """Ends a step, after the update: its compute time goes out with the next gradient."""
         self.pause()
-        compute_s = self._meter.take_s()
-        service_s = self._meter.take_service_s(compute_s)
-        batches = max(self._batches, 1)
-        if self._discarded:
-            compute_s = service_s = 0.0
-        self._discarded = False
-        self._stops.add(self._samples / batches, compute_s / batches, batches=batches)
-        self.reported = (self._samples / batches, (compute_s + service_s) / batches)
+        entry = self.timesheet.end()
         if self.trace is not None:
             self.trace.step(
                 step=self.step,
-                samples=self._samples,
-                data_s=self.data_s,
-                compute_s=compute_s,
+                samples=entry.samples,
+                data_s=entry.data_s,
+                compute_s=entry.compute_s,
                 wait_s=wait_s,
                 bytes=bytes_sent,
                 share=self.plan.shares[self.rank],
             )
-        self._samples, self._batches, self.data_s = 0, 0, 0.0
         self.resume()
 
     # State ----------------------------------------------------------------------------------------------------------

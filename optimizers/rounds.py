@@ -183,7 +183,7 @@ class Rounds:
         if leads and self._recent:
             # The median: a stall is no property of the share.
             samples, seconds = sorted(self._recent, key=lambda each: each[1] / each[0])[len(self._recent) // 2]
-            self.balancer.reported, self._recent = (samples, seconds), []
+            self.balancer.timesheet.reported, self._recent = (samples, seconds), []
         return vector + self.balancer.outgoing(leads=leads, count=work.samples, ahead=self.most_ahead)
 
     def _merge(self, fragment: Fragment) -> None:

@@ -103,7 +103,7 @@ class Balancer(framework_free.Balancer):
                 "Expected the number of samples of this batch before its gradients are applied. Received: none. Fit on "
                 "hvd.BalancedDataset(..., balancer=balancer), or call balancer.begin(samples) before each batch."
             )
-        if not self._meter.running:  # the first step of all: nobody was there when it began
+        if not self.timesheet.running:  # the first step of all: nobody was there when it began
             self.discard()
         self._begin(self._announced.popleft())
         return True

@@ -182,7 +182,7 @@ class BalancedDataLoader:
             except Exception:
                 self.balancer.fail()
                 raise
-            self.balancer.data_s += time.perf_counter() - start
+            self.balancer.timesheet.data_s += time.perf_counter() - start
             self.balancer.begin(samples)
             yield batch
             if bar is not None:

@@ -1,0 +1,51 @@
+"""Ranks that cannot go on, and ranks that were told to end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .attachment import PeerError
+
+
+class Departure:
+    """What this rank says of its own end in each exchange, and what it has heard of others'."""
+
+    def __init__(self) -> None:
+        self.leaves = False  # this rank was told to end; it still is on other ranks than before
+        self.restart()
+
+    def restart(self) -> None:
+        """Forgets who was to leave: the ranks are others now."""
+        self.failed = False
+        self._error: Exception | None = None
+        self._leaving: tuple[int, ...] = ()
+        self._from_step = 0
+
+    def fail(self, error: Exception | None = None) -> None:
+        """This rank cannot go on. With an `error`, it trains on until the next exchange, which raises it here."""
+        self.failed, self._error = True, error
+
+    def hear_failed(self, ranks: Sequence[int], step: int) -> None:
+        """Takes in that `ranks`, as Horovod numbers them, could not deliver batch `step`.
+
+        Raises:
+            PeerError: unless this rank is one of them.
+            Exception: what this rank failed with, if it was to be raised here.
+        """
+        if self._error is not None:
+            raise self._error
+        if not self.failed:
+            names = ", ".join(map(str, ranks))
+            raise PeerError(
+                f"Expected every rank to deliver batch {step}. Received: rank {names} could not (its data loader "
+                f"raised). The cause is in the output of rank {names}; this rank stops with it."
+            )
+
+    def hear_leaving(self, ranks: tuple[int, ...], step: int) -> None:
+        """Takes in that `ranks` were told to end, which all ranks have heard by batch `step`."""
+        if ranks and not self._leaving:
+            self._leaving, self._from_step = ranks, step
+
+    def leaving(self, step: int) -> tuple[int, ...]:
+        """The ranks of which all have heard by batch `step` that they were told to end."""
+        return self._leaving if step >= self._from_step else ()
