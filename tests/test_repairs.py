@@ -256,6 +256,13 @@ def test_a_failed_initialisation_is_an_error_and_can_be_made_again(tmp_path: Pat
     assert "initialization failed" in launch.ranks[0]["error"] and launch.ranks[1]["total"] == 2.0
 
 
+@needs("connect_timeout")
+def test_a_rank_that_is_lost_while_ranks_come_together_is_waited_for_once(tmp_path: Path) -> None:
+    launch = _launch("lost_connect", tmp_path, 2, HOROVOD_GLOO_TIMEOUT_SECONDS="3", HOROVOD_ELASTIC="1")
+    assert launch.ranks[1]["error"] != "none", launch.text[-3000:]
+    assert launch.ranks[1]["waited_s"] < 8.0, launch.ranks[1]
+
+
 @needs("quick_launch")
 def test_a_launch_loads_no_framework(tmp_path: Path) -> None:
     for name in ("tensorflow", "torch"):

@@ -26,6 +26,7 @@ WITHOUT = {
     "peer_death_with_process_sets": "when a rank dies in a job with process sets, the others abort: no elastic "
     "recovery, no reports",
     "failed_init": "one more death while an elastic job recovers from another ends the whole job",
+    "connect_timeout": "where a rank is lost while ranks of an elastic job come together, others wait for it for 150 s",
     "failure_disconnects": "ranks on other nodes hear of a death only after Gloo's time-out, 30 s",
     "absent_workers": "an elastic job waits for ever for a rank that is frozen or cannot be reached",
     "stale_workers": "an elastic job may wait for ever for a host that was given up and came back, give up one whose "

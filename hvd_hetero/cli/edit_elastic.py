@@ -94,6 +94,22 @@ EDITS: Final = (
         replace="#include <chrono>\n#include <cstdlib>\n#include <iterator>\n",
     ),
     Edit(
+        name="connect_timeout",
+        reason="Gloo waits for a connection five times its time-out, 150 s. While ranks of an elastic job come "
+        "together, who has given its address may be gone by the time that another has read it: a cut link, one more "
+        "death. The others start over after 30 s, and then wait two minutes for those that still expect it",
+        file="third_party/gloo/gloo/transport/tcp/pair.h",
+        find="        timeout_ * 5,\n",
+        replace='        timeout_ * (std::getenv("HOROVOD_ELASTIC") != nullptr ? 1 : 5),\n',
+    ),
+    Edit(
+        name="connect_timeout",
+        reason="what reading the variable needs",
+        file="third_party/gloo/gloo/transport/tcp/pair.h",
+        find="#include <condition_variable>\n",
+        replace="#include <condition_variable>\n#include <cstdlib>\n",
+    ),
+    Edit(
         name="failure_disconnects",
         reason="a rank that has heard of a death keeps its connections open until ranks come together anew, because "
         "the contexts of process sets, the global one included, are never closed. So ranks that exchange nothing with "

@@ -150,7 +150,12 @@ class BalancedDataset(keras.utils.PyDataset):
             lambda leaf: tf.TensorSpec((None, *leaf.shape[1:]), leaf.dtype), self._load(self.sampler.peek(0))
         )
         dataset = tf.data.Dataset.from_generator(self._epoch, output_signature=spec)
-        return dataset.apply(tf.data.experimental.assert_cardinality(len(self))).prefetch(AHEAD)
+        options = tf.data.Options()
+        # There is nothing to tune, and TensorFlow now and then waits for its tuner when an iterator goes: that thread
+        # may miss that it is to end, and sleep on, a minute at most.
+        options.autotune.enabled = False
+        dataset = dataset.apply(tf.data.experimental.assert_cardinality(len(self))).prefetch(AHEAD)
+        return dataset.with_options(options)
 
     def _epoch(self) -> Iterator[Batch]:
         self._settle()

@@ -14,6 +14,8 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -277,6 +279,32 @@ def failed_init(folder: Path) -> dict[str, Any]:
     return {"error": said, "total": total}
 
 
+def lost_connect(folder: Path) -> dict[str, Any]:
+    """Rank 0 gives its address and then does nothing any more; rank 1 says how long it waits to be connected."""
+    try:
+        if os.environ["HOROVOD_RANK"] == "1":
+            server = f"{os.environ['HOROVOD_GLOO_RENDEZVOUS_ADDR']}:{os.environ['HOROVOD_GLOO_RENDEZVOUS_PORT']}"
+            _await(lambda: _is_there(f"http://{server}/global/0"), 25.0)
+            (other,) = (int(path.stem.split("-")[1]) for path in folder.glob("0-*.pid"))
+            os.kill(other, signal.SIGSTOP)
+        start = time.perf_counter()
+        hvd.init()
+        return {"error": "none"}
+    except ValueError as error:
+        return {"error": str(error), "waited_s": time.perf_counter() - start}
+    finally:
+        if os.environ["HOROVOD_RANK"] == "1":
+            os.kill(other, signal.SIGCONT)
+
+
+def _is_there(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=5.0):
+            return True
+    except urllib.error.HTTPError:
+        return False
+
+
 def bad_algorithm(_folder: Path) -> dict[str, Any]:
     """One rank with an algorithm that does not exist."""
     hvd.init()
@@ -301,6 +329,7 @@ def main() -> None:
         "bad_algorithm": bad_algorithm,
         "disconnect": disconnect,
         "failed_init": failed_init,
+        "lost_connect": lost_connect,
         "hierarchy": hierarchy,
     }[mode](folder)
     part = folder / f"{rank}.part"
