@@ -187,7 +187,7 @@ def main() -> None:
     parser.add_argument("--strategy", default="synchronous", help="hetero: synchronous, local or auto")
     parser.add_argument("--validate", action="store_true", help="rank 0: the loss on other text, after all steps")
     parser.add_argument("--bucket-bytes", type=int)
-    parser.set_defaults(epoch_samples=0)
+    parser.add_argument("--epoch-samples", type=int, default=0, help="so many make an epoch; 0: all there are")
     parser.add_argument("--every-step", action="store_true", help="print each step's time and shares")
     parser.add_argument("--slow-at", type=int, default=-1, help="the step at which a rank becomes slower")
     parser.add_argument("--slow-rank", type=int, default=1)
