@@ -8,8 +8,9 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from hvd_hetero.policy.partition import split
+from hvd_hetero.policy.regime import latest_regime
 from hvd_hetero.policy.replan import Plan, ReplanRule, decide
-from hvd_hetero.policy.speed import Observation, SpeedModel, fit, latest_regime
+from hvd_hetero.policy.speed import Observation, SpeedModel, fit
 
 from .agreement import Terms
 from .control import Announcement

@@ -8,8 +8,9 @@ from functools import cache
 import pytest
 
 from hvd_hetero.policy.partition import Bound, equal_shares, split, step_time_s
+from hvd_hetero.policy.regime import latest_regime
 from hvd_hetero.policy.replan import Plan, ReplanRule, decide
-from hvd_hetero.policy.speed import Observation, SpeedModel, fit, latest_regime
+from hvd_hetero.policy.speed import Observation, SpeedModel, fit
 
 SPEEDS = (8.0, 4.0, 2.0, 2.0)
 START = Plan(version=0, step=0, shares=(16, 16, 16, 16), reason="start")

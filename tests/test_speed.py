@@ -4,7 +4,8 @@ import random
 
 import pytest
 
-from hvd_hetero.policy.speed import Observation, SpeedModel, fit, latest_regime
+from hvd_hetero.policy.regime import latest_regime
+from hvd_hetero.policy.speed import Observation, SpeedModel, fit
 
 
 def observe(rng, samples, count, *, overhead=0.0, each=1.0, noise=0.0, spikes=0.0):

@@ -9,15 +9,15 @@ Compute time alone goes in. In synchronous training every rank's *step* takes eq
   noise proportional to the time takes the rest: nearly all the precision of a mean, and no spike counts.
 - The overhead is drawn towards a prior by its own uncertainty (the posterior mean under a normal prior), so that two
   sizes close together do not invent an overhead, and two sizes far apart are believed.
-- A change of speed is told from a change of share without knowing the overhead: for any overhead >= 0, a larger share
-  makes the step longer and a sample shorter. What makes *both* longer (or both shorter) is a change of speed.
+
+When a speed has changed, `regime` says since when.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -29,11 +29,7 @@ USUAL_NOISE = 0.05           # relative noise assumed before anything was seen; 
 OUTLIER = 0.2                # relative: what is nearer than this to its size's median is none
 DRIFT = 0.025                # relative: what one size is measured too long or too short by, for good
 ENOUGH_OF_A_SIZE = 3         # a median of fewer does not withstand one spike
-REACH = 24                   # observations on either side of a possible change of speed that are compared
 LEAST_NOISE = 0.02           # relative noise between neighbouring steps, at the least
-FEW = 4.0                    # pairs of neighbours whose noise may by luck come out at half of what it is
-CHANGE_IN_STANDARD_ERRORS = 5.0
-MEDIAN_INEFFICIENCY = 1.2533  # standard error of a median over that of a mean, normal noise: sqrt(pi / 2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +88,7 @@ def fit(observations: Sequence[Observation], *, prior: SpeedModel | None = None)
     `prior` lends its overhead, as a fraction of the step, where the observations cannot tell overhead from slope (one
     size, or sizes close together). Without one the overhead is taken as 0. Without observations the prior comes back.
     """
-    times = _by_size(observations)
+    times = by_size(observations)
     if not times:
         if prior is not None:
             return prior
@@ -123,7 +119,7 @@ def fit(observations: Sequence[Observation], *, prior: SpeedModel | None = None)
                       observations=sum(len(seen) for seen in times.values()), overhead_error=known)
 
 
-def _by_size(observations: Sequence[Observation]) -> dict[int, list[float]]:
+def by_size(observations: Sequence[Observation]) -> dict[int, list[float]]:
     """The times seen at each size, sorted."""
     times: dict[int, list[float]] = {}
     for o in observations:
@@ -134,7 +130,7 @@ def _by_size(observations: Sequence[Observation]) -> dict[int, list[float]]:
     return times
 
 
-def _middle(ordered: Sequence[float]) -> float:
+def middle(ordered: Sequence[float]) -> float:
     """The median of a sorted, non-empty sequence."""
     half = len(ordered) // 2
     return ordered[half] if len(ordered) % 2 else 0.5 * (ordered[half - 1] + ordered[half])
@@ -148,10 +144,10 @@ def _typical_times(times: Mapping[int, Sequence[float]]) -> tuple[list[_Size], f
     often = {b: seen for b, seen in times.items() if len(seen) >= ENOUGH_OF_A_SIZE}
     if 2 * sum(map(len, often.values())) >= sum(map(len, times.values())):
         times = often
-    expected = {b: _middle(seen) for b, seen in times.items()}
+    expected = {b: middle(seen) for b, seen in times.items()}
     expected = _theil_sen(times) if len(times) > len(often) else expected
     off = {b: [(t, abs(t / expected[b] - 1.0)) for t in seen] for b, seen in times.items()}
-    cut = max(OUTLIER, 3.0 * 1.4826 * _middle(sorted(d for pairs in off.values() for _, d in pairs)))
+    cut = max(OUTLIER, 3.0 * 1.4826 * middle(sorted(d for pairs in off.values() for _, d in pairs)))
     near = {b: [(t, d) for t, d in pairs if d <= cut] for b, pairs in sorted(off.items())}
     sizes = [_Size(samples=b, count=len(pairs), time_s=math.fsum(t for t, _ in pairs) / len(pairs))
              for b, pairs in near.items() if pairs]
@@ -162,90 +158,10 @@ def _typical_times(times: Mapping[int, Sequence[float]]) -> tuple[list[_Size], f
 
 def _theil_sen(times: Mapping[int, Sequence[float]]) -> dict[int, float]:
     """The time at each size on the line whose slope is the weighted median of all slopes between two sizes."""
-    sizes = [_Size(samples=b, count=len(seen), time_s=_middle(seen)) for b, seen in sorted(times.items())]
+    sizes = [_Size(samples=b, count=len(seen), time_s=middle(seen)) for b, seen in sorted(times.items())]
     slopes = sorted(((q.time_s - p.time_s) / (q.samples - p.samples), p.count * q.count)
                     for i, p in enumerate(sizes) for q in sizes[i + 1:])
     reached = list(itertools.accumulate(weight for _, weight in slopes))
     slope = slopes[bisect_left(reached, 0.5 * reached[-1])][0] if slopes else sizes[0].time_s / sizes[0].samples
-    overhead = _middle(sorted(z.time_s - slope * z.samples for z in sizes))
+    overhead = middle(sorted(z.time_s - slope * z.samples for z in sizes))
     return {z.samples: max(overhead + slope * z.samples, SHORTEST_S) for z in sizes}
-
-
-def latest_regime(observations: Sequence[Observation], *, minimum: int = 4,
-                  tolerance: float = 0.15) -> Sequence[Observation]:
-    """What was measured since the speed last changed by more than `tolerance`; everything if it never did.
-
-    At every point with `minimum` observations on both sides the medians before and after are compared: for each size
-    seen on both sides, and for the two sizes that meet there. Of the slower side three quarters have to stand out (all
-    of four), so that no handful of spikes passes for a change.
-    """
-    if minimum < 2 or not tolerance > 0.0:
-        raise ValueError(f"minimum and tolerance: expected at least 2, and above 0. Received: {minimum}, {tolerance}.")
-    seen = [o for o in observations if o.samples > 0]
-    start = _latest_change(seen, minimum, tolerance)
-    return latest_regime(seen[start:], minimum=minimum, tolerance=tolerance) if start else observations
-
-
-def _latest_change(seen: Sequence[Observation], minimum: int, tolerance: float) -> int:
-    """The index of the first observation after the latest change of speed; 0 if there was none."""
-    steady = sorted(abs(p.compute_s - o.compute_s) / max(o.compute_s, SHORTEST_S)
-                    for o, p in zip(seen, seen[1:], strict=False) if o.samples == p.samples)
-    noise = max(1.4826 * _middle(steady) / math.sqrt(2.0) if steady else 0.0, LEAST_NOISE)
-    noise *= 1.0 + FEW / max(len(steady), 1)
-    before, after = _by_size(seen[:minimum]), _by_size(seen[minimum:minimum + REACH])
-    last, best, size, clearest = 0, 0, 0, 0.0
-    for at in range(minimum, len(seen) - minimum + 1):
-        pairs = [(b, b) for b in after if b in before]
-        if seen[at - 1].samples != seen[at].samples:
-            pairs.append((seen[at - 1].samples, seen[at].samples))
-        for b, c in pairs:
-            if min(len(before[b]), len(after[c])) < minimum:
-                continue
-            clarity = _change(b, before[b], c, after[c], noise, tolerance)
-            if clarity > 0.0 and (at > last + minimum or clarity >= clearest):
-                best, size, clearest = at, b if b == c else 0, clarity
-            last = at if clarity > 0.0 else last
-        _move(before, seen, add=at, drop=at - REACH)
-        _move(after, seen, add=at + REACH, drop=at)
-    return _boundary(seen, best, size, minimum) if size else best
-
-
-def _change(b: int, old: Sequence[float], c: int, new: Sequence[float], noise: float, tolerance: float) -> float:
-    """How many standard errors lie between the speeds before (size b) and after (size c); 0.0 if that is no change."""
-    first, second = _middle(old), _middle(new)
-    if second < first:      # time runs backwards: a faster speed after is a slower one before
-        b, old, first, c, new, second = c, new, second, b, old, first
-    surely = min(second / first, second * b / (first * c))      # slower per step *and* per sample
-    if surely <= 1.0 + tolerance:
-        return 0.0
-    error = MEDIAN_INEFFICIENCY * noise * math.sqrt(1.0 / len(old) + 1.0 / len(new))
-    margin = max(tolerance, CHANGE_IN_STANDARD_ERRORS * error)
-    quarter = new[(len(new) - 1) // 4] / second * surely
-    return (surely - 1.0) / error if surely > 1.0 + margin and quarter > 1.0 + 0.5 * margin else 0.0
-
-
-def _move(times: dict[int, list[float]], seen: Sequence[Observation], *, add: int, drop: int) -> None:
-    """None; slides a window of times by size one observation onwards."""
-    if add < len(seen):
-        insort(times.setdefault(seen[add].samples, []), max(seen[add].compute_s, SHORTEST_S))
-    if drop >= 0:
-        of_size = times[seen[drop].samples]
-        del of_size[bisect_left(of_size, max(seen[drop].compute_s, SHORTEST_S))]
-        if not of_size:
-            del times[seen[drop].samples]
-
-
-def _boundary(seen: Sequence[Observation], near: int, size: int, minimum: int) -> int:
-    """The cut close to `near` that leaves the fewest observations of `size` on the wrong side of it."""
-    first, stop = max(near - REACH, 0), min(near + REACH, len(seen))
-    old = _middle(_by_size(seen[first:near])[size])
-    new = _middle(_by_size(seen[near:stop])[size])
-    late = [(o.compute_s**2 > old * new) == (new > old) for o in seen[first:stop]]
-    wrong = sum(not is_late for is_late, o in zip(late, seen[first:stop], strict=True) if o.samples == size)
-    fewest, where = len(seen), near
-    for at, is_late in enumerate(late, start=first):
-        if fewest >= wrong and minimum <= at <= len(seen) - minimum:
-            fewest, where = wrong, at
-        if seen[at].samples == size:
-            wrong += 1 if is_late else -1
-    return where

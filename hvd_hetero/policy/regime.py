@@ -1,0 +1,98 @@
+"""Changes of speed: since when one rank has computed at the speed that it has now.
+
+A change of speed is told from a change of share without knowing the overhead: for any overhead >= 0, a larger share
+makes the step longer and a sample shorter. What makes *both* longer (or both shorter) is a change of speed.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+
+from .speed import LEAST_NOISE, SHORTEST_S, Observation, by_size, middle
+
+REACH = 24                   # observations on either side of a possible change of speed that are compared
+FEW = 4.0                    # pairs of neighbours whose noise may by luck come out at half of what it is
+CHANGE_IN_STANDARD_ERRORS = 5.0
+MEDIAN_INEFFICIENCY = 1.2533  # standard error of a median over that of a mean, normal noise: sqrt(pi / 2)
+
+
+def latest_regime(observations: Sequence[Observation], *, minimum: int = 4,
+                  tolerance: float = 0.15) -> Sequence[Observation]:
+    """What was measured since the speed last changed by more than `tolerance`; everything if it never did.
+
+    At every point with `minimum` observations on both sides the medians before and after are compared: for each size
+    seen on both sides, and for the two sizes that meet there. Of the slower side three quarters have to stand out (all
+    of four), so that no handful of spikes passes for a change.
+    """
+    if minimum < 2 or not tolerance > 0.0:
+        raise ValueError(f"minimum and tolerance: expected at least 2, and above 0. Received: {minimum}, {tolerance}.")
+    seen = [o for o in observations if o.samples > 0]
+    start = _latest_change(seen, minimum, tolerance)
+    return latest_regime(seen[start:], minimum=minimum, tolerance=tolerance) if start else observations
+
+
+def _latest_change(seen: Sequence[Observation], minimum: int, tolerance: float) -> int:
+    """The index of the first observation after the latest change of speed; 0 if there was none."""
+    steady = sorted(abs(p.compute_s - o.compute_s) / max(o.compute_s, SHORTEST_S)
+                    for o, p in zip(seen, seen[1:], strict=False) if o.samples == p.samples)
+    noise = max(1.4826 * middle(steady) / math.sqrt(2.0) if steady else 0.0, LEAST_NOISE)
+    noise *= 1.0 + FEW / max(len(steady), 1)
+    before, after = by_size(seen[:minimum]), by_size(seen[minimum:minimum + REACH])
+    last, best, size, clearest = 0, 0, 0, 0.0
+    for at in range(minimum, len(seen) - minimum + 1):
+        pairs = [(b, b) for b in after if b in before]
+        if seen[at - 1].samples != seen[at].samples:
+            pairs.append((seen[at - 1].samples, seen[at].samples))
+        for b, c in pairs:
+            if min(len(before[b]), len(after[c])) < minimum:
+                continue
+            clarity = _change(b, before[b], c, after[c], noise, tolerance)
+            if clarity > 0.0 and (at > last + minimum or clarity >= clearest):
+                best, size, clearest = at, b if b == c else 0, clarity
+            last = at if clarity > 0.0 else last
+        _move(before, seen, add=at, drop=at - REACH)
+        _move(after, seen, add=at + REACH, drop=at)
+    return _boundary(seen, best, size, minimum) if size else best
+
+
+def _change(b: int, old: Sequence[float], c: int, new: Sequence[float], noise: float, tolerance: float) -> float:
+    """How many standard errors lie between the speeds before (size b) and after (size c); 0.0 if that is no change."""
+    first, second = middle(old), middle(new)
+    if second < first:      # time runs backwards: a faster speed after is a slower one before
+        b, old, first, c, new, second = c, new, second, b, old, first
+    surely = min(second / first, second * b / (first * c))      # slower per step *and* per sample
+    if surely <= 1.0 + tolerance:
+        return 0.0
+    error = MEDIAN_INEFFICIENCY * noise * math.sqrt(1.0 / len(old) + 1.0 / len(new))
+    margin = max(tolerance, CHANGE_IN_STANDARD_ERRORS * error)
+    quarter = new[(len(new) - 1) // 4] / second * surely
+    return (surely - 1.0) / error if surely > 1.0 + margin and quarter > 1.0 + 0.5 * margin else 0.0
+
+
+def _move(times: dict[int, list[float]], seen: Sequence[Observation], *, add: int, drop: int) -> None:
+    """None; slides a window of times by size one observation onwards."""
+    if add < len(seen):
+        insort(times.setdefault(seen[add].samples, []), max(seen[add].compute_s, SHORTEST_S))
+    if drop >= 0:
+        of_size = times[seen[drop].samples]
+        del of_size[bisect_left(of_size, max(seen[drop].compute_s, SHORTEST_S))]
+        if not of_size:
+            del times[seen[drop].samples]
+
+
+def _boundary(seen: Sequence[Observation], near: int, size: int, minimum: int) -> int:
+    """The cut close to `near` that leaves the fewest observations of `size` on the wrong side of it."""
+    first, stop = max(near - REACH, 0), min(near + REACH, len(seen))
+    old = middle(by_size(seen[first:near])[size])
+    new = middle(by_size(seen[near:stop])[size])
+    late = [(o.compute_s**2 > old * new) == (new > old) for o in seen[first:stop]]
+    wrong = sum(not is_late for is_late, o in zip(late, seen[first:stop], strict=True) if o.samples == size)
+    fewest, where = len(seen), near
+    for at, is_late in enumerate(late, start=first):
+        if fewest >= wrong and minimum <= at <= len(seen) - minimum:
+            fewest, where = wrong, at
+        if seen[at].samples == size:
+            wrong += 1 if is_late else -1
+    return where
