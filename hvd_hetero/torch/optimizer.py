@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -20,8 +19,9 @@ from hvd_hetero.optimizers.ways import Ways
 from hvd_hetero.policy.topology import Topology
 
 from .compression import is_ours, wire_of
-from .factor import check_no_factor, factor_applied
+from .factor import check_no_factor
 from .local import local_steps
+from .methods import methods_of
 from .plain import plain_optimizer
 from .reducer import GradientReducer
 
@@ -141,7 +141,7 @@ def DistributedOptimizer(
 
     base = type(optimizer)
     # horovod.torch.broadcast_optimizer_state tells a distributed optimizer by its module, and then steps the base.
-    methods = {**_methods(base), "__module__": "horovod.torch.optimizer"}
+    methods = {**methods_of(base), "__module__": "horovod.torch.optimizer"}
     # The same state and parameter groups: a scheduler made before goes on working, and a loaded state is kept.
     distributed: Any = object.__new__(type(base.__name__, (base,), methods))
     distributed.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
@@ -179,103 +179,3 @@ def _check_names(
         raise ValueError(
             f"named_parameters: expected every parameter of the optimizer. Received: {len(unnamed)} without a name."
         )
-
-
-def _methods(base: type[torch.optim.Optimizer]) -> dict[str, Callable[..., Any]]:
-    """What a balanced optimizer does differently from its base class."""
-
-    def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
-        self._wrapped._opt_called = True  # for a scheduler made before wrapping
-        reducer = self._reducer
-        lr = 0.0
-        if closure is not None and reducer.apart:
-            reducer.local.before_step()
-            with factor_applied(self):
-                lr = _rate(self)
-                result = base.step(self, closure)
-        elif closure is not None:
-            # It runs backward() itself, and backward() reduces. The loss is made global as well, because an optimizer
-            # that decides by it (LBFGS) must decide alike on all ranks.
-            with factor_applied(self):
-                result = base.step(self, lambda: reducer.mean_over_ranks(closure()))
-        else:
-            if self._should_synchronize:
-                self.synchronize()
-            if reducer.apart:
-                reducer.local.before_step()
-            with factor_applied(self):
-                lr = _rate(self)
-                result = base.step(self)
-        self._synchronized = False
-        reducer.finished(self, lr=lr)
-        return result
-
-    def synchronize(self: Any) -> None:
-        """Returns when the gradients are reduced – which they are after backward(), but for a rank without samples."""
-        self._reducer.flush()
-        self._synchronized = True
-
-    def merge(self: Any, model: torch.nn.Module | None = None) -> None:
-        """Returns when all ranks hold one model, in which every step of every rank counts once. A collective call.
-
-        With `model`, its buffers (running statistics of BatchNorm) become those of all ranks' samples as well.
-        """
-        self._reducer.merge(model)
-
-    @contextlib.contextmanager
-    def skip_synchronize(self: Any) -> Iterator[None]:
-        self._should_synchronize = False
-        try:
-            yield
-        finally:
-            self._should_synchronize = True
-
-    def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
-        base.load_state_dict(self, state_dict)
-        # It makes new groups; a scheduler made before wrapping must go on seeing ours.
-        self._wrapped.state, self._wrapped.param_groups = self.state, self.param_groups
-
-    def rebuild(self: Any) -> None:
-        """Reduces over the ranks that there are now. A collective call."""
-        self._reducer.close()
-        self._reducer = self._reducer_of(self._reducer.passes)
-
-    def set_backward_passes_per_step(self: Any, passes: int) -> None:
-        self._reducer.passes = passes
-
-    def add_param_group(self: Any, param_group: dict[str, Any]) -> None:
-        if "_reducer" in self.__dict__ and self._reducer.local is not None:
-            raise ValueError(
-                "add_param_group: expected all parameters when the optimizer was made, with a local strategy. "
-                "Received: new ones. Make a new DistributedOptimizer after optimizer.merge()."
-            )
-        base.add_param_group(self, param_group)
-        if "_reducer" in self.__dict__:
-            self._reducer.add(self.param_groups[-1]["params"])
-
-    def __reduce__(self: Any) -> Any:
-        return (_unwrapped, (base, {k: v for k, v in self.__getstate__().items()}))
-
-    return {
-        "step": step,
-        "synchronize": synchronize,
-        "merge": merge,
-        "_rebuild": rebuild,
-        "skip_synchronize": skip_synchronize,
-        "load_state_dict": load_state_dict,
-        "set_backward_passes_per_step": set_backward_passes_per_step,
-        "add_param_group": add_param_group,
-        "__reduce__": __reduce__,
-    }
-
-
-def _rate(optimizer: torch.optim.Optimizer) -> float:
-    """The learning rate of the first group, which stands for all."""
-    return float(optimizer.param_groups[0].get("lr", 0.0))
-
-
-def _unwrapped(base: type[torch.optim.Optimizer], state: dict[str, Any]) -> torch.optim.Optimizer:
-    """A plain optimizer from a pickled balanced one."""
-    optimizer: Any = object.__new__(base)
-    optimizer.__setstate__(state)
-    return optimizer  # type: ignore[no-any-return]
