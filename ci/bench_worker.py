@@ -227,7 +227,8 @@ def main() -> None:
     record = {
         "rank": contender.rank if arguments.rank is None else arguments.rank,
         "samples_per_s": (samples if apart else contender.global_batch * arguments.steps) / seconds,
-        "apart": apart,  # then that is what this rank did, and not all of them
+        # then that is what this rank did, and not all of them
+        "apart": apart or arguments.contender == "alone",
         "step_ms": 1e3 * seconds / arguments.steps,
         "median_step_ms": 1e3 * sorted(times[arguments.warmup :])[arguments.steps // 2],
         "cpu_ms": 1e3 * cpu / arguments.steps,
