@@ -17,13 +17,13 @@ class Departure:
     def restart(self) -> None:
         """Forgets who was to leave: the ranks are others now."""
         self.failed = False
-        self._error: Exception | None = None
+        self.error: Exception | None = None  # what the next exchange raises on this rank
         self._leaving: tuple[int, ...] = ()
         self._from_step = 0
 
     def fail(self, error: Exception | None = None) -> None:
         """This rank cannot go on. With an `error`, it trains on until the next exchange, which raises it here."""
-        self.failed, self._error = True, error
+        self.failed, self.error = True, error or self.error
 
     def hear_failed(self, ranks: Sequence[int], step: int) -> None:
         """Takes in that `ranks`, as Horovod numbers them, could not deliver batch `step`.
@@ -32,8 +32,8 @@ class Departure:
             PeerError: unless this rank is one of them.
             Exception: what this rank failed with, if it was to be raised here.
         """
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
         if not self.failed:
             names = ", ".join(map(str, ranks))
             raise PeerError(

@@ -11,6 +11,7 @@ from hvd_hetero.engine.local import World
 from hvd_hetero.optimizers import control
 from hvd_hetero.optimizers.balancer import Balancer
 from hvd_hetero.optimizers.dealer import Dealer, cut, proportional
+from hvd_hetero.optimizers.departure import Departure
 from hvd_hetero.optimizers.route import Route
 from hvd_hetero.optimizers.weighted import WeightedExchange
 
@@ -172,3 +173,11 @@ def test_a_rank_that_never_had_a_sample_stops_no_planning():
         planner.observe(step, (32, 32, 0), (0.032, 0.096, 0.0))
         planner.look(step)
     assert planner.models is not None and len(planner.models) == 3
+
+
+def test_what_a_rank_fails_with_is_raised_on_it_however_often_it_says_so():
+    departure = Departure()
+    departure.fail(OSError("no such file"))
+    departure.fail()
+    with pytest.raises(OSError, match="no such file"):
+        departure.hear_failed([1], step=3)

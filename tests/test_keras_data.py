@@ -42,7 +42,7 @@ class Balancer(FrameworkFree):
     def exchange(self, rows):
         """What the optimizer does; the batch in use has `rows` rows."""
         samples = self.announced.pop(0)
-        assert self.departure.failed or rows == max(samples, 1), "the batch in use is not the one that was announced"
+        assert self.departure.error or rows == max(samples, 1), "the batch in use is not the one that was announced"
         self.begin(samples)
         vector = np.array(self.outgoing(leads=True, count=float(samples)))
         self.incoming(self.engine.allreduce_async(vector, name="control").wait().tolist(), leads=True)
