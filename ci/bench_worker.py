@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from emulation.worker.emulation_hold import SOCKET_VARIABLE, ask, hold, release
-from torch.utils.data import DataLoader, DistributedSampler, Subset
+from torch.utils.data import DataLoader, DistributedSampler
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -60,10 +60,7 @@ class Contender:
         self.rank = int(os.environ.get("HOROVOD_RANK", os.environ.get("RANK", "0")))
         self.size = int(os.environ.get("HOROVOD_SIZE", os.environ.get("WORLD_SIZE", "1")))
         self.shares = [int(share) for share in arguments.shares.split(":")]
-        text = lm.read_text(2.0)
-        self.windows: Any = lm.Windows(text, 64)
-        if arguments.epoch_samples:
-            self.windows = Subset(self.windows, range(arguments.epoch_samples))
+        self.windows: Any = self.data()
         torch.manual_seed(0)
         self.model = lm.CharLM(width=arguments.width, layers=arguments.layers)
         self.optimizer: Any = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
@@ -71,6 +68,10 @@ class Contender:
         self.scale = 1.0
         self.loss_model: Any = self.model
         getattr(self, "set_up_" + arguments.contender.replace("-", "_"))()
+
+    def data(self) -> Any:
+        """What is trained on."""
+        return self.lm.Windows(self.lm.read_text(2.0), 64)
 
     def set_up_alone(self) -> None:
         batch = self.shares[self.arguments.rank if self.arguments.rank is not None else self.rank]
@@ -187,7 +188,6 @@ def main() -> None:
     parser.add_argument("--strategy", default="synchronous", help="hetero: synchronous, local or auto")
     parser.add_argument("--validate", action="store_true", help="rank 0: the loss on other text, after all steps")
     parser.add_argument("--bucket-bytes", type=int)
-    parser.add_argument("--epoch-samples", type=int, default=0, help="so many make an epoch; 0: all there are")
     parser.add_argument("--every-step", action="store_true", help="print each step's time and shares")
     parser.add_argument("--slow-at", type=int, default=-1, help="the step at which a rank becomes slower")
     parser.add_argument("--slow-rank", type=int, default=1)

@@ -13,12 +13,17 @@ from typing import Any
 import torch
 from bench_worker import ROOT, Contender, _load
 from emulation.worker.emulation_hold import hold, release
+from torch.utils.data import Subset
 
 CHECK_EVERY = 5  # steps after which ranks that step together agree on the time
 
 
 class Straggling(Contender):
     """The contenders of `ci/bench`, post-local SGD of torch, and ours."""
+
+    def data(self) -> Any:
+        windows, samples = super().data(), self.arguments.epoch_samples
+        return Subset(windows, range(samples)) if samples else windows
 
     def set_up_post_local(self) -> None:
         from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as hook
