@@ -281,20 +281,22 @@ def failed_init(folder: Path) -> dict[str, Any]:
 
 def lost_connect(folder: Path) -> dict[str, Any]:
     """Rank 0 gives its address and then does nothing any more; rank 1 says how long it waits to be connected."""
+    stopped: list[int] = []
+    if os.environ["HOROVOD_RANK"] == "1":
+        server = f"{os.environ['HOROVOD_GLOO_RENDEZVOUS_ADDR']}:{os.environ['HOROVOD_GLOO_RENDEZVOUS_PORT']}"
+        _await(lambda: _is_there(f"http://{server}/global/0"), 25.0)
+        stopped = [int(path.stem.split("-")[1]) for path in folder.glob("0-*.pid")]
+    for pid in stopped:
+        os.kill(pid, signal.SIGSTOP)
+    start = time.perf_counter()
     try:
-        if os.environ["HOROVOD_RANK"] == "1":
-            server = f"{os.environ['HOROVOD_GLOO_RENDEZVOUS_ADDR']}:{os.environ['HOROVOD_GLOO_RENDEZVOUS_PORT']}"
-            _await(lambda: _is_there(f"http://{server}/global/0"), 25.0)
-            (other,) = (int(path.stem.split("-")[1]) for path in folder.glob("0-*.pid"))
-            os.kill(other, signal.SIGSTOP)
-        start = time.perf_counter()
         hvd.init()
         return {"error": "none"}
     except ValueError as error:
         return {"error": str(error), "waited_s": time.perf_counter() - start}
     finally:
-        if os.environ["HOROVOD_RANK"] == "1":
-            os.kill(other, signal.SIGCONT)
+        for pid in stopped:
+            os.kill(pid, signal.SIGCONT)
 
 
 def _is_there(url: str) -> bool:
