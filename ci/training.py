@@ -167,14 +167,15 @@ class Rank:
 
     def delay(self, late: int) -> None:
         """A merge comes `late` steps after the contribution, at least; and contributions are counted once sent."""
-        exchange, fragment = self.fragment.exchange, self.fragment
-        done, submit = exchange.done, exchange.submit
+        fragment = self.fragment
+        done, send = fragment.done, fragment.send
 
-        def counted(index: int) -> None:
-            submit(index)
+        def counted(weigh: Any) -> bool:
+            finite = send(weigh)
             self.sends += 1
+            return bool(finite)
 
-        exchange.done, exchange.submit = lambda: fragment.work.steps >= late and done(), counted
+        fragment.done, fragment.send = lambda: fragment.work.steps >= late and done(), counted
 
     def forget(self) -> None:
         """Sets the first moments of its optimizer to zero."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from hvd_hetero.engine.port import Engine
+from hvd_hetero.policy.ladder import Move
 from hvd_hetero.policy.replan import Plan, ReplanRule
 
 from . import control
@@ -14,6 +15,7 @@ from .agreement import Terms, agree
 from .attachment import Attached, withdraw
 from .departure import Departure
 from .horizon import Horizon
+from .ladder import Ladder
 from .meter import Stopwatch
 from .noise import NoiseMeter
 from .planner import Planner
@@ -89,6 +91,8 @@ class Balancer:
         self.adaptive = self.terms.adaptive and self.size > 1
         self.planner = Planner(self.terms, self._rule)
         self._horizon = Horizon(self.step)
+        self._dealt_ahead = 0  # as said last
+        self.ladder = Ladder(self.plan.shares, tell=self._moved)
         self.count_now: float | None = None
         self.last_pass = True  # False while micro-batches are to follow
         self._exchanges: list[Attached] = []
@@ -111,6 +115,10 @@ class Balancer:
             self.trace.restart(self.rank)
             self.trace.event("ranks", rank=self.rank, size=self.size, step=self.step)
             self.trace.plan(self.plan)
+
+    def _moved(self, move: Move) -> None:
+        if self.trace is not None:
+            self.trace.event("rung", step=self.step, **asdict(move))
 
     def _waited(self, **what: Any) -> None:
         self.trace.event("wait", **what)
@@ -242,13 +250,15 @@ class Balancer:
         count: float,
         noise: NoiseMeter | None = None,
         ahead: int = 0,
+        answers: int = 1,
         look: control.Look | None = None,
     ) -> list[float]:
-        """This rank's control vector. Before it hears the answer, it begins at most `ahead` further batches."""
+        """This rank's control vector. Before it hears the answer – or so many `answers`, since it says the next ones
+        in advance – it begins at most `ahead` further batches."""
         samples, seconds = self.timesheet.reported if leads else (0.0, 0.0)
-        dealt_ahead = 0
         if leads:
-            dealt_ahead = self._horizon.said(self.step, lookahead=self.lookahead, ahead=ahead)
+            self._dealt_ahead = self._horizon.said(self.step, lookahead=self.lookahead, ahead=ahead, answers=answers)
+        dealt_ahead = self._dealt_ahead if leads else 0
         return control.pack(
             ranks=self.size,
             rank=self.rank,
@@ -264,6 +274,13 @@ class Balancer:
             announcement=self.planner.announcement if leads and self.rank == 0 else None,
             norms=None if noise is None else noise.outgoing(),
         )
+
+    def outgoing_in_advance(self) -> list[float]:
+        """The control vector of a rank that has nothing to say beyond what it said last."""
+        return control.pack(
+            ranks=self.size, rank=self.rank, count=0.0, compute_s=0.0, samples=0.0, dealt_ahead=self._dealt_ahead,
+            failed=False, announcement=None,
+        )  # fmt: skip
 
     def incoming(
         self,
@@ -311,13 +328,15 @@ class Balancer:
             if report.announcement is not None:
                 dealt_ahead = ahead + max(report.dealt_ahead)
                 plan = self.planner.accept(report.announcement, step, dealt_ahead=dealt_ahead)
-                if plan is not None and self.trace is not None:
+                if plan is None:
+                    return
+                if self.trace is not None:
                     self.trace.plan(plan)
+                self.ladder.hear_shares(plan.shares, plan.reason)
 
     def unheard(self) -> None:
         """Says that the exchange failed: no answer will come."""
-        with self._horizon.heard():
-            pass
+        self._horizon.unheard()
 
     def discard(self) -> None:
         """Says that the present step's time tells nothing of its samples: compilation was in it, for instance."""
@@ -354,4 +373,6 @@ class Balancer:
             )
         self.step = int(state["step"])
         self._horizon = Horizon(self.step)
+        self._dealt_ahead = 0  # as said last
+        self.ladder = Ladder(self.plan.shares, tell=self._moved)
         self.planner.load_state_dict(state["planner"], self.step)

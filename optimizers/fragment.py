@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -46,6 +47,14 @@ class Merge:
     carried: Work  # what this rank did since its contribution
 
 
+@dataclass(frozen=True)
+class Lane:
+    """What a merge travels in: an exchange of one bucket, `buffer`, which may have a tail."""
+
+    exchange: WeightedExchange
+    buffer: Any
+
+
 @dataclass
 class Fragment:
     """One fragment on one rank.
@@ -58,59 +67,94 @@ class Fragment:
     so each step enters the model once: in this merge, or in the next (Liu et al. 2024, arXiv:2401.09135, let
     contributions come late in a similar way, through a server).
 
+    A rank may miss merges: it says so in advance, by contributing nothing to them as well, and so is waited for in none
+    of them. In those, z moves, and with it x, which keeps its distance:
+
+        x' = z' + (x - z)
+
     Args:
         index: of this fragment in `store`.
-        exchange: of one bucket, `buffer`, which may have a tail.
+        lanes: merges take them in turn, the same on all ranks. They may share one buffer.
+        spare: the lane of this number with a buffer of its own, for a rank that contributes to several at once.
         outer: what a merge does to z.
         compensation: lambda of `compensated`.
     """
 
     index: int
     store: Store
-    exchange: WeightedExchange
-    buffer: Any
+    lanes: list[Lane]
     outer: Outer
     compensation: float = 0.0
+    spare: Callable[[int], Lane] | None = None
     work: Work = field(default_factory=Work)  # since the last contribution
     z: Any = None
     outer_state: dict[str, Any] = field(default_factory=dict)
     sends: int = 0
-    _sent: Any = None
+    _turn: int = 0  # the lane of the next contribution
+    _pending: deque[tuple[Lane, Any]] = field(default_factory=deque)  # and x when sent, None where that was nothing
 
     @property
     def under_way(self) -> bool:
         """Whether a contribution was sent and its merge has not come."""
-        return self._sent is not None
+        return bool(self._pending)
+
+    def done(self) -> bool:
+        """Whether the oldest merge under way has come, or none is."""
+        return not self._pending or self._pending[0][0].exchange.done()
+
+    @property
+    def most_missed(self) -> int:
+        """How many merges in a row a rank may miss."""
+        return len(self.lanes) - 1
 
     def begin(self) -> None:
         """Takes this rank's parameters for the model that all ranks share."""
-        self.z, self._sent, self.work = self.store.read(self.index), None, Work()
+        self.z, self.work, self._turn = self.store.read(self.index), Work(), 0
+        self._pending.clear()
+
+    def _submit(self, lane: Lane, sent: Any) -> None:
+        self._turn = (self._turn + 1) % len(self.lanes)
+        self._pending.append((lane, sent))
+        self.sends += 1
+        lane.exchange.submit(0)
 
     def send(self, weigh: Callable[[Work, float], Contribution]) -> bool:
         """Contributes all work since the last time; `weigh(work, |Delta|^2)` says what it counts.
 
         False where the progress is not finite: it is given up, and this rank goes on from the last merge.
         """
-        own = self.store.read(self.index)
+        own, lane = self.store.read(self.index), self.lanes[self._turn]
         delta = own - self.z
         square = float((delta * delta).sum())
         contribution = weigh(self.work, square)
         if finite := math.isfinite(square):
-            self.buffer[: len(own)] = delta * contribution.before if contribution.before != 1.0 else delta
+            lane.buffer[: len(own)] = delta * contribution.before if contribution.before != 1.0 else delta
         else:
-            self.buffer[: len(own)] = 0.0
+            lane.buffer[: len(own)] = 0.0
             own = self.z
             self.store.write(self.index, own)
-        self._sent, self.work = own, Work()
-        self.sends += 1
-        self.exchange.submit(0)
+        self.work = Work()
+        self._submit(lane, own)
         return finite
+
+    def miss(self) -> None:
+        """Contributes nothing to the merge after those under way."""
+        if self.spare is not None:  # the lane used last keeps the buffer that all shared
+            last = (self._turn - 1) % len(self.lanes)
+            self.lanes = [lane if number == last else self.spare(number) for number, lane in enumerate(self.lanes)]
+            self.spare = None
+        lane = self.lanes[self._turn]
+        lane.buffer[:] = 0.0
+        self._submit(lane, None)
 
     def merge(self, scale: Callable[[Sequence[float]], float]) -> Merge:
         """Ends the merge under way, waiting for those who have not sent; `scale`: of the sum, from the control."""
-        results, total = self.exchange.finish(scale)
-        before, sent = self.z, self._sent
-        mean, self._sent = results[0][: len(before)], None
+        lane, sent = self._pending[0]
+        results, total = lane.exchange.finish(scale)
+        self._pending.popleft()
+        before = self.z
+        sent = before if sent is None else sent
+        mean = results[0][: len(before)]
         factor, square = scale(total), 0.0
         if factor > 0.0:
             self.z = self.outer.moved(before, mean, self.outer_state)

@@ -23,6 +23,7 @@ class Horizon:
         self._changed = threading.Condition()
         self._dealt = dealt
         self._bound = math.inf  # no batch beyond it is dealt before the answer is there
+        self._answers = 0  # that are on their way
         self._asked_by = 0  # the thread that waits for the answer, and must not wait here as well
 
     @contextlib.contextmanager
@@ -33,15 +34,16 @@ class Horizon:
             self._dealt = max(self._dealt, step)
             yield
 
-    def said(self, step: int, *, lookahead: int, ahead: int) -> int:
+    def said(self, step: int, *, lookahead: int, ahead: int, answers: int = 1) -> int:
         """How many batches after `step` are dealt, or may be without waiting: `lookahead` of them.
 
-        From now on none beyond is dealt, until `heard`; but this rank may begin `ahead` further ones meanwhile, and
-        deals as far ahead of those.
+        From now on none beyond is dealt, until `heard`, so many times as `answers` will come; but this rank may begin
+        `ahead` further ones meanwhile, and deals as far ahead of those.
         """
         with self._changed:
             dealt_ahead = max(self._dealt - step, lookahead)
             self._bound, self._asked_by = step + ahead + dealt_ahead, threading.get_ident()
+            self._answers = answers
             return dealt_ahead
 
     @contextlib.contextmanager
@@ -51,5 +53,14 @@ class Horizon:
             try:
                 yield
             finally:
-                self._bound = math.inf
-                self._changed.notify_all()
+                self._answers -= 1
+                if self._answers <= 0:
+                    self._bound = math.inf
+                    self._changed.notify_all()
+
+    def unheard(self) -> None:
+        """No answer will come."""
+        with self._changed:
+            self._answers = 1
+        with self.heard():
+            pass

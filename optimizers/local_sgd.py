@@ -22,6 +22,9 @@ class LocalSGD:
         round_steps: global batches between two contributions of a rank.
         bound_rounds: a rank waits when it has gone on for so many rounds since its last contribution without a merge;
             0 to wait for each merge.
+        most_missed: a rank of which one step takes longer than a round of the others takes part in fewer merges, and
+            misses at most so many in a row. Each costs it the memory of one more copy of its parameters as they travel.
+            Where a merge is more than one sum (codecs, topologies), none is missed.
         warmup_steps: so many steps are synchronous first: far from the end of training, progress made apart adds up
             badly (post-local SGD, Lin et al. 2018, arXiv:1808.07217).
         fragments: parts of the model that merge one after the other, so that a merge uses the link for a part of it.
@@ -40,6 +43,7 @@ class LocalSGD:
 
     round_steps: int = 4
     bound_rounds: float = 4.0
+    most_missed: int = 3
     warmup_steps: int = 20
     fragments: int = 1
     outer: Outer = Outer()
@@ -50,7 +54,7 @@ class LocalSGD:
     when: str = "always"
 
     def __post_init__(self) -> None:
-        for name, least in (("round_steps", 1), ("warmup_steps", 0), ("fragments", 1)):
+        for name, least in (("round_steps", 1), ("most_missed", 0), ("warmup_steps", 0), ("fragments", 1)):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ValueError(f"{name}: expected an integer of at least {least}. Received: {value!r}.")

@@ -13,11 +13,12 @@ import numpy as np
 
 from hvd_hetero.engine.port import Engine
 
+from . import merge_control
 from .balancer import Balancer
-from .fragment import Store
+from .fragment import Lane, Store
 from .local_sgd import LocalSGD
 from .phase import phase_of
-from .rounds import Rounds, control_length
+from .rounds import Lanes, Rounds
 from .weighted import Way, WeightedExchange
 
 
@@ -69,30 +70,43 @@ class LocalSteps:
         self._way, self._keeps = way, keeps
         self._name = f"hvd_hetero.{balancer.name}.{engine.unique('local.')}"
         self._phase = phase_of(rule, balancer)
-        self.rounds = Rounds(rule, balancer=balancer, store=store, exchanges=self._exchanges, on_merge=self._record)
-        self._bytes = [fragment.buffer.nbytes for fragment in self.rounds.fragments]
+        self.rounds = Rounds(rule, balancer=balancer, store=store, lanes=self._lanes, on_merge=self._record)
+        self._bytes = [fragment.lanes[0].buffer.nbytes for fragment in self.rounds.fragments]
         self._begun = False
         self.samples = 0.0  # of steps apart, since they were last taken
         atexit.register(_warn_at_exit, weakref.ref(self))
 
-    def _exchanges(self, outgoing: Callable[[int], list[float]]) -> list[tuple[WeightedExchange, Any]]:
-        made, tail = [], control_length(self._engine.size)
-        for index, lossy in enumerate(self._store.lossy):
-            buffer = self._store.empty(index, 0 if lossy else tail)
-            name = f"{self._name}.fragment.{index}"
+    def _lanes(self, outgoing: Callable[[int], list[float]]) -> list[Lanes]:
+        return [self._lanes_of(index, lossy, outgoing) for index, lossy in enumerate(self._store.lossy)]
+
+    def _lanes_of(self, index: int, lossy: bool, outgoing: Callable[[int], list[float]]) -> Lanes:
+        """Several lanes where a merge is a single sum: stages that follow would need this rank, which is not there."""
+        tail = merge_control.length(self._engine.size)
+        name = f"{self._name}.fragment.{index}"
+        shared = self._empty(index)
+        way = self._way(name, shared, self._store.shapes(index), lossy)
+
+        def lane(number: int, buffer: Any) -> Lane:
             exchange = WeightedExchange(
                 self._engine,
                 [buffer],
                 self._store.control(tail) if lossy else buffer[-tail:],
-                routes=[self._way(name, buffer, self._store.shapes(index), lossy)],
+                routes=[way],
                 rides_in=None if lossy else 0,
-                outgoing=lambda index=index: outgoing(index),  # type: ignore[misc]
-                name=name,
+                outgoing=lambda: outgoing(index),
+                name=f"{name}.lane.{number}" if number else name,
                 keeps=self._keeps,
                 write=self._store.write_control,
             )
-            made.append((exchange, buffer))
-        return made
+            return Lane(exchange, buffer)
+
+        if not way.is_plain:
+            return [lane(0, shared)], None
+        lanes = [lane(number, shared) for number in range(self.rule.most_missed + 1)]
+        return lanes, lambda number: lane(number, self._empty(index))
+
+    def _empty(self, index: int) -> Any:
+        return self._store.empty(index, 0 if self._store.lossy[index] else merge_control.length(self._engine.size))
 
     def _record(self, fields: dict[str, Any]) -> None:
         if self._balancer.trace is not None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
+from hvd_hetero.policy.ladder import trial
 from hvd_hetero.policy.partition import split
 from hvd_hetero.policy.regime import latest_regime
 from hvd_hetero.policy.replan import Plan, ReplanRule, decide
@@ -77,6 +78,9 @@ class Planner:
             predicted_step_s=announced.predicted_step_s,
             strategy=announced.strategy,
         )
+        for window, before, now in zip(self._windows, self.plans[-1].shares, plan.shares, strict=True):
+            if now and not before:  # what was measured before it went out is what is to be found out
+                window.clear()
         self.plans.append(plan)
         self._next_look = plan.step + SKIPPED + self._rule.minimum_observations
         return plan
@@ -118,13 +122,14 @@ class Planner:
     def _better(
         self, models: Sequence[SpeedModel], recent: Sequence[Sequence[Observation]], step: int, step_s: float | None
     ) -> Plan | None:
-        """A plan that pays: other shares first, and another strategy once they stand."""
+        """A plan that pays: other shares first, then a rank that is tried again, then another strategy."""
         current = self.plans[-1]
         if self._terms.adaptive:
+            # Where all wait for all, a stop costs everybody the same, whatever the shares.
+            speeds = self.steadiness.alone(models) if self.apart(step) else models
             plan = decide(
                 current,
-                # Where all wait for all, a stop costs everybody the same, whatever the shares.
-                self.steadiness.alone(models) if self.apart(step) else models,
+                speeds,
                 step=step,
                 global_batch_size=self._terms.global_batch_size,
                 bounds=self._terms.bounds,
@@ -132,6 +137,8 @@ class Planner:
                 previous=self.plans[:-1],
                 micro_batch=self._terms.micro_caps,
                 measured_step_s=step_s,
+            ) or trial(
+                self.plans, speeds, step=step, bounds=self._terms.bounds, micro_batch=self._terms.micro_caps
             )
             if plan is not None:
                 return plan

@@ -3,8 +3,10 @@
 At its own boundary, every `round_steps` global batches, a rank sends what it has done since the last time (its progress
 times its samples) in an all-reduce that it does not wait for, and goes on training. When the last rank has sent, the
 merge ends everywhere: see `Fragment`. So a rank that stalls holds up the merge and no rank; only one that has gone on
-for `bound_rounds` rounds since it sent does wait. With the bound at 0 ranks wait for every merge, and with rounds of
-one step as well that is synchronous training (for SGD; Adam's steps are not linear in the gradient).
+for `bound_rounds` rounds since it sent does wait. A rank whose single step takes several rounds of the others says in
+advance that it contributes nothing to the next merges, and holds up none of them (`policy.ladder`). With the bound at 0
+ranks wait for every merge, and with rounds of one step as well that is synchronous training (for SGD; Adam's steps are
+not linear in the gradient).
 
 Sums need every rank, so the last rounds take all ranks, too: `finish` repeats empty merges until every rank has said
 that it is finishing, and then all hold one model, in which every step of every rank has counted once.
@@ -17,26 +19,18 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from hvd_hetero.policy.staleness import Contribution, by_samples, by_shard, factor
+from hvd_hetero.policy.staleness import Contribution, by_samples, by_shard
 
-from . import control
+from . import control, merge_control
 from .attachment import PeerError
 from .balancer import Balancer
-from .fragment import Fragment, Store, Work
+from .fragment import Fragment, Lane, Store, Work
 from .length import RoundLengths
 from .local_sgd import LocalSGD
-from .weighted import WeightedExchange
 
-# Places in the control vector of a fragment. Behind them each rank's steps, samples and position, and what the balancer
-# has to say.
-WEIGHT, NORMAL, SPREAD, FINISHING, HEAD = range(5)
+Lanes = tuple[Sequence[Lane], Callable[[int], Lane] | None]  # of a fragment, and what gives one a buffer of its own
 POLL_S = 1e-3  # between two looks at several merges; a single one is waited for without
 NOTHING = Contribution(weight=0.0)
-
-
-def control_length(ranks: int) -> int:
-    """The number of elements of a fragment's control vector."""
-    return HEAD + 3 * ranks + control.length(ranks)
 
 
 class Rounds:
@@ -46,8 +40,8 @@ class Rounds:
         rule: the strategy.
         balancer: deals the batches; its measurements and plans travel with fragment 0.
         store: this rank's parameters.
-        exchanges: for each fragment its exchange of one bucket, and that bucket; the control vector is of
-            `control_length(ranks)`. Made by a function, which is given what `outgoing` calls.
+        lanes: of each fragment, see `Fragment`; as many merges in a row as there are further lanes can be missed. The
+            control vector is of `merge_control.length(ranks)`. A function makes them, given what `outgoing` calls.
         part: of all data, this rank's own shard; for "fednova".
         on_merge: is told of each merge of fragment 0.
     """
@@ -58,7 +52,7 @@ class Rounds:
         *,
         balancer: Balancer,
         store: Store,
-        exchanges: Callable[[Callable[[int], list[float]]], Sequence[tuple[WeightedExchange, Any]]],
+        lanes: Callable[[Callable[[int], list[float]]], Sequence[Lanes]],
         part: float | None = None,
         on_merge: Callable[[dict[str, Any]], None] = lambda fields: None,
     ) -> None:
@@ -66,7 +60,6 @@ class Rounds:
         self.rank, self.size = balancer.rank, balancer.size
         self._part = 1.0 / self.size if part is None else part
         self._on_merge = on_merge
-        self.lengths = RoundLengths(rule, self.size)
         self.merges = 0  # of fragment 0
         self.waits = 0  # times that this rank had to wait
         self._stepped = 0  # in this phase
@@ -74,11 +67,15 @@ class Rounds:
         self._ended: set[int] = set()  # fragments whose last merge came while all ranks were finishing
         self._recent: list[tuple[float, float]] = []
         self._sending: tuple[Contribution, Work, float] = (NOTHING, Work(), 0.0)
+        self._missing = False  # what is sent is nothing, said in advance
         self.fragments = [
-            Fragment(index=index, store=store, exchange=exchange, buffer=buffer, outer=rule.outer,
+            Fragment(index=index, store=store, lanes=list(own), spare=spare, outer=rule.outer,
                      compensation=rule.compensation)
-            for index, (exchange, buffer) in enumerate(exchanges(self._outgoing))
+            for index, (own, spare) in enumerate(lanes(self._outgoing))
         ]
+        most = min(fragment.most_missed for fragment in self.fragments)
+        # Who waits for every merge has to be in it.
+        self.lengths = RoundLengths(rule, self.size, most_missed=most if rule.bound_rounds else 0)
 
     # A phase of local steps -----------------------------------------------------------------------------------------
 
@@ -112,7 +109,7 @@ class Rounds:
             fragment.work.add(samples, lr)
         came = self._serve(self._due)
         late = [fragment for fragment in self.fragments if self._at_bound(fragment)]
-        self.waits += any(not fragment.exchange.done() for fragment in late)
+        self.waits += any(not fragment.done() for fragment in late)
         while any(map(self._at_bound, self.fragments)):
             came |= self._serve(self._due, wait=True)
         return came
@@ -125,9 +122,10 @@ class Rounds:
         came = False
         while True:
             for fragment in self.fragments:
-                if fragment.under_way and (fragment.exchange.done() or (wait and len(self.fragments) == 1)):
+                alone = wait and len(self.fragments) == 1 and not came
+                while fragment.under_way and (fragment.done() or alone):
                     self._merge(fragment)
-                    came = True
+                    came, alone = True, False
                 if not fragment.under_way and due(fragment):
                     self._send(fragment)
             if came or not wait:
@@ -159,6 +157,17 @@ class Rounds:
     def _send(self, fragment: Fragment) -> None:
         if not fragment.send(self._weigh):
             self._on_merge({"fragment": fragment.index, "dropped_steps": fragment.work.steps, "why": "not finite"})
+        self._sending, self._missing = (NOTHING, Work(), 0.0), True
+        try:
+            for _ in range(self._missed):
+                fragment.miss()
+        finally:
+            self._missing = False
+
+    @property
+    def _missed(self) -> int:
+        """How many merges this rank will miss after the one that it contributes to."""
+        return 0 if self._finishing else self.lengths.intervals[self.rank] - 1
 
     def _weigh(self, work: Work, square: float) -> Contribution:
         """What this rank's progress counts; samples in units of a usual contribution, for narrow wires."""
@@ -175,55 +184,56 @@ class Rounds:
     def _outgoing(self, index: int) -> list[float]:
         """The control vector of fragment `index`, right before it is sent."""
         (contribution, work, spread), leads = self._sending, index == 0
-        vector = [*contribution.beside, spread, float(self._finishing)]
-        for value in (work.steps, work.samples, self.balancer.step):
-            row = [0.0] * self.size
-            row[self.rank] = float(value)
-            vector += row
-        if leads and self._recent:
+        if leads and self._recent and not self._missing:
             # The median: a stall is no property of the share.
             samples, seconds = sorted(self._recent, key=lambda each: each[1] / each[0])[len(self._recent) // 2]
             self.balancer.timesheet.reported, self._recent = (samples, seconds), []
-        return vector + self.balancer.outgoing(leads=leads, count=work.samples, ahead=self.most_ahead)
+        return merge_control.pack(
+            contribution, spread=spread, finishing=self._finishing, rank=self.rank, ranks=self.size,
+            own=(work.steps, work.samples, self.balancer.step),
+            balancer=self.balancer.outgoing_in_advance() if self._missing else self.balancer.outgoing(
+                leads=leads, count=work.samples, ahead=self.most_ahead, answers=1 + self._missed
+            ),
+        )  # fmt: skip
 
     def _merge(self, fragment: Fragment) -> None:
-        merge = fragment.merge(_scale)
-        total, n = merge.total, self.size
-        steps, samples, positions = (total[HEAD + i * n : HEAD + (i + 1) * n] for i in range(3))
-        if round(total[FINISHING]) == n:
+        merge = fragment.merge(merge_control.scale)
+        said = merge_control.unpack(merge.total, ranks=self.size)
+        report = control.unpack(said.balancer, ranks=self.size)
+        if said.finishing == self.size:
             self._ended.add(fragment.index)
         if fragment.index == 0:
             self.merges += 1
-            drift, noise = self.lengths.watch(total[WEIGHT:FINISHING], merge.mean_square, steps, samples)
-            at = int(max(positions))
-            report = control.unpack(total[HEAD + 3 * n :], ranks=n)
+            drift, noise = self.lengths.watch(said.sums, merge.mean_square, said.steps, said.samples)
+            at = int(max(said.positions))
             self.lengths.hear(self.balancer.planner.steadiness.alone_s(report.compute_s))
+            self.balancer.ladder.hear_intervals(self.lengths.intervals, self.lengths.step_s.tolist())
             self.balancer.staleness = merge.carried.steps / self.rule.round_steps
             self._on_merge({
                 "merge": self.merges, "step": self.balancer.step, "behind": at - self.balancer.step,
-                "samples": sum(samples), "carried_steps": merge.carried.steps, "waits": self.waits,
+                "samples": sum(said.samples), "carried_steps": merge.carried.steps, "waits": self.waits,
                 "round_steps": self.round_steps, "drift": drift, "noise": noise,
             })
-            self.balancer.incoming(total[HEAD + 3 * n :], leads=True, step=at, ahead=self.most_ahead)
-        elif failed := control.unpack(total[HEAD + 3 * n :], ranks=n).failed:
-            raise PeerError(f"Expected every rank to go on. Received: rank {failed[0]} could not.")
+            self.balancer.incoming(said.balancer, leads=True, step=at, ahead=self.most_ahead)
+        elif report.failed:
+            raise PeerError(f"Expected every rank to go on. Received: rank {report.failed[0]} could not.")
 
     # The end --------------------------------------------------------------------------------------------------------
 
     def withdraw(self) -> Callable[[], bool]:
         """Takes part with nothing from now on, without waiting; tells whether all have heard of it.
 
-        The merge under way knows nothing yet of this rank's failure: the next one does.
+        The merges under way know nothing yet of this rank's failure: the next one does.
         """
         fragment, told = self.fragments[0], [False]
 
         def over() -> bool:
-            if fragment.under_way:
-                if not fragment.exchange.done():
+            while fragment.under_way:
+                if not fragment.done():
                     return False
-                fragment.merge(_scale)
-                if told[0]:
-                    return True
+                fragment.merge(merge_control.scale)
+            if told[0]:
+                return True
             fragment.work = Work()
             fragment.send(self._weigh)
             told[0] = True
@@ -258,8 +268,3 @@ class Rounds:
             fragment.outer_state = dict(saved)
         self.merges = int(state["merges"])
         self.lengths.resume(int(state["round_steps"]))
-
-
-def _scale(total: Sequence[float]) -> float:
-    """What turns the sum of weighted deltas into the merged one."""
-    return factor(total[WEIGHT : NORMAL + 1])

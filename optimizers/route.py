@@ -32,9 +32,14 @@ class Route:
         within = "" if local is None or algorithm == "flat" else f"{local.name} within, "
         self.title = f"{algorithm}, {within}{self.cross.name}{'' if algorithm == 'flat' else ' between'}"
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether a sum is one all-reduce of the array as it is."""
+        return self.algorithm == "flat" and type(self.cross) is Exact and self.cross.is_plain
+
     def start(self, array: Any, *, name: str) -> Handle:
         """Begins a sum of `array`, which it may overwrite."""
-        if self.algorithm == "flat" and type(self.cross) is Exact and self.cross.is_plain:
+        if self.is_plain:
             return self.levels.everyone.allreduce_async(array, name=name)
         local = self.local.steps if self.local is not None else None
         steps: Callable[..., Any] = ALGORITHMS[self.algorithm]

@@ -177,6 +177,11 @@ class Trial:
         self._route = self._routes[self._titles[0]]
 
     @property
+    def is_plain(self) -> bool:
+        """Never: a trial measures, in stages."""
+        return False
+
+    @property
     def title(self) -> str | None:
         """The route that was found fastest, None while it is not known."""
         return None if self._step <= self._times.size else self._chosen

@@ -34,6 +34,10 @@ def _arrays_like(like: Any, state: Any) -> Any:
 class Way(Protocol):
     """How a bucket is summed: a `Route`, or several to choose from."""
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether a sum is one all-reduce of the array as it is."""
+
     def start(self, array: Any, *, name: str) -> Handle: ...
 
     def settle(self, finite: bool) -> None: ...

@@ -13,7 +13,9 @@ pytestmark = [
     pytest.mark.skipif(installed_build() is None, reason="no Horovod installed: run `hvd-hetero build-horovod`"),
 ]
 
-CHECKS = ["law_1", "composes", "a_stopped_rank", "a_rank_that_fails", "parameters_that_differ"]
+CHECKS = [
+    "law_1", "composes", "a_stopped_rank", "a_rank_that_misses_merges", "a_rank_that_fails", "parameters_that_differ",
+]
 
 
 def run_checks(ranks, checks, **options):

@@ -1,5 +1,6 @@
 """Local SGD on ranks that are threads: laws 1, 5 and 6, the fixed point, the bound, and the end."""
 
+import functools
 import math
 import threading
 import time
@@ -9,12 +10,16 @@ import pytest
 
 from hvd_hetero.engine.hierarchy import levels_of, one_level
 from hvd_hetero.engine.local import World
+from hvd_hetero.optimizers import merge_control
+from hvd_hetero.optimizers.attachment import PeerError
 from hvd_hetero.optimizers.balancer import Balancer
-from hvd_hetero.optimizers.fragment import fragments_of
+from hvd_hetero.optimizers.control import Announcement
+from hvd_hetero.optimizers.fragment import Lane, fragments_of
+from hvd_hetero.optimizers.length import RoundLengths
 from hvd_hetero.optimizers.local_sgd import LocalSGD
 from hvd_hetero.optimizers.outer import Outer, compensated
 from hvd_hetero.optimizers.recipe import Recipe, Wire
-from hvd_hetero.optimizers.rounds import Rounds, control_length
+from hvd_hetero.optimizers.rounds import Rounds
 from hvd_hetero.optimizers.router import Router
 from hvd_hetero.optimizers.weighted import WeightedExchange
 from hvd_hetero.policy.topology import Topology
@@ -44,20 +49,27 @@ def rounds_of(engine, rule, values, *, whole=None, codec="none", nodes=None, on_
     levels = levels_of(engine, Topology(nodes=nodes)) if nodes else one_level(engine)
     router = Router(levels, algorithm="leader" if nodes else "flat", wire=wire)
 
-    def exchanges(outgoing):
-        made = []
-        for index, cut in enumerate(store.cuts):
-            tail = control_length(engine.size)
-            rides = codec == "none"
-            buffer = np.zeros(len(cut) + (tail if rides else 0))
-            control = buffer[len(cut) :] if rides else np.zeros(tail)
-            way = router.way(f"f{index}", buffer, [(len(cut),)], lossy=not rides)
-            made.append((WeightedExchange(
-                engine, [buffer], control, routes=[way], rides_in=0 if rides else None, keeps=wire.keeps,
-                outgoing=lambda index=index: outgoing(index), name=f"f{index}"), buffer))
-        return made
+    rides = codec == "none"
 
-    rounds = Rounds(rule, balancer=balancer, store=store, exchanges=exchanges, part=part,
+    def lanes_of(index, cut, outgoing):
+        tail = merge_control.length(engine.size)
+        empty = functools.partial(np.zeros, len(cut) + (tail if rides else 0))
+        shared = empty()
+        way = router.way(f"f{index}", shared, [(len(cut),)], lossy=not rides)
+
+        def lane(number, buffer):
+            return Lane(WeightedExchange(
+                engine, [buffer], buffer[len(cut) :] if rides else np.zeros(tail), routes=[way],
+                rides_in=0 if rides else None, keeps=wire.keeps, outgoing=lambda: outgoing(index),
+                name=f"f{index}.{number}"), buffer)
+
+        count = 1 + rule.most_missed if way.is_plain else 1
+        return [lane(number, shared) for number in range(count)], lambda number: lane(number, empty())
+
+    def lanes(outgoing):
+        return [lanes_of(index, cut, outgoing) for index, cut in enumerate(store.cuts)]
+
+    rounds = Rounds(rule, balancer=balancer, store=store, lanes=lanes, part=part,
                     on_merge=on_merge or (lambda fields: None))
     rounds.begin()
     return rounds, store, balancer
@@ -136,48 +148,65 @@ class Turns:
             self.moved.notify_all()
 
 
-def reference(order, ranks, rule, samples, progress):
-    """Overlapped rounds by the book, with one list per rank: the model after each merge, and every rank's own."""
+def reference(order, ranks, rule, samples, progress, intervals=None):
+    """Overlapped rounds by the book, with one list per rank: the model after each merge, and every rank's own.
+
+    A rank of interval k contributes nothing to k - 1 merges after each that it contributes to.
+    """
     z, m = START.copy(), np.zeros(LENGTH)
     x = [START.copy() for _ in range(ranks)]
     work = [0] * ranks              # steps since the last contribution
-    sent = [None] * ranks           # (x when sent, weight)
+    sent = [[] for _ in range(ranks)]       # of each merge under way: x when sent, None where nothing was
     seen = [0] * ranks              # merges taken in
     merged = []                     # (z before, z after)
     at = [0] * ranks
+    said = []                       # of each merge: by rank, progress and weight
 
     def take_in(i):
         before, after = merged[seen[i]]
-        carried = x[i] - sent[i][0]
-        x[i] = after + carried
-        sent[i], seen[i] = None, seen[i] + 1
+        when = sent[i].pop(0)
+        x[i] = after + (x[i] - (before if when is None else when))
+        seen[i] += 1
 
-    waiting = {}
+    def say(i, delta, weight):
+        number = seen[i] + len(sent[i]) - 1
+        while len(said) <= number:
+            said.append({})
+        said[number][i] = (delta, weight)
+
     for i in order:
         x[i] = x[i] + progress(i, at[i])
         at[i], work[i] = at[i] + 1, work[i] + 1
-        if sent[i] is not None and len(merged) > seen[i]:
+        while sent[i] and len(merged) > seen[i]:
             take_in(i)
-        if sent[i] is None and work[i] >= rule.round_steps:
+        if not sent[i] and work[i] >= rule.round_steps:
+            model = merged[-1][1] if merged else START
             weight = work[i] * samples[i]
-            sent[i], work[i] = (x[i].copy(), weight), 0
-            waiting[i] = (x[i] - z, weight)
-            if len(waiting) == ranks:
-                delta = sum(w * d for d, w in waiting.values()) / sum(w for _, w in waiting.values())
+            sent[i].append(x[i].copy())
+            say(i, x[i] - model, weight)
+            work[i] = 0
+            for _ in range((intervals or [1] * ranks)[i] - 1):
+                sent[i].append(None)
+                say(i, np.zeros(LENGTH), 0)
+            if len(merged) < len(said) and len(said[len(merged)]) == ranks:
+                both = said[len(merged)].values()
+                delta = sum(w * d for d, w in both) / sum(w for _, w in both)
                 before = z
                 m = rule.outer.momentum * m + delta
                 step = delta + rule.outer.momentum * m if rule.outer.nesterov else m
                 z = z + rule.outer.learning_rate * step
                 merged.append((before, z))
-                waiting = {}
-    return [after for _, after in merged], x
+    return [after for _, after in merged], x, seen
 
 
 @pytest.mark.parametrize("outer", [Outer(), Outer(learning_rate=0.7, momentum=0.9, nesterov=True),
                                    Outer(learning_rate=0.5, momentum=0.5)])
-@pytest.mark.parametrize("pace", [(1, 1), (3, 1), (1, 2, 4), (5, 1, 1, 2)])
-def test_overlapped_rounds_are_those_of_the_reference(pace, outer):
-    """Ranks step at unlike paces, in an order that is the same every time."""
+@pytest.mark.parametrize(("pace", "intervals"), [
+    ((1, 1), None), ((3, 1), None), ((1, 2, 4), None), ((5, 1, 1, 2), None),
+    ((4, 1), (1, 4)), ((6, 6, 1, 2), (1, 1, 4, 2)), ((1, 3), (3, 1)),
+])
+def test_overlapped_rounds_are_those_of_the_reference(pace, intervals, outer):
+    """Ranks step at unlike paces, in an order that is the same every time; some take part in fewer merges."""
     ranks, rule = len(pace), LocalSGD(round_steps=3, bound_rounds=100, warmup_steps=0, outer=outer)
     random = np.random.RandomState(5)
     order = random.choice(ranks, size=160, p=np.array(pace) / sum(pace)).tolist()
@@ -193,6 +222,8 @@ def test_overlapped_rounds_are_those_of_the_reference(pace, outer):
         rounds, store, balancer = rounds_of(
             engine, rule, START, on_merge=lambda fields: merged.append(rounds.fragments[0].z.copy())
         )
+        rounds.lengths.hear = lambda step_s: None
+        rounds.lengths.intervals = intervals or (1,) * ranks
         for step in range(order.count(engine.rank)):
             turns.take(engine.rank)
             balancer.begin(1)
@@ -202,11 +233,13 @@ def test_overlapped_rounds_are_those_of_the_reference(pace, outer):
         turns.take(-1)
         return merged, store.values
 
-    expected, own = reference(order, ranks, rule, samples, progress)
+    expected, own, seen = reference(order, ranks, rule, samples, progress, intervals)
     found = World(ranks).run(program)
     assert len(expected) >= 2
+    if intervals:
+        assert len(expected) > len(reference(order, ranks, rule, samples, progress)[0]), "merges come more often"
     for rank, (merged, values) in enumerate(found):
-        assert len(merged) in (len(expected), len(expected) - 1)
+        assert len(merged) == seen[rank]
         for mine, theirs in zip(merged, expected, strict=False):
             np.testing.assert_allclose(mine, theirs, rtol=1e-10, atol=1e-10)
         np.testing.assert_allclose(values, own[rank], rtol=1e-10, atol=1e-10)
@@ -223,6 +256,11 @@ def test_all_hold_one_model_in_the_end_and_nothing_is_lost(codec, fragments, nod
     def program(engine):
         models = {}
         rounds, store, balancer = rounds_of(engine, rule, np.zeros(64), codec=codec, nodes=nodes)
+        rounds.lengths.hear = lambda step_s: None
+        plain = codec == "none" and nodes is None
+        assert [fragment.most_missed for fragment in rounds.fragments] == [3 if plain else 0] * fragments
+        if plain:
+            rounds.lengths.intervals = (1, 4, 2)  # some take part in fewer merges, where they can
         sent = np.zeros(64)
         for fragment in rounds.fragments:
             def send(weigh, fragment=fragment, inner=fragment.send):
@@ -277,6 +315,116 @@ def test_fednova_finds_the_optimum_that_unnormalised_merges_miss():
 
     assert np.abs(ended("fednova") - optimum).max() < 0.02
     assert np.abs(ended("samples") - optimum).max() > 0.1
+
+
+def test_a_rank_whose_step_takes_many_rounds_holds_up_no_merge():
+    """Rank 1 makes a step while rank 0 makes 12, six rounds of 2; what it measures sends it down and up again."""
+    steps = 20
+
+    def merges_of(most_missed, slow=True):
+        rule = LocalSGD(round_steps=2, bound_rounds=100, warmup_steps=0, most_missed=most_missed, drift_limit=None)
+        turns = Turns(([0] * 12 + [1]) * steps)
+
+        def program(engine):
+            told, rungs = [], []
+            rounds, store, balancer = rounds_of(engine, rule, START, on_merge=told.append)
+            balancer.ladder._tell = rungs.append
+            for step in range((12, 1)[engine.rank] * steps):
+                turns.take(engine.rank)
+                balancer.begin(1)
+                store.values += 1.0
+                rounds.after_step(1.0, compute=(1.0, 12.0 if engine.rank == 1 and (slow or step < steps // 2) else 1.0))
+                turns.give()
+            turns.take(-1)
+            rounds.finish()
+            return told, rungs, store.values
+
+        (told, rungs, values), (others, same, equal) = World(2).run(program)
+        assert (values == equal).all() and rungs == same
+        assert sum(fields["samples"] for fields in told) == 13 * steps, "every step counts once"
+        return told, rungs
+
+    never, rungs = merges_of(0)
+    assert len(never) <= steps + 3 and not rungs
+    missed, rungs = merges_of(3)
+    assert len(missed) >= 3 * steps, "four merges for each step of rank 1, less the first few"
+    assert [(move.rank, move.after.title) for move in rungs] == [(1, "fewer merges")]
+    assert "one merge of 1, 2" in rungs[0].reason and max(f["carried_steps"] for f in missed[12:-3]) <= 12
+    _, rungs = merges_of(3, slow=False)
+    assert [move.after.title for move in rungs] == ["fewer merges", "every step"]
+
+
+@pytest.mark.parametrize("lookahead", [0, 3])
+def test_a_plan_holds_for_the_same_batches_on_a_rank_that_misses_merges(lookahead):
+    """Rank 1 deals ahead while plans come in, and says for how far, also for answers that it has not heard."""
+    rule = LocalSGD(round_steps=2, bound_rounds=2, warmup_steps=0, drift_limit=None)
+
+    def program(engine):
+        rounds, store, balancer = rounds_of(engine, rule, START, whole=8)
+        random = np.random.RandomState(engine.rank)
+        rounds.lengths.hear = lambda step_s: None
+        rounds.lengths.intervals = (1, 4)
+        balancer.lookahead = lookahead if engine.rank == 1 else 0
+        planner, used = balancer.planner, {}
+        for step in range(300):
+            while len(used) <= step + balancer.lookahead:
+                used[len(used)] = balancer.deal(len(used)).shares
+            balancer.begin(used[step][engine.rank])
+            if engine.rank == 0 and planner.announcement is None:
+                version = planner.plans[-1].version + 1
+                share = 1 + version % 7  # never that of the plan before
+                planner.announcement = Announcement(
+                    version=version, shares=(share, 8 - share), reason="", predicted_step_s=0.0,
+                    strategy="synchronous",
+                )
+            rounds.after_step(float(used[step][engine.rank]))
+            first = 0.02 if engine.rank == 0 and step < 6 else 0.0  # rank 1 is as far ahead as it may be
+            time.sleep(first + random.choice([0, 0, 0.0003, 0.001]) * (2 - engine.rank))
+        rounds.finish()
+        return dict(list(used.items())[:300]), len(planner.plans)
+
+    (mine, plans), (theirs, _) = World(2).run(program)
+    assert plans > 10 and mine == theirs
+
+
+def test_steps_without_samples_are_no_measure_of_other_ranks():
+    lengths = RoundLengths(LocalSGD(round_steps=4, drift_limit=None), 3, most_missed=3)
+    for _ in range(5):
+        lengths.watch((1.0, 1.0, 1.0), 1.0, steps=(4, 4, 4), samples=(8, 4, 0))
+        lengths.hear((0.1, 0.2, 1e-4))
+    assert lengths.by_rank == (4, 2, 4) and lengths.intervals == (1, 1, 1)
+
+
+def test_a_rank_that_fails_while_it_misses_merges_is_heard_of():
+    rule = LocalSGD(round_steps=1, bound_rounds=2, warmup_steps=0)
+
+    def program(engine):
+        rounds, store, balancer = rounds_of(engine, rule, START)
+
+        class Exchange:
+            def on_begin(self): ...
+
+            def on_count(self, terms): ...
+
+            def withdraw(self):
+                return rounds.withdraw()
+
+        balancer.attach(Exchange())
+        rounds.lengths.hear = lambda step_s: None
+        rounds.lengths.intervals = (1, 4)
+        for step in range(40):
+            if engine.rank == 1 and step == 5:
+                balancer.fail()
+                return "failed"
+            balancer.begin(1)
+            try:
+                rounds.after_step(1.0)
+            except PeerError as error:
+                return str(error)
+        return "went on"
+
+    heard, failed = World(2).run(program)
+    assert failed == "failed" and "rank 1 could not" in heard
 
 
 def test_a_stalled_rank_holds_nobody_up_until_the_bound():

@@ -9,6 +9,7 @@ from simulated import Speed
 
 from hvd_hetero.engine.local import SoloEngine, World
 from hvd_hetero.optimizers.balancer import Balancer
+from hvd_hetero.optimizers.control import unpack
 from hvd_hetero.optimizers.sampler import ShareSampler
 
 WHOLE = 32
@@ -80,6 +81,24 @@ def test_a_thread_that_deals_ahead_waits_for_the_answer_and_no_longer():
     threading.Thread(target=beyond, daemon=True).start()
     assert not dealt.wait(0.1), "batch 3 was dealt although nobody was told"
     balancer.unheard()  # the exchange failed
+    assert dealt.wait(5.0)
+
+
+def test_a_rank_that_says_answers_in_advance_deals_on_after_the_last():
+    balancer = Balancer(SoloEngine(), global_batch_size=4)
+    balancer.begin(4)
+    said = balancer.outgoing(leads=True, count=4.0, ahead=2, answers=3)
+    assert unpack(said, ranks=1).dealt_ahead == unpack(balancer.outgoing_in_advance(), ranks=1).dealt_ahead == (0,)
+    dealt = threading.Event()
+
+    def beyond():
+        balancer.deal(3)
+        dealt.set()
+
+    threading.Thread(target=beyond, daemon=True).start()
+    for answer in range(3):
+        assert not dealt.wait(0.05), f"dealt before answer {answer}"
+        balancer.incoming(said, leads=True, step=0, ahead=2)
     assert dealt.wait(5.0)
 
 

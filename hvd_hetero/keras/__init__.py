@@ -8,6 +8,7 @@ from hvd_hetero.optimizers.attachment import PeerError
 from hvd_hetero.optimizers.local_sgd import LocalSGD
 from hvd_hetero.optimizers.outer import Outer
 from hvd_hetero.optimizers.parameter_guard import DivergedError
+from hvd_hetero.policy.ladder import Rung
 from hvd_hetero.policy.replan import ReplanRule
 from hvd_hetero.policy.topology import Topology
 
@@ -81,6 +82,7 @@ __all__ = [
     "PeerError",
     "ProcessSet",
     "ReplanRule",
+    "Rung",
     "Sum",
     "SyncBatchNormalization",
     "Topology",

@@ -72,6 +72,7 @@ from hvd_hetero.optimizers.attachment import PeerError
 from hvd_hetero.optimizers.local_sgd import LocalSGD
 from hvd_hetero.optimizers.outer import Outer
 from hvd_hetero.optimizers.parameter_guard import DivergedError
+from hvd_hetero.policy.ladder import Rung
 from hvd_hetero.policy.replan import ReplanRule
 from hvd_hetero.policy.topology import Topology
 
@@ -106,6 +107,7 @@ __all__ = [
     "ProcessSet",
     "Product",
     "ReplanRule",
+    "Rung",
     "Sum",
     "SyncBatchNorm",
     "Topology",

@@ -120,6 +120,30 @@ def a_rank_stopped_for_long():
         assert "fragment" in waits[0]["operation"], waits
 
 
+def a_rank_that_misses_merges():
+    """A rank whose step takes several rounds of the others goes down the ladder, and up again; nothing is lost."""
+    last, steps = hvd.size() - 1, 60
+
+    def during(step):
+        time.sleep(0.24 if hvd.rank() == last and 4 <= step < 16 else 0.02)
+
+    with tempfile.TemporaryDirectory() as folder:
+        strategy = hvd.LocalSGD(round_steps=3, bound_rounds=20, warmup_steps=2, drift_limit=None)
+        model, optimizer, balancer = trained(steps, strategy, during=during, run=folder)
+        optimizer.merge()
+        balancer.trace.close()
+        lines = [json.loads(line) for line in next(Path(folder).iterdir()).read_text().splitlines()]
+    merges = [line["fields"] for line in lines if isinstance(line, dict) and line.get("event") == "merge"]
+    moves = [line["fields"] for line in lines if isinstance(line, dict) and line.get("event") == "rung"]
+    assert same_everywhere(model)
+    assert sum(fields["samples"] for fields in merges) == (steps - 2) * WHOLE, "every sample counts once"
+    down, *back = [(move["rank"], hvd.Rung(move["after"]).title) for move in moves]
+    assert down == (last, "fewer merges") and (last, "fewer merges") not in back and len(back) == 1, moves
+    assert f"one merge of {', '.join(['1'] * last)}, " in moves[0]["reason"], moves
+    assert balancer.ladder.rungs[last] != hvd.Rung.FEWER_MERGES
+    return lines
+
+
 def a_rank_that_fails():
     """A rank whose loader raises: the others hear of it at the next merge."""
 

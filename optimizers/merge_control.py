@@ -1,0 +1,70 @@
+"""The control vector of a merge: what ranks tell each other with what they have done, at no message of its own.
+
+It is summed over the ranks, as `control`'s is, which it carries at its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hvd_hetero.policy.staleness import Contribution, factor
+
+from . import control
+
+WEIGHT, NORMAL, SPREAD, FINISHING, HEAD = range(5)
+ROWS = 3  # of each rank: steps, samples, position
+
+
+@dataclass(frozen=True, kw_only=True)
+class Said:
+    """What all ranks said: of what is by rank, index i is rank i."""
+
+    sums: tuple[float, float, float]  # of weights, of weights times norms, and of `Contribution.spread`
+    finishing: int  # ranks that are
+    steps: list[float]
+    samples: list[float]
+    positions: list[float]  # the global batch that each was at
+    balancer: list[float]
+
+
+def length(ranks: int) -> int:
+    """The number of elements."""
+    return HEAD + ROWS * ranks + control.length(ranks)
+
+
+def pack(
+    contribution: Contribution,
+    *,
+    spread: float,
+    finishing: bool,
+    own: tuple[float, float, float],
+    rank: int,
+    ranks: int,
+    balancer: Sequence[float],
+) -> list[float]:
+    """One rank's vector; `own`: its steps, samples and position, `balancer`: what its balancer has to say."""
+    vector = [*contribution.beside, spread, float(finishing)]
+    for value in own:
+        row = [0.0] * ranks
+        row[rank] = float(value)
+        vector += row
+    return [*vector, *balancer]
+
+
+def unpack(total: Sequence[float], *, ranks: int) -> Said:
+    """What all ranks said, out of the sum of their vectors."""
+    rows = [list(total[HEAD + row * ranks : HEAD + (row + 1) * ranks]) for row in range(ROWS)]
+    return Said(
+        sums=(total[WEIGHT], total[NORMAL], total[SPREAD]),
+        finishing=round(total[FINISHING]),
+        steps=rows[0],
+        samples=rows[1],
+        positions=rows[2],
+        balancer=list(total[HEAD + ROWS * ranks :]),
+    )
+
+
+def scale(total: Sequence[float]) -> float:
+    """What turns the sum of weighted deltas into the merged one."""
+    return factor(total[WEIGHT : NORMAL + 1])
