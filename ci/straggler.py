@@ -39,6 +39,12 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "link": {"ranks": _ranks(0.8, 0.4, 0.2, 0.2), "link_mbit": 20.0, "stalls": (),
              "title": "a link of 20 Mbit/s"},
 }  # fmt: skip
+# Equal batches, as a loader of one's own gives them: only the ladder's third rung helps.
+EQUAL = {
+    "ranks": _ranks(0.8, 0.4, 0.2, 0.03), "shares": "16:16:16:16", "period_us": 40_000,
+    "title": "a rank 27 times slower than the fastest, equal batches",
+    "contenders": {"in each merge": "0", "fewer merges": "3"},
+}  # fmt: skip
 SHARES = {"stalls": "32:16:8:8", "regular": "32:16:8:8", "slow": "38:15:8:3", "link": "32:16:8:8"}
 
 
@@ -86,11 +92,39 @@ def straggler(
         if name in parts:
             say(f"\n{scenario['title']}")
             _scenario(name, scenario, rows, checks, repeats=repeats, seconds=seconds, say=say)
+    if "equal" in parts:
+        _equal(rows, checks, repeats=repeats, seconds=seconds, say=say)
     return {"rows": rows, "checks": checks}
 
 
-def _run(cluster: Cluster, contender: str, *, shares: str, seconds: float, scenario: Row) -> list[Row]:
-    command = [sys.executable, WORKER, contender, "--shares", shares, "--seconds", str(seconds)]
+def _equal(rows: list[Row], checks: list[Row], *, repeats: int, seconds: float, say: Callable[[str], None]) -> None:
+    """Local SGD with a rank that is in every merge, and in fewer."""
+    say(f"\n{EQUAL['title']}")
+    found: dict[str, list[Row]] = {}
+    with Cluster(EQUAL["ranks"], link_mbit=1000.0, period_us=EQUAL["period_us"]) as cluster:
+        say(cluster.describe())
+        for _ in range(repeats):
+            for title, most in EQUAL["contenders"].items():
+                records = _run(cluster, "local", shares=EQUAL["shares"], seconds=seconds, scenario={"stalls": ()},
+                               options=("--fixed", "--most-missed", most))
+                rates = [record["samples_per_s"] for record in records]
+                found.setdefault(title, []).append({"samples_per_s": sum(rates), **records[0]})
+                say(f"  {title:24s} {sum(rates):7.1f} samples/s  " + " ".join(f"{rate:.0f}" for rate in rates)
+                    + f"  merges {records[0]['merges']}, waits {[record['waits'] for record in records]}"
+                    + f"  loss after {records[0]['losses'][-1][0]:.0f} s {records[0]['losses'][-1][1]:.3f}")
+    for title, runs in found.items():
+        rows.append({"where": "equal", "name": title, "losses": runs[-1]["losses"],
+                     "samples_per_s": statistics.median(run["samples_per_s"] for run in runs),
+                     "merges": statistics.median(run["merges"] for run in runs)})
+    each, fewer = (found[title] for title in EQUAL["contenders"])
+    gain = statistics.median(b["samples_per_s"] / a["samples_per_s"] for a, b in zip(each, fewer, strict=True))
+    checks.append(check("equal: throughput with fewer merges of the slow rank / without", gain, 1.0))
+
+
+def _run(
+    cluster: Cluster, contender: str, *, shares: str, seconds: float, scenario: Row, options: Sequence[str] = ()
+) -> list[Row]:
+    command = [sys.executable, WORKER, contender, "--shares", shares, "--seconds", str(seconds), *options]
     command += ["--settle-s", str(seconds / 4), "--epoch-samples", str(scenario.get("epoch_samples", 0))]
     start = cluster.processes if contender in ("ddp", "post-local") else cluster.horovodrun
     if not scenario["stalls"]:

@@ -43,6 +43,7 @@ class Straggling(Contender):
 
         self.strategy = hvd.LocalSGD(round_steps=self.arguments.round_steps, warmup_steps=self.arguments.dense_steps,
                                      bound_rounds=self.arguments.bound_rounds,
+                                     most_missed=self.arguments.most_missed,
                                      merge_each_epoch=self.arguments.epoch_samples > 0)
         self.set_up_hetero()
 
@@ -80,11 +81,13 @@ def main() -> None:
     parser.add_argument("--settle-s", type=float, default=15.0, help="of them not counted in the throughput")
     parser.add_argument("--round-steps", type=int, default=4)
     parser.add_argument("--bound-rounds", type=float, default=6.0)
+    parser.add_argument("--most-missed", type=int, default=3)
+    parser.add_argument("--fixed", action="store_true", help="ours: the given shares, never re-planned")
     parser.add_argument("--dense-steps", type=int, default=8)
     parser.add_argument("--snapshot-s", type=float, default=2.5)
     parser.add_argument("--epoch-samples", type=int, default=0, help="so many make an epoch, at whose end ranks with a "
                         "local strategy merge, and that they end with; 0: all there are, and no end to wait at")
-    parser.set_defaults(width=136, layers=2, fixed=False, codec="none", topology=None, bucket_bytes=None,
+    parser.set_defaults(width=136, layers=2, codec="none", topology=None, bucket_bytes=None,
                         strategy="synchronous")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
