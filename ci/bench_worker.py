@@ -65,6 +65,7 @@ class Contender:
         self.model = lm.CharLM(width=arguments.width, layers=arguments.layers)
         self.optimizer: Any = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self.balancer: Any = None
+        self.waits: list[float] = []  # hetero: seconds in each step for the others and the exchange
         self.scale = 1.0
         self.loss_model: Any = self.model
         getattr(self, "set_up_" + arguments.contender.replace("-", "_"))()
@@ -152,6 +153,7 @@ class Contender:
             **({"bucket_bytes": self.arguments.bucket_bytes} if self.arguments.bucket_bytes else {}),
         )
         hvd.broadcast_parameters(self.model.state_dict(), root_rank=0)
+        self.balancer.subscribe(lambda: self.waits.append(self.optimizer._reducer.wait_s))
 
     def step(self) -> None:
         x, y = next(self.batches)
@@ -236,6 +238,11 @@ def main() -> None:
         "parameters": sum(p.numel() for p in contender.model.parameters()),
         "shares": shares[-1] if shares else None,
     }
+    if contender.waits and not apart:
+        # Without the waits: how long each step kept this rank busy.
+        waits = contender.waits[arguments.warmup :]
+        record["waits_s"] = waits
+        record["busy_s"] = [whole - wait for whole, wait in zip(times[arguments.warmup :], waits, strict=True)]
     if arguments.validate and contender.rank == 0:
         text = lm.read_text(2.5)
         record["validation_loss"] = lm.validate(contender.model, lm.Windows(text[2_000_000:], 64))

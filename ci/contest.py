@@ -136,6 +136,21 @@ def contest(scenario: Scenario, *, repeats: int, quick: bool, say: Callable[[str
     return outcome
 
 
+def where_steps_go(records: Sequence[dict[str, Any]]) -> dict[str, float] | None:
+    """Means over the steps of a synchronous run of ours, in ms: what a rank is busy; how much longer the rank that is
+    slowest in this step; and the exchange after that, since who comes last waits for nothing else. None for others."""
+    if "busy_s" not in records[0]:
+        return None
+    busy = list(zip(*(record["busy_s"] for record in records), strict=True))
+    waits = list(zip(*(record["waits_s"] for record in records), strict=True))
+    mean = statistics.mean(statistics.mean(step) for step in busy)
+    return {
+        "busy_ms": 1e3 * mean,
+        "slowest_ms": 1e3 * (statistics.mean(map(max, busy)) - mean),
+        "exchange_ms": 1e3 * statistics.mean(map(min, waits)),
+    }
+
+
 def machine() -> dict[str, Any]:
     """Where this was measured."""
     import torch
