@@ -50,9 +50,9 @@ def sums(
     ways: str = "",
     say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Seconds of every way at every size, a list over repeats, and what `auto` said: {"times", "choices"}."""
+    """Seconds of every way at every size, and what `auto` said, lists over repeats: {"times", "choices"}."""
     times: dict[str, dict[int, list[float]]] = {}
-    choices: dict[str, list[dict[str, Any]]] = {}
+    choices: list[dict[str, list[dict[str, Any]]]] = []
     counts = "5,3,2" if quick else "20,8,3"
     with Cluster(ranks, link_mbit=link_mbit, network=network) as cluster:
         say(cluster.describe())
@@ -66,7 +66,7 @@ def sums(
                     for size, seconds in of_size.items():
                         times.setdefault(way, {}).setdefault(int(size), []).append(seconds)
                 if "choices" in record:
-                    choices = record["choices"]
+                    choices.append(record["choices"])
                     say(f"  probed in {record['probe_s']:.1f} s: nodes {record['nodes']}")
     return {"times": times, "choices": choices}
 
@@ -84,19 +84,22 @@ def show_sums(result: dict[str, Any], say: Callable[[str], None]) -> None:
             f"{1e3 * statistics.median(times[way][size]):12.1f}{ratio(times, way, size):6.2f}" for size in SIZES
         )
         say(f"  {way:34s}{cells}")
-    for bucket, told in result["choices"].items():
+    for bucket, told in result["choices"][-1].items():
         for choice in told:
             say(f"  {bucket}: {choice['reason']}")
 
 
 def predictions(result: dict[str, Any], size: int) -> list[float]:
-    """Measured over predicted seconds, for each bucket of `size` that `auto` chose a way for."""
-    found = []
-    for bucket, told in result["choices"].items():
-        title, _, length = bucket.rpartition(" ")
-        if int(length) == size and told:
-            found.append(statistics.median(result["times"][title][size]) / told[0]["predicted_s"])
-    return found
+    """Measured over predicted seconds, for each bucket of `size` that `auto` chose a way for: the median over launches
+    of the ratio within each, since a prediction is for the job that made it."""
+    found: dict[str, list[float]] = {}
+    for launch, choices in enumerate(result["choices"]):
+        for bucket, told in choices.items():
+            title, _, length = bucket.rpartition(" ")
+            if int(length) == size and told:
+                measured = result["times"][title][size][launch]
+                found.setdefault(title, []).append(measured / told[0]["predicted_s"])
+    return [statistics.median(ratios) for ratios in found.values()]
 
 
 def train(cluster: Cluster, name: str, *, steps: int, warmup: int, validate: bool) -> dict[str, Any]:

@@ -116,19 +116,19 @@ class Router:
         key = (self._title(algorithm, recipe), str(like.dtype))
         if key in self._timed:
             return self._timed[key]
-        sizes: list[int] = []
-        times: list[np.ndarray] = []
-        for size_bytes in (*SIZES_BYTES, LARGE_BYTES):
-            if size_bytes == LARGE_BYTES and times[-1].max() * LARGE_BYTES > LARGE_S * sizes[-1]:
-                break
-            taken = self._repeated(like, algorithm, recipe, size_bytes, REPEATS)
-            more = min(MOST_REPEATS, int(QUICK_S / float(np.median(taken)))) - REPEATS
-            if more > 0:
-                again = self._repeated(like, algorithm, recipe, size_bytes, more)
-                taken = np.concatenate([taken, again])
-            sizes.append(size_bytes)
-            times.append(taken)
-        at: np.ndarray = np.repeat(np.array(sizes), [len(taken) for taken in times])
+        taken = {size: self._repeated(like, algorithm, recipe, size, REPEATS) for size in SIZES_BYTES}
+        largest = SIZES_BYTES[-1]
+        if taken[largest].max() * LARGE_BYTES <= LARGE_S * largest:
+            taken[LARGE_BYTES] = self._repeated(like, algorithm, recipe, LARGE_BYTES, REPEATS)
+        wanted = {size: min(MOST_REPEATS, int(QUICK_S / float(np.median(times)))) for size, times in taken.items()}
+        # Sizes in turn: what disturbs the machine for a moment would otherwise spoil one of them, and bend the line.
+        while more := [size for size, times in taken.items() if len(times) < wanted[size]]:
+            for size in more:
+                repeats = min(REPEATS, wanted[size] - len(taken[size]))
+                again = self._repeated(like, algorithm, recipe, size, repeats)
+                taken[size] = np.concatenate([taken[size], again])
+        sizes, times = list(taken), list(taken.values())
+        at: np.ndarray = np.repeat(np.array(sizes), [len(each) for each in times])
         self._timed[key] = fit_link(at, np.concatenate(times), typical=True)
         return self._timed[key]
 
