@@ -4,29 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from hvd_hetero.codecs.verbs import verbs_of
 from hvd_hetero.engine.hierarchy import IN_PARTS, Levels
 from hvd_hetero.engine.port import Chain, Engine, Handle, Steps
 from hvd_hetero.policy.algorithm import Choice, choose, confirm, rivals
-from hvd_hetero.policy.link import Link, fit_link
+from hvd_hetero.policy.link import Link
 
 from .recipe import Recipe, Shape, Wire
 from .route import Route
+from .timing import LARGE_BYTES, timed_line
 from .weighted import Way
 
-SIZES_BYTES = (2**14, 2**18, 2**21)  # timed; what lies beyond follows the line through them
-# Timed as well where it promises to take no longer than this: on quick links, caches and codecs that work by the piece
-# bend the line, and slow ones make it straight.
-LARGE_BYTES = 2**23
-LARGE_S = 0.2
-REPEATS = 3
-# Quick sums are timed more often, for so long and so often at most: they vary most.
-QUICK_S, MOST_REPEATS = 0.05, 12
 ROUNDS = 8  # steps that each route of a trial gets, besides its first one, which is not counted
 
 Tell = Callable[[str, Choice], None]
@@ -114,41 +105,9 @@ class Router:
     def _time(self, like: Any, algorithm: str, recipe: Recipe) -> Link:
         """The line through this route's times at several sizes, the same on all ranks."""
         key = (self._title(algorithm, recipe), str(like.dtype))
-        if key in self._timed:
-            return self._timed[key]
-        taken = {size: self._repeated(like, algorithm, recipe, size, REPEATS) for size in SIZES_BYTES}
-        largest = SIZES_BYTES[-1]
-        if taken[largest].max() * LARGE_BYTES <= LARGE_S * largest:
-            taken[LARGE_BYTES] = self._repeated(like, algorithm, recipe, LARGE_BYTES, REPEATS)
-        wanted = {size: min(MOST_REPEATS, int(QUICK_S / float(np.median(times)))) for size, times in taken.items()}
-        # Sizes in turn: what disturbs the machine for a moment would otherwise spoil one of them, and bend the line.
-        while more := [size for size, times in taken.items() if len(times) < wanted[size]]:
-            for size in more:
-                repeats = min(REPEATS, wanted[size] - len(taken[size]))
-                again = self._repeated(like, algorithm, recipe, size, repeats)
-                taken[size] = np.concatenate([taken[size], again])
-        sizes, times = list(taken), list(taken.values())
-        at: np.ndarray = np.repeat(np.array(sizes), [len(each) for each in times])
-        self._timed[key] = fit_link(at, np.concatenate(times), typical=True)
+        if key not in self._timed:
+            self._timed[key] = timed_line(self._levels, algorithm, recipe, like, clock=self._clock)
         return self._timed[key]
-
-    def _repeated(self, like: Any, algorithm: str, recipe: Recipe, size_bytes: int, repeats: int) -> np.ndarray:
-        """Seconds of each of so many sums, on the slowest rank."""
-        engine, times = self._levels.everyone, np.zeros(repeats)
-        side = max(1, int((size_bytes / like.itemsize) ** 0.5))
-        array = verbs_of(like).seeded([side * side], 0, like)
-        route = Route(self._levels, algorithm, cross=replace(recipe, warmup_steps=0).reduction([(side, side)]))
-        name = f"{engine.unique('hvd_hetero.timing.')}.{size_bytes}"
-        for repeat in range(-1, repeats):  # once unseen: names are negotiated at their first use
-            copy = verbs_of(like).copied(array)
-            engine.allreduce_async(np.zeros(1), name=f"{name}.ready").wait()
-            begin = self._clock()
-            route.start(copy, name=name).wait()
-            if repeat >= 0:
-                times[repeat] = self._clock() - begin
-            route.settle(True)
-        engine.allreduce_async(times, name=f"{name}.slowest", op="max").wait()
-        return times
 
 
 class Trial:

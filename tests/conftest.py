@@ -15,10 +15,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 @pytest.fixture(autouse=True)
 def quick_timing(monkeypatch):
     """Ranks that are threads of one process time what their messages could take on few and small ones."""
-    from hvd_hetero.optimizers import router
+    from hvd_hetero.optimizers import timing
 
     for name, value in {"SIZES_BYTES": (2**10, 2**14), "LARGE_S": 0.0, "QUICK_S": 0.0}.items():
-        monkeypatch.setattr(router, name, value)
+        monkeypatch.setattr(timing, name, value)
 
 
 def pytest_addoption(parser):

@@ -13,12 +13,12 @@ from torch import nn
 import hvd_hetero.torch as hvd
 from hvd_hetero.engine.hierarchy import ALGORITHMS, levels_of
 from hvd_hetero.engine.horovod import HorovodEngine
-from hvd_hetero.optimizers import router
+from hvd_hetero.optimizers import timing
 from hvd_hetero.optimizers.recipe import Recipe
 from hvd_hetero.optimizers.route import Route
 from hvd_hetero.policy.topology import Topology
 
-router.LARGE_S = router.QUICK_S = 0.0  # what "auto" times is timed once: here it only has to be the same on all ranks
+timing.LARGE_S = timing.QUICK_S = 0.0  # what "auto" times is timed once: here it only has to be the same on all ranks
 SHAPES = [(40, 64), (30, 50)]
 LENGTH = sum(rows * columns for rows, columns in SHAPES)
 CODECS = {
