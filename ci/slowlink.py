@@ -115,8 +115,8 @@ def slowlink(*, repeats: int, quick: bool, parts: Sequence[str], say: Callable[[
     """All tables and checks: {"rows", "checks"}."""
     rows: list[Row] = []
     checks: list[Row] = []
-    if "sums" in parts:
-        for table in (_slow_sums, _quick_sums):
+    for part, table in (("sums", _slow_sums), ("quick", _quick_sums)):
+        if part in parts:
             table(rows, checks, repeats=repeats, quick=quick, say=say)
     if "three" in parts:
         say("\nSums, three nodes (2 + 2 + 1 ranks), the third behind 100 Mbit/s, the others at 1 Gbit/s")
