@@ -108,7 +108,7 @@ def _equal(rows: list[Row], checks: list[Row], *, repeats: int, seconds: float, 
                 records = _run(cluster, "local", shares=EQUAL["shares"], seconds=seconds, scenario={"stalls": ()},
                                options=("--fixed", "--most-missed", most))
                 rates = [record["samples_per_s"] for record in records]
-                found.setdefault(title, []).append({"samples_per_s": sum(rates), **records[0]})
+                found.setdefault(title, []).append({**records[0], "samples_per_s": sum(rates)})
                 say(f"  {title:24s} {sum(rates):7.1f} samples/s  " + " ".join(f"{rate:.0f}" for rate in rates)
                     + f"  merges {records[0]['merges']}, waits {[record['waits'] for record in records]}"
                     + f"  loss after {records[0]['losses'][-1][0]:.0f} s {records[0]['losses'][-1][1]:.3f}")

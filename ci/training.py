@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -159,7 +159,8 @@ class Rank:
     merges: list[dict[str, Any]] = field(default_factory=list)
 
     def event(self, kind: str, **fields: Any) -> None:
-        self.merges.append({**fields, "longest": max(self.local.rounds.lengths.by_rank)})
+        if kind == "merge":
+            self.merges.append({**fields, "longest": max(self.local.rounds.lengths.by_rank)})
 
     @property
     def fragment(self) -> Any:
@@ -214,13 +215,15 @@ def apart(task: Task, way: Way, inner: str, seed: int) -> tuple[float, list[dict
 
 
 def _ranks(way: Way, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Rank]:
+    rule = replace(way.rule, most_missed=0)  # who waits for whom is known here only where all are in each merge
+
     def program(engine: Any) -> Rank:
         rank = Rank(*copy.deepcopy((model, optimizer)))
         rank.balancer = hvd.Balancer(WHOLE, engine=engine, shares=tuple(way.shares), adaptive=False)
         rank.balancer.trace, rank.balancer.step = rank, way.rule.warmup_steps - 1
         ways = Ways(engine, wire=Wire(), topology=None)
         rank.local = local_steps(
-            way.rule, list(rank.model.parameters()), engine=engine, balancer=rank.balancer, ways=ways
+            rule, list(rank.model.parameters()), engine=engine, balancer=rank.balancer, ways=ways
         )
         rank.delay(way.late)
         return rank

@@ -91,7 +91,7 @@ class Balancer:
         self.adaptive = self.terms.adaptive and self.size > 1
         self.planner = Planner(self.terms, self._rule)
         self._horizon = Horizon(self.step)
-        self._dealt_ahead = 0  # as said last
+        self._said: dict[str, float] = {}  # in the last exchange, of what is said again where there is nothing new
         self.ladder = Ladder(self.plan.shares, tell=self._moved)
         self.count_now: float | None = None
         self.last_pass = True  # False while micro-batches are to follow
@@ -256,9 +256,10 @@ class Balancer:
         """This rank's control vector. Before it hears the answer – or so many `answers`, since it says the next ones
         in advance – it begins at most `ahead` further batches."""
         samples, seconds = self.timesheet.reported if leads else (0.0, 0.0)
+        dealt_ahead = 0
         if leads:
-            self._dealt_ahead = self._horizon.said(self.step, lookahead=self.lookahead, ahead=ahead, answers=answers)
-        dealt_ahead = self._dealt_ahead if leads else 0
+            dealt_ahead = self._horizon.said(self.step, lookahead=self.lookahead, ahead=ahead, answers=answers)
+            self._said = {"samples": samples, "dealt_ahead": dealt_ahead, "staleness": self.staleness}
         return control.pack(
             ranks=self.size,
             rank=self.rank,
@@ -277,10 +278,10 @@ class Balancer:
 
     def outgoing_in_advance(self) -> list[float]:
         """The control vector of a rank that has nothing to say beyond what it said last."""
+        said: dict[str, Any] = self._said
         return control.pack(
-            ranks=self.size, rank=self.rank, count=0.0, compute_s=0.0, samples=0.0, dealt_ahead=self._dealt_ahead,
-            failed=False, announcement=None,
-        )  # fmt: skip
+            ranks=self.size, rank=self.rank, count=0.0, compute_s=0.0, failed=False, announcement=None, **said
+        )
 
     def incoming(
         self,
@@ -302,6 +303,7 @@ class Balancer:
         if leads:
             self._hear(report, step, ahead)
         if report.failed:
+            self.unheard()  # no further answer will be taken in
             self.departure.hear_failed([self.engine.ranks[rank] for rank in report.failed], self.step)
         if leads:
             self.entered, self.mean_staleness = sum(report.samples) or self.entered, report.staleness
@@ -373,6 +375,5 @@ class Balancer:
             )
         self.step = int(state["step"])
         self._horizon = Horizon(self.step)
-        self._dealt_ahead = 0  # as said last
-        self.ladder = Ladder(self.plan.shares, tell=self._moved)
         self.planner.load_state_dict(state["planner"], self.step)
+        self.ladder = Ladder(self.planner.plans[-1].shares, tell=self._moved)

@@ -27,14 +27,14 @@ class Ladder:
         self._shares = tuple(shares)
         self._move(reason)
 
-    def hear_intervals(self, intervals: Sequence[int], step_s: Sequence[float]) -> None:
-        """Takes in that each rank takes part in every k-th merge, since its local step takes so long."""
-        if tuple(intervals) == self._intervals:
-            return
+    def hear_intervals(self, intervals: Sequence[int], reason: str) -> None:
+        """Takes in that each rank takes part in every k-th merge, and why."""
         self._intervals = tuple(intervals)
-        steps = ", ".join(f"{seconds:.3g}" for seconds in step_s)
-        every = ", ".join(map(str, intervals))
-        self._move(f"a local step takes {steps} s, by rank: each takes part in one merge of {every}")
+        self._move(reason)
+
+    def hear_together(self) -> None:
+        """Takes in that ranks make synchronous steps from now on."""
+        self.hear_intervals((1,) * len(self._shares), "ranks step together again")
 
     def _move(self, reason: str) -> None:
         before, self.rungs = self.rungs, rungs(self._shares, self._intervals)

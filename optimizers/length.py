@@ -60,9 +60,10 @@ class RoundLengths:
             return 0.0, 0.0
         norm = normal / weight  # the merged delta is so many times the mean of deltas over their norms
         drift = drift_ratio(spread, weight, mean_square / norm**2)
+        whole = all(k > 0 or idle for idle, k in zip(self._idle, steps, strict=True))  # nobody missed it
         some = [(n, k) for n, k in zip(samples, steps, strict=True) if n > 0 and k > 0]
         noise = noise_ratio([n for n, _ in some], [k * k / n for n, k in some]) if some else 0.0
-        if self._limited:
+        if self._limited and whole:
             self._guard = self._guard.after(drift, noise)
         return drift, noise
 
@@ -87,10 +88,20 @@ class RoundLengths:
     def _start_over(self) -> None:
         self.by_rank, self.intervals = (self.longest,) * len(self.by_rank), (1,) * len(self.by_rank)
 
+    @property
+    def reason(self) -> str:
+        """Why intervals are as they are."""
+        steps = ", ".join(f"{seconds:.3g}" for seconds in self.step_s.tolist())
+        return f"a local step takes {steps} s, by rank: each takes part in one merge of {_listed(self.intervals)}"
+
     def resume(self, longest: int) -> None:
         """Goes on with rounds of this length."""
         self._guard = replace(self._guard, length=min(longest, self._guard.round_steps))
         self._start_over()
+
+
+def _listed(values: Sequence[int]) -> str:
+    return ", ".join(map(str, values))
 
 
 def _replaced(all_ranks: Sequence[int], some: Sequence[int], values: Sequence[int]) -> tuple[int, ...]:

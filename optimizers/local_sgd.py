@@ -22,9 +22,10 @@ class LocalSGD:
         round_steps: global batches between two contributions of a rank.
         bound_rounds: a rank waits when it has gone on for so many rounds since its last contribution without a merge;
             0 to wait for each merge.
-        most_missed: a rank of which one step takes longer than a round of the others takes part in fewer merges, and
-            misses at most so many in a row. Each costs it the memory of one more copy of its parameters as they travel.
-            Where a merge is more than one sum (codecs, topologies), none is missed.
+        most_missed: a rank of which one step takes about two rounds of the fastest rank, or more, takes part in fewer
+            merges, and misses at most so many in a row. From the first on it needs the memory of so many more copies
+            of its parameters as they travel. None is missed where a merge is more than one sum (codecs, topologies),
+            with several fragments, with FedNova's weights, and with bound_rounds=0.
         warmup_steps: so many steps are synchronous first: far from the end of training, progress made apart adds up
             badly (post-local SGD, Lin et al. 2018, arXiv:1808.07217).
         fragments: parts of the model that merge one after the other, so that a merge uses the link for a part of it.

@@ -164,8 +164,11 @@ class LocalSteps:
     def merge(self) -> None:
         """Returns when all ranks hold one model, with every step of every rank in it. A collective call."""
         if self._begun:
+            ends = self.ends
             self.rounds.finish()
             self._begun = False
+            if ends:
+                self._balancer.ladder.hear_together()
 
     def abandon(self) -> None:
         """Forgets what was done since the last merge: the ranks are gone that it would be merged with."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from hvd_hetero.policy.ladder import trial
+from hvd_hetero.policy.ladder import TRY_STEPS, trial
 from hvd_hetero.policy.partition import split
 from hvd_hetero.policy.regime import latest_regime
 from hvd_hetero.policy.replan import Plan, ReplanRule, decide
@@ -24,6 +24,7 @@ SKIPPED = 2  # steps after a change of plan that are not observed: caches, JIT a
 # drifts change together, and a rank judged by its last steps alone would be compared with the others' past.
 CHANGED = 0.3
 LOOK_EVERY = 4  # steps between two looks at the speeds: a look costs rank 0 about 0.4 ms per rank
+APART = 10  # times as many batches take a try where ranks train apart
 EARLY_STEPS = 40  # while the first plans are made it looks at every step
 
 
@@ -45,6 +46,7 @@ class Planner:
             deque(maxlen=WINDOW) for _ in range(self.size)
         )
         self._next_look = 0
+        self._ahead = 0  # batches that passed before the last plan held
         self.steadiness = Steadiness(self.size)
         self.selection: Selection | None = None  # of the strategy, where it is left to us
         self.apart: Callable[[int], bool] = lambda step: False  # whether ranks take a batch apart, waiting for nobody
@@ -81,6 +83,7 @@ class Planner:
         for window, before, now in zip(self._windows, self.plans[-1].shares, plan.shares, strict=True):
             if now and not before:  # what was measured before it went out is what is to be found out
                 window.clear()
+        self._ahead = dealt_ahead
         self.plans.append(plan)
         self._next_look = plan.step + SKIPPED + self._rule.minimum_observations
         return plan
@@ -138,7 +141,9 @@ class Planner:
                 micro_batch=self._terms.micro_caps,
                 measured_step_s=step_s,
             ) or trial(
-                self.plans, speeds, step=step, bounds=self._terms.bounds, micro_batch=self._terms.micro_caps
+                self.plans, speeds, step=step, bounds=self._terms.bounds, micro_batch=self._terms.micro_caps,
+                # Apart, the rank says what it measured once a round, and the others are far ahead by then.
+                try_steps=(TRY_STEPS + self._ahead) * (APART if self.apart(step) else 1),
             )
             if plan is not None:
                 return plan

@@ -73,9 +73,11 @@ class Rounds:
                      compensation=rule.compensation)
             for index, (own, spare) in enumerate(lanes(self._outgoing))
         ]
-        most = min(fragment.most_missed for fragment in self.fragments)
-        # Who waits for every merge has to be in it.
-        self.lengths = RoundLengths(rule, self.size, most_missed=most if rule.bound_rounds else 0)
+        # Merges are missed only where that can do no harm: who waits for every merge has to be in it; ranks that miss
+        # merges of several fragments could wait for each other's; and with shards of their own, those of ranks that
+        # miss merges would count for less, which is what FedNova is there to prevent.
+        harmless = rule.bound_rounds > 0 and len(self.fragments) == 1 and rule.weights == "samples"
+        self.lengths = RoundLengths(rule, self.size, most_missed=self.fragments[0].most_missed if harmless else 0)
 
     # A phase of local steps -----------------------------------------------------------------------------------------
 
@@ -207,7 +209,7 @@ class Rounds:
             drift, noise = self.lengths.watch(said.sums, merge.mean_square, said.steps, said.samples)
             at = int(max(said.positions))
             self.lengths.hear(self.balancer.planner.steadiness.alone_s(report.compute_s))
-            self.balancer.ladder.hear_intervals(self.lengths.intervals, self.lengths.step_s.tolist())
+            self.balancer.ladder.hear_intervals(self.lengths.intervals, self.lengths.reason)
             self.balancer.staleness = merge.carried.steps / self.rule.round_steps
             self._on_merge({
                 "merge": self.merges, "step": self.balancer.step, "behind": at - self.balancer.step,

@@ -15,7 +15,7 @@ from hvd_hetero.policy.link import Link
 
 from .recipe import Recipe, Shape, Wire
 from .route import Route
-from .timing import LARGE_BYTES, timed_line
+from .timing import LARGE_BYTES, timed_curve
 from .weighted import Way
 
 ROUNDS = 8  # steps that each route of a trial gets, besides its first one, which is not counted
@@ -103,10 +103,10 @@ class Router:
         return f"{algorithm}, {recipe}"
 
     def _time(self, like: Any, algorithm: str, recipe: Recipe) -> Link:
-        """The line through this route's times at several sizes, the same on all ranks."""
+        """What this route takes for several sizes, the same on all ranks."""
         key = (self._title(algorithm, recipe), str(like.dtype))
         if key not in self._timed:
-            self._timed[key] = timed_line(self._levels, algorithm, recipe, like, clock=self._clock)
+            self._timed[key] = timed_curve(self._levels, algorithm, recipe, like, clock=self._clock)
         return self._timed[key]
 
 

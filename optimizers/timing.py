@@ -1,4 +1,4 @@
-"""How long a route takes, by timing it at several sizes: the line that predictions rest on."""
+"""How long a route takes, by timing it at several sizes: what predictions rest on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from hvd_hetero.codecs.verbs import verbs_of
 from hvd_hetero.engine.hierarchy import Levels
-from hvd_hetero.policy.link import Link, fit_link
+from hvd_hetero.policy.link import Curve, fit_curve
 
 from .recipe import Recipe
 from .route import Route
@@ -26,10 +26,10 @@ QUICK_S, MOST_REPEATS = 0.05, 12
 UNSEEN = 2  # sums before those that count: names are negotiated at their first use, and memory is touched
 
 
-def timed_line(levels: Levels, algorithm: str, recipe: Recipe, like: Any, *, clock: Callable[[], float]) -> Link:
-    """The line through the times of sums of arrays of the type of `like`. A collective call.
+def timed_curve(levels: Levels, algorithm: str, recipe: Recipe, like: Any, *, clock: Callable[[], float]) -> Curve:
+    """The times of sums of arrays of the type of `like`, the same on all ranks. A collective call.
 
-    Sizes are timed in turn: what disturbs the machine for a moment would otherwise spoil one of them and bend the line.
+    Sizes are timed in turn: what disturbs the machine for a moment would otherwise spoil one of them alone.
     """
     sums = {size: _Sum(levels, algorithm, recipe, like, size, clock=clock) for size in SIZES_BYTES}
     taken = {size: one.times(REPEATS) for size, one in sums.items()}
@@ -43,7 +43,7 @@ def timed_line(levels: Levels, algorithm: str, recipe: Recipe, like: Any, *, clo
             repeats = min(REPEATS, wanted[size] - len(taken[size]))
             taken[size] = np.concatenate([taken[size], sums[size].times(repeats)])
     at: np.ndarray = np.repeat(np.array(list(taken)), [len(times) for times in taken.values()])
-    return fit_link(at, np.concatenate(list(taken.values())), typical=True)
+    return fit_curve(at, np.concatenate(list(taken.values())))
 
 
 class _Sum:

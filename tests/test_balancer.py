@@ -14,6 +14,7 @@ from hvd_hetero.optimizers.dealer import Dealer, cut, proportional
 from hvd_hetero.optimizers.departure import Departure
 from hvd_hetero.optimizers.route import Route
 from hvd_hetero.optimizers.weighted import WeightedExchange
+from hvd_hetero.policy.ladder import Rung
 
 WHOLE = 64
 
@@ -106,6 +107,16 @@ def test_a_saved_state_goes_on_with_the_plan_and_on_other_ranks_with_a_first_one
     assert again[0][0].step == ended[0][0].step + 5
     other = World(3).run(lambda engine: train(engine, speeds=[0.001] * 3, steps=5, state=state))
     assert sum(other[0][0].plan.shares) == WHOLE and len(other[0][0].plan.shares) == 3
+
+
+def test_a_resumed_balancer_stands_on_the_rungs_of_its_plan():
+    def program(engine):
+        first = Balancer(engine, global_batch_size=8, min_share=0, shares=(7, 1, 0))
+        again = Balancer(engine, global_batch_size=8, min_share=0)
+        again.load_state_dict(first.state_dict())
+        return again.ladder.rungs
+
+    assert World(3).run(program) == [(Rung.EVERY_STEP, Rung.SMALLER_SHARE, Rung.OUT)] * 3
 
 
 def test_the_plans_reason_and_prediction_arrive_on_every_rank():

@@ -28,7 +28,7 @@ def settled(step_s, *, round_steps=4, most=4, current=None):
 
 
 @pytest.mark.parametrize(("times", "expected"), [
-    (1, 1), (3.9, 1), (4.1, 1), (6.9, 1), (7.1, 2), (8, 2), (12, 3), (16, 4), (1000, 4),
+    (1, 1), (2.9, 1), (3.9, 1), (4.1, 1), (6.9, 1), (7.1, 2), (8, 2), (12, 3), (16, 4), (1000, 4),
 ])
 def test_a_rank_takes_part_as_often_as_one_of_its_steps_fits(times, expected):
     assert settled([0.1, 0.1 * times]) == (1, expected)
@@ -52,6 +52,12 @@ def test_one_long_step_does_not_send_a_rank_down_at_once_and_noise_moves_nobody(
     assert merge_intervals([0.1, 4.0], lengths, current=(1, 2), most=4) == (1, 4)
     for seconds in (0.7, 0.9, 1.05):  # 1.75 to 2.6 rounds
         assert merge_intervals([0.1, seconds], lengths, current=(1, 2), most=4) == (1, 2)
+
+
+def test_short_rounds_send_nobody_down_for_noise():
+    """In rounds of one step, r is no more than the ranks' own noise."""
+    assert settled([0.1, 0.28, 0.2], round_steps=1) == (1, 1, 1)
+    assert settled([0.1, 0.32, 0.2], round_steps=1) == (1, 3, 1)
 
 
 def test_the_way_back_up_is_at_once():
@@ -103,6 +109,14 @@ def test_a_rank_that_is_out_is_tried_again_and_ever_more_rarely():
     assert waits == [LEAST_IDLE_STEPS, 2 * LEAST_IDLE_STEPS, 4 * LEAST_IDLE_STEPS]
 
 
+def test_plans_for_other_ranks_do_not_put_off_a_try():
+    models = [model(0.01), model(0.01), model(0.17)]
+    plans = [plan(0, 0, (11, 11, 10))]
+    plans += [plan(number, 300 * number, (16 + number % 2, 16 - number % 2, 0)) for number in range(1, 8)]
+    assert trial(plans, models, step=plans[-1].step + LEAST_IDLE_STEPS - 1, bounds=BOUNDS) is None
+    assert trial(plans, models, step=plans[-1].step + LEAST_IDLE_STEPS, bounds=BOUNDS) is not None
+
+
 def test_a_try_costs_no_more_than_its_price():
     models = [model(0.01), model(0.01), model(16.0)]  # a hundred times a step of the others
     plans = [plan(0, 0, (16, 16, 0))]
@@ -110,6 +124,7 @@ def test_a_try_costs_no_more_than_its_price():
     needed = TRY_STEPS * (16.0 / usual_s - 1.0) / PRICE
     assert trial(plans, models, step=int(needed) - 1, bounds=BOUNDS) is None
     assert trial(plans, models, step=int(needed) + 1, bounds=BOUNDS) is not None
+    assert trial(plans, models, step=int(needed) + 1, bounds=BOUNDS, try_steps=2 * TRY_STEPS) is None
 
 
 def test_a_try_respects_bounds_and_leaves_others_out():

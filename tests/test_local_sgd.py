@@ -258,8 +258,9 @@ def test_all_hold_one_model_in_the_end_and_nothing_is_lost(codec, fragments, nod
         rounds, store, balancer = rounds_of(engine, rule, np.zeros(64), codec=codec, nodes=nodes)
         rounds.lengths.hear = lambda step_s: None
         plain = codec == "none" and nodes is None
+        assert rounds.lengths._most == 1 + (3 if plain and fragments == 1 else 0)
         assert [fragment.most_missed for fragment in rounds.fragments] == [3 if plain else 0] * fragments
-        if plain:
+        if rounds.lengths._most > 1:
             rounds.lengths.intervals = (1, 4, 2)  # some take part in fewer merges, where they can
         sent = np.zeros(64)
         for fragment in rounds.fragments:
@@ -395,6 +396,28 @@ def test_steps_without_samples_are_no_measure_of_other_ranks():
     assert lengths.by_rank == (4, 2, 4) and lengths.intervals == (1, 1, 1)
 
 
+@pytest.mark.parametrize("rule", [
+    LocalSGD(weights="fednova"), LocalSGD(fragments=2), LocalSGD(bound_rounds=0), LocalSGD(most_missed=0),
+])
+def test_no_merge_is_missed_where_that_would_do_harm(rule):
+    def program(engine):
+        rounds, *_ = rounds_of(engine, rule, START)
+        for _ in range(5):
+            rounds.lengths.hear((0.1, 10.0))
+        return rounds.lengths.intervals
+
+    assert World(2).run(program) == [(1, 1)] * 2
+
+
+def test_the_guard_does_not_take_a_merge_that_ranks_missed_for_agreement():
+    lengths = RoundLengths(LocalSGD(round_steps=8), 2, most_missed=3)
+    for _ in range(40):  # one rank alone agrees with itself; both together pull apart
+        lengths.watch((2.0, 2.0, 400.0), 1.0, steps=(8, 8), samples=(8, 8))
+        for _ in range(3):
+            lengths.watch((1.0, 1.0, 1.0), 1.0, steps=(8, 0), samples=(8, 0))
+    assert lengths.longest == 1
+
+
 def test_a_rank_that_fails_while_it_misses_merges_is_heard_of():
     rule = LocalSGD(round_steps=1, bound_rounds=2, warmup_steps=0)
 
@@ -414,6 +437,7 @@ def test_a_rank_that_fails_while_it_misses_merges_is_heard_of():
         rounds.lengths.intervals = (1, 4)
         for step in range(40):
             if engine.rank == 1 and step == 5:
+                assert len(rounds.fragments[0]._pending) > 1, "it has missed no merge"
                 balancer.fail()
                 return "failed"
             balancer.begin(1)

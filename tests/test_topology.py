@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from hvd_hetero.policy.link import Link, fit_link
+from hvd_hetero.policy.link import Curve, Link, fit_curve, fit_link
 from hvd_hetero.policy.topology import Topology, group, tournament
 
 SIZES = [1 << power for power in range(10, 25, 2)]
@@ -54,6 +54,25 @@ def test_noise_that_hides_the_slope_still_gives_a_link():
     assert single.bandwidth_bytes_per_s == pytest.approx(1000 / 0.002)
     steep = fit_link([1000, 4000], [1e-4, 1e-3])      # the line would begin below 0
     assert steep.latency_s == 0.0 and steep.bandwidth_bytes_per_s > 0
+
+
+def test_a_curve_follows_what_a_line_does_not():
+    """A shaper lets the first bytes of a message through at once, so that beyond them a line begins below 0."""
+
+    def burst(size):
+        return 1e-3 + max(0.0, size - 2**18) / 125e6
+
+    sizes = [2**14, 2**18, 2**21, 2**23] * 3
+    curve, line = fit_curve(sizes, list(map(burst, sizes))), fit_link(sizes, list(map(burst, sizes)), typical=True)
+    assert isinstance(curve, Link)
+    for size in (0, 2**14, 2**18, 2**20, 2**21, 3 * 2**20, 2**23, 2**24):
+        assert curve.time_s(size) == pytest.approx(burst(size), rel=0.02)
+    assert line.time_s(2**20) > 1.1 * burst(2**20), "then a line would do"
+    bumpy = Curve(latency_s=0.0, bandwidth_bytes_per_s=1e6, sizes_bytes=(10.0, 20.0, 30.0), seconds=(1.0, 3.0, 2.0))
+    assert [bumpy.time_s(size) for size in (0, 15, 20, 30)] == [1.0, 2.0, 3.0, 3.0]
+    with pytest.raises(ValueError, match="size_bytes: expected 0 or more"):
+        curve.time_s(-1)
+
 
 
 @pytest.mark.parametrize("sizes, times", [([], []), ([1], [1, 2]), ([0], [1]), ([1], [0]), ([1], [float("nan")])])

@@ -96,12 +96,13 @@ class Watch:
     def waiting(self, operation: str, ranks: tuple[int, ...]) -> Iterator[None]:
         """While this thread waits for an operation of these global ranks."""
         thread, now = threading.get_ident(), time.monotonic()
-        last = self._began.get(operation)
+        turn = operation.partition(".lane.")[0]  # merges take turns in names
+        last = self._began.get(turn)
         if last is not None:
             self._step_s.append(now - last)
         elif len(self._began) >= NAMES:
             self._began.clear()
-        self._began[operation] = now
+        self._began[turn] = now
         outer = self._waits.get(thread)
         self._waits[thread] = Wait(operation, ranks, began=now)
         try:

@@ -72,7 +72,7 @@ def choose(size_bytes: float, timed: Mapping[str, Link], *, default: str) -> Cho
     """The route that should be fastest for `size_bytes`, from the time each took at several sizes.
 
     Args:
-        timed: route → the line fitted to its times, t(n) = latency + n / bandwidth.
+        timed: route → what it takes for n bytes, as timed.
         default: the route to beat, by `MARGIN`.
     """
     if default not in timed:

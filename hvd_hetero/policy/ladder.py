@@ -25,8 +25,9 @@ from .replan import Plan
 from .speed import SpeedModel
 
 KEPT = 0.75             # rounds by which r may be off k before k changes: half of one, and a band against noise
+LEAST_SLOWER = 3.0      # times as slow as the fastest rank has to be who misses merges: short rounds are noisy
 LEAST_IDLE_STEPS = 256  # before the first try; twice as many before each further one
-TRY_STEPS = 10          # what a try takes: a few steps to settle, and a few that are measured
+TRY_STEPS = 10          # global batches of a try: a few to settle, and a few that are measured
 PRICE = 0.01            # of the time since a rank went out, at most, for a try
 
 
@@ -98,6 +99,8 @@ def merge_intervals(step_s: Sequence[float], lengths: Sequence[int], *, current:
     chosen = []
     for seconds, length, k in zip(step_s, lengths, current, strict=True):
         rounds = length * seconds / round_s
+        if seconds < LEAST_SLOWER * step_s[fastest]:
+            rounds = 1.0
         near = k if abs(rounds - k) <= KEPT else math.floor(rounds + 0.5)
         chosen.append(min(max(near, 1), 2 * k, most))
     return tuple(chosen)
@@ -114,12 +117,13 @@ def idle_since(plans: Sequence[Plan], rank: int) -> int | None:
 
 
 def trial(plans: Sequence[Plan], models: Sequence[SpeedModel], *, step: int, bounds: Sequence[Bound],
-          micro_batch: Sequence[int | None] | None = None) -> Plan | None:
+          micro_batch: Sequence[int | None] | None = None, try_steps: int = TRY_STEPS) -> Plan | None:
     """The plan that tries a rank again which has been out for long enough; None where there is none.
 
     Args:
         plans: all so far, oldest first, of the ranks that there are.
         models: by rank; of one that is out, what was known of it.
+        try_steps: global batches that the rank will have a sample of until a plan can take them away again.
     """
     current = plans[-1]
     if all(current.shares):
@@ -132,9 +136,10 @@ def trial(plans: Sequence[Plan], models: Sequence[SpeedModel], *, step: int, bou
         if share or since is None or not bounds[rank].allows(least):
             continue
         tried = sum(1 for old, new in zip(plans, plans[1:], strict=False) if new.shares[rank] and not old.shares[rank])
-        cost_steps = TRY_STEPS * max(0.0, models[rank].time_s(least, micro_batch[rank] if micro_batch else None)
+        cost_steps = try_steps * max(0.0, models[rank].time_s(least, micro_batch[rank] if micro_batch else None)
                                      / usual_s - 1.0)
-        if step - max(since, current.step) < max(LEAST_IDLE_STEPS * 2**tried, cost_steps / PRICE):
+        wait_steps = max(LEAST_IDLE_STEPS * 2**tried, cost_steps / PRICE)
+        if step - since < wait_steps or step - current.step < LEAST_IDLE_STEPS:
             continue
         only = [replace(bound, lower=least, upper=least) if i == rank else bound if current.shares[i]
                 else replace(bound, lower=0, upper=0) for i, bound in enumerate(bounds)]

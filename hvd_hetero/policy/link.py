@@ -45,6 +45,36 @@ class Link:
         return self.latency_s + size_bytes / self.bandwidth_bytes_per_s
 
 
+@dataclass(frozen=True, kw_only=True)
+class Curve(Link):
+    """A link, and the median seconds of the sizes seen: between two of those, time runs straight from one to the other,
+    and beyond the largest it goes on at the link's bandwidth.
+
+    A line does not follow what a shaper's burst, caches, or an algorithm that works by the piece make of the sizes.
+    """
+
+    sizes_bytes: tuple[float, ...]
+    seconds: tuple[float, ...]
+
+    def time_s(self, size_bytes: float) -> float:
+        """The predicted seconds for one message of `size_bytes`."""
+        if not size_bytes >= 0:
+            raise ValueError(f"size_bytes: expected 0 or more. Received: {size_bytes}.")
+        rising = np.maximum.accumulate(self.seconds)  # noise alone makes more bytes quicker
+        beyond = max(0.0, size_bytes - self.sizes_bytes[-1]) / self.bandwidth_bytes_per_s
+        return float(np.interp(size_bytes, self.sizes_bytes, rising)) + beyond
+
+
+def fit_curve(sizes_bytes: Sequence[float] | np.ndarray, seconds: Sequence[float] | np.ndarray) -> Curve:
+    """The curve through what transfers of these sizes took; sizes may come any number of times."""
+    line = fit_link(sizes_bytes, seconds, typical=True)
+    sizes, times = np.asarray(sizes_bytes, dtype=float), np.asarray(seconds, dtype=float)
+    each = np.unique(sizes)
+    middle = [float(np.median(times[sizes == size])) for size in each]
+    return Curve(latency_s=line.latency_s, bandwidth_bytes_per_s=line.bandwidth_bytes_per_s,
+                 sizes_bytes=tuple(each.tolist()), seconds=tuple(middle))
+
+
 def fit_link(sizes_bytes: Sequence[float] | np.ndarray, seconds: Sequence[float] | np.ndarray, *,
              typical: bool = False) -> Link:
     """The link on which transfers of these sizes took these seconds; sizes may come any number of times.
