@@ -91,7 +91,7 @@ class Balancer:
         self.adaptive = self.terms.adaptive and self.size > 1
         self.planner = Planner(self.terms, self._rule)
         self._horizon = Horizon(self.step)
-        self._said: dict[str, float] = {}  # in the last exchange, of what is said again where there is nothing new
+        self._said: dict[str, Any] = {}  # in the last exchange, of what is said again where there is nothing new
         self.ladder = Ladder(self.plan.shares, tell=self._moved)
         self.count_now: float | None = None
         self.last_pass = True  # False while micro-batches are to follow
@@ -278,9 +278,8 @@ class Balancer:
 
     def outgoing_in_advance(self) -> list[float]:
         """The control vector of a rank that has nothing to say beyond what it said last."""
-        said: dict[str, Any] = self._said
         return control.pack(
-            ranks=self.size, rank=self.rank, count=0.0, compute_s=0.0, failed=False, announcement=None, **said
+            ranks=self.size, rank=self.rank, count=0.0, compute_s=0.0, failed=False, announcement=None, **self._said
         )
 
     def incoming(

@@ -27,7 +27,6 @@ class RoundLengths:
     Attributes:
         by_rank: for the next round.
         intervals: each rank takes part in every so-many-th merge.
-        step_s: seconds of each rank's local step, smoothed over merges; 0 where nothing is known.
     """
 
     def __init__(self, rule: LocalSGD, size: int, *, most_missed: int = 0) -> None:
@@ -35,7 +34,7 @@ class RoundLengths:
         self._guard = Guard(round_steps=rule.round_steps, limit=rule.drift_limit or math.inf)
         self._most = most_missed + 1
         self._idle = [False] * size  # ranks whose last steps were without samples: no measure of anybody's
-        self.step_s: np.ndarray = np.zeros(size)
+        self._step_s: np.ndarray = np.zeros(size)  # of each rank's local step, smoothed over merges
         self.by_rank = (rule.round_steps,) * size
         self.intervals = (1,) * size
 
@@ -70,9 +69,9 @@ class RoundLengths:
     def hear(self, compute_s: Sequence[float]) -> None:
         """Takes in the seconds of each rank's local step; 0 where there is nothing to say."""
         heard = np.asarray(compute_s)
-        self.step_s = np.where(self.step_s == 0, heard, np.where(heard > 0, (self.step_s + heard) / 2, self.step_s))
+        self._step_s = np.where(self._step_s == 0, heard, np.where(heard > 0, (self._step_s + heard) / 2, self._step_s))
         working = [rank for rank, idle in enumerate(self._idle) if not idle]
-        step_s = self.step_s[working]
+        step_s = self._step_s[working]
         if not len(working) or not (step_s > 0).all():
             self._start_over()
             return
@@ -91,17 +90,14 @@ class RoundLengths:
     @property
     def reason(self) -> str:
         """Why intervals are as they are."""
-        steps = ", ".join(f"{seconds:.3g}" for seconds in self.step_s.tolist())
-        return f"a local step takes {steps} s, by rank: each takes part in one merge of {_listed(self.intervals)}"
+        steps = ", ".join(f"{seconds:.3g}" for seconds in self._step_s.tolist())
+        every = ", ".join(map(str, self.intervals))
+        return f"a local step takes {steps} s, by rank: each takes part in one merge of {every}"
 
     def resume(self, longest: int) -> None:
         """Goes on with rounds of this length."""
         self._guard = replace(self._guard, length=min(longest, self._guard.round_steps))
         self._start_over()
-
-
-def _listed(values: Sequence[int]) -> str:
-    return ", ".join(map(str, values))
 
 
 def _replaced(all_ranks: Sequence[int], some: Sequence[int], values: Sequence[int]) -> tuple[int, ...]:

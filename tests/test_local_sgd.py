@@ -418,8 +418,8 @@ def test_the_guard_does_not_take_a_merge_that_ranks_missed_for_agreement():
     assert lengths.longest == 1
 
 
-def test_a_rank_that_fails_while_it_misses_merges_is_heard_of():
-    rule = LocalSGD(round_steps=1, bound_rounds=2, warmup_steps=0)
+def said_by_all(ranks, rule, *, intervals=None, fails=lambda rounds: None):
+    """What each rank says in the end where rank 1 fails in step 5, after `fails(rounds)`."""
 
     def program(engine):
         rounds, store, balancer = rounds_of(engine, rule, START)
@@ -433,11 +433,12 @@ def test_a_rank_that_fails_while_it_misses_merges_is_heard_of():
                 return rounds.withdraw()
 
         balancer.attach(Exchange())
-        rounds.lengths.hear = lambda step_s: None
-        rounds.lengths.intervals = (1, 4)
+        if intervals:
+            rounds.lengths.hear = lambda step_s: None
+            rounds.lengths.intervals = intervals
         for step in range(40):
             if engine.rank == 1 and step == 5:
-                assert len(rounds.fragments[0]._pending) > 1, "it has missed no merge"
+                fails(rounds)
                 balancer.fail()
                 return "failed"
             balancer.begin(1)
@@ -445,9 +446,17 @@ def test_a_rank_that_fails_while_it_misses_merges_is_heard_of():
                 rounds.after_step(1.0)
             except PeerError as error:
                 return str(error)
-        return "went on"
+        return "never heard"
 
-    heard, failed = World(2).run(program)
+    return World(ranks).run(program)
+
+
+def test_a_rank_that_fails_while_it_misses_merges_is_heard_of():
+    def fails(rounds):
+        assert len(rounds.fragments[0]._pending) > 1, "it has missed no merge"
+
+    rule = LocalSGD(round_steps=1, bound_rounds=2, warmup_steps=0)
+    heard, failed = said_by_all(2, rule, intervals=(1, 4), fails=fails)
     assert failed == "failed" and "rank 1 could not" in heard
 
 
@@ -494,32 +503,7 @@ def test_progress_that_is_not_finite_is_given_up_by_its_rank_alone():
 
 
 def test_a_rank_that_fails_is_heard_of():
-    rule = LocalSGD(round_steps=2, bound_rounds=2, warmup_steps=0)
-
-    def program(engine):
-        rounds, store, balancer = rounds_of(engine, rule, START)
-
-        class Exchange:
-            def on_begin(self): ...
-
-            def on_count(self, terms): ...
-
-            def withdraw(self):
-                return rounds.withdraw()
-
-        balancer.attach(Exchange())
-        for step in range(40):
-            if engine.rank == 1 and step == 5:
-                balancer.fail()
-                return "failed"
-            balancer.begin(1)
-            try:
-                rounds.after_step(1.0)
-            except RuntimeError as error:
-                return str(error)
-        return "never heard"
-
-    ended = World(3).run(program)
+    ended = said_by_all(3, LocalSGD(round_steps=2, bound_rounds=2, warmup_steps=0))
     assert ended[1] == "failed"
     assert all("rank 1 could not" in ended[rank] for rank in (0, 2)), ended
 

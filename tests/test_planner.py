@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 
 import pytest
 
@@ -27,6 +28,25 @@ def seconds(rank: int, samples: int, step: int, draw: random.Random, seed: int) 
     return (overhead + per_sample * samples) * (1 + together + alone) * draw.gauss(1, 0.05)
 
 
+Step = tuple[tuple[int, ...], list[float]]  # the shares, and the seconds of each rank's compute
+
+
+def job(planner: Planner, steps: int, compute_of: Callable[[int, tuple[int, ...]], list[float]]) -> list[Step]:
+    """The steps of a job of which `planner` hears, as rank 0's does; `compute_of(step, shares)`: seconds by rank."""
+    done: list[Step] = []
+    for step in range(steps):
+        shares = planner.plan_at(step).shares
+        compute = compute_of(step, shares)
+        if done:
+            planner.observe(step - 1, *done[-1])
+        if planner.announcement:
+            planner.accept(planner.announcement, step)
+        else:
+            planner.look(step, measured_step_s=max(compute) + 0.03)
+        done.append((shares, compute))
+    return done
+
+
 def run(seed: int, *, slow_at: int | None = None, steps: int = STEPS) -> tuple[Planner, list[float]]:
     """A planner after a job from equal shares, and the time of each step; rank 1 halves its speed at `slow_at`."""
     terms = Terms(
@@ -41,21 +61,15 @@ def run(seed: int, *, slow_at: int | None = None, steps: int = STEPS) -> tuple[P
         first_shares=(16,) * 4,
         micro_caps=(None,) * 4,
     )
-    planner, draw, times = Planner(terms, ReplanRule()), random.Random(seed), []
-    reported: tuple[tuple[int, ...], list[float]] | None = None
-    for step in range(steps):
-        shares = planner.plan_at(step).shares
+    planner, draw = Planner(terms, ReplanRule()), random.Random(seed)
+
+    def compute_of(step: int, shares: tuple[int, ...]) -> list[float]:
         compute = [seconds(rank, share, step, draw, seed) for rank, share in enumerate(shares)]
         if slow_at is not None and step >= slow_at:
             compute[1] *= 2
-        if reported:
-            planner.observe(step - 1, *reported)
-        if planner.announcement:
-            planner.accept(planner.announcement, step)
-        else:
-            planner.look(step, measured_step_s=max(compute) + 0.03)
-        times.append(max(compute))
-        reported = (shares, compute)
+        return compute
+
+    times = [max(compute) for _, compute in job(planner, steps, compute_of)]
     return planner, times
 
 
@@ -86,20 +100,12 @@ def test_a_rank_that_is_out_comes_back_when_it_has_recovered(again: bool) -> Non
         global_batch_size=BATCH, min_share=0, max_share=None, quantum=1, max_micro_batch=None, shares=None,
         adaptive=True, bounds=(Bound(lower=0),) * 4, first_shares=(16,) * 4, micro_caps=(None,) * 4,
     )  # fmt: skip
-    planner, reported = Planner(terms, ReplanRule()), None
-    given = []
-    for step in range(1000):
-        shares = planner.plan_at(step).shares
+
+    def compute_of(step: int, shares: tuple[int, ...]) -> list[float]:
         slow = 25.0 if step >= 100 and not (again and step >= 200) else 1.0
-        compute = [0.01 * share * (slow if rank == 3 else 1.0) for rank, share in enumerate(shares)]
-        if reported:
-            planner.observe(step - 1, *reported)
-        if planner.announcement:
-            planner.accept(planner.announcement, step)
-        else:
-            planner.look(step, measured_step_s=max(compute) + 0.03)
-        given.append(shares[3])
-        reported = (shares, compute)
+        return [0.01 * share * (slow if rank == 3 else 1.0) for rank, share in enumerate(shares)]
+
+    given = [shares[3] for shares, _ in job(Planner(terms, ReplanRule()), 1000, compute_of)]
     out = given.index(0)
     assert 100 < out < 200 and not any(given[out : out + 256])
     assert 1 in given[out + 256 : out + 400], "it was never tried again"

@@ -74,7 +74,6 @@ def test_a_curve_follows_what_a_line_does_not():
         curve.time_s(-1)
 
 
-
 @pytest.mark.parametrize("sizes, times", [([], []), ([1], [1, 2]), ([0], [1]), ([1], [0]), ([1], [float("nan")])])
 def test_wrong_times_are_refused(sizes, times):
     with pytest.raises(ValueError, match="expected .* Received"):

@@ -130,10 +130,10 @@ def trial(plans: Sequence[Plan], models: Sequence[SpeedModel], *, step: int, bou
         return None
     whole = sum(current.shares)
     usual_s = step_time_s(models, current.shares, micro_batch)
-    for rank, share in enumerate(current.shares):
+    for rank in range(len(bounds)):
         since = idle_since(plans, rank)
         least = -(-max(bounds[rank].lower, 1) // bounds[rank].quantum) * bounds[rank].quantum
-        if share or since is None or not bounds[rank].allows(least):
+        if since is None or not bounds[rank].allows(least):
             continue
         tried = sum(1 for old, new in zip(plans, plans[1:], strict=False) if new.shares[rank] and not old.shares[rank])
         cost_steps = try_steps * max(0.0, models[rank].time_s(least, micro_batch[rank] if micro_batch else None)

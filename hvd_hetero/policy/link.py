@@ -69,10 +69,9 @@ def fit_curve(sizes_bytes: Sequence[float] | np.ndarray, seconds: Sequence[float
     """The curve through what transfers of these sizes took; sizes may come any number of times."""
     line = fit_link(sizes_bytes, seconds, typical=True)
     sizes, times = np.asarray(sizes_bytes, dtype=float), np.asarray(seconds, dtype=float)
-    each = np.unique(sizes)
-    middle = [float(np.median(times[sizes == size])) for size in each]
+    each, middle = _medians(sizes, times)
     return Curve(latency_s=line.latency_s, bandwidth_bytes_per_s=line.bandwidth_bytes_per_s,
-                 sizes_bytes=tuple(each.tolist()), seconds=tuple(middle))
+                 sizes_bytes=tuple(each.tolist()), seconds=tuple(middle.tolist()))
 
 
 def fit_link(sizes_bytes: Sequence[float] | np.ndarray, seconds: Sequence[float] | np.ndarray, *,
@@ -90,8 +89,7 @@ def fit_link(sizes_bytes: Sequence[float] | np.ndarray, seconds: Sequence[float]
     if not (np.isfinite(sizes).all() and np.isfinite(times).all() and (sizes > 0).all() and (times > 0).all()):
         raise ValueError("sizes_bytes and seconds: expected finite numbers above 0; a time of 0 means a clock that is "
                          f"too coarse. Received: {list(sizes)} and {list(times)}.")
-    each = np.unique(sizes)
-    middle = np.array([np.median(times[sizes == size]) for size in each])
+    each, middle = _medians(sizes, times)
     fastest = middle if typical else np.array([np.min(times[sizes == size]) for size in each])
     shows = middle >= SIZE_SHOWS * middle.min()
     if shows.sum() < 2:
@@ -104,6 +102,12 @@ def fit_link(sizes_bytes: Sequence[float] | np.ndarray, seconds: Sequence[float]
     mostly_latency[0] = True
     latency = float(np.median((fastest - transfer)[mostly_latency]))
     return Link(latency_s=min(max(latency, 0.0), float(fastest.min())), bandwidth_bytes_per_s=float(1.0 / slope))
+
+
+def _medians(sizes: np.ndarray, times: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Each size once, ascending, and the median of its times."""
+    each = np.unique(sizes)
+    return each, np.array([np.median(times[sizes == size]) for size in each])
 
 
 def _slope(sizes: np.ndarray, times: np.ndarray) -> float:
