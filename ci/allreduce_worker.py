@@ -28,6 +28,7 @@ WAYS = {
     "rails, bf16 between": ("rails", "bf16", {}),
     "rails, int8 between": ("rails", "int8", {}),
     "leader, int8 between": ("leader", "int8", {}),
+    "rails, int4 between": ("rails", "int4", {"block": 128, "warmup_steps": 0}),
     "rails, top-k 1 % between": ("rails", "topk", {"density": 0.01, "warmup_steps": 0}),
     "leader, PowerSGD rank 4 between": ("leader", "powersgd", {"rank": 4, "warmup_steps": 0}),
     "auto": ("auto", "none", {}),

@@ -135,6 +135,7 @@ class Contender:
             "none": hvd.Compression.none,
             "fp16": hvd.Compression.fp16,
             "int8": hvd.Compression.int8,
+            "int4": hvd.Compression.int4(warmup_steps=dense),
             "auto": hvd.Compression.auto,
             "topk": hvd.Compression.topk(0.01, warmup_steps=dense),
             "powersgd": hvd.Compression.powersgd(4, warmup_steps=dense),

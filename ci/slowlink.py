@@ -33,6 +33,7 @@ TRAINED = {
     "hvd_hetero": ("hetero", "--topology", "auto"),
     "hvd_hetero, fp16": ("hetero", "--topology", "auto", "--codec", "fp16"),
     "hvd_hetero, int8": ("hetero", "--topology", "auto", "--codec", "int8"),
+    "hvd_hetero, int4": ("hetero", "--topology", "auto", "--codec", "int4"),
     "hvd_hetero, top-k": ("hetero", "--topology", "auto", "--codec", "topk"),
     "hvd_hetero, PowerSGD": ("hetero", "--topology", "auto", "--codec", "powersgd"),
 }

@@ -11,8 +11,8 @@ class Compression:
     """How gradients travel.
 
     fp16 is scaled so that sums do not overflow. Where the topology has several nodes a codec works between them. Only
-    matrices of at least 1024 values go through one; biases, norms and small tensors travel as they are. `int8`, `topk`
-    and `powersgd` keep what they could not send, and send it later (error feedback).
+    matrices of at least 1024 values go through one; biases, norms and small tensors travel as they are. `int8`, `int4`,
+    `topk` and `powersgd` keep what they could not send, and send it later (error feedback).
     """
 
     none: Any = Wire()
@@ -30,6 +30,11 @@ class Compression:
     auto = Wire(auto=True)
     """none, fp16 or int8 for each bucket, whichever is fastest when timed: where the codec takes longer than the bytes
     that it saves would, there is none."""
+
+    @staticmethod
+    def int4(*, warmup_steps: int = 100) -> Wire:
+        """Blocks of 128 half bytes with a scale each, 17 of 128 bytes of fp32; int8 for the first `warmup_steps`."""
+        return Wire(cross=Recipe(name="int4", block=128, warmup_steps=warmup_steps))
 
     @staticmethod
     def topk(density: float = 0.01, *, warmup_steps: int = 100) -> Wire:
@@ -54,8 +59,8 @@ class Compression:
         wire = Wire() if compression is None else cls.named(compression)
         if wire is None or not wire.local.exact:
             raise TypeError(
-                f"{argument}: expected one of hvd.Compression.none, fp16, bf16, int8, topk(...), powersgd(...). "
-                f"Received: {compression!r}."
+                f"{argument}: expected one of hvd.Compression.none, fp16, bf16, int8, int4(...), topk(...), "
+                f"powersgd(...). Received: {compression!r}."
             )
         return wire
 

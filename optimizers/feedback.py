@@ -66,12 +66,20 @@ class Gathered(Feedback):
     precision, encodes the sum, and an all-gather brings the sums to all (the scatter-reduce-allgather of CGX,
     arXiv:2111.08617). That rounds twice; each rank keeps its own first error, and the second of its part. Between two
     ranks, an all-gather of everything brings as few bytes in one stage, and rounds once.
+
+    Args:
+        first: the codec of the first `warmup_steps` steps, with blocks of the same size. None: `codec`.
     """
 
-    def __init__(self, codec: BlockCodec) -> None:
+    def __init__(self, codec: BlockCodec, *, first: BlockCodec | None = None, warmup_steps: int = 0) -> None:
         super().__init__()
-        self._codec = codec
+        self._later, self._first, self._warmup_steps = codec, first or codec, warmup_steps
         self.name = codec.name
+
+    @property
+    def _codec(self) -> BlockCodec:
+        """That of this step."""
+        return self._first if self._step < self._warmup_steps else self._later
 
     def steps(self, engine: Engine, array: Any, *, name: str) -> Steps:
         values = array if self._codec.rounds else self._with_kept(array, "residual")

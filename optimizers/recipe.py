@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from hvd_hetero.codecs.block import Brain, Int8
+from hvd_hetero.codecs.block import Brain, Int4, Int8
 from hvd_hetero.codecs.lowrank import LowRank, pays
 from hvd_hetero.codecs.sparse import TopK
 
@@ -30,12 +30,12 @@ class Recipe:
     """A codec by its name and numbers.
 
     Args:
-        name: "none", "fp16", "bf16", "int8", "topk" or "powersgd".
-        block: int8: values that share a scale.
+        name: "none", "fp16", "bf16", "int8", "int4", "topk" or "powersgd".
+        block: int8 and int4: values that share a scale.
         density: topk: the part of the entries that travels.
         rank: powersgd: columns of the factors.
-        warmup_steps: topk and powersgd: so many steps are exact first. Gradients turn fastest at the start of a
-            training, and what waits in the residual is then out of date when it travels.
+        warmup_steps: topk and powersgd: so many steps are exact first; int4: int8. Gradients turn fastest at the start
+            of a training, and what waits in the residual is then out of date when it travels.
     """
 
     name: str
@@ -59,12 +59,12 @@ class Recipe:
     @property
     def keeps(self) -> bool:
         """Whether its reductions keep residuals."""
-        return self.name in ("int8", "topk", "powersgd")
+        return self.name in ("int8", "int4", "topk", "powersgd")
 
     @property
-    def dense_steps(self) -> int:
-        """How many steps are exact first."""
-        return self.warmup_steps if self.name in ("topk", "powersgd") else 0
+    def gentle_steps(self) -> int:
+        """How many steps lose less first, and take longer."""
+        return self.warmup_steps if self.name in ("int4", "topk", "powersgd") else 0
 
     @property
     def whole(self) -> bool:
@@ -82,7 +82,12 @@ class Recipe:
         return _MAKERS[self.name](self, shapes)
 
     def __str__(self) -> str:
-        numbers = {"int8": ["block"], "topk": ["density", "warmup_steps"], "powersgd": ["rank", "warmup_steps"]}
+        numbers = {
+            "int8": ["block"],
+            "int4": ["block", "warmup_steps"],
+            "topk": ["density", "warmup_steps"],
+            "powersgd": ["rank", "warmup_steps"],
+        }
         listed = ", ".join(f"{key}={getattr(self, key)}" for key in numbers.get(self.name, []))
         return f"{self.name}({listed})" if listed else self.name
 
@@ -92,6 +97,9 @@ _MAKERS: dict[str, Callable[[Recipe, Sequence[Shape]], Reduction]] = {
     "fp16": lambda recipe, shapes: Half(),
     "bf16": lambda recipe, shapes: Gathered(Brain()),
     "int8": lambda recipe, shapes: Gathered(Int8(recipe.block)),
+    "int4": lambda recipe, shapes: Gathered(
+        Int4(recipe.block), first=Int8(recipe.block), warmup_steps=recipe.warmup_steps
+    ),
     "topk": lambda recipe, shapes: Sparse(TopK(recipe.density), warmup_steps=recipe.warmup_steps),
     "powersgd": lambda recipe, shapes: Factored(
         LowRank([matrix_shape(shape) for shape in shapes], rank=recipe.rank), warmup_steps=recipe.warmup_steps

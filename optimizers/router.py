@@ -79,7 +79,7 @@ class Router:
         self._tell(name, choice)
         near = rivals(size_bytes, timed, choice.route)
         # Steps of a warm-up say nothing of what follows: there the choice rests on the timing.
-        if len(near) == 1 or any(routes[title][1].dense_steps for title in near):
+        if len(near) == 1 or any(routes[title][1].gentle_steps for title in near):
             return build(*routes[choice.route])
         return Trial(
             {title: build(*routes[title]) for title in near},

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from hvd_hetero.codecs.block import Brain, Int8
+from hvd_hetero.codecs.block import Brain, Int4, Int8
 from hvd_hetero.codecs.half import GREATEST, ScaledHalf, exponent_of, scale_for
 from hvd_hetero.codecs.lowrank import LowRank, orthonormal, pays
 from hvd_hetero.codecs.sparse import TopK
@@ -30,43 +30,46 @@ def numbers(values):
     return np.asarray(values)
 
 
-# int8 -------------------------------------------------------------------------------------------------------------
+# int8 and int4 ----------------------------------------------------------------------------------------------------
+
+MOST = {"int8": 127, "int4": 7}
 
 
-def int8_reference(values, block):
-    """The formula, value by value, in exact arithmetic: decoded values of q = round(x / s), s = max |x| / 127."""
+def integer_reference(values, block, most):
+    """The formula, value by value, in exact arithmetic: decoded values of q = round(x / s), s = max |x| / most."""
     decoded = []
     for begin in range(0, len(values), block):
         part = [float(value) for value in values[begin : begin + block]]
-        scale = float(np.float32(max(abs(value) for value in part) / 127))
+        scale = float(np.float32(max(abs(value) for value in part) / most))
         decoded += [round(value / scale) * scale if scale else 0.0 for value in part]
     return decoded
 
 
 @pytest.mark.parametrize("length", [1, 8, 511, 512, 513, 3000])
-def test_int8_is_the_formula(array, length):
+@pytest.mark.parametrize(("codec", "row"), [(Int8(block=64), 64), (Int4(block=64), 32)], ids=["int8", "int4"])
+def test_integers_are_the_formula(array, length, codec, row):
     values = noise(length, dtype=np.float64)
-    codec = Int8(block=64)
     rows = codec.encode(array(values))
-    assert tuple(rows.shape) == (-(-length // 64), 64 + 4)
+    assert tuple(rows.shape) == (-(-length // 64), row + 4)
     decoded = numbers(codec.decode(rows, array(values)))[:length]
-    np.testing.assert_allclose(decoded, int8_reference(values, 64), rtol=1e-6, atol=0)
+    np.testing.assert_allclose(decoded, integer_reference(values, 64, MOST[codec.name]), rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("codec", [Int8(64), Brain()], ids=["int8", "bf16"])
+@pytest.mark.parametrize("codec", [Int8(64), Int4(64), Brain()], ids=["int8", "int4", "bf16"])
 def test_what_is_decoded_and_the_error_make_the_value(array, codec):
     values = array(noise(1000))
     error = values - codec.decode(codec.encode(values), values)[:1000]
     total = numbers(codec.decode(codec.encode(values), values)[:1000] + error)
     np.testing.assert_allclose(total, numbers(values), rtol=0, atol=1e-7 * np.abs(numbers(values)).max())
-    bound = np.abs(numbers(values)).max() / 127 * 0.51 if codec.name == "int8" else np.abs(numbers(values)) / 256
+    most = MOST.get(codec.name)
+    bound = np.abs(numbers(values)).max() / most * 0.51 if most else np.abs(numbers(values)) / 256
     assert (np.abs(numbers(error)) <= bound).all()
 
 
-def test_blocks_of_zeros_stay_zero_and_lost_blocks_are_seen(array):
+@pytest.mark.parametrize("codec", [Int8(64), Int4(64)], ids=["int8", "int4"])
+def test_blocks_of_zeros_stay_zero_and_lost_blocks_are_seen(array, codec):
     values = np.zeros(192, dtype=np.float32)
     values[64], values[128] = math.inf, math.nan
-    codec = Int8(64)
     decoded = numbers(codec.decode(codec.encode(array(values)), array(values)))
     assert (decoded[:64] == 0).all() and np.isnan(decoded[64:]).all()
 

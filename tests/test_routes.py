@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from hvd_hetero.codecs.block import Int4, Int8
 from hvd_hetero.engine.hierarchy import ALGORITHMS, levels_of, one_level
 from hvd_hetero.engine.local import World
 from hvd_hetero.optimizers import compressed, feedback
@@ -27,6 +28,7 @@ CODECS = {
     "fp16": Recipe(name="fp16"),
     "bf16": Recipe(name="bf16"),
     "int8": Recipe(name="int8", block=64),
+    "int4": Recipe(name="int4", block=64, warmup_steps=1),
     "topk": Recipe(name="topk", density=0.05, warmup_steps=0),
     "powersgd": Recipe(name="powersgd", rank=2, warmup_steps=0),
 }
@@ -116,7 +118,7 @@ def test_nothing_is_lost_and_all_ranks_get_the_same(nodes, algorithm, codec):
             assert np.abs(kept).max() > 0.1, "these keep a good deal back; a test that never sees it shows nothing"
 
 
-@pytest.mark.parametrize("codec", ["fp16", "bf16", "int8"])
+@pytest.mark.parametrize("codec", ["fp16", "bf16", "int8", "int4"])
 @pytest.mark.parametrize("piece", [200, 333, 64])
 def test_long_arrays_go_in_pieces(codec, piece, monkeypatch):
     monkeypatch.setattr(compressed, "PIECE", piece)
@@ -125,7 +127,7 @@ def test_long_arrays_go_in_pieces(codec, piece, monkeypatch):
         results, kept = summed(((0, 1), (2, 3, 4)), algorithm, CODECS[codec], 3)
         assert len({result[-1].tobytes() for result in results}) == 1
         true = [sum(gradients(5, step)) for step in range(3)]
-        if codec == "int8":
+        if codec in ("int8", "int4"):
             np.testing.assert_allclose(sum(results[0]) + kept, sum(true), rtol=0, atol=1e-5)
         else:
             np.testing.assert_allclose(results[0], true, rtol=0, atol=2**-4)
@@ -219,6 +221,23 @@ def test_warm_up_is_exact():
     for step in range(2):
         np.testing.assert_allclose(results[0][step], sum(gradients(3, step)), atol=1e-12)
     assert np.count_nonzero(results[0][2]) <= 3 * 0.01 * LENGTH + 3
+
+
+@pytest.mark.parametrize("nodes", [((0,), (1,)), ((0, 1), (2,), (3,))])  # in one stage, and in two
+def test_int4_sends_whole_bytes_first(nodes, monkeypatch):
+    widths = []
+    decode = Int4.decode  # both codecs inherit it
+    for codec in (Int8, Int4):
+        monkeypatch.setattr(codec, "decode", lambda *args: widths.append(args[1].shape[1]) or decode(*args))
+    recipe = Recipe(name="int4", block=64, warmup_steps=2)
+    seen = []
+    for steps in (2, 3):
+        widths.clear()
+        results, kept = summed(nodes, "leader", recipe, steps)
+        seen.append(set(widths))
+        true = sum(sum(gradients(sum(map(len, nodes)), step)) for step in range(steps))
+        np.testing.assert_allclose(sum(results[0]) + kept, true, rtol=0, atol=1e-5)
+    assert seen == [{64 + 4}, {64 + 4, 32 + 4}]
 
 
 def test_a_factor_that_died_out_comes_back():
@@ -364,7 +383,7 @@ def test_wrong_arguments_say_what_was_expected():
 
 def test_states_go_on_where_they_were():
     """A route that is saved and loaded gives what it would have given."""
-    for codec in ("fp16", "int8", "topk", "powersgd"):
+    for codec in ("fp16", "int8", "int4", "topk", "powersgd"):
 
         def program(engine, codec=codec):
             first = Route(one_level(engine), "flat", cross=CODECS[codec].reduction(SHAPES))

@@ -21,6 +21,7 @@ CODECS = {
     "fp16": (hvd.Compression.fp16, 2e-3),
     "bf16": (hvd.Compression.bf16, 2e-2),
     "int8": (hvd.Compression.int8, 3e-2),
+    "int4": (hvd.Compression.int4(warmup_steps=0), 0.3),
     "topk of all": (hvd.Compression.topk(1.0, warmup_steps=0), 1e-12),
     "powersgd, warming up": (hvd.Compression.powersgd(1, warmup_steps=9), 1e-12),
     "none": (hvd.Compression.none, 1e-12),

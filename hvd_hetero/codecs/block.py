@@ -41,10 +41,10 @@ class Brain:
         return verbs.from_brain_bits(verbs.from_bytes(rows, "int16"), like).reshape(-1)
 
 
-class Int8:
-    """Blocks of signed bytes, each with a float32 scale.
+class _Integers:
+    """Blocks of signed integers, each with a float32 scale.
 
-        q_j = round(x_j / s),    s = max |x| of the block / 127
+        q_j = round(x_j / s),    s = max |x| of the block / `most`
 
     Error at most s / 2 per value. (Blockwise quantisation as in CGX, Markov et al. 2022, arXiv:2111.08617, section 4,
     with a symmetric range.) A block with an infinity or a NaN decodes to NaN.
@@ -53,8 +53,11 @@ class Int8:
         block: values that share a scale.
     """
 
-    name = "int8"
+    name: str
     rounds = False
+    most: float
+    """The largest integer."""
+    in_a_byte = 1
 
     def __init__(self, block: int = 512) -> None:
         if block < 8 or block % 4:
@@ -64,13 +67,49 @@ class Int8:
     def encode(self, array: Any) -> Any:
         verbs = verbs_of(array)
         values = rows_of(array, self.block)
-        scale = verbs.nan_for_infinite(verbs.single(verbs.row_largest(values) / 127.0))  # either way it is lost
+        scale = verbs.nan_for_infinite(verbs.single(verbs.row_largest(values) / self.most))  # either way it is lost
         divisor = verbs.widened(scale + (scale == 0), array).reshape(-1, 1)
         codes = verbs.rounded(values / divisor)  # not times the inverse, which rounds once more
-        return verbs.beside([verbs.as_bytes(codes), verbs.as_bytes(scale.reshape(-1, 1))])
+        return verbs.beside([self._packed(verbs.as_bytes(codes)), verbs.as_bytes(scale.reshape(-1, 1))])
 
     def decode(self, rows: Any, like: Any) -> Any:
-        verbs = verbs_of(rows)
-        codes = verbs.widened(verbs.from_bytes(rows[:, : self.block], "int8"), like)
-        codes *= verbs.widened(verbs.from_bytes(rows[:, self.block :], "float32"), like)
+        verbs, width = verbs_of(rows), self.block // self.in_a_byte
+        codes = self._unpacked(rows[:, :width], like)
+        codes *= verbs.widened(verbs.from_bytes(rows[:, width:], "float32"), like)
         return codes.reshape(-1)
+
+    def _packed(self, codes: Any) -> Any:
+        """The bytes that travel, for codes as bytes."""
+        return codes
+
+    def _unpacked(self, rows: Any, like: Any) -> Any:
+        """The codes, in the type of `like`, for the bytes that travelled."""
+        return verbs_of(rows).widened(verbs_of(rows).from_bytes(rows, "int8"), like)
+
+
+class Int8(_Integers):
+    """A byte for each value; see `_Integers`."""
+
+    name = "int8"
+    most = 127.0
+
+
+class Int4(_Integers):
+    """Half a byte for each value, from - 7 to 7; see `_Integers`.
+
+    A byte holds a value of the first half of its block, and in its upper bits one of the second half.
+    """
+
+    name = "int4"
+    most = 7.0
+    in_a_byte = 2
+
+    def _packed(self, codes: Any) -> Any:
+        half = self.block // 2
+        return codes[:, :half] & 15 | codes[:, half:] << 4
+
+    def _unpacked(self, rows: Any, like: Any) -> Any:
+        verbs = verbs_of(rows)
+        codes = verbs.widened(verbs.beside([rows & 15, rows >> 4]) ^ 8, like)
+        codes -= 8.0  # four bits in two's complement: with the sign bit turned over they count from - 8
+        return codes

@@ -20,7 +20,7 @@ STEPS = EPOCHS * -(-SAMPLES // WHOLE)
 HIDDEN = 200  # matrices of less than 1024 values go through no codec
 CODECS = (
     hvd.Compression.none, hvd.Compression.int8, hvd.Compression.powersgd(2, warmup_steps=4), hvd.Compression.fp16,
-    hvd.Compression.topk(0.1, warmup_steps=4),
+    hvd.Compression.topk(0.1, warmup_steps=4), hvd.Compression.int4(warmup_steps=4),
 )  # fmt: skip
 
 
