@@ -112,8 +112,13 @@ def main() -> None:
     for _ in range(arguments.warmup):
         step()
     cpu, began = time.process_time(), time.perf_counter()
+    times, waits = [], []
     for _ in range(arguments.steps):
+        start = time.perf_counter()
         step()
+        times.append(time.perf_counter() - start)
+        if balancer is not None:
+            waits.append(optimizer._reducer.wait_s)
     seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
     release()
     record = {
@@ -124,6 +129,9 @@ def main() -> None:
         "parameters": model.count_params(),
         "shares": balancer.plan.shares if balancer is not None else None,
     }
+    if balancer is not None:
+        record["waits_s"] = waits
+        record["busy_s"] = [whole - wait for whole, wait in zip(times, waits, strict=True)]
     print("BENCH " + json.dumps(record), flush=True)
 
 

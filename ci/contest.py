@@ -81,7 +81,9 @@ def records_of(finished: Finished, *, what: str, ranks: int) -> list[dict[str, A
     """What the ranks printed, by rank. Raises RuntimeError with the output where one of them failed."""
     records = [json.loads(found) for found in _LINE.findall(finished.output)]
     if finished.returncode or len(records) != ranks:
-        raise RuntimeError(f"{what} failed (exit status {finished.returncode}):\n{finished.output[-4000:]}")
+        said = finished.output  # the first rank that fails says why, the last ones only that it failed
+        said = said if len(said) < 12_000 else f"{said[:8000]}\n[...]\n{said[-4000:]}"
+        raise RuntimeError(f"{what} failed (exit status {finished.returncode}):\n{said}")
     return sorted(records, key=lambda record: record["rank"])
 
 

@@ -37,6 +37,8 @@ TRAINED = {
     "hvd_hetero, top-k": ("hetero", "--topology", "auto", "--codec", "topk"),
     "hvd_hetero, PowerSGD": ("hetero", "--topology", "auto", "--codec", "powersgd"),
 }
+# What the bar of training compares, besides losses: `--parts hooks`.
+COMPARED = ("DDP, fp16 hook", "DDP, PowerSGD hook", "hvd_hetero, int8", "hvd_hetero, int4")
 LOSS_STEPS, LOSS_SHARES = 80, "4:4:4:4"  # after which losses are compared, and of what batch: small, to be quick
 DENSE_STEPS = 20  # of the codecs that want some first
 
@@ -123,8 +125,9 @@ def slowlink(*, repeats: int, quick: bool, parts: Sequence[str], say: Callable[[
         say("\nSums, three nodes (2 + 2 + 1 ranks), the third behind 100 Mbit/s, the others at 1 Gbit/s")
         result = sums(THREE, link_mbit=[1000, 1000, 100], repeats=1, quick=True, say=say)
         _keep(rows, "three nodes, one slow link", result, say)
-    if "training" in parts:
-        _training(rows, checks, repeats=repeats, quick=quick, say=say)
+    for part, names in (("training", tuple(TRAINED)), ("hooks", COMPARED)):
+        if part in parts:
+            _training(rows, checks, names=names, repeats=repeats, quick=quick, say=say)
     return {"rows": rows, "checks": checks}
 
 
@@ -173,13 +176,13 @@ def _quick_sums(
 
 
 def _training(
-    rows: list[Row], checks: list[Row], *, repeats: int, quick: bool, say: Callable[[str], None]
+    rows: list[Row], checks: list[Row], *, names: Sequence[str], repeats: int, quick: bool, say: Callable[[str], None]
 ) -> None:
     say("\nTraining, about 4 M parameters, ranks of 0.8 and 0.4, 0.2 and 0.2 cores joined at 100 Mbit/s")
     speed: dict[str, list[float]] = {}
     with Cluster(MIXED, link_mbit=100) as cluster:
         for repeat in range(repeats):
-            for name in TRAINED:
+            for name in names:
                 adapts = name.startswith("hvd_hetero")
                 warmup = 40 if adapts else DENSE_STEPS + 5 if "PowerSGD" in name else 3
                 record = train(cluster, name, steps=4 if quick else 8, warmup=warmup, validate=False)
@@ -187,18 +190,18 @@ def _training(
                 say(f"  repeat {repeat + 1}/{repeats}: {name:24s} {record['samples_per_s']:7.1f} samples/s")
     losses: dict[str, float] = {}
     with Cluster(tuple(EmulatedRank(cores=0.5) for _ in MIXED), network="loopback") as cluster:
-        for name in TRAINED:
-            if name in (BASE, "DDP, PowerSGD hook") or name.startswith("hvd_hetero"):
+        for name in dict.fromkeys((BASE, OURS, *names)):
+            if name in (BASE, "DDP, PowerSGD hook") or name.startswith(OURS):
                 record = train(cluster, name, steps=LOSS_STEPS, warmup=0, validate=True)
                 losses[name] = record["validation_loss"]
                 say(f"  {name:24s} validation loss after {LOSS_STEPS} steps {losses[name]:.4f}")
     for name, values in speed.items():
         rows.append({"where": "training", "name": name, "samples_per_s": statistics.median(values),
                      "validation_loss": losses.get(name)})
-    hooks = [name for name in TRAINED if name.startswith("DDP")]
+    hooks = [name for name in names if name.startswith("DDP")]
     # Each against fp32 on the same batches: ours deals samples in another order than DistributedSampler.
     over = {name: loss / losses[OURS if name.startswith(OURS) else BASE] - 1 for name, loss in losses.items()}
-    near = {name: 0.01 if "int8" in name else 0.005 for name in losses if name.startswith(OURS)}
+    near = {name: 0.01 if "int8" in name else 0.005 for name in names if name.startswith(OURS)}
     best = max((name for name in near if over[name] <= near[name]), key=lambda name: statistics.median(speed[name]))
     as_good = [hook for hook in hooks if over.get(hook, 0.0) <= 0.005]  # fp16 loses nothing to see
     for title, others in (("the best of DDP's hooks", hooks), ("the best of those at such a loss", as_good)):
