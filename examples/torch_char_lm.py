@@ -58,7 +58,8 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, length, width = x.shape
         q, k, v = (
-            part.view(batch, length, self.heads, -1).transpose(1, 2) for part in self.attend(self.norm1(x)).chunk(3, -1)
+            part.unflatten(-1, (self.heads, width // self.heads)).transpose(1, 2)
+            for part in self.attend(self.norm1(x)).chunk(3, -1)
         )
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.project(mixed.transpose(1, 2).reshape(batch, length, width))
@@ -141,7 +142,7 @@ def main() -> None:
             loss_of(model, x, y).backward()
             optimizer.step()
             step += 1
-            if step == arguments.steps or (arguments.checkpoint and step % arguments.report_every == 0):
+            if step == arguments.steps or step % arguments.report_every == 0:
                 optimizer.merge()  # all ranks: now they hold one model, whatever the strategy
             if step % arguments.report_every == 0 and hvd.rank() == 0:
                 rate = arguments.global_batch_size * (step - since) / (time.perf_counter() - started)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -10,14 +10,12 @@ from hvd_hetero.engine.port import Engine
 from hvd_hetero.policy.ladder import Move
 from hvd_hetero.policy.replan import Plan, ReplanRule
 
-from . import control
 from .agreement import Terms, agree
 from .attachment import Attached, withdraw
 from .departure import Departure
-from .horizon import Horizon
+from .dialogue import Dialogue
 from .ladder import Ladder
 from .meter import Stopwatch
-from .noise import NoiseMeter
 from .planner import Planner
 from .timesheet import Timesheet
 
@@ -90,19 +88,25 @@ class Balancer:
         self.terms = agree(self.engine, self._asked, name=f"hvd_hetero.{self.name}.terms")
         self.adaptive = self.terms.adaptive and self.size > 1
         self.planner = Planner(self.terms, self._rule)
-        self._horizon = Horizon(self.step)
-        self._said: dict[str, Any] = {}  # in the last exchange, of what is said again where there is nothing new
         self.ladder = Ladder(self.plan.shares, tell=self._moved)
         self.count_now: float | None = None
         self.last_pass = True  # False while micro-batches are to follow
         self._exchanges: list[Attached] = []
+        self._attached = 0  # so many, ever
+        self._ran: list[Attached] | None = None  # in the present batch; None: the next to run begins another
         self.keepers: list[Any] = []  # what keeps something back from step to step: see `Weighing`
-        self._listeners: list[Callable[[], None]] = []
         self.timesheet.restart()
         self.departure.restart()
-        self.entered = float(self.global_batch_size)  # samples of the last global batch that all have heard of
-        self.staleness = 0.0  # of this rank in the last merge, in merges; a strategy that merges late sets it
-        self.mean_staleness = 0.0  # over all ranks, as all of them have heard it
+        self.dialogue = Dialogue(
+            self.engine,
+            self,
+            planner=self.planner,
+            timesheet=self.timesheet,
+            departure=self.departure,
+            replans=self.adaptive,
+            entered=float(self.global_batch_size),
+            told=self._hear,
+        )
 
     def rebuild(self) -> None:
         """Goes on with the ranks that there are now: those known keep their measurements. A collective call."""
@@ -115,6 +119,12 @@ class Balancer:
             self.trace.restart(self.rank)
             self.trace.event("ranks", rank=self.rank, size=self.size, step=self.step)
             self.trace.plan(self.plan)
+
+    def _hear(self, plan: Plan) -> None:
+        """Takes in a plan that all ranks have heard of."""
+        if self.trace is not None:
+            self.trace.plan(plan)
+        self.ladder.hear_shares(plan.shares, plan.reason)
 
     def _moved(self, move: Move) -> None:
         if self.trace is not None:
@@ -152,7 +162,7 @@ class Balancer:
 
     def deal(self, step: int) -> Plan:
         """The plan for global batch `step`, which is being dealt: no later plan will change it. See `Horizon`."""
-        with self._horizon.reaching(step):
+        with self.dialogue.horizon.reaching(step):
             return self.plan_at(step)
 
     def begin(self, samples: int) -> None:
@@ -201,7 +211,7 @@ class Balancer:
         self.departure.fail()
         self.step += 1
         withdraw(self._exchanges, self.timesheet.usual_step_s or 0.0)
-        self.unheard()
+        self.dialogue.unheard()
 
     def stop(self, error: Exception) -> None:
         """Ends the job at this rank's next exchange: it raises `error` there, and the others `PeerError`.
@@ -222,14 +232,31 @@ class Balancer:
     # What the exchange asks -----------------------------------------------------------------------------------------
 
     def attach(self, exchange: Attached) -> int:
-        """The number of exchanges attached before; number 0 leads: it carries measurements and plans."""
+        """The number of exchanges attached before. The first that is left leads: it carries measurements and plans."""
         self._exchanges.append(exchange)
-        return len(self._exchanges) - 1
+        self._attached, self._ran = self._attached + 1, None
+        return self._attached - 1
 
-    def subscribe(self, listener: Callable[[], None]) -> None:
-        """Calls `listener` after each exchange that leads: what it reads here is then the same on all ranks."""
-        if listener not in self._listeners:
-            self._listeners.append(listener)
+    def detach(self, exchange: Attached) -> None:
+        """Says that an exchange has no part in what follows; on all ranks, between the same batches."""
+        if exchange in self._exchanges:
+            self._exchanges.remove(exchange)
+
+    def leads(self, exchange: Attached) -> bool:
+        """Whether it is this one that carries measurements and plans."""
+        return bool(self._exchanges) and self._exchanges[0] is exchange
+
+    def runs(self, exchange: Attached) -> None:
+        """Says that the gradients of `exchange` are there, where nothing else tells when a batch begins.
+
+        One begins with the first exchange of a series that comes again, or that comes at all; that one then leads.
+        """
+        if self._ran is None or exchange in self._ran:
+            self.begin_unseen()
+            self._ran = []
+            self.detach(exchange)
+            self._exchanges.insert(0, exchange)
+        self._ran.append(exchange)
 
     def measure_with(self, stopwatch: Stopwatch) -> None:
         """Measures compute with what suits the device, unless the constructor was told."""
@@ -242,102 +269,6 @@ class Balancer:
     def resume(self) -> None:
         """Compute goes on: the update, or another backward pass."""
         self.timesheet.run()
-
-    def outgoing(
-        self,
-        *,
-        leads: bool,
-        count: float,
-        noise: NoiseMeter | None = None,
-        ahead: int = 0,
-        answers: int = 1,
-        look: control.Look | None = None,
-    ) -> list[float]:
-        """This rank's control vector. Before it hears the answer – or so many `answers`, since it says the next ones
-        in advance – it begins at most `ahead` further batches."""
-        samples, seconds = self.timesheet.reported if leads else (0.0, 0.0)
-        dealt_ahead = 0
-        if leads:
-            dealt_ahead = self._horizon.said(self.step, lookahead=self.lookahead, ahead=ahead, answers=answers)
-            self._said = {"samples": samples, "dealt_ahead": dealt_ahead, "staleness": self.staleness}
-        return control.pack(
-            ranks=self.size,
-            rank=self.rank,
-            count=count,
-            compute_s=seconds,
-            samples=samples,
-            dealt_ahead=dealt_ahead,
-            staleness=self.staleness if leads else 0.0,
-            failed=self.departure.failed,
-            leaves=self.departure.leaves,
-            look=look,
-            ran=self.timesheet.take_stops() if leads else None,
-            announcement=self.planner.announcement if leads and self.rank == 0 else None,
-            norms=None if noise is None else noise.outgoing(),
-        )
-
-    def outgoing_in_advance(self) -> list[float]:
-        """The control vector of a rank that has nothing to say beyond what it said last."""
-        return control.pack(
-            ranks=self.size, rank=self.rank, count=0.0, compute_s=0.0, failed=False, announcement=None, **self._said
-        )
-
-    def incoming(
-        self,
-        total: Sequence[float],
-        *,
-        leads: bool,
-        noise: NoiseMeter | None = None,
-        step: int | None = None,
-        ahead: int = 0,
-    ) -> control.Report:
-        """What all ranks said, once it is taken in: measurements, a plan, a failure.
-
-        Where ranks are not all at the same batch, `step` is that of the foremost one when it spoke, and no rank begins
-        more than `ahead` further ones before it hears this: a plan holds for later ones.
-        """
-        together = step is None
-        step = self.step if step is None else step
-        report = control.unpack(total, ranks=self.size)
-        if leads:
-            self._hear(report, step, ahead)
-        if report.failed:
-            self.unheard()  # no further answer will be taken in
-            self.departure.hear_failed([self.engine.ranks[rank] for rank in report.failed], self.step)
-        if leads:
-            self.entered, self.mean_staleness = sum(report.samples) or self.entered, report.staleness
-            self.departure.hear_leaving(report.leaving, step + ahead)
-        if noise is not None:
-            noise.incoming(report.norms, self.entered)
-        if not leads:
-            return report
-        self.planner.observe(step - 1, report.samples, report.compute_s)
-        self.planner.steadiness.hear(step - 1, report.ran)
-        if self.planner.selection is not None:
-            whole_s = self.timesheet.last_step_s if together else None
-            self.planner.selection.hear(compute_s=report.compute_s, step_s=whole_s)
-        looks = self.rank == 0 and (self.adaptive or self.planner.selection is not None)
-        if report.announcement is None and looks:
-            self.planner.look(step, measured_step_s=self.timesheet.usual_step_s)
-        for listener in self._listeners:
-            listener()
-        return report
-
-    def _hear(self, report: control.Report, step: int, ahead: int) -> None:
-        """Takes in a plan, if there is one, and lets dealing go on."""
-        with self._horizon.heard():
-            if report.announcement is not None:
-                dealt_ahead = ahead + max(report.dealt_ahead)
-                plan = self.planner.accept(report.announcement, step, dealt_ahead=dealt_ahead)
-                if plan is None:
-                    return
-                if self.trace is not None:
-                    self.trace.plan(plan)
-                self.ladder.hear_shares(plan.shares, plan.reason)
-
-    def unheard(self) -> None:
-        """Says that the exchange failed: no answer will come."""
-        self._horizon.unheard()
 
     def discard(self) -> None:
         """Says that the present step's time tells nothing of its samples: compilation was in it, for instance."""
@@ -373,6 +304,6 @@ class Balancer:
                 f"{state['global_batch_size']}."
             )
         self.step = int(state["step"])
-        self._horizon = Horizon(self.step)
+        self.dialogue.restart()
         self.planner.load_state_dict(state["planner"], self.step)
         self.ladder = Ladder(self.planner.plans[-1].shares, tell=self._moved)

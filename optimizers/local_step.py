@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from hvd_hetero.engine.port import Engine
+from hvd_hetero.engine.port import Engine, in_lane
 
 from . import merge_control
 from .balancer import Balancer
@@ -94,7 +94,7 @@ class LocalSteps:
                 routes=[way],
                 rides_in=None if lossy else 0,
                 outgoing=lambda: outgoing(index),
-                name=f"{name}.lane.{number}" if number else name,
+                name=in_lane(name, number),
                 keeps=self._keeps,
                 write=self._store.write_control,
             )
@@ -124,6 +124,11 @@ class LocalSteps:
         ranks know it then: a plan holds for no batch that a rank may begin before it hears of the plan.
         """
         return self._begun and not self._phase(self._balancer.step + 1)
+
+    @property
+    def over(self) -> bool:
+        """Whether the global batch begun last is a synchronous one, and this rank has not merged yet."""
+        return self._begun and not self.apart()
 
     def before_step(self) -> None:
         """Before an update that ranks make apart. The first one is a collective call.

@@ -44,11 +44,23 @@ class ComputeMeter:
     """
 
     def __init__(self, stopwatch: Stopwatch, *, processor_s: Callable[[], float] = time.process_time) -> None:
-        self.stopwatch, self._processor_s = stopwatch, processor_s
+        self._stopwatch, self._processor_s = stopwatch, processor_s
         self._segments: list[tuple[Any, Any]] = []
         self._start: Any = None
         self._mark_s: float | None = None  # of processor time, where the present segment or pause began
         self._computing_s = self._waiting_s = 0.0  # of processor time
+
+    @property
+    def stopwatch(self) -> Stopwatch:
+        """What marks moments. With another one what is under way is measured anew, from here on."""
+        return self._stopwatch
+
+    @stopwatch.setter
+    def stopwatch(self, stopwatch: Stopwatch) -> None:
+        if type(stopwatch) is not type(self._stopwatch):  # their marks do not go together
+            self._segments.clear()
+            self._start = None if self._start is None else stopwatch.mark()
+        self._stopwatch = stopwatch
 
     @property
     def running(self) -> bool:

@@ -60,6 +60,7 @@ class Rounds:
         self.rank, self.size = balancer.rank, balancer.size
         self._part = 1.0 / self.size if part is None else part
         self._on_merge = on_merge
+        self.batches: Callable[[], int] = lambda: 1  # global batches of an update
         self.merges = 0  # of fragment 0
         self.waits = 0  # times that this rank had to wait
         self._stepped = 0  # in this phase
@@ -95,7 +96,7 @@ class Rounds:
     @property
     def most_ahead(self) -> int:
         """Batches that a rank may begin after it has contributed and before it has to see the merge."""
-        return max(1, math.ceil(self.rule.bound_rounds * self.rule.round_steps))
+        return max(1, math.ceil(self.rule.bound_rounds * self.rule.round_steps)) * self.batches()
 
     def after_step(self, samples: float, *, lr: float = 0.0, compute: tuple[float, float] = (0.0, 0.0)) -> bool:
         """Ends a local step over `samples`; sends what is due and takes in the merges that came. True if one came.
@@ -193,7 +194,7 @@ class Rounds:
         return merge_control.pack(
             contribution, spread=spread, finishing=self._finishing, rank=self.rank, ranks=self.size,
             own=(work.steps, work.samples, self.balancer.step),
-            balancer=self.balancer.outgoing_in_advance() if self._missing else self.balancer.outgoing(
+            balancer=self.balancer.dialogue.outgoing_in_advance() if self._missing else self.balancer.dialogue.outgoing(
                 leads=leads, count=work.samples, ahead=self.most_ahead, answers=1 + self._missed
             ),
         )  # fmt: skip
@@ -210,13 +211,13 @@ class Rounds:
             at = int(max(said.positions))
             self.lengths.hear(self.balancer.planner.steadiness.alone_s(report.compute_s))
             self.balancer.ladder.hear_intervals(self.lengths.intervals, self.lengths.reason)
-            self.balancer.staleness = merge.carried.steps / self.rule.round_steps
+            self.balancer.dialogue.staleness = merge.carried.steps / self.rule.round_steps
             self._on_merge({
                 "merge": self.merges, "step": self.balancer.step, "behind": at - self.balancer.step,
                 "samples": sum(said.samples), "carried_steps": merge.carried.steps, "waits": self.waits,
                 "round_steps": self.round_steps, "drift": drift, "noise": noise,
             })
-            self.balancer.incoming(said.balancer, leads=True, step=at, ahead=self.most_ahead)
+            self.balancer.dialogue.incoming(said.balancer, leads=True, step=at, ahead=self.most_ahead)
         elif report.failed:
             raise PeerError(f"Expected every rank to go on. Received: rank {report.failed[0]} could not.")
 

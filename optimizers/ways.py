@@ -106,6 +106,11 @@ def _described(
             f"compression: expected one of hvd.Compression with a topology. Received: {wire.compression!r}, a "
             "compressor of your own, which is made for one level: use topology=\"flat\"."
         )
+    if isinstance(wire, Wire) and not wire.local.exact and topology in (None, "flat"):
+        raise ValueError(
+            f"compression: expected no codec within nodes without a topology. Received: {wire}. Pass "
+            'topology="auto", or one codec for all ranks.'
+        )
     nodes = topology.nodes if isinstance(topology, Topology) else topology
     how = type(wire.compression).__name__ if isinstance(wire, HorovodCompressor) else str(wire)
     return ", ".join(f"{name}={value}" for name, value in {"topology": nodes, "compression": how, **alike}.items())

@@ -49,8 +49,7 @@ class Weighing:
     ) -> None:
         self.balancer, self.passes, self._ways = balancer, passes, ways
         self._scale, self._predivide = scale, predivide
-        self.number = balancer.attach(attached)
-        self.leads = self.number == 0
+        self.number, self._attached = balancer.attach(attached), attached
         self.noise = GradientNoise()
         self._begun = 0  # global batches since the last exchange, the same on all ranks
         self._generation = 0
@@ -63,6 +62,11 @@ class Weighing:
     def _differed(self, fields: dict[str, Any]) -> None:
         if self.balancer.trace is not None:
             self.balancer.trace.event("parameters", **fields)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this exchange carries measurements and plans."""
+        return self.balancer.leads(self._attached)
 
     @property
     def engine(self) -> Engine:
@@ -123,7 +127,7 @@ class Weighing:
         """The control vector of a rank whose gradient is over `terms` loss terms."""
         found, interval = self._guard.outgoing()
         look = Look(hash=found, interval=interval)
-        return self.balancer.outgoing(leads=self.leads, count=terms, noise=self.noise, look=look)
+        return self.balancer.dialogue.outgoing(leads=self.leads, count=terms, noise=self.noise, look=look)
 
     def incoming(
         self, layout: Buckets, results: Sequence[Any], total: Sequence[float], *, terms: float, batches: int
@@ -134,7 +138,7 @@ class Weighing:
             PeerError: a rank cannot go on.
             DivergedError: ranks hold different parameters.
         """
-        report = self.balancer.incoming(total, leads=self.leads, noise=self.noise)
+        report = self.balancer.dialogue.incoming(total, leads=self.leads, noise=self.noise)
         self._guard.incoming(report.hashes, report.interval)
         self.noise.ends(
             layout, results, rank=self.engine.rank, terms=terms, unit=self.unit, gain=self._scale * batches,
@@ -161,6 +165,11 @@ class Weighing:
         )
         self._take_in()
         return self._exchange
+
+    def close(self) -> None:
+        """Exchanges no more: what its codecs keep back is nobody's any longer."""
+        if self in self.balancer.keepers:
+            self.balancer.keepers.remove(self)
 
     # What codecs keep back ------------------------------------------------------------------------------------------
 

@@ -44,7 +44,7 @@ def train(engine, *, speeds, steps, lookahead=0, length=None, changes=None, stat
         vector,
         routes=[Route(one_level(engine), "flat")],
         rides_in=0,
-        outgoing=lambda: balancer.outgoing(leads=number == 0, count=balancer.count_now),
+        outgoing=lambda: balancer.dialogue.outgoing(leads=number == 0, count=balancer.count_now),
         name="train",
     )
     dealer = Dealer(length or WHOLE * steps, global_batch_size=WHOLE, shuffle=True, seed=7, drop_last=False)
@@ -66,7 +66,7 @@ def train(engine, *, speeds, steps, lookahead=0, length=None, changes=None, stat
         balancer.pause()
         _, total = exchange.finish(lambda total: 1.0)
         balancer.resume()
-        balancer.incoming(total, leads=True)
+        balancer.dialogue.incoming(total, leads=True)
         balancer.finished(wait_s=0.0, bytes_sent=0)
     return balancer, seen
 

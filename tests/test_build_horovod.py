@@ -100,6 +100,13 @@ def test_no_compiler_make_cmake_or_mpi(
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "nowhere"))
     for option in ("auto", "nccl", "off"):
         assert "because PyTorch is built for CUDA 12.8" in fails(["build-horovod", "--gpu", option], 3, capsys)
+    program(tools, "nvcc", "echo Cuda compilation tools, release 12.8, V12.8.93")
+    monkeypatch.setenv("HOROVOD_NCCL_HOME", str(tmp_path / "nccl"))
+    if not Path("/usr/include/nccl.h").exists():
+        assert "expected NCCL's header (nccl.h)" in fails(["build-horovod", "--gpu", "auto"], 3, capsys)
+    (tmp_path / "nccl" / "include").mkdir(parents=True)
+    (tmp_path / "nccl" / "include" / "nccl.h").touch()
+    assert toolchain.gpu("auto", "12.8", True) == "12.8" and toolchain.gpu("off", "12.8", True) is None
 
 
 @pytest.mark.usefixtures("torch_there")

@@ -7,7 +7,7 @@ import pytest
 from contract import check_engine
 
 from hvd_hetero.engine.local import SoloEngine, World
-from hvd_hetero.engine.port import Chain, CollectiveError, Engine
+from hvd_hetero.engine.port import Chain, CollectiveError, Engine, in_lane, without_lane
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])
@@ -131,3 +131,9 @@ def test_a_stage_that_fails_ends_its_chain():
     with pytest.raises(CollectiveError, match="gone"):
         chain.wait()
     assert ended and chain.done()
+
+
+def test_operations_that_take_turns_have_one_name_in_common():
+    names = [f"{in_lane('balancer1.lanes', number)}.bucket.0" for number in range(12)]
+    assert len(set(names)) == 12
+    assert {without_lane(name) for name in names} == {"balancer1.lanes.bucket.0"}

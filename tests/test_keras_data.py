@@ -44,8 +44,8 @@ class Balancer(FrameworkFree):
         samples = self.announced.pop(0)
         assert self.departure.error or rows == max(samples, 1), "the batch in use is not the one that was announced"
         self.begin(samples)
-        vector = np.array(self.outgoing(leads=True, count=float(samples)))
-        self.incoming(self.engine.allreduce_async(vector, name="control").wait().tolist(), leads=True)
+        vector = np.array(self.dialogue.outgoing(leads=True, count=float(samples)))
+        self.dialogue.incoming(self.engine.allreduce_async(vector, name="control").wait().tolist(), leads=True)
         return samples
 
 
@@ -304,3 +304,38 @@ def test_a_validation_sees_every_sample_once_and_each_rank_has_some(length):
 def test_too_few_samples_for_a_validation_on_all_ranks():
     errors = World(3).run(lambda e: EvaluationDataset(np.arange(2), balancer=Balancer(e)), errors="return")
     assert all("at least one sample for each of 3 ranks" in str(error) for error in errors)
+
+
+class Exchange:
+    """What a balancer tells of batches."""
+
+    def on_begin(self): ...
+
+    def on_count(self, terms): ...
+
+
+def test_a_batch_begins_with_the_exchange_that_comes_first_and_again():
+    """Two optimizers in a training step; and then another one, as `compile` makes for thawed layers."""
+    from hvd_hetero.keras.balancer import Balancer as OfKeras
+
+    balancer = OfKeras(WHOLE, engine=SoloEngine())
+    first, second, third = Exchange(), Exchange(), Exchange()
+    for each in (first, second, third):
+        balancer.attach(each)
+    for samples in (8, 7, 6):
+        balancer.announce(samples)
+    seen = []
+    for each in (second, first, second, first):
+        balancer.runs(each)
+        seen.append((balancer.step, balancer.count_now, balancer.leads(second)))
+    assert seen == [(0, 8.0, True), (0, 8.0, True), (1, 7.0, True), (1, 7.0, True)]
+    balancer.forget()  # an epoch begins
+    for samples in (5, 4):
+        balancer.announce(samples)
+    for at, samples in ((2, 5.0), (3, 4.0)):
+        balancer.runs(third)
+        assert (balancer.step, balancer.count_now, balancer.leads(third)) == (at, samples, True)
+    balancer.begin(3)  # a loop without a dataset
+    balancer.runs(third)
+    balancer.runs(first)
+    assert (balancer.step, balancer.count_now, balancer.leads(third)) == (4, 3.0, True)

@@ -30,6 +30,7 @@ CHECKS = [
     "functions",
     *LAW_2,
     "law_1",
+    "another_optimizer",
     "nothing_of_a_rank_without_samples",
     "overflow_on_one_rank",
     "half_precision_types",

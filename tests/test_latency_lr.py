@@ -36,12 +36,12 @@ def factors(engine, batches, *, rule="linear", base=WHOLE, staleness=lambda step
 
     def listen():
         lr.advance(
-            samples=balancer.entered, global_batch_size=balancer.global_batch_size, staleness=balancer.mean_staleness,
-            noise=meter.take(),
+            samples=balancer.dialogue.entered, global_batch_size=balancer.global_batch_size,
+            staleness=balancer.dialogue.mean_staleness, noise=meter.take(),
         )  # fmt: skip
         seen.append(lr.factor)
 
-    balancer.subscribe(listen)
+    balancer.dialogue.subscribe(listen)
     number = balancer.attach(Silent())
     vector = np.zeros(5 + control.length(engine.size), dtype=np.float32)
     exchange = WeightedExchange(
@@ -50,20 +50,20 @@ def factors(engine, batches, *, rule="linear", base=WHOLE, staleness=lambda step
         vector[5:],
         routes=[Route(one_level(engine), "flat")],
         rides_in=0,
-        outgoing=lambda: balancer.outgoing(leads=number == 0, count=balancer.count_now, noise=meter),
+        outgoing=lambda: balancer.dialogue.outgoing(leads=number == 0, count=balancer.count_now, noise=meter),
         name="train",
     )
     for step in range(len(batches)):
         mine = batches[step][engine.rank]
         balancer.begin(mine)
-        balancer.staleness = staleness(step) + engine.rank - 1  # each rank knows its own
+        balancer.dialogue.staleness = staleness(step) + engine.rank - 1  # each rank knows its own
         gradient = rng.standard_normal(5) / np.sqrt(max(mine, 1)) + 0.2
         vector[:5] = gradient * mine
         meter.add(0, float((vector[:5] ** 2).sum()))
         exchange.submit(0)
-        balancer.staleness = float("nan")  # what it is later must not matter
+        balancer.dialogue.staleness = float("nan")  # what it is later must not matter
         (merged,), total = exchange.finish(lambda total: 1 / total[0])
-        balancer.incoming(total, leads=True, noise=meter)
+        balancer.dialogue.incoming(total, leads=True, noise=meter)
         whole = [float((merged[:5] ** 2).sum())] if engine.rank == 0 else []
         meter.end(terms=mine, weight=mine, merged=whole, gain=1.0, all_terms=total[0], batches=1)
         balancer.finished(wait_s=0.0, bytes_sent=0)

@@ -1,7 +1,10 @@
 """Patience: what is long follows from how long steps take."""
 
+import math
+
 import pytest
 
+from hvd_hetero.engine.environment import patience
 from hvd_hetero.policy.patience import Patience
 
 
@@ -33,3 +36,11 @@ def test_what_is_given_holds():
 def test_wrong_lengths(wrong):
     with pytest.raises(ValueError, match="above 0"):
         Patience(**wrong)
+
+
+def test_horovods_variables_are_heard(monkeypatch):
+    for name in ("HOROVOD_STALL_CHECK_DISABLE", "HOROVOD_STALL_CHECK_TIME_SECONDS"):
+        monkeypatch.delenv(name, raising=False)
+    for value, bound_s in (("", Patience().bound_s), ("0", math.inf), ("7", 7.0)):
+        monkeypatch.setenv("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", value)
+        assert patience().bound_s == bound_s and 0 < patience().word_s([]) <= 60 <= max(60, patience().end_s([]))

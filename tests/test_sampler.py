@@ -21,10 +21,10 @@ def step(balancer, samples, watch):
     balancer.begin(samples)
     watch.samples = samples
     balancer.pause()
-    vector = np.array(balancer.outgoing(leads=True, count=samples))
+    vector = np.array(balancer.dialogue.outgoing(leads=True, count=samples))
     total = balancer.engine.allreduce_async(vector, name="control").wait()
     balancer.resume()
-    balancer.incoming(total.tolist(), leads=True)
+    balancer.dialogue.incoming(total.tolist(), leads=True)
     balancer.finished(wait_s=0.0, bytes_sent=0)
 
 
@@ -71,7 +71,7 @@ def test_a_thread_that_deals_ahead_waits_for_the_answer_and_no_longer():
     balancer = Balancer(SoloEngine(), global_batch_size=4)
     balancer.begin(4)
     balancer.deal(2)
-    balancer.outgoing(leads=True, count=4.0)  # says: dealt up to batch 2
+    balancer.dialogue.outgoing(leads=True, count=4.0)  # says: dealt up to batch 2
     dealt = threading.Event()
 
     def beyond():
@@ -80,15 +80,16 @@ def test_a_thread_that_deals_ahead_waits_for_the_answer_and_no_longer():
 
     threading.Thread(target=beyond, daemon=True).start()
     assert not dealt.wait(0.1), "batch 3 was dealt although nobody was told"
-    balancer.unheard()  # the exchange failed
+    balancer.dialogue.unheard()  # the exchange failed
     assert dealt.wait(5.0)
 
 
 def test_a_rank_that_says_answers_in_advance_deals_on_after_the_last():
     balancer = Balancer(SoloEngine(), global_batch_size=4)
     balancer.begin(4)
-    said = balancer.outgoing(leads=True, count=4.0, ahead=2, answers=3)
-    assert unpack(said, ranks=1).dealt_ahead == unpack(balancer.outgoing_in_advance(), ranks=1).dealt_ahead == (0,)
+    said = balancer.dialogue.outgoing(leads=True, count=4.0, ahead=2, answers=3)
+    again = balancer.dialogue.outgoing_in_advance()
+    assert unpack(said, ranks=1).dealt_ahead == unpack(again, ranks=1).dealt_ahead == (0,)
     dealt = threading.Event()
 
     def beyond():
@@ -98,14 +99,14 @@ def test_a_rank_that_says_answers_in_advance_deals_on_after_the_last():
     threading.Thread(target=beyond, daemon=True).start()
     for answer in range(3):
         assert not dealt.wait(0.05), f"dealt before answer {answer}"
-        balancer.incoming(said, leads=True, step=0, ahead=2)
+        balancer.dialogue.incoming(said, leads=True, step=0, ahead=2)
     assert dealt.wait(5.0)
 
 
 def test_the_thread_that_exchanges_never_waits_for_itself():
     balancer = Balancer(SoloEngine(), global_batch_size=4)
     balancer.begin(4)
-    balancer.outgoing(leads=True, count=4.0)
+    balancer.dialogue.outgoing(leads=True, count=4.0)
     assert balancer.deal(7).shares == (4,)
 
 

@@ -127,6 +127,13 @@ def test_horovods_own_names_mean_what_they_mean_there():
     assert hvd.Compression.fp16 is horovod.Compression.fp16
 
 
+def test_a_codec_within_nodes_needs_a_topology():
+    wire = hvd.Compression.per_link(cross=hvd.Compression.int8, local=hvd.Compression.fp16)
+    for topology in (None, "flat"):
+        with pytest.raises(ValueError, match="compression: expected no codec within nodes"):
+            gradients((9, 3), compression=wire, topology=topology)
+
+
 def test_per_link_says_what_it_takes():
     wire = hvd.Compression.per_link(cross=hvd.Compression.int8, local=hvd.Compression.fp16)
     assert str(wire) == "per_link(cross=int8(block=512), local=fp16)"

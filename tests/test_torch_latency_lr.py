@@ -79,7 +79,7 @@ def test_an_update_sees_exactly_the_schedulers_learning_rate_times_the_factor(na
             made["s"] = SCHEDULERS[name](optimizer)
         elif what == "l":
             made["l"] = hvd.LatencyAwareLR(optimizer, balancer, base_batch_size=1, warmup_steps=7)
-            balancer.subscribe(lambda: factors.append(made["l"].factor))
+            balancer.dialogue.subscribe(lambda: factors.append(made["l"].factor))
         else:
             optimizer = hvd.DistributedOptimizer(optimizer, balancer=balancer)
     shown = run(model, optimizer, made["s"], begin=lambda: balancer.begin(2))

@@ -4,7 +4,7 @@ import pytest
 
 from hvd_hetero import __version__
 from hvd_hetero.engine.local import World
-from hvd_hetero.engine.version import check_versions, versions
+from hvd_hetero.engine.version import SUMS, check_versions, versions
 
 SAME = {"hvd_hetero": "1.0", "torch": "2.0"}
 
@@ -22,6 +22,16 @@ def test_another_version_of_ours_is_an_error_on_all():
     assert {str(error) for error in found} == {
         "hvd_hetero: expected one version on all ranks. Received: 1.0 on rank 0, 1, 2.0 on rank 2. Install the same on "
         "all."
+    }
+
+
+def test_ranks_that_sum_in_unlike_ways_are_an_error_on_all():
+    found = World(2).run(
+        lambda engine: check_versions(engine, {**SAME, SUMS: ("ring", "hierarchical")[engine.rank]}), errors="return"
+    )
+    assert {str(error) for error in found} == {
+        "Gloo's all-reduce: expected one version on all ranks. Received: ring on rank 0, hierarchical on rank 1. Build "
+        "Horovod alike on all hosts, and set variables alike."
     }
 
 

@@ -174,9 +174,16 @@ def gpu(option: str, torch_cuda: str | None, torch_there: bool) -> str | None:
             "  What to do: install the toolkit of that version and put its bin folder on PATH, or build for the CPU "
             "alone: --gpu off with PyTorch's CPU build."
         )
-    if version is not None and (option == "nccl" or (option == "auto" and torch_cuda and _nccl_header(home))):
-        return version[1]
-    return None
+    if version is None or option == "off" or (option == "auto" and torch_cuda is None):
+        return None
+    if option == "auto" and not _nccl_header(home):
+        raise MissingTool(
+            f"expected NCCL's header (nccl.h), because PyTorch is built for CUDA {torch_cuda}. Received: none in "
+            f"HOROVOD_NCCL_HOME, {home} or /usr.\n"
+            "  What to do: install NCCL's development package (libnccl-dev) or set HOROVOD_NCCL_HOME, or say --gpu "
+            "off: then gradients travel through host memory."
+        )
+    return version[1]
 
 
 def _nccl_header(cuda: Path) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -60,6 +61,11 @@ def under_mpi() -> bool:
     return started and os.environ.get("HOROVOD_CONTROLLER", "").lower() != "gloo"
 
 
+def gloo_allreduce() -> str:
+    """How this rank's Gloo sums over all ranks: "ring", or the way that a repaired Horovod was told."""
+    return os.environ.get(GLOO_ALLREDUCE, "ring") if "gloo_hierarchy" in repairs() else "ring"
+
+
 def waits_without_spinning() -> bool:
     """True when `horovod.torch.synchronize` sleeps; upstream's spins."""
     return "blocking_wait" in repairs() and os.environ.get(BLOCKING_WAIT) == "1"
@@ -89,14 +95,14 @@ def patience() -> Patience | None:
     """How long ranks wait for each other, by the variables of Horovod's own stall check; None where that is off.
 
     `horovodrun --no-stall-check`, `--stall-check-warning-time-seconds` and `--stall-check-shutdown-time-seconds` set
-    them. 0, and a variable that is not set, stand for what this package chooses.
+    them. One that is not set stands for what this package chooses; a shutdown time of 0 for never, as in Horovod.
     """
     if os.environ.get("HOROVOD_STALL_CHECK_DISABLE", "0") not in ("", "0"):
         return None
     warn_s = float(os.environ.get("HOROVOD_STALL_CHECK_TIME_SECONDS") or 0)
-    bound_s = float(os.environ.get("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS") or 0)
+    bound = os.environ.get("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS")
     chosen = Patience(warn_s=warn_s or None)
-    return replace(chosen, bound_s=bound_s) if bound_s else chosen
+    return replace(chosen, bound_s=float(bound) or math.inf) if bound else chosen
 
 
 def launched() -> bool:

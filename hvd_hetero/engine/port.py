@@ -6,6 +6,7 @@ are mutable and live on the CPU or on a device (numpy arrays, torch tensors). Ra
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -88,6 +89,19 @@ def gather_text(engine: Engine, text: str, *, name: str) -> list[str]:
     row = np.frombuffer(f"{' '.join(text.splitlines())}\n".encode(), dtype=np.uint8).copy()
     whole = np.asarray(engine.allgather_async(row, name=name).wait())
     return whole.tobytes().decode().splitlines()
+
+
+_LANE = re.compile(r"\.lane\.\d+")
+
+
+def in_lane(name: str, number: int) -> str:
+    """The name of one of several operations that take turns, so that the next may begin before the last has ended."""
+    return f"{name}.lane.{number}" if number else name
+
+
+def without_lane(name: str) -> str:
+    """The name that operations have in common that take turns."""
+    return _LANE.sub("", name)
 
 
 Steps = Generator[Handle, Any, Any]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import platform
 import sys
@@ -10,9 +11,13 @@ from importlib import metadata
 
 from hvd_hetero import __version__
 
+from .environment import gloo_allreduce, repairs
 from .port import Engine, gather_text
 
 PACKAGES = ("horovod", "numpy")  # and the framework
+SUMS = "Gloo's all-reduce"
+# What all ranks must have the same: ranks that differ exchange unlike messages, or wait for unlike ones.
+VITAL = {"hvd_hetero": "Install the same on all.", SUMS: "Build Horovod alike on all hosts, and set variables alike."}
 
 
 def versions(framework: str) -> dict[str, str]:
@@ -23,6 +28,10 @@ def versions(framework: str) -> dict[str, str]:
             found[name] = metadata.version(name).partition("+")[0]  # builds for unlike hardware are one version
         except metadata.PackageNotFoundError:  # as tensorflow is, where it is called tensorflow-cpu
             continue
+    edits = sorted(repairs())
+    digest = hashlib.sha256("\n".join(edits).encode()).hexdigest()[:8]
+    found["Horovod's repairs"] = f"{len(edits)} ({digest})" if edits else "none"
+    found[SUMS] = gloo_allreduce()
     return found
 
 
@@ -30,7 +39,7 @@ def check_versions(engine: Engine, mine: Mapping[str, str]) -> None:
     """Returns when all ranks have this version of this package; rank 0 warns of other differences. A collective call.
 
     Raises:
-        RuntimeError: on every rank, with who has which: ranks of unlike versions exchange unlike messages.
+        RuntimeError: on every rank, with who has which, where something of `VITAL` differs.
     """
     said = [json.loads(text) for text in gather_text(engine, json.dumps(dict(mine)), name="hvd_hetero.versions")]
     for name in mine:
@@ -40,7 +49,7 @@ def check_versions(engine: Engine, mine: Mapping[str, str]) -> None:
         if len(by_version) == 1:
             continue
         text = ", ".join(f"{version} on rank {', '.join(map(str, ranks))}" for version, ranks in by_version.items())
-        if name == "hvd_hetero":
-            raise RuntimeError(f"{name}: expected one version on all ranks. Received: {text}. Install the same on all.")
+        if name in VITAL:
+            raise RuntimeError(f"{name}: expected one version on all ranks. Received: {text}. {VITAL[name]}")
         if engine.rank == 0:
             print(f"hvd_hetero: {name} differs between ranks: {text}.", file=sys.stderr, flush=True)

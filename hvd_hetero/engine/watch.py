@@ -29,6 +29,7 @@ from . import script
 from .absence import Absence, absence_of
 from .notice import LEFT
 from .peer import Ear, Peer, ask
+from .port import without_lane
 from .remembered import Remembered
 
 PERIOD_S = 0.5  # between looks at what this rank waits for
@@ -96,7 +97,7 @@ class Watch:
     def waiting(self, operation: str, ranks: tuple[int, ...]) -> Iterator[None]:
         """While this thread waits for an operation of these global ranks."""
         thread, now = threading.get_ident(), time.monotonic()
-        turn = operation.partition(".lane.")[0]  # merges take turns in names
+        turn = without_lane(operation)
         last = self._began.get(turn)
         if last is not None:
             self._step_s.append(now - last)

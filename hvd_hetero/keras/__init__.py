@@ -1,6 +1,8 @@
 """`import hvd_hetero.keras as hvd`: Horovod for Keras 3, and training on mixed hardware.
 
-What users of `horovod.keras` know has its name and meaning here, with the back ends "tensorflow" and "torch" of Keras.
+What users of `horovod.keras` know has its name and meaning here, with the back ends "tensorflow" and "torch" of Keras,
+except that functions take and return numpy arrays, and that arguments which Keras 3 has itself are left to it
+(`gradient_accumulation_steps`). Not here: `Adasum`, `reducescatter`, `PartialDistributedOptimizer`.
 """
 
 from hvd_hetero.engine.checkpoint_file import CheckpointError

@@ -69,13 +69,14 @@ class Balancer(framework_free.Balancer):
         """Drops announcements: an epoch begins, or a fit was interrupted. The time since the last step, in which there
         may have been a validation, is not measured."""
         self._announced.clear()
+        self._ran = None
         self.resume()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from `state`; what was announced for batches after it is dropped."""
         super().load_state_dict(state)
         self._announced.clear()
-        self._told = False
+        self._told, self._ran = False, None
 
     @property
     def idle(self) -> bool:
@@ -87,7 +88,7 @@ class Balancer(framework_free.Balancer):
     def begin(self, samples: int) -> None:
         """Starts a global batch of which this rank has `samples`, in a loop without a `BalancedDataset`."""
         super().begin(samples)
-        self._told = True
+        self._told, self._ran = True, None
 
     def begin_unseen(self) -> bool:
         """Whether an announced batch begins: the exchange asks, whose gradients are there.

@@ -18,10 +18,11 @@ from hvd_hetero.engine.randomness import load_random_state, random_state
 from hvd_hetero.optimizers.attachment import PeerError
 
 from . import backend
+from .callbacks.elastic import CommitStateCallback, UpdateBatchStateCallback, UpdateEpochStateCallback
 from .content import loaded, saved
 from .function import broadcast_variables
 
-__all__ = ["KerasState", "run"]
+__all__ = ["CommitStateCallback", "KerasState", "UpdateBatchStateCallback", "UpdateEpochStateCallback", "run"]
 
 T = TypeVar("T")
 GONE = ("HorovodInternalError", "PeerError")  # by their names: TensorFlow passes on the text of an error alone

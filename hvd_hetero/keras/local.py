@@ -92,6 +92,7 @@ class LocalTraining:
         self.steps = LocalSteps(
             rule, store, engine=weighing.engine, balancer=self._balancer, way=ways.way, keeps=ways.keeps
         )
+        self.steps.rounds.batches = lambda: weighing.passes
         self._terms: float | None = None  # of the step apart whose update is being made
         self._wait_s, self._bytes_sent = 0.0, 0  # after the last step apart
 

@@ -61,6 +61,7 @@ class GradientReducer:
         self._steps: dict[tuple[Spec | None, ...], ReducedStep] = {}
         self._last: ReducedStep | None = None
         self.strategy = strategy
+        self.wait_s = 0.0  # for the exchange, in the last step
         self.local: LocalTraining | None = None  # made with the first gradients: then the variables are known
 
     @property
@@ -183,15 +184,13 @@ class ReducedStep:
             outgoing=lambda: self._weighing.outgoing(self._terms),
             write=form.write,
         )
-        if self._weighing.leads:
-            self._balancer.measure_with(form.stopwatch())
+        self._balancer.measure_with(form.stopwatch())
 
     def run(self, last: bool, flats: Sequence[Any]) -> list[Any]:
         """The merged gradients of a step, flat, given this rank's; zeros where more passes follow before the exchange.
         """
         self._owner._last = self
-        if self._weighing.leads:
-            self._balancer.begin_unseen()
+        self._balancer.runs(self._owner)
         terms = self._balancer.count_now
         assert terms is not None  # begun
         if self._passes == 0:
@@ -229,17 +228,17 @@ class ReducedStep:
         try:
             results, total = self._exchange.finish(self._scale)
         except BaseException:
-            self._balancer.unheard()
+            self._balancer.dialogue.unheard()
             raise
         finally:
             self._terms, self._passes = 0.0, 0
             self._weighing.end()
-        wait_s = time.perf_counter() - start
+        self._owner.wait_s = time.perf_counter() - start
         self._balancer.resume()
         self._weighing.incoming(self.layout, results, total, terms=terms, batches=batches)
         if self._weighing.leads:
             sent = sum(len(flat) * flat.itemsize for flat in results)
-            self._balancer.finished(wait_s=wait_s, bytes_sent=sent)
+            self._balancer.finished(wait_s=self._owner.wait_s, bytes_sent=sent)
         return results
 
     def _take(self, flats: Sequence[Any], terms: float) -> None:

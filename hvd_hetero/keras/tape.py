@@ -6,6 +6,7 @@ import importlib
 from typing import Any
 
 from hvd_hetero.optimizers.balancer import Balancer
+from hvd_hetero.optimizers.equal import EqualWeights
 from hvd_hetero.policy.topology import Topology
 
 from . import backend
@@ -13,8 +14,26 @@ from .compression import Compression
 from .optimizer import make_reducer
 from .reducer import GradientReducer
 
-# A loop wraps a new tape in every step, or in every trace of it; what reduces goes on from step to step.
-_REDUCERS: dict[tuple[Any, ...], GradientReducer] = {}
+
+class _Series:
+    """What reduces the gradients of tapes with the same arguments, from step to step: a loop wraps a new tape in every
+    step, or in every trace of it. Making one is a collective call."""
+
+    def __init__(self, **arguments: Any) -> None:
+        if arguments["balancer"] is None:  # its own, as long as this lives
+            arguments["balancer"] = EqualWeights(backend.engine(arguments["process_set"]))
+            arguments["process_set"] = None
+        self._arguments = arguments
+        self.reducer: GradientReducer = make_reducer(**arguments)
+        arguments["balancer"].engine.remember(self.rebuild)
+
+    def rebuild(self) -> None:
+        """Reduces over the ranks that there are now. A collective call."""
+        self.reducer.close()
+        self.reducer = make_reducer(**self._arguments)
+
+
+_SERIES: dict[tuple[Any, ...], _Series] = {}
 
 
 class DistributedGradientTape:
@@ -43,8 +62,8 @@ class DistributedGradientTape:
             )
         self._tape = gradtape
         key = (str(compression), op, gradient_predivide_factor, process_set, balancer, topology, bucket_bytes)
-        if key not in _REDUCERS:
-            _REDUCERS[key] = make_reducer(
+        if key not in _SERIES:
+            _SERIES[key] = _Series(
                 compression=compression,
                 op=op,
                 predivide=gradient_predivide_factor,
@@ -53,7 +72,7 @@ class DistributedGradientTape:
                 topology=topology,
                 bucket_bytes=bucket_bytes,
             )
-        self._reducer = _REDUCERS[key]
+        self._reducer = _SERIES[key].reducer
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tape, name)

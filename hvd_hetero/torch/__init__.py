@@ -1,7 +1,8 @@
 """`import hvd_hetero.torch as hvd`: everything of `horovod.torch`, and training on mixed hardware.
 
 Every public name of `horovod.torch` is here with its meaning unchanged. Added are `Balancer`, `BalancedDataLoader`,
-`BalancedBatchSampler`, `LatencyAwareLR`, and keyword arguments of `DistributedOptimizer`.
+`BalancedBatchSampler`, `LatencyAwareLR`, `LocalSGD`, `Topology`, `Checkpoint` and what goes with them, and keyword
+arguments of `DistributedOptimizer`; `Compression`, `SyncBatchNorm` and `elastic` do more than Horovod's.
 """
 
 from horovod.torch import (

@@ -17,7 +17,14 @@ from hvd_hetero.policy.partition import micro_batches
 from hvd_hetero.policy.replan import ReplanRule
 from hvd_hetero.trace.record import trace_of
 
+from .loss import mean_over_ranks
+
 Batch = TypeVar("Batch")
+
+
+def has_rows(leaf: Any) -> bool:
+    """Whether it is a tensor with samples along its first axis, and not a single number for all of them."""
+    return isinstance(leaf, torch.Tensor) and leaf.ndim > 0
 
 
 class Balancer(framework_free.Balancer):
@@ -59,13 +66,26 @@ class Balancer(framework_free.Balancer):
             trace=trace_of(run or run_folder(), rank=engine.rank, clock=time.time),
         )
 
+    def mean(self, value: Any) -> Any:
+        """The mean of `value` over the loss terms of all ranks in this batch, `value` being this rank's mean over its
+        own: a loss or a metric to be shown. A collective call, between one batch and the next.
+
+        Horovod's `allreduce` counts every rank alike, which is no mean over samples where shares differ. What a rank
+        without a sample gives counts for nothing, NaN included.
+
+        Args:
+            value: a number, or a tensor of one element.
+        """
+        name = f"hvd_hetero.{self.name}.mean"
+        return mean_over_ranks(value, terms=self.count_now or 0.0, engine=self.engine, name=name)
+
     def micro_batches(self, batch: Batch) -> Iterator[Batch]:
         """The parts of `batch`, each of at most this rank's `max_micro_batch` samples, for one `backward()` each.
 
         Their gradients add up to that of the whole, weighted by their sizes; ranks may have different numbers of
         parts. Gradients travel during the last one.
         """
-        leaves = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+        leaves = [leaf for leaf in pytree.tree_leaves(batch) if has_rows(leaf)]
         if not leaves:
             raise TypeError(f"batch: expected tensors with samples along their first axis. Received: {type(batch)}.")
         samples = len(leaves[0])
@@ -77,4 +97,4 @@ class Balancer(framework_free.Balancer):
             self.last_pass = index == len(sizes) - 1
             if len(sizes) > 1:
                 self._set_count(float(size))
-            yield pytree.tree_map(lambda leaf, part=part: leaf[part] if isinstance(leaf, torch.Tensor) else leaf, batch)
+            yield pytree.tree_map(lambda leaf, part=part: leaf[part] if has_rows(leaf) else leaf, batch)

@@ -86,7 +86,7 @@ class LatencyAwareLR:
         vars(self._root)[PLACE] = self
         # Wrapping keeps the hooks, so that this one sees the steps of the wrapped optimizer as well.
         self._watching = self._root.register_step_pre_hook(self._watch)
-        balancer.subscribe(self._advance)
+        balancer.dialogue.subscribe(self._advance)
         balancer.dependents.append(self)
         balancer.engine.remember(self.rebuild)
 
@@ -94,7 +94,7 @@ class LatencyAwareLR:
         """Goes on with the ranks that there are now. A collective call."""
         self._agreed()
         self._meter = None
-        self.balancer.subscribe(self._advance)
+        self.balancer.dialogue.subscribe(self._advance)
 
     # What a script asks ---------------------------------------------------------------------------------------------
 
@@ -136,9 +136,9 @@ class LatencyAwareLR:
 
     def _advance(self) -> None:
         self._core.advance(
-            samples=self.balancer.entered,
+            samples=self.balancer.dialogue.entered,
             global_batch_size=self.balancer.global_batch_size,
-            staleness=self.balancer.mean_staleness,
+            staleness=self.balancer.dialogue.mean_staleness,
             noise=None if self._meter is None else self._meter.take(),
         )
 

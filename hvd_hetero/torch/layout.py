@@ -119,12 +119,12 @@ class BucketLayout:
                 view, grad = self.slot[parameter][1], parameter.grad
                 if grad is not None and grad.is_sparse:
                     parameter.grad = view.to_sparse()
-                elif view.dtype == parameter.dtype:
+                elif view.dtype == parameter.dtype and view.stride() == parameter.stride():
                     parameter.grad = view
-                elif grad is None:
-                    parameter.grad = view.to(parameter.dtype)
-                else:
+                elif grad is not None and grad.stride() == parameter.stride():
                     grad.copy_(view)
+                else:  # fused optimizers go by the parameter's strides, which are others in channels_last
+                    parameter.grad = torch.empty_like(parameter).copy_(view)
 
 
 def _grouped(

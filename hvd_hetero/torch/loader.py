@@ -13,6 +13,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from hvd_hetero.optimizers.balancer import Balancer
 from hvd_hetero.optimizers.sampler import ShareSampler
 
+from .balancer import has_rows
+
 
 class BalancedBatchSampler(Sampler[list[int]]):
     """This rank's indices of each global batch, for `DataLoader(batch_sampler=...)`.
@@ -85,7 +87,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
 
 def _no_rows(batch: Any) -> Any:
     """`batch` with no rows, for a rank that has no sample in this global batch."""
-    return torch.utils._pytree.tree_map(lambda leaf: leaf[:0] if isinstance(leaf, torch.Tensor) else leaf, batch)
+    return torch.utils._pytree.tree_map(lambda leaf: leaf[:0] if has_rows(leaf) else leaf, batch)
 
 
 def _progress_bar() -> Any:

@@ -17,6 +17,7 @@ def methods_of(base: type[torch.optim.Optimizer]) -> dict[str, Callable[..., Any
     def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
         self._wrapped._opt_called = True  # for a scheduler made before wrapping
         reducer = self._reducer
+        reducer.check_in_use()
         lr = 0.0
         if closure is not None and reducer.apart:
             reducer.local.before_step()
@@ -37,8 +38,11 @@ def methods_of(base: type[torch.optim.Optimizer]) -> dict[str, Callable[..., Any
                 lr = _rate(self)
                 result = base.step(self)
         self._synchronized = False
-        reducer.finished(self, lr=lr)
+        reducer.finished(lr=lr)
         return result
+
+    # PyTorch wraps what runs the hooks of steps around a class's step, and the base's has that already.
+    step.hooked = True  # type: ignore[attr-defined]
 
     def synchronize(self: Any) -> None:
         """Returns when the gradients are reduced – which they are after backward(), but for a rank without samples."""
@@ -67,8 +71,10 @@ def methods_of(base: type[torch.optim.Optimizer]) -> dict[str, Callable[..., Any
 
     def rebuild(self: Any) -> None:
         """Reduces over the ranks that there are now. A collective call."""
-        self._reducer.close()
-        self._reducer = self._reducer_of(self._reducer.passes)
+        if not self._reducer.replaced:
+            self._reducer.close()
+            self._reducer = self._reducer_of(self._reducer.passes)
+            self._reducer.follow(self)
 
     def set_backward_passes_per_step(self: Any, passes: int) -> None:
         self._reducer.passes = passes

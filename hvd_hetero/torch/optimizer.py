@@ -137,6 +137,7 @@ def DistributedOptimizer(
         )
         if local is not None:
             reducer.local = local_steps(local, parameters, engine=weights.engine, balancer=weights, ways=ways)
+            reducer.local.rounds.batches = lambda: reducer.passes
         return reducer
 
     base = type(optimizer)
@@ -153,6 +154,7 @@ def DistributedOptimizer(
         _should_synchronize=True,
         _synchronized=False,
     )
+    distributed._reducer.follow(distributed)
     balancer.engine.remember(distributed._rebuild)
     return distributed
 

@@ -6,11 +6,14 @@ DistributedDataParallel – so clipping, `GradScaler` and whatever else looks at
 
 from __future__ import annotations
 
+import contextlib
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from hvd_hetero.engine.port import Engine
 from hvd_hetero.optimizers.balancer import Balancer
@@ -26,6 +29,9 @@ from .loss import mean_over_ranks
 from .passes import Passes
 from .state import average_state
 from .stopwatch import stopwatch_of
+
+# Who reduces a parameter's gradient: the optimizer made last, as its step() would otherwise see what another one did.
+_REDUCED_BY: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 class GradientReducer:
@@ -74,6 +80,8 @@ class GradientReducer:
         self._terms = 0.0  # of the last step, on this rank
         self._final = False  # this backward pass is the last before the exchange
         self.reduced = False  # gradients are the global ones
+        self.replaced = False  # another optimizer reduces these gradients
+        self._optimizer: Callable[[], torch.optim.Optimizer | None] = lambda: None
         self.wait_s = 0.0  # for communication, in the last step
         self.bytes_sent = 0
         self.add(parameters)
@@ -100,11 +108,34 @@ class GradientReducer:
         new = [p for p in parameters if p.requires_grad and id(p) not in known]
         for parameter in new:
             check_type(parameter)
+            before = _REDUCED_BY.get(parameter, lambda: None)()
+            if before is not None:
+                before.replace()
+            _REDUCED_BY[parameter] = weakref.ref(self)
             self._hooks.append(parameter.register_post_accumulate_grad_hook(self._hook))
         if self._weighing.leads and new:
             self._balancer.measure_with(stopwatch_of(new[0].device))
         self._parameters += new
         self._lay_out()
+
+    def follow(self, optimizer: torch.optim.Optimizer) -> None:
+        """Says whose gradients these are."""
+        self._optimizer = weakref.ref(optimizer)
+
+    def replace(self) -> None:
+        """Gives way to another optimizer of the same parameters."""
+        self.close()
+        self._balancer.detach(self)
+        self._weighing.close()
+        self.replaced = True
+
+    def check_in_use(self) -> None:
+        """Raises RuntimeError where another optimizer has taken over."""
+        if self.replaced:
+            raise RuntimeError(
+                "Expected step() of the DistributedOptimizer that was made last for these parameters. Received: that "
+                "of one before it, whose gradients are no longer reduced."
+            )
 
     def close(self) -> None:
         """Sees no gradient any more."""
@@ -143,6 +174,9 @@ class GradientReducer:
 
     def on_begin(self) -> None:
         """A global batch begins."""
+        self.reduced = False  # where a script skipped the last step
+        if self.local is not None and self.local.over:
+            self._come_together()  # so did this rank, with the last step apart
         self._weighing.begin()
 
     def on_count(self, terms: float) -> None:
@@ -186,9 +220,10 @@ class GradientReducer:
         self._ready.add(parameter)
         self._pending[index] -= 1
         if self._pending[index] == 0:
-            self._layout.fill(index, self._weight)
-            self.noise.sees(self._layout, index)
-            self._exchange.submit(index)
+            with _full_precision(parameter.device):
+                self._layout.fill(index, self._weight)
+                self.noise.sees(self._layout, index)
+                self._exchange.submit(index)
 
     def _weight_now(self) -> float:
         """c_i of this step: `p.grad` is a mean over as many terms as the last pass that had any."""
@@ -217,8 +252,8 @@ class GradientReducer:
             self._passes.begin(self._balancer.count_now or 0.0)
         self._finish()
 
-    def finished(self, optimizer: torch.optim.Optimizer, *, lr: float) -> None:
-        """Ends the step, after the update by `optimizer`; `lr`: its learning rate."""
+    def finished(self, *, lr: float) -> None:
+        """Ends the step, after the update; `lr`: its learning rate."""
         self.reduced = False
         if self._weighing.leads:
             self._balancer.finished(wait_s=self.wait_s, bytes_sent=self.bytes_sent)
@@ -228,11 +263,17 @@ class GradientReducer:
             start = time.perf_counter()
             self.bytes_sent = self.local.after_step(self._terms, lr=lr)
             if self.local.ends:
-                self.local.merge()
-                name = f"{self._weighing.name}.state"
-                average_state(optimizer, weight=self.local.samples, engine=self._engine, name=name)
+                self._come_together()
             self.wait_s = time.perf_counter() - start
             self._balancer.resume()
+
+    def _come_together(self) -> None:
+        """Ends steps apart: one model on all ranks, and one state of the optimizer."""
+        assert self.local is not None
+        self.local.merge()
+        optimizer, name = self._optimizer(), f"{self._weighing.name}.state"
+        assert optimizer is not None
+        average_state(optimizer, weight=self.local.samples, engine=self._engine, name=name)
 
     def on_epoch_end(self) -> None:
         """The samples of an epoch are used up."""
@@ -280,7 +321,8 @@ class GradientReducer:
         start = time.perf_counter()
         terms, batches = self._passes.terms, self._weighing.batches
         try:
-            results, total = self._exchange.finish(self._weighing.factor)
+            with _full_precision(self._parameters[0].device):
+                results, total = self._exchange.finish(self._weighing.factor)
         finally:
             self._pending = [len(members) for members in self._layout.members]
             self._ready.clear()
@@ -301,3 +343,10 @@ class GradientReducer:
         self._passes.clear()
         self._weighing.end()
         self.reduced = True
+
+
+def _full_precision(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Without autocast: a script may call backward() within it, hooks then run within it, and codecs multiply."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return contextlib.nullcontext()

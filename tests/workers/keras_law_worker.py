@@ -147,6 +147,32 @@ def law_2(case, floatx, bound):
     keras.config.set_dtype_policy("float32")
 
 
+def another_optimizer():
+    """Layers that are thawed later: `compile` with a new optimizer, and the same balancer."""
+    arrays, shares = data(4 * WHOLE)[:2], UNEVEN[hvd.size()]
+    arrays = tuple(array.astype("float32") for array in arrays)
+
+    def train(wrap, fit):
+        model = dense_model()
+        for rate, thawed in ((0.1, False), (0.05, True)):
+            model.layers[0].trainable = thawed
+            model.compile(optimizer=wrap(keras.optimizers.SGD(rate)), loss="mse")
+            for _ in range(2):
+                fit(model)
+        return weights_of(model)
+
+    balancer = hvd.Balancer(WHOLE, shares=shares, adaptive=False)
+    ours = train(
+        lambda optimizer: hvd.DistributedOptimizer(optimizer, balancer=balancer),
+        lambda model: model.fit(Share(arrays, shares, balancer), shuffle=False, verbose=0),
+    )
+    same_on_all(ours)
+    assert balancer.step == 15, f"each of the batches of both optimizers is one: {balancer.step}"
+    alone = train(lambda optimizer: optimizer,
+                  lambda model: model.fit(*arrays, batch_size=WHOLE, shuffle=False, verbose=0))
+    assert distance(ours, alone) <= 1e-5, distance(ours, alone)
+
+
 def batches_of_any_size():
     """Where sizes differ from batch to batch, TensorFlow loses the shapes of gradients behind a Dense of three axes."""
     keras.utils.set_random_seed(0)

@@ -131,6 +131,8 @@ def training_composes():
     for name, compression in codecs.items():
         # Each topology that is to be chosen for is timed first: one codec, and the choice of codecs, are enough of it.
         for how in ("flat", topology if name in ("int8", "auto") else "leader"):
+            if name == "per link" and how == "flat":
+                continue  # it says that there is nothing within
             found = trained(10, compression=compression, topology=how)
             error = (found - expected).abs().max() / moved
             assert alike(found), f"law 5: {name}, {how}"

@@ -110,7 +110,7 @@ class LatencyAwareLearningRate(keras.callbacks.Callback):
         name = engine.unique("hvd_hetero.latency_lr.state.")
         if first := json.loads(gather_text(engine, json.dumps(before), name=name)[0]):
             self._core.load_state_dict(first)
-        self.balancer.subscribe(self._advance)
+        self.balancer.dialogue.subscribe(self._advance)
         if self._core.measures_noise:
             self._noise = optimizer._reducer.noise
             self._noise.measuring = True
@@ -140,9 +140,9 @@ class LatencyAwareLearningRate(keras.callbacks.Callback):
     def _advance(self) -> None:
         assert self._core is not None
         self._core.advance(
-            samples=self.balancer.entered,
+            samples=self.balancer.dialogue.entered,
             global_batch_size=self.balancer.global_batch_size,
-            staleness=self.balancer.mean_staleness,
+            staleness=self.balancer.dialogue.mean_staleness,
             noise=None if self._noise is None else self._noise.take(),
         )
 

@@ -1,0 +1,174 @@
+"""What one rank tells the others with each exchange of gradients, and what it takes in of what all of them said."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from hvd_hetero.engine.port import Engine
+from hvd_hetero.policy.replan import Plan
+
+from . import control
+from .departure import Departure
+from .horizon import Horizon
+from .noise import NoiseMeter
+from .planner import Planner
+from .timesheet import Timesheet
+
+
+class Place(Protocol):
+    """Where a rank is in the order of global batches."""
+
+    step: int
+    """Index of the global batch begun last."""
+    lookahead: int
+    """Batches that this rank may deal before they are used."""
+
+
+class Dialogue:
+    """One rank's part of it, as long as the ranks are these.
+
+    Args:
+        place: where this rank is, at any time.
+        replans: whether shares may change.
+        entered: samples of a global batch, until one is heard of.
+        told: is called with each new plan.
+
+    Attributes:
+        horizon: how far this rank has dealt.
+        entered: samples of the last global batch that all have heard of.
+        staleness: of this rank in the last merge, in merges; a strategy that merges late sets it.
+        mean_staleness: over all ranks, as all of them have heard it.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        place: Place,
+        *,
+        planner: Planner,
+        timesheet: Timesheet,
+        departure: Departure,
+        replans: bool,
+        entered: float,
+        told: Callable[[Plan], None],
+    ) -> None:
+        self._engine, self._place = engine, place
+        self._planner, self._timesheet, self._departure = planner, timesheet, departure
+        self._replans, self._told = replans, told
+        self._said: dict[str, Any] = {}  # in the last exchange, of what is said again where there is nothing new
+        self._listeners: list[Callable[[], None]] = []
+        self.entered, self.staleness, self.mean_staleness = entered, 0.0, 0.0
+        self.restart()
+
+    def restart(self) -> None:
+        """Goes on from another batch."""
+        self.horizon = Horizon(self._place.step)
+
+    def subscribe(self, listener: Callable[[], None]) -> None:
+        """Calls `listener` after each exchange that leads: what it reads here is then the same on all ranks."""
+        if listener not in self._listeners:
+            self._listeners.append(listener)
+
+    # To the others --------------------------------------------------------------------------------------------------
+
+    def outgoing(
+        self,
+        *,
+        leads: bool,
+        count: float,
+        noise: NoiseMeter | None = None,
+        ahead: int = 0,
+        answers: int = 1,
+        look: control.Look | None = None,
+    ) -> list[float]:
+        """This rank's control vector. Before it hears the answer – or so many `answers`, since it says the next ones
+        in advance – it begins at most `ahead` further batches."""
+        samples, seconds = self._timesheet.reported if leads else (0.0, 0.0)
+        dealt_ahead = 0
+        if leads:
+            place = self._place
+            dealt_ahead = self.horizon.said(place.step, lookahead=place.lookahead, ahead=ahead, answers=answers)
+            self._said = {"samples": samples, "dealt_ahead": dealt_ahead, "staleness": self.staleness}
+        return control.pack(
+            ranks=self._engine.size,
+            rank=self._engine.rank,
+            count=count,
+            compute_s=seconds,
+            samples=samples,
+            dealt_ahead=dealt_ahead,
+            staleness=self.staleness if leads else 0.0,
+            failed=self._departure.failed,
+            leaves=self._departure.leaves,
+            look=look,
+            ran=self._timesheet.take_stops() if leads else None,
+            announcement=self._planner.announcement if leads and self._engine.rank == 0 else None,
+            norms=None if noise is None else noise.outgoing(),
+        )
+
+    def outgoing_in_advance(self) -> list[float]:
+        """The control vector of a rank that has nothing to say beyond what it said last."""
+        return control.pack(
+            ranks=self._engine.size, rank=self._engine.rank, count=0.0, compute_s=0.0, failed=False, announcement=None,
+            **self._said,
+        )  # fmt: skip
+
+    # From all -------------------------------------------------------------------------------------------------------
+
+    def incoming(
+        self,
+        total: Sequence[float],
+        *,
+        leads: bool,
+        noise: NoiseMeter | None = None,
+        step: int | None = None,
+        ahead: int = 0,
+    ) -> control.Report:
+        """What all ranks said, once it is taken in: measurements, a plan, a failure.
+
+        Where ranks are not all at the same batch, `step` is that of the foremost one when it spoke, and no rank begins
+        more than `ahead` further ones before it hears this: a plan holds for later ones.
+        """
+        together = step is None
+        step = self._place.step if step is None else step
+        report = control.unpack(total, ranks=self._engine.size)
+        if leads:
+            self._hear_plan(report, step, ahead)
+        if report.failed:
+            self.unheard()  # no further answer will be taken in
+            self._departure.hear_failed([self._engine.ranks[rank] for rank in report.failed], self._place.step)
+        if leads:
+            self.entered, self.mean_staleness = sum(report.samples) or self.entered, report.staleness
+            self._departure.hear_leaving(report.leaving, step + ahead)
+        if noise is not None:
+            noise.incoming(report.norms, self.entered)
+        if leads:
+            self._hear_speeds(report, step, together=together)
+            for listener in self._listeners:
+                listener()
+        return report
+
+    def _hear_plan(self, report: control.Report, step: int, ahead: int) -> None:
+        """Takes in a plan, if there is one, and lets dealing go on."""
+        with self.horizon.heard():
+            if report.announcement is not None:
+                dealt_ahead = ahead + max(report.dealt_ahead)
+                plan = self._planner.accept(report.announcement, step, dealt_ahead=dealt_ahead)
+                if plan is not None:
+                    self._told(plan)
+
+    def _hear_speeds(self, report: control.Report, step: int, *, together: bool) -> None:
+        """Takes in what each rank needed; rank 0 looks whether another plan pays."""
+        planner = self._planner
+        planner.observe(step - 1, report.samples, report.compute_s)
+        planner.steadiness.hear(step - 1, report.ran)
+        if planner.selection is not None:
+            whole_s = self._timesheet.last_step_s if together else None
+            planner.selection.hear(compute_s=report.compute_s, step_s=whole_s)
+        looks = self._engine.rank == 0 and (self._replans or planner.selection is not None)
+        if report.announcement is None and looks:
+            planner.look(step, measured_step_s=self._timesheet.usual_step_s)
+
+    def unheard(self) -> None:
+        """Says that the exchange failed: no answer will come."""
+        self.horizon.unheard()

@@ -1,0 +1,216 @@
+"""What scripts do besides the ordinary: memory formats, a second optimizer, skipped steps, batches of odd things."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("horovod.torch", reason="build it with hvd-hetero build-horovod")
+
+import hvd_hetero.torch as hvd
+from hvd_hetero.engine.local import World
+
+WHOLE, SHARES = 8, (5, 2, 1)
+
+
+def make_data(channels=3):
+    generator = torch.Generator().manual_seed(3)
+    return torch.randn(WHOLE, channels, 6, 6, generator=generator), torch.randint(0, 3, (WHOLE,), generator=generator)
+
+
+def make_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 2), nn.Flatten(), nn.Linear(36, 3))
+
+
+PROTOTYPE, WIDE = make_model(), nn.Sequential(nn.Linear(40, 64), nn.Linear(64, 40))
+
+
+def part_of(rank, shares=SHARES):
+    begin = sum(shares[:rank])
+    return slice(begin, begin + shares[rank])
+
+
+def losses(model, rank, shares=SHARES):
+    x, y = make_data()
+    return nn.functional.cross_entropy(model(x[part_of(rank, shares)]), y[part_of(rank, shares)])
+
+
+def alone(make_optimizer, steps):
+    model = copy.deepcopy(PROTOTYPE)
+    optimizer = make_optimizer(model)
+    x, y = make_data()
+    for _ in range(steps):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    return [p.detach() for p in model.parameters()]
+
+
+def same(found, expected, most=1e-5):
+    for rank in found:
+        for a, b in zip(rank, expected, strict=True):
+            assert (a - b).abs().max() <= most
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fused_optimizers_see_gradients_in_the_memory_format_of_their_parameters(dtype):
+    """They go through memory, and would take one element's gradient for another's."""
+
+    def adam(model):
+        return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=dtype == torch.float32)
+
+    def program(engine):
+        model = copy.deepcopy(PROTOTYPE).to(dtype).to(memory_format=torch.channels_last)
+        balancer = hvd.Balancer(WHOLE, engine=engine, shares=SHARES)
+        optimizer = hvd.DistributedOptimizer(adam(model), balancer=balancer)
+        for _ in range(4):
+            balancer.begin(SHARES[engine.rank])
+            optimizer.zero_grad()
+            x, y = make_data()
+            part = part_of(engine.rank)
+            nn.functional.cross_entropy(model(x[part].to(dtype)).float(), y[part]).backward()
+            assert all(p.grad.stride() == p.stride() for p in model.parameters())
+            optimizer.step()
+        return [p.detach().float() for p in model.parameters()]
+
+    found = World(3).run(program)
+    if dtype == torch.float32:
+        same(found, alone(adam, 4), most=1e-4)
+    same(found, found[0], most=0.0)
+
+
+def test_a_second_optimizer_takes_over():
+    """As one makes when layers are thawed: the first one's hooks must be gone, and plans go on."""
+
+    def sgd(model):
+        return torch.optim.SGD(model.parameters(), lr=0.1)
+
+    sums = []
+
+    def program(engine):
+        model = copy.deepcopy(PROTOTYPE)
+        balancer = hvd.Balancer(WHOLE, engine=engine, shares=SHARES)
+        first = hvd.DistributedOptimizer(sgd(model), balancer=balancer)
+        seen = []
+        submitted = engine.allreduce_async
+
+        def count(array, **options):
+            seen.append(options["name"])
+            return submitted(array, **options)
+
+        optimizer = first
+        for step in range(6):
+            if step == 3:
+                optimizer = hvd.DistributedOptimizer(sgd(model), balancer=balancer)
+                engine.allreduce_async = count
+            balancer.begin(SHARES[engine.rank])
+            optimizer.zero_grad()
+            losses(model, engine.rank).backward()
+            optimizer.step()
+        with pytest.raises(RuntimeError, match="made last for these parameters"):
+            first.step()
+        sums.append(len(seen))
+        assert balancer.timesheet.reported[0] == SHARES[engine.rank], "what is measured still goes out"
+        assert len(balancer.timesheet._meter._segments) <= 2
+        return [p.detach() for p in model.parameters()]
+
+    same(World(3).run(program), alone(sgd, 6))
+    assert sums == [3, 3, 3], "one bucket in each of three steps"
+
+
+def test_a_step_that_all_skip_leaves_no_rank_behind():
+    """The next batch has no sample for one rank, which does not even call backward()."""
+    shares = [(5, 2, 1), (5, 3, 0), (5, 2, 1)]
+
+    def program(engine):
+        model = copy.deepcopy(PROTOTYPE)
+        balancer = hvd.Balancer(WHOLE, engine=engine, shares=shares[0])
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), balancer=balancer)
+        for step, now in enumerate(shares):
+            balancer.begin(now[engine.rank])
+            optimizer.zero_grad()
+            if now[engine.rank]:
+                losses(model, engine.rank, now).backward()
+            if step > 0:
+                optimizer.step()
+        return [p.detach() for p in model.parameters()]
+
+    same(World(3).run(program), alone(lambda model: torch.optim.SGD(model.parameters(), lr=0.1), 2))
+
+
+def test_step_hooks_run_once_after_a_state_was_loaded():
+    def program(engine):
+        model = copy.deepcopy(PROTOTYPE)
+        balancer = hvd.Balancer(WHOLE, engine=engine, shares=(5, 3))
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), balancer=balancer)
+        optimizer.load_state_dict(optimizer.state_dict())
+        ran = []
+        optimizer.register_step_post_hook(lambda *arguments: ran.append(1))
+        balancer.begin((5, 3)[engine.rank])
+        losses(model, engine.rank, (5, 3)).backward()
+        optimizer.step()
+        return len(ran)
+
+    assert World(2).run(program) == [1, 1]
+
+
+class Numbered(torch.utils.data.Dataset):
+    def __len__(self):
+        return 9  # the second global batch has one sample
+
+    def __getitem__(self, index):
+        return torch.full((4,), float(index))
+
+
+def with_a_number(samples):
+    return {"x": torch.stack(samples), "how_many": torch.tensor(len(samples))}
+
+
+def test_a_number_for_the_whole_batch_is_no_row():
+    def program(engine):
+        balancer = hvd.Balancer(WHOLE, engine=engine, shares=(6, 2), max_micro_batch=3)
+        loader = hvd.BalancedDataLoader(Numbered(), balancer=balancer, collate_fn=with_a_number)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD([weight := nn.Parameter(torch.ones(4))], lr=0.1), balancer=balancer
+        )
+        rows = []
+        for batch in loader:
+            for part in balancer.micro_batches(batch):
+                rows.append(len(part["x"]))
+                (part["x"] @ weight).sum().backward()
+            optimizer.step()
+        return rows
+
+    assert World(2).run(program) == [[3, 3, 1], [2, 0]]
+
+
+def test_a_mean_over_ranks_is_one_over_samples():
+    def program(engine):
+        balancer = hvd.Balancer(WHOLE, engine=engine, shares=SHARES)
+        balancer.begin((6, 2, 0)[engine.rank])
+        value = (1.0, 5.0, float("nan"))[engine.rank]
+        return balancer.mean(value), balancer.mean(torch.tensor(value)).item()
+
+    assert World(3).run(program) == [(2.0, 2.0)] * 3
+
+
+def test_backward_within_autocast_leaves_codecs_alone():
+    def program(engine):
+        model, generator = copy.deepcopy(WIDE), torch.Generator().manual_seed(engine.rank)
+        balancer = hvd.Balancer(WHOLE, engine=engine, shares=(5, 3))
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), balancer=balancer,
+            compression=hvd.Compression.powersgd(2, warmup_steps=0),
+        )  # fmt: skip
+        for _ in range(3):
+            balancer.begin((5, 3)[engine.rank])
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                model(torch.randn((5, 3)[engine.rank], 40, generator=generator)).square().mean().backward()
+            optimizer.step()
+        return [p.detach() for p in model.parameters()]
+
+    found = World(2).run(program)
+    same(found, found[0], most=0.0)
