@@ -154,7 +154,7 @@ class Contender:
             **({"bucket_bytes": self.arguments.bucket_bytes} if self.arguments.bucket_bytes else {}),
         )
         hvd.broadcast_parameters(self.model.state_dict(), root_rank=0)
-        self.balancer.subscribe(lambda: self.waits.append(self.optimizer._reducer.wait_s))
+        self.balancer.dialogue.subscribe(lambda: self.waits.append(self.optimizer._reducer.wait_s))
 
     def step(self) -> None:
         x, y = next(self.batches)
