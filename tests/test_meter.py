@@ -63,3 +63,28 @@ def test_what_lies_between_batches_is_neither():
     rank.meter.run()
     rank.passes(5.0)  # between the update and the next batch
     assert rank.step(compute=0.4, service=0.1, link_s=0.1) == pytest.approx((0.4, 0.1))
+
+
+def test_another_stopwatch_begins_anew():
+    """A batch may have begun before anybody knew on which device it is computed: marks of two kinds do not mix."""
+
+    class Events:
+        def mark(self):
+            return ["event"]
+
+        def seconds(self, start, end):
+            assert start == end == ["event"]
+            return 0.25
+
+    rank = Rank(1.0)
+    rank.meter.run()
+    rank.passes(1.0)
+    rank.meter.pause()
+    rank.meter.run()
+    rank.meter.stopwatch = Events()
+    assert rank.meter.running
+    rank.meter.pause()
+    assert rank.meter.take_s() == 0.25
+    idle = Rank(1.0).meter
+    idle.stopwatch = Events()
+    assert not idle.running

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import time
 
 import pytest
 import torch
@@ -260,3 +261,58 @@ def test_wrong_arguments_say_what_was_expected():
             wrap("local").merge(model)
 
     World(2).run(program)
+
+
+def test_with_accumulation_no_rank_begins_more_batches_than_it_said():
+    """A plan holds beyond what ranks may have begun when they hear of it, and an update is three batches here."""
+    strategy, passes = hvd.LocalSGD(round_steps=2, bound_rounds=2, warmup_steps=0), 3
+
+    def program(engine):
+        model = copy.deepcopy(PROTOTYPE)
+        balancer = hvd.Balancer(WHOLE, engine=engine, shares=(6, 6), adaptive=False)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), balancer=balancer, strategy=strategy,
+            backward_passes_per_step=passes,
+        )  # fmt: skip
+        x, y = make_data(1)
+        fragment, ahead, sends, at = optimizer._reducer.local.rounds.fragments[0], 0, 0, 0
+        for step in range(60):
+            if engine.rank == 1 and step == 20:
+                time.sleep(0.3)
+            balancer.begin(6)
+            nn.functional.cross_entropy(model(x[:6]), y[:6]).backward()
+            if fragment.under_way:
+                ahead = max(ahead, balancer.step - at)
+            if step % passes == passes - 1:
+                optimizer.step()
+                optimizer.zero_grad()
+            if fragment.sends > sends:
+                sends, at = fragment.sends, balancer.step
+        optimizer.merge()
+        return ahead, optimizer._reducer.local.rounds.most_ahead
+
+    (ahead, said), _ = World(2).run(program)
+    assert strategy.bound_rounds * strategy.round_steps < ahead <= said
+
+
+def test_a_rank_that_skips_the_last_step_apart_comes_back_with_the_others():
+    def program(engine):
+        model = copy.deepcopy(PROTOTYPE).double()
+        balancer = hvd.Balancer(WHOLE, engine=engine, shares=(6, 6), adaptive=False)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.Adam(model.parameters(), lr=0.01), balancer=balancer,
+            strategy=hvd.LocalSGD(round_steps=2, warmup_steps=0),
+        )  # fmt: skip
+        optimizer._reducer.local._phase = lambda step: step < 8
+        x, y = make_data(12)
+        for step in range(12):
+            balancer.begin(6)
+            optimizer.zero_grad()
+            mine = slice(12 * step + 6 * engine.rank, 12 * step + 6 * engine.rank + 6)
+            nn.functional.cross_entropy(model(x[mine]), y[mine]).backward()
+            if not (engine.rank == 1 and step == 7):  # as GradScaler does, and in steps apart by itself
+                optimizer.step()
+        return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+    first, second = World(2).run(program, timeout_s=20)
+    assert torch.equal(first, second)
