@@ -372,7 +372,10 @@ def gradient_tape():
         return gradient(hvd.DistributedGradientTape(tf.GradientTape(), balancer=balancer), x, y)
 
     whole = gradient(tf.GradientTape(), tf.constant(x, tf.float32), tf.constant(y, tf.float32))
-    for call in (ours, ours, tf.function(ours)):
+    for call in (ours, ours, tf.function(ours), "others", ours):
+        if call == "others":  # as when the ranks of an elastic job have changed
+            type(balancer.engine).rebuild()
+            continue
         balancer.begin(shares[hvd.rank()])
         found = call(tf.constant(x[mine], tf.float32), tf.constant(y[mine], tf.float32))
         assert distance([g.numpy() for g in found], [g.numpy() for g in whole]) < 1e-5
