@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("horovod.torch", reason="build it with hvd-hetero build-horovod")
 
@@ -214,3 +215,24 @@ def test_backward_within_autocast_leaves_codecs_alone():
 
     found = World(2).run(program)
     same(found, found[0], most=0.0)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_reentrant_checkpoints_are_refused(shared):
+    """Also where all that is trained is within them: each segment would be taken for a backward pass of its own."""
+
+    def program(engine):
+        model = copy.deepcopy(WIDE)
+        balancer = hvd.Balancer(WHOLE, engine=engine, shares=(5, 3))
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), balancer=balancer, backward_passes_per_step=2
+        )
+        balancer.begin((5, 3)[engine.rank])
+        x = torch.randn((5, 3)[engine.rank], 40, requires_grad=True)
+        for layer in (model[0], model[1], *([model[0]] if shared else [])):
+            x = checkpoint(layer, x, use_reentrant=True)
+        with pytest.raises(RuntimeError, match="use_reentrant=False"):
+            x.sum().backward()
+        del optimizer
+
+    World(2).run(program)

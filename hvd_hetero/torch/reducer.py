@@ -30,6 +30,11 @@ from .passes import Passes
 from .state import average_state
 from .stopwatch import stopwatch_of
 
+_REENTRANT = (
+    "Expected each parameter's gradient once per backward pass. Received: {}, as reentrant checkpointing does. Use "
+    "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
+)
+
 # Who reduces a parameter's gradient: the optimizer made last, as its step() would otherwise see what another one did.
 _REDUCED_BY: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
@@ -210,10 +215,7 @@ class GradientReducer:
     def _take(self, parameter: torch.nn.Parameter) -> None:
         """Notes that a gradient is ready, and sends its bucket when that was the last one."""
         if parameter in self._ready:
-            raise RuntimeError(
-                "Expected each parameter's gradient once per backward pass. Received: one twice, as reentrant "
-                "checkpointing does. Use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
-            )
+            raise RuntimeError(_REENTRANT.format("one twice"))
         if self._weight is None:
             self._weight = self._weight_now()
         index, _ = self._layout.slot[parameter]
@@ -236,6 +238,8 @@ class GradientReducer:
 
     def _after_backward(self) -> None:
         self._callback_queued = False
+        if torch._C._current_autograd_node() is not None:  # its end is not that of the backward pass around it
+            raise RuntimeError(_REENTRANT.format("some in a backward pass within another"))
         self._passes.end(final=self._final)
         if self._final:
             self._finish()
