@@ -40,3 +40,8 @@ def test_levels_and_codecs_under_mpi(ranks):
 
 def test_process_sets_that_are_not_enabled_are_an_error_and_not_a_hang():
     run_checks(3, ["process_sets_off"], options=("-H", HOSTS[3]))
+
+
+def test_a_rank_that_ends_first_does_not_end_the_last_sum_of_another_node():
+    launched = horovodrun(3, "end_worker.py")
+    assert launched.returncode == 0 and launched.output.count("OK through") == 3, launched.output[-6000:]

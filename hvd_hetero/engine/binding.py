@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from . import elastic
+from . import elastic, farewell
 from .build import installed_build
 from .environment import is_elastic, prepare_init
 from .port import Engine
@@ -80,6 +80,12 @@ def _initialise(horovod: Any, *args: Any, **kwargs: Any) -> None:
             time.sleep(1.0)
 
 
+def shutdown(framework: str) -> None:
+    """Shuts Horovod down, once all ranks are through with what they do together."""
+    farewell.say()
+    importlib.import_module(_class(framework).binding).shutdown()
+
+
 def _restart(framework: str) -> None:
     """Initialises Horovod as it was, on the ranks that there are now; what was made on engines is rebuilt on them.
     A collective call of those ranks."""
@@ -98,7 +104,15 @@ def elastic_run(framework: str, train: Callable[..., T], *, gone: Callable[[Exce
     cls = _class(framework)
     horovod = importlib.import_module(cls.binding)
     restart = functools.partial(_restart, framework)
-    return elastic.run(train, restart=restart, size=horovod.size, recoverable=gone, explain=cls.explain)
+
+    def to_the_end(*args: Any, **kwargs: Any) -> T:
+        result = train(*args, **kwargs)
+        farewell.say()
+        return result
+
+    return elastic.run(
+        functools.wraps(train)(to_the_end), restart=restart, size=horovod.size, recoverable=gone, explain=cls.explain
+    )
 
 
 def start() -> Engine:

@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, TypeVar
 
+from . import farewell
 from .environment import patience
 from .host import host_identity
 from .port import gather_text
@@ -148,6 +149,7 @@ class ProcessSetEngine:
         if len(self.ranks) != self._binding.size():
             raise ValueError("Expected group() on the engine of all ranks, because Horovod's process sets are made by "
                              f"all ranks together. Received: the engine of ranks {self.ranks}.")
+        farewell.prepare(self)
         process_set = _process_set(members)
         return type(self)(process_set) if process_set.included() else None
 

@@ -30,6 +30,7 @@ from .function import (
     broadcast_variables,
     init,
     load_model,
+    shutdown,
 )
 from .normalization import SyncBatchNormalization
 from .optimizer import DistributedOptimizer
@@ -61,7 +62,6 @@ nccl_built = _horovod.nccl_built
 rank = _horovod.rank
 remove_process_set = _horovod.remove_process_set
 rocm_built = _horovod.rocm_built
-shutdown = _horovod.shutdown
 size = _horovod.size
 start_timeline = _horovod.start_timeline
 stop_timeline = _horovod.stop_timeline

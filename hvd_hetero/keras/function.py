@@ -88,6 +88,11 @@ def allgather_object(obj: Any, **arguments: Any) -> Any:
         return backend.horovod.allgather_object(obj, **arguments)
 
 
+def shutdown() -> None:
+    """Shuts Horovod down. With a topology, once all ranks are through with the last step, or after ten seconds."""
+    binding.shutdown(backend.NAME)
+
+
 def barrier(process_set: Any = None) -> None:
     """Returns when all ranks have called it."""
     engine = backend.engine(process_set)

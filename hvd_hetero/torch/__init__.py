@@ -61,7 +61,6 @@ from horovod.torch import (
     reducescatter_async,
     remove_process_set,
     rocm_built,
-    shutdown,
     size,
     sparse_allreduce_async,
     start_timeline,
@@ -81,7 +80,7 @@ from . import elastic
 from .balancer import Balancer
 from .checkpoint import Checkpoint
 from .compression import Compression
-from .function import broadcast_optimizer_state, broadcast_parameters, init, synchronize
+from .function import broadcast_optimizer_state, broadcast_parameters, init, shutdown, synchronize
 from .latency_lr import LatencyAwareLR
 from .loader import BalancedBatchSampler, BalancedDataLoader
 from .optimizer import DistributedOptimizer

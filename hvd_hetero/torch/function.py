@@ -32,6 +32,11 @@ def init(*args: Any, **kwargs: Any) -> None:
     binding.init("torch", *args, **kwargs)
 
 
+def shutdown() -> None:
+    """Shuts Horovod down. With a topology, once all ranks are through with the last step, or after ten seconds."""
+    binding.shutdown("torch")
+
+
 def synchronize(handle: Any) -> Any:
     """The result of an asynchronous operation; sleeps until it is there, where Horovod's own spins. Long waits are
     explained, and ended at last."""
