@@ -1,5 +1,6 @@
 """The engines without Horovod: the contract, and what threads add to it."""
 
+import gc
 import threading
 
 import numpy as np
@@ -8,6 +9,7 @@ from contract import check_engine
 
 from hvd_hetero.engine.local import SoloEngine, World
 from hvd_hetero.engine.port import Chain, CollectiveError, Engine, in_lane, without_lane
+from hvd_hetero.engine.remembered import Remembered
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])
@@ -137,3 +139,26 @@ def test_operations_that_take_turns_have_one_name_in_common():
     names = [f"{in_lane('balancer1.lanes', number)}.bucket.0" for number in range(12)]
     assert len(set(names)) == 12
     assert {without_lane(name) for name in names} == {"balancer1.lanes.bucket.0"}
+
+
+def test_what_nothing_holds_any_more_is_not_remembered():
+    """Whether rubbish that holds itself was collected yet differs between ranks, and what is called is collective."""
+    called = []
+
+    class Thing:
+        def __init__(self):
+            self.itself = self
+
+        def rebuild(self):
+            called.append(self)
+
+    gc.disable()
+    try:
+        kept, remembered = Thing(), Remembered()
+        for thing in (kept, Thing()):
+            remembered.add(thing.rebuild)
+        del thing
+        remembered.call()
+    finally:
+        gc.enable()
+    assert called == [kept]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +21,9 @@ class Remembered:
             self._methods.append(reference)
 
     def call(self, **arguments: Any) -> None:
-        """Calls those whose objects live."""
+        """Calls those whose objects live: what nothing holds any more is collected first, or it would be called on those
+        ranks alone that have not come to it yet."""
+        gc.collect()
         for reference in list(self._methods):
             if (method := reference()) is not None:
                 method(**arguments)
