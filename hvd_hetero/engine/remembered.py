@@ -21,8 +21,8 @@ class Remembered:
             self._methods.append(reference)
 
     def call(self, **arguments: Any) -> None:
-        """Calls those whose objects live: what nothing holds any more is collected first, or it would be called on those
-        ranks alone that have not come to it yet."""
+        """Calls those whose objects live. What nothing holds any more is collected first: otherwise it would be called
+        on those ranks alone that have not collected it yet."""
         gc.collect()
         for reference in list(self._methods):
             if (method := reference()) is not None:
