@@ -54,6 +54,7 @@ class LocalSteps:
         store: the parameters that are trained, in the same order on all ranks.
         way: makes the way of a fragment's progress, from a name, an array, shapes and whether it is lossy.
         keeps: whether a way may keep something back.
+        batches: how many global batches an update takes.
     """
 
     def __init__(
@@ -65,12 +66,15 @@ class LocalSteps:
         balancer: Balancer,
         way: Callable[[str, Any, Sequence[tuple[int, ...]], bool], Way],
         keeps: bool,
+        batches: Callable[[], int] = lambda: 1,
     ) -> None:
         self.rule, self._engine, self._balancer, self._store = rule, engine, balancer, store
         self._way, self._keeps = way, keeps
         self._name = f"hvd_hetero.{balancer.name}.{engine.unique('local.')}"
         self._phase = phase_of(rule, balancer)
-        self.rounds = Rounds(rule, balancer=balancer, store=store, lanes=self._lanes, on_merge=self._record)
+        self.rounds = Rounds(
+            rule, balancer=balancer, store=store, lanes=self._lanes, batches=batches, on_merge=self._record
+        )
         self._bytes = [fragment.lanes[0].buffer.nbytes for fragment in self.rounds.fragments]
         self._begun = False
         self.samples = 0.0  # of steps apart, since they were last taken

@@ -43,6 +43,7 @@ class Rounds:
         lanes: of each fragment, see `Fragment`; as many merges in a row as there are further lanes can be missed. The
             control vector is of `merge_control.length(ranks)`. A function makes them, given what `outgoing` calls.
         part: of all data, this rank's own shard; for "fednova".
+        batches: how many global batches an update takes.
         on_merge: is told of each merge of fragment 0.
     """
 
@@ -54,13 +55,13 @@ class Rounds:
         store: Store,
         lanes: Callable[[Callable[[int], list[float]]], Sequence[Lanes]],
         part: float | None = None,
+        batches: Callable[[], int] = lambda: 1,
         on_merge: Callable[[dict[str, Any]], None] = lambda fields: None,
     ) -> None:
         self.rule, self.balancer = rule, balancer
         self.rank, self.size = balancer.rank, balancer.size
         self._part = 1.0 / self.size if part is None else part
-        self._on_merge = on_merge
-        self.batches: Callable[[], int] = lambda: 1  # global batches of an update
+        self._batches, self._on_merge = batches, on_merge
         self.merges = 0  # of fragment 0
         self.waits = 0  # times that this rank had to wait
         self._stepped = 0  # in this phase
@@ -96,7 +97,7 @@ class Rounds:
     @property
     def most_ahead(self) -> int:
         """Batches that a rank may begin after it has contributed and before it has to see the merge."""
-        return max(1, math.ceil(self.rule.bound_rounds * self.rule.round_steps)) * self.batches()
+        return max(1, math.ceil(self.rule.bound_rounds * self.rule.round_steps)) * self._batches()
 
     def after_step(self, samples: float, *, lr: float = 0.0, compute: tuple[float, float] = (0.0, 0.0)) -> bool:
         """Ends a local step over `samples`; sends what is due and takes in the merges that came. True if one came.

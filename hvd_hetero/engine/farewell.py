@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import sys
 import time
 from typing import Any
@@ -22,26 +21,21 @@ LIMIT_S = 10.0  # a rank that has more to do than the others, such as saving, ke
 LOOK_S = 0.005
 
 
-@functools.cache
-def expect_levels() -> None:
-    """Sees to it that this process says farewell when it ends: it takes part in sums of several levels. It is called
-    after Horovod was initialised, whose own function for the end of the process comes after ours, then."""
-    atexit.register(_at_exit)
-
-
-_said_by: list[Engine] = []  # the engine of all ranks, of the present initialisation
+_everyone: list[Engine] = []  # the engine of all ranks, where there are groups among them; at most one
 
 
 def prepare(engine: Any) -> None:
-    """Names the engine of all ranks, among which there are groups."""
-    _said_by[:] = [engine]
-    expect_levels()
+    """Names the engine of all ranks, among which there are groups, of the present initialisation."""
+    _everyone[:] = [engine]
+    # Anew, as Horovod registers its own end anew whenever it is initialised: the last one comes first.
+    atexit.unregister(_at_exit)
+    atexit.register(_at_exit)
 
 
 def say() -> None:
     """Returns when all ranks say so, when one of them is gone, or after a while. Once for each initialisation."""
-    while _said_by:
-        engine = _said_by.pop()
+    if _everyone:
+        engine = _everyone.pop()
         with contextlib.suppress(Exception):  # whatever is wrong by now, this process ends
             handle = engine.allreduce_async(np.zeros(1), name="hvd_hetero.farewell")
             deadline = time.monotonic() + LIMIT_S

@@ -66,9 +66,7 @@ def DistributedOptimizer(
     if "_reducer" in vars(optimizer):
         raise ValueError("optimizer: expected one that is not distributed yet. Received: a DistributedOptimizer.")
     local = strategy_of(strategy)
-    if balancer is None:
-        balancer = EqualWeights(backend.engine(process_set))
-        process_set = None
+    balancer = weights_of(balancer, process_set)
     if keras.config.dtype_policy().name == "mixed_float16" and not _scales(optimizer):
         optimizer = keras.optimizers.LossScaleOptimizer(optimizer, name="loss_scale_optimizer")
     # Loss scaling skips batches, and changes the scale of the next: there each batch is exchanged by itself.
@@ -78,7 +76,6 @@ def DistributedOptimizer(
         compression=compression,
         op=op,
         predivide=gradient_predivide_factor,
-        process_set=process_set,
         balancer=balancer,
         topology=topology,
         bucket_bytes=bucket_bytes,
@@ -95,23 +92,29 @@ def DistributedOptimizer(
     return distributed  # type: ignore[no-any-return]
 
 
+def weights_of(balancer: Balancer | None, process_set: Any) -> Balancer:
+    """The balancer, or where there is none, equal weights on the process set: that is a collective call."""
+    if balancer is None:
+        return EqualWeights(backend.engine(process_set))
+    if not isinstance(balancer, Balancer):
+        raise TypeError(f"balancer: expected an hvd.Balancer. Received: {balancer!r}.")
+    if process_set is not None:
+        raise ValueError("process_set: expected None with a balancer, which has its own. Received: both.")
+    return balancer
+
+
 def make_reducer(
     *,
     compression: Any,
     op: Any,
     predivide: float,
-    process_set: Any,
-    balancer: Balancer | None,
+    balancer: Balancer,
     topology: Topology | str | None,
     bucket_bytes: int | None,
     passes: int = 1,
     strategy: LocalSGD | None = None,
 ) -> GradientReducer:
     """What reduces gradients, from a user's arguments. A collective call."""
-    if balancer is not None and not isinstance(balancer, Balancer):
-        raise TypeError(f"balancer: expected an hvd.Balancer. Received: {balancer!r}.")
-    if balancer is not None and process_set is not None:
-        raise ValueError("process_set: expected None with a balancer, which has its own. Received: both.")
     if op not in (backend.horovod.Average, backend.horovod.Sum):
         raise ValueError(f"op: expected hvd.Average or hvd.Sum. Received: {op!r}.")
     if bucket_bytes is not None and bucket_bytes < 1:
@@ -119,8 +122,6 @@ def make_reducer(
     wire = Compression.named(compression)
     if not isinstance(wire, Wire):
         raise TypeError(f"compression: expected one of hvd.Compression. Received: {compression!r}.")
-    if balancer is None:
-        balancer = EqualWeights(backend.engine(process_set))
     trace = balancer.trace
     return GradientReducer(
         balancer=balancer,

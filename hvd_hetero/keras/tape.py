@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from typing import Any
 
 from hvd_hetero.optimizers.balancer import Balancer
-from hvd_hetero.optimizers.equal import EqualWeights
 from hvd_hetero.policy.topology import Topology
 
 from . import backend
 from .compression import Compression
-from .optimizer import make_reducer
+from .optimizer import make_reducer, weights_of
 from .reducer import GradientReducer
 
 
@@ -19,18 +19,15 @@ class _Series:
     """What reduces the gradients of tapes with the same arguments, from step to step: a loop wraps a new tape in every
     step, or in every trace of it. Making one is a collective call."""
 
-    def __init__(self, **arguments: Any) -> None:
-        if arguments["balancer"] is None:  # its own, as long as this lives
-            arguments["balancer"] = EqualWeights(backend.engine(arguments["process_set"]))
-            arguments["process_set"] = None
-        self._arguments = arguments
-        self.reducer: GradientReducer = make_reducer(**arguments)
-        arguments["balancer"].engine.remember(self.rebuild)
+    def __init__(self, balancer: Balancer, **arguments: Any) -> None:
+        self._reducer_of = functools.partial(make_reducer, balancer=balancer, **arguments)
+        self.reducer: GradientReducer = self._reducer_of()
+        balancer.engine.remember(self.rebuild)
 
     def rebuild(self) -> None:
         """Reduces over the ranks that there are now. A collective call."""
         self.reducer.close()
-        self.reducer = make_reducer(**self._arguments)
+        self.reducer = self._reducer_of()
 
 
 _SERIES: dict[tuple[Any, ...], _Series] = {}
@@ -64,11 +61,10 @@ class DistributedGradientTape:
         key = (str(compression), op, gradient_predivide_factor, process_set, balancer, topology, bucket_bytes)
         if key not in _SERIES:
             _SERIES[key] = _Series(
+                weights_of(balancer, process_set),
                 compression=compression,
                 op=op,
                 predivide=gradient_predivide_factor,
-                process_set=process_set,
-                balancer=balancer,
                 topology=topology,
                 bucket_bytes=bucket_bytes,
             )

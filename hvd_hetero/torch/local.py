@@ -61,9 +61,17 @@ class ParameterStore:
 
 
 def local_steps(
-    rule: LocalSGD, parameters: Sequence[torch.nn.Parameter], *, engine: Engine, balancer: Balancer, ways: Ways
+    rule: LocalSGD,
+    parameters: Sequence[torch.nn.Parameter],
+    *,
+    engine: Engine,
+    balancer: Balancer,
+    ways: Ways,
+    batches: Callable[[], int] = lambda: 1,
 ) -> LocalSteps:
     """The strategy of an optimizer of these parameters. A collective call."""
     trained = [p for p in parameters if p.requires_grad]
     store = ParameterStore(trained, rule.fragments, lambda p: ways.takes(tuple(p.shape)))
-    return LocalSteps(rule, store, engine=engine, balancer=balancer, way=ways.way, keeps=ways.keeps)
+    return LocalSteps(
+        rule, store, engine=engine, balancer=balancer, way=ways.way, keeps=ways.keeps, batches=batches
+    )

@@ -136,8 +136,9 @@ def DistributedOptimizer(
             groups=groups if groups is not None else (num_groups or None),
         )
         if local is not None:
-            reducer.local = local_steps(local, parameters, engine=weights.engine, balancer=weights, ways=ways)
-            reducer.local.rounds.batches = lambda: reducer.passes
+            reducer.local = local_steps(
+                local, parameters, engine=weights.engine, balancer=weights, ways=ways, batches=lambda: reducer.passes
+            )
         return reducer
 
     base = type(optimizer)
