@@ -65,17 +65,20 @@ def last_of(iterations: Any, passes: int) -> Any:
     return tf.equal((tf.convert_to_tensor(iterations) + 1) % passes, 0)
 
 
-def through(run: Run, layout: BucketLayout, gradients: Sequence[Any], last: Any) -> list[Any]:
-    """What `run` makes of the gradients, in their shapes and types."""
+def through(
+    run: Run, layout: BucketLayout, gradients: Sequence[Any], last: Any, variables: Sequence[Any]
+) -> list[Any]:
+    """What `run` makes of the gradients, in their shapes and types. It may read and write `variables`: it comes after
+    all that the program does with them before this, and before all that it does with them afterwards."""
     flats = [
         tf.concat([tf.cast(tf.reshape(gradients[i], [-1]), layout.specs[i].wire) for i in members], axis=0)
         for members in layout.members
     ]
-    results = tf.numpy_function(
-        lambda last, *arrays: run(bool(last), arrays), [last, *flats], [flat.dtype for flat in flats]
+    results = _on_host(
+        lambda last, *arrays: run(bool(last), arrays), [last, *flats], [flat.dtype for flat in flats], variables
     )
     reduced: dict[int, Any] = {}
-    for flat, members, length in zip(tf.nest.flatten(results), layout.members, layout.lengths, strict=True):
+    for flat, members, length in zip(results, layout.members, layout.lengths, strict=True):
         flat.set_shape([length])
         parts = tf.split(flat, [layout.specs[i].length for i in members])
         for i, part in zip(members, parts, strict=True):
@@ -84,11 +87,29 @@ def through(run: Run, layout: BucketLayout, gradients: Sequence[Any], last: Any)
 
 
 def afterwards(call: Callable[[float], None], variables: Sequence[Any], rate: Any) -> None:
-    """Calls on the host, with the learning rate, once the updates of `variables` before this are made."""
+    """Calls on the host, with the learning rate, once the updates of `variables` before this are made. It may write
+    them."""
     rate = tf.cast(tf.convert_to_tensor(rate), tf.float64)
-    # A read comes after the writes before it; the call comes after the reads, and writes the variables itself.
-    with tf.control_dependencies([tf.convert_to_tensor(v) for v in variables]):
-        tf.numpy_function(lambda lr: call(float(lr)), [rate], [])
+    _on_host(lambda lr: call(float(lr)), [rate], [], variables)
+
+
+def _on_host(
+    call: Callable[..., Any], inputs: Sequence[Any], types: Sequence[Any], variables: Sequence[Any]
+) -> list[Any]:
+    """`tf.numpy_function`, for a call that reads and writes `variables` where the graph does not see it.
+
+    It is between all that the program does with them before and after. A graph would run what does not depend on the
+    results, such as a weight decay, before or after the call or during it, on each rank as it comes. What orders it is
+    an operation on each variable before the call and one after it, of a kind of which the graph does not know that it
+    only reads.
+    """
+    handles = [] if tf.executing_eagerly() else [v.handle for v in variables]  # eagerly everything is in order
+    with tf.control_dependencies([tf.raw_ops.VarIsInitializedOp(resource=handle) for handle in handles]):
+        results = tf.nest.flatten(tf.numpy_function(call, inputs, types))
+    with tf.control_dependencies(results):
+        for handle in handles:
+            tf.raw_ops.VarIsInitializedOp(resource=handle)
+    return results
 
 
 def flat(variables: Sequence[Any], dtype: str) -> np.ndarray:

@@ -39,8 +39,10 @@ def last_of(iterations: Any, passes: int) -> bool:
 
 @torch.compiler.disable
 @torch.no_grad()
-def through(run: Run, layout: BucketLayout, gradients: Sequence[Any], last: bool) -> list[Any]:
-    """What `run` makes of the gradients, in their shapes and types."""
+def through(
+    run: Run, layout: BucketLayout, gradients: Sequence[Any], last: bool, variables: Sequence[Any]
+) -> list[Any]:
+    """What `run` makes of the gradients, in their shapes and types. It may read and write `variables`."""
     flats = [
         torch.cat([gradients[i].reshape(-1).to(_TYPES[layout.specs[i].wire]) for i in members])
         for members in layout.members

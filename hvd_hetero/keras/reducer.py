@@ -85,7 +85,10 @@ class GradientReducer:
         With several `passes`, those of their mean times their number, at each `passes`-th of the `iterations`; zeros
         in between. The first call for gradients of these shapes is a collective one.
         """
-        self._variables = [v for g, v in zip(gradients, variables, strict=True) if g is not None]
+        # What a tape is asked for may be a tensor as well.
+        self._variables = [
+            v for g, v in zip(gradients, variables, strict=True) if g is not None and hasattr(v, "assign")
+        ]
         found = [self._form.dense(g, v) for g, v in zip(gradients, variables, strict=True)]
         specs = tuple(None if g is None else self._form.spec(g) for g in found)
         if self.strategy is not None:
@@ -100,7 +103,8 @@ class GradientReducer:
         present = [g for g in found if g is not None]
         if not present:
             return found
-        reduced = iter(self._form.through(step.run, step.layout, present, self._form.last_of(iterations, self.passes)))
+        last = self._form.last_of(iterations, self.passes)
+        reduced = iter(self._form.through(step.run, step.layout, present, last, self._variables))
         return [None if g is None else next(reduced) for g in found]
 
     # Steps apart ----------------------------------------------------------------------------------------------------
@@ -118,7 +122,8 @@ class GradientReducer:
     def updated(self, optimizer: Any, variables: Sequence[Any], rate: Any) -> None:
         """Follows the update of `variables`: sends what a step apart has done, and takes in merges, on the host."""
         if (local := self.local) is not None:
-            self._form.afterwards(lambda lr: local.after_step(lr, optimizer), variables, rate)
+            touched = [*variables, *optimizer.variables]
+            self._form.afterwards(lambda lr: local.after_step(lr, optimizer), touched, rate)
 
     def merge(self, model: Any) -> None:
         """Returns when all ranks hold one model, and with `model` its statistics as well. A collective call."""

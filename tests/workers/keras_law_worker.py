@@ -364,15 +364,17 @@ def gradient_tape():
     balancer = hvd.Balancer(WHOLE, shares=shares)
 
     def gradient(tape, x, y):
+        scale = tf.constant([1.0, 1.0, 1.0])  # a tensor, which is no variable
         with tape:
-            loss = tf.reduce_mean((model(x) - y) ** 2)
-        return tape.gradient(loss, {"of": model.trainable_variables})["of"]
+            tape.watch(scale)
+            loss = tf.reduce_mean((model(x) * scale - y) ** 2)
+        return tape.gradient(loss, {"of": [*model.trainable_variables, scale]})["of"]
 
     def ours(x, y):
         return gradient(hvd.DistributedGradientTape(tf.GradientTape(), balancer=balancer), x, y)
 
     whole = gradient(tf.GradientTape(), tf.constant(x, tf.float32), tf.constant(y, tf.float32))
-    for call in (ours, ours, tf.function(ours), "others", ours):
+    for call in (ours, tf.function(ours), ours, "others", ours):  # parameters are looked at with the second one
         if call == "others":  # as when the ranks of an elastic job have changed
             type(balancer.engine).rebuild()
             continue
@@ -422,6 +424,33 @@ def other_parameters_are_found():
 
     same_on_all(weights_of(train(1.0 + 1e-6)))
     raises("others than rank 0's on rank 1", lambda: train(2.0))
+
+
+def the_host_comes_between_updates():
+    """The exchange reads and writes variables beside the graph: as the step before left them, and before this step
+    changes them. A weight decay does not wait for gradients, so that only an order that is asked for keeps it there."""
+    x, y, _ = data(8)
+    model, balancer = dense_model(), hvd.Balancer(16, adaptive=False)
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.AdamW(1e-3, weight_decay=0.5), balancer=balancer)
+    model.compile(optimizer=optimizer, loss="mse", jit_compile=False)
+    weighing, seen = optimizer._reducer._weighing, []
+    outgoing = weighing.outgoing
+
+    def look(terms):
+        seen.append([v.numpy() for v in model.trainable_variables])
+        for variable in model.trainable_variables:
+            variable.assign(variable.numpy() + 1.0)
+        return outgoing(terms)
+
+    weighing.outgoing = look
+    for _ in range(40):
+        before = [v.numpy() for v in model.trainable_variables]
+        balancer.announce(8)
+        model.train_on_batch(x, y)
+        after = [v.numpy() for v in model.trainable_variables]
+        assert all(np.array_equal(a, b) for a, b in zip(seen[-1], before, strict=True))
+        assert all(np.abs(a - 1.0 - b).max() < 0.1 for a, b in zip(after, before, strict=True))
+    assert len(seen) == 40
 
 
 def errors_say_what_to_do():
