@@ -71,7 +71,7 @@ def main() -> None:
     arguments = parser.parse_args()
 
     tf.config.threading.set_intra_op_parallelism_threads(1)
-    tf.config.threading.set_inter_op_parallelism_threads(1)
+    tf.config.threading.set_inter_op_parallelism_threads(int(os.environ.get("IO","1")))
     keras.utils.set_random_seed(0)
     shares = [int(share) for share in arguments.shares.split(":")]
     model, rows = char_lm(arguments.width, arguments.layers), windows()

@@ -1,11 +1,12 @@
 """Gradients of the TensorFlow back end: flat in the graph, and through host memory to the exchange and back.
 
-One call leaves the graph in each step, with few flat arrays. Where a GPU computes, that is a copy to the host, the
-exchange there, and a copy back.
+In each step one call leaves the graph for each of few flat arrays, as soon as the gradients in it are there, and one
+for what all of them become. Where a GPU computes, that is a copy to the host, the exchange there, and a copy back.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,9 +16,7 @@ from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 from hvd_hetero.optimizers.meter import WallClock
 
-from .layout import BucketLayout, Spec
-
-Run = Callable[[bool, Sequence[Any]], list[Any]]
+from .layout import Spec, Step
 
 
 def dense(gradient: Any, variable: Any) -> Any:
@@ -65,18 +64,17 @@ def last_of(iterations: Any, passes: int) -> Any:
     return tf.equal((tf.convert_to_tensor(iterations) + 1) % passes, 0)
 
 
-def through(
-    run: Run, layout: BucketLayout, gradients: Sequence[Any], last: Any, variables: Sequence[Any]
-) -> list[Any]:
-    """What `run` makes of the gradients, in their shapes and types. It may read and write `variables`: it comes after
-    all that the program does with them before this, and before all that it does with them afterwards."""
-    flats = [
-        tf.concat([tf.cast(tf.reshape(gradients[i], [-1]), layout.specs[i].wire) for i in members], axis=0)
-        for members in layout.members
-    ]
-    results = _on_host(
-        lambda last, *arrays: run(bool(last), arrays), [last, *flats], [flat.dtype for flat in flats], variables
-    )
+def through(step: Step, gradients: Sequence[Any], last: Any, variables: Sequence[Any]) -> list[Any]:
+    """What `step` makes of the gradients, in their shapes and types. It may read and write `variables`."""
+    layout = step.layout
+    done = _touched(variables)
+    for index, members in enumerate(layout.members):
+        parts = [tf.cast(tf.reshape(gradients[i], [-1]), layout.specs[i].wire) for i in members]
+        take = functools.partial(step.take, index)
+        done = _called_after(done, take, [tf.concat(parts, axis=0), last], [])
+    types = [layout.specs[members[0]].wire for members in layout.members]
+    results = _called_after(done, step.finish, [last], types)
+    _touched(variables, after=results)
     reduced: dict[int, Any] = {}
     for flat, members, length in zip(results, layout.members, layout.lengths, strict=True):
         flat.set_shape([length])
@@ -90,26 +88,29 @@ def afterwards(call: Callable[[float], None], variables: Sequence[Any], rate: An
     """Calls on the host, with the learning rate, once the updates of `variables` before this are made. It may write
     them."""
     rate = tf.cast(tf.convert_to_tensor(rate), tf.float64)
-    _on_host(lambda lr: call(float(lr)), [rate], [], variables)
+    done = _called_after(_touched(variables), lambda lr: call(float(lr)), [rate], [])
+    _touched(variables, after=done)
 
 
-def _on_host(
-    call: Callable[..., Any], inputs: Sequence[Any], types: Sequence[Any], variables: Sequence[Any]
-) -> list[Any]:
-    """`tf.numpy_function`, for a call that reads and writes `variables` where the graph does not see it.
+def _called_after(done: Sequence[Any], call: Callable[..., Any], inputs: Sequence[Any], types: Sequence[Any]) -> Any:
+    """The results of a call on the host, once the tensors and operations `done` are there."""
+    with tf.control_dependencies(done):
+        return tf.nest.flatten(tf.numpy_function(call, inputs, types))
 
-    It is between all that the program does with them before and after. A graph would run what does not depend on the
-    results, such as a weight decay, before or after the call or during it, on each rank as it comes. What orders it is
-    an operation on each variable before the call and one after it, of a kind of which the graph does not know that it
-    only reads.
+
+def _touched(variables: Sequence[Any], *, after: Sequence[Any] = ()) -> list[Any]:
+    """Comes after all that the program does with the variables before this, and before all that it does with them
+    afterwards.
+
+    A call on the host that reads and writes variables is put between two of these. The graph does not see that it does,
+    and would run what does not depend on the call's results, such as a weight decay, before or after the call or
+    during it, on each rank as it comes. What orders it is an operation of a kind of which the graph does not know that
+    it only reads.
     """
-    handles = [] if tf.executing_eagerly() else [v.handle for v in variables]  # eagerly everything is in order
-    with tf.control_dependencies([tf.raw_ops.VarIsInitializedOp(resource=handle) for handle in handles]):
-        results = tf.nest.flatten(tf.numpy_function(call, inputs, types))
-    with tf.control_dependencies(results):
-        for handle in handles:
-            tf.raw_ops.VarIsInitializedOp(resource=handle)
-    return results
+    if tf.executing_eagerly():
+        return []
+    with tf.control_dependencies(after):
+        return [tf.raw_ops.VarIsInitializedOp(resource=variable.handle) for variable in variables]
 
 
 def flat(variables: Sequence[Any], dtype: str) -> np.ndarray:

@@ -11,9 +11,8 @@ import torch
 from hvd_hetero.engine.stopwatch import CudaStopwatch
 from hvd_hetero.optimizers.meter import Stopwatch, WallClock
 
-from .layout import WIRE, BucketLayout, Spec
+from .layout import WIRE, Spec, Step
 
-Run = Callable[[bool, Sequence[Any]], list[Any]]
 _TYPES = {name: getattr(torch, name) for name in WIRE}
 
 
@@ -39,16 +38,14 @@ def last_of(iterations: Any, passes: int) -> bool:
 
 @torch.compiler.disable
 @torch.no_grad()
-def through(
-    run: Run, layout: BucketLayout, gradients: Sequence[Any], last: bool, variables: Sequence[Any]
-) -> list[Any]:
-    """What `run` makes of the gradients, in their shapes and types. It may read and write `variables`."""
-    flats = [
-        torch.cat([gradients[i].reshape(-1).to(_TYPES[layout.specs[i].wire]) for i in members])
-        for members in layout.members
-    ]
+def through(step: Step, gradients: Sequence[Any], last: bool, variables: Sequence[Any]) -> list[Any]:
+    """What `step` makes of the gradients, in their shapes and types. It may read and write `variables`."""
+    layout = step.layout
+    for index, members in enumerate(layout.members):
+        parts = [gradients[i].reshape(-1).to(_TYPES[layout.specs[i].wire]) for i in members]
+        step.take(index, torch.cat(parts), last)
     reduced: dict[int, Any] = {}
-    for flat, members in zip(run(last, flats), layout.members, strict=True):
+    for flat, members in zip(step.finish(last), layout.members, strict=True):
         parts = flat.split([layout.specs[i].length for i in members])
         for i, part in zip(members, parts, strict=True):
             reduced[i] = part.view(layout.specs[i].shape).to(_TYPES[layout.specs[i].dtype])

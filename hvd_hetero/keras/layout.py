@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
-from hvd_hetero.policy.buckets import by_dtype
+from hvd_hetero.policy.buckets import as_ready
 
 # What travels. Horovod cannot sum bfloat16, and the sum of several float16 overflows: both travel as float32, which
 # holds either's range. `compression=` makes the wire narrower for those who want that.
@@ -37,10 +37,10 @@ class Spec:
 
 
 class BucketLayout:
-    """Every gradient in exactly one bucket.
+    """Every gradient in exactly one bucket: the last of the model, which are ready first, in the first one.
 
     Args:
-        specs: of the gradients.
+        specs: of the gradients, in the order of the model.
         bucket_bytes: at most so many bytes in a bucket, unless a single gradient is larger.
         tail: so many more elements at the end of a bucket that goes through no codec, if there is one.
         lossy: whether a gradient of a shape goes through a codec.
@@ -63,7 +63,9 @@ class BucketLayout:
         self.specs = list(specs)
         sizes = [spec.length * ITEM_BYTES[spec.wire] for spec in specs]
         kinds = [(spec.wire, lossy(spec.shape)) for spec in specs]
-        self.members = [list(bucket) for bucket in by_dtype(sizes, kinds, cap_bytes=bucket_bytes)]
+        back = len(specs) - 1  # backward, gradients are ready in the opposite order
+        buckets = as_ready(sizes[::-1], kinds[::-1], cap_bytes=bucket_bytes)
+        self.members = [[back - i for i in bucket] for bucket in buckets]
         self.lossy = [kinds[members[0]][1] for members in self.members]
         exact = [index for index, through in enumerate(self.lossy) if not through]
         self.tail_in = exact[-1] if exact else None
@@ -78,3 +80,17 @@ class BucketLayout:
     def shapes(self) -> list[list[tuple[int, ...]]]:
         """The shapes of each bucket's gradients."""
         return [[self.specs[i].shape for i in members] for members in self.members]
+
+
+class Step(Protocol):
+    """What is made of the gradients of a layout."""
+
+    layout: BucketLayout
+
+    def take(self, index: int, flat: Any, last: bool) -> None:
+        """Takes in bucket `index` of this rank's gradients, flat. `last`: an exchange follows, and it leaves at once.
+        """
+
+    def finish(self, last: bool) -> list[Any]:
+        """The merged gradients, flat, once all buckets are taken in; zeros where more passes come before the exchange.
+        """

@@ -104,7 +104,7 @@ class GradientReducer:
         if not present:
             return found
         last = self._form.last_of(iterations, self.passes)
-        reduced = iter(self._form.through(step.run, step.layout, present, last, self._variables))
+        reduced = iter(self._form.through(step, present, last, self._variables))
         return [None if g is None else next(reduced) for g in found]
 
     # Steps apart ----------------------------------------------------------------------------------------------------
@@ -182,6 +182,8 @@ class ReducedStep:
         )
         self._terms, self._passes = 0.0, 0  # of this rank since the last exchange
         self._apart = False  # these passes
+        self._now = 0.0  # terms of this pass
+        self._taken: set[int] = set()  # buckets of this pass
         self._exchange: WeightedExchange = self._weighing.exchange(
             self.layout,
             self.layout.shapes,
@@ -191,44 +193,80 @@ class ReducedStep:
         )
         self._balancer.measure_with(form.stopwatch())
 
-    def run(self, last: bool, flats: Sequence[Any]) -> list[Any]:
-        """The merged gradients of a step, flat, given this rank's; zeros where more passes follow before the exchange.
-        """
+    def take(self, index: int, flat: Any, last: bool) -> None:
+        """See `Step`."""
+        if index in self._taken:
+            raise RuntimeError(
+                "Expected each gradient once in a step. Received: one again, as after a step that broke off when part "
+                "of its gradients had left. Go on from a checkpoint, in a new job."
+            )
+        if not self._taken:
+            self._begin_pass()
+        self._taken.add(index)
+        self._add(index, flat)
+        if last and not self._apart:
+            self._send(index)
+
+    def finish(self, last: bool) -> list[Any]:
+        """See `Step`."""
+        self._taken.clear()
+        self._passes += 1
+        flats = [bucket[:length] for bucket, length in zip(self.layout.buckets, self.layout.lengths, strict=True)]
+        if not last:
+            return [self._owner._form.zeros_like(flat) for flat in flats]
+        self._balancer.pause()
+        results = self._own(flats) if self._apart else self._exchanged()
+        # Copies: buckets are filled again in the next step, and who gets these may keep them.
+        copied = self._owner._form.copied
+        return [copied(flat[:length]) for flat, length in zip(results, self.layout.lengths, strict=True)]
+
+    def _begin_pass(self) -> None:
         self._owner._last = self
         self._balancer.runs(self._owner)
         terms = self._balancer.count_now
         assert terms is not None  # begun
         if self._passes == 0:
             self._apart = self._owner.apart
-        self._take(flats, terms)
-        if not last:
-            return [self._owner._form.zeros_like(flat) for flat in flats]
-        self._balancer.pause()
+        self._now = terms
+        self._terms += terms
+
+    def _add(self, index: int, flat: Any) -> None:
+        """Adds this rank's mean gradient over the terms of this pass to a bucket; one over none counts for nothing,
+        whatever it is."""
+        mine = self.layout.buckets[index][: self.layout.lengths[index]]
+        terms, several = self._now, self._weighing.passes > 1
+        weight = terms if several else self._weighing.weight(terms)
+        if self._passes == 0 and terms:
+            self._owner._form.scaled_into(mine, flat, weight)
+        elif terms:
+            mine += flat * weight
+        elif self._passes == 0:
+            mine[:] = 0.0
+
+    def _send(self, index: int) -> None:
         if self._weighing.passes > 1:
-            for bucket, length in zip(self.layout.buckets, self.layout.lengths, strict=True):
-                bucket[:length] *= 1.0 / self._weighing.unit
-        results = self._own() if self._apart else self._exchanged()
-        # Copies: buckets are filled again in the next step, and who gets these may keep them.
-        copied = self._owner._form.copied
-        return [copied(flat[:length]) for flat, length in zip(results, self.layout.lengths, strict=True)]
+            self.layout.buckets[index][: self.layout.lengths[index]] *= 1.0 / self._weighing.unit
+        self._weighing.noise.sees(self.layout, index)
+        self._exchange.submit(index)
 
     def _scale(self, total: Sequence[float]) -> float:
         """What turns the sum of c_i g_i over all terms into what an optimizer that accumulates is given."""
         return self._weighing.factor(total) * self._weighing.passes / self._weighing.batches
 
-    def _own(self) -> list[Any]:
+    def _own(self, flats: Sequence[Any]) -> list[Any]:
         """This rank's own mean gradients, of a step apart; zeros where it has no sample."""
         local, terms, factor = self._owner.local, self._terms, self._scale([self._terms])
         assert local is not None
+        if self._weighing.passes > 1:
+            factor /= self._weighing.unit
         self._terms, self._passes = 0.0, 0
         self._weighing.end()
         local.before_step(terms)
-        return [bucket * factor for bucket in self.layout.buckets]
+        return [flat * factor for flat in flats]
 
     def _exchanged(self) -> list[Any]:
         """The mean gradients over all ranks' loss terms."""
         start = time.perf_counter()
-        self._submit()
         terms, batches = self._terms, self._weighing.batches
         try:
             results, total = self._exchange.finish(self._scale)
@@ -246,29 +284,11 @@ class ReducedStep:
             self._balancer.finished(wait_s=self._owner.wait_s, bytes_sent=sent)
         return results
 
-    def _take(self, flats: Sequence[Any], terms: float) -> None:
-        """Adds this rank's mean gradient over `terms` loss terms to the buckets; one over none counts for nothing,
-        whatever it is."""
-        weight = terms if self._weighing.passes > 1 else self._weighing.weight(terms)
-        for bucket, length, flat in zip(self.layout.buckets, self.layout.lengths, flats, strict=True):
-            if self._passes == 0 and terms:
-                self._owner._form.scaled_into(bucket[:length], flat, weight)
-            elif terms:
-                bucket[:length] += flat * weight
-            elif self._passes == 0:
-                bucket[:length] = 0.0
-        self._terms += terms
-        self._passes += 1
-
-    def _submit(self) -> None:
-        for index in range(len(self.layout.buckets)):
-            self._weighing.noise.sees(self.layout, index)
-            self._exchange.submit(index)
-
     def withdraw(self) -> Callable[[], bool]:
         """See `GradientReducer.withdraw`."""
         self._terms = 0.0
-        for bucket in self.layout.buckets:
-            bucket[:] = 0.0
-        self._submit()
+        for index, bucket in enumerate(self.layout.buckets):
+            if index not in self._exchange.submitted:
+                bucket[:] = 0.0
+                self._exchange.submit(index)
         return self._exchange.done

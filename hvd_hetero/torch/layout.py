@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from hvd_hetero.policy.buckets import by_dtype
+from hvd_hetero.policy.buckets import as_ready
 
 # What travels. Horovod cannot sum bfloat16, and the sum of several float16 overflows: both travel as float32, which
 # holds either's range. `compression=` makes the wire narrower for those who want that.
@@ -25,11 +25,6 @@ def check_type(parameter: torch.nn.Parameter) -> None:
             f"Expected parameters of a real floating type. Received: {parameter.dtype}, shape {list(parameter.shape)}."
         )
 
-
-# The last bucket has no backward pass left to hide behind, so it holds at most half of all. That needs a second bucket,
-# which costs every rank an operation, about 1 ms of CPU: a model with fewer bytes than this keeps one bucket, as what
-# could be hidden is worth less (2 MB on ranks of 0.2 to 0.8 cores: one bucket 183-261 ms a step, two 195-280).
-OVERLAP_BYTES = 4 * 2**20
 
 Groups = int | Sequence[Sequence[torch.nn.Parameter]] | None
 
@@ -151,7 +146,5 @@ def _grouped(
     rest = [p for p in ready_order if id(p) not in taken]
     sizes = [p.numel() * WIRE[p.dtype].itemsize for p in rest]
     kinds = [(WIRE[p.dtype], p.device, lossy(p)) for p in rest]
-    last = min(bucket_bytes, sum(sizes) // 2) if sum(sizes) > OVERLAP_BYTES else bucket_bytes
-    buckets = by_dtype(sizes, kinds, cap_bytes=bucket_bytes, last_cap_bytes=last)
-    chosen += [[rest[i] for i in bucket] for bucket in buckets]
+    chosen += [[rest[i] for i in bucket] for bucket in as_ready(sizes, kinds, cap_bytes=bucket_bytes)]
     return chosen
