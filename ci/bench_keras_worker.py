@@ -68,10 +68,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--width", type=int, default=136)
     parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--inter-op-threads", type=int, default=1, help="operations that a rank runs side by side")
+    parser.add_argument("--bucket-bytes", type=int)
     arguments = parser.parse_args()
 
     tf.config.threading.set_intra_op_parallelism_threads(1)
-    tf.config.threading.set_inter_op_parallelism_threads(int(os.environ.get("IO","1")))
+    tf.config.threading.set_inter_op_parallelism_threads(arguments.inter_op_threads)
     keras.utils.set_random_seed(0)
     shares = [int(share) for share in arguments.shares.split(":")]
     model, rows = char_lm(arguments.width, arguments.layers), windows()
@@ -90,7 +92,7 @@ def main() -> None:
         optimizer.__class__ = averaged_by_horovod(type(optimizer))
     elif arguments.contender == "hetero":
         balancer = hvd.Balancer(global_batch_size=whole)
-        optimizer = hvd.DistributedOptimizer(optimizer, balancer=balancer)
+        optimizer = hvd.DistributedOptimizer(optimizer, balancer=balancer, bucket_bytes=arguments.bucket_bytes)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(optimizer=optimizer, loss=loss, jit_compile=False)
     draw = np.random.RandomState(rank)

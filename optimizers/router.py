@@ -169,8 +169,7 @@ class Trial:
         return result
 
     def _decide(self, array: Any, name: str) -> Steps:
-        times = self._times[1:].copy()
-        yield self._engine.allreduce_async(times, name=f"{name}.trial", op="min")
+        times = yield self._engine.allreduce_async(self._times[1:].copy(), name=f"{name}.trial", op="min")
         measured = {title: times[:, index].tolist() for index, title in enumerate(self._titles)}
         choice = confirm(measured, self._chosen, self._size_bytes)
         self._chosen = choice.route

@@ -36,8 +36,7 @@ def merged_statistics(
     largest: list[np.ndarray] = []
     if numbers:
         flat = np.concatenate([np.asarray(number, dtype=np.int64).reshape(-1) for number in numbers])
-        engine.allreduce_async(flat, name=f"{name}.most", op="max").wait()
-        largest = _in_shapes(flat, numbers)
+        largest = _in_shapes(engine.allreduce_async(flat, name=f"{name}.most", op="max").wait(), numbers)
     return [*merged, *largest]
 
 
@@ -46,8 +45,7 @@ def _summed(arrays: Sequence[np.ndarray], weight: float, engine: Engine, name: s
     flat = np.concatenate([array.reshape(-1) for array in arrays])
     # A weight of 0 leaves nothing of what a rank has, not even a NaN.
     own = flat * weight if weight else np.zeros_like(flat)
-    total = np.concatenate([[weight], own, [1.0], flat])
-    engine.allreduce_async(total, name=name).wait()
+    total = engine.allreduce_async(np.concatenate([[weight], own, [1.0], flat]), name=name).wait()
     weighted, equal = total.reshape(2, -1)
     chosen = weighted if weighted[0] > 0 else equal
     return _in_shapes(chosen[1:] / chosen[0], arrays)

@@ -38,7 +38,8 @@ class Way(Protocol):
     def is_plain(self) -> bool:
         """Whether a sum is one all-reduce of the array as it is."""
 
-    def start(self, array: Any, *, name: str) -> Handle: ...
+    def start(self, array: Any, *, name: str) -> Handle:
+        """The sum is `array`, overwritten, or an array that nobody else holds."""
 
     def settle(self, finite: bool) -> None: ...
 
@@ -160,8 +161,7 @@ class WeightedExchange:
             raise RuntimeError(f"Expected every bucket submitted before finish(). Received: {sorted(missing)} missing.")
         handles, self._handles = self._handles, {}
         control_handle, self._control_handle = self._control_handle, None
-        if control_handle is not None:
-            control_handle.wait()
+        said: Any = None if control_handle is None else control_handle.wait()
         results = [handle.wait() for _, handle in sorted(handles.items())]
         if self._keeps:
             finite = all(math.isfinite(verbs_of(result).largest(result)) for result in results)
@@ -169,7 +169,8 @@ class WeightedExchange:
                 route.settle(finite)
             if finite:
                 self._given = {}
-        said = self._control if self._rides_in is None else results[self._rides_in][-len(self._control) :]
+        if self._rides_in is not None:
+            said = results[self._rides_in][-len(self._control) :]
         sums = [float(value) for value in said.tolist()]
         factor = scale(sums)
         if factor != 1.0:

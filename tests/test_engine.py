@@ -32,8 +32,7 @@ def test_groups_reduce_among_themselves():
         if group is None:
             assert engine.rank == 1
             return None
-        total = np.array([float(engine.rank)])
-        group.allreduce_async(total, name="pair").wait()
+        total = group.allreduce_async(np.array([float(engine.rank)]), name="pair").wait()
         return group.rank, group.ranks, total.tolist()
 
     assert World(3).run(program) == [(0, (0, 2), [2.0]), None, (1, (0, 2), [2.0])]

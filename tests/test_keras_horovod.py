@@ -45,6 +45,7 @@ OF_TENSORFLOW = [
     "law_2:many_steps_per_execution,float64,1e-11",
     "batches_of_any_size",
     "the_host_comes_between_updates",
+    "buckets_leave_while_others_are_computed",
     "gradient_tape",
     "compiled_by_xla",
 ]

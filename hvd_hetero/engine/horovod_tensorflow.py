@@ -126,7 +126,7 @@ class TensorflowEngine(ProcessSetEngine):
     def allreduce_async(self, array: Any, *, name: str, op: Op = "sum") -> ThreadHandle:
         how = getattr(self._binding, _OPS[op])
         return self._start(
-            "Allreduce", [array], name, lambda x, **c: self._binding._allreduce(x, op=how, **c), into=array, op=op
+            "Allreduce", [array], name, lambda x, **c: self._binding._allreduce(x, op=how, **c), op=op
         )
 
     def allgather_async(self, array: Any, *, name: str) -> ThreadHandle:

@@ -65,7 +65,8 @@ class Engine(Protocol):
         object lives, when a wait takes unusually long; where nobody watches, never."""
 
     def allreduce_async(self, array: Any, *, name: str, op: Op = "sum") -> Handle:
-        """Reduces `array` over the group *in place*; the result is `array`. Shapes and types must be equal."""
+        """Reduces `array` over the group. Shapes and types must be equal. From here on `array` is the engine's: the
+        result may be `array`, overwritten, or another one, and then nothing is said of what `array` holds."""
 
     def allgather_async(self, array: Any, *, name: str) -> Handle:
         """The arrays of all ranks, concatenated along the first axis, whose length may differ (0 included)."""

@@ -101,8 +101,7 @@ def _kept(engine: Engine, name: str, folder: Path, key: str) -> Probe | None:
     except (ValueError, KeyError, TypeError, AttributeError):      # a file that is not ours, or half of one
         found = None
     sound = np.array([float(found is not None and found.size == engine.size)], dtype=np.float32)
-    engine.allreduce_async(sound, name=f"{name}.cache.sound", op="min").wait()
-    return found if sound[0] else None
+    return found if engine.allreduce_async(sound, name=f"{name}.cache.sound", op="min").wait()[0] else None
 
 
 def _benchmarked(engine: Engine, name: str, benchmark: Callable[[Callable[[], float]], float],

@@ -138,7 +138,7 @@ class Timer:
         for repeat in range(unseen + repeats):
             # what all ranks start from, and what each knows of the time that has passed
             passed = np.array([self._clock() - start_s])
-            engine.allreduce_async(passed, name=f"{self._name}.start", op="max").wait()
+            passed = engine.allreduce_async(passed, name=f"{self._name}.start", op="max").wait()
             if mine and float(passed[0]) > allowed_s:
                 break
             before_s = self._clock()

@@ -42,9 +42,9 @@ def allreduce(value: Any, name: str | None = None, op: Any = None, process_set: 
     if op == horovod.Average and array.dtype.kind != "f":
         array = array.astype(np.float64)
     # Horovod sums no array of no axes.
-    flat = array.reshape(-1)
-    engine.allreduce_async(flat, name=_name(engine, name, "allreduce"), op=words[op]).wait()  # type: ignore[arg-type]
-    result = flat.reshape(array.shape)
+    name, word = _name(engine, name, "allreduce"), words[op]
+    result = engine.allreduce_async(array.reshape(-1), name=name, op=word).wait()  # type: ignore[arg-type]
+    result = result.reshape(array.shape)
     return result / engine.size if op == horovod.Average else result
 
 

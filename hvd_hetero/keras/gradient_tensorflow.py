@@ -18,6 +18,8 @@ from hvd_hetero.optimizers.meter import WallClock
 
 from .layout import Spec, Step
 
+ALIGNMENT = 64
+
 
 def dense(gradient: Any, variable: Any) -> Any:
     """The gradient as a tensor: slices, as of an embedding, are summed into zeros of the variable's shape.
@@ -66,14 +68,20 @@ def last_of(iterations: Any, passes: int) -> Any:
 
 def through(step: Step, gradients: Sequence[Any], last: Any, variables: Sequence[Any]) -> list[Any]:
     """What `step` makes of the gradients, in their shapes and types. It may read and write `variables`."""
-    layout = step.layout
-    done = _touched(variables)
-    for index, members in enumerate(layout.members):
-        parts = [tf.cast(tf.reshape(gradients[i], [-1]), layout.specs[i].wire) for i in members]
-        take = functools.partial(step.take, index)
-        done = _called_after(done, take, [tf.concat(parts, axis=0), last], [])
+    layout, taken = step.layout, []
+
+    def take(index: int, flat: np.ndarray, last: Any) -> Any:
+        step.take(index, flat, bool(last))
+        return last
+
+    with tf.control_dependencies(_touched(variables)):
+        for index, members in enumerate(layout.members):
+            parts = [tf.cast(tf.reshape(gradients[i], [-1]), layout.specs[i].wire) for i in members]
+            inputs = [tf.concat(parts, axis=0), last]
+            # Not stateful, or the graph would call in this order: which are ready first depends on its threads.
+            taken.append(tf.numpy_function(functools.partial(take, index), inputs, tf.bool, stateful=False))
     types = [layout.specs[members[0]].wire for members in layout.members]
-    results = _called_after(done, step.finish, [last], types)
+    results = tf.nest.flatten(tf.numpy_function(lambda last, *taken: step.finish(bool(last)), [last, *taken], types))
     _touched(variables, after=results)
     reduced: dict[int, Any] = {}
     for flat, members, length in zip(results, layout.members, layout.lengths, strict=True):
@@ -88,14 +96,9 @@ def afterwards(call: Callable[[float], None], variables: Sequence[Any], rate: An
     """Calls on the host, with the learning rate, once the updates of `variables` before this are made. It may write
     them."""
     rate = tf.cast(tf.convert_to_tensor(rate), tf.float64)
-    done = _called_after(_touched(variables), lambda lr: call(float(lr)), [rate], [])
-    _touched(variables, after=done)
-
-
-def _called_after(done: Sequence[Any], call: Callable[..., Any], inputs: Sequence[Any], types: Sequence[Any]) -> Any:
-    """The results of a call on the host, once the tensors and operations `done` are there."""
-    with tf.control_dependencies(done):
-        return tf.nest.flatten(tf.numpy_function(call, inputs, types))
+    with tf.control_dependencies(_touched(variables)):
+        called = tf.numpy_function(lambda lr: call(float(lr)), [rate], [])
+    _touched(variables, after=tf.nest.flatten(called))
 
 
 def _touched(variables: Sequence[Any], *, after: Sequence[Any] = ()) -> list[Any]:
@@ -119,7 +122,11 @@ def flat(variables: Sequence[Any], dtype: str) -> np.ndarray:
 
 
 def zeros(length: int, dtype: str) -> np.ndarray:
-    return np.zeros(length, dtype=dtype)
+    """Where TensorFlow takes arrays as they are, instead of copying them: at a multiple of so many bytes."""
+    size = length * np.dtype(dtype).itemsize
+    found: np.ndarray = np.zeros(size + ALIGNMENT, np.uint8)
+    start = -found.ctypes.data % ALIGNMENT
+    return found[start : start + size].view(dtype)
 
 
 zeros_like = np.zeros_like

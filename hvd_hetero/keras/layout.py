@@ -88,8 +88,8 @@ class Step(Protocol):
     layout: BucketLayout
 
     def take(self, index: int, flat: Any, last: bool) -> None:
-        """Takes in bucket `index` of this rank's gradients, flat. `last`: an exchange follows, and it leaves at once.
-        """
+        """Takes in bucket `index` of this rank's gradients, flat; from any thread, in any order. `last`: an exchange
+        follows, and it leaves at once."""
 
     def finish(self, last: bool) -> list[Any]:
         """The merged gradients, flat, once all buckets are taken in; zeros where more passes come before the exchange.

@@ -7,6 +7,7 @@ before and after it – gradients made flat, and back – is in `gradient_tensor
 from __future__ import annotations
 
 import importlib
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -184,6 +185,7 @@ class ReducedStep:
         self._apart = False  # these passes
         self._now = 0.0  # terms of this pass
         self._taken: set[int] = set()  # buckets of this pass
+        self._taking = threading.Lock()
         self._exchange: WeightedExchange = self._weighing.exchange(
             self.layout,
             self.layout.shapes,
@@ -200,12 +202,13 @@ class ReducedStep:
                 "Expected each gradient once in a step. Received: one again, as after a step that broke off when part "
                 "of its gradients had left. Go on from a checkpoint, in a new job."
             )
-        if not self._taken:
-            self._begin_pass()
-        self._taken.add(index)
-        self._add(index, flat)
-        if last and not self._apart:
-            self._send(index)
+        with self._taking:
+            if not self._taken:
+                self._begin_pass()
+            self._taken.add(index)
+            self._add(index, flat)
+            if last and not self._apart:
+                self._send(index)
 
     def finish(self, last: bool) -> list[Any]:
         """See `Step`."""
@@ -216,9 +219,12 @@ class ReducedStep:
             return [self._owner._form.zeros_like(flat) for flat in flats]
         self._balancer.pause()
         results = self._own(flats) if self._apart else self._exchanged()
-        # Copies: buckets are filled again in the next step, and who gets these may keep them.
-        copied = self._owner._form.copied
-        return [copied(flat[:length]) for flat, length in zip(results, self.layout.lengths, strict=True)]
+        # Who gets these may keep them, and buckets are filled again in the next step.
+        copied, layout = self._owner._form.copied, self.layout
+        return [
+            copied(flat[:length]) if flat is bucket else flat[:length]
+            for flat, bucket, length in zip(results, layout.buckets, layout.lengths, strict=True)
+        ]
 
     def _begin_pass(self) -> None:
         self._owner._last = self

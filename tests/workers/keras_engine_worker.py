@@ -18,10 +18,12 @@ def main() -> None:
     binding.init()
     engine = TensorflowEngine()
     check_engine(engine)
-    # a view is written in place too, and what is sent may be read-only
+    # a view is sent, or written in place, as well, and what is sent may be read-only
     rows = np.ones((4, 2), np.float32)
-    engine.allreduce_async(rows[:, 0], name="view").wait()
-    assert rows.tolist() == [[binding.size(), 1.0]] * 4, rows
+    assert engine.allreduce_async(rows[:, 0], name="view").wait().tolist() == [binding.size()] * 4
+    rows[:, 0] = engine.rank
+    engine.broadcast_async(rows[:, 0], root=1, name="view").wait()
+    assert rows.tolist() == [[1.0, 1.0]] * 4, rows
     fixed = np.ones(3)
     fixed.flags.writeable = False
     assert engine.allgather_async(fixed, name="fixed").wait().tolist() == [1.0] * 3 * binding.size()

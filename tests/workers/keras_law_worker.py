@@ -455,6 +455,43 @@ def the_host_comes_between_updates():
     assert len(seen) == 40
 
 
+def buckets_leave_while_others_are_computed():
+    """Here the gradient of the first layer is not computed before that of the last one is under way."""
+    import tensorflow as tf
+
+    from hvd_hetero.keras.reducer import ReducedStep
+
+    first, last = tf.Variable(tf.ones([4, 4])), tf.Variable(tf.ones([4, 4]))
+    balancer = hvd.Balancer(4 * hvd.size(), adaptive=False)
+    taken, early, take = [], [], ReducedStep.take
+
+    def wait(upstream):
+        deadline = time.monotonic() + 20.0
+        while not taken and time.monotonic() < deadline:
+            time.sleep(0.01)
+        early.append(list(taken))
+        return upstream
+
+    @tf.custom_gradient
+    def patient(x):
+        return tf.identity(x), lambda upstream: tf.ensure_shape(tf.numpy_function(wait, [upstream], tf.float32), [4, 4])
+
+    @tf.function
+    def gradient(x):
+        tape = hvd.DistributedGradientTape(tf.GradientTape(), balancer=balancer, bucket_bytes=64)
+        with tape:
+            loss = tf.reduce_mean(patient(x @ first) @ last)
+        return tape.gradient(loss, [first, last])
+
+    ReducedStep.take = lambda self, index, flat, ready: (taken.append(index), take(self, index, flat, ready))[1]
+    try:
+        balancer.begin(4)
+        gradient(tf.ones([4, 4]))
+    finally:
+        ReducedStep.take = take
+    assert early == [[0]] and taken == [0, 1], (early, taken)
+
+
 def errors_say_what_to_do():
     raises("keras.optimizers.Optimizer", lambda: hvd.DistributedOptimizer("adam"), kind=TypeError)
     raises("not distributed yet", lambda: hvd.DistributedOptimizer(hvd.DistributedOptimizer(plain_sgd())))

@@ -105,8 +105,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
         weights = [samples["val_" if key.startswith("val_") else ""] for key in keys]
         values = [float(logs[key]) for key in keys]
         weighted = [value * weight if weight else 0.0 for value, weight in zip(values, weights, strict=True)]
-        total = np.array([*weighted, *weights])
-        self._engine.allreduce_async(total, name=self._name).wait()
+        total = self._engine.allreduce_async(np.array([*weighted, *weights]), name=self._name).wait()
         for key, value, weight in zip(keys, *total.reshape(2, -1).tolist(), strict=True):
             logs[key] = value / weight if weight else math.nan
 
