@@ -275,7 +275,7 @@ def test_with_accumulation_no_rank_begins_more_batches_than_it_said():
             backward_passes_per_step=passes,
         )  # fmt: skip
         x, y = make_data(1)
-        fragment, ahead, sends, at = optimizer._reducer.local.rounds.fragments[0], 0, 0, 0
+        fragment, ahead, sends, at = optimizer._reducer.local.steps.rounds.fragments[0], 0, 0, 0
         for step in range(60):
             if engine.rank == 1 and step == 20:
                 time.sleep(0.3)
@@ -289,7 +289,7 @@ def test_with_accumulation_no_rank_begins_more_batches_than_it_said():
             if fragment.sends > sends:
                 sends, at = fragment.sends, balancer.step
         optimizer.merge()
-        return ahead, optimizer._reducer.local.rounds.most_ahead
+        return ahead, optimizer._reducer.local.steps.rounds.most_ahead
 
     (ahead, said), _ = World(2).run(program)
     assert strategy.bound_rounds * strategy.round_steps < ahead <= said
@@ -303,7 +303,7 @@ def test_a_rank_that_skips_the_last_step_apart_comes_back_with_the_others():
             torch.optim.Adam(model.parameters(), lr=0.01), balancer=balancer,
             strategy=hvd.LocalSGD(round_steps=2, warmup_steps=0),
         )  # fmt: skip
-        optimizer._reducer.local._phase = lambda step: step < 8
+        optimizer._reducer.local.steps._phase = lambda step: step < 8
         x, y = make_data(12)
         for step in range(12):
             balancer.begin(6)

@@ -1,20 +1,22 @@
-"""Local SGD behind `DistributedOptimizer(strategy=…)`: the strategy that an argument names, parameters as fragments."""
+"""Local SGD behind `DistributedOptimizer(strategy=…)`: parameters as fragments, and what a merge makes of a model."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch
 
-from hvd_hetero.engine.port import Engine
-from hvd_hetero.optimizers.balancer import Balancer
 from hvd_hetero.optimizers.fragment import fragments_by_kind
 from hvd_hetero.optimizers.local_sgd import LocalSGD
 from hvd_hetero.optimizers.local_step import LocalSteps
 from hvd_hetero.optimizers.ways import Ways
+from hvd_hetero.optimizers.weighing import Weighing
 
+from .buffers import average_buffers
 from .checksum import checksum
 from .layout import WIRE
+from .state import average_state
 
 
 class ParameterStore:
@@ -60,18 +62,46 @@ class ParameterStore:
         torch._foreach_copy_(list(members), [part.view(p.shape) for part, p in zip(parts, members, strict=True)])
 
 
-def local_steps(
-    rule: LocalSGD,
-    parameters: Sequence[torch.nn.Parameter],
-    *,
-    engine: Engine,
-    balancer: Balancer,
-    ways: Ways,
-    batches: Callable[[], int] = lambda: 1,
-) -> LocalSteps:
-    """The strategy of an optimizer of these parameters. A collective call."""
-    trained = [p for p in parameters if p.requires_grad]
-    store = ParameterStore(trained, rule.fragments, lambda p: ways.takes(tuple(p.shape)))
-    return LocalSteps(
-        rule, store, engine=engine, balancer=balancer, way=ways.way, keeps=ways.keeps, batches=batches
-    )
+class LocalTraining:
+    """The steps that ranks make apart, for one optimizer. Making one is a collective call.
+
+    Args:
+        parameters: those that are trained.
+        weighing: of their gradients.
+    """
+
+    def __init__(
+        self, rule: LocalSGD, parameters: Sequence[torch.nn.Parameter], weighing: Weighing, *, ways: Ways
+    ) -> None:
+        self._weighing = weighing
+        store = ParameterStore(parameters, rule.fragments, lambda p: ways.takes(tuple(p.shape)))
+        self.steps = LocalSteps(
+            rule, store, engine=weighing.engine, balancer=weighing.balancer, way=ways.way, keeps=ways.keeps,
+            batches=lambda: weighing.passes,
+        )  # fmt: skip
+        self._optimizer: Callable[[], torch.optim.Optimizer | None] = lambda: None
+
+    def follow(self, optimizer: torch.optim.Optimizer) -> None:
+        """Says whose steps these are."""
+        self._optimizer = weakref.ref(optimizer)
+
+    def after_step(self, terms: float, *, lr: float) -> int:
+        """After the update of a step apart over `terms` loss terms: the bytes that it sent."""
+        sent = self.steps.after_step(terms, lr=lr)
+        if self.steps.ends:
+            self.come_together()
+        return sent
+
+    def come_together(self) -> None:
+        """Ends steps apart: one model on all ranks, and one state of the optimizer. A collective call."""
+        self.steps.merge()
+        optimizer, name = self._optimizer(), f"{self._weighing.name}.state"
+        assert optimizer is not None
+        average_state(optimizer, weight=self.steps.samples, engine=self._weighing.engine, name=name)
+
+    def merge(self, model: torch.nn.Module | None) -> None:
+        """Returns when all ranks hold one model, and one model's buffers. A collective call."""
+        self.steps.merge()
+        if model is not None:
+            name = f"{self._weighing.name}.buffers"
+            average_buffers(model, weight=self.steps.take_samples(), engine=self._weighing.engine, name=name)

@@ -20,7 +20,7 @@ def methods_of(base: type[torch.optim.Optimizer]) -> dict[str, Callable[..., Any
         reducer.check_in_use()
         lr = 0.0
         if closure is not None and reducer.apart:
-            reducer.local.before_step()
+            reducer.local.steps.before_step()
             with factor_applied(self):
                 lr = _rate(self)
                 result = base.step(self, closure)
@@ -33,7 +33,7 @@ def methods_of(base: type[torch.optim.Optimizer]) -> dict[str, Callable[..., Any
             if self._should_synchronize:
                 self.synchronize()
             if reducer.apart:
-                reducer.local.before_step()
+                reducer.local.steps.before_step()
             with factor_applied(self):
                 lr = _rate(self)
                 result = base.step(self)

@@ -20,7 +20,6 @@ from hvd_hetero.policy.topology import Topology
 
 from .compression import is_ours, wire_of
 from .factor import check_no_factor
-from .local import local_steps
 from .methods import methods_of
 from .plain import plain_optimizer
 from .reducer import GradientReducer
@@ -123,9 +122,8 @@ def DistributedOptimizer(
             },
             tell=lambda name, choice: trace.event("route", bucket=name, **asdict(choice)) if trace else None,
         )
-        reducer = GradientReducer(
+        return GradientReducer(
             parameters,
-            engine=weights.engine,
             balancer=weights,
             ways=ways,
             passes=passes,
@@ -134,12 +132,8 @@ def DistributedOptimizer(
             sparse_as_dense=sparse_as_dense,
             bucket_bytes=bucket_bytes,
             groups=groups if groups is not None else (num_groups or None),
+            strategy=local,
         )
-        if local is not None:
-            reducer.local = local_steps(
-                local, parameters, engine=weights.engine, balancer=weights, ways=ways, batches=lambda: reducer.passes
-            )
-        return reducer
 
     base = type(optimizer)
     # horovod.torch.broadcast_optimizer_state tells a distributed optimizer by its module, and then steps the base.

@@ -15,19 +15,16 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hvd_hetero.engine.port import Engine
 from hvd_hetero.optimizers.balancer import Balancer
-from hvd_hetero.optimizers.local_step import LocalSteps
+from hvd_hetero.optimizers.local_sgd import LocalSGD
 from hvd_hetero.optimizers.noise import GradientNoise
 from hvd_hetero.optimizers.ways import Ways
 from hvd_hetero.optimizers.weighing import BUCKET_BYTES, Weighing
 
-from .buffers import average_buffers
 from .layout import WIRE, BucketLayout, check_type
-from .local import ParameterStore
+from .local import LocalTraining, ParameterStore
 from .loss import mean_over_ranks
 from .passes import Passes
-from .state import average_state
 from .stopwatch import stopwatch_of
 
 _REENTRANT = (
@@ -50,13 +47,13 @@ class GradientReducer:
         predivide: divides before the sum and multiplies after it, for narrow wires.
         bucket_bytes: at most so much in one operation; None: what suits the links.
         groups: parameters that travel together, instead of buckets by size.
+        strategy: a local one, where ranks make steps apart.
     """
 
     def __init__(
         self,
         parameters: Sequence[torch.nn.Parameter],
         *,
-        engine: Engine,
         balancer: Balancer,
         ways: Ways,
         passes: int,
@@ -65,12 +62,13 @@ class GradientReducer:
         sparse_as_dense: bool,
         bucket_bytes: int | None,
         groups: Sequence[Sequence[torch.nn.Parameter]] | int | None,
+        strategy: LocalSGD | None = None,
     ) -> None:
-        self._engine, self._balancer, self._ways = engine, balancer, ways
+        self._balancer, self._ways = balancer, ways
         self._sparse_as_dense, self._bucket_bytes, self._groups = sparse_as_dense, bucket_bytes, groups
         self._parameters: list[torch.nn.Parameter] = []
         self._hooks: list[Any] = []
-        self.local: LocalSteps | None = None  # the strategy, where some steps are made apart
+        self.local: LocalTraining | None = None
         self._weighing = Weighing(
             balancer,
             self,
@@ -86,10 +84,11 @@ class GradientReducer:
         self._final = False  # this backward pass is the last before the exchange
         self.reduced = False  # gradients are the global ones
         self.replaced = False  # another optimizer reduces these gradients
-        self._optimizer: Callable[[], torch.optim.Optimizer | None] = lambda: None
         self.wait_s = 0.0  # for communication, in the last step
         self.bytes_sent = 0
         self.add(parameters)
+        if strategy is not None:
+            self.local = LocalTraining(strategy, self._parameters, self._weighing, ways=ways)
 
     @property
     def noise(self) -> GradientNoise:
@@ -125,7 +124,8 @@ class GradientReducer:
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
         """Says whose gradients these are."""
-        self._optimizer = weakref.ref(optimizer)
+        if self.local is not None:
+            self.local.follow(optimizer)
 
     def replace(self) -> None:
         """Gives way to another optimizer of the same parameters."""
@@ -147,7 +147,7 @@ class GradientReducer:
         for hook in self._hooks:
             hook.remove()
         if self.local is not None:
-            self.local.abandon()
+            self.local.steps.abandon()
 
     def _lay_out(self) -> None:
         # The control vector rides in a bucket unless a codec would round it.
@@ -180,8 +180,8 @@ class GradientReducer:
     def on_begin(self) -> None:
         """A global batch begins."""
         self.reduced = False  # where a script skipped the last step
-        if self.local is not None and self.local.over:
-            self._come_together()  # so did this rank, with the last step apart
+        if self.local is not None and self.local.steps.over:
+            self.local.come_together()  # so did this rank, with the last step apart
         self._weighing.begin()
 
     def on_count(self, terms: float) -> None:
@@ -234,7 +234,7 @@ class GradientReducer:
     @property
     def apart(self) -> bool:
         """Whether this step's gradient stays this rank's own."""
-        return self.local is not None and self.local.apart()
+        return self.local is not None and self.local.steps.apart()
 
     def _after_backward(self) -> None:
         self._callback_queued = False
@@ -266,32 +266,18 @@ class GradientReducer:
             self._balancer.pause()
             start = time.perf_counter()
             self.bytes_sent = self.local.after_step(self._terms, lr=lr)
-            if self.local.ends:
-                self._come_together()
             self.wait_s = time.perf_counter() - start
             self._balancer.resume()
 
-    def _come_together(self) -> None:
-        """Ends steps apart: one model on all ranks, and one state of the optimizer."""
-        assert self.local is not None
-        self.local.merge()
-        optimizer, name = self._optimizer(), f"{self._weighing.name}.state"
-        assert optimizer is not None
-        average_state(optimizer, weight=self.local.samples, engine=self._engine, name=name)
-
     def on_epoch_end(self) -> None:
         """The samples of an epoch are used up."""
-        if self.local is not None and self.local.rule.merge_each_epoch:
-            self.local.merge()
+        if self.local is not None and self.local.steps.rule.merge_each_epoch:
+            self.local.steps.merge()
 
     def merge(self, model: torch.nn.Module | None) -> None:
         """Returns when all ranks hold one model, and one model's buffers. A collective call."""
-        if self.local is None:
-            return
-        self.local.merge()
-        if model is not None:
-            name = f"{self._weighing.name}.buffers"
-            average_buffers(model, weight=self.local.take_samples(), engine=self._engine, name=name)
+        if self.local is not None:
+            self.local.merge(model)
 
     def _submit_rest(self) -> None:
         """Sends what no hook has sent."""
@@ -305,7 +291,7 @@ class GradientReducer:
     def withdraw(self) -> Callable[[], bool]:
         """Takes part in the next exchange with nothing, without waiting; tells whether it is over."""
         if self.local is not None and self.apart:
-            return self.local.withdraw()
+            return self.local.steps.withdraw()
         self._passes.clear()
         self._submit_rest()
         return self._exchange.done
@@ -313,7 +299,7 @@ class GradientReducer:
     def mean_over_ranks(self, loss: Any) -> Any:
         """The mean of `loss` over all ranks' loss terms."""
         name, terms = f"{self._weighing.name}.loss", self._balancer.count_now or 0.0
-        return mean_over_ranks(loss, terms=terms, engine=self._engine, name=name)
+        return mean_over_ranks(loss, terms=terms, engine=self._weighing.engine, name=name)
 
     def _finish(self) -> None:
         self._terms = self._passes.terms
