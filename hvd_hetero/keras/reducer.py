@@ -1,28 +1,25 @@
 """From a list of gradients to those of the global batch: one exchange, in which all buckets travel.
 
-The host's part, on flat arrays: numpy arrays with the TensorFlow back end, tensors with the torch one. What comes
-before and after it – gradients made flat, and back – is in `gradient_tensorflow` and `gradient_torch`.
+What comes before and after it – gradients made flat, and back – is in `gradient_tensorflow` and `gradient_torch`, the
+exchange itself in `step`.
 """
 
 from __future__ import annotations
 
 import importlib
-import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hvd_hetero.optimizers.agreement import agree_text
 from hvd_hetero.optimizers.balancer import Balancer
 from hvd_hetero.optimizers.local_sgd import LocalSGD
 from hvd_hetero.optimizers.noise import GradientNoise
 from hvd_hetero.optimizers.ways import Ways
-from hvd_hetero.optimizers.weighing import BUCKET_BYTES, Weighing
-from hvd_hetero.optimizers.weighted import WeightedExchange
+from hvd_hetero.optimizers.weighing import Weighing
 
 from . import backend
-from .layout import BucketLayout, Spec
+from .layout import Spec
 from .local import LocalTraining, ParameterStore
+from .step import ReducedStep
 
 
 class GradientReducer:
@@ -157,144 +154,3 @@ class GradientReducer:
         if self._last is None:  # the others wait for this rank's shapes, and hear when its process ends
             return lambda: False
         return self._last.withdraw()
-
-
-class ReducedStep:
-    """The exchange of gradients of given shapes. Making one is a collective call."""
-
-    def __init__(self, owner: GradientReducer, specs: Sequence[Spec | None]) -> None:
-        self._owner, self._weighing, self._balancer = owner, owner._weighing, owner._balancer
-        engine, ways, form = self._weighing.engine, owner._ways, owner._form
-        agree_text(
-            engine,
-            lambda: ", ".join("none" if s is None else f"{s.dtype}{list(s.shape)}" for s in specs),
-            title="gradients",
-            name=engine.unique("hvd_hetero.gradients."),
-        )
-        present = [spec for spec in specs if spec is not None]
-        if owner._bucket_bytes is None and present:
-            owner._bucket_bytes = ways.bucket_bytes(form.zeros(0, present[0].wire), most=BUCKET_BYTES)
-        self.layout = BucketLayout(
-            present,
-            bucket_bytes=owner._bucket_bytes or BUCKET_BYTES,
-            tail=self._weighing.tail,
-            lossy=ways.takes,
-            zeros=form.zeros,
-        )
-        self._terms, self._passes = 0.0, 0  # of this rank since the last exchange
-        self._apart = False  # these passes
-        self._now = 0.0  # terms of this pass
-        self._taken: set[int] = set()  # buckets of this pass
-        self._taking = threading.Lock()
-        self._exchange: WeightedExchange = self._weighing.exchange(
-            self.layout,
-            self.layout.shapes,
-            control=form.zeros(self._weighing.tail, "float64"),
-            outgoing=lambda: self._weighing.outgoing(self._terms),
-            write=form.write,
-        )
-        self._balancer.measure_with(form.stopwatch())
-
-    def take(self, index: int, flat: Any, last: bool) -> None:
-        """See `Step`."""
-        if index in self._taken:
-            raise RuntimeError(
-                "Expected each gradient once in a step. Received: one again, as after a step that broke off when part "
-                "of its gradients had left. Go on from a checkpoint, in a new job."
-            )
-        with self._taking:
-            if not self._taken:
-                self._begin_pass()
-            self._taken.add(index)
-            self._add(index, flat)
-            if last and not self._apart:
-                self._send(index)
-
-    def finish(self, last: bool) -> list[Any]:
-        """See `Step`."""
-        self._taken.clear()
-        self._passes += 1
-        flats = [bucket[:length] for bucket, length in zip(self.layout.buckets, self.layout.lengths, strict=True)]
-        if not last:
-            return [self._owner._form.zeros_like(flat) for flat in flats]
-        self._balancer.pause()
-        results = self._own(flats) if self._apart else self._exchanged()
-        # Who gets these may keep them, and buckets are filled again in the next step.
-        copied, layout = self._owner._form.copied, self.layout
-        return [
-            copied(flat[:length]) if flat is bucket else flat[:length]
-            for flat, bucket, length in zip(results, layout.buckets, layout.lengths, strict=True)
-        ]
-
-    def _begin_pass(self) -> None:
-        self._owner._last = self
-        self._balancer.runs(self._owner)
-        terms = self._balancer.count_now
-        assert terms is not None  # begun
-        if self._passes == 0:
-            self._apart = self._owner.apart
-        self._now = terms
-        self._terms += terms
-
-    def _add(self, index: int, flat: Any) -> None:
-        """Adds this rank's mean gradient over the terms of this pass to a bucket; one over none counts for nothing,
-        whatever it is."""
-        mine = self.layout.buckets[index][: self.layout.lengths[index]]
-        terms, several = self._now, self._weighing.passes > 1
-        weight = terms if several else self._weighing.weight(terms)
-        if self._passes == 0 and terms:
-            self._owner._form.scaled_into(mine, flat, weight)
-        elif terms:
-            mine += flat * weight
-        elif self._passes == 0:
-            mine[:] = 0.0
-
-    def _send(self, index: int) -> None:
-        if self._weighing.passes > 1:
-            self.layout.buckets[index][: self.layout.lengths[index]] *= 1.0 / self._weighing.unit
-        self._weighing.noise.sees(self.layout, index)
-        self._exchange.submit(index)
-
-    def _scale(self, total: Sequence[float]) -> float:
-        """What turns the sum of c_i g_i over all terms into what an optimizer that accumulates is given."""
-        return self._weighing.factor(total) * self._weighing.passes / self._weighing.batches
-
-    def _own(self, flats: Sequence[Any]) -> list[Any]:
-        """This rank's own mean gradients, of a step apart; zeros where it has no sample."""
-        local, terms, factor = self._owner.local, self._terms, self._scale([self._terms])
-        assert local is not None
-        if self._weighing.passes > 1:
-            factor /= self._weighing.unit
-        self._terms, self._passes = 0.0, 0
-        self._weighing.end()
-        local.before_step(terms)
-        return [flat * factor for flat in flats]
-
-    def _exchanged(self) -> list[Any]:
-        """The mean gradients over all ranks' loss terms."""
-        start = time.perf_counter()
-        terms, batches = self._terms, self._weighing.batches
-        try:
-            results, total = self._exchange.finish(self._scale)
-        except BaseException:
-            self._balancer.dialogue.unheard()
-            raise
-        finally:
-            self._terms, self._passes = 0.0, 0
-            self._weighing.end()
-        self._owner.wait_s = time.perf_counter() - start
-        self._balancer.resume()
-        self._weighing.incoming(self.layout, results, total, terms=terms, batches=batches)
-        if self._weighing.leads:
-            sent = sum(len(flat) * flat.itemsize for flat in results)
-            self._balancer.finished(wait_s=self._owner.wait_s, bytes_sent=sent)
-        return results
-
-    def withdraw(self) -> Callable[[], bool]:
-        """See `GradientReducer.withdraw`."""
-        self._terms = 0.0
-        for index, bucket in enumerate(self.layout.buckets):
-            if index not in self._exchange.submitted:
-                bucket[:] = 0.0
-                self._exchange.submit(index)
-        return self._exchange.done

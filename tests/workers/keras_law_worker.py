@@ -459,7 +459,7 @@ def buckets_leave_while_others_are_computed():
     """Here the gradient of the first layer is not computed before that of the last one is under way."""
     import tensorflow as tf
 
-    from hvd_hetero.keras.reducer import ReducedStep
+    from hvd_hetero.keras.step import ReducedStep
 
     first, last = tf.Variable(tf.ones([4, 4])), tf.Variable(tf.ones([4, 4]))
     balancer = hvd.Balancer(4 * hvd.size(), adaptive=False)
