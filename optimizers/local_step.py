@@ -7,19 +7,22 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from hvd_hetero.engine.port import Engine, in_lane
+from hvd_hetero.engine.port import in_lane
 
 from . import merge_control
-from .balancer import Balancer
 from .fragment import Lane, Store
 from .local_sgd import LocalSGD
 from .phase import phase_of
 from .rounds import Lanes, Rounds
-from .weighted import Way, WeightedExchange
+from .ways import Ways
+from .weighted import WeightedExchange
+
+if TYPE_CHECKING:
+    from .weighing import Weighing
 
 
 class ParameterStore(Store, Protocol):
@@ -52,9 +55,8 @@ class LocalSteps:
 
     Args:
         store: the parameters that are trained, in the same order on all ranks.
-        way: makes the way of a fragment's progress, from a name, an array, shapes and whether it is lossy.
-        keeps: whether a way may keep something back.
-        batches: how many global batches an update takes.
+        weighing: of the optimizer's gradients.
+        ways: how a fragment's progress travels.
     """
 
     def __init__(
@@ -62,19 +64,17 @@ class LocalSteps:
         rule: LocalSGD,
         store: ParameterStore,
         *,
-        engine: Engine,
-        balancer: Balancer,
-        way: Callable[[str, Any, Sequence[tuple[int, ...]], bool], Way],
-        keeps: bool,
-        batches: Callable[[], int] = lambda: 1,
+        weighing: Weighing,
+        ways: Ways,
     ) -> None:
-        self.rule, self._engine, self._balancer, self._store = rule, engine, balancer, store
-        self._way, self._keeps = way, keeps
+        engine, balancer = weighing.engine, weighing.balancer
+        self.rule, self._engine, self._balancer, self._store, self._ways = rule, engine, balancer, store, ways
         self._name = f"hvd_hetero.{balancer.name}.{engine.unique('local.')}"
         self._phase = phase_of(rule, balancer)
         self.rounds = Rounds(
-            rule, balancer=balancer, store=store, lanes=self._lanes, batches=batches, on_merge=self._record
-        )
+            rule, balancer=balancer, store=store, lanes=self._lanes, batches=lambda: weighing.passes,
+            on_merge=self._record,
+        )  # fmt: skip
         self._bytes = [fragment.lanes[0].buffer.nbytes for fragment in self.rounds.fragments]
         self._begun = False
         self.samples = 0.0  # of steps apart, since they were last taken
@@ -88,7 +88,7 @@ class LocalSteps:
         tail = merge_control.length(self._engine.size)
         name = f"{self._name}.fragment.{index}"
         shared = self._empty(index)
-        way = self._way(name, shared, self._store.shapes(index), lossy)
+        way = self._ways.way(name, shared, self._store.shapes(index), lossy)
 
         def lane(number: int, buffer: Any) -> Lane:
             exchange = WeightedExchange(
@@ -99,7 +99,7 @@ class LocalSteps:
                 rides_in=None if lossy else 0,
                 outgoing=lambda: outgoing(index),
                 name=in_lane(name, number),
-                keeps=self._keeps,
+                keeps=self._ways.keeps,
                 write=self._store.write_control,
             )
             return Lane(exchange, buffer)

@@ -89,10 +89,7 @@ class LocalTraining:
     ) -> None:
         self._variables, self._weighing, self._balancer = list(variables), weighing, weighing.balancer
         store = ParameterStore(variables, form, count=rule.fragments, lossy=ways.takes)
-        self.steps = LocalSteps(
-            rule, store, engine=weighing.engine, balancer=self._balancer, way=ways.way, keeps=ways.keeps,
-            batches=lambda: weighing.passes,
-        )  # fmt: skip
+        self.steps = LocalSteps(rule, store, weighing=weighing, ways=ways)
         self._terms: float | None = None  # of the step apart whose update is being made
         self._wait_s, self._bytes_sent = 0.0, 0  # after the last step apart
 

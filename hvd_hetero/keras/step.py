@@ -26,6 +26,7 @@ class ReducedStep:
     def __init__(self, owner: GradientReducer, specs: Sequence[Spec | None]) -> None:
         self._owner, self._weighing, self._balancer = owner, owner._weighing, owner._balancer
         engine, ways, form = self._weighing.engine, owner._ways, owner._form
+        self._form = form
         agree_text(
             engine,
             lambda: ", ".join("none" if s is None else f"{s.dtype}{list(s.shape)}" for s in specs),
@@ -77,11 +78,11 @@ class ReducedStep:
         self._passes += 1
         flats = [bucket[:length] for bucket, length in zip(self.layout.buckets, self.layout.lengths, strict=True)]
         if not last:
-            return [self._owner._form.zeros_like(flat) for flat in flats]
+            return [self._form.zeros_like(flat) for flat in flats]
         self._balancer.pause()
         results = self._own(flats) if self._apart else self._exchanged()
         # Who gets these may keep them, and buckets are filled again in the next step.
-        copied, layout = self._owner._form.copied, self.layout
+        copied, layout = self._form.copied, self.layout
         return [
             copied(flat[:length]) if flat is bucket else flat[:length]
             for flat, bucket, length in zip(results, layout.buckets, layout.lengths, strict=True)
@@ -104,7 +105,7 @@ class ReducedStep:
         terms, several = self._now, self._weighing.passes > 1
         weight = terms if several else self._weighing.weight(terms)
         if self._passes == 0 and terms:
-            self._owner._form.scaled_into(mine, flat, weight)
+            self._form.scaled_into(mine, flat, weight)
         elif terms:
             mine += flat * weight
         elif self._passes == 0:

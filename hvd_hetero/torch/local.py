@@ -75,10 +75,7 @@ class LocalTraining:
     ) -> None:
         self._weighing = weighing
         store = ParameterStore(parameters, rule.fragments, lambda p: ways.takes(tuple(p.shape)))
-        self.steps = LocalSteps(
-            rule, store, engine=weighing.engine, balancer=weighing.balancer, way=ways.way, keeps=ways.keeps,
-            batches=lambda: weighing.passes,
-        )  # fmt: skip
+        self.steps = LocalSteps(rule, store, weighing=weighing, ways=ways)
         self._optimizer: Callable[[], torch.optim.Optimizer | None] = lambda: None
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
