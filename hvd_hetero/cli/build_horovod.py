@@ -76,21 +76,24 @@ def options_from(arguments: argparse.Namespace) -> Options:
 def recipe_for(options: Options) -> Recipe:
     """How to build in this environment; raises when something that is needed is missing."""
     frameworks = toolchain.frameworks(options.frameworks)
-    cuda = frameworks.get("torch", {}).get("cuda")
+    torch = frameworks.get("torch", {})
+    gpus_here, torch_cuda = bool(torch.pop("gpus", False)), torch.get("cuda") and str(torch["cuda"])
     compiler, compiler_version = toolchain.compiler()
     toolchain.make_program()
     cmake, _ = toolchain.cmake()
     cpu_flags = toolchain.cpu_flags()
     mpi = toolchain.mpi(options.mpi)
-    gpu = toolchain.gpu(options.gpu, str(cuda) if cuda else None, "torch" in frameworks)
+    cuda = toolchain.cuda(torch_cuda)
+    gpu = toolchain.gpu(options.gpu, torch_cuda, "torch" in frameworks, gpus_here=gpus_here)
     return Recipe(
-        edits=edits.chosen(toolchain.present(frameworks, cpu_flags), options.plain),
+        edits=edits.chosen(toolchain.present(frameworks, cpu_flags, cuda), options.plain),
         frameworks=frameworks,
         compiler=compiler,
         compiler_version=compiler_version,
         cmake=cmake,
         cpu_flags=cpu_flags,
         mpi=mpi,
+        cuda=cuda,
         gpu=gpu,
         plain=options.plain,
         jobs=options.jobs or _cores(),

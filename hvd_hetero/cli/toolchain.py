@@ -20,7 +20,8 @@ FRAMEWORKS = ("torch", "tensorflow")
 _TENSORFLOW_PACKAGES = ("tensorflow", "tensorflow-cpu", "tensorflow-gpu", "tf-nightly")
 _TORCH_PROBE = (
     "import json, torch; print(json.dumps({'version': torch.__version__, "
-    "'cxx11_abi': bool(torch._C._GLIBCXX_USE_CXX11_ABI), 'cuda': torch.version.cuda, 'hip': torch.version.hip}))"
+    "'cxx11_abi': bool(torch._C._GLIBCXX_USE_CXX11_ABI), 'cuda': torch.version.cuda, 'hip': torch.version.hip, "
+    "'gpus': torch.cuda.is_available()}))"
 )
 
 
@@ -49,7 +50,8 @@ def package_version(*packages: str) -> str | None:
 
 
 def torch_facts() -> dict[str, object] | None:
-    """PyTorch's version, C++ ABI and CUDA version, asked of it in a process of its own; None when not installed."""
+    """PyTorch's version, C++ ABI and CUDA version, and whether it finds a GPU, asked of it in a process of its own; None
+    when not installed."""
     if package_version("torch") is None:
         return None
     answer = output([sys.executable, "-c", _TORCH_PROBE])
@@ -88,15 +90,20 @@ def frameworks(asked: Sequence[str] | None) -> dict[str, dict[str, object]]:
     return found
 
 
-def present(found: Mapping[str, Mapping[str, object]], flags: Sequence[str]) -> set[str]:
-    """What edits may need, of these frameworks and flags of the processor."""
+def present(found: Mapping[str, Mapping[str, object]], flags: Sequence[str], cuda: str | None = None) -> set[str]:
+    """What edits may need, of these frameworks, flags of the processor and CUDA compiler for PyTorch's part."""
     from packaging.version import Version  # where a build goes on without it, it is installed first
 
     torch, tensorflow = found.get("torch", {}), found.get("tensorflow", {})
     # TensorFlow's packages for Linux have had the C++11 ABI since 2.10. For GPUs, PyTorch's part is compiled otherwise.
     new_enough = Version(str(tensorflow.get("version", "0"))) >= Version("2.10")
-    one_abi = bool(torch.get("cxx11_abi")) and new_enough and not (torch.get("cuda") or torch.get("hip"))
-    return {*found, *(["f16c"] if {"avx", "f16c"} <= set(flags) else []), *(["one_abi"] if one_abi else [])}
+    one_abi = bool(torch.get("cxx11_abi")) and new_enough and not (cuda or torch.get("hip"))
+    return {
+        *found,
+        *(["f16c"] if {"avx", "f16c"} <= set(flags) else []),
+        *(["one_abi"] if one_abi else []),
+        *(["no_cuda"] if torch.get("cuda") and cuda is None else []),
+    }
 
 
 def compiler() -> tuple[str, str]:
@@ -156,40 +163,59 @@ def mpi(option: str) -> str | None:
     return None
 
 
-def gpu(option: str, torch_cuda: str | None, torch_there: bool) -> str | None:
-    """The CUDA compiler's version when NCCL is to be built in, else None; `option` is "auto", "nccl" or "off"."""
+def cuda(torch_cuda: str | None) -> str | None:
+    """The version of the CUDA compiler with which Horovod's part for a PyTorch of that CUDA version is built; None for
+    a PyTorch for CPUs, or where there is no toolkit: then that part is for CPUs as well."""
+    return _nvcc() if torch_cuda is not None else None
+
+
+def gpu(option: str, torch_cuda: str | None, torch_there: bool, *, gpus_here: bool = True) -> str | None:
+    """The CUDA compiler's version when NCCL is to be built in, else None; `option` is "auto", "nccl" or "off".
+
+    "auto" is for NCCL where PyTorch is built for CUDA, and there is a GPU or all that such a build needs: what pip
+    installs on a machine without one is a PyTorch for CUDA, too.
+    """
+    if option == "off" or (option == "auto" and torch_cuda is None):
+        return None
     if option == "nccl" and torch_there and torch_cuda is None:
         raise MissingTool(
             "expected a PyTorch built for CUDA, for --gpu nccl. Received: a PyTorch for CPUs.\n"
             "  What to do: install PyTorch's CUDA build, or say --gpu off."
         )
-    home = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"))
-    nvcc = shutil.which("nvcc") or shutil.which(str(home / "bin" / "nvcc"))
-    version = re.search(r"release\s+(\S+),", output([nvcc, "--version"]) or "") if nvcc else None
-    if version is None and (option == "nccl" or torch_cuda is not None):
-        # Horovod's cmake compiles its CUDA part whenever PyTorch has one, whatever was asked for
-        why = f"because PyTorch is built for CUDA {torch_cuda}" if torch_cuda else "for --gpu nccl"
+    version = _nvcc()
+    if option == "auto" and not gpus_here and not (version and _nccl_header()):
+        return None
+    why = "for --gpu nccl" if option == "nccl" else f"because there is a GPU, and PyTorch is built for CUDA {torch_cuda}"
+    if version is None:
         raise MissingTool(
             f"expected the CUDA toolkit (nvcc), {why}. Received: no nvcc.\n"
-            "  What to do: install the toolkit of that version and put its bin folder on PATH, or build for the CPU "
-            "alone: --gpu off with PyTorch's CPU build."
+            "  What to do: install the toolkit of that version and put its bin folder on PATH, or say --gpu off: then "
+            "Horovod is for tensors in host memory alone."
         )
-    if version is None or option == "off" or (option == "auto" and torch_cuda is None):
-        return None
-    if option == "auto" and not _nccl_header(home):
+    if option == "auto" and not _nccl_header():
         raise MissingTool(
-            f"expected NCCL's header (nccl.h), because PyTorch is built for CUDA {torch_cuda}. Received: none in "
-            f"HOROVOD_NCCL_HOME, {home} or /usr.\n"
+            f"expected NCCL's header (nccl.h), {why}. Received: none in HOROVOD_NCCL_HOME, {_cuda_home()} or /usr.\n"
             "  What to do: install NCCL's development package (libnccl-dev) or set HOROVOD_NCCL_HOME, or say --gpu "
             "off: then gradients travel through host memory."
         )
-    return version[1]
+    return version
 
 
-def _nccl_header(cuda: Path) -> bool:
+def _cuda_home() -> Path:
+    return Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"))
+
+
+def _nvcc() -> str | None:
+    """The CUDA compiler's version, or None where there is none."""
+    nvcc = shutil.which("nvcc") or shutil.which(str(_cuda_home() / "bin" / "nvcc"))
+    version = re.search(r"release\s+(\S+),", output([nvcc, "--version"]) or "") if nvcc else None
+    return version[1] if version else None
+
+
+def _nccl_header() -> bool:
     home = os.environ.get("HOROVOD_NCCL_HOME")
     folders = [Path(home) / "include"] if home else []
-    folders += [cuda / "include", Path("/usr/include")]
+    folders += [_cuda_home() / "include", Path("/usr/include")]
     return any((folder / "nccl.h").is_file() for folder in folders)
 
 

@@ -38,6 +38,7 @@ class Recipe:
     cmake: str
     cpu_flags: tuple[str, ...]
     mpi: str | None
+    cuda: str | None
     gpu: str | None
     plain: bool
     jobs: int
@@ -52,6 +53,7 @@ class Recipe:
             "cxxflags": os.environ.get("CXXFLAGS", ""),
             "cpu_flags": list(self.cpu_flags),
             "mpi": self.mpi,
+            "cuda": self.cuda,
             "gpu": self.gpu,
             **toolchain.python_facts(),
         }
@@ -65,6 +67,7 @@ class Recipe:
             "edits": list(edits_made),
             "frameworks": {name: facts["version"] for name, facts in self.frameworks.items()},
             "mpi": self.mpi,
+            "cuda": self.cuda,
             "gpu": self.gpu,
             "cpu_flags": list(self.cpu_flags),
             "built": {  # by Horovod's names for what can be asked
@@ -82,6 +85,10 @@ class Recipe:
         parts.append("Gloo and MPI" if self.mpi else "Gloo")
         if self.gpu:
             parts.append(f"NCCL (CUDA {self.gpu})")
+        elif self.cuda:
+            parts.append("GPUs through host memory")
+        elif self.frameworks.get("torch", {}).get("cuda"):
+            parts.append("for CPUs alone (--gpu nccl needs the CUDA toolkit)")
         if self.plain:
             parts.append("no repairs")
         return ", ".join(parts)
