@@ -35,8 +35,8 @@ EDITS: Final = (
     ),
     Edit(
         name="no_cuda",
-        reason="where a PyTorch for CUDA is used on CPUs and there is no compiler for CUDA, its part is for CPUs, whatever "
-        "folder is called CUDA_HOME",
+        reason="beside a PyTorch for CUDA, on a machine without the CUDA toolkit, what can be built is for CPUs, "
+        "whatever folder is called CUDA_HOME",
         kind="compile",
         needs=("torch", "no_cuda"),
         file="cmake/Modules/FindPytorch.cmake",

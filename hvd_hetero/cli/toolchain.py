@@ -50,8 +50,10 @@ def package_version(*packages: str) -> str | None:
 
 
 def torch_facts() -> dict[str, object] | None:
-    """PyTorch's version, C++ ABI and CUDA version, and whether it finds a GPU, asked of it in a process of its own; None
-    when not installed."""
+    """PyTorch's version, C++ ABI and CUDA version, and whether it finds a GPU; None when not installed.
+
+    It is asked in a process of its own.
+    """
     if package_version("torch") is None:
         return None
     answer = output([sys.executable, "-c", _TORCH_PROBE])
@@ -185,7 +187,7 @@ def gpu(option: str, torch_cuda: str | None, torch_there: bool, *, gpus_here: bo
     version = _nvcc()
     if option == "auto" and not gpus_here and not (version and _nccl_header()):
         return None
-    why = "for --gpu nccl" if option == "nccl" else f"because there is a GPU, and PyTorch is built for CUDA {torch_cuda}"
+    why = "for --gpu nccl" if option == "nccl" else f"because PyTorch is built for CUDA {torch_cuda} and finds a GPU"
     if version is None:
         raise MissingTool(
             f"expected the CUDA toolkit (nvcc), {why}. Received: no nvcc.\n"
