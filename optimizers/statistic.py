@@ -52,5 +52,5 @@ def _summed(arrays: Sequence[np.ndarray], weight: float, engine: Engine, name: s
 
 
 def _in_shapes(flat: np.ndarray, like: Sequence[np.ndarray]) -> list[np.ndarray]:
-    ends = np.cumsum([np.size(array) for array in like])[:-1]
+    ends: np.ndarray = np.cumsum([np.size(array) for array in like])[:-1]
     return [part.reshape(np.shape(array)) for part, array in zip(np.split(flat, ends), like, strict=True)]

@@ -37,6 +37,7 @@ def recipe(**changes: object) -> wheel.Recipe:
         "cmake": "cmake",
         "cpu_flags": ("avx",),
         "mpi": None,
+        "cuda": None,
         "gpu": None,
         "plain": False,
         "jobs": 2,
@@ -96,10 +97,11 @@ def test_no_compiler_make_cmake_or_mpi(
     program(tools, "cmake", "echo cmake version 4.0.0")
     assert "expected an MPI" in fails(["build-horovod", "--mpi", "on"], 3, capsys)
     assert "expected a PyTorch built for CUDA" in fails(["build-horovod", "--gpu", "nccl"], 3, capsys)
-    monkeypatch.setattr(toolchain, "torch_facts", lambda: {"version": "2", "cxx11_abi": True, "cuda": "12.8"})
+    here = {"version": "2", "cxx11_abi": True, "cuda": "12.8", "gpus": True}
+    monkeypatch.setattr(toolchain, "torch_facts", lambda: dict(here))
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "nowhere"))
-    for option in ("auto", "nccl", "off"):
-        assert "because PyTorch is built for CUDA 12.8" in fails(["build-horovod", "--gpu", option], 3, capsys)
+    assert "because PyTorch is built for CUDA 12.8 and finds a GPU" in fails(["build-horovod"], 3, capsys)
+    assert "expected the CUDA toolkit (nvcc), for --gpu nccl" in fails(["build-horovod", "--gpu", "nccl"], 3, capsys)
     program(tools, "nvcc", "echo Cuda compilation tools, release 12.8, V12.8.93")
     monkeypatch.setenv("HOROVOD_NCCL_HOME", str(tmp_path / "nccl"))
     if not Path("/usr/include/nccl.h").exists():
@@ -107,6 +109,31 @@ def test_no_compiler_make_cmake_or_mpi(
     (tmp_path / "nccl" / "include").mkdir(parents=True)
     (tmp_path / "nccl" / "include" / "nccl.h").touch()
     assert toolchain.gpu("auto", "12.8", True) == "12.8" and toolchain.gpu("off", "12.8", True) is None
+    assert toolchain.gpu("auto", "12.8", True, gpus_here=False) == "12.8"  # a host where one builds for others
+
+
+@pytest.mark.parametrize("option", ["auto", "off"])
+def test_a_torch_for_cuda_where_there_is_neither_a_gpu_nor_a_compiler_for_it(
+    option: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What `pip install torch` brings to a machine without a GPU."""
+    facts = {"version": "2.13.0+cu130", "cxx11_abi": True, "cuda": "13.0", "hip": None, "gpus": False}
+    monkeypatch.setattr(toolchain, "torch_facts", lambda: dict(facts))
+    monkeypatch.setattr(toolchain, "tensorflow_version", lambda: "2.21.0")
+    monkeypatch.setattr(toolchain, "cmake", lambda: ("cmake", "4.0"))
+    for name in ("g++", "make"):
+        program(tmp_path, name, f"echo {name} 14")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "nowhere"))
+    monkeypatch.delenv("CXX", raising=False)
+    recipe = build_horovod.recipe_for(build_horovod.Options(gpu=option))
+    assert recipe.gpu is None and recipe.cuda is None and "HOROVOD_GPU_OPERATIONS" not in recipe.environment(tmp_path)
+    assert {"no_cuda", "compiled_once"} <= set(edits.names(recipe.edits)) and "for CPUs alone" in recipe.summary()
+    # The toolkit comes: another wheel, whose part for PyTorch takes tensors on GPUs.
+    program(tmp_path, "nvcc", "echo Cuda compilation tools, release 13.0, V13.0.88")
+    with_cuda = build_horovod.recipe_for(build_horovod.Options(gpu="off"))
+    assert with_cuda.facts() != recipe.facts() and "GPUs through host memory" in with_cuda.summary()
+    assert not {"no_cuda", "compiled_once"} & set(edits.names(with_cuda.edits))
 
 
 @pytest.mark.usefixtures("torch_there")

@@ -77,3 +77,8 @@ def test_the_doctor_sees_a_horovod_built_for_something_else(
     said = capsys.readouterr().out
     assert "PROBLEM: Horovod was built for torch 2.12.0, and 2.13.0 is there" in said
     assert "PROBLEM: Horovod was built without tensorflow" in said
+    # Its package does not always say for which hardware it is, where torch itself does.
+    for built_for, told in (("2.13.0+cu130", False), ("2.13.0+cpu", False), ("2.12.0+cu130", True)):
+        fake_horovod(tmp_path, json.dumps({**json.loads(RECORD), "frameworks": {"torch": built_for}}))
+        main(["doctor", "--no-load"])
+        assert (f"built for torch {built_for}, and 2.13.0 is there" in capsys.readouterr().out) == told

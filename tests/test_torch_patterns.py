@@ -236,3 +236,20 @@ def test_reentrant_checkpoints_are_refused(shared):
         del optimizer
 
     World(2).run(program)
+
+
+@pytest.mark.parametrize("balanced", [False, True])
+def test_a_model_on_a_gpu_needs_a_horovod_for_gpus(balanced, monkeypatch):
+    class OnGpu(nn.Parameter):
+        @property
+        def device(self):
+            return torch.device("cuda")
+
+    monkeypatch.setattr("horovod.torch.cuda_built", lambda: False)
+    optimizer = torch.optim.SGD([OnGpu(torch.zeros(3))], lr=0.1)
+
+    def body(engine):
+        with pytest.raises(ValueError, match="built for CPUs alone. Received: some on a GPU"):
+            hvd.DistributedOptimizer(optimizer, balancer=hvd.Balancer(4, engine=engine) if balanced else None)
+
+    World(1).run(body)

@@ -77,7 +77,8 @@ def recipe_for(options: Options) -> Recipe:
     """How to build in this environment; raises when something that is needed is missing."""
     frameworks = toolchain.frameworks(options.frameworks)
     torch = frameworks.get("torch", {})
-    gpus_here, torch_cuda = bool(torch.pop("gpus", False)), torch.get("cuda") and str(torch["cuda"])
+    gpus_here = bool(torch.pop("gpus", False))  # of this machine, not of what is built
+    torch_cuda = str(torch["cuda"]) if torch.get("cuda") else None
     compiler, compiler_version = toolchain.compiler()
     toolchain.make_program()
     cmake, _ = toolchain.cmake()

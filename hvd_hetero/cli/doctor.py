@@ -109,11 +109,17 @@ def examine(load: bool = True) -> Report:
         if built_for and version is None:
             report.problems.append(f"Horovod was built without {name}, which is installed: {REBUILD}")
             continue
-        if version is not None and version != installed[name]:
+        if version is not None and not _same(version, installed[name]):
             report.problems.append(f"Horovod was built for {name} {version}, and {installed[name]} is there: {REBUILD}")
         if load:
             _load(name, report)
     return report
+
+
+def _same(built_for: str, installed: str | None) -> bool:
+    """Whether these are one version; a package may leave out for which hardware it is ("+cpu", "+cu130")."""
+    first, second = built_for.partition("+"), (installed or "").partition("+")
+    return first[0] == second[0] and (first[2] == second[2] or not first[2] or not second[2])
 
 
 def _tools() -> dict[str, str]:

@@ -161,7 +161,7 @@ def _gather_bytes(engine: Engine, mine: bytes, *, name: str) -> list[bytes]:
     """The bytes of all ranks."""
     lengths = np.asarray(engine.allgather_async(np.array([len(mine)]), name=f"{name}.lengths").wait())
     whole = np.asarray(engine.allgather_async(np.frombuffer(mine, np.uint8).copy(), name=name).wait()).tobytes()
-    ends = np.cumsum(lengths)
+    ends: np.ndarray = np.cumsum(lengths)
     return [whole[end - length : end] for end, length in zip(ends, lengths, strict=True)]
 
 

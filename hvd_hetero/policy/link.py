@@ -68,7 +68,8 @@ class Curve(Link):
 def fit_curve(sizes_bytes: Sequence[float] | np.ndarray, seconds: Sequence[float] | np.ndarray) -> Curve:
     """The curve through what transfers of these sizes took; sizes may come any number of times."""
     line = fit_link(sizes_bytes, seconds, typical=True)
-    sizes, times = np.asarray(sizes_bytes, dtype=float), np.asarray(seconds, dtype=float)
+    sizes: np.ndarray = np.asarray(sizes_bytes, dtype=float)
+    times: np.ndarray = np.asarray(seconds, dtype=float)
     each, middle = _medians(sizes, times)
     return Curve(latency_s=line.latency_s, bandwidth_bytes_per_s=line.bandwidth_bytes_per_s,
                  sizes_bytes=tuple(each.tolist()), seconds=tuple(middle.tolist()))
@@ -82,7 +83,8 @@ def fit_link(sizes_bytes: Sequence[float] | np.ndarray, seconds: Sequence[float]
     at the largest size: the bandwidth is then a lower bound. A latency is at least 0, at most the fastest transfer; it
     is that of undisturbed transfers or, with `typical`, of the median one, which predicts times better.
     """
-    sizes, times = np.asarray(sizes_bytes, dtype=float), np.asarray(seconds, dtype=float)
+    sizes: np.ndarray = np.asarray(sizes_bytes, dtype=float)
+    times: np.ndarray = np.asarray(seconds, dtype=float)
     if sizes.shape != times.shape or sizes.ndim != 1 or not len(sizes):
         raise ValueError("sizes_bytes and seconds: expected two sequences of one length, at least 1. "
                          f"Received: shapes {list(sizes.shape)} and {list(times.shape)}.")

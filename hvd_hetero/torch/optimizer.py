@@ -71,6 +71,7 @@ def DistributedOptimizer(
     Raises:
         ValueError, TypeError: arguments that do not fit together, on the rank that passed them.
     """
+    _check_devices(p for group in optimizer.param_groups for p in group["params"])
     local = strategy_of(strategy)
     ours = is_ours(compression) or topology is not None or local is not None
     if balancer is None:
@@ -159,6 +160,15 @@ def _described(parameters: Sequence[torch.nn.Parameter]) -> str:
     trained = [(tuple(p.shape), p.dtype) for p in parameters if p.requires_grad]
     elements = sum(math.prod(shape) for shape, _ in trained)
     return f"{len(trained)} tensors of {elements} elements ({zlib.crc32(str(trained).encode()):08x})"
+
+
+def _check_devices(parameters: Iterable[torch.nn.Parameter]) -> None:
+    if any(p.device.type == "cuda" for p in parameters) and not (horovod.cuda_built() or horovod.rocm_built()):
+        raise ValueError(
+            "Expected parameters in host memory, because Horovod was built for CPUs alone. Received: some on a GPU. "
+            "Run `hvd-hetero build-horovod --gpu nccl` on a host with the CUDA toolkit, or `--gpu off` there: then "
+            "gradients travel through host memory."
+        )
 
 
 def _check_names(
