@@ -60,6 +60,14 @@ EDITS: Final = (
         replace="#include <queue>\n#include <string>\n",
     ),
     Edit(
+        name="own_includes",
+        reason="and uint8_t and its like in Gloo, which g++ 12 finds through iostream",
+        kind="compile",
+        file="third_party/gloo/gloo/types.h",
+        find="#include <iostream>\n",
+        replace="#include <cstdint>\n#include <iostream>\n",
+    ),
+    Edit(
         name="assigned_span",
         reason="a member that is assigned to is not const: g++ 14 looks at templates that nobody uses as well",
         kind="compile",
