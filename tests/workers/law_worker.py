@@ -100,16 +100,16 @@ def law_1_identical_to_plain_horovod():
             assert torch.equal(p, q), (p - q).abs().max()
 
 
+class Numbers(torch.utils.data.Dataset):  # here, so that worker processes may be started in any way
+    def __len__(self):
+        return 500
+
+    def __getitem__(self, index):
+        return torch.tensor([float(index)]), index
+
+
 def law_4_every_sample_once():
     """Ranks of unequal speed, plans that change, workers that load ahead: each sample exactly once an epoch."""
-    length = 500
-
-    class Numbers(torch.utils.data.Dataset):
-        def __len__(self):
-            return length
-
-        def __getitem__(self, index):
-            return torch.tensor([float(index)]), index
 
     class Counted:
         """A stopwatch of counted samples: rank 0 is four times slower, however busy this machine is."""
@@ -129,7 +129,7 @@ def law_4_every_sample_once():
         loader = hvd.BalancedDataLoader(Numbers(), balancer=balancer, num_workers=workers)
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1e-9), balancer=balancer)
         balancer.measure_with(clock)
-        seen = torch.zeros(3, length)
+        seen = torch.zeros(3, len(Numbers()))
         for epoch in range(3):
             loader.set_epoch(epoch)
             for x, index in loader:
@@ -139,7 +139,7 @@ def law_4_every_sample_once():
                 model(x).sum().backward()
                 optimizer.step()
         hvd.allreduce_(seen, op=hvd.Sum, name=f"seen.{workers}")
-        assert torch.equal(seen, torch.ones(3, length)), seen.unique()
+        assert torch.equal(seen, torch.ones_like(seen)), seen.unique()
         assert len(balancer.plans) > 1, "no plan was made: the test shows nothing"
         first = balancer.plans[-1].shares
         assert first[0] < min(first[1:]), f"the slow rank 0 should have least: {first}"
