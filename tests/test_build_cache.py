@@ -13,6 +13,7 @@ from test_build_horovod import recipe
 
 from hvd_hetero.cli import edits
 from hvd_hetero.cli.cache import Cache, default_folder
+from hvd_hetero.cli.cuda import Gpu
 from hvd_hetero.cli.progress import Progress, percent
 from hvd_hetero.engine.cache import key, put
 
@@ -28,7 +29,7 @@ def test_the_key_follows_what_a_wheel_depends_on() -> None:
         {"compiler_version": "gcc 13"},
         {"cpu_flags": ()},
         {"mpi": "Open MPI 4"},
-        {"gpu": "12.4"},
+        {"gpu": Gpu(cuda="12.4", nccl=True)},
     ):
         assert key(recipe(**change).facts()) != base, change
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hvd_hetero.cli import edits, toolchain
+from hvd_hetero.cli import cuda, edits, toolchain
 from hvd_hetero.cli.cache import LOG, Cache, default_folder
 from hvd_hetero.cli.error import UsageError
 from hvd_hetero.cli.progress import Progress
@@ -84,17 +84,15 @@ def recipe_for(options: Options) -> Recipe:
     cmake, _ = toolchain.cmake()
     cpu_flags = toolchain.cpu_flags()
     mpi = toolchain.mpi(options.mpi)
-    cuda = toolchain.cuda(torch_cuda)
-    gpu = toolchain.gpu(options.gpu, torch_cuda, "torch" in frameworks, gpus_here=gpus_here)
+    gpu = cuda.gpu(options.gpu, torch_cuda, "torch" in frameworks, gpus_here=gpus_here)
     return Recipe(
-        edits=edits.chosen(toolchain.present(frameworks, cpu_flags, cuda), options.plain),
+        edits=edits.chosen(toolchain.present(frameworks, cpu_flags, gpu.cuda), options.plain),
         frameworks=frameworks,
         compiler=compiler,
         compiler_version=compiler_version,
         cmake=cmake,
         cpu_flags=cpu_flags,
         mpi=mpi,
-        cuda=cuda,
         gpu=gpu,
         plain=options.plain,
         jobs=options.jobs or _cores(),

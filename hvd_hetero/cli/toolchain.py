@@ -1,4 +1,4 @@
-"""What the running environment offers a build: frameworks, compiler, cmake, MPI, CUDA, processor."""
+"""What the running environment offers a build: frameworks, compiler, cmake, MPI, processor."""
 
 from __future__ import annotations
 
@@ -163,62 +163,6 @@ def mpi(option: str) -> str | None:
             "(Gloo alone needs nothing)."
         )
     return None
-
-
-def cuda(torch_cuda: str | None) -> str | None:
-    """The version of the CUDA compiler with which Horovod's part for a PyTorch of that CUDA version is built; None for
-    a PyTorch for CPUs, or where there is no toolkit: then that part is for CPUs as well."""
-    return _nvcc() if torch_cuda is not None else None
-
-
-def gpu(option: str, torch_cuda: str | None, torch_there: bool, *, gpus_here: bool = True) -> str | None:
-    """The CUDA compiler's version when NCCL is to be built in, else None; `option` is "auto", "nccl" or "off".
-
-    "auto" is for NCCL where PyTorch is built for CUDA, and there is a GPU or all that such a build needs: what pip
-    installs on a machine without one is a PyTorch for CUDA, too.
-    """
-    if option == "off" or (option == "auto" and torch_cuda is None):
-        return None
-    if option == "nccl" and torch_there and torch_cuda is None:
-        raise MissingTool(
-            "expected a PyTorch built for CUDA, for --gpu nccl. Received: a PyTorch for CPUs.\n"
-            "  What to do: install PyTorch's CUDA build, or say --gpu off."
-        )
-    version = _nvcc()
-    if option == "auto" and not gpus_here and not (version and _nccl_header()):
-        return None
-    why = "for --gpu nccl" if option == "nccl" else f"because PyTorch is built for CUDA {torch_cuda} and finds a GPU"
-    if version is None:
-        raise MissingTool(
-            f"expected the CUDA toolkit (nvcc), {why}. Received: no nvcc.\n"
-            "  What to do: install the toolkit of that version and put its bin folder on PATH, or say --gpu off: then "
-            "Horovod is for tensors in host memory alone."
-        )
-    if option == "auto" and not _nccl_header():
-        raise MissingTool(
-            f"expected NCCL's header (nccl.h), {why}. Received: none in HOROVOD_NCCL_HOME, {_cuda_home()} or /usr.\n"
-            "  What to do: install NCCL's development package (libnccl-dev) or set HOROVOD_NCCL_HOME, or say --gpu "
-            "off: then gradients travel through host memory."
-        )
-    return version
-
-
-def _cuda_home() -> Path:
-    return Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"))
-
-
-def _nvcc() -> str | None:
-    """The CUDA compiler's version, or None where there is none."""
-    nvcc = shutil.which("nvcc") or shutil.which(str(_cuda_home() / "bin" / "nvcc"))
-    version = re.search(r"release\s+(\S+),", output([nvcc, "--version"]) or "") if nvcc else None
-    return version[1] if version else None
-
-
-def _nccl_header() -> bool:
-    home = os.environ.get("HOROVOD_NCCL_HOME")
-    folders = [Path(home) / "include"] if home else []
-    folders += [_cuda_home() / "include", Path("/usr/include")]
-    return any((folder / "nccl.h").is_file() for folder in folders)
 
 
 def cpu_flags() -> tuple[str, ...]:

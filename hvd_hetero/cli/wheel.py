@@ -12,11 +12,12 @@ import tarfile
 import zipfile
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 
-from hvd_hetero.cli import toolchain
+from hvd_hetero.cli import cuda, toolchain
+from hvd_hetero.cli.cuda import Gpu
 from hvd_hetero.cli.edits import HOROVOD_VERSION, Edit, text_hash
 from hvd_hetero.cli.error import BuildFailed, DownloadFailed
 from hvd_hetero.engine.build import BUILD_RECORD
@@ -38,8 +39,7 @@ class Recipe:
     cmake: str
     cpu_flags: tuple[str, ...]
     mpi: str | None
-    cuda: str | None
-    gpu: str | None
+    gpu: Gpu
     plain: bool
     jobs: int
 
@@ -53,8 +53,7 @@ class Recipe:
             "cxxflags": os.environ.get("CXXFLAGS", ""),
             "cpu_flags": list(self.cpu_flags),
             "mpi": self.mpi,
-            "cuda": self.cuda,
-            "gpu": self.gpu,
+            "gpu": asdict(self.gpu),
             **toolchain.python_facts(),
         }
 
@@ -67,13 +66,12 @@ class Recipe:
             "edits": list(edits_made),
             "frameworks": {name: facts["version"] for name, facts in self.frameworks.items()},
             "mpi": self.mpi,
-            "cuda": self.cuda,
-            "gpu": self.gpu,
+            "gpu": asdict(self.gpu),
             "cpu_flags": list(self.cpu_flags),
             "built": {  # by Horovod's names for what can be asked
                 "gloo_built": True,
                 "mpi_built": bool(self.mpi),
-                "nccl_built": 1 if self.gpu else 0,
+                "nccl_built": 1 if self.gpu.nccl else 0,
                 "ddl_built": False,
                 "ccl_built": False,
             },
@@ -83,12 +81,8 @@ class Recipe:
         """One line for people."""
         parts = [f"{name} {facts['version']}" for name, facts in self.frameworks.items()]
         parts.append("Gloo and MPI" if self.mpi else "Gloo")
-        if self.gpu:
-            parts.append(f"NCCL (CUDA {self.gpu})")
-        elif self.cuda:
-            parts.append("GPUs through host memory")
-        elif self.frameworks.get("torch", {}).get("cuda"):
-            parts.append("for CPUs alone (--gpu nccl needs the CUDA toolkit)")
+        if (gpu := self.gpu.summary(self.frameworks.get("torch", {}).get("cuda"))) is not None:
+            parts.append(gpu)
         if self.plain:
             parts.append("no repairs")
         return ", ".join(parts)
@@ -110,8 +104,8 @@ class Recipe:
         env["HOROVOD_WITH_MPI" if self.mpi else "HOROVOD_WITHOUT_MPI"] = "1"
         for name, variable in (("torch", "PYTORCH"), ("tensorflow", "TENSORFLOW")):
             env[f"HOROVOD_WITH_{variable}" if name in self.frameworks else f"HOROVOD_WITHOUT_{variable}"] = "1"
-        if self.gpu:
-            env["HOROVOD_GPU_OPERATIONS"] = "NCCL"
+        if self.gpu.nccl:
+            env.update(cuda.environment(source.parent), HOROVOD_GPU_OPERATIONS="NCCL")
         return env
 
 

@@ -1,0 +1,118 @@
+"""What the running environment offers a build for GPUs: CUDA's compiler and NCCL."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from hvd_hetero.cli.error import MissingTool
+from hvd_hetero.cli.toolchain import output
+
+_NCCL_PLACE = "nvidia/nccl"  # where pip puts NCCL, which comes with PyTorch, under site-packages
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """How the wheel treats tensors on GPUs."""
+
+    cuda: str | None = None
+    """The version of the compiler for Horovod's CUDA part; None: the wheel is for tensors in host memory."""
+    nccl: bool = False
+    """Whether they are summed by NCCL, instead of travelling through host memory."""
+
+    def summary(self, torch_cuda: object) -> str | None:
+        """For people; None where there is nothing to say, as PyTorch is for CPUs as well."""
+        if self.nccl:
+            return f"NCCL (CUDA {self.cuda})"
+        if self.cuda:
+            return f"GPUs through host memory (CUDA {self.cuda})"
+        return "for CPUs alone (--gpu nccl needs the CUDA toolkit)" if torch_cuda else None
+
+
+def gpu(option: str, torch_cuda: str | None, torch_there: bool, *, gpus_here: bool) -> Gpu:
+    """What to build; `option` is "auto", "nccl" or "off", `torch_cuda` the version that PyTorch is built for.
+
+    "auto" is for NCCL where PyTorch is built for CUDA, and there is a GPU or all that such a build needs: what pip
+    installs on a machine without a GPU is a PyTorch for CUDA, too.
+
+    Raises:
+        MissingTool: the build needs what is not there.
+    """
+    if option == "nccl" and torch_there and torch_cuda is None:
+        raise MissingTool(
+            "expected a PyTorch built for CUDA, for --gpu nccl. Received: a PyTorch for CPUs.\n"
+            "  What to do: install PyTorch's CUDA build, or say --gpu off."
+        )
+    # Horovod compiles this part wherever PyTorch has one, whatever it is asked for.
+    version = _nvcc() if torch_cuda is not None or option == "nccl" else None
+    if option == "off" or (option == "auto" and (torch_cuda is None or not (gpus_here or (version and _has_nccl())))):
+        return Gpu(cuda=version)
+    why = "for --gpu nccl" if option == "nccl" else f"because PyTorch is built for CUDA {torch_cuda} and finds a GPU"
+    if version is None:
+        raise MissingTool(
+            f"expected the CUDA toolkit (nvcc), {why}. Received: no nvcc.\n"
+            "  What to do: install the toolkit of that version and put its bin folder on PATH, or say --gpu off: then "
+            "Horovod is for tensors in host memory alone."
+        )
+    if not _has_nccl():
+        raise MissingTool(
+            f"expected NCCL's header (nccl.h), {why}. Received: none in HOROVOD_NCCL_HOME, this environment's "
+            f"{_NCCL_PLACE}, {_home()} or /usr.\n"
+            "  What to do: install NCCL's development package (libnccl-dev) or set HOROVOD_NCCL_HOME, or say --gpu "
+            "off: then gradients travel through host memory."
+        )
+    return Gpu(cuda=version, nccl=True)
+
+
+def environment(place: Path) -> dict[str, str]:
+    """The variables with which Horovod's build finds the NCCL that PyTorch uses, which is to be the only one in a
+    process; none where the user has said which. `place`: a folder for the build."""
+    found = _nccl_of_torch()
+    if found is None or any(name.startswith("HOROVOD_NCCL_") for name in os.environ):
+        return {}
+    libraries = place / "nccl"
+    libraries.mkdir(exist_ok=True)
+    link = libraries / "libnccl.so"  # pip's package has it by its full name alone
+    link.unlink(missing_ok=True)
+    link.symlink_to(next((found / "lib").glob("libnccl.so.*")))
+    # Beside TensorFlow nobody has loaded it; the wheel lies in the same site-packages.
+    rpath = f"-Wl,-rpath,'$ORIGIN/../../{_NCCL_PLACE}/lib'"
+    return {
+        "HOROVOD_NCCL_INCLUDE": str(found / "include"),
+        "HOROVOD_NCCL_LIB": str(libraries),
+        "HOROVOD_NCCL_LINK": "SHARED",
+        "LDFLAGS": f"{os.environ.get('LDFLAGS', '')} {rpath}".strip(),
+    }
+
+
+def _home() -> Path:
+    return Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"))
+
+
+def _nvcc() -> str | None:
+    """The CUDA compiler's version, or None where there is none."""
+    nvcc = shutil.which("nvcc") or shutil.which(str(_home() / "bin" / "nvcc"))
+    version = re.search(r"release\s+(\S+),", output([nvcc, "--version"]) or "") if nvcc else None
+    return version[1] if version else None
+
+
+def _nccl_of_torch() -> Path | None:
+    try:
+        spec = importlib.util.find_spec(_NCCL_PLACE.replace("/", "."))
+    except ImportError:
+        return None
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        if (Path(folder) / "include" / "nccl.h").is_file() and any((Path(folder) / "lib").glob("libnccl.so.*")):
+            return Path(folder)
+    return None
+
+
+def _has_nccl() -> bool:
+    home = os.environ.get("HOROVOD_NCCL_HOME")
+    folders = [Path(home) / "include"] if home else []
+    folders += [_home() / "include", Path("/usr/include")]
+    return any((folder / "nccl.h").is_file() for folder in folders) or _nccl_of_torch() is not None
