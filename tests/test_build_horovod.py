@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import signal
@@ -14,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from hvd_hetero.cli import build_horovod, cuda, edits, toolchain, wheel
+from hvd_hetero.cli import build_horovod, edits, toolchain, wheel
 from hvd_hetero.cli.cuda import Gpu
 from hvd_hetero.cli.edits import Edit
 from hvd_hetero.cli.main import main
@@ -65,7 +64,7 @@ def fails(arguments: list[str], code: int, capsys: pytest.CaptureFixture[str]) -
 @pytest.fixture
 def torch_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(toolchain, "torch_facts", lambda: {"version": "2.13.0", "cxx11_abi": True, "cuda": None})
-    monkeypatch.setattr(toolchain, "tensorflow_version", lambda: None)
+    monkeypatch.setattr(toolchain, "tensorflow_facts", lambda: None)
 
 
 def test_no_framework(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -97,48 +96,6 @@ def test_no_compiler_make_cmake_or_mpi(
     assert "expected cmake 3.13 or later. Received: 3.5.1" in fails(["build-horovod"], 3, capsys)
     program(tools, "cmake", "echo cmake version 4.0.0")
     assert "expected an MPI" in fails(["build-horovod", "--mpi", "on"], 3, capsys)
-    assert "expected a PyTorch built for CUDA" in fails(["build-horovod", "--gpu", "nccl"], 3, capsys)
-    here = {"version": "2", "cxx11_abi": True, "cuda": "12.8", "gpus": True}
-    monkeypatch.setattr(toolchain, "torch_facts", lambda: dict(here))
-    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "nowhere"))
-    assert "because PyTorch is built for CUDA 12.8 and finds a GPU" in fails(["build-horovod"], 3, capsys)
-    assert "expected the CUDA toolkit (nvcc), for --gpu nccl" in fails(["build-horovod", "--gpu", "nccl"], 3, capsys)
-    program(tools, "nvcc", "echo Cuda compilation tools, release 12.8, V12.8.93")
-    monkeypatch.setenv("HOROVOD_NCCL_HOME", str(tmp_path / "nccl"))
-    monkeypatch.setattr(cuda, "_nccl_of_torch", lambda: None)
-    if not Path("/usr/include/nccl.h").exists():
-        assert "expected NCCL's header (nccl.h)" in fails(["build-horovod", "--gpu", "auto"], 3, capsys)
-    (tmp_path / "nccl" / "include").mkdir(parents=True)
-    (tmp_path / "nccl" / "include" / "nccl.h").touch()
-    assert cuda.gpu("auto", "12.8", True, gpus_here=True) == Gpu(cuda="12.8", nccl=True)
-    assert cuda.gpu("auto", "12.8", True, gpus_here=False).nccl  # a host where one builds for others
-    assert cuda.gpu("off", "12.8", True, gpus_here=True) == Gpu(cuda="12.8")
-    assert cuda.gpu("auto", None, True, gpus_here=True) == Gpu()
-    assert cuda.gpu("nccl", None, False, gpus_here=False).nccl  # TensorFlow alone
-
-
-@pytest.mark.parametrize("option", ["auto", "off"])
-def test_a_torch_for_cuda_where_there_is_neither_a_gpu_nor_a_compiler_for_it(
-    option: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """What `pip install torch` brings to a machine without a GPU."""
-    facts = {"version": "2.13.0+cu130", "cxx11_abi": True, "cuda": "13.0", "hip": None, "gpus": False}
-    monkeypatch.setattr(toolchain, "torch_facts", lambda: dict(facts))
-    monkeypatch.setattr(toolchain, "tensorflow_version", lambda: "2.21.0")
-    monkeypatch.setattr(toolchain, "cmake", lambda: ("cmake", "4.0"))
-    for name in ("g++", "make"):
-        program(tmp_path, name, f"echo {name} 14")
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "nowhere"))
-    monkeypatch.delenv("CXX", raising=False)
-    recipe = build_horovod.recipe_for(build_horovod.Options(gpu=option))
-    assert recipe.gpu == Gpu() and "HOROVOD_GPU_OPERATIONS" not in recipe.environment(tmp_path)
-    assert {"no_cuda", "compiled_once"} <= set(edits.names(recipe.edits)) and "for CPUs alone" in recipe.summary()
-    # The toolkit comes: another wheel, whose part for PyTorch takes tensors on GPUs.
-    program(tmp_path, "nvcc", "echo Cuda compilation tools, release 13.0, V13.0.88")
-    with_cuda = build_horovod.recipe_for(build_horovod.Options(gpu="off"))
-    assert with_cuda.facts() != recipe.facts() and "GPUs through host memory" in with_cuda.summary()
-    assert not {"no_cuda", "compiled_once"} & set(edits.names(with_cuda.edits))
 
 
 @pytest.mark.usefixtures("torch_there")
@@ -256,23 +213,3 @@ def test_the_environment_of_the_build_is_ours_alone(monkeypatch: pytest.MonkeyPa
     assert "HOROVOD_CPU_OPERATIONS" not in env and "HOROVOD_WITHOUT_GLOO" not in env
     assert env["HOROVOD_NCCL_HOME"] == "there" and env["HOROVOD_WITHOUT_MPI"] == "1"
     assert env["HOROVOD_WITH_PYTORCH"] == "1" and env["HOROVOD_WITHOUT_TENSORFLOW"] == "1"
-
-
-def test_nccl_is_that_of_pytorch_unless_the_user_says_which(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in ("HOROVOD_NCCL_HOME", "LDFLAGS"):
-        monkeypatch.delenv(name, raising=False)
-    with_nccl = recipe(gpu=Gpu(cuda="13.0", nccl=True))
-    package = tmp_path / "site-packages" / "nvidia" / "nccl"
-    monkeypatch.syspath_prepend(str(tmp_path / "site-packages"))
-    assert "HOROVOD_NCCL_LIB" not in with_nccl.environment(tmp_path / "source")
-    for name in ("include/nccl.h", "lib/libnccl.so.2"):
-        (package / name).parent.mkdir(parents=True, exist_ok=True)
-        (package / name).touch()
-    importlib.invalidate_caches()
-    env = with_nccl.environment(tmp_path / "source")
-    assert env["HOROVOD_GPU_OPERATIONS"] == "NCCL" and env["HOROVOD_NCCL_INCLUDE"] == str(package / "include")
-    assert (Path(env["HOROVOD_NCCL_LIB"]) / "libnccl.so").resolve() == package / "lib" / "libnccl.so.2"
-    assert "'$ORIGIN/../../nvidia/nccl/lib'" in env["LDFLAGS"]
-    monkeypatch.setenv("HOROVOD_NCCL_HOME", "there")
-    env = with_nccl.environment(tmp_path / "source")
-    assert env["HOROVOD_NCCL_HOME"] == "there" and "HOROVOD_NCCL_LIB" not in env

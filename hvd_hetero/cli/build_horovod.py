@@ -85,6 +85,7 @@ def recipe_for(options: Options) -> Recipe:
     cpu_flags = toolchain.cpu_flags()
     mpi = toolchain.mpi(options.mpi)
     gpu = cuda.gpu(options.gpu, torch_cuda, "torch" in frameworks, gpus_here=gpus_here)
+    cuda.check_tensorflow(gpu, frameworks.get("tensorflow"))
     return Recipe(
         edits=edits.chosen(toolchain.present(frameworks, cpu_flags, gpu.cuda), options.plain),
         frameworks=frameworks,

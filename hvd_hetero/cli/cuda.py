@@ -6,6 +6,7 @@ import importlib.util
 import os
 import re
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,6 +67,16 @@ def gpu(option: str, torch_cuda: str | None, torch_there: bool, *, gpus_here: bo
             "off: then gradients travel through host memory."
         )
     return Gpu(cuda=version, nccl=True)
+
+
+def check_tensorflow(found: Gpu, facts: Mapping[str, object] | None) -> None:
+    """Raises `MissingTool` where Horovod's part for TensorFlow would build, and then not load."""
+    if found.nccl and facts is not None and not facts.get("cuda"):
+        raise MissingTool(
+            f"expected a TensorFlow built for CUDA, beside NCCL. Received: TensorFlow {facts['version']} for CPUs.\n"
+            "  What to do: say --frameworks torch (Keras runs on PyTorch as well: KERAS_BACKEND=torch), install "
+            "TensorFlow's build for GPUs, or say --gpu off."
+        )
 
 
 def environment(place: Path) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import platform
@@ -70,6 +71,20 @@ def tensorflow_version() -> str | None:
     return package_version(*_TENSORFLOW_PACKAGES)
 
 
+def tensorflow_facts() -> dict[str, object] | None:
+    """TensorFlow's version and CUDA version, from its files, since it takes seconds to import; None: not installed."""
+    version = tensorflow_version()
+    if version is None:
+        return None
+    spec = importlib.util.find_spec("tensorflow")
+    try:
+        text = (Path(spec.origin).parent / "python/platform/build_info.py").read_text() if spec and spec.origin else ""
+    except OSError:
+        text = ""
+    cuda = re.search(r"'cuda_version', '([^']+)'", text) if "('is_cuda_build', True)" in text else None
+    return {"version": version, "cuda": cuda[1] if cuda else None}
+
+
 def frameworks(asked: Sequence[str] | None) -> dict[str, dict[str, object]]:
     """The frameworks to build for, with what is known of each; those found when none was asked for by name."""
     found: dict[str, dict[str, object]] = {}
@@ -78,9 +93,9 @@ def frameworks(asked: Sequence[str] | None) -> dict[str, dict[str, object]]:
         if facts is not None:
             found["torch"] = facts
     if asked is None or "tensorflow" in asked:
-        version = tensorflow_version()
-        if version is not None:
-            found["tensorflow"] = {"version": version}
+        facts = tensorflow_facts()
+        if facts is not None:
+            found["tensorflow"] = facts
     missing = [name for name in asked or () if name not in found]
     if missing or not found:
         wanted = " and ".join(missing) if missing else "PyTorch or TensorFlow"
