@@ -37,10 +37,11 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        if self.synchronized or self.renorm:
+        renorm = getattr(self, "renorm", False)  # which Keras has had since 3.13
+        if self.synchronized or renorm:
             raise ValueError(
                 "synchronized, renorm: expected False: synchronizing is what this layer does, and the corrections of "
-                f"renorm are for batches that are not whole. Received: {self.synchronized}, {self.renorm}."
+                f"renorm are for batches that are not whole. Received: {self.synchronized}, {renorm}."
             )
         self._balancer, self._process_set, self._engine = balancer, process_set, engine
         self._rows: RowSum | None = None
