@@ -14,7 +14,7 @@ HERE = Path(__file__).parent
 # The tests run on torch 2.13 and Keras 3.15; they pass on these lowest versions as well.
 EXTRAS = {
     "torch": ["torch>=2.4"],
-    "keras": ["keras>=3.8", "tensorflow-cpu>=2.18"],
+    "keras": ["keras>=3.10", "tensorflow-cpu>=2.18"],
     "mpi": ["mpi4py>=4.0"],
     "gpu": ["nvidia-ml-py>=12"],
     "report": ["rich>=13", "matplotlib>=3.8", "tqdm>=4.60"],

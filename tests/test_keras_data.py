@@ -119,7 +119,7 @@ class Keras:
         self.iterator.reset()
 
     def epoch(self):
-        for _, _, batches in self.iterator:
+        for *_, batches in self.iterator:
             yield batches[0]
 
 

@@ -37,7 +37,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        renorm = getattr(self, "renorm", False)  # which Keras has had since 3.13
+        renorm = getattr(self, "renorm", False)  # which Keras has had since 3.14
         if self.synchronized or renorm:
             raise ValueError(
                 "synchronized, renorm: expected False: synchronizing is what this layer does, and the corrections of "
