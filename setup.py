@@ -35,7 +35,7 @@ setup(
     + [name for name in ["hvd_hetero.optimizers"] if (HERE / "hvd_hetero" / "optimizers").exists()],
     package_data={"hvd_hetero": ["py.typed"], "hvd_hetero.cli": ["source/*"]},
     # Horovod's own build needs cmake, wheel, packaging and setuptools; Horovod at run time the other three.
-    install_requires=["numpy>=1.24", "cloudpickle", "psutil", "pyyaml", "packaging", "setuptools", "wheel"],
+    install_requires=["numpy>=1.26", "cloudpickle", "psutil", "pyyaml", "packaging", "setuptools", "wheel"],
     extras_require=EXTRAS,
     entry_points={"console_scripts": ["hvd-hetero = hvd_hetero.cli.main:main"]},
     classifiers=[

@@ -1,10 +1,14 @@
 """Versions are compared when ranks come together: ours have to be the same, others are told."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 from hvd_hetero import __version__
+from hvd_hetero.engine import version
 from hvd_hetero.engine.local import World
-from hvd_hetero.engine.version import SUMS, check_versions, versions
+from hvd_hetero.engine.version import LOWEST, SUMS, check_lowest, check_versions, versions
 
 SAME = {"hvd_hetero": "1.0", "torch": "2.0"}
 
@@ -44,3 +48,16 @@ def test_versions_are_those_installed():
     pytest.importorskip("torch")
     found = versions("torch")
     assert found["hvd_hetero"] == __version__ and "+" not in found["torch"] and "not there" not in versions("not there")
+
+
+def test_what_is_older_than_the_tests_know_is_refused(monkeypatch):
+    monkeypatch.setattr(version.metadata, "version", {"torch": "2.3.1+cu121", "keras": "3.15.1"}.__getitem__)
+    check_lowest("keras")
+    with pytest.raises(ImportError, match=r"Expected torch 2.4 or newer. Received: 2.3.1\+cu121"):
+        check_lowest("keras", "torch")
+
+
+def test_pip_is_told_the_same():
+    told = dict(re.findall(r'"([\w-]+)>=([\d.]+)"', (Path(__file__).parents[1] / "setup.py").read_text()))
+    assert all(told[name] == ".".join(map(str, lowest)) for name, lowest in LOWEST.items() if name in told)
+    assert {"torch", "keras", "tensorflow-cpu"} <= set(told)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
+import re
 import sys
 from collections.abc import Mapping
 from importlib import metadata
@@ -18,6 +19,27 @@ PACKAGES = ("horovod", "numpy")  # and the framework
 SUMS = "Gloo's all-reduce"
 # What all ranks must have the same: ranks that differ exchange unlike messages, or wait for unlike ones.
 VITAL = {"hvd_hetero": "Install the same on all.", SUMS: "Build Horovod alike on all hosts, and set variables alike."}
+# On which the tests pass; setup.py says the same.
+LOWEST = {"torch": (2, 4), "keras": (3, 10), "tensorflow-cpu": (2, 18), "tensorflow": (2, 18)}
+
+
+def check_lowest(*packages: str) -> None:
+    """Returns where each package is new enough, or not installed under this name.
+
+    Raises:
+        ImportError: one is older than what `LOWEST` says.
+    """
+    for name in packages:
+        try:
+            found = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+        if tuple(map(int, re.findall(r"\d+", found)[:2])) < LOWEST[name]:
+            lowest = ".".join(map(str, LOWEST[name]))
+            raise ImportError(
+                f"Expected {name} {lowest} or newer. Received: {found}. Install a newer one, and build Horovod for it: "
+                "hvd-hetero build-horovod."
+            )
 
 
 def versions(framework: str) -> dict[str, str]:

@@ -11,6 +11,7 @@ import keras
 from hvd_hetero.engine import binding
 from hvd_hetero.engine.binding import engine_of
 from hvd_hetero.engine.port import Engine
+from hvd_hetero.engine.version import check_lowest
 
 NAME: str = keras.backend.backend()
 if NAME not in ("tensorflow", "torch"):
@@ -19,6 +20,7 @@ if NAME not in ("tensorflow", "torch"):
         "Set the environment variable KERAS_BACKEND before keras is imported."
     )
 
+check_lowest("keras", *(["torch"] if NAME == "torch" else ["tensorflow", "tensorflow-cpu"]))
 horovod: Any = importlib.import_module(f"horovod.{NAME}")
 
 

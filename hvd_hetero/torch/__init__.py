@@ -68,6 +68,7 @@ from horovod.torch import (
 )
 
 from hvd_hetero.engine.checkpoint_file import CheckpointError
+from hvd_hetero.engine.version import check_lowest
 from hvd_hetero.optimizers.attachment import PeerError
 from hvd_hetero.optimizers.local_sgd import LocalSGD
 from hvd_hetero.optimizers.outer import Outer
@@ -85,6 +86,8 @@ from .latency_lr import LatencyAwareLR
 from .loader import BalancedBatchSampler, BalancedDataLoader
 from .optimizer import DistributedOptimizer
 from .sync_batch_norm import SyncBatchNorm
+
+check_lowest("torch")
 
 __all__ = [
     "Adasum",
