@@ -25,7 +25,8 @@ def installed_build() -> dict[str, Any] | None:
 
     A Horovod that `hvd-hetero build-horovod` did not build has no record: its answer is `{"edits": []}`. Otherwise the
     keys are "horovod" (version), "edits" (names of the edits in it), "plain" (built without repairs), "frameworks"
-    (name → version), "mpi", "gpu", and "built" (what Horovod answers to `mpi_built()` and its like).
+    (name → version), "mpi" (its version), "gpu" ("cuda": the compiler's version, "nccl": whether it sums), and "built"
+    (what Horovod answers to `mpi_built()` and its like).
     """
     folder = _package_folder()
     if folder is None:
