@@ -81,7 +81,7 @@ def plain(_folder: Path) -> dict[str, Any]:
         half, single = torch.ones(2_000_000, dtype=torch.float16), torch.ones(2_000_000)
         tensors = {"half": half, "single": single}
         times: dict[str, list[float]] = {name: [] for name in tensors}
-        for _ in range(15):  # in turn, for the machine's speed may change from one second to the next
+        for _ in range(40):  # in turn, for the machine's speed may change from one second to the next
             for name, tensor in tensors.items():
                 times[name] += seconds(lambda t=tensor, n=name: hvd.allreduce_(t.fill_(1.0), op=hvd.Sum, name=n))
         for name, tensor in tensors.items():
