@@ -21,6 +21,24 @@ def quick_timing(monkeypatch):
         monkeypatch.setattr(timing, name, value)
 
 
+@pytest.fixture
+def nothing_is_built_or_installed(monkeypatch):
+    """No test may touch the environment it runs in, also when what it expects to fail does not."""
+    from hvd_hetero.cli import build_horovod
+
+    for name in ("download", "build_wheel", "install", "install_missing"):
+        monkeypatch.setattr(build_horovod, name, lambda *_, name=name: pytest.fail(f"{name} was called"))
+
+
+@pytest.fixture
+def torch_there(monkeypatch):
+    """PyTorch for CPUs is found, and no TensorFlow."""
+    from hvd_hetero.cli import toolchain
+
+    monkeypatch.setattr(toolchain, "torch_facts", lambda: {"version": "2.13.0", "cxx11_abi": True, "cuda": None})
+    monkeypatch.setattr(toolchain, "tensorflow_facts", lambda: None)
+
+
 def pytest_addoption(parser):
     parser.addoption("--slow", action="store_true", help="run the tests that repeat laws elsewhere as well")
 

@@ -9,7 +9,7 @@ from multiprocessing.synchronize import Event
 from pathlib import Path
 
 import pytest
-from test_build_horovod import recipe
+from building import recipe
 
 from hvd_hetero.cli import edits
 from hvd_hetero.cli.cache import Cache, default_folder

@@ -7,10 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_build_horovod import fails, program, recipe
+from building import fails, program, recipe
 
 from hvd_hetero.cli import build_horovod, cuda, edits, toolchain
 from hvd_hetero.cli.cuda import Gpu
+
+pytestmark = pytest.mark.usefixtures("nothing_is_built_or_installed")
 
 
 @pytest.fixture

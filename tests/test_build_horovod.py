@@ -5,66 +5,21 @@ from __future__ import annotations
 import json
 import os
 import signal
-import stat
 import tarfile
 import time
 import zipfile
 from pathlib import Path
 
 import pytest
+from building import fails, program, recipe
 
 from hvd_hetero.cli import build_horovod, edits, toolchain, wheel
-from hvd_hetero.cli.cuda import Gpu
 from hvd_hetero.cli.edits import Edit
 from hvd_hetero.cli.main import main
 from hvd_hetero.cli.progress import Progress
 
 REAL_BUILD = wheel.build_wheel
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_built_or_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test may touch the environment it runs in, also when what it expects to fail does not."""
-    for name in ("download", "build_wheel", "install", "install_missing"):
-        monkeypatch.setattr(build_horovod, name, lambda *_, name=name: pytest.fail(f"{name} was called"))
-
-
-def recipe(**changes: object) -> wheel.Recipe:
-    facts: dict[str, object] = {
-        "edits": edits.chosen(["torch"]),
-        "frameworks": {"torch": {"version": "2", "cxx11_abi": True, "cuda": None}},
-        "compiler": "c++",
-        "compiler_version": "gcc 12",
-        "cmake": "cmake",
-        "cpu_flags": ("avx",),
-        "mpi": None,
-        "gpu": Gpu(),
-        "plain": False,
-        "jobs": 2,
-    }
-    return wheel.Recipe(**{**facts, **changes})  # type: ignore[arg-type]
-
-
-def program(folder: Path, name: str, text: str) -> Path:
-    folder.mkdir(exist_ok=True)
-    path = folder / name
-    path.write_text(f"#!/bin/sh\n{text}\n")
-    path.chmod(path.stat().st_mode | stat.S_IXUSR)
-    return path
-
-
-def fails(arguments: list[str], code: int, capsys: pytest.CaptureFixture[str]) -> str:
-    """What the command printed; it must end with `code`, and without a traceback."""
-    assert main(arguments) == code
-    said = capsys.readouterr().err
-    assert "Traceback" not in said
-    return said
-
-
-@pytest.fixture
-def torch_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(toolchain, "torch_facts", lambda: {"version": "2.13.0", "cxx11_abi": True, "cuda": None})
-    monkeypatch.setattr(toolchain, "tensorflow_facts", lambda: None)
+pytestmark = pytest.mark.usefixtures("nothing_is_built_or_installed")
 
 
 def test_no_framework(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -106,7 +61,7 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 @pytest.fixture
-def little(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def little(nothing_is_built_or_installed: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A source of one file in place of Horovod's, and one edit that replaces "old" in it."""
     root = tmp_path / "little" / "horovod-0.28.1"
     (root / "horovod").mkdir(parents=True)

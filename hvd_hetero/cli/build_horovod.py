@@ -15,7 +15,8 @@ from hvd_hetero.cli import cuda, edits, toolchain
 from hvd_hetero.cli.cache import LOG, Cache, default_folder
 from hvd_hetero.cli.error import UsageError
 from hvd_hetero.cli.progress import Progress
-from hvd_hetero.cli.wheel import Recipe, build_wheel, download, install, install_missing, is_installed, unpack
+from hvd_hetero.cli.recipe import Recipe
+from hvd_hetero.cli.wheel import build_wheel, download, install, install_missing, is_installed, unpack
 from hvd_hetero.engine.cache import key
 
 BUILD_NEEDS = {"packaging": "packaging", "wheel": "wheel", "setuptools": "setuptools"}
