@@ -9,6 +9,7 @@ so that over time everything is sent (Seide et al. 2014; Karimireddy et al. 2019
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Mapping
 from typing import Any
@@ -27,6 +28,7 @@ from .compressed import pieces_of
 # are lost, and TCP waits 200 ms to send them again.
 SHORT_PIECE = 2**18
 AHEAD = 2
+
 
 class Feedback:
     """Arrays kept from step to step, by name, and what will replace them if the step counts."""
@@ -157,7 +159,7 @@ class Gathered(Feedback):
         return kept
 
 
-class WarmedUp(Feedback):
+class WarmedUp(Feedback, ABC):
     """Exact sums at first, while gradients still change their direction.
 
     Args:
@@ -173,9 +175,9 @@ class WarmedUp(Feedback):
             return (yield engine.allreduce_async(array, name=f"{name}.exact"))
         return (yield from self._compressed(engine, array, name=name))
 
+    @abstractmethod
     def _compressed(self, engine: Engine, array: Any, *, name: str) -> Steps:
         """The collectives of a sum after the first steps."""
-        raise NotImplementedError
 
 
 class Sparse(WarmedUp):

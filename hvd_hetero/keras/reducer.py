@@ -14,7 +14,7 @@ from hvd_hetero.optimizers.balancer import Balancer
 from hvd_hetero.optimizers.local_sgd import LocalSGD
 from hvd_hetero.optimizers.noise import GradientNoise
 from hvd_hetero.optimizers.ways import Ways
-from hvd_hetero.optimizers.weighing import Weighing
+from hvd_hetero.optimizers.weighing import BUCKET_BYTES, Weighing
 
 from . import backend
 from .layout import Spec
@@ -44,20 +44,20 @@ class GradientReducer:
         bucket_bytes: int | None = None,
         strategy: LocalSGD | None = None,
     ) -> None:
-        self._balancer, self._ways, self._bucket_bytes = balancer, ways, bucket_bytes
+        self.balancer, self.ways, self._bucket_bytes = balancer, ways, bucket_bytes
         self._variables: Sequence[Any] = ()
-        self._weighing = Weighing(
+        self.weighing = Weighing(
             balancer,
             self,
             ways=ways,
             passes=passes,
             scale=scale,
             predivide=predivide,
-            parameters=lambda: ParameterStore(self._variables, self._form) if self._variables else None,
+            parameters=lambda: ParameterStore(self._variables, self.form) if self._variables else None,
         )
-        self._form: Any = importlib.import_module(f"{__package__}.gradient_{backend.NAME}")
+        self.form: Any = importlib.import_module(f"{__package__}.gradient_{backend.NAME}")
         self._steps: dict[tuple[Spec | None, ...], ReducedStep] = {}
-        self._last: ReducedStep | None = None
+        self.last: ReducedStep | None = None  # whose exchange was begun last
         self.strategy = strategy
         self.wait_s = 0.0  # for the exchange, in the last step
         self.local: LocalTraining | None = None  # made with the first gradients: then the variables are known
@@ -65,17 +65,12 @@ class GradientReducer:
     @property
     def noise(self) -> GradientNoise:
         """Measures how noisy the gradient is."""
-        return self._weighing.noise
-
-    @property
-    def balancer(self) -> Balancer:
-        """Knows the counts."""
-        return self._balancer
+        return self.weighing.noise
 
     @property
     def passes(self) -> int:
         """Global batches per exchange."""
-        return self._weighing.passes
+        return self.weighing.passes
 
     def reduced(self, gradients: Sequence[Any], variables: Sequence[Any], iterations: Any) -> list[Any]:
         """The gradients of the mean loss over the global batch, where there is one; None stays None.
@@ -87,23 +82,29 @@ class GradientReducer:
         self._variables = [
             v for g, v in zip(gradients, variables, strict=True) if g is not None and hasattr(v, "assign")
         ]
-        found = [self._form.dense(g, v) for g, v in zip(gradients, variables, strict=True)]
-        specs = tuple(None if g is None else self._form.spec(g) for g in found)
+        found = [self.form.dense(g, v) for g, v in zip(gradients, variables, strict=True)]
+        specs = tuple(None if g is None else self.form.spec(g) for g in found)
         if self.strategy is not None:
             if self.local is None:
-                self.local = LocalTraining(self.strategy, variables, self._weighing, ways=self._ways, form=self._form)
+                self.local = LocalTraining(self.strategy, variables, self.weighing, ways=self.ways, form=self.form)
             self.local.check(variables)
         if specs not in self._steps:
             self._steps[specs] = ReducedStep(self, specs)
-        if self._form.tracing():
-            self._balancer.discard()
+        if self.form.tracing():
+            self.balancer.discard()
         step = self._steps[specs]
         present = [g for g in found if g is not None]
         if not present:
             return found
-        last = self._form.last_of(iterations, self.passes)
-        reduced = iter(self._form.through(step, present, last, self._variables))
+        last = self.form.last_of(iterations, self.passes)
+        reduced = iter(self.form.through(step, present, last, self._variables))
         return [None if g is None else next(reduced) for g in found]
+
+    def bucket_bytes(self, specs: Sequence[Spec]) -> int:
+        """At most so much of what has these shapes travels in one operation. The first call may be a collective one."""
+        if self._bucket_bytes is None and specs:
+            self._bucket_bytes = self.ways.bucket_bytes(self.form.zeros(0, specs[0].wire), most=BUCKET_BYTES)
+        return self._bucket_bytes or BUCKET_BYTES
 
     # Steps apart ----------------------------------------------------------------------------------------------------
 
@@ -121,7 +122,7 @@ class GradientReducer:
         """Follows the update of `variables`: sends what a step apart has done, and takes in merges, on the host."""
         if (local := self.local) is not None:
             touched = [*variables, *optimizer.variables]
-            self._form.afterwards(lambda lr: local.after_step(lr, optimizer), touched, rate)
+            self.form.afterwards(lambda lr: local.after_step(lr, optimizer), touched, rate)
 
     def merge(self, model: Any) -> None:
         """Returns when all ranks hold one model, and with `model` its statistics as well. A collective call."""
@@ -137,7 +138,7 @@ class GradientReducer:
 
     def on_begin(self) -> None:
         """A global batch begins."""
-        self._weighing.begin()
+        self.weighing.begin()
 
     def on_count(self, terms: float) -> None:
         """A batch is over so many loss terms; read when its gradients are there."""
@@ -151,6 +152,6 @@ class GradientReducer:
         """Takes part in the next exchange with nothing, without waiting; tells whether it is over."""
         if self.local is not None and self.apart:
             return self.local.steps.withdraw()
-        if self._last is None:  # the others wait for this rank's shapes, and hear when its process ends
+        if self.last is None:  # the others wait for this rank's shapes, and hear when its process ends
             return lambda: False
-        return self._last.withdraw()
+        return self.last.withdraw()

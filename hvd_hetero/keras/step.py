@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hvd_hetero.optimizers.agreement import agree_text
-from hvd_hetero.optimizers.weighing import BUCKET_BYTES
 from hvd_hetero.optimizers.weighted import WeightedExchange
 
 from .layout import BucketLayout, Spec
@@ -24,8 +23,8 @@ class ReducedStep:
     """The exchange of gradients of given shapes. Making one is a collective call."""
 
     def __init__(self, owner: GradientReducer, specs: Sequence[Spec | None]) -> None:
-        self._owner, self._weighing, self._balancer = owner, owner._weighing, owner._balancer
-        engine, ways, form = self._weighing.engine, owner._ways, owner._form
+        self._owner, self._weighing, self._balancer = owner, owner.weighing, owner.balancer
+        engine, form = self._weighing.engine, owner.form
         self._form = form
         agree_text(
             engine,
@@ -34,13 +33,11 @@ class ReducedStep:
             name=engine.unique("hvd_hetero.gradients."),
         )
         present = [spec for spec in specs if spec is not None]
-        if owner._bucket_bytes is None and present:
-            owner._bucket_bytes = ways.bucket_bytes(form.zeros(0, present[0].wire), most=BUCKET_BYTES)
         self.layout = BucketLayout(
             present,
-            bucket_bytes=owner._bucket_bytes or BUCKET_BYTES,
+            bucket_bytes=owner.bucket_bytes(present),
             tail=self._weighing.tail,
-            lossy=ways.takes,
+            lossy=owner.ways.takes,
             zeros=form.zeros,
         )
         self._terms, self._passes = 0.0, 0  # of this rank since the last exchange
@@ -89,7 +86,7 @@ class ReducedStep:
         ]
 
     def _begin_pass(self) -> None:
-        self._owner._last = self
+        self._owner.last = self
         self._balancer.runs(self._owner)
         terms = self._balancer.count_now
         assert terms is not None  # begun
