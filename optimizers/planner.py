@@ -9,7 +9,7 @@ from typing import Any
 
 from hvd_hetero.policy.ladder import TRY_STEPS, trial
 from hvd_hetero.policy.partition import split
-from hvd_hetero.policy.regime import latest_regime
+from hvd_hetero.policy.regime import last_shift, latest_regime
 from hvd_hetero.policy.replan import Plan, ReplanRule, decide
 from hvd_hetero.policy.speed import Observation, SpeedModel, fit
 
@@ -105,9 +105,12 @@ class Planner:
             self._next_look = step + 1
             return
         prior = self.models or (None,) * self.size
+        shift = last_shift(self._windows, [plan.step for plan in self.plans])
+        # Of a rank that had no sample since, the old ones are all there is.
+        since = [[seen for at, seen in window if at >= shift] or [seen for _, seen in window] for window in self._windows]
         fitted = [
             fit(latest_regime(window, tolerance=CHANGED), prior=model) if window else model
-            for window, model in zip(recent, prior, strict=True)
+            for window, model in zip(since, prior, strict=True)
         ]
         known = sorted((model for model in fitted if model), key=lambda model: model.seconds_per_sample)
         # A rank that never had a sample is taken for an ordinary one.

@@ -12,8 +12,9 @@ from hvd_hetero.optimizers import planner as module
 from hvd_hetero.optimizers.agreement import Terms
 from hvd_hetero.optimizers.planner import Planner
 from hvd_hetero.policy import replan
-from hvd_hetero.policy.partition import Bound
+from hvd_hetero.policy.partition import Bound, split, step_time_s
 from hvd_hetero.policy.replan import ReplanRule
+from hvd_hetero.policy.speed import SpeedModel
 
 BATCH, STEPS = 64, 300
 # Seconds of overhead and per sample of ranks at 0.8, 0.4, 0.2 and 0.2 cores, as ci/bench mixed measures them.
@@ -47,8 +48,8 @@ def job(planner: Planner, steps: int, compute_of: Callable[[int, tuple[int, ...]
     return done
 
 
-def run(seed: int, *, slow_at: int | None = None, steps: int = STEPS) -> tuple[Planner, list[float]]:
-    """A planner after a job from equal shares, and the time of each step; rank 1 halves its speed at `slow_at`."""
+def planner_of_four() -> Planner:
+    """One that knows nothing yet; equal shares."""
     terms = Terms(
         global_batch_size=BATCH,
         min_share=1,
@@ -61,7 +62,12 @@ def run(seed: int, *, slow_at: int | None = None, steps: int = STEPS) -> tuple[P
         first_shares=(16,) * 4,
         micro_caps=(None,) * 4,
     )
-    planner, draw = Planner(terms, ReplanRule()), random.Random(seed)
+    return Planner(terms, ReplanRule())
+
+
+def run(seed: int, *, slow_at: int | None = None, steps: int = STEPS) -> tuple[Planner, list[float]]:
+    """A planner after a job from equal shares, and the time of each step; rank 1 halves its speed at `slow_at`."""
+    planner, draw = planner_of_four(), random.Random(seed)
 
     def compute_of(step: int, shares: tuple[int, ...]) -> list[float]:
         compute = [seconds(rank, share, step, draw, seed) for rank, share in enumerate(shares)]
@@ -91,6 +97,27 @@ def test_without_its_brakes_it_chases_the_drift(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(module, "CHANGED", 0.15)
     monkeypatch.setattr(replan, "DEARER", (1.0,))
     assert max(len(run(seed)[0].plans) - 1 for seed in range(6)) > 3
+
+
+@pytest.mark.parametrize("overhead_s", [0.0, 0.004])
+@pytest.mark.parametrize("factor", [1.1, 1.2])
+def test_a_machine_that_a_plan_itself_makes_slower(overhead_s: float, factor: float) -> None:
+    """Under equal shares the fast ranks wait and leave the machine to the slow ones; under good ones all are busy."""
+    speeds = [
+        SpeedModel(overhead_s=factor * overhead_s / core, seconds_per_sample=factor * 0.0022 / core)
+        for core in (0.8, 0.4, 0.2, 0.2)
+    ]
+    best_s, excess = step_time_s(speeds, split(speeds, BATCH)), []
+    for seed in range(10):
+        planner, draw = planner_of_four(), random.Random(seed)
+
+        def compute_of(step: int, shares: tuple[int, ...], planner: Planner = planner, draw: random.Random = draw):
+            slower = 1.0 if planner.plan_at(step).version else 1.0 / factor
+            return [s.time_s(b) * slower * draw.gauss(1, 0.03) for s, b in zip(speeds, shares, strict=True)]
+
+        job(planner, 30, compute_of)
+        excess.append(step_time_s(speeds, planner.plans[-1].shares) / best_s - 1)
+    assert sum(excess) / len(excess) < 0.01, excess
 
 
 @pytest.mark.parametrize("again", [False, True])

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from hvd_hetero.policy.regime import latest_regime
+from hvd_hetero.policy.regime import last_shift, latest_regime
 from hvd_hetero.policy.speed import Observation, SpeedModel, fit
 
 
@@ -136,6 +136,26 @@ def test_a_change_of_speed_is_seen_through_changes_of_share():
     assert len(latest_regime(before + at_once)) == 8          # both changed in one step
     back = observe(rng, 10, 12, overhead=3.0, noise=0.05)
     assert len(latest_regime(before + slow + back)) in (11, 12, 13)
+
+
+def windows(*ranks):
+    """Of each rank what was measured in which step, from stretches of observations."""
+    return [list(enumerate(o for stretch in stretches for o in stretch)) for stretches in ranks]
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.15, 0.85])
+def test_what_a_plan_does_to_speeds_counts_for_all_ranks(factor):
+    rng = random.Random(6)
+    grows = observe(rng, 16, 8, noise=0.03), observe(rng, 17, 8, each=factor, noise=0.03)
+    shrinks = observe(rng, 16, 8, overhead=2.0, noise=0.03), observe(rng, 8, 8, overhead=2.0, each=factor, noise=0.03)
+    once = windows(shrinks, grows)
+    assert last_shift(once, [0, 8]) == (8 if factor != 1.0 else 0)
+    assert last_shift(once[:1], [0, 8]) == 0, "overhead would do the same"
+    later = windows([*shrinks, observe(rng, 9, 8, overhead=2.0, each=factor, noise=0.03)])
+    both = [later[0], *windows([*grows, observe(rng, 16, 8, each=factor, noise=0.03)])]
+    assert last_shift(both, [0, 8, 16]) == (8 if factor != 1.0 else 0), "of the last plan none"
+    assert last_shift([window[8:] for window in both], [0, 8, 16]) == 0, "forgotten"
+    assert last_shift([window[:11] for window in both], [0, 8]) == 0, "three steps say little"
 
 
 @pytest.mark.parametrize(("make", "message"), [

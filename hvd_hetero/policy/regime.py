@@ -1,4 +1,4 @@
-"""Changes of speed: since when one rank has computed at the speed that it has now.
+"""Changes of speed: since when one rank has computed at the speed that it has now, and since which plan all have.
 
 A change of speed is told from a change of share without knowing the overhead: for any overhead >= 0, a larger share
 makes the step longer and a sample shorter. What makes *both* longer (or both shorter) is a change of speed.
@@ -33,6 +33,53 @@ def latest_regime(observations: Sequence[Observation], *, minimum: int = 4,
     return latest_regime(seen[start:], minimum=minimum, tolerance=tolerance) if start else observations
 
 
+def last_shift(windows: Sequence[Sequence[tuple[int, Observation]]], starts: Sequence[int], *,
+               tolerance: float = 0.05) -> int:
+    """The step since which no rank's speed changed together with the plan; 0 if none ever did.
+
+    Ranks that wait less leave less of a shared machine to each other: a plan itself changes speeds, mostly of several
+    ranks. Times from before compare with those after it on none of them, although a rank may not show it: what became
+    shorter by a smaller share and longer by a slower core looks like overhead.
+
+    Args:
+        windows: of each rank, what was measured in which step.
+        starts: the steps from which plans held, ascending.
+        tolerance: relative; less than this between two plans is no change.
+    """
+    edges = [*starts, math.inf]
+    for index in range(len(starts) - 1, 0, -1):
+        first, start, end = edges[index - 1:index + 2]
+        before = [[seen for step, seen in window if first <= step < start] for window in windows]
+        after = [[seen for step, seen in window if start <= step < end] for window in windows]
+        if not any(before):      # longer ago than windows reach
+            break
+        if any(_surely_changed(old, new) > tolerance for old, new in zip(before, after, strict=True)):
+            return int(start)
+    return 0
+
+
+def _surely_changed(before: Sequence[Observation], after: Sequence[Observation], *, minimum: int = 4) -> float:
+    """By how much a rank's speed changed at the least, relative to it and one standard error less; 0.0 if unknown."""
+    if min(len(before), len(after)) < minimum:
+        return 0.0
+    (b, old), (c, new) = (max(by_size(seen).items(), key=lambda size: len(size[1])) for seen in (before, after))
+    off = sorted(abs(t / middle(times) - 1.0) for times in (old, new) for t in times)
+    noise = max(1.4826 * middle(off), LEAST_NOISE)
+    return _slowdown(b, middle(old), c, middle(new)) - 1.0 - _error_of_change(noise, old, new)
+
+
+def _slowdown(b: int, first: float, c: int, second: float) -> float:
+    """How many times as long the slower of two speeds takes at the least: per step *and* per sample; below 1: none."""
+    if second < first:      # time runs backwards: a faster speed after is a slower one before
+        b, first, c, second = c, second, b, first
+    return min(second / first, second * b / (first * c))
+
+
+def _error_of_change(noise: float, old: Sequence[float], new: Sequence[float]) -> float:
+    """The standard error of the ratio of two medians."""
+    return MEDIAN_INEFFICIENCY * noise * math.sqrt(1.0 / len(old) + 1.0 / len(new))
+
+
 def _latest_change(seen: Sequence[Observation], minimum: int, tolerance: float) -> int:
     """The index of the first observation after the latest change of speed; 0 if there was none."""
     steady = sorted(abs(p.compute_s - o.compute_s) / max(o.compute_s, SHORTEST_S)
@@ -59,15 +106,13 @@ def _latest_change(seen: Sequence[Observation], minimum: int, tolerance: float) 
 
 def _change(b: int, old: Sequence[float], c: int, new: Sequence[float], noise: float, tolerance: float) -> float:
     """How many standard errors lie between the speeds before (size b) and after (size c); 0.0 if that is no change."""
-    first, second = middle(old), middle(new)
-    if second < first:      # time runs backwards: a faster speed after is a slower one before
-        b, old, first, c, new, second = c, new, second, b, old, first
-    surely = min(second / first, second * b / (first * c))      # slower per step *and* per sample
+    surely = _slowdown(b, middle(old), c, middle(new))
     if surely <= 1.0 + tolerance:
         return 0.0
-    error = MEDIAN_INEFFICIENCY * noise * math.sqrt(1.0 / len(old) + 1.0 / len(new))
+    error = _error_of_change(noise, old, new)
     margin = max(tolerance, CHANGE_IN_STANDARD_ERRORS * error)
-    quarter = new[(len(new) - 1) // 4] / second * surely
+    slow = max(old, new, key=middle)
+    quarter = slow[(len(slow) - 1) // 4] / middle(slow) * surely
     return (surely - 1.0) / error if surely > 1.0 + margin and quarter > 1.0 + 0.5 * margin else 0.0
 
 
