@@ -16,9 +16,9 @@ Buckets = tuple[tuple[int, ...], ...]
 
 FIXED_PART = 0.1  # of a bucket's time may be what an operation costs whatever its size
 LEAST_BYTES = 2**20
-# A second bucket costs every rank an operation, about 1 ms of CPU: what has fewer bytes than this keeps one, as what
-# could be hidden is worth less (2 MB on ranks of 0.2 to 0.8 cores: one bucket 183-261 ms a step, two 195-280).
-OVERLAP_BYTES = 4 * 2**20
+# A second bucket costs every rank an operation, 0.1 to 0.2 ms of CPU: what has fewer bytes than this keeps one, as what
+# could be hidden is worth less.
+OVERLAP_BYTES = 2**20
 
 
 def cap_bytes(line: Link, *, most: int) -> int:
