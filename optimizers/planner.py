@@ -107,7 +107,10 @@ class Planner:
         prior = self.models or (None,) * self.size
         shift = last_shift(self._windows, [plan.step for plan in self.plans])
         # Of a rank that had no sample since, the old ones are all there is.
-        since = [[seen for at, seen in window if at >= shift] or [seen for _, seen in window] for window in self._windows]
+        since = [
+            [seen for at, seen in window if at >= shift] or every
+            for window, every in zip(self._windows, recent, strict=True)
+        ]
         fitted = [
             fit(latest_regime(window, tolerance=CHANGED), prior=model) if window else model
             for window, model in zip(since, prior, strict=True)

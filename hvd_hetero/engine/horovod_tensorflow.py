@@ -1,9 +1,10 @@
 """The port on Horovod's operations for TensorFlow, for numpy arrays. No torch is needed.
 
 These operations have no handles, and executed eagerly they have no names, by which Horovod pairs them. So each is a
-node of one graph of this process, where a node's name is the operation's; a thread of its own runs it, and is the
-handle. The graph's session has a thread pool of its own: operations that wait inside a training step, which occupies
-one of TensorFlow's threads, must not need a second one of those. It sees no GPU: arrays are in host memory.
+node of one graph of this process, where a node's name is the operation's; a thread that does nothing else meanwhile
+runs it, and is the handle. The graph's session has a thread pool of its own: operations that wait inside a training
+step, which occupies one of TensorFlow's threads, must not need a second one of those. It sees no GPU: arrays are in
+host memory.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import importlib
 import re
 import threading
 from collections.abc import Callable, Sequence
+from queue import SimpleQueue
 from typing import Any, ClassVar
 
 import numpy as np
@@ -22,16 +24,40 @@ from .process_set import ProcessSetEngine, Tracked, checked_splits
 _OPS = {"sum": "Sum", "min": "Min", "max": "Max"}
 
 
+class _Threads:
+    """Threads that make one call at a time each, and stay for the next one: as many as calls were ever under way.
+
+    Not those of `concurrent.futures`, which a process waits for at its end: where a peer is gone for good, a call never
+    returns, and the process must end all the same.
+    """
+
+    def __init__(self) -> None:
+        self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._idle = threading.Semaphore(0)
+
+    def run(self, call: Callable[[], None]) -> None:
+        """Returns at once. `call` raises nothing."""
+        self._calls.put(call)
+        if not self._idle.acquire(blocking=False):
+            threading.Thread(target=self._main, daemon=True).start()
+
+    def _main(self) -> None:
+        while True:
+            self._calls.get()()
+            self._idle.release()
+
+
 class ThreadHandle:
-    """A call that a thread of its own makes."""
+    """A call that another thread makes."""
+
+    _threads: ClassVar = _Threads()
 
     def __init__(self, call: Callable[[], Any], tracked: Tracked, failure: type[Exception]) -> None:
         self._call, self._tracked, self._failure = call, tracked, failure
         self._ready = threading.Event()
         self._result: Any = None
         self._error: BaseException | None = None
-        # A daemon: where a peer is gone for good, the call never returns, and the process must end all the same.
-        threading.Thread(target=self._main, daemon=True).start()
+        self._threads.run(self._main)
 
     def _main(self) -> None:
         try:

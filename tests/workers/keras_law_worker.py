@@ -435,7 +435,7 @@ def the_host_comes_between_updates():
     model, balancer = dense_model(), hvd.Balancer(16, adaptive=False)
     optimizer = hvd.DistributedOptimizer(keras.optimizers.AdamW(1e-3, weight_decay=0.5), balancer=balancer)
     model.compile(optimizer=optimizer, loss="mse", jit_compile=False)
-    weighing, seen = optimizer._reducer._weighing, []
+    weighing, seen = optimizer._reducer.weighing, []
     outgoing = weighing.outgoing
 
     def look(terms):
