@@ -61,9 +61,9 @@ class Straggling(Contender):
         """The model that all ranks share."""
         kept = {name: value.detach().clone() for name, value in self.model.state_dict().items()}
         local = getattr(getattr(self.optimizer, "_reducer", None), "local", None)
-        if local is not None and local._begun:
+        if local is not None and local.steps.begun:
             own = [p.detach().clone() for p in self.model.parameters()]
-            for fragment in local.rounds.fragments:
+            for fragment in local.steps.rounds.fragments:
                 fragment.store.write(fragment.index, fragment.z)
             kept = {name: value.detach().clone() for name, value in self.model.state_dict().items()}
             with torch.no_grad():
@@ -135,7 +135,7 @@ def main() -> None:
     }
     if arguments.contender == "local":
         contender.optimizer.merge()
-        rounds = contender.optimizer._reducer.local.rounds
+        rounds = contender.optimizer._reducer.local.steps.rounds
         record.update(waits=rounds.waits, merges=rounds.merges)
         snapshots.append((ended, contender.snapshot()))
     if contender.rank == 0 and arguments.contender != "alone":

@@ -76,7 +76,7 @@ class LocalSteps:
             on_merge=self._record,
         )  # fmt: skip
         self._bytes = [fragment.lanes[0].buffer.nbytes for fragment in self.rounds.fragments]
-        self._begun = False
+        self.begun = False  # whether ranks make steps apart
         self.samples = 0.0  # of steps apart, since they were last taken
         atexit.register(_warn_at_exit, weakref.ref(self))
 
@@ -127,12 +127,12 @@ class LocalSteps:
         Then ranks have to merge, and to agree on their optimizers' states, or synchronous steps would part them. All
         ranks know it then: a plan holds for no batch that a rank may begin before it hears of the plan.
         """
-        return self._begun and not self._phase(self._balancer.step + 1)
+        return self.begun and not self._phase(self._balancer.step + 1)
 
     @property
     def over(self) -> bool:
         """Whether the global batch begun last is a synchronous one, and this rank has not merged yet."""
-        return self._begun and not self.apart()
+        return self.begun and not self.apart()
 
     def before_step(self) -> None:
         """Before an update that ranks make apart. The first one is a collective call.
@@ -140,10 +140,10 @@ class LocalSteps:
         Raises:
             RuntimeError: on every rank, when parameters differ before ranks train apart.
         """
-        if not self._begun:
+        if not self.begun:
             self._check_alike()
             self.rounds.begin()
-            self._begun = True
+            self.begun = True
 
     def _check_alike(self) -> None:
         """Law 5, checked."""
@@ -167,21 +167,21 @@ class LocalSteps:
     def withdraw(self) -> Callable[[], bool]:
         """See `Rounds.withdraw`; others may be about to take their first step apart."""
         self.before_step()
-        self._begun = False
+        self.begun = False
         return self.rounds.withdraw()
 
     def merge(self) -> None:
         """Returns when all ranks hold one model, with every step of every rank in it. A collective call."""
-        if self._begun:
+        if self.begun:
             ends = self.ends
             self.rounds.finish()
-            self._begun = False
+            self.begun = False
             if ends:
                 self._balancer.ladder.hear_together()
 
     def abandon(self) -> None:
         """Forgets what was done since the last merge: the ranks are gone that it would be merged with."""
-        self._begun = False
+        self.begun = False
 
     def take_samples(self) -> float:
         """This rank's samples of steps apart since the last call."""
@@ -192,7 +192,7 @@ class LocalSteps:
 def _warn_at_exit(steps: weakref.ref[LocalSteps]) -> None:
     """Says so where a job ends between merges – unless it ended in an error, which says enough."""
     left = steps()
-    if left is not None and left._begun and not hasattr(sys, "last_value"):
+    if left is not None and left.begun and not hasattr(sys, "last_value"):
         warnings.warn(
             "Expected optimizer.merge() after the last step of a local strategy. Received: the end of the job. "
             "What ranks did since the last merge is on each of them alone.",

@@ -1,0 +1,45 @@
+"""The ranks of ci/bench, for seconds: what they print is what its tables are made of."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from launch import horovodrun
+
+CI = Path(__file__).resolve().parents[1] / "ci"
+SHORT = ("--shares", "8:8", "--warmup", "2", "--steps", "4")
+
+
+def records(program: str, *arguments: str, **env: str) -> list[dict]:
+    """What each of two ranks measured."""
+    launched = horovodrun(2, CI / program, *arguments, **env)
+    assert launched.returncode == 0, launched.output[-4000:]
+    found = [json.loads(line.partition("BENCH ")[2]) for line in launched.output.splitlines() if "BENCH {" in line]
+    assert sorted(record["rank"] for record in found) == [0, 1], launched.output[-4000:]
+    return sorted(found, key=lambda record: record["rank"])
+
+
+@pytest.mark.parametrize(
+    ("program", "arguments"),
+    [
+        ("bench_worker.py", ("hetero", *SHORT)),
+        ("bench_worker.py", ("horovod", *SHORT)),
+        ("bench_keras_worker.py", ("hetero", *SHORT, "--width", "16", "--layers", "1")),
+    ],
+)
+def test_a_rank_says_how_fast_it_was_and_what_it_waited_for(program: str, arguments: tuple[str, ...]) -> None:
+    for record in records(program, *arguments, KERAS_BACKEND="tensorflow"):
+        assert record["samples_per_s"] == pytest.approx(16 / record["step_ms"] * 1e3, rel=0.01)
+        if arguments[0] == "hetero":
+            assert sum(record["shares"]) == 16
+            assert len(record["waits_s"]) == len(record["busy_s"]) == 4
+
+
+def test_a_rank_among_stragglers_says_what_all_have_learnt() -> None:
+    times = ("--seconds", "3", "--settle-s", "1", "--snapshot-s", "1")
+    first, second = records("straggler_worker.py", "local", "--shares", "8:8", *times)
+    assert first["merges"] == second["merges"] > 0
+    (_, before), *_, (_, after) = first["losses"]
+    assert after < before - 1
