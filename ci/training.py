@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,7 @@ from hvd_hetero.engine.local import World
 from hvd_hetero.optimizers.dealer import Dealer, cut
 from hvd_hetero.optimizers.recipe import Wire
 from hvd_hetero.optimizers.ways import Ways
-from hvd_hetero.torch.local import local_steps
+from hvd_hetero.torch.local import LocalTraining
 
 WHOLE = 64
 EVEN, UNEVEN = (16, 16, 16, 16), (35, 16, 7, 6)
@@ -221,10 +222,10 @@ def _ranks(way: Way, model: nn.Module, optimizer: torch.optim.Optimizer) -> list
         rank = Rank(*copy.deepcopy((model, optimizer)))
         rank.balancer = hvd.Balancer(WHOLE, engine=engine, shares=tuple(way.shares), adaptive=False)
         rank.balancer.trace, rank.balancer.step = rank, way.rule.warmup_steps - 1
+        # No gradient is exchanged, and none weighed.
+        weighing = SimpleNamespace(engine=engine, balancer=rank.balancer, passes=1)
         ways = Ways(engine, wire=Wire(), topology=None)
-        rank.local = local_steps(
-            rule, list(rank.model.parameters()), engine=engine, balancer=rank.balancer, ways=ways
-        )
+        rank.local = LocalTraining(rule, list(rank.model.parameters()), weighing, ways=ways).steps
         rank.delay(way.late)
         return rank
 

@@ -1,8 +1,10 @@
-"""The ranks of ci/bench, for seconds: what they print is what its tables are made of."""
+"""The programs of ci/bench, for seconds: what its ranks print is what its tables are made of."""
 
 from __future__ import annotations
 
 import json
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -43,3 +45,14 @@ def test_a_rank_among_stragglers_says_what_all_have_learnt() -> None:
     assert first["merges"] == second["merges"] > 0
     (_, before), *_, (_, after) = first["losses"]
     assert after < before - 1
+
+
+def test_the_study_of_local_sgd_learns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [str(CI), str(CI.parent / "examples"), *sys.path])
+    from study import CAUSES, DEFAULT
+    from training import apart, digits, together
+
+    task = replace(digits(), steps=60)
+    ideal, (local, merges) = together(task, "SGD", 0), apart(task, CAUSES[DEFAULT], "SGD", 0)
+    assert ideal < 1.0 and local < 1.3 * ideal  # 2.3 before the first step
+    assert len(merges) > 10
