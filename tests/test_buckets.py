@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from hvd_hetero.policy.buckets import FIXED_PART, LEAST_BYTES, assign, by_dtype, cap_bytes
+from hvd_hetero.policy.buckets import FIXED_PART, LEAST_BYTES, OVERLAP_BYTES, as_ready, assign, by_dtype, cap_bytes
 from hvd_hetero.policy.link import Link
 
 
@@ -45,6 +45,16 @@ def test_small_first_and_last_buckets():
     assert assign([10] * 8, cap_bytes=30, first_cap_bytes=10, last_cap_bytes=20) == ((0,), (1, 2, 3), (4, 5), (6, 7))
     assert assign([1, 100, 1], cap_bytes=10) == ((0,), (1,), (2,))
     assert assign([], cap_bytes=1) == ()
+
+
+@pytest.mark.parametrize("whole", [OVERLAP_BYTES, 2 * OVERLAP_BYTES, 20 * OVERLAP_BYTES])
+def test_half_of_what_is_worth_it_leaves_while_the_rest_is_computed(whole):
+    sizes = [whole // 16] * 16
+    buckets = as_ready(sizes, ["float32"] * 16, cap_bytes=8 * OVERLAP_BYTES)
+    assert [i for bucket in buckets for i in bucket] == list(range(16))
+    assert (len(buckets) == 1) == (whole <= OVERLAP_BYTES)
+    last = sum(sizes[i] for i in buckets[-1])
+    assert len(buckets) == 1 or last == min(whole // 2, 7.5 * OVERLAP_BYTES)
 
 
 def test_one_dtype_per_bucket_and_every_tensor_once_ordered_by_when_complete():

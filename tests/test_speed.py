@@ -155,6 +155,7 @@ def test_what_a_plan_does_to_speeds_counts_for_all_ranks(factor):
     both = [later[0], *windows([*grows, observe(rng, 16, 8, each=factor, noise=0.03)])]
     assert last_shift(both, [0, 8, 16]) == (8 if factor != 1.0 else 0), "of the last plan none"
     assert last_shift([window[8:] for window in both], [0, 8, 16]) == 0, "forgotten"
+    assert last_shift(both, [0, 8, 16, 24]) == last_shift(both, [0, 8, 16]), "nothing measured under the last plan"
     assert last_shift([window[:11] for window in both], [0, 8]) == 0, "three steps say little"
 
 

@@ -49,10 +49,10 @@ def last_shift(windows: Sequence[Sequence[tuple[int, Observation]]], starts: Seq
     edges = [*starts, math.inf]
     for index in range(len(starts) - 1, 0, -1):
         first, start, end = edges[index - 1:index + 2]
+        if all(step >= start for window in windows for step, _ in window):      # longer ago than windows reach
+            break
         before = [[seen for step, seen in window if first <= step < start] for window in windows]
         after = [[seen for step, seen in window if start <= step < end] for window in windows]
-        if not any(before):      # longer ago than windows reach
-            break
         if any(_surely_changed(old, new) > tolerance for old, new in zip(before, after, strict=True)):
             return int(start)
     return 0
