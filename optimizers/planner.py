@@ -105,15 +105,9 @@ class Planner:
             self._next_look = step + 1
             return
         prior = self.models or (None,) * self.size
-        shift = last_shift(self._windows, [plan.step for plan in self.plans])
-        # Of a rank that had no sample since, the old ones are all there is.
-        since = [
-            [seen for at, seen in window if at >= shift] or every
-            for window, every in zip(self._windows, recent, strict=True)
-        ]
         fitted = [
-            fit(latest_regime(window, tolerance=CHANGED), prior=model) if window else model
-            for window, model in zip(since, prior, strict=True)
+            fit(window, prior=model) if window else model
+            for window, model in zip(self._comparable(), prior, strict=True)
         ]
         known = sorted((model for model in fitted if model), key=lambda model: model.seconds_per_sample)
         # A rank that never had a sample is taken for an ordinary one.
@@ -127,6 +121,14 @@ class Planner:
                 predicted_step_s=plan.predicted_step_s or 0.0,
                 strategy=plan.strategy,
             )
+
+    def _comparable(self) -> list[Sequence[Observation]]:
+        """Of each rank what was measured at its speed of now: since the last plan that changed anybody's, and its own
+        last change. Of a rank that had no sample since that plan, what was measured before it is all there is."""
+        shift = last_shift(self._windows, [plan.step for plan in self.plans])
+        since = ([seen for step, seen in window if step >= shift] for window in self._windows)
+        every = ([seen for _, seen in window] for window in self._windows)
+        return [latest_regime(new or old, tolerance=CHANGED) for new, old in zip(since, every, strict=True)]
 
     def _better(
         self, models: Sequence[SpeedModel], recent: Sequence[Sequence[Observation]], step: int, step_s: float | None
@@ -191,9 +193,8 @@ class Planner:
 
     def _plan_for_others(self, *, version: int, step: int) -> Plan:
         """The first plan of a new set of ranks; the most equal shares where too little is known of some."""
-        recent = [[seen for _, seen in window] for window in self._windows]
-        if not self._terms.adaptive or min(map(len, recent)) < self._rule.minimum_observations:
+        if not self._terms.adaptive or min(map(len, self._windows)) < self._rule.minimum_observations:
             return Plan(version=version, step=step, shares=self._terms.first_shares, reason="other ranks than before")
-        self.models = tuple(fit(latest_regime(window, tolerance=CHANGED), prior=None) for window in recent)
+        self.models = tuple(fit(window) for window in self._comparable())
         shares = split(self.models, self._terms.global_batch_size, self._terms.bounds)
         return Plan(version=version, step=step, shares=shares, reason="other ranks, all of known speed")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -11,16 +10,18 @@ import pytest
 from launch import horovodrun
 
 CI = Path(__file__).resolve().parents[1] / "ci"
+sys.path.insert(0, str(CI))
+
+from contest import records_of  # noqa: E402
+
 SHORT = ("--shares", "8:8", "--warmup", "2", "--steps", "4")
 
 
 def records(program: str, *arguments: str, **env: str) -> list[dict]:
     """What each of two ranks measured."""
-    launched = horovodrun(2, CI / program, *arguments, **env)
-    assert launched.returncode == 0, launched.output[-4000:]
-    found = [json.loads(line.partition("BENCH ")[2]) for line in launched.output.splitlines() if "BENCH {" in line]
-    assert sorted(record["rank"] for record in found) == [0, 1], launched.output[-4000:]
-    return sorted(found, key=lambda record: record["rank"])
+    found = records_of(horovodrun(2, CI / program, *arguments, **env), what=program, ranks=2)
+    assert [record["rank"] for record in found] == [0, 1]
+    return found
 
 
 @pytest.mark.parametrize(
@@ -47,8 +48,7 @@ def test_a_rank_among_stragglers_says_what_all_have_learnt() -> None:
     assert after < before - 1
 
 
-def test_the_study_of_local_sgd_learns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "path", [str(CI), str(CI.parent / "examples"), *sys.path])
+def test_the_study_of_local_sgd_learns() -> None:
     from study import CAUSES, DEFAULT
     from training import apart, digits, together
 

@@ -50,7 +50,7 @@ class _Threads:
 class ThreadHandle:
     """A call that another thread makes."""
 
-    _threads: ClassVar = _Threads()
+    _threads: ClassVar[_Threads] = _Threads()
 
     def __init__(self, call: Callable[[], Any], tracked: Tracked, failure: type[Exception]) -> None:
         self._call, self._tracked, self._failure = call, tracked, failure
