@@ -11,7 +11,8 @@ or not anybody measures it, so that all ranks' vectors have one length.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from hvd_hetero.policy.jitter import Ran
 from hvd_hetero.policy.strategy import LOCAL, SYNCHRONOUS
@@ -32,14 +33,16 @@ class Announcement:
     strategy: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class Norms:
+class Norms(NamedTuple):
     """What tells how noisy last step's gradient was: one rank's part and, summed, that of all. Zeros: not measured."""
 
     squared_norm: float = 0.0  # of this rank's own mean gradient
     inverse_terms: float = 0.0  # 1 over the loss terms it is a mean of
     ranks: float = 0.0  # 1 where this rank had terms
     merged: float = 0.0  # squared norm of the merged gradient, as rank 0 sees it: others' rounding may differ
+
+
+NORMS = len(Norms._fields)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +73,7 @@ class Report:
 
 def length(ranks: int) -> int:
     """The number of elements of the control vector."""
-    return 1 + PER_RANK * ranks + PER_PLAN + ranks + REASON_LENGTH + 2 + len(fields(Norms))
+    return 1 + PER_RANK * ranks + PER_PLAN + ranks + REASON_LENGTH + 2 + NORMS
 
 
 def pack(
@@ -107,10 +110,10 @@ def pack(
         at += PER_PLAN
         vector[at : at + ranks] = announcement.shares
         vector[at + ranks : at + ranks + len(text)] = text
-    vector[-len(fields(Norms)) - 1] = staleness
-    vector[-len(fields(Norms)) - 2] = look.interval if rank == 0 else 0
+    vector[-NORMS - 1] = staleness
+    vector[-NORMS - 2] = look.interval if rank == 0 else 0
     if norms is not None:
-        vector[-len(fields(Norms)) :] = astuple(norms)
+        vector[-NORMS:] = norms
     return vector
 
 
@@ -137,10 +140,10 @@ def unpack(total: Sequence[float], *, ranks: int) -> Report:
         failed=tuple(rank for rank in range(ranks) if total[1 + 2 * ranks + rank] > 0),
         leaving=tuple(rank for rank in range(ranks) if leaving[rank] > 0),
         hashes=tuple(int(value) for value in hashes),
-        interval=int(total[-len(fields(Norms)) - 2]),
+        interval=int(total[-NORMS - 2]),
         dealt_ahead=tuple(int(total[1 + 3 * ranks + rank]) for rank in range(ranks)),
         ran=tuple(Ran(*values) for values in zip(*ran, strict=True)),
-        staleness=total[-len(fields(Norms)) - 1] / ranks,
+        staleness=total[-NORMS - 1] / ranks,
         announcement=announcement,
-        norms=Norms(**dict(zip((field.name for field in fields(Norms)), total[-len(fields(Norms)) :], strict=True))),
+        norms=Norms(*total[-NORMS:]),
     )

@@ -92,17 +92,36 @@ class _Graph:
         )
         options.graph_options.rewrite_options.disable_meta_optimizer = True  # there is nothing to optimise
         self._session = v1.Session(graph=self._graph, config=options)
-        self._nodes: dict[str, Callable[..., Any]] = {}
+        self._nodes: dict[tuple[Any, ...], Callable[..., Any]] = {}
         self._lock = threading.Lock()
 
-    def node(self, key: str, arrays: Sequence[np.ndarray], make: Callable[..., Any]) -> Callable[..., Any]:
-        """What runs the operation that `make(*inputs)` adds to the graph, as `key`; inputs are like `arrays`."""
+    def node(
+        self, key: tuple[Any, ...], types: Sequence[np.dtype[Any]], make: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        """What runs, on arrays of these types, the operation that `make(*inputs)` adds to the graph, as `key`."""
         with self._lock:
             if key not in self._nodes:
                 with self._graph.as_default(), self._tensorflow.device("/CPU:0"):
-                    inputs = [self._tensorflow.compat.v1.placeholder(array.dtype) for array in arrays]
-                    self._nodes[key] = self._session.make_callable(make(*inputs), inputs)
+                    inputs = [self._tensorflow.compat.v1.placeholder(each) for each in types]
+                    self._nodes[key] = self._callable(make(*inputs), inputs)
             return self._nodes[key]
+
+    def _callable(self, output: Any, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """What computes `output` from the values of `inputs`.
+
+        Session.make_callable looks names up and checks values at each call. What TensorFlow 1 took for Keras does not
+        (0.17 ms of processor time for 0.33 a call with 1 MB), and has no public name.
+        """
+        prepared = getattr(self._session, "_make_callable_from_options", None)
+        if prepared is None:
+            found: Callable[..., Any] = self._session.make_callable(output, inputs)
+            return found
+        options = importlib.import_module("tensorflow.core.protobuf.config_pb2").CallableOptions(
+            feed=[tensor.name for tensor in inputs], fetch=[output.name]
+        )
+        options.run_options.inter_op_thread_pool = -1  # the caller's thread begins it, and waits
+        run = prepared(options)
+        return lambda *arrays: run(*arrays)[0]
 
 
 class TensorflowEngine(ProcessSetEngine):
@@ -127,13 +146,17 @@ class TensorflowEngine(ProcessSetEngine):
                     "Pass tensor.numpy().copy()."
                 )
         assert self._graph is not None
-        # A graph makes names unique, by numbers that need not be alike on all ranks. So what else tells two nodes apart
-        # comes before them as a scope, which Horovod is told to ignore.
-        types = ".".join(array.dtype.name for array in arrays)
-        scope = f"{kind}.{op}.{self._set.process_set_id}.{types}"
-        node = re.sub("[^A-Za-z0-9_.-]", "_", name)
-        common = {"name": f"{scope}/{node}", "ignore_name_scope": True, "process_set": self._set}
-        run = self._graph.node(common["name"], arrays, lambda *inputs: make(*inputs, **common))
+        types = [array.dtype for array in arrays]
+        number = self._set.process_set_id
+
+        def named(*inputs: Any) -> Any:
+            # A graph makes names unique, by numbers that need not be alike on all ranks. So what else tells two nodes
+            # apart comes before them as a scope, which Horovod is told to ignore.
+            scope = f"{kind}.{op}.{number}.{'.'.join(each.name for each in types)}"
+            node = re.sub("[^A-Za-z0-9_.-]", "_", name)
+            return make(*inputs, name=f"{scope}/{node}", ignore_name_scope=True, process_set=self._set)
+
+        run = self._graph.node((kind, op, number, name, *types), types, named)
 
         def call() -> Any:
             try:

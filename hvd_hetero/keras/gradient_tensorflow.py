@@ -62,26 +62,38 @@ def tracing() -> bool:
 def last_of(iterations: Any, passes: int) -> Any:
     """Whether an exchange follows the gradients of this iteration."""
     if passes == 1:
-        return tf.constant(True)
+        return True
     return tf.equal((tf.convert_to_tensor(iterations) + 1) % passes, 0)
 
 
 def through(step: Step, gradients: Sequence[Any], last: Any, variables: Sequence[Any]) -> list[Any]:
     """What `step` makes of the gradients, in their shapes and types. It may read and write `variables`."""
-    layout, taken = step.layout, []
+    layout = step.layout
+    # What is the same at each step does not leave the graph.
+    passing = [] if last is True else [last]
 
-    def take(index: int, flat: np.ndarray, last: Any) -> Any:
+    def take(index: int, flat: np.ndarray, last: Any = True) -> bool:
         step.take(index, flat, bool(last))
-        return last
+        return True
+
+    def finish(flat: np.ndarray, *others: Any) -> list[np.ndarray]:
+        every = bool(others[0]) if passing else True
+        step.take(len(layout.members) - 1, flat, every)
+        return step.finish(every)
 
     with tf.control_dependencies(_touched(variables)):
-        for index, members in enumerate(layout.members):
-            parts = [tf.cast(tf.reshape(gradients[i], [-1]), layout.specs[i].wire) for i in members]
-            inputs = [tf.concat(parts, axis=0), last]
-            # Not stateful, or the graph would call in this order: which are ready first depends on its threads.
-            taken.append(tf.numpy_function(functools.partial(take, index), inputs, tf.bool, stateful=False))
+        *flats, final = (
+            tf.concat([tf.cast(tf.reshape(gradients[i], [-1]), layout.specs[i].wire) for i in members], axis=0)
+            for members in layout.members
+        )
+        # Not stateful, or the graph would call in this order: which are ready first depends on its threads. The last
+        # call follows their results, for what only an order follows is no call that counts to the graph's optimiser.
+        taken = [
+            tf.numpy_function(functools.partial(take, index), [flat, *passing], tf.bool, stateful=False)
+            for index, flat in enumerate(flats)
+        ]
     types = [layout.specs[members[0]].wire for members in layout.members]
-    results = tf.nest.flatten(tf.numpy_function(lambda last, *taken: step.finish(bool(last)), [last, *taken], types))
+    results = tf.nest.flatten(tf.numpy_function(finish, [final, *passing, *taken], types))
     _touched(variables, after=results)
     reduced: dict[int, Any] = {}
     for flat, members, length in zip(results, layout.members, layout.lengths, strict=True):
@@ -107,13 +119,13 @@ def _touched(variables: Sequence[Any], *, after: Sequence[Any] = ()) -> list[Any
 
     A call on the host that reads and writes variables is put between two of these. The graph does not see that it does,
     and would run what does not depend on the call's results, such as a weight decay, before or after the call or
-    during it, on each rank as it comes. What orders it is an operation of a kind of which the graph does not know that
-    it only reads.
+    during it, on each rank as it comes. What orders it is an operation on their handles of a kind of which the graph
+    does not know that it only reads.
     """
-    if tf.executing_eagerly():
+    if tf.executing_eagerly() or not variables:
         return []
     with tf.control_dependencies(after):
-        return [tf.raw_ops.VarIsInitializedOp(resource=variable.handle) for variable in variables]
+        return [tf.raw_ops.IdentityN(input=[variable.handle for variable in variables])[0].op]
 
 
 def flat(variables: Sequence[Any], dtype: str) -> np.ndarray:

@@ -42,7 +42,7 @@ class ReducedStep:
         )
         self._terms, self._passes = 0.0, 0  # of this rank since the last exchange
         self._apart = False  # these passes
-        self._now = 0.0  # terms of this pass
+        self._now = self._weight = 0.0  # terms of this pass, and what its gradients are multiplied by
         self._taken: set[int] = set()  # buckets of this pass
         self._taking = threading.Lock()
         self._exchange: WeightedExchange = self._weighing.exchange(
@@ -93,14 +93,14 @@ class ReducedStep:
         if self._passes == 0:
             self._apart = self._owner.apart
         self._now = terms
+        self._weight = terms if self._weighing.passes > 1 else self._weighing.weight(terms)
         self._terms += terms
 
     def _add(self, index: int, flat: Any) -> None:
         """Adds this rank's mean gradient over the terms of this pass to a bucket; one over none counts for nothing,
         whatever it is."""
         mine = self.layout.buckets[index][: self.layout.lengths[index]]
-        terms, several = self._now, self._weighing.passes > 1
-        weight = terms if several else self._weighing.weight(terms)
+        terms, weight = self._now, self._weight
         if self._passes == 0 and terms:
             self._form.scaled_into(mine, flat, weight)
         elif terms:
