@@ -6,6 +6,7 @@ Contenders share the model, the data and the number of threads; they differ in w
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import sysconfig
@@ -59,7 +60,52 @@ def averaged_by_horovod(base: type) -> type:
     return type(base.__name__, (base,), {"apply": apply})
 
 
-def main() -> None:
+class Contender:
+    """How one contender sets up and makes a step: `step()` trains on one batch and returns when it is done."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        tf.config.threading.set_intra_op_parallelism_threads(1)
+        tf.config.threading.set_inter_op_parallelism_threads(arguments.inter_op_threads)
+        keras.utils.set_random_seed(0)
+        self.shares = [int(share) for share in arguments.shares.split(":")]
+        self.model, self.rows = char_lm(arguments.width, arguments.layers), windows()
+        self.optimizer: Any = keras.optimizers.AdamW(1e-3)
+        self.balancer: Any = None
+        self.rank = arguments.rank or 0
+        self.whole = sum(self.shares)
+        if arguments.contender == "alone":
+            self.whole = self.shares[self.rank]
+        else:
+            hvd: Any = importlib.import_module(f"{arguments.package}.keras")
+            hvd.init()
+            self.rank = hvd.rank()
+        if arguments.contender == "horovod":
+            self.optimizer.__class__ = averaged_by_horovod(type(self.optimizer))
+        elif arguments.contender == "hetero":
+            fixed = {"shares": self.shares, "adaptive": False} if arguments.fixed else {}
+            self.balancer = hvd.Balancer(global_batch_size=self.whole, **fixed)
+            self.optimizer = hvd.DistributedOptimizer(
+                self.optimizer, balancer=self.balancer, bucket_bytes=arguments.bucket_bytes
+            )
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        self.model.compile(optimizer=self.optimizer, loss=loss, jit_compile=False)
+        self.equal = arguments.contender == "horovod"
+        self.draw = np.random.RandomState(self.rank)
+        # Traced before a core is a fifth of one; the second size makes it a graph for any.
+        self.step()
+        self.step(1)
+
+    def step(self, more: int = 0) -> None:
+        samples = (self.whole // len(self.shares) if self.equal else self.whole) + more
+        if self.balancer is not None:
+            samples = self.balancer.share + more
+            self.balancer.announce(samples)
+        batch = self.rows[self.draw.randint(0, len(self.rows), samples)]
+        self.model.train_on_batch(batch[:, :-1], batch[:, 1:])
+
+
+def parser() -> argparse.ArgumentParser:
+    """What a worker may be told."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("contender", choices=["alone", "horovod", "hetero"])
     parser.add_argument("--shares", default="32:16:8:8", help="sum: the global batch; each: alone's")
@@ -68,67 +114,36 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--width", type=int, default=136)
     parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--fixed", action="store_true", help="hetero: the given shares, never re-planned")
     parser.add_argument("--inter-op-threads", type=int, default=1, help="operations that a rank runs side by side")
     parser.add_argument("--bucket-bytes", type=int)
-    arguments = parser.parse_args()
+    parser.add_argument("--package", default="hvd_hetero", help="hetero: its name, where there are two versions")
+    return parser
 
-    tf.config.threading.set_intra_op_parallelism_threads(1)
-    tf.config.threading.set_inter_op_parallelism_threads(arguments.inter_op_threads)
-    keras.utils.set_random_seed(0)
-    shares = [int(share) for share in arguments.shares.split(":")]
-    model, rows = char_lm(arguments.width, arguments.layers), windows()
-    optimizer: Any = keras.optimizers.AdamW(1e-3)
-    balancer: Any = None
-    rank = arguments.rank or 0
-    whole = sum(shares)
-    if arguments.contender == "alone":
-        whole = shares[rank]
-    else:
-        import hvd_hetero.keras as hvd
 
-        hvd.init()
-        rank = hvd.rank()
-    if arguments.contender == "horovod":
-        optimizer.__class__ = averaged_by_horovod(type(optimizer))
-    elif arguments.contender == "hetero":
-        balancer = hvd.Balancer(global_batch_size=whole)
-        optimizer = hvd.DistributedOptimizer(optimizer, balancer=balancer, bucket_bytes=arguments.bucket_bytes)
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(optimizer=optimizer, loss=loss, jit_compile=False)
-    draw = np.random.RandomState(rank)
-
-    def step(more: int = 0) -> None:
-        samples = whole + more
-        if balancer is not None:
-            samples = balancer.share + more
-            balancer.announce(samples)
-        elif arguments.contender == "horovod":
-            samples = whole // len(shares) + more
-        batch = rows[draw.randint(0, len(rows), samples)]
-        model.train_on_batch(batch[:, :-1], batch[:, 1:])
-
-    # Traced before a core is a fifth of one; the second size makes it a graph for any.
-    step()
-    step(1)
+def main() -> None:
+    arguments = parser().parse_args()
+    contender = Contender(arguments)
+    balancer, whole = contender.balancer, contender.whole
     hold()
     for _ in range(arguments.warmup):
-        step()
+        contender.step()
     cpu, began = time.process_time(), time.perf_counter()
     times, waits = [], []
     for _ in range(arguments.steps):
         start = time.perf_counter()
-        step()
+        contender.step()
         times.append(time.perf_counter() - start)
         if balancer is not None:
-            waits.append(optimizer._reducer.wait_s)
+            waits.append(contender.optimizer._reducer.wait_s)
     seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
     release()
     record = {
-        "rank": rank,
+        "rank": contender.rank,
         "samples_per_s": whole * arguments.steps / seconds,
         "step_ms": 1e3 * seconds / arguments.steps,
         "cpu_ms": 1e3 * cpu / arguments.steps,
-        "parameters": model.count_params(),
+        "parameters": contender.model.count_params(),
         "shares": balancer.plan.shares if balancer is not None else None,
     }
     if balancer is not None:

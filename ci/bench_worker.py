@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import importlib.util
 import json
 import os
@@ -54,8 +55,10 @@ class HandShares:
 class Contender:
     """How one contender sets up and makes a step: `step()` trains on one batch and returns when it is done."""
 
-    def __init__(self, arguments: argparse.Namespace, lm: Any) -> None:
-        self.arguments, self.lm = arguments, lm
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        torch.set_num_threads(1)
+        self.lm = lm = _load("torch_char_lm", ROOT / "examples" / "torch_char_lm.py")
+        self.arguments = arguments
         self.strategy: Any = arguments.strategy
         self.rank = int(os.environ.get("HOROVOD_RANK", os.environ.get("RANK", "0")))
         self.size = int(os.environ.get("HOROVOD_SIZE", os.environ.get("WORLD_SIZE", "1")))
@@ -126,8 +129,7 @@ class Contender:
         self.loss_model = torch.nn.parallel.DistributedDataParallel(self.model, gradient_as_bucket_view=True)
 
     def set_up_hetero(self) -> None:
-        import hvd_hetero.torch as hvd
-
+        hvd: Any = importlib.import_module(f"{self.arguments.package}.torch")
         levels = {"process_sets": "dynamic"} if self.arguments.topology else {}
         hvd.init(**levels)
         dense = self.arguments.dense_steps
@@ -175,7 +177,8 @@ def cpu_by_thread() -> dict[str, float]:
     return spent
 
 
-def main() -> None:
+def parser() -> argparse.ArgumentParser:
+    """What a worker may be told."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("contender", choices=["alone", "horovod", "ddp", "ddp-hand", "hetero"])
     parser.add_argument("--shares", default="32:16:8:8", help="sum: the global batch; each: DDP's by hand, alone's")
@@ -195,11 +198,13 @@ def main() -> None:
     parser.add_argument("--slow-at", type=int, default=-1, help="the step at which a rank becomes slower")
     parser.add_argument("--slow-rank", type=int, default=1)
     parser.add_argument("--slow-cores", type=float, default=0.2)
-    arguments = parser.parse_args()
+    parser.add_argument("--package", default="hvd_hetero", help="hetero: its name, where there are two versions")
+    return parser
 
-    torch.set_num_threads(1)
-    lm = _load("torch_char_lm", ROOT / "examples" / "torch_char_lm.py")
-    contender = Contender(arguments, lm)
+
+def main() -> None:
+    arguments = parser().parse_args()
+    contender = Contender(arguments)
     hold()
     times: list[float] = []
     shares: list[Any] = []
@@ -245,6 +250,7 @@ def main() -> None:
         record["waits_s"] = waits
         record["busy_s"] = [whole - wait for whole, wait in zip(times[arguments.warmup :], waits, strict=True)]
     if arguments.validate and contender.rank == 0:
+        lm = contender.lm
         text = lm.read_text(2.5)
         record["validation_loss"] = lm.validate(contender.model, lm.Windows(text[2_000_000:], 64))
     if arguments.every_step:

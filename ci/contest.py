@@ -77,6 +77,12 @@ def check(name: str, value: float, bar: float, *, at_most: bool = False) -> dict
     return {"name": name, "value": round(value, 3), "bar": bar, "ok": ok, "at_most": at_most}
 
 
+def median_ratio(values: Sequence[float], others: Sequence[float]) -> tuple[float, float]:
+    """The median of the ratios of neighbours, and its standard error: normal noise, at least two of each."""
+    ratios = [a / b for a, b in zip(values, others, strict=True)]
+    return statistics.median(ratios), 1.2533 * statistics.stdev(ratios) / len(ratios) ** 0.5
+
+
 def records_of(finished: Finished, *, what: str, ranks: int) -> list[dict[str, Any]]:
     """What the ranks printed, by rank. Raises RuntimeError with the output where one of them failed."""
     records = [json.loads(found) for found in _LINE.findall(finished.output)]

@@ -11,7 +11,7 @@ import time
 from typing import Any
 
 import torch
-from bench_worker import ROOT, Contender, _load
+from bench_worker import Contender
 from emulation.worker.emulation_hold import hold, release
 from torch.utils.data import Subset
 
@@ -88,11 +88,9 @@ def main() -> None:
     parser.add_argument("--epoch-samples", type=int, default=0, help="so many make an epoch, at whose end ranks with a "
                         "local strategy merge, and that they end with; 0: all there are, and no end to wait at")
     parser.set_defaults(width=136, layers=2, codec="none", topology=None, bucket_bytes=None,
-                        strategy="synchronous")
+                        strategy="synchronous", package="hvd_hetero")
     arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    lm = _load("torch_char_lm", ROOT / "examples" / "torch_char_lm.py")
-    contender = Straggling(arguments, lm)
+    contender = Straggling(arguments)
     apart = arguments.contender in ("alone", "local")
     hold()
     begin = time.perf_counter()
@@ -139,6 +137,7 @@ def main() -> None:
         record.update(waits=rounds.waits, merges=rounds.merges)
         snapshots.append((ended, contender.snapshot()))
     if contender.rank == 0 and arguments.contender != "alone":
+        lm = contender.lm
         text = lm.read_text(2.5)
         windows = lm.Windows(text[2_000_000:], 64)
         losses = []

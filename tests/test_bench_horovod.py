@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import random
+import statistics
 import sys
 from dataclasses import replace
 from pathlib import Path
+from runpy import run_path
 
 import pytest
 from launch import horovodrun
@@ -12,7 +15,7 @@ from launch import horovodrun
 CI = Path(__file__).resolve().parents[1] / "ci"
 sys.path.insert(0, str(CI))
 
-from contest import records_of  # noqa: E402
+from contest import median_ratio, records_of  # noqa: E402
 
 SHORT = ("--shares", "8:8", "--warmup", "2", "--steps", "4")
 
@@ -38,6 +41,30 @@ def test_a_rank_says_how_fast_it_was_and_what_it_waited_for(program: str, argume
         if arguments[0] == "hetero":
             assert sum(record["shares"]) == 16
             assert len(record["waits_s"]) == len(record["busy_s"]) == 4
+
+
+@pytest.mark.skipif(not (CI.parent / ".git").exists(), reason="no clone: there are no earlier revisions")
+@pytest.mark.parametrize("framework", ["torch", "keras"])
+def test_two_versions_of_the_package_train_in_turn(framework: str, tmp_path: Path) -> None:
+    versus = run_path(str(CI / "versus"))
+    with pytest.raises(ValueError, match="expected one of this repository's. Received: no-such-revision"):
+        versus["lay_out"]("no-such-revision", tmp_path)
+    versus["lay_out"]("HEAD", tmp_path)
+    small = ("--width", "16", "--layers", "1", "--shares", "8:8", "--blocks", "2")
+    for record in records("versus_worker.py", str(tmp_path), "--framework", framework, *small):
+        assert all(len(record[which][what]) == 2 for which in ("before", "now") for what in ("step_ms", "cpu_ms"))
+        assert min(record["before"]["step_ms"] + record["now"]["step_ms"]) > 0
+
+
+def test_the_error_of_a_median_ratio_is_that_of_samples() -> None:
+    draw, errors, claimed = random.Random(0), [], []
+    for _ in range(300):
+        drift = [draw.uniform(1.0, 2.0) for _ in range(40)]
+        found, error = median_ratio([0.9 * d * draw.gauss(1, 0.05) for d in drift], drift)
+        errors.append(found - 0.9)
+        claimed.append(error)
+    assert abs(statistics.mean(errors)) < 0.003
+    assert statistics.stdev(errors) == pytest.approx(statistics.mean(claimed), rel=0.15)
 
 
 def test_a_rank_among_stragglers_says_what_all_have_learnt() -> None:
