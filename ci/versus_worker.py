@@ -27,7 +27,8 @@ def main() -> None:
     sys.path.insert(0, own.folder)
     worker: Any = importlib.import_module(WORKERS[own.framework])
     contenders = {}
-    for name, package in (("before", own.before), ("now", "hvd_hetero")):
+    # Horovod is initialised once, with the settings of now.
+    for name, package in (("now", "hvd_hetero"), ("before", own.before)):
         words = ["hetero", "--fixed", "--shares", own.shares, "--package", package, *others]
         contenders[name] = worker.Contender(worker.parser().parse_args(words))
         contenders[name].step()

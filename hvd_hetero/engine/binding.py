@@ -49,10 +49,13 @@ _again: dict[str, Callable[[], None]] = {}  # by framework: initialises as the s
 def init(framework: str, *args: Any, **kwargs: Any) -> None:
     """Initialises Horovod for a framework, with settings that suit ranks with little CPU where the user has set none.
 
-    From here on, long waits of the ranks for each other are explained, and ended at last: see `engine.watch`.
+    A Horovod that the script has initialised already goes on with the settings that it found then. From here on, long
+    waits of the ranks for each other are explained, and ended at last: see `engine.watch`.
     """
-    prepare_init()
-    _initialise(importlib.import_module(_class(framework).binding), *args, **kwargs)
+    binding = importlib.import_module(_class(framework).binding)
+    if not binding.is_initialized():  # it reads its settings once: others would be taken for what it does
+        prepare_init()
+    _initialise(binding, *args, **kwargs)
     _again[framework] = functools.partial(init, framework, *args, **kwargs)
     engine = _class(framework)()
     engine.watch()

@@ -221,6 +221,19 @@ def main() -> None:
     hvd.shutdown()
 
 
+def initialised_already() -> None:
+    """Not for main(): the script has initialised Horovod itself, and waited with it."""
+    plain.init()
+    plain.allreduce(torch.zeros(1), name="own")
+    hvd.init()
+    if hvd.rank() == 0:
+        time.sleep(1.0)
+    before = time.thread_time()
+    HorovodEngine().allreduce_async(torch.zeros(1), name="late").wait()
+    assert time.thread_time() - before < 0.25, time.thread_time() - before
+    print("OK initialised_already", flush=True)
+
+
 def loader_raises() -> None:
     """Not for main(): rank 1's dataset raises in the third step, and every rank must end."""
     hvd.init()
@@ -250,4 +263,5 @@ def loader_raises() -> None:
 
 
 if __name__ == "__main__":
-    loader_raises() if sys.argv[1:] == ["loader_raises"] else main()
+    alone = {"loader_raises": loader_raises, "initialised_already": initialised_already}
+    alone.get(sys.argv[1], main)()
