@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import os
 import sys
 import time
 from typing import Any
@@ -18,7 +19,7 @@ STEPS = 5  # that one version makes before it is the other one's turn; one more 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", help="where the version of before lies")
-    parser.add_argument("--before", default="hvd_before", help="its name")
+    parser.add_argument("--before", default="hvd_before", help="its name; `alone`: no such package, but no exchange")
     parser.add_argument("--framework", choices=list(WORKERS), default="torch")
     parser.add_argument("--shares", default="34:16:7:7")
     parser.add_argument("--blocks", type=int, default=30)
@@ -29,7 +30,10 @@ def main() -> None:
     contenders = {}
     # Horovod is initialised once, with the settings of now.
     for name, package in (("now", "hvd_hetero"), ("before", own.before)):
-        words = ["hetero", "--fixed", "--shares", own.shares, "--package", package, *others]
+        words = ["hetero", "--fixed", "--package", package]
+        if package == "alone":
+            words = ["alone", "--rank", os.environ["HOROVOD_RANK"]]
+        words += ["--shares", own.shares, *others]
         contenders[name] = worker.Contender(worker.parser().parse_args(words))
         contenders[name].step()
     hold()

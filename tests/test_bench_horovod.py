@@ -45,12 +45,14 @@ def test_a_rank_says_how_fast_it_was_and_what_it_waited_for(program: str, argume
 
 @pytest.mark.skipif(not (CI.parent / ".git").exists(), reason="no clone: there are no earlier revisions")
 @pytest.mark.parametrize("framework", ["torch", "keras"])
-def test_two_versions_of_the_package_train_in_turn(framework: str, tmp_path: Path) -> None:
+def test_two_versions_train_in_turn(framework: str, tmp_path: Path) -> None:
     versus = run_path(str(CI / "versus"))
     with pytest.raises(ValueError, match="expected one of this repository's. Received: no-such-revision"):
         versus["lay_out"]("no-such-revision", tmp_path)
     versus["lay_out"]("HEAD", tmp_path)
     small = ("--width", "16", "--layers", "1", "--shares", "8:8", "--blocks", "2")
+    versions = {"torch": "alone", "keras": versus["BEFORE"]}  # both ways, in few launches
+    small += ("--before", versions[framework])
     for record in records("versus_worker.py", str(tmp_path), "--framework", framework, *small):
         assert all(len(record[which][what]) == 2 for which in ("before", "now") for what in ("step_ms", "cpu_ms"))
         assert min(record["before"]["step_ms"] + record["now"]["step_ms"]) > 0
