@@ -18,6 +18,8 @@ from emulation import Cluster, EmulatedRank, Finished
 
 WORKER = str(Path(__file__).resolve().parent / "bench_worker.py")
 _LINE = re.compile(r"BENCH (\{.*\})")
+# The mixed cluster: with its node, the cores of each rank.
+MIXED_RANKS = tuple(EmulatedRank(cores=cores, node=node) for cores, node in ((0.8, 0), (0.4, 0), (0.2, 1), (0.2, 1)))
 
 
 @dataclass(frozen=True, kw_only=True)

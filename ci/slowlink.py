@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from contest import check, records_of
+from contest import MIXED_RANKS, check, records_of
 from emulation import Cluster, EmulatedRank
 
 Row = dict[str, Any]
@@ -20,7 +20,6 @@ BASE, OURS = "plain Horovod", "hvd_hetero"
 # Equal ranks, so that sums are limited by links; training runs on the mixed ones of `ci/bench mixed`.
 EVEN = tuple(EmulatedRank(cores=1.0, node=node) for node in (0, 0, 1, 1))
 THREE = tuple(EmulatedRank(cores=1.0, node=node) for node in (0, 0, 1, 1, 2))
-MIXED = tuple(EmulatedRank(cores=cores, node=node) for cores, node in ((0.8, 0), (0.4, 0), (0.2, 1), (0.2, 1)))
 SHARES = "32:16:8:8"  # of the global batch; contenders find theirs, or take equal ones
 # About 4 million parameters.
 MODEL = ("--width", "400", "--layers", "2")
@@ -180,7 +179,7 @@ def _training(
 ) -> None:
     say("\nTraining, about 4 M parameters, ranks of 0.8 and 0.4, 0.2 and 0.2 cores joined at 100 Mbit/s")
     speed: dict[str, list[float]] = {}
-    with Cluster(MIXED, link_mbit=100) as cluster:
+    with Cluster(MIXED_RANKS, link_mbit=100) as cluster:
         for repeat in range(repeats):
             for name in names:
                 adapts = name.startswith("hvd_hetero")
@@ -189,7 +188,7 @@ def _training(
                 speed.setdefault(name, []).append(record["samples_per_s"])
                 say(f"  repeat {repeat + 1}/{repeats}: {name:24s} {record['samples_per_s']:7.1f} samples/s")
     losses: dict[str, float] = {}
-    with Cluster(tuple(EmulatedRank(cores=0.5) for _ in MIXED), network="loopback") as cluster:
+    with Cluster(tuple(EmulatedRank(cores=0.5) for _ in MIXED_RANKS), network="loopback") as cluster:
         for name in dict.fromkeys((BASE, OURS, *names)):
             if name in (BASE, "DDP, PowerSGD hook") or name.startswith(OURS):
                 record = train(cluster, name, steps=LOSS_STEPS, warmup=0, validate=True)

@@ -19,10 +19,10 @@ STEPS = 5  # that one version makes before it is the other one's turn; one more 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", help="where the version of before lies")
-    parser.add_argument("--before", default="hvd_before", help="its name; `alone`: no such package, but no exchange")
-    parser.add_argument("--framework", choices=list(WORKERS), default="torch")
-    parser.add_argument("--shares", default="34:16:7:7")
-    parser.add_argument("--blocks", type=int, default=30)
+    parser.add_argument("--before", required=True, help="its name; `alone`: no such package, but no exchange")
+    parser.add_argument("--framework", choices=list(WORKERS), required=True)
+    parser.add_argument("--shares", required=True)
+    parser.add_argument("--blocks", type=int, required=True)
     own, others = parser.parse_known_args()
 
     sys.path.insert(0, own.folder)
