@@ -67,7 +67,7 @@ def test_the_laws_hold_on_two_nodes_of_unlike_size():
     run_checks(3, checks_for(3), options=("-H", "localhost:2,127.0.0.1:1"))
 
 
-def test_a_horovod_that_is_initialised_already_waits_as_it_was_told_then():
+def test_waiting_sleeps_also_where_the_script_has_initialised_horovod_itself():
     launched = horovodrun(2, "law_worker.py", "initialised_already")
     assert launched.returncode == 0 and launched.output.count("OK initialised_already") == 2, launched.output[-4000:]
 

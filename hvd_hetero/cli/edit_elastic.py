@@ -100,7 +100,11 @@ EDITS: Final = (
         "death. The others start over after 30 s, and then wait two minutes for those that still expect it",
         file="third_party/gloo/gloo/transport/tcp/pair.h",
         find="        timeout_ * 5,\n",
-        replace='        timeout_ * (std::getenv("HOROVOD_ELASTIC") != nullptr ? 1 : 5),\n',
+        replace="""        timeout_ * ([] {
+          const char* elastic = std::getenv("HOROVOD_ELASTIC");
+          return elastic != nullptr && std::atoi(elastic) > 0;
+        }() ? 1 : 5),
+""",
     ),
     Edit(
         name="connect_timeout",

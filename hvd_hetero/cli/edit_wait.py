@@ -11,16 +11,14 @@ _WAIT = "blocking_wait"
 EDITS: Final = (
     Edit(
         name=_WAIT,
-        reason="synchronize spins while it waits, and on a slow rank steals the core from Horovod's own thread; with "
-        "HOROVOD_BLOCKING_WAIT=1 it sleeps until its handle is done",
+        reason="synchronize spins while it waits, and on a slow rank steals the core from Horovod's own thread; while "
+        "HOROVOD_BLOCKING_WAIT is 1, which each wait asks, it sleeps until its handle is done",
         kind="speed",
         needs=("torch",),
         file="horovod/torch/mpi_ops_v2.cc",
         find="void WaitAndClear(int handle) {\n",
         replace="""void WaitAndClear(int handle) {
-  static const bool blocking =
-      GetBoolEnvOrDefault("HOROVOD_BLOCKING_WAIT", false);
-  if (blocking) {
+  if (GetBoolEnvOrDefault("HOROVOD_BLOCKING_WAIT", false)) {
     py::gil_scoped_release release_python_gil;
     handle_manager.WaitUntilDone(handle);
   }

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from . import elastic, farewell
 from .build import installed_build
-from .environment import is_elastic, prepare_init
+from .environment import is_elastic, prepare_init, prepare_wait
 from .port import Engine
 from .version import check_versions, versions
 
@@ -49,10 +49,11 @@ _again: dict[str, Callable[[], None]] = {}  # by framework: initialises as the s
 def init(framework: str, *args: Any, **kwargs: Any) -> None:
     """Initialises Horovod for a framework, with settings that suit ranks with little CPU where the user has set none.
 
-    A Horovod that the script has initialised already goes on with the settings that it found then. From here on, long
-    waits of the ranks for each other are explained, and ended at last: see `engine.watch`.
+    A Horovod that the script has initialised already goes on with the settings that it found then, but for how it
+    waits. From here on, long waits of the ranks for each other are explained, and ended at last: see `engine.watch`.
     """
     binding = importlib.import_module(_class(framework).binding)
+    prepare_wait()
     if not binding.is_initialized():  # it reads its settings once: others would be taken for what it does
         prepare_init()
     _initialise(binding, *args, **kwargs)

@@ -30,6 +30,13 @@ def repairs() -> frozenset[str]:
     return frozenset(build["edits"]) if build else frozenset()
 
 
+def prepare_wait() -> None:
+    """Lets `horovod.torch.synchronize` sleep instead of spin – unless the user has set how it waits, which it asks at
+    each wait."""
+    if "blocking_wait" in repairs():
+        os.environ.setdefault(BLOCKING_WAIT, "1")
+
+
 def prepare_init() -> None:
     """Sets, before `hvd.init()`, what makes Horovod cheap on ranks with little CPU – unless the user has set it.
 
@@ -38,8 +45,6 @@ def prepare_init() -> None:
     so may be long; without the repair, 5 ms is a compromise between that cost and the latency it adds. Under MPI the
     cycle stays: MPI spins within the negotiation, so entering it early costs CPU instead of saving it.
     """
-    if "blocking_wait" in repairs():
-        os.environ.setdefault(BLOCKING_WAIT, "1")
     if "gloo_hierarchy" in repairs():
         os.environ.setdefault(GLOO_ALLREDUCE, "hierarchical")
     if under_mpi():
