@@ -14,9 +14,11 @@ from .agreement import Terms, agree
 from .attachment import Attached, withdraw
 from .departure import Departure
 from .dialogue import Dialogue
+from .keeping import Keeping
 from .ladder import Ladder
 from .meter import Stopwatch
 from .planner import Planner
+from .strategies import Strategies
 from .timesheet import Timesheet
 
 
@@ -75,6 +77,7 @@ class Balancer:
         self.step = -1  # index of the global batch begun last, counted over all epochs
         self.dependents: list[Any] = []  # what else keeps a state as the job goes on: samplers, learning rates
         self.departure = Departure()
+        self.strategies = Strategies()
         self._settle()
         if trace is not None:
             trace.plan(self.plan)
@@ -94,7 +97,8 @@ class Balancer:
         self._exchanges: list[Attached] = []
         self._attached = 0  # so many, ever
         self._ran: list[Attached] | None = None  # in the present batch; None: the next to run begins another
-        self.keepers: list[Any] = []  # what keeps something back from step to step: see `Weighing`
+        self.keepers: list[Keeping] = []  # of the optimizers, in their order
+        self.strategies.restart()
         self.timesheet.restart()
         self.departure.restart()
         self.dialogue = Dialogue(
@@ -293,8 +297,13 @@ class Balancer:
     # State ----------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Plans, measurements and the step, as plain numbers."""
-        return {"global_batch_size": self.global_batch_size, "step": self.step, "planner": self.planner.state_dict()}
+        """Plans, measurements, the step, and what local strategies keep: plain numbers, but for an outer momentum."""
+        return {
+            "global_batch_size": self.global_batch_size,
+            "step": self.step,
+            "planner": self.planner.state_dict(),
+            "strategies": self.strategies.state_dict(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from `state`. On another number of ranks the plan starts anew; the step stays."""
@@ -306,4 +315,5 @@ class Balancer:
         self.step = int(state["step"])
         self.dialogue.restart()
         self.planner.load_state_dict(state["planner"], self.step)
+        self.strategies.load_state_dict(state["strategies"])
         self.ladder = Ladder(self.planner.plans[-1].shares, tell=self._moved)

@@ -22,8 +22,9 @@ class EqualWeights(Balancer):
         super().rebuild()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from the step of `state`: nothing else is kept."""
+        """Goes on from `state`, but for its plan: the global batch is as many ranks as there are."""
         self.step = int(state["step"])
+        self.strategies.load_state_dict(state["strategies"])
 
     def begin_unseen(self) -> bool:
         """True: a batch that nothing has announced begins."""

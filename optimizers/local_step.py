@@ -75,6 +75,10 @@ class LocalSteps:
             rule, balancer=balancer, store=store, lanes=self._lanes, batches=lambda: weighing.passes,
             on_merge=self._record,
         )  # fmt: skip
+        balancer.strategies.add(weighing.number, self.rounds)
+        # Where merges can be missed, and so have several lanes, nothing is kept back.
+        merges = [fragment.lanes[0].exchange for fragment in self.rounds.fragments]
+        weighing.keeping.put("merges", merges, lambda: self.rounds.unit)
         self._bytes = [fragment.lanes[0].buffer.nbytes for fragment in self.rounds.fragments]
         self.begun = False  # whether ranks make steps apart
         self.samples = 0.0  # of steps apart, since they were last taken

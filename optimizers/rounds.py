@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from hvd_hetero.codecs.verbs import arrays_like
 from hvd_hetero.policy.staleness import Contribution, by_samples, by_shard
 
 from . import control, merge_control
@@ -173,15 +174,21 @@ class Rounds:
         """How many merges this rank will miss after the one that it contributes to."""
         return 0 if self._finishing else self.lengths.intervals[self.rank] - 1
 
+    @property
+    def unit(self) -> float:
+        """How many samples weigh 1: a usual contribution, for narrow wires. With FedNova no samples do."""
+        if self.rule.weights == "fednova":
+            return 1.0
+        return self.balancer.global_batch_size * self.rule.round_steps / self.size
+
     def _weigh(self, work: Work, square: float) -> Contribution:
-        """What this rank's progress counts; samples in units of a usual contribution, for narrow wires."""
+        """What this rank's progress counts."""
         chosen = NOTHING
         if work.steps and math.isfinite(square):
             if self.rule.weights == "fednova":
                 chosen = by_shard(self._part, work.lr_sum or float(work.steps))
             else:
-                usual = self.balancer.global_batch_size * self.rule.round_steps / self.size
-                chosen = by_samples(work.samples / usual)
+                chosen = by_samples(work.samples / self.unit)
         self._sending = (chosen, work, chosen.spread(square) if chosen.weight else 0.0)
         return chosen
 
@@ -249,12 +256,8 @@ class Rounds:
     # State ----------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Outer momentum and the length of rounds. Parameters are the script's to save, after a `finish`."""
-        if any(fragment.under_way for fragment in self.fragments):
-            raise RuntimeError(
-                "Expected a state between rounds. Received: a call while a merge is under way. Call "
-                "optimizer.merge() on all ranks first."
-            )
+        """The outer momentum after the last merge and the length of rounds, the same on all ranks. Parameters are the
+        script's to save, after a `finish`."""
         return {
             "merges": self.merges,
             "round_steps": self.lengths.longest,
@@ -269,6 +272,13 @@ class Rounds:
             )
         for fragment, saved in zip(self.fragments, state["outer"], strict=True):
             self.rule.outer.check_state(saved)
-            fragment.outer_state = dict(saved)
+            fragment.outer_state = arrays_like(fragment.lanes[0].buffer, saved)
         self.merges = int(state["merges"])
         self.lengths.resume(int(state["round_steps"]))
+
+    def restart(self) -> None:
+        """Keeps nothing of the merges so far."""
+        for fragment in self.fragments:
+            fragment.outer_state = {}
+        self.merges = 0
+        self.lengths.resume(self.rule.round_steps)

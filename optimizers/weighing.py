@@ -5,7 +5,7 @@ See `weighted` for the formula. Here n_ref is chosen, and what every exchange te
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from hvd_hetero.engine.port import Engine
@@ -13,6 +13,7 @@ from hvd_hetero.engine.port import Engine
 from .attachment import Attached
 from .balancer import Balancer
 from .control import Look, length
+from .keeping import Keeping
 from .local_step import ParameterStore
 from .noise import Buckets, GradientNoise
 from .parameter_guard import ParameterGuard
@@ -53,10 +54,8 @@ class Weighing:
         self.noise = GradientNoise()
         self._begun = 0  # global batches since the last exchange, the same on all ranks
         self._generation = 0
-        self._exchange: WeightedExchange | None = None
-        self._state: Mapping[str, Any] | None = None  # for an exchange that is yet to be made
-        self._given: tuple[Sequence[Any], float] | None = None
-        balancer.keepers.append(self)
+        self.keeping = Keeping(keeps=ways.keeps)
+        balancer.keepers.append(self.keeping)
         self._guard = ParameterGuard(balancer.engine, parameters, name=self.name, tell=self._differed)
 
     def _differed(self, fields: dict[str, Any]) -> None:
@@ -146,13 +145,14 @@ class Weighing:
         )  # fmt: skip
 
     def exchange(
-        self, layout: Buckets, shapes: Sequence[Sequence[tuple[int, ...]]], *, control: Any, outgoing: Any, write: Any
+        self, layout: Buckets, shapes: Sequence[Sequence[tuple[int, ...]]], *, control: Any, outgoing: Any, write: Any,
+        kind: str = "gradients",
     ) -> WeightedExchange:
-        """The exchange of a layout's buckets, of tensors of these shapes; `control`: where none of them has a tail.
-        A collective call."""
+        """The exchange of a layout's buckets, of tensors of these shapes; `control`: where none of them has a tail. It
+        takes the place of the one before it of its `kind`. A collective call."""
         self._generation += 1
         name = f"{self.name}.{self._generation}"
-        self._exchange = WeightedExchange(
+        exchange = WeightedExchange(
             self.engine,
             layout.buckets,
             control if layout.tail is None else layout.tail,
@@ -163,43 +163,11 @@ class Weighing:
             keeps=self._ways.keeps,
             write=write,
         )
-        self._take_in()
-        return self._exchange
+        self.keeping.put(kind, [exchange], lambda: self.unit)
+        return exchange
 
     def close(self) -> None:
-        """Exchanges no more: what its codecs keep back is nobody's any longer."""
-        if self in self.balancer.keepers:
-            self.balancer.keepers.remove(self)
-
-    # What codecs keep back ------------------------------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, Any]:
-        """What this rank's codecs keep from step to step: residuals, scales, factors."""
-        return self._exchange.state_dict() if self._exchange is not None else dict(self._state or {})
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from `state`, of this rank of as many. All ranks do, or none."""
-        self._state = state or None
-        self._take_in()
-
-    def kept_back(self) -> tuple[Sequence[Any], float] | None:
-        """What this rank's codecs have not sent yet, and in which unit; None where that is nothing."""
-        if self._exchange is None or not self._ways.keeps:
-            return self._given
-        return self._exchange.kept_back(), self.unit
-
-    def give_back(self, kept: tuple[Sequence[Any], float] | None) -> None:
-        """Sends what `kept_back` returned with the next sums, on whichever ranks there are."""
-        self._given = kept
-        self._take_in()
-
-    def _take_in(self) -> None:
-        """Hands to the exchange, once there is one, what waits for it."""
-        if self._exchange is None:
-            return
-        if self._state is not None:
-            self._exchange.load_state_dict(self._state)
-        if self._given is not None:
-            kept, unit = self._given
-            self._exchange.give_back(kept, unit / self.unit)
-        self._state = self._given = None
+        """Exchanges no more: what its codecs and its strategy keep is nobody's any longer."""
+        if self.keeping in self.balancer.keepers:
+            self.balancer.keepers.remove(self.keeping)
+        self.balancer.strategies.remove(self.number)

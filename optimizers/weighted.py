@@ -16,19 +16,12 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from hvd_hetero.codecs.verbs import verbs_of
+from hvd_hetero.codecs.verbs import arrays_like, verbs_of
 from hvd_hetero.engine.port import Chain, Engine, Handle
 
 
 def _write(array: Any, values: Sequence[float]) -> None:
     array[...] = values
-
-
-def _arrays_like(like: Any, state: Any) -> Any:
-    """A state whose arrays, at any depth, are of the library, the type and the device of `like`."""
-    if isinstance(state, Mapping):
-        return {key: _arrays_like(like, value) for key, value in state.items()}
-    return verbs_of(like).like(state, like) if hasattr(state, "shape") else state
 
 
 class Way(Protocol):
@@ -141,7 +134,7 @@ class WeightedExchange:
         """Goes on from `state`, if its buckets are these. All ranks do, or none: some of it has to be alike on all."""
         if list(state["lengths"]) == self._lengths:
             for bucket, route, one in zip(self._buckets, self._routes, state["routes"], strict=True):
-                route.load_state_dict(_arrays_like(bucket, one))
+                route.load_state_dict(arrays_like(bucket, one))
 
     # ----------------------------------------------------------------------------------------------------------------
 

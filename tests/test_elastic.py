@@ -75,8 +75,9 @@ def measured(identities, speeds):
 
 
 @pytest.mark.parametrize("handed_over", [True, False])
-def test_what_a_codec_kept_back_goes_on_over_a_rebuild(handed_over):
-    """Training with top-k, whose residual is most of the gradient: as without the rebuild, if it is handed over."""
+@pytest.mark.parametrize("strategy", ["synchronous", hvd.LocalSGD(round_steps=1, bound_rounds=0, warmup_steps=0)])
+def test_what_a_codec_kept_back_goes_on_over_a_rebuild(strategy, handed_over):
+    """Top-k, whose residual is most of what there is to send: as without the rebuild, if it is handed over."""
 
     def train(engine, rebuilds):
         torch.set_num_threads(1)
@@ -85,25 +86,64 @@ def test_what_a_codec_kept_back_goes_on_over_a_rebuild(handed_over):
         balancer = hvd.Balancer(WHOLE, engine=engine, adaptive=False)
         optimizer = hvd.DistributedOptimizer(
             torch.optim.SGD(model.parameters(), lr=0.1), balancer=balancer,
-            compression=hvd.Compression.topk(0.05, warmup_steps=0),
+            compression=hvd.Compression.topk(0.05, warmup_steps=0), strategy=strategy,
         )  # fmt: skip
         x = torch.randn(STEPS, 4, 40, generator=torch.Generator().manual_seed(engine.rank), dtype=torch.float64)
         for step in range(STEPS):
+            if step == 4:
+                optimizer.merge()
             if rebuilds and step == 4:
                 kept = [keeper.kept_back() for keeper in balancer.keepers]
                 engine.rebuild()
                 for keeper, one in zip(balancer.keepers, kept, strict=True):
-                    keeper.give_back(one if handed_over else None)
+                    keeper.give_back(one if handed_over else {})
             optimizer.zero_grad()
             balancer.begin(4)
             (model(x[step]) - x[step]).square().mean().backward()
             optimizer.step()
+        optimizer.merge()
         return model.weight.detach().clone()
 
     plain = World(3).run(lambda engine: train(engine, rebuilds=False))
     rebuilt = World(3).run(lambda engine: train(engine, rebuilds=True))
     assert torch.allclose(plain[0], rebuilt[0], rtol=0, atol=1e-12) == handed_over
     assert all(torch.equal(one, rebuilt[0]) for one in rebuilt)
+
+
+@pytest.mark.parametrize("how", ["rebuilt", "loaded", "forgotten"])
+def test_an_outer_momentum_goes_on_with_the_balancers_state(how):
+    """Over a rebuild, and in another process, whose objects are new. A job that forgets it ends elsewhere."""
+    rule = hvd.LocalSGD(round_steps=1, bound_rounds=0, warmup_steps=0, outer=hvd.Outer(momentum=0.9))
+
+    def train(engine, how):
+        torch.set_num_threads(1)
+
+        def job(model):
+            balancer = hvd.Balancer(WHOLE, engine=engine, adaptive=False)
+            inner = torch.optim.SGD(model.parameters(), lr=0.1)
+            return model, balancer, hvd.DistributedOptimizer(inner, balancer=balancer, strategy=rule)
+
+        model, balancer, optimizer = job(copy.deepcopy(PROTOTYPE))
+        for step in range(STEPS):
+            if step == 4:
+                optimizer.merge()
+                if how == "rebuilt":
+                    engine.rebuild()
+                elif how != "goes on":
+                    state = copy.deepcopy(balancer.state_dict())
+                    model, balancer, optimizer = job(copy.deepcopy(model))
+                    balancer.load_state_dict(state if how == "loaded" else {**state, "strategies": {}})
+            x = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + engine.rank)).double()
+            optimizer.zero_grad()
+            balancer.begin(4)
+            model(x).square().mean().backward()
+            optimizer.step()
+        optimizer.merge()
+        return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+    expected = World(3).run(lambda engine: train(engine, "goes on"))
+    found = World(3).run(lambda engine: train(engine, how))
+    assert torch.equal(found[0], expected[0]) == (how != "forgotten")
 
 
 def test_ranks_of_known_hardware_keep_their_speeds():

@@ -58,6 +58,7 @@ LOCAL = [
     "fit_ends_with_one_model",
     "nobody_waits_for_a_rank_that_stops",
     "back_to_synchronous_steps",
+    "a_checkpoint_has_what_merges_keep",
     "statistics_are_those_of_all_samples",
     "local_errors_say_what_to_do",
     "others_hear_of_a_rank_that_fails",

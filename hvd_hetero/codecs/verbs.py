@@ -7,7 +7,7 @@ Here for numpy; `torch_verbs` has the same for torch. Arrays are float32 or floa
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -197,3 +197,10 @@ def rows_of(array: Any, width: int) -> Any:
         verbs = verbs_of(array)
         array = verbs.joined([array, verbs.zeros([missing], array)])
     return array.reshape(-1, width)
+
+
+def arrays_like(like: Any, state: Any) -> Any:
+    """A state whose arrays, at any depth, are of the library, the type and the device of `like`."""
+    if isinstance(state, Mapping):
+        return {key: arrays_like(like, value) for key, value in state.items()}
+    return verbs_of(like).like(state, like) if hasattr(state, "shape") else state

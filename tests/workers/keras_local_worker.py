@@ -120,6 +120,47 @@ def nobody_waits_for_a_rank_that_stops():
         assert longest["local"] < 1.0 < longest["synchronous"], longest
 
 
+def a_checkpoint_has_what_merges_keep():
+    """New objects that load it go on as those that were saved: the outer momentum, and what the codec has not sent. The
+    strategy is made with the first gradients only, so all of it has to wait for that."""
+    random = np.random.RandomState(0)
+    x, y = random.randn(16 * WHOLE, 6).astype("float32"), random.randn(16 * WHOLE, 200).astype("float32")
+    rule = hvd.LocalSGD(
+        round_steps=1, bound_rounds=0, warmup_steps=0, outer=hvd.Outer(learning_rate=0.5, momentum=0.5)
+    )
+
+    def job():
+        keras.utils.set_random_seed(0)
+        balancer = hvd.Balancer(WHOLE, shares=UNEVEN[hvd.size()], adaptive=False)
+        optimizer = hvd.DistributedOptimizer(
+            plain_sgd(), balancer=balancer, strategy=rule, compression=hvd.Compression.topk(0.05, warmup_steps=0)
+        )
+        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(200)])
+        model.compile(optimizer=optimizer, loss="mse")
+        return model, hvd.elastic.KerasState(model, epoch=0, batch=0)
+
+    def train(model, first, last):
+        arrays = x[first * WHOLE : last * WHOLE], y[first * WHOLE : last * WHOLE]
+        model.fit(Share(arrays, UNEVEN[hvd.size()], model.optimizer._reducer.balancer), shuffle=False, verbose=0)
+        model.optimizer.merge()
+
+    model, state = job()
+    train(model, 0, 8)
+    state.settle()
+    shared, own = state.shared_content(), state.own_content()
+    train(model, 8, 16)
+    ended = []
+    for loads_own in (True, False):
+        again, resumed = job()
+        resumed.load_shared_content(shared)
+        if loads_own:
+            resumed.load_own_content(own)
+        train(again, 8, 16)
+        same_on_all(weights_of(again))
+        ended.append(distance(weights_of(again), weights_of(model)))
+    assert ended[0] == 0.0 < ended[1], ended
+
+
 def back_to_synchronous_steps():
     """With "auto" ranks come back to synchronous steps with one model and one momentum, and stay alike."""
     x, y, _ = data(WHOLE * 30)

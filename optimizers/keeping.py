@@ -1,0 +1,74 @@
+"""What codecs keep back of what one optimizer sends: over checkpoints, and from one set of ranks to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .weighted import WeightedExchange
+
+Kept = Mapping[str, tuple[Sequence[Any], float]]  # by kind: of each exchange what is not sent yet, and in which unit
+
+
+@dataclass(frozen=True)
+class _Group:
+    exchanges: Sequence[WeightedExchange]
+    unit: Callable[[], float]
+
+
+class Keeping:
+    """What the exchanges of one optimizer keep back on one rank.
+
+    They come in groups of a kind: those of gradients, those of merges. A group that is put in another one's place, as
+    where ranks have changed, or that is made only when training goes on, takes over what is there for its kind.
+
+    Args:
+        keeps: whether any codec keeps something back at all.
+    """
+
+    def __init__(self, *, keeps: bool) -> None:
+        self._keeps = keeps
+        self._groups: dict[str, _Group] = {}
+        self._states: dict[str, Any] = {}  # for groups that are yet to be made
+        self._given: dict[str, tuple[Sequence[Any], float]] = {}
+
+    def put(self, kind: str, exchanges: Sequence[WeightedExchange], unit: Callable[[], float]) -> None:
+        """Says what a group's exchanges are, and in which unit they weigh: see `Weighing.unit`."""
+        if self._keeps:
+            self._groups[kind] = _Group(exchanges, unit)
+            self._take_in(kind)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this rank's codecs keep from step to step: residuals, scales, factors."""
+        live = {kind: [each.state_dict() for each in group.exchanges] for kind, group in self._groups.items()}
+        return {**self._states, **live}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from `state`, of this rank of as many. All ranks do, or none."""
+        self._states = dict(state)
+        for kind in self._groups:
+            self._take_in(kind)
+
+    def kept_back(self) -> Kept:
+        """What this rank's codecs have not sent yet."""
+        live = {
+            kind: ([each.kept_back() for each in group.exchanges], group.unit())
+            for kind, group in self._groups.items()
+        }
+        return {**self._given, **live}
+
+    def give_back(self, kept: Kept) -> None:
+        """Sends what `kept_back` returned with the next sums, on whichever ranks there are."""
+        self._given = dict(kept)
+        for kind in self._groups:
+            self._take_in(kind)
+
+    def _take_in(self, kind: str) -> None:
+        """Hands to a group what waits for it."""
+        group = self._groups[kind]
+        for exchange, state in zip(group.exchanges, self._states.pop(kind, ()), strict=False):
+            exchange.load_state_dict(state)
+        kept, unit = self._given.pop(kind, ((), 1.0))
+        for exchange, arrays in zip(group.exchanges, kept, strict=False):
+            exchange.give_back(arrays, unit / group.unit())

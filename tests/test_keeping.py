@@ -1,0 +1,98 @@
+"""What codecs and strategies keep goes to what takes their place, whenever that is made."""
+
+from hvd_hetero.optimizers.keeping import Keeping
+from hvd_hetero.optimizers.strategies import Strategies
+
+
+class Exchange:
+    """Keeps one number."""
+
+    def __init__(self, kept=0.0):
+        self.kept = kept
+
+    def state_dict(self):
+        return {"kept": self.kept}
+
+    def load_state_dict(self, state):
+        self.kept = state["kept"]
+
+    def kept_back(self):
+        return [self.kept]
+
+    def give_back(self, kept, factor):
+        self.kept += kept[0] * factor
+
+
+def kept(kinds, unit=1.0):
+    keeping = Keeping(keeps=True)
+    for kind, exchanges in kinds.items():
+        keeping.put(kind, exchanges, lambda: unit)
+    return keeping
+
+
+def test_each_kind_has_its_own_state_and_waits_for_its_exchanges():
+    state = kept({"gradients": [Exchange(1.0)], "merges": [Exchange(2.0), Exchange(3.0)]}).state_dict()
+    found = {"gradients": [Exchange()], "merges": [Exchange(), Exchange()]}
+    keeping = kept({"merges": found["merges"]})
+    keeping.load_state_dict(state)
+    assert keeping.state_dict() == state, "also what nobody has taken yet"
+    keeping.put("gradients", found["gradients"], lambda: 1.0)
+    assert [[each.kept for each in group] for group in found.values()] == [[1.0], [2.0, 3.0]]
+    assert keeping.state_dict() == state
+
+
+def test_what_is_given_back_counts_as_much_in_another_unit():
+    before = kept({"gradients": [Exchange(6.0)], "merges": [Exchange(4.0)]}, unit=2.0).kept_back()
+    found = {"gradients": [Exchange()], "merges": [Exchange()]}
+    keeping = kept({"gradients": found["gradients"]}, unit=3.0)
+    keeping.give_back(before)
+    assert found["gradients"][0].kept == 4.0 and keeping.kept_back()["merges"] == ([[4.0]], 2.0)
+    keeping.put("merges", found["merges"], lambda: 8.0)
+    assert found["merges"][0].kept == 1.0
+    keeping.put("merges", [again := Exchange()], lambda: 8.0)
+    assert again.kept == 0.0, "it is given back once"
+
+
+def test_codecs_that_keep_nothing_are_not_asked():
+    keeping = Keeping(keeps=False)
+    keeping.put("gradients", [Exchange(1.0)], lambda: 1.0)
+    assert keeping.state_dict() == keeping.kept_back() == {}
+
+
+class Momentum:
+    """A strategy."""
+
+    def __init__(self, value=0.0):
+        self.value = value
+
+    def state_dict(self):
+        return {"value": self.value}
+
+    def load_state_dict(self, state):
+        self.value = state["value"]
+
+    def restart(self):
+        self.value = 0.0
+
+
+def test_a_strategy_that_is_made_anew_or_later_goes_on():
+    strategies = Strategies()
+    strategies.add(0, Momentum(1.0))
+    strategies.restart()
+    strategies.add(0, again := Momentum())
+    assert again.value == 1.0
+    later = Strategies()
+    later.load_state_dict(strategies.state_dict())
+    assert later.state_dict() == strategies.state_dict() == {"0": {"value": 1.0}}
+    later.add(0, last := Momentum())
+    assert last.value == 1.0
+
+
+def test_a_strategy_of_which_a_state_knows_nothing_begins_anew():
+    strategies = Strategies()
+    strategies.add(0, first := Momentum(1.0))
+    strategies.add(1, second := Momentum(2.0))
+    strategies.load_state_dict({"1": {"value": 3.0}})
+    assert (first.value, second.value) == (0.0, 3.0)
+    strategies.remove(1)
+    assert strategies.state_dict() == {"0": {"value": 0.0}}
