@@ -32,7 +32,7 @@ PRICE = 0.01            # of the time since a rank went out, at most, for a try
 
 
 class Rung(IntEnum):
-    """How much a rank takes part; a larger number is further down."""
+    """How much a rank takes part; a larger number is further down: EVERY_STEP, SMALLER_SHARE, FEWER_MERGES, OUT."""
 
     EVERY_STEP = 0
     SMALLER_SHARE = 1

@@ -51,15 +51,30 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class ReplanRule:
-    """When a new plan pays, and how far one plan may move."""
+    """When a new plan pays, and how far one plan may move.
 
-    warmup_steps: int = 3            # no plan before this step
-    minimum_observations: int = 5    # of every rank that has a share
+    Args:
+        warmup_steps: no plan before this step.
+        minimum_observations: measured steps of every rank that has a share, before a plan.
+        minimum_gain: a plan has to save this part of a step's time, more after many plans, and in any case more than
+            errors of measurement explain.
+        dead_band: no plan moves every share by less than this part of it.
+        cooldown_steps, early_cooldown_steps: between two plans; the second while plans are few, and after a change of
+            speed.
+        trust_region: a share grows in one plan by this factor at most, and shrinks by its square.
+        switch_cost_s: seconds that a change of shares costs.
+
+    Raises:
+        ValueError: one of them is negative, or the trust region not above 1.
+    """
+
+    warmup_steps: int = 3
+    minimum_observations: int = 5
     minimum_gain: float = 0.03
-    dead_band: float = 0.05          # of a rank's share
+    dead_band: float = 0.05
     cooldown_steps: int = 20
-    early_cooldown_steps: int = 7    # while plans are few, and after a change of speed
-    trust_region: float = 2.0        # growth of a share in one plan; it may shrink by the square
+    early_cooldown_steps: int = 7
+    trust_region: float = 2.0
     switch_cost_s: float = 0.0
 
     def __post_init__(self) -> None:
