@@ -31,6 +31,7 @@ from torch_char_lm import CharLM, Windows, read_text
 import hvd_hetero.torch as hvd
 from hvd_hetero.engine.local import World
 from hvd_hetero.optimizers.dealer import Dealer, cut
+from hvd_hetero.optimizers.keeping import Keeping
 from hvd_hetero.optimizers.recipe import Wire
 from hvd_hetero.optimizers.ways import Ways
 from hvd_hetero.torch.local import LocalTraining
@@ -223,7 +224,9 @@ def _ranks(way: Way, model: nn.Module, optimizer: torch.optim.Optimizer) -> list
         rank.balancer = hvd.Balancer(WHOLE, engine=engine, shares=tuple(way.shares), adaptive=False)
         rank.balancer.trace, rank.balancer.step = rank, way.rule.warmup_steps - 1
         # No gradient is exchanged, and none weighed.
-        weighing = SimpleNamespace(engine=engine, balancer=rank.balancer, passes=1)
+        weighing = SimpleNamespace(
+            engine=engine, balancer=rank.balancer, passes=1, number=0, keeping=Keeping(keeps=False)
+        )
         ways = Ways(engine, wire=Wire(), topology=None)
         rank.local = LocalTraining(rule, list(rank.model.parameters()), weighing, ways=ways).steps
         rank.delay(way.late)

@@ -24,7 +24,7 @@ class Keeping:
     where ranks have changed, or that is made only when training goes on, takes over what is there for its kind.
 
     Args:
-        keeps: whether any codec keeps something back at all.
+        keeps: whether any codec keeps something back that is to be sent later. Others may have a state all the same.
     """
 
     def __init__(self, *, keeps: bool) -> None:
@@ -35,9 +35,8 @@ class Keeping:
 
     def put(self, kind: str, exchanges: Sequence[WeightedExchange], unit: Callable[[], float]) -> None:
         """Says what a group's exchanges are, and in which unit they weigh: see `Weighing.unit`."""
-        if self._keeps:
-            self._groups[kind] = _Group(exchanges, unit)
-            self._take_in(kind)
+        self._groups[kind] = _Group(exchanges, unit)
+        self._take_in(kind)
 
     def state_dict(self) -> dict[str, Any]:
         """What this rank's codecs keep from step to step: residuals, scales, factors."""
@@ -52,6 +51,8 @@ class Keeping:
 
     def kept_back(self) -> Kept:
         """What this rank's codecs have not sent yet."""
+        if not self._keeps:
+            return {}
         live = {
             kind: ([each.kept_back() for each in group.exchanges], group.unit())
             for kind, group in self._groups.items()

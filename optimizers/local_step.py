@@ -76,7 +76,7 @@ class LocalSteps:
             on_merge=self._record,
         )  # fmt: skip
         balancer.strategies.add(weighing.number, self.rounds)
-        # Where merges can be missed, and so have several lanes, nothing is kept back.
+        # Where merges can be missed, and so have several lanes, no codec keeps anything.
         merges = [fragment.lanes[0].exchange for fragment in self.rounds.fragments]
         weighing.keeping.put("merges", merges, lambda: self.rounds.unit)
         self._bytes = [fragment.lanes[0].buffer.nbytes for fragment in self.rounds.fragments]
