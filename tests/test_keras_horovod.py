@@ -43,7 +43,6 @@ CHECKS = [
 # What one back end alone has: several ways to run a step, a tape, and XLA.
 OF_TENSORFLOW = [
     "law_2:many_steps_per_execution,float64,1e-11",
-    "law_2_as_where_a_gpu_computes",
     "batches_of_any_size",
     "the_host_comes_between_updates",
     "buckets_leave_while_others_are_computed",

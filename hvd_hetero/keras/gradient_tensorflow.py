@@ -1,16 +1,13 @@
-"""Gradients of the TensorFlow back end: through host memory to the exchange and back.
+"""Gradients of the TensorFlow back end: flat in the graph, and through host memory to the exchange and back.
 
-In each step one call leaves the graph for each of few buckets, as soon as the gradients in it are there, and hands them
-on as they are; the last one brings back what all of them become. Where a GPU computes, a bucket is one flat array in
-the graph: that is a copy to the host, the exchange there, and a copy back.
+In each step one call leaves the graph for each of few flat arrays, as soon as the gradients in it are there, and one
+for what all of them become. Where a GPU computes, that is a copy to the host, the exchange there, and a copy back.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -19,7 +16,9 @@ from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 from hvd_hetero.optimizers.meter import WallClock
 
-from .layout import ALIGNMENT, BucketLayout, Spec, Step
+from .layout import Spec, Step
+
+ALIGNMENT = 64
 
 
 def dense(gradient: Any, variable: Any) -> Any:
@@ -72,87 +71,37 @@ def through(step: Step, gradients: Sequence[Any], last: Any, variables: Sequence
     layout = step.layout
     # What is the same at each step does not leave the graph.
     passing = [] if last is True else [last]
-    parting = _Flat(layout) if tf.config.list_logical_devices("GPU") else _Apart(layout)
 
-    def take(index: int, *arrays: Any) -> bool:
-        parts, every = arrays[: len(arrays) - len(passing)], bool(arrays[-1]) if passing else True
-        step.take(index, [part.reshape(-1) for part in parts], every)
-        return every
+    def take(index: int, flat: np.ndarray, last: Any = True) -> bool:
+        step.take(index, flat, bool(last))
+        return True
 
-    def finish(*arrays: Any) -> list[np.ndarray]:
-        parts = arrays[: len(arrays) - len(taken)]
-        return parting.handed_on(step.finish(take(len(layout.members) - 1, *parts)))
+    def finish(flat: np.ndarray, *others: Any) -> list[np.ndarray]:
+        every = bool(others[0]) if passing else True
+        step.take(len(layout.members) - 1, flat, every)
+        return step.finish(every)
 
     with tf.control_dependencies(_touched(variables)):
-        *others, final = (
-            parting.leaving([tf.cast(gradients[i], layout.specs[i].wire) for i in members])
+        *flats, final = (
+            tf.concat([tf.cast(tf.reshape(gradients[i], [-1]), layout.specs[i].wire) for i in members], axis=0)
             for members in layout.members
         )
         # Not stateful, or the graph would call in this order: which are ready first depends on its threads. The last
         # call follows their results, for what only an order follows is no call that counts to the graph's optimiser.
         taken = [
-            tf.numpy_function(functools.partial(take, index), [*parts, *passing], tf.bool, stateful=False)
-            for index, parts in enumerate(others)
+            tf.numpy_function(functools.partial(take, index), [flat, *passing], tf.bool, stateful=False)
+            for index, flat in enumerate(flats)
         ]
-    results = tf.nest.flatten(tf.numpy_function(finish, [*final, *passing, *taken], parting.types))
+    types = [layout.specs[members[0]].wire for members in layout.members]
+    results = tf.nest.flatten(tf.numpy_function(finish, [final, *passing, *taken], types))
     _touched(variables, after=results)
-    reduced = dict(zip(chain(*layout.members), parting.coming(results), strict=True))
-    return [tf.cast(reduced[i], layout.specs[i].dtype) for i in range(len(gradients))]
-
-
-class _Apart:
-    """Gradients leave the graph and come back one by one: in host memory, where nothing has to be copied for that."""
-
-    def __init__(self, layout: BucketLayout) -> None:
-        self._layout = layout
-        self._specs = [layout.specs[i] for i in chain(*layout.members)]
-        self.types = [spec.wire for spec in self._specs]
-
-    def leaving(self, gradients: list[Any]) -> list[Any]:
-        """What leaves the graph for the gradients of a bucket."""
-        return gradients
-
-    def handed_on(self, flats: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """What goes back into the graph for the buckets' results."""
-        found = []
-        for flat, shapes in zip(flats, self._layout.shapes, strict=True):
-            at = 0
-            for shape in shapes:
-                length = math.prod(shape)
-                found.append(flat[at : at + length].reshape(shape))
-                at += length
-        return found
-
-    def coming(self, results: Sequence[Any]) -> list[Any]:
-        """The reduced gradients out of what came back."""
-        for result, spec in zip(results, self._specs, strict=True):
-            result.set_shape(spec.shape)
-        return list(results)
-
-
-class _Flat:
-    """Gradients leave the graph and come back as one array for each bucket: one copy from a GPU, and one back."""
-
-    def __init__(self, layout: BucketLayout) -> None:
-        self._layout = layout
-        self.types = [layout.specs[members[0]].wire for members in layout.members]
-
-    def leaving(self, gradients: list[Any]) -> list[Any]:
-        """See `_Apart`."""
-        return [tf.concat([tf.reshape(gradient, [-1]) for gradient in gradients], axis=0)]
-
-    def handed_on(self, flats: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """See `_Apart`."""
-        return list(flats)
-
-    def coming(self, results: Sequence[Any]) -> list[Any]:
-        """See `_Apart`."""
-        found = []
-        for flat, shapes, length in zip(results, self._layout.shapes, self._layout.lengths, strict=True):
-            flat.set_shape([length])
-            parts = tf.split(flat, [math.prod(shape) for shape in shapes])
-            found += [tf.reshape(part, shape) for part, shape in zip(parts, shapes, strict=True)]
-        return found
+    reduced: dict[int, Any] = {}
+    for flat, members, length in zip(results, layout.members, layout.lengths, strict=True):
+        flat.set_shape([length])
+        parts = tf.split(flat, [layout.specs[i].length for i in members])
+        for i, part in zip(members, parts, strict=True):
+            reduced[i] = tf.cast(tf.reshape(part, layout.specs[i].shape), layout.specs[i].dtype)
+    return [reduced[i] for i in range(len(gradients))]
 
 
 def afterwards(call: Callable[[float], None], variables: Sequence[Any], rate: Any) -> None:

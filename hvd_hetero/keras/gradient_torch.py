@@ -43,7 +43,7 @@ def through(step: Step, gradients: Sequence[Any], last: bool, variables: Sequenc
     layout = step.layout
     for index, members in enumerate(layout.members):
         parts = [gradients[i].reshape(-1).to(_TYPES[layout.specs[i].wire]) for i in members]
-        step.take(index, [torch.cat(parts)], last)
+        step.take(index, torch.cat(parts), last)
     reduced: dict[int, Any] = {}
     for flat, members in zip(step.finish(last), layout.members, strict=True):
         parts = flat.split([layout.specs[i].length for i in members])

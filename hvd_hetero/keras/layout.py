@@ -13,7 +13,6 @@ from hvd_hetero.policy.buckets import as_ready
 # holds either's range. `compression=` makes the wire narrower for those who want that.
 WIRE = {"float64": "float64", "float32": "float32", "bfloat16": "float32", "float16": "float32"}
 ITEM_BYTES = {"float64": 8, "float32": 4}
-ALIGNMENT = 64  # bytes; where an array begins at a multiple of it, TensorFlow takes it as it is
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ class BucketLayout:
         zeros: makes a flat array of a length and a type.
 
     Attributes:
-        members: for each bucket, the indices of its gradients, as they lie there.
+        members: for each bucket, the indices of its gradients.
         buckets, lossy, tail, tail_in: see `optimizers.noise.Buckets`.
     """
 
@@ -66,7 +65,7 @@ class BucketLayout:
         kinds = [(spec.wire, lossy(spec.shape)) for spec in specs]
         back = len(specs) - 1  # backward, gradients are ready in the opposite order
         buckets = as_ready(sizes[::-1], kinds[::-1], cap_bytes=bucket_bytes)
-        self.members = [sorted((back - i for i in bucket), key=self._unaligned) for bucket in buckets]
+        self.members = [[back - i for i in bucket] for bucket in buckets]
         self.lossy = [kinds[members[0]][1] for members in self.members]
         exact = [index for index, through in enumerate(self.lossy) if not through]
         self.tail_in = exact[-1] if exact else None
@@ -76,11 +75,6 @@ class BucketLayout:
             for index, (length, members) in enumerate(zip(self.lengths, self.members, strict=True))
         ]
         self.tail = None if self.tail_in is None else self.buckets[self.tail_in][self.lengths[self.tail_in] :]
-
-    def _unaligned(self, index: int) -> bool:
-        """Whether what follows this gradient begins at no multiple of `ALIGNMENT`, where this one does."""
-        spec = self.specs[index]
-        return spec.length * ITEM_BYTES[spec.wire] % ALIGNMENT > 0
 
     @property
     def shapes(self) -> list[list[tuple[int, ...]]]:
@@ -93,9 +87,9 @@ class Step(Protocol):
 
     layout: BucketLayout
 
-    def take(self, index: int, parts: Sequence[Any], last: bool) -> None:
-        """Takes in bucket `index` of this rank's gradients, as flat arrays that follow each other; from any thread, in
-        any order. `last`: an exchange follows, and it leaves at once."""
+    def take(self, index: int, flat: Any, last: bool) -> None:
+        """Takes in bucket `index` of this rank's gradients, flat; from any thread, in any order. `last`: an exchange
+        follows, and it leaves at once."""
 
     def finish(self, last: bool) -> list[Any]:
         """The merged gradients, flat, once all buckets are taken in; zeros where more passes come before the exchange.

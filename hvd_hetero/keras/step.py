@@ -56,7 +56,7 @@ class ReducedStep:
         )
         self._balancer.measure_with(form.stopwatch())
 
-    def take(self, index: int, parts: Sequence[Any], last: bool) -> None:
+    def take(self, index: int, flat: Any, last: bool) -> None:
         """See `Step`."""
         if index in self._taken:
             raise RuntimeError(
@@ -67,7 +67,7 @@ class ReducedStep:
             if not self._taken:
                 self._begin_pass()
             self._taken.add(index)
-            self._add(index, parts)
+            self._add(index, flat)
             if last and not self._apart:
                 self._send(index)
 
@@ -98,19 +98,17 @@ class ReducedStep:
         self._weight = terms if self._weighing.passes > 1 else self._weighing.weight(terms)
         self._terms += terms
 
-    def _add(self, index: int, parts: Sequence[Any]) -> None:
+    def _add(self, index: int, flat: Any) -> None:
         """Adds this rank's mean gradient over the terms of this pass to a bucket; one over none counts for nothing,
         whatever it is."""
-        bucket, at = self.layout.buckets[index], 0
-        for part in parts:
-            mine = bucket[at : at + len(part)]
-            at += len(part)
-            if self._passes == 0 and self._now:
-                self._form.scaled_into(mine, part, self._weight)
-            elif self._now:
-                mine += part * self._weight
-            elif self._passes == 0:
-                mine[:] = 0.0
+        mine = self.layout.buckets[index][: self.layout.lengths[index]]
+        terms, weight = self._now, self._weight
+        if self._passes == 0 and terms:
+            self._form.scaled_into(mine, flat, weight)
+        elif terms:
+            mine += flat * weight
+        elif self._passes == 0:
+            mine[:] = 0.0
 
     def _send(self, index: int) -> None:
         if self._weighing.passes > 1:

@@ -149,18 +149,6 @@ def law_2(case, floatx, bound):
     keras.config.set_dtype_policy("float32")
 
 
-def law_2_as_where_a_gpu_computes():
-    """There a bucket is one array in the graph."""
-    from hvd_hetero.keras import gradient_tensorflow
-
-    apart, gradient_tensorflow._Apart = gradient_tensorflow._Apart, gradient_tensorflow._Flat
-    try:
-        for case in ("embedding", "accumulation"):
-            law_2(case, "float64", 1e-11)
-    finally:
-        gradient_tensorflow._Apart = apart
-
-
 def another_optimizer():
     """Layers that are thawed later: `compile` with a new optimizer, and the same balancer."""
     arrays, shares = data(4 * WHOLE)[:2], UNEVEN[hvd.size()]
