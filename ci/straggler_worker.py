@@ -11,7 +11,7 @@ import time
 from typing import Any
 
 import torch
-from bench_worker import Contender
+from bench_worker import Contender, validation_loss
 from emulation.worker.emulation_hold import hold, release
 from torch.utils.data import Subset
 
@@ -143,7 +143,7 @@ def main() -> None:
         losses = []
         for at, state in snapshots:
             contender.model.load_state_dict(state)
-            losses.append((round(at, 2), round(lm.validate(contender.model, windows, batches=4), 4)))
+            losses.append((round(at, 2), round(validation_loss(contender, windows, batches=4), 4)))
         record["losses"] = losses
     print("BENCH " + json.dumps(record), flush=True)
 

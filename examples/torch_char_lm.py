@@ -10,6 +10,7 @@ import argparse
 import os
 import sysconfig
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -86,13 +87,14 @@ def loss_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def validate(model: nn.Module, windows: Windows, batch_size: int = 64, batches: int = 8) -> float:
-    """The loss on the first windows of the validation text, the same on every rank."""
+def validate(model: nn.Module, loader: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    """The sum of the losses of windows, and their number."""
     model.eval()
-    loader = torch.utils.data.DataLoader(windows, batch_size=batch_size)
-    losses = [loss_of(model, x, y).item() for (x, y), _ in zip(loader, range(batches), strict=False)]
+    total = torch.zeros(2, dtype=torch.float64)
+    for x, y in loader:
+        total += torch.tensor([loss_of(model, x, y).item() * len(x), len(x)])
     model.train()
-    return sum(losses) / len(losses)
+    return total
 
 
 def main() -> None:
@@ -118,6 +120,8 @@ def main() -> None:
 
     balancer = hvd.Balancer(global_batch_size=arguments.global_batch_size)
     loader = hvd.BalancedDataLoader(training, balancer=balancer, seed=0)
+    some = torch.utils.data.Subset(validation, range(min(512, len(validation))))
+    evaluation = hvd.EvaluationDataLoader(some, balancer=balancer)
     optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.learning_rate)
     step, saved = 0, None
     if arguments.checkpoint and hvd.rank() == 0 and os.path.exists(arguments.checkpoint):
@@ -144,15 +148,16 @@ def main() -> None:
             step += 1
             if step == arguments.steps or step % arguments.report_every == 0:
                 optimizer.merge()  # all ranks: now they hold one model, whatever the strategy
-            if step % arguments.report_every == 0 and hvd.rank() == 0:
+            if step % arguments.report_every == 0:
                 rate = arguments.global_batch_size * (step - since) / (time.perf_counter() - started)
-                loss = validate(model, validation)
-                print(
-                    f"step {step:5d}  validation loss {loss:.4f}  {rate:6.1f} samples/s  "
-                    f"shares {':'.join(map(str, balancer.plan.shares))}",
-                    flush=True,
-                )
-                if arguments.checkpoint:
+                total = hvd.allreduce(validate(model, evaluation), op=hvd.Sum, name="validation")
+                if hvd.rank() == 0:
+                    print(
+                        f"step {step:5d}  validation loss {total[0] / total[1]:.4f}  {rate:6.1f} samples/s  "
+                        f"shares {':'.join(map(str, balancer.plan.shares))}",
+                        flush=True,
+                    )
+                if arguments.checkpoint and hvd.rank() == 0:
                     saved = {
                         "step": step,
                         "model": model.state_dict(),

@@ -83,3 +83,10 @@ def cut(batch: np.ndarray, shares: Sequence[int], rank: int) -> np.ndarray:
     parts = tuple(shares) if len(batch) == sum(shares) else proportional(shares, len(batch))
     start = sum(parts[:rank])
     return batch[start : start + parts[rank]]
+
+
+def evaluation_part(length: int, shares: Sequence[int], rank: int, *, least: int = 0) -> range:
+    """Rank `rank`'s of `length` samples that are looked at once over all ranks: at least so many, and the others in
+    proportion to shares."""
+    parts = [least + part for part in proportional(shares, length - least * len(shares))]
+    return range(sum(parts[:rank]), sum(parts[: rank + 1]))

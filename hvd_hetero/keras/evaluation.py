@@ -8,7 +8,7 @@ import keras
 import numpy as np
 
 from hvd_hetero.optimizers.balancer import Balancer
-from hvd_hetero.optimizers.dealer import proportional
+from hvd_hetero.optimizers.dealer import evaluation_part
 
 from .source import Batch, source_of
 
@@ -36,18 +36,16 @@ class EvaluationDataset(keras.utils.PyDataset):
                 "Give all samples to each rank."
             )
 
-    def _mine(self) -> tuple[int, int, int]:
-        """The first sample of this rank, the number of them, and that of a batch."""
-        shares = self._balancer.plan_at(self._balancer.step + 1).shares
-        # One each, so that every rank has a batch, and the others by share.
-        parts = [1 + part for part in proportional(shares, len(self._source) - len(shares))]
-        rank = self._balancer.rank
-        return sum(parts[:rank]), parts[rank], max(1, shares[rank])
+    def _mine(self) -> tuple[range, int]:
+        """The samples of this rank, and the number of those of a batch."""
+        shares, rank = self._balancer.plan_at(self._balancer.step + 1).shares, self._balancer.rank
+        # At least one each, for Keras wants a batch on every rank.
+        return evaluation_part(len(self._source), shares, rank, least=1), max(1, shares[rank])
 
     def __len__(self) -> int:
-        _, samples, size = self._mine()
-        return -(-samples // size)
+        mine, size = self._mine()
+        return -(-len(mine) // size)
 
     def __getitem__(self, index: int) -> Batch:
-        first, samples, size = self._mine()
-        return self._source.take(np.arange(first + index * size, first + min(samples, (index + 1) * size)))
+        mine, size = self._mine()
+        return self._source.take(np.array(mine[index * size : (index + 1) * size]))

@@ -75,17 +75,19 @@ def _broadcast(arrays: list[np.ndarray], root_rank: int, engine: Engine, name: s
         at += len(part)
 
 
-def broadcast_object(obj: Any, root_rank: int = 0, **arguments: Any) -> Any:
-    """The object of `root_rank`, pickled in between. A collective call, as Horovod's; give it a `name` where the object
-    is of another type on other ranks."""
+def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None, **arguments: Any) -> Any:
+    """The object of `root_rank`, pickled in between; the others may pass whatever they like. A collective call.
+
+    Horovod's own pairs ranks by the type of what they pass where no name is given, and waits for ever where it differs.
+    """
     with backend.tracked("horovod.broadcast_object", arguments.get("process_set")):
-        return backend.horovod.broadcast_object(obj, root_rank, **arguments)
+        return backend.horovod.broadcast_object(obj, root_rank, name=name or "broadcast_object", **arguments)
 
 
-def allgather_object(obj: Any, **arguments: Any) -> Any:
-    """The objects of all ranks, as a list. A collective call, as Horovod's."""
+def allgather_object(obj: Any, name: str | None = None, **arguments: Any) -> Any:
+    """The objects of all ranks, of any types, as a list. A collective call."""
     with backend.tracked("horovod.allgather_object", arguments.get("process_set")):
-        return backend.horovod.allgather_object(obj, **arguments)
+        return backend.horovod.allgather_object(obj, name=name or "allgather_object", **arguments)
 
 
 def shutdown() -> None:

@@ -1,8 +1,9 @@
 """`import hvd_hetero.torch as hvd`: everything of `horovod.torch`, and training on mixed hardware.
 
 Every public name of `horovod.torch` is here with its meaning unchanged. Added are `Balancer`, `BalancedDataLoader`,
-`BalancedBatchSampler`, `LatencyAwareLR`, `LocalSGD`, `Topology`, `Checkpoint` and what goes with them, and keyword
-arguments of `DistributedOptimizer`; `Compression`, `SyncBatchNorm` and `elastic` do more than Horovod's.
+`BalancedBatchSampler`, `EvaluationDataLoader`, `LatencyAwareLR`, `LocalSGD`, `Topology`, `Checkpoint` and what goes
+with them, and keyword arguments of `DistributedOptimizer`; `Compression`, `SyncBatchNorm` and `elastic` do more than
+Horovod's.
 """
 
 from horovod.torch import (
@@ -17,7 +18,6 @@ from horovod.torch import (
     add_process_set,
     allgather,
     allgather_async,
-    allgather_object,
     allreduce,
     allreduce_,
     allreduce_async,
@@ -29,7 +29,6 @@ from horovod.torch import (
     broadcast_,
     broadcast_async,
     broadcast_async_,
-    broadcast_object,
     ccl_built,
     check_extension,
     cross_rank,
@@ -81,7 +80,16 @@ from . import elastic
 from .balancer import Balancer
 from .checkpoint import Checkpoint
 from .compression import Compression
-from .function import broadcast_optimizer_state, broadcast_parameters, init, shutdown, synchronize
+from .evaluation import EvaluationDataLoader
+from .function import (
+    allgather_object,
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+    init,
+    shutdown,
+    synchronize,
+)
 from .latency_lr import LatencyAwareLR
 from .loader import BalancedBatchSampler, BalancedDataLoader
 from .optimizer import DistributedOptimizer
@@ -100,6 +108,7 @@ __all__ = [
     "Compression",
     "DistributedOptimizer",
     "DivergedError",
+    "EvaluationDataLoader",
     "HorovodInternalError",
     "LatencyAwareLR",
     "LocalSGD",

@@ -1,4 +1,4 @@
-"""Horovod's functions where they need a repair: initialisation, waiting, and broadcasts of bfloat16."""
+"""Horovod's functions where they need a repair: initialisation, waiting, bfloat16, names that objects travel by."""
 
 from __future__ import annotations
 
@@ -78,6 +78,23 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int) 
     # Horovod would broadcast bfloat16 tensors one by one, and cannot; pickled they travel as bytes.
     mine = optimizer.state_dict() if horovod.torch.rank() == root_rank else None
     optimizer.load_state_dict(horovod.torch.broadcast_object(mine, root_rank, name="hvd_hetero.optimizer_state"))
+
+
+def broadcast_object(
+    obj: Any, root_rank: int = 0, name: str | None = None, process_set: Any = horovod.torch.global_process_set
+) -> Any:
+    """The object of `root_rank`, pickled in between; the others may pass whatever they like. A collective call.
+
+    Where no name is given, Horovod's own pairs ranks by the type of what they pass, and None on one rank waits for ever
+    for a dict on another.
+    """
+    return horovod.torch.broadcast_object(obj, root_rank, name or "broadcast_object", process_set)
+
+
+def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
+    """The objects of all ranks, of any types, pickled in between. A collective call."""
+    found: list[Any] = horovod.torch.allgather_object(obj, name or "allgather_object")
+    return found
 
 
 def _is_bfloat16(value: Any) -> bool:

@@ -85,6 +85,15 @@ class BalancedBatchSampler(Sampler[list[int]]):
         self._first = self.sampler.position
 
 
+def check_map_style(dataset: Any) -> None:
+    """Raises TypeError for a dataset whose samples cannot be dealt."""
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+        raise TypeError(
+            "dataset: expected a map-style dataset (with __getitem__ and __len__), so that every sample can be dealt "
+            f"to any rank. Received: {type(dataset).__name__}."
+        )
+
+
 def _no_rows(batch: Any) -> Any:
     """`batch` with no rows, for a rank that has no sample in this global batch."""
     return torch.utils._pytree.tree_map(lambda leaf: leaf[:0] if has_rows(leaf) else leaf, batch)
@@ -132,11 +141,7 @@ class BalancedDataLoader:
                 )
         if not arguments.get("in_order", True):
             raise TypeError("in_order: expected True: sizes go with batches in the order dealt. Received: False.")
-        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
-            raise TypeError(
-                "dataset: expected a map-style dataset (with __getitem__ and __len__), so that every sample can be "
-                f"dealt to any rank. Received: {type(dataset).__name__}."
-            )
+        check_map_style(dataset)
         self.balancer, self.dataset = balancer, dataset
         self._bar = _progress_bar() if progress and balancer.rank == 0 else None
         self.batch_sampler = BalancedBatchSampler(

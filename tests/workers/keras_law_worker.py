@@ -346,8 +346,8 @@ def functions():
     assert hvd.allreduce(keras.ops.ones((2, 2)), op=hvd.Sum, name="named").tolist() == [[size, size]] * 2
     assert hvd.allgather(np.full(rank + 1, rank)).tolist() == [r for r in range(size) for _ in range(r + 1)]
     assert hvd.broadcast(np.array([rank, 7]), root_rank=1).tolist() == [1, 7]
-    assert hvd.broadcast_object({"rank": rank}, root_rank=1) == {"rank": 1}
-    assert hvd.allgather_object(f"rank {rank}") == [f"rank {r}" for r in range(size)]
+    assert hvd.broadcast_object({"rank": rank} if rank == 1 else None, root_rank=1) == {"rank": 1}
+    assert hvd.allgather_object(f"rank {rank}" if rank else 0) == [f"rank {r}" if r else 0 for r in range(size)]
     model = dense_model()
     model.set_weights([w + rank for w in weights_of(model)])
     hvd.broadcast_variables(model.variables, root_rank=0)

@@ -148,6 +148,13 @@ def law_4_every_sample_once():
         assert len(set(hvd.allgather_object(str(plans), name=f"plans.{workers}"))) == 1
 
 
+def objects_of_any_type():
+    """Horovod's own wait for ever where ranks pass unlike ones without a name."""
+    mine = {"rank": 0} if hvd.rank() == 0 else None
+    assert hvd.broadcast_object(mine) == {"rank": 0}
+    assert hvd.allgather_object(mine) == [{"rank": 0}] + [None] * (hvd.size() - 1)
+
+
 def law_5_bfloat16_and_broadcast():
     model = make_model(torch.bfloat16)
     if hvd.rank():

@@ -1,0 +1,55 @@
+"""`EvaluationDataLoader`: the samples of a validation, dealt once over all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils.data import DataLoader, Dataset, Subset
+
+from hvd_hetero.optimizers.balancer import Balancer
+from hvd_hetero.optimizers.dealer import evaluation_part
+
+from .loader import check_map_style
+
+
+class EvaluationDataLoader:
+    """Batches of a map-style dataset, every sample on one rank: as many on each as its share says, in their order.
+
+    For validation, which on unlike ranks would else take as long as the slowest one needs for an equal part. Nothing is
+    exchanged meanwhile, and ranks may have different numbers of batches, or none: sum what you count, and divide once.
+
+        total = torch.zeros(2, dtype=torch.float64)
+        with torch.no_grad():
+            for x, y in loader:
+                total += torch.tensor([loss_function(model(x), y) * len(x), len(x)])
+        total = hvd.allreduce(total, op=hvd.Sum, name="validation")
+        loss = total[0] / total[1]
+
+    With a local strategy, all ranks call `optimizer.merge()` before it.
+
+    Args:
+        balancer: says the shares, and by them the size of a batch.
+        arguments: of `torch.utils.data.DataLoader`, but for `batch_size`, `shuffle`, `sampler` and `batch_sampler`.
+    """
+
+    def __init__(self, dataset: Dataset[Any], *, balancer: Balancer, **arguments: Any) -> None:
+        for name in ("batch_size", "shuffle", "sampler", "batch_sampler"):
+            if name in arguments:
+                raise TypeError(
+                    f"{name}: expected none, because the balancer deals the samples. Received: {arguments[name]!r}."
+                )
+        check_map_style(dataset)
+        self.dataset, self._balancer, self._arguments = dataset, balancer, arguments
+
+    def _loader(self) -> DataLoader[Any]:
+        shares = self._balancer.plan_at(self._balancer.step + 1).shares
+        mine = evaluation_part(len(self.dataset), shares, self._balancer.rank)  # type: ignore[arg-type]
+        size = max(1, shares[self._balancer.rank])
+        return DataLoader(Subset(self.dataset, mine), batch_size=size, **self._arguments)
+
+    def __len__(self) -> int:
+        return len(self._loader())
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._loader())

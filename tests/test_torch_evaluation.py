@@ -1,0 +1,69 @@
+"""Validation over unlike ranks: each sample on one rank, as many as its share says."""
+
+import pytest
+import torch
+from torch.utils.data import IterableDataset, TensorDataset
+
+from hvd_hetero.engine.local import World
+from hvd_hetero.optimizers.dealer import evaluation_part
+
+hvd = pytest.importorskip("hvd_hetero.torch")
+
+
+def seen(engine, samples, shares, **arguments):
+    balancer = hvd.Balancer(sum(shares), engine=engine, shares=shares, min_share=0, adaptive=False)
+    loader = hvd.EvaluationDataLoader(TensorDataset(torch.arange(samples)), balancer=balancer, **arguments)
+    batches = [x.tolist() for (x,) in loader]
+    assert len(batches) == len(loader) and [x.tolist() for (x,) in loader] == batches, "again, the same"
+    return batches
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(("samples", "shares", "expected"), [
+    (24, (6, 3, 3), [12, 6, 6]),
+    (25, (6, 3, 3), [13, 6, 6]),
+    (10, (7, 0, 5), [6, 0, 4]),
+    (1, (4, 4), [1, 0]),
+])  # fmt: skip
+def test_each_sample_is_on_one_rank_and_shares_say_on_which(samples, shares, expected, workers):
+    found = World(len(shares)).run(lambda engine: seen(engine, samples, shares, num_workers=workers))
+    parts = [sum(batches, []) for batches in found]
+    assert sum(parts, []) == list(range(samples)) and [len(part) for part in parts] == expected
+    assert all(len(batch) <= share for batches, share in zip(found, shares, strict=True) for batch in batches)
+
+
+@pytest.mark.parametrize("length", [3, 4, 17, 100])
+def test_every_rank_has_as_many_as_it_has_to(length):
+    parts = [evaluation_part(length, (50, 1, 1), rank, least=1) for rank in range(3)]
+    assert [i for part in parts for i in part] == list(range(length)) and min(map(len, parts)) >= 1
+
+
+def test_the_mean_is_that_of_one_process():
+    x = torch.randn(37, 4, generator=torch.Generator().manual_seed(0)).double()
+
+    def program(engine):
+        torch.set_num_threads(1)
+        balancer = hvd.Balancer(8, engine=engine, shares=(5, 2, 1), adaptive=False)
+        total = torch.zeros(2, dtype=torch.float64)
+        for (part,) in hvd.EvaluationDataLoader(TensorDataset(x), balancer=balancer):
+            total += torch.tensor([part.square().mean() * len(part), len(part)])
+        return engine.allreduce_async(total, name="validation").wait()
+
+    for loss, count in World(3).run(program):
+        assert count == 37 and loss / count == pytest.approx(float(x.square().mean()), rel=1e-12)
+
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        return iter(range(3))
+
+
+def test_wrong_arguments_say_what_was_expected():
+    def program(engine):
+        balancer = hvd.Balancer(4, engine=engine)
+        with pytest.raises(TypeError, match="map-style"):
+            hvd.EvaluationDataLoader(Endless(), balancer=balancer)
+        with pytest.raises(TypeError, match="shuffle: expected none"):
+            hvd.EvaluationDataLoader(TensorDataset(torch.arange(3)), balancer=balancer, shuffle=True)
+
+    World(1).run(program)
