@@ -117,7 +117,7 @@ def test_buckets_are_small_behind_slow_links_unless_told_otherwise(monkeypatch, 
             balancer=hvd.Balancer(4, engine=engine, adaptive=False),
             **{"topology": hvd.Topology(nodes=((0,), (1,))), **options},
         )
-        return len(optimizer._reducer._layout.buckets)
+        return len(optimizer._reducer._step.layout.buckets)
 
     assert World(2).run(program) == [buckets] * 2
 

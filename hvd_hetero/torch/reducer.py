@@ -1,4 +1,4 @@
-"""From `backward()` to reduced gradients: hooks, flat buckets, and the weighted exchange.
+"""From `backward()` to reduced gradients: hooks, and when the exchange begins and ends.
 
 When `backward()` returns, every gradient is the exact gradient of the global batch, the same on all ranks – as with
 DistributedDataParallel – so clipping, `GradScaler` and whatever else looks at `p.grad` sees the same on all ranks.
@@ -6,7 +6,6 @@ DistributedDataParallel – so clipping, `GradScaler` and whatever else looks at
 
 from __future__ import annotations
 
-import contextlib
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -21,16 +20,12 @@ from hvd_hetero.optimizers.noise import GradientNoise
 from hvd_hetero.optimizers.ways import Ways
 from hvd_hetero.optimizers.weighing import BUCKET_BYTES, Weighing
 
-from .layout import WIRE, BucketLayout, check_type
+from .layout import WIRE, check_type
 from .local import LocalTraining, ParameterStore
 from .loss import mean_over_ranks
 from .passes import Passes
+from .step import REENTRANT, ReducedStep
 from .stopwatch import stopwatch_of
-
-_REENTRANT = (
-    "Expected each parameter's gradient once per backward pass. Received: {}, as reentrant checkpointing does. Use "
-    "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
-)
 
 # Who reduces a parameter's gradient: the optimizer made last, as its step() would otherwise see what another one did.
 _REDUCED_BY: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -150,30 +145,19 @@ class GradientReducer:
             self.local.steps.abandon()
 
     def _lay_out(self) -> None:
-        # The control vector rides in a bucket unless a codec would round it.
-        tail = self._weighing.tail
         if self._bucket_bytes is None and self._parameters:
             first = self._parameters[0]
             like = torch.empty(0, dtype=WIRE[first.dtype], device=first.device)
             self._bucket_bytes = self._ways.bucket_bytes(like, most=BUCKET_BYTES)
-        self._layout = BucketLayout(
+        self._step = ReducedStep(
             self._parameters,
+            weighing=self._weighing,
+            ways=self._ways,
+            passes=self._passes,
             bucket_bytes=self._bucket_bytes or BUCKET_BYTES,
             groups=self._groups,
-            tail=tail,
             sparse_as_dense=self._sparse_as_dense,
-            lossy=lambda parameter: self._ways.takes(tuple(parameter.shape)),
         )
-        self._exchange = self._weighing.exchange(
-            self._layout,
-            [[tuple(p.shape) for p in members] for members in self._layout.members],
-            control=torch.zeros(tail, dtype=torch.float64),
-            outgoing=lambda: self._weighing.outgoing(self._passes.terms),
-            write=lambda view, values: view.copy_(torch.tensor(values, dtype=view.dtype)),
-        )
-        self._pending = [len(members) for members in self._layout.members]
-        self._ready: set[torch.nn.Parameter] = set()
-        self._weight: float | None = None
 
     # During backward ------------------------------------------------------------------------------------------------
 
@@ -210,26 +194,7 @@ class GradientReducer:
         if not self._callback_queued:
             self._begin_pass()
         if self._final and self._balancer.count_now and not self.apart:
-            self._take(parameter)
-
-    def _take(self, parameter: torch.nn.Parameter) -> None:
-        """Notes that a gradient is ready, and sends its bucket when that was the last one."""
-        if parameter in self._ready:
-            raise RuntimeError(_REENTRANT.format("one twice"))
-        if self._weight is None:
-            self._weight = self._weight_now()
-        index, _ = self._layout.slot[parameter]
-        self._ready.add(parameter)
-        self._pending[index] -= 1
-        if self._pending[index] == 0:
-            with _full_precision(parameter.device):
-                self._layout.fill(index, self._weight)
-                self.noise.sees(self._layout, index)
-                self._exchange.submit(index)
-
-    def _weight_now(self) -> float:
-        """c_i of this step: `p.grad` is a mean over as many terms as the last pass that had any."""
-        return self._weighing.weight(self._balancer.count_now or self._passes.unit)
+            self._step.take(parameter)
 
     @property
     def apart(self) -> bool:
@@ -239,7 +204,7 @@ class GradientReducer:
     def _after_backward(self) -> None:
         self._callback_queued = False
         if torch._C._current_autograd_node() is not None:  # its end is not that of the backward pass around it
-            raise RuntimeError(_REENTRANT.format("some in a backward pass within another"))
+            raise RuntimeError(REENTRANT.format("some in a backward pass within another"))
         self._passes.end(final=self._final)
         if self._final:
             self._finish()
@@ -279,22 +244,12 @@ class GradientReducer:
         if self.local is not None:
             self.local.merge(model)
 
-    def _submit_rest(self) -> None:
-        """Sends what no hook has sent."""
-        self._passes.restore()
-        if self._passes.terms == 0:
-            self._weight = 0.0  # nothing computed here counts, not even a NaN
-        for parameter in self._parameters:
-            if parameter not in self._ready:
-                self._take(parameter)
-
     def withdraw(self) -> Callable[[], bool]:
         """Takes part in the next exchange with nothing, without waiting; tells whether it is over."""
         if self.local is not None and self.apart:
             return self.local.steps.withdraw()
         self._passes.clear()
-        self._submit_rest()
-        return self._exchange.done
+        return self._step.take_rest()
 
     def mean_over_ranks(self, loss: Any) -> Any:
         """The mean of `loss` over all ranks' loss terms."""
@@ -306,26 +261,12 @@ class GradientReducer:
         if self.apart:
             self._finish_apart()
             return
-        self._submit_rest()
-        self._balancer.pause()
-        start = time.perf_counter()
-        terms, batches = self._passes.terms, self._weighing.batches
-        try:
-            with _full_precision(self._parameters[0].device):
-                results, total = self._exchange.finish(self._weighing.factor)
-        finally:
-            self._pending = [len(members) for members in self._layout.members]
-            self._ready.clear()
-            self._weight = None
-            self._passes.clear()
-            self._weighing.end()
-        self.wait_s += time.perf_counter() - start
-        self._balancer.resume()
-        for index, flat in enumerate(results):
-            self._layout.deliver(index, flat)
-            self.bytes_sent += flat.numel() * flat.element_size()
+        self._step.take_rest()
+        waited_s, bytes_sent = self._step.finish()
+        self.wait_s += waited_s
+        self.bytes_sent += bytes_sent
         self.reduced = True
-        self._weighing.incoming(self._layout, results, total, terms=terms, batches=batches)
+        self._step.hear()
 
     def _finish_apart(self) -> None:
         """Ends the passes of a step whose gradient stays this rank's own."""
@@ -333,10 +274,3 @@ class GradientReducer:
         self._passes.clear()
         self._weighing.end()
         self.reduced = True
-
-
-def _full_precision(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Without autocast: a script may call backward() within it, hooks then run within it, and codecs multiply."""
-    if torch.is_autocast_enabled(device.type):
-        return torch.autocast(device.type, enabled=False)
-    return contextlib.nullcontext()

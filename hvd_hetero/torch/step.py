@@ -1,0 +1,132 @@
+"""The exchange of one layout of gradients: buckets are sent as their gradients come, and what they become is delivered.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from hvd_hetero.optimizers.ways import Ways
+from hvd_hetero.optimizers.weighing import Weighing
+
+from .layout import BucketLayout, Groups
+from .passes import Passes
+
+REENTRANT = (
+    "Expected each parameter's gradient once per backward pass. Received: {}, as reentrant checkpointing does. Use "
+    "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
+)
+
+
+class ReducedStep:
+    """Reduces the gradients of `parameters` in one step after the other. Making one is a collective call.
+
+    Args:
+        passes: of the step under way; their gradients are there.
+        bucket_bytes, groups, sparse_as_dense: see `BucketLayout`.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        *,
+        weighing: Weighing,
+        ways: Ways,
+        passes: Passes,
+        bucket_bytes: int,
+        groups: Groups,
+        sparse_as_dense: bool,
+    ) -> None:
+        self._parameters, self._weighing, self._passes = parameters, weighing, passes
+        # The control vector rides in a bucket unless a codec would round it.
+        tail = weighing.tail
+        self.layout = BucketLayout(
+            parameters,
+            bucket_bytes=bucket_bytes,
+            groups=groups,
+            tail=tail,
+            sparse_as_dense=sparse_as_dense,
+            lossy=lambda parameter: ways.takes(tuple(parameter.shape)),
+        )
+        self._exchange = weighing.exchange(
+            self.layout,
+            [[tuple(p.shape) for p in members] for members in self.layout.members],
+            control=torch.zeros(tail, dtype=torch.float64),
+            outgoing=lambda: weighing.outgoing(passes.terms),
+            write=lambda view, values: view.copy_(torch.tensor(values, dtype=view.dtype)),
+        )
+        self._said: Callable[[], None] | None = None  # takes in what all ranks said last
+        self._begin()
+
+    def _begin(self) -> None:
+        self._pending = [len(members) for members in self.layout.members]  # gradients that are yet to come, by bucket
+        self._ready: set[torch.nn.Parameter] = set()
+        self._weight: float | None = None
+
+    def take(self, parameter: torch.nn.Parameter) -> None:
+        """Notes that a gradient is ready, and sends its bucket when that was the last one."""
+        if parameter in self._ready:
+            raise RuntimeError(REENTRANT.format("one twice"))
+        if self._weight is None:
+            self._weight = self._weight_now()
+        index, _ = self.layout.slot[parameter]
+        self._ready.add(parameter)
+        self._pending[index] -= 1
+        if self._pending[index] == 0:
+            with _full_precision(parameter.device):
+                self.layout.fill(index, self._weight)
+                self._weighing.noise.sees(self.layout, index)
+                self._exchange.submit(index)
+
+    def _weight_now(self) -> float:
+        """c_i of this step: `p.grad` is a mean over as many terms as the last pass that had any."""
+        return self._weighing.weight(self._weighing.balancer.count_now or self._passes.unit)
+
+    def take_rest(self) -> Callable[[], bool]:
+        """Sends what has not been; what it returns tells whether the exchange is over."""
+        self._passes.restore()
+        if self._passes.terms == 0:
+            self._weight = 0.0  # nothing computed here counts, not even a NaN
+        for parameter in self._parameters:
+            if parameter not in self._ready:
+                self.take(parameter)
+        return self._exchange.done
+
+    def finish(self) -> tuple[float, int]:
+        """Makes every `p.grad` the global one, once all are taken: the seconds waited for that, and the bytes sent.
+        `hear` then takes in what all ranks said with them."""
+        start = time.perf_counter()
+        weighing, balancer = self._weighing, self._weighing.balancer
+        terms, batches = self._passes.terms, weighing.batches
+        balancer.pause()
+        try:
+            with _full_precision(self._parameters[0].device):
+                results, total = self._exchange.finish(weighing.factor)
+        finally:
+            self._begin()
+            self._passes.clear()
+            weighing.end()
+        waited_s = time.perf_counter() - start
+        balancer.resume()
+        for index, flat in enumerate(results):
+            self.layout.deliver(index, flat)
+        self._said = functools.partial(weighing.incoming, self.layout, results, total, terms=terms, batches=batches)
+        return waited_s, sum(flat.numel() * flat.element_size() for flat in results)
+
+    def hear(self) -> None:
+        """See `Weighing.incoming`."""
+        said, self._said = self._said, None
+        if said is not None:
+            said()
+
+
+def _full_precision(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Without autocast: a script may call backward() within it, hooks then run within it, and codecs multiply."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return contextlib.nullcontext()
