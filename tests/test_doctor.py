@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hvd_hetero.cli import doctor, toolchain
+from hvd_hetero.cli import doctor, edits, toolchain
 from hvd_hetero.cli.main import COMMANDS, main
 from hvd_hetero.engine import build
 
@@ -82,3 +82,30 @@ def test_the_doctor_sees_a_horovod_built_for_something_else(
         fake_horovod(tmp_path, json.dumps({**json.loads(RECORD), "frameworks": {"torch": built_for}}))
         main(["doctor", "--no-load"])
         assert (f"built for torch {built_for}, and 2.13.0 is there" in capsys.readouterr().out) == told
+
+
+def test_the_doctor_names_what_is_too_old(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    versions = {"torch": "2.3.1", "keras": "3.10.0", "horovod": "0.28.1"}
+    monkeypatch.setattr(toolchain, "package_version", lambda *names: versions.get(names[0]))
+    monkeypatch.setattr(toolchain, "tensorflow_version", lambda: None)
+    fake_horovod(tmp_path, RECORD)
+    assert main(["doctor", "--no-load"]) == 1
+    said = capsys.readouterr().out
+    assert "PROBLEM: Expected torch 2.4 or newer. Received: 2.3.1." in said and "Expected keras" not in said
+
+
+def test_the_doctor_sees_repairs_that_have_changed_since(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.setattr(toolchain, "package_version", lambda *names: {"torch": "2.13.0"}.get(names[0]))
+    monkeypatch.setattr(toolchain, "tensorflow_version", lambda: None)
+    now = doctor.expected_repairs(["torch"])
+    record = {**json.loads(RECORD), "edits": edits.names(now), "frameworks": {"torch": "2.13.0"}}
+    for text, told in ((edits.text_hash(now), False), (edits.text_hash(now[1:]), True)):
+        fake_horovod(tmp_path, json.dumps({**record, "repairs": text}))
+        main(["doctor", "--no-load"])
+        assert ("repairs of another version of hvd_hetero" in capsys.readouterr().out) == told

@@ -13,6 +13,7 @@ from hvd_hetero.cli import edits, toolchain
 from hvd_hetero.cli.cache import default_folder
 from hvd_hetero.cli.error import CommandError
 from hvd_hetero.engine.build import installed_build
+from hvd_hetero.engine.version import LOWEST, too_old
 
 # what the user meets on a Horovod without the named edit, and how to live with it
 WITHOUT = {
@@ -69,10 +70,10 @@ class Report:
     notes: list[str] = field(default_factory=list)
 
 
-def expected_edits(frameworks: Sequence[str]) -> list[str]:
-    """The names of the repairs and speed-ups that a build for the frameworks on this machine would have."""
+def expected_repairs(frameworks: Sequence[str]) -> tuple[edits.Edit, ...]:
+    """The repairs and speed-ups that a build for the frameworks on this machine would have."""
     present = toolchain.present({name: {} for name in frameworks}, toolchain.cpu_flags())
-    return edits.names(e for e in edits.chosen(present) if e.kind != "compile")
+    return edits.repairs(edits.chosen(present))
 
 
 def examine(load: bool = True) -> Report:
@@ -91,6 +92,8 @@ def examine(load: bool = True) -> Report:
         horovod=installed_build(),
     )
     frameworks = [name for name in toolchain.FRAMEWORKS if installed[name]]
+    found = {name: version for name in LOWEST if (version := installed.get(name)) is not None}
+    report.problems += filter(None, (too_old(name, version) for name, version in found.items()))
     if not frameworks:
         report.problems.append("neither PyTorch nor TensorFlow is installed: install one, then build Horovod for it")
     if report.horovod is None:
@@ -100,10 +103,14 @@ def examine(load: bool = True) -> Report:
         report.notes.append(
             f"Horovod is {installed['horovod']}; hvd_hetero was made for {edits.HOROVOD_VERSION}: {REBUILD}"
         )
-    wanted = expected_edits(frameworks)
+    repairs = expected_repairs(frameworks)
+    wanted = edits.names(repairs)
     report.present = [name for name in wanted if name in report.horovod["edits"]]
     report.missing = {name: WITHOUT.get(name, "") for name in wanted if name not in report.horovod["edits"]}
     built_for = report.horovod.get("frameworks", {})
+    same = report.horovod.get("repairs") == edits.text_hash(repairs)
+    if set(built_for) == set(frameworks) and not (same or report.missing):
+        report.notes.append(f"Horovod has repairs of another version of hvd_hetero, by the same names: {REBUILD}")
     for name in frameworks:
         version = built_for.get(name)
         if built_for and version is None:

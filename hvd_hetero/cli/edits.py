@@ -83,6 +83,11 @@ def chosen(present: Iterable[str], plain: bool = False) -> tuple[Edit, ...]:
     return tuple(e for e in all_edits() if have.issuperset(e.needs) and not (plain and e.kind != "compile"))
 
 
+def repairs(edits: Iterable[Edit]) -> tuple[Edit, ...]:
+    """Those that change what Horovod does, and not only make it compile."""
+    return tuple(edit for edit in edits if edit.kind != "compile")
+
+
 def names(edits: Iterable[Edit]) -> list[str]:
     """The names of the edits, each once, in order."""
     return list(dict.fromkeys(e.name for e in edits))

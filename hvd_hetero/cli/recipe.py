@@ -9,8 +9,9 @@ from pathlib import Path
 
 from hvd_hetero.cli import cuda, toolchain
 from hvd_hetero.cli.cuda import Gpu
-from hvd_hetero.cli.edits import HOROVOD_VERSION, Edit, text_hash
+from hvd_hetero.cli.edits import HOROVOD_VERSION, Edit, repairs, text_hash
 
+FORMAT = 2  # of what a wheel says about itself
 # where libraries are; every other variable of Horovod's build would change the wheel behind the cache's back
 _KEPT_VARIABLES = ("HOROVOD_NCCL_", "HOROVOD_CUDA_HOME", "HOROVOD_ROCM_HOME")
 
@@ -34,6 +35,7 @@ class Recipe:
         """What the wheel depends on; the number of jobs and cmake's place are not among it."""
         return {
             "horovod": HOROVOD_VERSION,
+            "record": FORMAT,
             "edits": text_hash(self.edits),
             "frameworks": {name: dict(facts) for name, facts in self.frameworks.items()},
             "compiler": self.compiler_version,
@@ -47,10 +49,11 @@ class Recipe:
     def record(self, edits_made: Sequence[str]) -> dict[str, object]:
         """What the wheel says about itself at run time."""
         return {
-            "format": 1,
+            "format": FORMAT,
             "horovod": HOROVOD_VERSION,
             "plain": self.plain,
             "edits": list(edits_made),
+            "repairs": text_hash(repairs(self.edits)),
             "frameworks": {name: facts["version"] for name, facts in self.frameworks.items()},
             "mpi": self.mpi,
             "gpu": asdict(self.gpu),

@@ -31,15 +31,21 @@ def check_lowest(*packages: str) -> None:
     """
     for name in packages:
         try:
-            found = metadata.version(name)
+            complaint = too_old(name, metadata.version(name))
         except metadata.PackageNotFoundError:
             continue
-        if tuple(map(int, re.findall(r"\d+", found)[:2])) < LOWEST[name]:
-            lowest = ".".join(map(str, LOWEST[name]))
-            raise ImportError(
-                f"Expected {name} {lowest} or newer. Received: {found}. Install a newer one, and build Horovod for it: "
-                "hvd-hetero build-horovod."
-            )
+        if complaint is not None:
+            raise ImportError(complaint)
+
+
+def too_old(name: str, version: str) -> str | None:
+    """What is wrong with this version of a package, and what to do; None where it is new enough."""
+    if tuple(map(int, re.findall(r"\d+", version)[:2])) >= LOWEST[name]:
+        return None
+    return (
+        f"Expected {name} {'.'.join(map(str, LOWEST[name]))} or newer. Received: {version}. Install a newer one, and "
+        "build Horovod for it: hvd-hetero build-horovod."
+    )
 
 
 def versions(framework: str) -> dict[str, str]:
