@@ -3,7 +3,10 @@
 import os
 import queue
 import random
+import subprocess
+import sys
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -16,6 +19,7 @@ import keras
 from hvd_hetero.engine.local import SoloEngine, World
 from hvd_hetero.keras.dataset import BalancedDataset
 from hvd_hetero.keras.evaluation import EvaluationDataset
+from hvd_hetero.keras.source import StreamSource
 from hvd_hetero.optimizers.attachment import PeerError
 from hvd_hetero.optimizers.balancer import Balancer as FrameworkFree
 
@@ -339,3 +343,60 @@ def test_a_batch_begins_with_the_exchange_that_comes_first_and_again():
     balancer.runs(third)
     balancer.runs(first)
     assert (balancer.step, balancer.count_now, balancer.leads(third)) == (4, 3.0, True)
+
+
+class Stream:
+    """What a tf.data.Dataset is to its source: batches in one order, from the start each time."""
+
+    def __init__(self, length):
+        self.length = length
+
+    def cardinality(self):
+        return self.length
+
+    def batch(self, size):
+        self.size = size
+        return self
+
+    def as_numpy_iterator(self):
+        return iter([np.arange(at, min(at + self.size, self.length)) for at in range(0, self.length, self.size)])
+
+
+def test_any_samples_of_a_stream_can_be_taken():
+    """A validation's part of a rank begins anywhere and goes over the borders of global batches, again and again."""
+    source = StreamSource(Stream(LENGTH), global_batch_size=WHOLE)
+    for first, stop in ((0, 8), (5, 9), (3, 20), (20, 22), (0, 22)):
+        assert source.take(np.arange(first, stop))[0].tolist() == list(range(first, stop))
+
+
+ENDLESS = """
+import os, sys, time
+import numpy as np
+from hvd_hetero.engine.local import SoloEngine
+from hvd_hetero.keras.balancer import Balancer
+from hvd_hetero.keras.dataset import BalancedDataset
+
+balancer = Balancer(4, engine=SoloEngine())
+data = BalancedDataset(np.arange(40.0), balancer=balancer, workers=2, use_multiprocessing=True)
+next(iter(data))
+print("WORKERS", *data._pool._processes, flush=True)
+time.sleep(60)
+"""
+
+
+def test_loading_processes_end_with_a_rank_that_is_killed():
+    """Or they would hold its output open, and horovodrun would wait for them."""
+    rank = subprocess.Popen([sys.executable, "-c", ENDLESS], stdout=subprocess.PIPE, text=True)
+    workers = []
+    for line in rank.stdout:
+        if line.startswith("WORKERS"):
+            workers = [int(word) for word in line.split()[1:]]
+            break
+    rank.kill()
+    rank.wait()
+    assert len(workers) >= 1
+    assert rank.stdout.read() == "", "returns when nobody holds it open any more"
+    deadline = time.monotonic() + 10
+    while any(os.path.exists(f"/proc/{pid}") for pid in workers) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in workers)

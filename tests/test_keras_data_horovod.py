@@ -21,6 +21,8 @@ CHECKS = [
     "every_sample_once_while_shares_change_and_tensorflow_reads_ahead",
     "broadcast_makes_ranks_alike",
     "metrics_are_those_of_all_samples",
+    "metrics_of_a_train_step_of_ones_own",
+    "a_loss_over_other_terms_equals_one_process",
     "the_learning_rate_is_scheduled_and_follows_the_batch",
     "elastic_states_and_a_trace_are_kept",
     "an_error_of_loading_reaches_every_rank",

@@ -15,6 +15,7 @@ import signal
 import socket
 import socketserver
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ from .environment import rendezvous_address
 from .host import host_identity
 
 QUESTION_S = 2.0  # for an answer; the thread that gives it may have little CPU
+ENDING_S = (0.5, 1.0)  # before a process is asked again that has closed the connection without a word
 LONGEST = 1 << 16  # bytes of a question or an answer
 
 
@@ -144,14 +146,17 @@ def ask(peer: Peer, question: dict[str, Any], *, within_s: float = QUESTION_S) -
         SilentError: it does not answer.
     """
     address = "127.0.0.1" if peer.identity == host_identity()[1] else peer.address
-    try:
-        with socket.create_connection((address, peer.port), timeout=within_s) as line:
-            line.sendall(json.dumps({**question, "token": peer.token}).encode() + b"\n")
-            said = line.makefile("rb").readline(LONGEST)
-    except ConnectionRefusedError as error:
-        raise GoneError(str(peer)) from error
-    except OSError as error:
-        raise SilentError(str(peer)) from error
-    if not said:
-        raise SilentError(str(peer))
-    return dict(json.loads(said))
+    for wait_s in (0.0, *ENDING_S):
+        time.sleep(wait_s)
+        try:
+            with socket.create_connection((address, peer.port), timeout=within_s) as line:
+                line.sendall(json.dumps({**question, "token": peer.token}).encode() + b"\n")
+                if said := line.makefile("rb").readline(LONGEST):
+                    return dict(json.loads(said))
+        except ConnectionRefusedError as error:
+            raise GoneError(str(peer)) from error
+        except (ConnectionResetError, BrokenPipeError):
+            continue  # as of a process that is about to end: one that is stopped closes no connection
+        except OSError as error:
+            raise SilentError(str(peer)) from error
+    raise SilentError(str(peer))

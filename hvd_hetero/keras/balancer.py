@@ -57,6 +57,7 @@ class Balancer(framework_free.Balancer):
             trace=trace_of(run or run_folder(), rank=engine.rank, clock=time.time),
         )
         self._announced: deque[int] = deque()
+        self._announced_terms: deque[float] = deque()  # of the first of them, where they are no samples
         self._told = False  # the script itself has begun the batch that is to be exchanged next
 
     def announce(self, samples: int) -> None:
@@ -65,10 +66,15 @@ class Balancer(framework_free.Balancer):
             raise ValueError(f"samples: expected 0 or more. Received: {samples}.")
         self._announced.append(samples)
 
+    def announce_terms(self, terms: float) -> None:
+        """Says over how many loss terms the loss of the next batch announced is a mean, where these are no samples."""
+        self._announced_terms.append(terms)
+
     def forget(self) -> None:
         """Drops announcements: an epoch begins, or a fit was interrupted. The time since the last step, in which there
         may have been a validation, is not measured."""
         self._announced.clear()
+        self._announced_terms.clear()
         self._ran = None
         self.resume()
 
@@ -76,6 +82,7 @@ class Balancer(framework_free.Balancer):
         """Goes on from `state`; what was announced for batches after it is dropped."""
         super().load_state_dict(state)
         self._announced.clear()
+        self._announced_terms.clear()
         self._told, self._ran = False, None
 
     @property
@@ -107,4 +114,6 @@ class Balancer(framework_free.Balancer):
         if not self.timesheet.running:  # the first step of all: nobody was there when it began
             self.discard()
         self._begin(self._announced.popleft())
+        if self._announced_terms:
+            self.count(self._announced_terms.popleft())
         return True

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from typing import Any
 
@@ -23,6 +26,15 @@ _loaded_from: Source | None = None  # in a worker process
 def _set_source(source: Source) -> None:
     global _loaded_from
     _loaded_from = source
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """A rank that is killed shuts no pool down; its launcher waits until nobody holds the rank's output open."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _take(indices: np.ndarray) -> Batch:
@@ -46,6 +58,9 @@ class BalancedDataset(keras.utils.PyDataset):
             samples; or a tf.data.Dataset of single samples, of known length and in the same order on all ranks, which
             every rank reads as a whole (`shuffle=False`).
         balancer: deals the shares.
+        terms: of a batch, called as `terms(x, y)` or with its sample weights as well, over how many loss terms the loss
+            is a mean; needed where that is not the number of samples: with a mask, with `ignore_class`, with
+            `reduction="mean_with_sample_weight"`.
         shuffle, seed: the order of epoch e depends on the seed and e alone.
         drop_last: leave out what does not fill a global batch.
         workers: threads that load ahead; 0 for none.
@@ -59,6 +74,7 @@ class BalancedDataset(keras.utils.PyDataset):
         sample_weight: Any = None,
         *,
         balancer: Balancer,
+        terms: Callable[..., float] | None = None,
         shuffle: bool = True,
         seed: int = 0,
         drop_last: bool = False,
@@ -73,7 +89,7 @@ class BalancedDataset(keras.utils.PyDataset):
                 "x: expected shuffle=False and workers=0 with a tf.data.Dataset, which is read in its own order. "
                 f"Received: shuffle={shuffle}, workers={workers}. Use its shuffle(seed=...) and prefetch()."
             )
-        self.balancer = balancer
+        self.balancer, self._terms = balancer, terms
         self.sampler = ShareSampler(
             len(self._source),
             balancer=balancer,
@@ -194,12 +210,17 @@ class BalancedDataset(keras.utils.PyDataset):
     def _next(self) -> Batch:
         try:
             if self._pool is None:
-                self._last = self._load(self._deal())
-                return self._last
-            while len(self._loading) <= self._ahead:
                 dealt = self._deal()
-                self._loading.append((dealt, self._submit(dealt)))
-            self._last = self._loading.popleft()[1].result()
+                self._last = self._load(dealt)
+            else:
+                while len(self._loading) <= self._ahead:
+                    dealt = self._deal()
+                    self._loading.append((dealt, self._submit(dealt)))
+                dealt, loading = self._loading.popleft()
+                self._last = loading.result()
+            if self._terms is not None:
+                parts = self._last if isinstance(self._last, tuple) else (self._last,)
+                self.balancer.announce_terms(float(self._terms(*parts)) if dealt.used else 0.0)
         except Exception as error:
             # The batches before this one are still to be used, so the others hear of it when this rank gets there.
             self.balancer.stop(error)

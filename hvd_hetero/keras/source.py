@@ -150,9 +150,7 @@ class BatchSource:
                     f"one size. Received: {_rows(batch)}."
                 )
             parts.append(_rows_of(batch, indices[start:stop] - number * self.block))
-        if len(parts) == 1:
-            return keras.tree.map_structure(_as_floatx, parts[0])
-        return keras.tree.map_structure(lambda *leaves: _as_floatx(np.concatenate(leaves)), *parts)
+        return _joined(parts)
 
 
 class StreamSource:
@@ -179,13 +177,15 @@ class StreamSource:
         return self._length
 
     def take(self, indices: np.ndarray) -> Batch:
-        """Rows of the global batch that these samples are in."""
-        number = int(indices[0]) // self._size
-        if number < self._at or self._at < 0:
-            self._stream, self._at = self._whole.as_numpy_iterator(), -1
-        while self._at < number:
-            self._batch, self._at = packed(next(self._stream)), self._at + 1
-        return keras.tree.map_structure(_as_floatx, _rows_of(self._batch, indices - number * self._size))
+        """These samples, in ascending order, out of the global batches that they are in."""
+        parts = []
+        for number in np.unique(indices // self._size).tolist():
+            if number < self._at or self._at < 0:
+                self._stream, self._at = self._whole.as_numpy_iterator(), -1
+            while self._at < number:
+                self._batch, self._at = packed(next(self._stream)), self._at + 1
+            parts.append(_rows_of(self._batch, indices[indices // self._size == number] - number * self._size))
+        return _joined(parts)
 
 
 def _rows(batch: Batch) -> int:
@@ -194,6 +194,12 @@ def _rows(batch: Batch) -> int:
 
 def _rows_of(batch: Batch, rows: np.ndarray) -> Batch:
     return keras.tree.map_structure(lambda leaf: _array(leaf)[rows], batch)
+
+
+def _joined(parts: Sequence[Batch]) -> Batch:
+    if len(parts) == 1:
+        return keras.tree.map_structure(_as_floatx, parts[0])
+    return keras.tree.map_structure(lambda *leaves: _as_floatx(np.concatenate(leaves)), *parts)
 
 
 def _stacked(samples: Sequence[Batch]) -> Batch:

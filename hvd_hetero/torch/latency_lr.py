@@ -100,7 +100,8 @@ class LatencyAwareLR:
 
     @property
     def factor(self) -> float:
-        """What the next update multiplies the learning rate by."""
+        """What updates multiply the learning rate by. It moves with an exchange, so before `backward()` of a step it
+        is that of the last one."""
         return self._core.factor
 
     @property

@@ -106,11 +106,14 @@ class BucketLayout:
         return grad.to_dense()
 
     def deliver(self, index: int, flat: torch.Tensor) -> None:
-        """Makes `flat`, what the exchange returned for bucket `index`, its parameters' gradients."""
+        """Makes `flat`, what the exchange returned for bucket `index`, its parameters' gradients; but for those that
+        were frozen since, which an optimizer of one process would leave alone."""
         with torch.no_grad():
             if flat is not self.buckets[index]:
                 self.buckets[index].copy_(flat)
             for parameter in self.members[index]:
+                if not parameter.requires_grad:
+                    continue
                 view, grad = self.slot[parameter][1], parameter.grad
                 if grad is not None and grad.is_sparse:
                     parameter.grad = view.to_sparse()

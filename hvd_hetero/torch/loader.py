@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import time
 from collections.abc import Iterator
@@ -50,6 +51,13 @@ class BalancedBatchSampler(Sampler[list[int]]):
 
     def __len__(self) -> int:
         return len(self.sampler.dealer) - self._first
+
+    @property
+    def left(self) -> int:
+        """The samples of the next iteration, over all ranks."""
+        dealer = self.sampler.dealer
+        whole = len(dealer) * dealer.global_batch_size if dealer.drop_last else dealer.length
+        return whole - self._first * dealer.global_batch_size
 
     def set_epoch(self, epoch: int) -> None:
         """Chooses the order of `epoch`, and starts at its beginning – unless it was resumed in the middle of it."""
@@ -174,8 +182,15 @@ class BalancedDataLoader:
 
     def __iter__(self) -> Iterator[Any]:
         batches = len(self)
+        left = self.batch_sampler.left
+        bar = self._bar(total=left, unit="samples") if self._bar else contextlib.nullcontext()
+        with bar:
+            yield from self._batches(batches, bar if self._bar else None)
+        self.batch_sampler.end_epoch()
+        self.balancer.end_epoch()
+
+    def _batches(self, batches: int, bar: Any) -> Iterator[Any]:
         source: Iterator[Any] | None = None
-        bar = self._bar(total=batches * self.balancer.global_batch_size, unit="samples") if self._bar else None
         for _ in range(batches):
             start = time.perf_counter()
             try:
@@ -194,11 +209,7 @@ class BalancedDataLoader:
             yield batch
             if bar is not None:
                 bar.set_postfix_str("shares " + ":".join(map(str, self.balancer.plan.shares)), refresh=False)
-                bar.update(self.balancer.global_batch_size)
-        self.batch_sampler.end_epoch()
-        self.balancer.end_epoch()
-        if bar is not None:
-            bar.close()
+                bar.update(min(self.balancer.global_batch_size, bar.total - bar.n))
 
     def _reseed(self) -> None:
         """Seeds what seeds the workers: the same in a job that was resumed here, and another on each rank."""

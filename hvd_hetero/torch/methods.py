@@ -17,7 +17,7 @@ def methods_of(base: type[torch.optim.Optimizer]) -> dict[str, Callable[..., Any
     def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
         self._wrapped._opt_called = True  # for a scheduler made before wrapping
         reducer = self._reducer
-        reducer.check_in_use()
+        reducer.check_in_use(self.param_groups)
         lr = 0.0
         if closure is not None and reducer.apart:
             reducer.local.steps.before_step()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -62,6 +62,7 @@ class GradientReducer:
         self._balancer, self._ways = balancer, ways
         self._sparse_as_dense, self._bucket_bytes, self._groups = sparse_as_dense, bucket_bytes, groups
         self._parameters: list[torch.nn.Parameter] = []
+        self._known: set[int] = set()  # their ids
         self._hooks: list[Any] = []
         self.local: LocalTraining | None = None
         self._weighing = Weighing(
@@ -103,8 +104,8 @@ class GradientReducer:
 
     def add(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Takes further parameters; every rank adds the same."""
-        known = {id(parameter) for parameter in self._parameters}
-        new = [p for p in parameters if p.requires_grad and id(p) not in known]
+        new = [p for p in parameters if p.requires_grad and id(p) not in self._known]
+        self._known |= {id(parameter) for parameter in new}
         for parameter in new:
             check_type(parameter)
             before = _REDUCED_BY.get(parameter, lambda: None)()
@@ -129,12 +130,21 @@ class GradientReducer:
         self._weighing.close()
         self.replaced = True
 
-    def check_in_use(self) -> None:
-        """Raises RuntimeError where another optimizer has taken over."""
+    def check_in_use(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Raises RuntimeError where gradients of these parameter groups are not reduced here: another optimizer has
+        taken over, or parameters have come to require a gradient."""
         if self.replaced:
             raise RuntimeError(
                 "Expected step() of the DistributedOptimizer that was made last for these parameters. Received: that "
                 "of one before it, whose gradients are no longer reduced."
+            )
+        known = self._known
+        thawed = sum(p.requires_grad and id(p) not in known for group in groups for p in group["params"])
+        if thawed:
+            raise RuntimeError(
+                "Expected parameters that required a gradient when hvd.DistributedOptimizer was made. Received: "
+                f"{thawed} that have come to since, whose gradients are each rank's own. Make a new "
+                "hvd.DistributedOptimizer with them."
             )
 
     def close(self) -> None:

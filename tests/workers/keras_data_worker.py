@@ -193,6 +193,81 @@ def metrics_are_those_of_all_samples():
     assert worst(keras.models.load_model(best.filepath).get_weights(), model.get_weights()) == 0.0
 
 
+class Own(keras.Model):
+    """Updates its metrics as Keras's guide to a train_step of one's own does: the loss by batches."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.loss_tracker = make_model(), keras.metrics.Mean(name="loss")
+
+    def call(self, x, training=None):
+        return self.inner(x, training=training)
+
+    def _measured(self, x, y):
+        loss = self.compute_loss(x=x, y=y, y_pred=self(x))
+        for metric in self.metrics:
+            metric.update_state(*((loss,) if metric.name == "loss" else (y, self(x))))
+        return {metric.name: metric.result() for metric in self.metrics}
+
+    def train_step(self, data):
+        return self._measured(*data)
+
+
+def metrics_of_a_train_step_of_ones_own():
+    """Each metric is weighted by what it is a mean over, and not by what the loss is."""
+    x, y = arrays(24)  # no short batch, in which one rank would look at a sample of another's
+    balancer = make_balancer(min_share=1, shares={1: (8,), 2: (7, 1), 3: (5, 2, 1)}[hvd.size()])
+    model = Own()
+    model.compile(
+        optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD(0.0), balancer=balancer),
+        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=[keras.metrics.SparseCategoricalAccuracy(name="accuracy")],
+        jit_compile=False,
+    )
+    predicted = keras.ops.convert_to_numpy(model(x)).argmax(1)
+    history = model.fit(
+        TrainedByNobody(x, y, balancer), epochs=1, verbose=0, callbacks=[hvd.callbacks.MetricAverageCallback()]
+    ).history
+    assert np.allclose(history["accuracy"], (predicted == y).mean(), rtol=1e-6), (history, (predicted == y).mean())
+
+
+class TrainedByNobody(keras.utils.PyDataset):
+    """This rank's rows of each batch, for a train_step that trains nothing."""
+
+    def __init__(self, x, y, balancer):
+        super().__init__()
+        shares = balancer.plan.shares
+        self.rows = slice(sum(shares[: hvd.rank()]), sum(shares[: hvd.rank() + 1]))
+        self.x, self.y = x, y
+
+    def __len__(self):
+        return len(self.y) // WHOLE
+
+    def __getitem__(self, index):
+        mine = slice(index * WHOLE + self.rows.start, index * WHOLE + self.rows.stop)
+        return {name: leaf[mine] for name, leaf in self.x.items()}, self.y[mine]
+
+
+def a_loss_over_other_terms_equals_one_process():
+    """Labels that do not count: the loss is a mean over the others, of which each rank says how many it has."""
+    x, y = arrays()
+    y = np.where(np.arange(LENGTH) % 3 == 1, -1, y)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=-1)
+    found = []
+    for terms in (lambda x, y: (y >= 0).sum(), None):
+        balancer = make_balancer()
+        model = make_model()
+        model.compile(optimizer=hvd.DistributedOptimizer(sgd(), balancer=balancer), loss=loss, jit_compile=False)
+        model.fit(hvd.BalancedDataset(x, y, balancer=balancer, terms=terms, shuffle=False), epochs=3, verbose=0)
+        assert spread(model.get_weights()) == 0.0
+        found.append(model.get_weights())
+    one = make_model()
+    one.compile(optimizer=sgd(), loss=loss, jit_compile=False)
+    one.fit(x, y, batch_size=WHOLE, shuffle=False, epochs=3, verbose=0)
+    errors = [worst(weights, one.get_weights()) for weights in found]
+    assert errors[0] < 1e-5 and (hvd.size() == 1 or errors[1] > 1e-3), errors
+
+
 def the_learning_rate_is_scheduled_and_follows_the_batch():
     x, y = arrays()
     balancer = make_balancer()

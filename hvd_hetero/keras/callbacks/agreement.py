@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import keras
@@ -61,8 +61,9 @@ class MetricAverageCallback(keras.callbacks.Callback):
     """Makes the metrics of each epoch those of all ranks: their mean, weighted by the samples that each rank has seen.
 
     To be put before callbacks that decide by metrics, such as EarlyStopping and ReduceLROnPlateau. Exact for metrics
-    that are means over samples, as losses and accuracies are. Metrics of a validation are weighted by its samples: with
-    an `hvd.EvaluationDataset`, which deals them out, or with all of them on each rank.
+    that are means over samples, as losses and accuracies are, but for the sample of another rank that one without any
+    looks at in a short batch. Metrics of a validation are weighted by its samples: with an `hvd.EvaluationDataset`,
+    which deals them out, or with all of them on each rank.
 
     Args:
         device: of no effect; Horovod's argument.
@@ -72,7 +73,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
     def __init__(self, device: str = "", process_set: Any = None, *, engine: Engine | None = None) -> None:
         super().__init__()
         self._process_set, self._engine = process_set, engine
-        self._trained: float | None = None  # samples of the epoch, where a validation has followed
+        self._trained: dict[str, float] | None = None  # of the epoch, where a validation has followed: see `_counts`
         self._agreed: tuple[str, ...] = ()
         self._name = ""
 
@@ -86,7 +87,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
 
     def on_test_begin(self, logs: Any = None) -> None:
         """Notes the samples of the epoch, before the validation counts its own."""
-        self._trained = self._samples()
+        self._trained = self._counts()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Averages `logs` in place. A collective call."""
@@ -95,26 +96,30 @@ class MetricAverageCallback(keras.callbacks.Callback):
         if self._engine is None:
             self._engine = backend.engine(self._process_set)
         self._name = self._name or self._engine.unique("hvd_hetero.metrics.")
-        now = self._samples()
-        samples = {"": now if self._trained is None else self._trained, "val_": now}
-        self._trained = None
+        now = self._counts()
+        trained, self._trained = now if self._trained is None else self._trained, None
         keys = tuple(sorted(key for key, value in logs.items() if np.ndim(value) == 0))
         if keys != self._agreed:
             agree_text(self._engine, lambda: ", ".join(keys), title="metrics", name=f"{self._name}.keys")
             self._agreed = keys
-        weights = [samples["val_" if key.startswith("val_") else ""] for key in keys]
+        weights = [
+            _weight(now, key.removeprefix("val_")) if key.startswith("val_") else _weight(trained, key) for key in keys
+        ]
         values = [float(logs[key]) for key in keys]
         weighted = [value * weight if weight else 0.0 for value, weight in zip(values, weights, strict=True)]
         total = self._engine.allreduce_async(np.array([*weighted, *weights]), name=self._name).wait()
         for key, value, weight in zip(keys, *total.reshape(2, -1).tolist(), strict=True):
             logs[key] = value / weight if weight else math.nan
 
-    def _samples(self) -> float:
-        """Samples seen since the metrics were reset: what the mean of the loss is over."""
-        for metric in self.model.metrics:
-            if metric.name == "loss" and hasattr(metric, "count"):
-                return float(keras.ops.convert_to_numpy(metric.count))
-        return 1.0
+    def _counts(self) -> dict[str, float]:
+        """What metrics are means over, as far as they are: samples seen since they were reset, by their names."""
+        every = [each for metric in self.model.metrics for each in (metric, *getattr(metric, "metrics", ()))]
+        return {each.name: float(keras.ops.convert_to_numpy(each.count)) for each in every if hasattr(each, "count")}
+
+
+def _weight(counts: Mapping[str, float], name: str) -> float:
+    """What a rank's metric counts: what it is a mean over, or what the loss is."""
+    return counts.get(name, counts.get("loss", 1.0))
 
 
 class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
