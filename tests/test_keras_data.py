@@ -3,6 +3,7 @@
 import os
 import queue
 import random
+import signal
 import subprocess
 import sys
 import threading
@@ -395,8 +396,10 @@ def test_loading_processes_end_with_a_rank_that_is_killed():
     rank.kill()
     rank.wait()
     assert len(workers) >= 1
-    assert rank.stdout.read() == "", "returns when nobody holds it open any more"
     deadline = time.monotonic() + 10
-    while any(os.path.exists(f"/proc/{pid}") for pid in workers) and time.monotonic() < deadline:
+    while (left := [pid for pid in workers if os.path.exists(f"/proc/{pid}")]) and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert not any(os.path.exists(f"/proc/{pid}") for pid in workers)
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert not left
+    assert rank.stdout.read() == "", "returns when nobody holds it open any more"
