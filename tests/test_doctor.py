@@ -88,6 +88,7 @@ def test_the_doctor_names_what_is_too_old(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.delitem(sys.modules, "horovod", raising=False)
     versions = {"torch": "2.3.1", "keras": "3.10.0", "horovod": "0.28.1"}
     monkeypatch.setattr(toolchain, "package_version", lambda *names: versions.get(names[0]))
     monkeypatch.setattr(toolchain, "tensorflow_version", lambda: None)
@@ -101,6 +102,7 @@ def test_the_doctor_sees_repairs_that_have_changed_since(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.delitem(sys.modules, "horovod", raising=False)
     monkeypatch.setattr(toolchain, "package_version", lambda *names: {"torch": "2.13.0"}.get(names[0]))
     monkeypatch.setattr(toolchain, "tensorflow_version", lambda: None)
     now = doctor.expected_repairs(["torch"])
