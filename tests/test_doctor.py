@@ -24,11 +24,16 @@ def fake_horovod(folder: Path, record: str | None) -> None:
         (package / build.BUILD_RECORD).write_text(record)
 
 
+def first_on_path(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """What is in the folder hides what is installed, and what another test has imported."""
+    monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
+    monkeypatch.delitem(sys.modules, "horovod", raising=False)
+
+
 def test_the_installed_build_is_read_without_importing_horovod(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    monkeypatch.delitem(sys.modules, "horovod", raising=False)
+    first_on_path(monkeypatch, tmp_path)
     fake_horovod(tmp_path, None)
     assert build.installed_build() == {"edits": []}
     fake_horovod(tmp_path, "not json")
@@ -46,8 +51,7 @@ def test_no_horovod_at_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
 def test_the_doctor_says_what_is_missing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    monkeypatch.delitem(sys.modules, "horovod", raising=False)
+    first_on_path(monkeypatch, tmp_path)
     fake_horovod(tmp_path, RECORD)
     main(["doctor", "--no-load"])
     said = capsys.readouterr().out
@@ -68,8 +72,7 @@ def test_help_is_quick_and_imports_no_framework() -> None:
 def test_the_doctor_sees_a_horovod_built_for_something_else(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    monkeypatch.delitem(sys.modules, "horovod", raising=False)
+    first_on_path(monkeypatch, tmp_path)
     versions = {"torch": "2.13.0", "tensorflow": "2.21.0", "horovod": "0.28.1"}
     monkeypatch.setattr(toolchain, "package_version", lambda *names: versions.get(names[0]))
     fake_horovod(tmp_path, json.dumps({**json.loads(RECORD), "frameworks": {"torch": "2.12.0"}}))
@@ -87,8 +90,7 @@ def test_the_doctor_sees_a_horovod_built_for_something_else(
 def test_the_doctor_names_what_is_too_old(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    monkeypatch.delitem(sys.modules, "horovod", raising=False)
+    first_on_path(monkeypatch, tmp_path)
     versions = {"torch": "2.3.1", "keras": "3.10.0", "horovod": "0.28.1"}
     monkeypatch.setattr(toolchain, "package_version", lambda *names: versions.get(names[0]))
     monkeypatch.setattr(toolchain, "tensorflow_version", lambda: None)
@@ -101,8 +103,7 @@ def test_the_doctor_names_what_is_too_old(
 def test_the_doctor_sees_repairs_that_have_changed_since(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    monkeypatch.delitem(sys.modules, "horovod", raising=False)
+    first_on_path(monkeypatch, tmp_path)
     monkeypatch.setattr(toolchain, "package_version", lambda *names: {"torch": "2.13.0"}.get(names[0]))
     monkeypatch.setattr(toolchain, "tensorflow_version", lambda: None)
     now = doctor.expected_repairs(["torch"])

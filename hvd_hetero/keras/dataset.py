@@ -2,44 +2,20 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Any
 
 import keras
-import numpy as np
 
 from hvd_hetero.optimizers.sampler import Dealt, ShareSampler
 
 from .balancer import Balancer
-from .source import Batch, Source, StreamSource, source_of
+from .loading import processes, take
+from .source import Batch, StreamSource, source_of
 
 AHEAD = 2  # batches loaded ahead by each worker
-
-_loaded_from: Source | None = None  # in a worker process
-
-
-def _set_source(source: Source) -> None:
-    global _loaded_from
-    _loaded_from = source
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    """A rank that is killed shuts no pool down; its launcher waits until nobody holds the rank's output open."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
-
-
-def _take(indices: np.ndarray) -> Batch:
-    assert _loaded_from is not None
-    return _loaded_from.take(indices)
 
 
 class BalancedDataset(keras.utils.PyDataset):
@@ -100,7 +76,7 @@ class BalancedDataset(keras.utils.PyDataset):
         )
         self._pool: Executor | None = None
         if workers and use_multiprocessing:
-            self._pool = ProcessPoolExecutor(workers, initializer=_set_source, initargs=(self._source,))
+            self._pool = processes(workers, self._source)
         elif workers:
             self._pool = ThreadPoolExecutor(workers, thread_name_prefix="hvd_hetero.loader")
         self._processes = use_multiprocessing
@@ -235,7 +211,7 @@ class BalancedDataset(keras.utils.PyDataset):
     def _submit(self, dealt: Dealt) -> Future[Batch]:
         assert self._pool is not None
         if self._processes:
-            return self._pool.submit(_take, dealt.indices)
+            return self._pool.submit(take, dealt.indices)
         return self._pool.submit(self._load, dealt)
 
     # State ----------------------------------------------------------------------------------------------------------

@@ -38,9 +38,10 @@ class EvaluationDataset(keras.utils.PyDataset):
 
     def _mine(self) -> tuple[range, int]:
         """The samples of this rank, and the number of those of a batch."""
-        shares, rank = self._balancer.plan_at(self._balancer.step + 1).shares, self._balancer.rank
+        shares = self._balancer.plan_at(self._balancer.step + 1).shares
         # At least one each, for Keras wants a batch on every rank.
-        return evaluation_part(len(self._source), shares, rank, least=1), max(1, shares[rank])
+        mine = evaluation_part(len(self._source), shares, self._balancer.rank, least=1)
+        return mine, max(1, self._balancer.share)
 
     def __len__(self) -> int:
         mine, size = self._mine()

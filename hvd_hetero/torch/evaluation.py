@@ -45,8 +45,7 @@ class EvaluationDataLoader:
     def _loader(self) -> DataLoader[Any]:
         shares = self._balancer.plan_at(self._balancer.step + 1).shares
         mine = evaluation_part(len(self.dataset), shares, self._balancer.rank)  # type: ignore[arg-type]
-        size = max(1, shares[self._balancer.rank])
-        return DataLoader(Subset(self.dataset, mine), batch_size=size, **self._arguments)
+        return DataLoader(Subset(self.dataset, mine), batch_size=max(1, self._balancer.share), **self._arguments)
 
     def __len__(self) -> int:
         return len(self._loader())

@@ -181,11 +181,9 @@ class BalancedDataLoader:
         self.batch_sampler.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
-        batches = len(self)
         left = self.batch_sampler.left
-        bar = self._bar(total=left, unit="samples") if self._bar else contextlib.nullcontext()
-        with bar:
-            yield from self._batches(batches, bar if self._bar else None)
+        with self._bar(total=left, unit="samples") if self._bar else contextlib.nullcontext() as bar:
+            yield from self._batches(len(self), bar)
         self.batch_sampler.end_epoch()
         self.balancer.end_epoch()
 

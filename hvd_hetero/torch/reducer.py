@@ -272,11 +272,11 @@ class GradientReducer:
             self._finish_apart()
             return
         self._step.take_rest()
-        waited_s, bytes_sent = self._step.finish()
+        waited_s, bytes_sent, hear = self._step.finish()
         self.wait_s += waited_s
         self.bytes_sent += bytes_sent
         self.reduced = True
-        self._step.hear()
+        hear()
 
     def _finish_apart(self) -> None:
         """Ends the passes of a step whose gradient stays this rank's own."""

@@ -60,7 +60,6 @@ class ReducedStep:
             outgoing=lambda: weighing.outgoing(passes.terms),
             write=lambda view, values: view.copy_(torch.tensor(values, dtype=view.dtype)),
         )
-        self._said: Callable[[], None] | None = None  # takes in what all ranks said last
         self._begin()
 
     def _begin(self) -> None:
@@ -97,9 +96,9 @@ class ReducedStep:
                 self.take(parameter)
         return self._exchange.done
 
-    def finish(self) -> tuple[float, int]:
-        """Makes every `p.grad` the global one, once all are taken: the seconds waited for that, and the bytes sent.
-        `hear` then takes in what all ranks said with them."""
+    def finish(self) -> tuple[float, int, Callable[[], None]]:
+        """Makes every `p.grad` the global one, once all are taken. Returns the seconds waited, the bytes sent, and what
+        takes in what all ranks said with them: `Weighing.incoming`."""
         start = time.perf_counter()
         weighing, balancer = self._weighing, self._weighing.balancer
         terms, batches = self._passes.terms, weighing.batches
@@ -115,14 +114,8 @@ class ReducedStep:
         balancer.resume()
         for index, flat in enumerate(results):
             self.layout.deliver(index, flat)
-        self._said = functools.partial(weighing.incoming, self.layout, results, total, terms=terms, batches=batches)
-        return waited_s, sum(flat.numel() * flat.element_size() for flat in results)
-
-    def hear(self) -> None:
-        """See `Weighing.incoming`."""
-        said, self._said = self._said, None
-        if said is not None:
-            said()
+        hear = functools.partial(weighing.incoming, self.layout, results, total, terms=terms, batches=batches)
+        return waited_s, sum(flat.numel() * flat.element_size() for flat in results), hear
 
 
 def _full_precision(device: torch.device) -> contextlib.AbstractContextManager[Any]:
