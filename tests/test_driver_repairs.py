@@ -238,3 +238,25 @@ def test_a_worker_that_has_lost_its_slot_to_another_ends_without_a_word(job: Job
     assert failures.get(timeout=LIMIT_S) == ("b", 0)
     with pytest.raises(queue.Empty):
         failures.get(timeout=0.5)
+
+
+@needs("lone_host")
+def test_the_elastic_driver_says_that_it_waits_for_a_second_host(caplog: pytest.LogCaptureFixture) -> None:
+    from horovod.runner.elastic.discovery import FixedHosts
+    from horovod.runner.elastic.driver import ElasticDriver
+    from horovod.runner.util.threads import in_thread
+
+    server = SimpleNamespace(init=lambda assignments: None, stop=lambda: None)
+    hosts = FixedHosts({"a": 2})
+    driver = ElasticDriver(server, hosts, 2, 2, timeout=LIMIT_S)
+    try:
+        waiting = in_thread(driver.wait_for_available_slots, (2, 2), daemon=True)
+        deadline = time.monotonic() + LIMIT_S
+        while "second host" not in caplog.text and time.monotonic() < deadline:
+            time.sleep(0.01)
+        hosts.set({"a": 2, "b": 1})
+        waiting.join(LIMIT_S)
+        assert not waiting.is_alive(), "the second host is there"
+        assert caplog.text.count("--network-interfaces lo") == 1
+    finally:
+        driver.stop()

@@ -213,4 +213,37 @@ EDITS: Final = (
         replace="from horovod.runner.common.util import codec\n"
         "from horovod.runner.common.util.hosts import INVALID_SLOT_INFO\n",
     ),
+    Edit(
+        name="lone_host",
+        reason="the driver of an elastic job on one host waits, without a word, until the elastic timeout for a second "
+        "one to find the interfaces over which they reach each other. It says so, and what to do",
+        file=_DRIVER,
+        find="""                    return current_hosts
+                if self._shutdown.is_set():
+""",
+        replace="""                    return current_hosts
+                if avail_slots >= min_num_proc and not lone:
+                    lone = True
+                    logging.warning('All %d slots are on one host. Waiting for a second host, to find out how they '
+                                    'reach each other. If there will be none, or if you know the network, name it: '
+                                    '--network-interfaces lo for one host alone, or that of all hosts.', avail_slots)
+                if self._shutdown.is_set():
+""",
+    ),
+    Edit(
+        name="lone_host",
+        reason="once",
+        file=_DRIVER,
+        find="""        self._wait_hosts_cond.acquire()
+        try:
+            while True:
+                current_hosts = self._host_manager.current_hosts
+""",
+        replace="""        lone = False
+        self._wait_hosts_cond.acquire()
+        try:
+            while True:
+                current_hosts = self._host_manager.current_hosts
+""",
+    ),
 )
