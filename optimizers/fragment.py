@@ -103,6 +103,11 @@ class Fragment:
         return not self._pending or self._pending[0][0].exchange.done()
 
     @property
+    def operation(self) -> str:
+        """The name of the oldest merge under way."""
+        return self._pending[0][0].exchange.operation
+
+    @property
     def most_missed(self) -> int:
         """How many merges in a row a rank may miss."""
         return len(self.lanes) - 1

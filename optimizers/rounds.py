@@ -115,9 +115,17 @@ class Rounds:
         came = self._serve(self._due)
         late = [fragment for fragment in self.fragments if self._at_bound(fragment)]
         self.waits += any(not fragment.done() for fragment in late)
-        while any(map(self._at_bound, self.fragments)):
-            came |= self._serve(self._due, wait=True)
+        while late := [fragment for fragment in self.fragments if self._at_bound(fragment)]:
+            if not self._wait_for_merge(late[0].operation):
+                break  # whoever waits for this rank may be the one whose contribution it waits for
+            came |= self._serve(self._due)
         return came
+
+    def _wait_for_merge(self, name: str) -> bool:
+        """Waits until one of the merges under way comes; False where another rank waits for this one elsewhere, as in a
+        validation that all ranks make together."""
+        under_way = [fragment for fragment in self.fragments if fragment.under_way]
+        return self.balancer.engine.wait_unless_awaited(lambda: any(each.done() for each in under_way), name=name)
 
     def _serve(self, due: Callable[[Fragment], bool], *, wait: bool = False) -> bool:
         """Takes in the merges that came and sends what is due. True if one came; with `wait`, one comes.

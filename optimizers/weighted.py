@@ -83,6 +83,11 @@ class WeightedExchange:
         """The buckets under way."""
         return frozenset(self._handles)
 
+    @property
+    def operation(self) -> str:
+        """The name of an operation that is under way."""
+        return f"{self._name}.bucket.{min(self._handles)}"
+
     def submit(self, index: int) -> None:
         """Sends bucket `index`; once per step. Buckets may be sent in any order: they are paired by name."""
         if self._rides_in == index:

@@ -14,7 +14,8 @@ pytestmark = [
 ]
 
 CHECKS = [
-    "law_1", "composes", "a_stopped_rank", "a_rank_that_misses_merges", "a_rank_that_fails", "parameters_that_differ",
+    "law_1", "ranks_meet_elsewhere", "composes", "a_stopped_rank", "a_rank_that_misses_merges", "a_rank_that_fails",
+    "parameters_that_differ",
 ]
 
 

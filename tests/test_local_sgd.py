@@ -132,6 +132,31 @@ def test_uneven_shares_count_by_their_samples():
         np.testing.assert_allclose(values, x, rtol=1e-12)
 
 
+@pytest.mark.parametrize("bound", [0, 1, 4])
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_ranks_meet_elsewhere_between_their_merges(bound, fragments):
+    """A slow rank's rounds are shorter, so it is at its bound while the others' next contribution is steps away."""
+    rule = LocalSGD(round_steps=8, bound_rounds=bound, warmup_steps=0, fragments=fragments)
+
+    def program(engine):
+        rounds, store, balancer = rounds_of(engine, rule, START)
+        rounds.lengths.hear = lambda compute_s: None
+        rounds.lengths.by_rank = (8, 1)
+        met = []
+        for step in range(40):
+            balancer.begin(1)
+            store.values -= 0.01
+            rounds.after_step(1.0)
+            if step % 5 == 4:
+                met.append(engine.allreduce_async(np.array([float(step)]), name="met").wait()[0] / 2)
+        rounds.finish()
+        return met, store.values
+
+    (met, values), (also_met, others) = World(2).run(program, timeout_s=30)
+    assert met == also_met == list(range(4, 40, 5))
+    np.testing.assert_array_equal(values, others)
+
+
 class Turns:
     """Lets ranks go one at a time in a given order, so that a run of threads is the same every time."""
 

@@ -3,27 +3,16 @@
 from __future__ import annotations
 
 import importlib
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from .environment import waits_without_spinning
 from .port import Op
-from .process_set import ProcessSetEngine, checked_splits
+from .process_set import ProcessSetEngine, checked_splits, wait_until
 
 _OPS = {"sum": "Sum", "min": "Min", "max": "Max"}
-_SHORTEST_SLEEP_S = 0.0003
-_LONGEST_SLEEP_S = 0.002
-
-
-def wait_until(done: Callable[[], bool]) -> None:
-    """Sleeps until `done()`. A look costs CPU that a slow rank needs, so the longer the wait, the rarer the looks."""
-    start = time.perf_counter()
-    while not done():
-        waited = time.perf_counter() - start
-        time.sleep(min(_LONGEST_SLEEP_S, max(_SHORTEST_SLEEP_S, waited / 16)))
 
 
 class HorovodHandle:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
@@ -21,7 +22,7 @@ T = TypeVar("T")
 _REDUCE: dict[str, Any] = {"sum": np.add, "min": np.minimum, "max": np.maximum}
 
 
-@dataclass
+@dataclass(eq=False)
 class _Call:
     """One named collective: what each rank brought, and what each gets."""
 
@@ -40,6 +41,12 @@ class _Group:
         self.size, self.world = size, world
         self.lock = threading.Lock()
         self.calls: dict[str, _Call] = {}
+        self.waited_for: list[_Call] = []  # once for each rank that waits
+
+    def check(self, name: str) -> None:
+        """Raises CollectiveError where what is called `name` cannot end any more."""
+        if self.world is not None and self.world.failed.is_set():
+            raise CollectiveError(f"{name!r}: another rank stopped before it took part.")
 
     def enter(self, rank: int, name: str, array: np.ndarray, signature: tuple[Any, ...]) -> _Call:
         with self.lock:
@@ -108,10 +115,12 @@ class _Pending:
         return self.call.ready.is_set()
 
     def wait(self) -> Any:
-        world = self.group.world
-        while not self.call.ready.wait(0.05):
-            if world is not None and world.failed.is_set():
-                raise CollectiveError(f"{self.name!r}: another rank stopped before it took part.")
+        self.group.waited_for.append(self.call)
+        try:
+            while not self.call.ready.wait(0.05):
+                self.group.check(self.name)
+        finally:
+            self.group.waited_for.remove(self.call)
         if self.call.error is not None:
             raise CollectiveError(self.call.error)
         if self.in_place:
@@ -154,6 +163,14 @@ class LocalEngine:
 
     def hear_waits(self, hear: Callable[..., None]) -> None:
         """None; nobody watches."""
+
+    def wait_unless_awaited(self, done: Callable[[], bool], *, name: str) -> bool:
+        while not done():
+            self._group.check(name)
+            if any(self._rank not in call.arrays for call in list(self._group.waited_for)):
+                return False
+            time.sleep(0.001)
+        return True
 
     def rebuild(self) -> None:
         """What an elastic job does when its ranks have changed."""

@@ -64,6 +64,10 @@ class Engine(Protocol):
         """Calls the method `hear(operation=, waited_s=, line=, missing=)`, from a thread of its own and as long as its
         object lives, when a wait takes unusually long; where nobody watches, never."""
 
+    def wait_unless_awaited(self, done: Callable[[], bool], *, name: str) -> bool:
+        """Sleeps until `done()`, which `name` is about. False where another rank waits for this one in an operation
+        that this one has not come to: then what it waits for might never be done."""
+
     def allreduce_async(self, array: Any, *, name: str, op: Op = "sum") -> Handle:
         """Reduces `array` over the group. Shapes and types must be equal. From here on `array` is the engine's: the
         result may be `array`, overwritten, or another one, and then nothing is said of what `array` holds."""

@@ -27,6 +27,7 @@ from hvd_hetero.policy.patience import Patience
 
 from . import script
 from .absence import Absence, absence_of
+from .inquiry import Inquiry
 from .notice import LEFT
 from .peer import Ear, Peer, ask
 from .port import without_lane
@@ -70,6 +71,7 @@ class Watch:
         self._say = say or _to_stderr
         self.hearers = Remembered()  # of each story, besides people
         self._submitted: dict[str, int] = {}
+        self._inquiry = Inquiry(self._submitted)
         self._waits: dict[int, Wait] = {}  # by thread
         self._step_s: deque[float] = deque(maxlen=STEPS)
         self._began: dict[str, float] = {}
@@ -145,6 +147,13 @@ class Watch:
         gone = [absence.text for absence in self._absent("", chosen) if not absence.answers]
         return "; ".join(gone)
 
+    def is_awaited(self, ranks: Sequence[int]) -> Callable[[], bool]:
+        """What tells, called again and again while this rank waits for these, whether one of them waits for it in an
+        operation that it has not come to."""
+        if self._me is None:
+            return lambda: False
+        return self._inquiry.among(self._others(ranks), self._me.rank)
+
     def close(self) -> None:
         """Watches no more."""
         self._closed.set()
@@ -218,9 +227,13 @@ class Watch:
         if wait.lasted_s >= end_s + GRACE_S or (helpless and all(absence.answers for absence in absent)):
             self._finish(f'{self._me} waits in "{wait.operation}" for what never comes')
 
+    def _others(self, ranks: Sequence[int]) -> list[Peer]:
+        """Whom this rank can ask, of these."""
+        return [self._peers[rank] for rank in ranks if rank in self._peers and self._peers[rank] != self._me]
+
     def _absent(self, operation: str, ranks: Sequence[int]) -> list[Absence]:
         """The ranks that have not submitted an operation; who waits elsewhere only where all of them do."""
-        peers = [self._peers[rank] for rank in ranks if rank in self._peers and self._peers[rank] != self._me]
+        peers = self._others(ranks)
         if not peers:
             return []
         with ThreadPoolExecutor(min(16, len(peers))) as pool:
@@ -237,6 +250,7 @@ class Watch:
         return {
             "submitted": list(self._submitted),
             "waits": [wait.operation for wait in waits],
+            "among": [wait.ranks for wait in waits],
             "s": time.monotonic() - (min(wait.began for wait in waits) if waits else self._outside),
             "where": script.line(),
         }

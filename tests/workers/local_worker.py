@@ -72,6 +72,21 @@ def law_1():
     assert (parameters(apart) - parameters(together)).abs().max() <= 1e-12
 
 
+def ranks_meet_elsewhere():
+    """A slow rank at its bound goes on where the others wait for it in an operation of the script's."""
+    met = []
+
+    def during(step):
+        time.sleep(0.08 if hvd.rank() == hvd.size() - 1 else 0.004)
+        if step % 5 == 0:
+            met.append(hvd.allreduce(torch.tensor([float(step)])).item())
+
+    model, optimizer, _ = trained(31, hvd.LocalSGD(warmup_steps=2), during=during)
+    optimizer.merge()
+    assert met == [0.0, 5.0, 10.0, 15.0, 20.0, 25.0, 30.0]
+    assert same_everywhere(model)
+
+
 def composes():
     """Fragments, a codec and levels: all hold one model in the end."""
     for options in ({"compression": hvd.Compression.int8}, {"topology": "leader"}):
