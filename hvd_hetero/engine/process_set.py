@@ -10,11 +10,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, TypeVar
 
-from . import farewell
+from . import farewell, shared_sets
 from .environment import patience
 from .host import host_identity
 from .port import gather_text
 from .remembered import Remembered
+from .shared_sets import process_set_of
 from .watch import Watch
 
 Self = TypeVar("Self", bound="ProcessSetEngine")
@@ -77,6 +78,7 @@ class ProcessSetEngine:
 
     # By ranks: Horovod pairs names within a process set, and only its members count.
     _named: ClassVar[dict[tuple[int, ...], Iterator[int]]] = {}
+    _unnamed: ClassVar[dict[tuple[int, ...], Iterator[int]]] = {}  # of operations that a script has started
     _remembered: ClassVar[Remembered] = Remembered()
     _identity: ClassVar[int | None] = None
     _watch: ClassVar[Watch | None] = None
@@ -116,6 +118,12 @@ class ProcessSetEngine:
 
     def unique(self, prefix: str) -> str:
         return f"{prefix}{next(self._named.setdefault(self.ranks, itertools.count(1)))}"
+
+    @classmethod
+    def next_of(cls, process_set: Any, prefix: str) -> str:
+        """`unique` for the ranks of a process set, also where this one is none of them."""
+        numbers = cls._unnamed.setdefault(tuple(process_set.ranks or ()), itertools.count(1))
+        return f"{prefix}{next(numbers)}"
 
     def remember(self, rebuild: Callable[[], None]) -> None:
         self._remembered.add(rebuild)
@@ -162,6 +170,8 @@ class ProcessSetEngine:
         """After Horovod was initialised anew: all that was made with engines of this process settles on its new ranks.
         A collective call; ranks that joined make the same objects meanwhile."""
         cls._named.clear()
+        cls._unnamed.clear()
+        shared_sets.forget()
         cls._remembered.call()
 
     def group(self: Self, ranks: Sequence[int]) -> Self | None:
@@ -169,25 +179,10 @@ class ProcessSetEngine:
         if tuple(members) == self.ranks:
             return self
         if len(self.ranks) != self._binding.size():
-            raise ValueError("Expected group() on the engine of all ranks, because Horovod's process sets are made by "
-                             f"all ranks together. Received: the engine of ranks {self.ranks}.")
+            raise ValueError(
+                'topology: expected None or "flat" with a process_set of some ranks, because the process sets of a '
+                f"topology's nodes are made by all ranks together. Received: one of ranks {list(self.ranks)}."
+            )
         farewell.prepare(self)
-        process_set = _process_set(members)
+        process_set = process_set_of(members)
         return type(self)(process_set) if process_set.included() else None
-
-
-def _process_set(members: list[int]) -> Any:
-    """The process set of these global ranks: the one that there is, or a new one."""
-    process_sets = importlib.import_module("horovod.common.process_sets")
-    for number, ranks in process_sets._basics._get_process_set_ids_and_ranks().items():
-        if ranks == members:
-            existing = process_sets.ProcessSet(members)
-            existing.process_set_id = number
-            return existing
-    try:
-        return process_sets.add_process_set(members)
-    except ValueError as error:
-        raise ValueError(
-            f"Expected process sets that can be made after hvd.init(), for ranks {members}. Received: {error} "
-            f'Set HOROVOD_DYNAMIC_PROCESS_SETS=1, or call hvd.init(process_sets="dynamic").'
-        ) from error

@@ -6,6 +6,7 @@ except that functions take and return numpy arrays, and that arguments which Ker
 """
 
 from hvd_hetero.engine.checkpoint_file import CheckpointError
+from hvd_hetero.engine.shared_sets import add_process_set, remove_process_set
 from hvd_hetero.optimizers.attachment import PeerError
 from hvd_hetero.optimizers.local_sgd import LocalSGD
 from hvd_hetero.optimizers.outer import Outer
@@ -43,7 +44,6 @@ Max = _horovod.Max
 Min = _horovod.Min
 ProcessSet = _horovod.ProcessSet
 Sum = _horovod.Sum
-add_process_set = _horovod.add_process_set
 ccl_built = _horovod.ccl_built
 cross_rank = _horovod.cross_rank
 cross_size = _horovod.cross_size
@@ -60,7 +60,6 @@ mpi_enabled = _horovod.mpi_enabled
 mpi_threads_supported = _horovod.mpi_threads_supported
 nccl_built = _horovod.nccl_built
 rank = _horovod.rank
-remove_process_set = _horovod.remove_process_set
 rocm_built = _horovod.rocm_built
 size = _horovod.size
 start_timeline = _horovod.start_timeline

@@ -15,7 +15,6 @@ from horovod.torch import (
     ProcessSet,
     Product,
     Sum,
-    add_process_set,
     allgather,
     allgather_async,
     allreduce,
@@ -58,7 +57,6 @@ from horovod.torch import (
     rank,
     reducescatter,
     reducescatter_async,
-    remove_process_set,
     rocm_built,
     size,
     sparse_allreduce_async,
@@ -67,6 +65,7 @@ from horovod.torch import (
 )
 
 from hvd_hetero.engine.checkpoint_file import CheckpointError
+from hvd_hetero.engine.shared_sets import add_process_set, remove_process_set
 from hvd_hetero.engine.version import check_lowest
 from hvd_hetero.optimizers.attachment import PeerError
 from hvd_hetero.optimizers.local_sgd import LocalSGD

@@ -1,10 +1,11 @@
-"""Horovod's functions where they need a repair: initialisation, waiting, bfloat16, names that objects travel by."""
+"""Horovod's functions where they need a repair: initialisation, waiting, bfloat16, names that ranks are paired by."""
 
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import horovod.torch
@@ -24,13 +25,41 @@ _synchronize = horovod.torch.mpi_ops.synchronize
 _WAITING: tuple[Any, ...] = (
     horovod.torch.mpi_ops, horovod.torch.functions, horovod.torch.optimizer, horovod.torch.sync_batch_norm
 )  # fmt: skip
+# What all of Horovod's operations are started by.
+_STARTING = (
+    "_allreduce_async", "_grouped_allreduce_async", "_allgather_async", "_grouped_allgather_async", "_broadcast_async",
+    "_alltoall_async", "_reducescatter_async", "_grouped_reducescatter_async",
+)  # fmt: skip
 
 
 def init(*args: Any, **kwargs: Any) -> None:
     """Initialises Horovod, with settings that suit ranks with little CPU where the user has set none."""
     for module in _WAITING:
         module.synchronize = synchronize
+    for name in _STARTING:
+        start = getattr(horovod.torch.mpi_ops, name)
+        if not hasattr(start, "__wrapped__"):
+            setattr(horovod.torch.mpi_ops, name, _named(start))
     binding.init("torch", *args, **kwargs)
+
+
+def _named(start: Callable[..., Any]) -> Callable[..., Any]:
+    """`start`, which gives operations a name that have none: so many such operations of these ranks came before.
+
+    Horovod numbers all operations that a process has started. Ranks start unlike numbers of our own, with a topology
+    and with local steps, and an operation would wait for ever for others of its number.
+    """
+    places = list(inspect.signature(start).parameters)
+    at_name, at_set = places.index("name"), places.index("process_set")
+
+    @functools.wraps(start)
+    def named(*args: Any) -> Any:
+        if args[at_name] is None:
+            name = HorovodEngine.next_of(args[at_set], f"{start.__name__.strip('_')}.")
+            args = (*args[:at_name], name, *args[at_name + 1 :])
+        return start(*args)
+
+    return named
 
 
 def shutdown() -> None:
@@ -53,8 +82,9 @@ synchronize.__wrapped__ = _synchronize  # type: ignore[attr-defined]
 def _caller() -> tuple[str, Any]:
     """The function of Horovod's that the script has called, and its process set."""
     frame, name, process_set = sys._getframe(2), "synchronize", None
-    while frame is not None and frame.f_globals.get("__name__", "").startswith("horovod."):
-        name, process_set = frame.f_code.co_name, frame.f_locals.get("process_set", process_set)
+    while frame is not None and (module := frame.f_globals.get("__name__", "")).startswith(("horovod.", "torch.")):
+        if module.startswith("horovod."):  # and not autograd's, between a function and its forward()
+            name, process_set = frame.f_code.co_name, frame.f_locals.get("process_set", process_set)
         frame = frame.f_back  # type: ignore[assignment]
     return f"horovod.{name}", process_set
 

@@ -204,6 +204,45 @@ def errors_on_every_rank():
     expect("int4", lambda: wrap(compression=Wire(cross=lacking)))
 
 
+def a_script_may_have_the_same_process_sets():
+    engine, nodes = HorovodEngine(), NODES[hvd.size()]
+    levels_of(engine, Topology(nodes=nodes))  # makes a process set of each node
+    mine = next(node for node in nodes if hvd.rank() in node)
+    sets = [hvd.add_process_set(list(node)) for node in nodes if len(node) > 1]
+    again = [hvd.add_process_set(list(node)) for node in nodes if len(node) > 1]
+    for process_set in sets:
+        if process_set.included():
+            total = hvd.allreduce(torch.ones(1), op=hvd.Sum, name="own", process_set=process_set)
+            assert total == len(mine)
+    assert all(hvd.remove_process_set(process_set) for process_set in sets)
+    assert all(process_set.process_set_id is None for process_set in sets)
+    for process_set in again:  # what one part of a script gives back, another still has
+        if process_set.included():
+            hvd.barrier(process_set=process_set)
+    spare = hvd.add_process_set([0, hvd.size() - 1])
+    assert hvd.remove_process_set(spare), "one of the script's alone is removed"
+    if hvd.size() > 3 and (some := hvd.add_process_set([0, 1, 2])).included():
+        expect("topology: expected None", lambda: levels_of(HorovodEngine(some), Topology(nodes=((0, 1), (2,)))))
+
+
+def operations_without_a_name():
+    """They are paired by how many of them came before, whatever else a rank has started."""
+    for extra in range(3 * hvd.rank()):
+        plain.allreduce(torch.ones(1), name=f"own.{extra}", process_set=OWN)
+    ones = torch.ones(2 * hvd.size())
+    assert (hvd.allreduce(ones, op=hvd.Sum) == hvd.size()).all()
+    assert all((one == hvd.size()).all() for one in hvd.grouped_allreduce([ones, ones], op=hvd.Sum))
+    assert len(hvd.allgather(ones)) == 2 * hvd.size() ** 2
+    assert len(hvd.grouped_allgather([ones])[0]) == 2 * hvd.size() ** 2
+    assert (hvd.broadcast(ones * hvd.rank(), 1) == 1).all()
+    assert len(hvd.alltoall(ones)) == 2 * hvd.size()
+    assert (hvd.reducescatter(ones, op=hvd.Sum) == hvd.size()).all()
+    assert (hvd.grouped_reducescatter([ones], op=hvd.Sum)[0] == hvd.size()).all()
+    variable = torch.ones(1, requires_grad=True)
+    hvd.allreduce(variable * hvd.rank(), op=hvd.Sum).backward()  # whose gradient is summed as well
+    assert variable.grad == hvd.rank() * hvd.size()
+
+
 def process_sets_off():
     engine = HorovodEngine()
     expect("HOROVOD_DYNAMIC_PROCESS_SETS=1", lambda: levels_of(engine, Topology(nodes=NODES[hvd.size()])))
@@ -213,6 +252,9 @@ def process_sets_off():
 def main() -> None:
     checks = sys.argv[1:]
     hvd.init(process_sets=None if checks == ["process_sets_off"] else "dynamic")
+    if "operations_without_a_name" in checks:
+        global OWN
+        OWN = [hvd.add_process_set([rank]) for rank in range(hvd.size())][hvd.rank()]
     torch.set_num_threads(1)
     run_checks(hvd, checks, globals())
 
