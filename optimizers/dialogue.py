@@ -37,6 +37,8 @@ class Dialogue:
     Attributes:
         horizon: how far this rank has dealt.
         entered: samples of the last global batch that all have heard of.
+        steps: updates of the model that the last exchange was about: those of the foremost rank, where ranks make
+            steps apart.
         staleness: of this rank in the last merge, in merges; a strategy that merges late sets it.
         mean_staleness: over all ranks, as all of them have heard it.
     """
@@ -58,7 +60,7 @@ class Dialogue:
         self._replans, self._told = replans, told
         self._said: dict[str, Any] = {}  # in the last exchange, of what is said again where there is nothing new
         self._listeners: list[Callable[[], None]] = []
-        self.entered, self.staleness, self.mean_staleness = entered, 0.0, 0.0
+        self.entered, self.steps, self.staleness, self.mean_staleness = entered, 1, 0.0, 0.0
         self.restart()
 
     def restart(self) -> None:
@@ -123,11 +125,12 @@ class Dialogue:
         noise: NoiseMeter | None = None,
         step: int | None = None,
         ahead: int = 0,
+        steps: int = 1,
     ) -> control.Report:
         """What all ranks said, once it is taken in: measurements, a plan, a failure.
 
         Where ranks are not all at the same batch, `step` is that of the foremost one when it spoke, and no rank begins
-        more than `ahead` further ones before it hears this: a plan holds for later ones.
+        more than `ahead` further ones before it hears this: a plan holds for later ones. `steps`: see the attribute.
         """
         together = step is None
         step = self._place.step if step is None else step
@@ -138,7 +141,8 @@ class Dialogue:
             self.unheard()  # no further answer will be taken in
             self._departure.hear_failed([self._engine.ranks[rank] for rank in report.failed], self._place.step)
         if leads:
-            self.entered, self.mean_staleness = sum(report.samples) or self.entered, report.staleness
+            self.entered, self.steps = sum(report.samples) or self.entered, steps
+            self.mean_staleness = report.staleness
             self._departure.hear_leaving(report.leaving, step + ahead)
         if noise is not None:
             noise.incoming(report.norms, self.entered)

@@ -101,16 +101,25 @@ class LatencyLR:
         return self.rule == "adascale"
 
     def advance(
-        self, *, samples: float, global_batch_size: float, staleness: float = 0.0, noise: NoiseSums | None = None
+        self,
+        *,
+        samples: float,
+        global_batch_size: float,
+        steps: int = 1,
+        staleness: float = 0.0,
+        noise: NoiseSums | None = None,
     ) -> float:
         """The factor for the next update. Called once per exchange, on all ranks with the same numbers.
 
         Args:
             samples: of the last global batch heard of, over all ranks.
+            steps: updates that the exchange was about; none for one in which ranks only come to an end together.
             global_batch_size: samples of a whole global batch.
             staleness: mean of what was merged last, in merges.
             noise: the sums of a step that was not handed in before.
         """
+        if steps < 1:
+            return self.factor
         if global_batch_size != self._declared:
             self._declare(float(global_batch_size))
         self._recent.append(float(samples))
@@ -119,12 +128,12 @@ class LatencyLR:
         if found is not None:
             self.noise = self.noise.seen(*found)
         self._ramp = self._ramp.towards(self._target(), self.ramp_steps)
-        if self.steps:  # the first step is where a warm-up starts
+        for _ in range(steps if self.steps else steps - 1):  # the first step is where a warm-up starts
             self._ramp = self._ramp.next()
         self._stale.append(float(staleness))
         self.factor = self._ramp.value * damping(staleness, statistics.median(self._stale))
-        self.steps += 1
-        self.progress += self.factor
+        self.steps += steps
+        self.progress += steps * self.factor
         return self.factor
 
     def due(self) -> int:

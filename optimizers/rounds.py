@@ -65,7 +65,7 @@ class Rounds:
         self._batches, self._on_merge = batches, on_merge
         self.merges = 0  # of fragment 0
         self.waits = 0  # times that this rank had to wait
-        self._stepped = 0  # in this phase
+        self._stepped = self._heard = 0  # in this phase
         self._finishing = False
         self._ended: set[int] = set()  # fragments whose last merge came while all ranks were finishing
         self._recent: list[tuple[float, float]] = []
@@ -89,6 +89,7 @@ class Rounds:
         for fragment in self.fragments:
             fragment.begin()
         self._stepped = 0
+        self._heard = self.balancer.step - self._batches()  # the last batch that the model of all ranks has seen
 
     @property
     def round_steps(self) -> int:
@@ -233,7 +234,9 @@ class Rounds:
                 "samples": sum(said.samples), "carried_steps": merge.carried.steps, "waits": self.waits,
                 "round_steps": self.round_steps, "drift": drift, "noise": noise,
             })
-            self.balancer.dialogue.incoming(said.balancer, leads=True, step=at, ahead=self.most_ahead)
+            steps = (at - self._heard) // self._batches()
+            self._heard += steps * self._batches()
+            self.balancer.dialogue.incoming(said.balancer, leads=True, step=at, ahead=self.most_ahead, steps=steps)
         elif report.failed:
             raise PeerError(f"Expected every rank to go on. Received: rank {report.failed[0]} could not.")
 

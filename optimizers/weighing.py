@@ -49,7 +49,7 @@ class Weighing:
         parameters: Callable[[], ParameterStore | None],
     ) -> None:
         self.balancer, self.passes, self._ways = balancer, passes, ways
-        self._scale, self._predivide = scale, predivide
+        self.scale, self._predivide = scale, predivide
         self.number, self._attached = balancer.attach(attached), attached
         self.noise = GradientNoise()
         self._begun = 0  # global batches since the last exchange, the same on all ranks
@@ -103,7 +103,7 @@ class Weighing:
     @property
     def gain(self) -> float:
         """What the mean over all terms is multiplied by."""
-        return self._scale * self.batches
+        return self.scale * self.batches
 
     @property
     def unit(self) -> float:
@@ -140,7 +140,7 @@ class Weighing:
         report = self.balancer.dialogue.incoming(total, leads=self.leads, noise=self.noise)
         self._guard.incoming(report.hashes, report.interval)
         self.noise.ends(
-            layout, results, rank=self.engine.rank, terms=terms, unit=self.unit, gain=self._scale * batches,
+            layout, results, rank=self.engine.rank, terms=terms, unit=self.unit, gain=self.scale * batches,
             all_terms=total[0], batches=batches,
         )  # fmt: skip
 

@@ -82,6 +82,17 @@ def test_a_sample_that_is_another_ranks_is_left_out():
     assert np.abs(idle[4] - expected[4]).max() <= BOUND
 
 
+def test_a_gradient_of_the_gradient_is_refused():
+    def program(engine):
+        x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+        y = SyncBatchNormalization(dtype="float64", engine=engine)(x, training=True)
+        (gradient,) = torch.autograd.grad((y**3).sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            gradient.pow(2).sum().backward()
+
+    World(2).run(program)
+
+
 def test_a_saved_layer_loads_as_itself():
     layer = SyncBatchNormalization(momentum=0.7, engine=SoloEngine())
     again = keras.saving.deserialize_keras_object(keras.saving.serialize_keras_object(layer))

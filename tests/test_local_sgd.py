@@ -15,6 +15,7 @@ from hvd_hetero.optimizers.attachment import PeerError
 from hvd_hetero.optimizers.balancer import Balancer
 from hvd_hetero.optimizers.control import Announcement
 from hvd_hetero.optimizers.fragment import Lane, fragments_of
+from hvd_hetero.optimizers.latency_lr import LatencyLR
 from hvd_hetero.optimizers.length import RoundLengths
 from hvd_hetero.optimizers.local_sgd import LocalSGD
 from hvd_hetero.optimizers.outer import Outer, compensated
@@ -155,6 +156,36 @@ def test_ranks_meet_elsewhere_between_their_merges(bound, fragments):
     (met, values), (also_met, others) = World(2).run(program, timeout_s=30)
     assert met == also_met == list(range(4, 40, 5))
     np.testing.assert_array_equal(values, others)
+
+
+@pytest.mark.parametrize("batches", [1, 2])
+def test_a_learning_rate_counts_steps_and_not_merges(batches):
+    """However many merges there were, and empty ones at the end of each of two phases."""
+    rule = LocalSGD(round_steps=4, warmup_steps=0)
+
+    def program(engine):
+        rounds, store, balancer = rounds_of(engine, rule, START)
+        rounds._batches = lambda: batches
+        rate = LatencyLR(rule="linear", base_batch_size=1, global_batch_size=engine.size, warmup_steps=20)
+
+        def advance():
+            rate.advance(samples=engine.size, global_batch_size=engine.size, steps=balancer.dialogue.steps)
+
+        balancer.dialogue.subscribe(advance)
+        for _ in range(2):
+            for step in range(15):
+                for _ in range(batches):
+                    balancer.begin(1)
+                if step == 0:
+                    rounds.begin()
+                time.sleep(0.002 * engine.rank)
+                rounds.after_step(1.0)
+            rounds.finish()
+        return rate.steps, rate.factor, rounds.merges
+
+    for steps, factor, merges in World(3).run(program):
+        assert (steps, factor) == (30, 3.0)
+        assert merges != 30
 
 
 class Turns:

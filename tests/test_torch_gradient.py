@@ -169,6 +169,19 @@ def test_a_second_backward_adds_to_the_reduced_gradient():
             nn.functional.cross_entropy(model(x), y).backward()
 
     assert relative_error(run((9, 3), twice), reference(factor=2.0)) <= 1e-12
+    assert relative_error(run((9, 3), twice, op=hvd.Sum), reference(factor=4.0)) <= 1e-12
+
+
+def test_a_gradient_from_before_stays_as_it_is():
+    def later(model, optimizer, balancer, x, y):
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        torch.autograd.grad(model(x).sum(), list(model.parameters()))  # adds nothing to p.grad
+        one_pass(model, optimizer, balancer, x, y)
+
+    for op, factor in ((hvd.Average, 1.0), (hvd.Sum, 2.0)):
+        expected = [gradient + 1.0 for gradient in reference(factor=factor)]
+        assert relative_error(run((9, 3), later, op=op), expected) <= 1e-12
 
 
 def test_a_nan_on_one_rank_is_a_nan_on_all_and_the_counts_stand():

@@ -97,6 +97,16 @@ def test_half_precision_in_and_out_with_statistics_in_float32():
     assert found[0].dtype == torch.float16 and (torch.cat(found).float() - expected).abs().max() <= 1e-3
 
 
+def test_a_gradient_of_the_gradient_is_refused():
+    def program(engine):
+        x = torch.randn(4, 3, requires_grad=True)
+        (gradient,) = torch.autograd.grad(hvd.SyncBatchNorm(3, engine=engine)(x).pow(3).sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            gradient.pow(2).sum().backward()
+
+    World(2).run(program)
+
+
 def test_evaluation_needs_nobody_else():
     layer = hvd.SyncBatchNorm(3).eval()
     x = torch.randn(4, 3)

@@ -20,7 +20,8 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
     """Batch normalisation over the rows of all ranks: what BatchNormalization of one process does on the global batch.
 
     Statistics and their gradients are weighted by rows (with a mask: those that it leaves), so ranks may have unequal
-    batches. All ranks call it together in training. Arguments are those of `keras.layers.BatchNormalization`.
+    batches. All ranks call it together in training. It has first derivatives only. Arguments are those of
+    `keras.layers.BatchNormalization`.
 
     Args:
         balancer: says when a batch holds a sample that is another rank's, as `BalancedDataset` gives it to a rank that

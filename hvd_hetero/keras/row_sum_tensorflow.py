@@ -21,10 +21,18 @@ def summed(vector: Any, samples: Any, rows: RowSum) -> Any:
         return result
 
     @tf.custom_gradient
-    def forth(value: Any) -> Any:
-        def back(gradient: Any) -> Any:
-            return on_host(lambda g, n: rows.back(np.array(g), float(n)), gradient, samples)
+    def back(gradient: Any) -> Any:
+        return on_host(lambda g, n: rows.back(np.array(g), float(n)), gradient, samples), _second
 
+    @tf.custom_gradient
+    def forth(value: Any) -> Any:
         return on_host(lambda v: rows.forth(np.array(v)), value), back
 
     return forth(vector)
+
+
+def _second(*gradients: Any) -> Any:
+    raise NotImplementedError(
+        "Expected first derivatives of SyncBatchNormalization. Received: a gradient of its gradient, in which the sums "
+        "over ranks would be missing. Use another normalisation with a gradient penalty."
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from hvd_hetero.optimizers.moments import RowSum
 
@@ -18,6 +19,7 @@ class _Summed(torch.autograd.Function):
         return rows.forth(vector.clone())  # type: ignore[no-any-return]
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         return ctx.rows.back(gradients[0].clone(), ctx.samples), None, None
 

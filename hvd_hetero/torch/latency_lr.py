@@ -139,6 +139,7 @@ class LatencyAwareLR:
         self._core.advance(
             samples=self.balancer.dialogue.entered,
             global_batch_size=self.balancer.global_batch_size,
+            steps=self.balancer.dialogue.steps,
             staleness=self.balancer.dialogue.mean_staleness,
             noise=None if self._meter is None else self._meter.take(),
         )

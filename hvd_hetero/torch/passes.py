@@ -72,6 +72,13 @@ class Passes:
                 parameter.grad = grad
             self._stash = None
 
+    def keep(self, scale: float) -> None:
+        """Before the first pass: what `p.grad` holds already, as of a backward pass that no step has followed, stays as
+        it is when means are multiplied by `scale`."""
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                parameter.grad.mul_(1.0 / scale)
+
     def average(self, scale: float) -> None:
         """Makes `p.grad` the mean over the terms of all passes, times `scale`; None where there were none."""
         factor = scale * self.unit / self.terms if self.terms else 0.0

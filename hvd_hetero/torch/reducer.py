@@ -64,6 +64,7 @@ class GradientReducer:
         self._parameters: list[torch.nn.Parameter] = []
         self._known: set[int] = set()  # their ids
         self._hooks: list[Any] = []
+        self._nodes: list[Any] = []  # that add to `p.grad`
         self.local: LocalTraining | None = None
         self._weighing = Weighing(
             balancer,
@@ -77,6 +78,7 @@ class GradientReducer:
         self._passes = Passes(self._parameters)  # since the last exchange
         self._callback_queued = False
         self._terms = 0.0  # of the last step, on this rank
+        self._untouched = True  # no gradient was added to `p.grad` since the last exchange
         self._final = False  # this backward pass is the last before the exchange
         self.reduced = False  # gradients are the global ones
         self.replaced = False  # another optimizer reduces these gradients
@@ -113,6 +115,10 @@ class GradientReducer:
                 before.replace()
             _REDUCED_BY[parameter] = weakref.ref(self)
             self._hooks.append(parameter.register_post_accumulate_grad_hook(self._hook))
+            if self._weighing.scale != 1.0:
+                node = torch.autograd.graph.get_gradient_edge(parameter).node
+                self._nodes.append(node)  # kept, or its hook would go with it
+                self._hooks.append(node.register_prehook(self._before_gradient))
         if self._weighing.leads and new:
             self._balancer.measure_with(stopwatch_of(new[0].device))
         self._parameters += new
@@ -200,6 +206,12 @@ class GradientReducer:
         self._passes.begin(terms)
         self._final = self._balancer.last_pass and self._weighing.complete
 
+    def _before_gradient(self, gradients: Any) -> None:
+        """Before the first gradient since the last exchange is added to `p.grad`."""
+        if self._untouched:
+            self._untouched = False
+            self._passes.keep(self._weighing.scale)
+
     def _hook(self, parameter: torch.nn.Parameter) -> None:
         if not self._callback_queued:
             self._begin_pass()
@@ -267,7 +279,7 @@ class GradientReducer:
         return mean_over_ranks(loss, terms=terms, engine=self._weighing.engine, name=name)
 
     def _finish(self) -> None:
-        self._terms = self._passes.terms
+        self._terms, self._untouched = self._passes.terms, True
         if self.apart:
             self._finish_apart()
             return

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -40,6 +41,7 @@ class _Normalised(torch.autograd.Function):
         return y, *moments
 
     @staticmethod
+    @once_differentiable  # the sums over ranks are not seen by autograd
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         y, scale = ctx.saved_tensors
         gradient = gradients[0]
@@ -53,7 +55,7 @@ class SyncBatchNorm(_BatchNorm):
     """Batch normalisation over the rows of all ranks: what BatchNorm of one process does on the global batch.
 
     Statistics and their gradients are weighted by rows, so ranks may have unequal batches, and none at all. All ranks
-    call it together. Arguments are those of `torch.nn.BatchNorm2d`.
+    call it together. It has first derivatives only. Arguments are those of `torch.nn.BatchNorm2d`.
 
     Args:
         process_set: the ranks (default: all).

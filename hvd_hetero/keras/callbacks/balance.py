@@ -142,6 +142,7 @@ class LatencyAwareLearningRate(keras.callbacks.Callback):
         self._core.advance(
             samples=self.balancer.dialogue.entered,
             global_batch_size=self.balancer.global_batch_size,
+            steps=self.balancer.dialogue.steps,
             staleness=self.balancer.dialogue.mean_staleness,
             noise=None if self._noise is None else self._noise.take(),
         )
