@@ -19,14 +19,15 @@ QUICK = Patience(warn_s=0.2, bound_s=0.6)
 TALKS = Patience(warn_s=0.2, bound_s=60.0)  # and ends nothing
 LIMIT_S = 20.0
 CHILD = """
-    import sys, time
+    import atexit, sys, time
     from hvd_hetero.engine.watch import Watch
     from hvd_hetero.policy.patience import Patience
 
     def loads():
-        while True:
+        while "ends" not in sys.argv:
             time.sleep(0.05)
 
+    atexit.register(time.sleep, 30)  # as where there is much to tear down
     watch = Watch(Patience())
     print(watch.introduce(int(sys.argv[1])), flush=True)
     loads()
@@ -83,13 +84,14 @@ def ranks(monkeypatch):
 
 
 @pytest.fixture
-def child(tmp_path):
+def child(tmp_path, request):
     """The process of a rank that submits nothing."""
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(CHILD))
     process = subprocess.Popen(
-        [sys.executable, str(script), "2"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+        [sys.executable, str(script), "2", getattr(request, "param", "stays")],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
     process.said = process.stdout.readline().strip()
     yield process
     process.kill()
@@ -159,6 +161,24 @@ def test_names_operations_in_another_order(ranks):
     assert "same order" in two.story() and not two.left
 
 
+def test_ranks_that_wait_for_each_other_are_told_before_their_first_steps_are_over(ranks):
+    two = ranks(2, patience=Patience(first_s=60.0, least_s=0.3))
+    waiter = threading.Thread(target=two.wait, args=(1, "metric", 0.3, (0, 1), lambda: len(two.said) > 1))
+    waiter.start()
+    two.wait(0, "gradient", 0.3, (0, 1), lambda: len(two.said) > 1)
+    waiter.join()
+    assert 'waits in "metric"' in two.story()
+
+
+def test_first_steps_take_their_time(ranks):
+    three = ranks(3, patience=Patience(first_s=60.0, least_s=0.1))
+    waiter = threading.Thread(target=three.wait, args=(1, "metric", 0.6, (1, 2)))
+    waiter.start()
+    three.wait(0, "gradient", 0.6)  # rank 1 waits for rank 2, which may still compile
+    waiter.join()
+    assert three.said == []
+
+
 def test_whoever_waits_for_another_is_not_to_blame(ranks):
     three = ranks(3, patience=TALKS)
 
@@ -205,6 +225,16 @@ def test_a_dead_process_is_named(ranks, child):
     child.kill()
     child.wait()
     assert "is gone: its process has ended" in one.watches[0].explain((0, 2))
+
+
+@pytest.mark.parametrize("child", ["ends"], indirect=True)
+def test_a_process_that_is_ending_is_gone_and_not_stopped(ranks, child):
+    one = ranks(1)
+    one.meet(child.said)
+    deadline = time.monotonic() + LIMIT_S
+    while not (said := one.watches[0].explain((0, 2))) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert child.poll() is None and "is gone: its process has ended" in said
 
 
 def test_only_who_knows_the_token_is_heard(ranks, child):

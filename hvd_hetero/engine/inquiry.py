@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Container, Sequence
 from queue import SimpleQueue
 
+from .absence import waits_for
 from .peer import Peer, ask
 
 FIRST_S = 0.5  # before others are asked: what is waited for usually comes sooner
@@ -50,9 +51,5 @@ class Inquiry:
         """Whether a peer waits in an operation with `rank`, which has not come to it. One that does not answer waits
         for nobody."""
         with contextlib.suppress(ConnectionError):
-            state = ask(peer, {"kind": "state"})
-            return any(
-                rank in ranks and operation not in self._submitted
-                for operation, ranks in zip(state["waits"], state["among"], strict=True)
-            )
+            return waits_for(rank, ask(peer, {"kind": "state"}), self._submitted)
         return False

@@ -7,6 +7,7 @@ connection, and one that is stopped, or whose link is cut, says nothing.
 
 from __future__ import annotations
 
+import atexit
 import hmac
 import json
 import os
@@ -103,6 +104,7 @@ class Ear:
 
     def __init__(self, answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
         self.token = secrets.token_hex(16)
+        self.ended = False
         ear = self
 
         class Handler(socketserver.StreamRequestHandler):
@@ -119,10 +121,26 @@ class Ear:
             def handle_error(self, request: Any, client_address: Any) -> None:
                 """Whoever asked wrongly, or went away, has no answer."""
 
+            def get_request(self) -> Any:
+                try:
+                    return super().get_request()
+                except OSError:
+                    if ear.ended:  # and so does this thread
+                        raise SystemExit from None
+                    raise
+
         self._server = Server(("", 0), Handler)
         # The workers of a data loader are forks: one that outlives its rank must not keep the port open.
         os.register_at_fork(after_in_child=self._server.socket.close)
         threading.Thread(target=self._server.serve_forever, name="hvd_hetero.ear", daemon=True).start()
+        # Nobody answers while the interpreter ends, for seconds where there is much to tear down: who asks then is to
+        # hear that the process is gone, and not that it is stopped.
+        atexit.register(self._end)
+
+    def _end(self) -> None:
+        """The process ends. A socket that is only closed listens until nobody looks at it any more."""
+        self.ended = True
+        self._server.socket.shutdown(socket.SHUT_RDWR)
 
     def peer(self, rank: int) -> Peer:
         """Where this process can be asked, as `rank`."""
@@ -134,6 +152,7 @@ class Ear:
 
     def close(self) -> None:
         """Listens no more."""
+        atexit.unregister(self._end)
         self._server.shutdown()
         self._server.server_close()
 

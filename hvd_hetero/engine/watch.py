@@ -47,6 +47,7 @@ class Wait:
     ranks: tuple[int, ...]
     lasted_s: float = 0.0  # as looked at: time in which this process itself was stopped hardly counts
     due_s: float | None = None  # when the next word is due
+    early_s: float = 0.0  # when to look next whether there is reason for one before that
     began: float = field(default_factory=time.monotonic)
     told: bool = False  # the missing ranks were told to end
 
@@ -180,14 +181,16 @@ class Watch:
     def _look(self, wait: Wait) -> None:
         assert self._patience is not None
         if wait.due_s is None:
-            wait.due_s = self._patience.word_s(self._step_s)
+            wait.due_s, wait.early_s = self._patience.word_s(self._step_s), self._patience.least_s
         end_s = self._patience.end_s(self._step_s)
         if wait.lasted_s >= end_s:
             self._end(wait, end_s)
-        elif wait.lasted_s >= wait.due_s:
-            wait.due_s = 2 * wait.lasted_s
+        elif wait.lasted_s >= min(wait.due_s, wait.early_s):
+            wait.early_s = 2 * wait.lasted_s
             absent = self._absent(wait.operation, wait.ranks)
-            if wait in self._waits.values():
+            # Ranks that wait for each other do so for good, however long first steps may take.
+            if wait in self._waits.values() and (wait.lasted_s >= wait.due_s or any(each.mutual for each in absent)):
+                wait.due_s = 2 * wait.lasted_s
                 self._say(self._story(wait, absent))
                 self._record(wait, absent)
 
@@ -233,11 +236,12 @@ class Watch:
 
     def _absent(self, operation: str, ranks: Sequence[int]) -> list[Absence]:
         """The ranks that have not submitted an operation; who waits elsewhere only where all of them do."""
-        peers = self._others(ranks)
-        if not peers:
+        peers, me = self._others(ranks), self._me
+        if not peers or me is None:
             return []
         with ThreadPoolExecutor(min(16, len(peers))) as pool:
-            found = [each for each in pool.map(lambda peer: absence_of(peer, operation), peers) if each is not None]
+            asked = pool.map(lambda peer: absence_of(peer, operation, me=me, submitted=self._submitted), peers)
+            found = [each for each in asked if each is not None]
         return [each for each in found if not each.elsewhere] or found
 
     # What others ask ------------------------------------------------------------------------------------------------
