@@ -22,7 +22,6 @@ import statistics
 from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict
-from numbers import Integral
 from typing import Any
 
 from hvd_hetero.policy.scaling import (
@@ -38,6 +37,7 @@ from hvd_hetero.policy.scaling import (
 )
 
 from .agreement import agree_text
+from .argument import check_whole
 from .balancer import Balancer
 
 Rule = Callable[[float], float]
@@ -77,8 +77,7 @@ class LatencyLR:
             ("warmup_steps", warmup_steps, 0),
             ("ramp_steps", ramp_steps, 1),
         ):
-            if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
-                raise ValueError(f"{name}: expected an integer of at least {least}. Received: {value!r}.")
+            check_whole(name, value, least=least)
         self.rule = rule
         self.ramp_steps = ramp_steps
         self._base_given = base_batch_size is not None

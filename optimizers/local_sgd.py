@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from hvd_hetero.policy.guard import Guard
 
+from .argument import check_whole
 from .outer import Outer
 
 WEIGHTS = ("samples", "fednova")
@@ -56,9 +57,7 @@ class LocalSGD:
 
     def __post_init__(self) -> None:
         for name, least in (("round_steps", 1), ("most_missed", 0), ("warmup_steps", 0), ("fragments", 1)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ValueError(f"{name}: expected an integer of at least {least}. Received: {value!r}.")
+            check_whole(name, getattr(self, name), least=least)
         for name in ("bound_rounds", "compensation"):
             value = getattr(self, name)
             if not (isinstance(value, (int, float)) and 0 <= value < math.inf):

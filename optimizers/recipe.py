@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from numbers import Real
+from typing import Any
 
 from hvd_hetero.codecs.block import Brain, Int4, Int8
 from hvd_hetero.codecs.lowrank import LowRank, pays
 from hvd_hetero.codecs.sparse import TopK
 
+from .argument import check_whole
 from .compressed import Exact, Half, Reduction
 from .feedback import Factored, Gathered, Sparse
 
@@ -47,8 +50,10 @@ class Recipe:
     def __post_init__(self) -> None:
         if self.name not in _MAKERS:
             raise ValueError(f"name: expected one of {', '.join(_MAKERS)}. Received: {self.name!r}.")
-        if self.warmup_steps < 0:
-            raise ValueError(f"warmup_steps: expected 0 or more. Received: {self.warmup_steps}.")
+        for name, least in (("warmup_steps", 0), ("rank", 1), ("block", 1)):
+            check_whole(name, getattr(self, name), least=least)
+        if not isinstance(self.density, Real) or isinstance(self.density, bool):
+            raise ValueError(f"density: expected a number in (0, 1]. Received: {self.density!r}.")
         self.reduction([(64, 64)])  # raises what is wrong with the numbers
 
     @property
@@ -140,6 +145,17 @@ class Wire:
     def takes(self, shape: Shape) -> bool:
         """Whether a parameter of this shape goes through any codec."""
         return any(recipe.takes(shape) for recipe in (*self.recipes, self.local))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Never; of codecs that take numbers, one is made by a call."""
+        raise TypeError(f"Expected a codec as it is. Received: a call of {self}. Leave the parentheses out.")
+
+    def compress(self, tensor: Any) -> Any:
+        """Never: Horovod's functions ask for this. The sum of what codecs make is no sum."""
+        raise TypeError(
+            f"compression: expected hvd.Compression.none or fp16 in Horovod's functions. Received: {self}, which is "
+            "for hvd.DistributedOptimizer."
+        )
 
     def __str__(self) -> str:
         cross = "auto" if self.auto else str(self.cross)

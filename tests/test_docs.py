@@ -14,7 +14,7 @@ DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 # Of ours, with the meaning that they have in Horovod.
 OVERWRITTEN = {
     "init", "shutdown", "synchronize", "broadcast_parameters", "broadcast_optimizer_state", "broadcast_object",
-    "allgather_object",
+    "allgather_object", "add_process_set", "remove_process_set",
 }  # fmt: skip
 
 

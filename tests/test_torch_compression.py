@@ -176,3 +176,29 @@ def test_user_groups_stay_together_as_far_as_the_codec_allows():
     for members, lossy in zip(layout.members, layout.lossy, strict=True):
         assert {p.dim() == 2 and p.numel() >= 1024 for p in members} == {lossy}
     assert layout.tail is not None and not layout.lossy[layout.tail_in]
+
+
+def _optimizer(**options):
+    model = nn.Linear(3, 2)
+    return hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model.named_parameters(), **options)
+
+
+@pytest.mark.parametrize(("call", "message"), [
+    (lambda: hvd.Compression.int8(), "Leave the parentheses out"),
+    (lambda: hvd.Compression.powersgd(1.5), "rank: expected an integer of at least 1. Received: 1.5"),
+    (lambda: hvd.Compression.powersgd(True), "rank: expected an integer"),
+    (lambda: hvd.Compression.topk("a"), "density: expected a number"),
+    (lambda: hvd.Compression.topk(True), "density: expected a number"),
+    (lambda: hvd.Compression.topk(0.1, warmup_steps=1.5), "warmup_steps: expected an integer"),
+    (lambda: hvd.Topology(nodes=(0, 1)), "nodes: expected the ranks of each node"),
+    (lambda: hvd.Topology(nodes=None), "nodes: expected the ranks of each node"),
+    (lambda: hvd.Topology(nodes=((0.0,), (1,))), "nodes: expected the ranks of each node"),
+    (lambda: _optimizer(compression="int8"), "compression: expected an object with compress"),
+    (lambda: _optimizer(compression=None), "compression: expected an object with compress"),
+    (lambda: _optimizer(topology="flat", bucket_bytes=1.5), "bucket_bytes: expected an integer of at least 1"),
+    (lambda: _optimizer(topology="flat", op=hvd.Adasum), "Received: hvd.Adasum"),
+    (lambda: hvd.allreduce(torch.ones(3), compression=hvd.Compression.int8), "in Horovod's functions. Received: int8"),
+])  # fmt: skip
+def test_wrong_arguments_say_what_was_expected(call, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        call()

@@ -7,6 +7,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
+from hvd_hetero import __version__
 from hvd_hetero.cli.error import CommandError
 
 # name → (module, one line of help); a module has add_arguments(parser) and command(arguments) -> int
@@ -23,6 +24,7 @@ COMMANDS = {
 def parser(chosen: str | None = None) -> argparse.ArgumentParser:
     """The parser; only the `chosen` subcommand's options are loaded."""
     whole = argparse.ArgumentParser(prog="hvd-hetero", description="Training on mixed hardware with Horovod.")
+    whole.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = whole.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, (module, text) in COMMANDS.items():
         part = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")

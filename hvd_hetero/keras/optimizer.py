@@ -9,6 +9,7 @@ from typing import Any
 
 import keras
 
+from hvd_hetero.optimizers.argument import check_whole
 from hvd_hetero.optimizers.balancer import Balancer
 from hvd_hetero.optimizers.equal import EqualWeights
 from hvd_hetero.optimizers.local_sgd import LocalSGD, strategy_of
@@ -117,8 +118,8 @@ def make_reducer(
     """What reduces gradients, from a user's arguments. A collective call."""
     if op not in (backend.horovod.Average, backend.horovod.Sum):
         raise ValueError(f"op: expected hvd.Average or hvd.Sum. Received: {op!r}.")
-    if bucket_bytes is not None and bucket_bytes < 1:
-        raise ValueError(f"bucket_bytes: expected at least 1. Received: {bucket_bytes}.")
+    if bucket_bytes is not None:
+        check_whole("bucket_bytes", bucket_bytes, least=1)
     wire = Compression.named(compression)
     if not isinstance(wire, Wire):
         raise TypeError(f"compression: expected one of hvd.Compression. Received: {compression!r}.")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -35,7 +36,12 @@ class Topology:
     cross: Link | None = None
 
     def __post_init__(self) -> None:
-        ranks = [rank for node in self.nodes for rank in node]
+        try:
+            ranks = [operator.index(rank) for node in self.nodes for rank in node]
+        except TypeError:
+            raise TypeError(
+                f"nodes: expected the ranks of each node, as ((0, 1), (2, 3)). Received: {self.nodes!r}."
+            ) from None
         if not ranks or not all(self.nodes) or sorted(ranks) != list(range(len(ranks))):
             raise ValueError("nodes: expected each rank from 0 upwards in exactly one node, and no empty node. "
                              f"Received: {self.nodes}.")

@@ -101,7 +101,8 @@ class BucketLayout:
     def _dense(self, grad: torch.Tensor) -> torch.Tensor:
         if not self._sparse_as_dense:
             raise RuntimeError(
-                "Expected dense gradients with a balancer. Received: a sparse one. Pass sparse_as_dense=True."
+                "Expected dense gradients with a balancer, a topology or a codec of hvd.Compression. Received: a "
+                "sparse one. Pass sparse_as_dense=True."
             )
         return grad.to_dense()
 

@@ -12,6 +12,7 @@ import horovod.torch as horovod
 import torch
 
 from hvd_hetero.engine.horovod import HorovodEngine
+from hvd_hetero.optimizers.argument import check_whole
 from hvd_hetero.optimizers.balancer import Balancer
 from hvd_hetero.optimizers.equal import EqualWeights
 from hvd_hetero.optimizers.local_sgd import LocalSGD, strategy_of
@@ -72,7 +73,7 @@ def DistributedOptimizer(
         ValueError, TypeError: arguments that do not fit together, on the rank that passed them.
     """
     _check_devices(p for group in optimizer.param_groups for p in group["params"])
-    local = strategy_of(strategy)
+    local, wire = strategy_of(strategy), wire_of(compression)
     ours = is_ours(compression) or topology is not None or local is not None
     if balancer is None:
         check_no_factor(optimizer)
@@ -93,12 +94,12 @@ def DistributedOptimizer(
         raise TypeError(f"balancer: expected an hvd.Balancer. Received: {balancer!r}.")
     if op not in (horovod.Average, horovod.Sum):
         raise ValueError(
-            f"op: expected hvd.Average or hvd.Sum with a balancer, a topology or our codecs. Received: {op!r}."
+            "op: expected hvd.Average or hvd.Sum with a balancer, a topology or our codecs. Received: "
+            f"{'hvd.Adasum' if op == horovod.Adasum else repr(op)}."
         )
-    if backward_passes_per_step < 1:
-        raise ValueError(f"backward_passes_per_step: expected at least 1. Received: {backward_passes_per_step}.")
-    if bucket_bytes is not None and bucket_bytes < 1:
-        raise ValueError(f"bucket_bytes: expected at least 1. Received: {bucket_bytes}.")
+    check_whole("backward_passes_per_step", backward_passes_per_step, least=1)
+    if bucket_bytes is not None:
+        check_whole("bucket_bytes", bucket_bytes, least=1)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if named_parameters is not None:
         _check_names(list(named_parameters), parameters)
@@ -111,7 +112,7 @@ def DistributedOptimizer(
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         ways = Ways(
             weights.engine,
-            wire=wire_of(compression),
+            wire=wire,
             topology=topology,
             alike={
                 "strategy": local or strategy,
