@@ -9,10 +9,10 @@ from typing import Any
 from .peer import GoneError, Peer, SilentError, ask
 
 
-def waits_for(rank: int, state: dict[str, Any], submitted: Container[str]) -> bool:
-    """Whether a process of this state waits in an operation with `rank`, which takes part only in those `submitted`."""
-    return any(
-        rank in among and operation not in submitted
+def waits_for(me: Peer | None, state: dict[str, Any], submitted: Container[str]) -> bool:
+    """Whether a process of this state waits in an operation with `me`, who takes part only in those `submitted`."""
+    return me is not None and any(
+        me.rank in among and operation not in submitted
         for operation, among in zip(state["waits"], state["among"], strict=True)
     )
 
@@ -28,7 +28,7 @@ class Absence:
     mutual: bool = False  # and it waits for who asks
 
 
-def absence_of(peer: Peer, operation: str, *, me: Peer, submitted: Container[str]) -> Absence | None:
+def absence_of(peer: Peer, operation: str, *, me: Peer | None, submitted: Container[str]) -> Absence | None:
     """Why a rank is missing in an operation; None when it is not. `submitted`: the operations that `me` takes part in.
     """
     try:
@@ -45,6 +45,6 @@ def absence_of(peer: Peer, operation: str, *, me: Peer, submitted: Container[str
             f'{peer} waits in "{state["waits"][0]}", at {state["where"]}: all ranks must call the same operations, in '
             "the same order"
         )
-        return Absence(peer, text, answers=True, elsewhere=True, mutual=waits_for(me.rank, state, submitted))
+        return Absence(peer, text, answers=True, elsewhere=True, mutual=waits_for(me, state, submitted))
     text = f"{peer} has not come: it is at {state['where']}, for {state['s']:.0f} s outside of any operation"
     return Absence(peer, text, answers=True)

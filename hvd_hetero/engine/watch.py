@@ -19,15 +19,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 from hvd_hetero.policy.patience import Patience
 
 from . import script
-from .absence import Absence, absence_of
-from .inquiry import Inquiry
+from .absence import Absence
+from .company import Company
 from .notice import LEFT
 from .peer import Ear, Peer, ask
 from .port import without_lane
@@ -72,14 +71,12 @@ class Watch:
         self._say = say or _to_stderr
         self.hearers = Remembered()  # of each story, besides people
         self._submitted: dict[str, int] = {}
-        self._inquiry = Inquiry(self._submitted)
+        self._company = Company(self._submitted)
         self._waits: dict[int, Wait] = {}  # by thread
         self._step_s: deque[float] = deque(maxlen=STEPS)
         self._began: dict[str, float] = {}
         self._outside = time.monotonic()  # when this rank's last wait ended
         self._ear: Ear | None = None
-        self._peers: dict[int, Peer] = {}
-        self._me: Peer | None = None
         self._closed = threading.Event()
 
     # What the engine tells ------------------------------------------------------------------------------------------
@@ -131,29 +128,25 @@ class Watch:
                 self._say(f"hvd_hetero: no port to be asked at ({error}): waits are not explained.")
                 return ""
             threading.Thread(target=self._watch, name="hvd_hetero.watch", daemon=True).start()
-        self._me = self._ear.peer(rank)
-        return self._me.to_text()
+        self._company.me = me = self._ear.peer(rank)
+        return me.to_text()
 
     def meet(self, texts: Sequence[str]) -> None:
         """Takes in what `introduce` returned on all ranks. What was under way on the ranks before is forgotten."""
         self._submitted.clear()
         self._step_s.clear()
         self._began.clear()
-        self._peers = {peer.rank: peer for peer in map(Peer.from_text, filter(None, texts))}
+        self._company.meet(map(Peer.from_text, filter(None, texts)))
 
     def explain(self, ranks: Sequence[int] | None = None) -> str:
         """Why an operation of these ranks (default: all) failed, as far as their processes tell; "" when all of them
         are there."""
-        chosen = tuple(self._peers) if ranks is None else ranks
-        gone = [absence.text for absence in self._absent("", chosen) if not absence.answers]
-        return "; ".join(gone)
+        return "; ".join(absence.text for absence in self._company.absent("", ranks) if not absence.answers)
 
     def is_awaited(self, ranks: Sequence[int]) -> Callable[[], bool]:
         """What tells, called again and again while this rank waits for these, whether one of them waits for it in an
         operation that it has not come to."""
-        if self._me is None:
-            return lambda: False
-        return self._inquiry.among(self._others(ranks), self._me.rank)
+        return self._company.awaits(ranks)
 
     def close(self) -> None:
         """Watches no more."""
@@ -187,7 +180,7 @@ class Watch:
             self._end(wait, end_s)
         elif wait.lasted_s >= min(wait.due_s, wait.early_s):
             wait.early_s = 2 * wait.lasted_s
-            absent = self._absent(wait.operation, wait.ranks)
+            absent = self._company.absent(wait.operation, wait.ranks)
             # Ranks that wait for each other do so for good, however long first steps may take.
             if wait in self._waits.values() and (wait.lasted_s >= wait.due_s or any(each.mutual for each in absent)):
                 wait.due_s = 2 * wait.lasted_s
@@ -202,7 +195,7 @@ class Watch:
 
     def _story(self, wait: Wait, absent: Sequence[Absence]) -> str:
         head = (
-            f'hvd_hetero: {self._me} has waited {wait.lasted_s:.0f} s for the others in "{wait.operation}", at '
+            f'hvd_hetero: {self._company.me} has waited {wait.lasted_s:.0f} s for the others in "{wait.operation}", at '
             f"{script.line()}."
         )
         texts = [absence.text for absence in absent]
@@ -211,8 +204,7 @@ class Watch:
 
     def _end(self, wait: Wait, end_s: float) -> None:
         """Ends a wait that is too long: by ending the ranks that it is for, and at last this one."""
-        assert self._me is not None
-        absent = self._absent(wait.operation, wait.ranks)
+        absent = self._company.absent(wait.operation, wait.ranks)
         if wait not in self._waits.values():
             return
         if not wait.told:
@@ -220,7 +212,7 @@ class Watch:
             self._say(self._story(wait, absent) + f"\nhvd_hetero:   that is the bound ({end_s:.0f} s): it ends here.")
             for absence in absent:
                 if absence.answers and not absence.elsewhere:
-                    reason = f'{self._me} has waited {wait.lasted_s:.0f} s for this rank in "{wait.operation}"'
+                    reason = f'{self._company.me} has waited {wait.lasted_s:.0f} s for this rank in "{wait.operation}"'
                     with contextlib.suppress(ConnectionError):
                         ask(absence.peer, {"kind": "end", "reason": reason})
                 elif not absence.answers and absence.peer.is_here:
@@ -228,21 +220,7 @@ class Watch:
             self._record(wait, absent)
         helpless = not any(absence.answers and not absence.elsewhere for absence in absent)
         if wait.lasted_s >= end_s + GRACE_S or (helpless and all(absence.answers for absence in absent)):
-            self._finish(f'{self._me} waits in "{wait.operation}" for what never comes')
-
-    def _others(self, ranks: Sequence[int]) -> list[Peer]:
-        """Whom this rank can ask, of these."""
-        return [self._peers[rank] for rank in ranks if rank in self._peers and self._peers[rank] != self._me]
-
-    def _absent(self, operation: str, ranks: Sequence[int]) -> list[Absence]:
-        """The ranks that have not submitted an operation; who waits elsewhere only where all of them do."""
-        peers, me = self._others(ranks), self._me
-        if not peers or me is None:
-            return []
-        with ThreadPoolExecutor(min(16, len(peers))) as pool:
-            asked = pool.map(lambda peer: absence_of(peer, operation, me=me, submitted=self._submitted), peers)
-            found = [each for each in asked if each is not None]
-        return [each for each in found if not each.elsewhere] or found
+            self._finish(f'{self._company.me} waits in "{wait.operation}" for what never comes')
 
     # What others ask ------------------------------------------------------------------------------------------------
 
@@ -262,7 +240,7 @@ class Watch:
     def _finish(self, reason: str) -> None:
         """Ends this process, with what it is doing."""
         where = f"It is at {script.line()}:\n{script.stack()}".rstrip()
-        self._say(f"hvd_hetero: {self._me} ends with an error: {reason}. {where}")
+        self._say(f"hvd_hetero: {self._company.me} ends with an error: {reason}. {where}")
         sys.stdout.flush()
         self._leave(LEFT)
 

@@ -1,0 +1,76 @@
+"""The other ranks of a job, as far as their processes answer: who is missing in an operation, who waits for whom."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Container, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
+
+from .absence import Absence, absence_of, waits_for
+from .peer import Peer, ask
+
+FIRST_S = 0.5  # in a wait, before others are asked whether they wait: what is waited for usually comes sooner
+
+
+class Company:
+    """The ranks beside this one.
+
+    Args:
+        submitted: the operations that this rank takes part in.
+    """
+
+    def __init__(self, submitted: Container[str]) -> None:
+        self._submitted = submitted
+        self._peers: dict[int, Peer] = {}
+        self._awaited = False  # at the last answer: then the next wait asks at once
+        self.me: Peer | None = None
+
+    def meet(self, peers: Iterable[Peer]) -> None:
+        """From here on these are the ranks."""
+        self._peers = {peer.rank: peer for peer in peers}
+
+    def _others(self, ranks: Sequence[int]) -> list[Peer]:
+        return [self._peers[rank] for rank in ranks if rank in self._peers and self._peers[rank] != self.me]
+
+    def absent(self, operation: str, ranks: Sequence[int] | None = None) -> list[Absence]:
+        """Those of these ranks (default: of all) that have not submitted an operation; who waits elsewhere only where
+        all of them do."""
+        peers = self._others(tuple(self._peers) if ranks is None else ranks)
+        if not peers:
+            return []
+        with ThreadPoolExecutor(min(16, len(peers))) as pool:
+            asked = pool.map(lambda peer: absence_of(peer, operation, me=self.me, submitted=self._submitted), peers)
+            found = [each for each in asked if each is not None]
+        return [each for each in found if not each.elsewhere] or found
+
+    def awaits(self, ranks: Sequence[int]) -> Callable[[], bool]:
+        """What tells, called again and again while this rank waits for these, whether one of them waits for it in an
+        operation that it has not come to. They are asked beside what this rank does."""
+        began, answers = time.monotonic(), SimpleQueue[bool]()
+        due_s: float | None = 0.0 if self._awaited else FIRST_S  # None: somebody is being asked
+
+        def inquire() -> None:
+            answers.put(any(map(self._is_waiting, self._others(ranks))))
+
+        def is_awaited() -> bool:
+            nonlocal due_s
+            waited_s = time.monotonic() - began
+            if due_s is not None and waited_s >= due_s:
+                due_s = None
+                threading.Thread(target=inquire, name="hvd_hetero.company", daemon=True).start()
+            elif due_s is None and not answers.empty():
+                self._awaited = answers.get()
+                due_s = max(FIRST_S, 1.5 * waited_s)
+                return self._awaited
+            return False
+
+        return is_awaited
+
+    def _is_waiting(self, peer: Peer) -> bool:
+        """Whether a peer waits for this rank. One that does not answer waits for nobody."""
+        with contextlib.suppress(ConnectionError):
+            return waits_for(self.me, ask(peer, {"kind": "state"}), self._submitted)
+        return False
