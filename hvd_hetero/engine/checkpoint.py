@@ -9,7 +9,7 @@ import io
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -117,10 +117,9 @@ class Checkpoint:
                 self._file.write(_packed([self._state.shared_content(), *owns]))
             except Exception as error:
                 problem = f"{type(error).__name__}: {error}"
-        problems = [text for text in gather_text(engine, problem, name="hvd_hetero.checkpoint.saved") if text]
-        if problems:
+        if problem := self._first_of_all(problem, name="saved"):
             raise CheckpointError(
-                f"Expected to write a checkpoint to {self._file.path}. Received: {problems[0]}. The one before is kept."
+                f"Expected to write a checkpoint to {self._file.path}. Received: {problem}. The one before is kept."
             )
 
     def restore(self) -> bool:
@@ -129,7 +128,8 @@ class Checkpoint:
         On another number of ranks what was each rank's own begins anew.
 
         Raises:
-            CheckpointError: on every rank, where the file is there and is no whole checkpoint, and none before it is.
+            CheckpointError: on every rank, where the file is there and is no whole checkpoint, and none before it is;
+                or where it is one of another job.
         """
         engine, content, problem, parts = self._engine, None, "", []
         if engine.rank == 0:
@@ -148,13 +148,30 @@ class Checkpoint:
             raise CheckpointError(said["error"])
         if not said["parts"]:
             return False
-        self._state.load_shared_content(_from_first(engine, parts[0] if parts else b"", name="shared"))
+        self._load(self._state.load_shared_content, _from_first(engine, parts[0] if parts else b"", name="shared"))
         if said["parts"] == 1 + engine.size:
+            mine = b""
             for rank in range(engine.size):
                 own = _from_first(engine, parts[1 + rank] if parts else b"", name=f"own.{rank}")
                 if rank == engine.rank:
-                    self._state.load_own_content(own)
+                    mine = own
+            self._load(self._state.load_own_content, mine)
         return True
+
+    def _load(self, load: Callable[[bytes], None], content: bytes) -> None:
+        """Loads on all ranks. Raises CheckpointError on every rank, where it cannot be loaded on one."""
+        problem = ""
+        try:
+            load(content)
+        except Exception as error:  # the others wait to hear of it
+            problem = f"{type(error).__name__}: {error}"
+        if problem := self._first_of_all(problem, name="loaded"):
+            raise CheckpointError(f"Expected a checkpoint of this job in {self._file.path}. Received: {problem}.")
+
+    def _first_of_all(self, problem: str, *, name: str) -> str:
+        """The first of all ranks' problems, "" where there is none. A collective call."""
+        problems = gather_text(self._engine, problem, name=f"hvd_hetero.checkpoint.{name}")
+        return next(filter(None, problems), "").removesuffix(".")
 
 
 def _gather_bytes(engine: Engine, mine: bytes, *, name: str) -> list[bytes]:

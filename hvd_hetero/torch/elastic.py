@@ -40,7 +40,6 @@ class TorchState(JobState):
         self, model: torch.nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None, **values: Any
     ) -> None:
         given = {name: value for name, value in {"model": model, "optimizer": optimizer}.items() if value is not None}
-        self._checked = False
         super().__init__({**given, **values}, horovod=horovod)
 
     def _balancer_of(self, part: Any) -> Any:
@@ -60,9 +59,7 @@ class TorchState(JobState):
 
     def shared_content(self) -> bytes:
         """What is the same on all ranks, for a checkpoint."""
-        content = saved(self.shared_state(), check=not self._checked)
-        self._checked = True  # once: it takes as long as to restore
-        return content
+        return saved(self.shared_state())
 
     def own_content(self) -> bytes:
         """What is this rank's own, for a checkpoint: statistics of its samples, random numbers, what codecs keep."""
