@@ -53,6 +53,7 @@ class ShareSampler:
             block=block,
         )
         self.position = 0  # global batches of this epoch that were used
+        self._resumed = False  # and nobody has said of which epoch
         self._dealt: deque[int] = deque()  # sizes of batches dealt and not yet used
         self._next = 0  # the step in which the batch after them will be used: the plan is looked up by it
         self._lock = threading.RLock()
@@ -73,9 +74,13 @@ class ShareSampler:
         return self.dealer.epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Chooses the order of `epoch`, and starts at its beginning – unless it was resumed in the middle of it."""
-        if epoch != self.dealer.epoch:
+        """Chooses the order of `epoch`, and starts at its beginning – unless it was resumed in the middle of it, or at
+        its end: then nothing of it is left."""
+        if self._resumed and (epoch + 1, 0) == (self.dealer.epoch, self.position):
+            self.dealer.epoch, self.position = epoch, len(self.dealer)
+        elif epoch != self.dealer.epoch:
             self.dealer.epoch, self.position = epoch, 0
+        self._resumed = False
 
     def rewind(self) -> None:
         """Deals again what was dealt and not used, from the next step on."""
@@ -120,6 +125,7 @@ class ShareSampler:
         with self._lock:
             epochs, self.position = divmod(self.position, len(self.dealer))
             self.dealer.epoch += epochs
+            self._resumed = False
 
     def state_dict(self) -> dict[str, int]:
         """Where in which epoch: the number of global batches used."""
@@ -137,5 +143,5 @@ class ShareSampler:
             expected = getattr(self.dealer, name)
             if state[name] != expected:
                 raise ValueError(f"Expected the state of a sampler with {name} {expected}. Received: {state[name]}.")
-        self.dealer.epoch, self.position = state["epoch"], state["position"]
+        self.dealer.epoch, self.position, self._resumed = state["epoch"], state["position"], True
         self._dealt.clear()

@@ -132,6 +132,33 @@ def test_a_state_saved_anywhere_goes_on_from_there():
         sampler.used()
 
 
+def test_an_epoch_that_was_over_is_over_after_a_restore_and_may_be_repeated_on_purpose():
+    _, sampler, _ = make(SoloEngine(), WHOLE * 3)
+    sampler.set_epoch(4)
+    sampler.rewind()
+    for _ in range(3):
+        sampler.deal()
+        sampler.used()
+    before_its_end = sampler.state_dict()
+    sampler.end_epoch()
+    after_its_end = sampler.state_dict()
+    assert after_its_end["epoch"] == 5
+    for state in (before_its_end, after_its_end):
+        sampler.load_state_dict(state)
+        sampler.set_epoch(4)
+        assert (sampler.epoch, sampler.position) == (4, 3), "nothing of it is left"
+        sampler.set_epoch(5)
+        assert (sampler.epoch, sampler.position) == (5, 0)
+        sampler.load_state_dict(state)
+        sampler.set_epoch(4)
+        sampler.end_epoch()
+        sampler.set_epoch(4)
+        assert (sampler.epoch, sampler.position) == (4, 0), "on purpose, not by a restore"
+    sampler.load_state_dict(after_its_end)
+    sampler.set_epoch(3)
+    assert (sampler.epoch, sampler.position) == (3, 0)
+
+
 def test_a_rank_without_a_sample_gets_one_of_another_to_look_at():
     def program(engine):
         _, sampler, _ = make(engine, WHOLE + 2)

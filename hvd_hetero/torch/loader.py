@@ -60,13 +60,18 @@ class BalancedBatchSampler(Sampler[list[int]]):
         return whole - self._first * dealer.global_batch_size
 
     def set_epoch(self, epoch: int) -> None:
-        """Chooses the order of `epoch`, and starts at its beginning – unless it was resumed in the middle of it."""
-        if epoch != self.sampler.epoch:
-            self.sampler.set_epoch(epoch)
-            self._first = 0
+        """Chooses the order of `epoch`, and starts at its beginning – unless it was resumed in the middle of it, or at
+        its end: then nothing of it is left."""
+        before = self.sampler.epoch
+        self.sampler.set_epoch(epoch)
+        if epoch != before:
+            self._first = self.sampler.position
 
     def __iter__(self) -> Iterator[list[int]]:
+        nothing_left = len(self) == 0
         self.end_epoch()
+        if nothing_left:
+            return
         self.sampler.position, self._first = self._first, 0
         self.sampler.rewind()
         for _ in range(len(self.sampler.dealer) - self.sampler.position):
@@ -177,7 +182,8 @@ class BalancedDataLoader:
         return len(self.batch_sampler)
 
     def set_epoch(self, epoch: int) -> None:
-        """Chooses the order of `epoch`."""
+        """Chooses the order of `epoch`, and starts at its beginning – unless it was resumed in the middle of it, or at
+        its end: then nothing of it is left."""
         self.batch_sampler.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
