@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Dataset, Subset
 from hvd_hetero.optimizers.balancer import Balancer
 from hvd_hetero.optimizers.dealer import evaluation_part
 
-from .loader import check_map_style
+from .loader import check_map_style, outliving
 
 
 class EvaluationDataLoader:
@@ -40,6 +40,7 @@ class EvaluationDataLoader:
                     f"{name}: expected none, because the balancer deals the samples. Received: {arguments[name]!r}."
                 )
         check_map_style(dataset)
+        arguments["worker_init_fn"] = outliving(arguments.get("worker_init_fn"))
         self.dataset, self._balancer, self._arguments = dataset, balancer, arguments
 
     def _loader(self) -> DataLoader[Any]:

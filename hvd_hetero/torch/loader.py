@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
+from hvd_hetero.engine.loading import Loaders, loaders
 from hvd_hetero.optimizers.balancer import Balancer
 from hvd_hetero.optimizers.sampler import ShareSampler
 
@@ -107,6 +109,17 @@ def check_map_style(dataset: Any) -> None:
         )
 
 
+def outliving(worker_init_fn: Callable[[int], None] | None) -> Callable[[int], None]:
+    """The `worker_init_fn` of a `DataLoader` whose workers outlive a SIGTERM to all processes of a job."""
+    return functools.partial(_begin, loaders(), worker_init_fn)
+
+
+def _begin(those: Loaders, worker_init_fn: Callable[[int], None] | None, worker: int) -> None:
+    those.begin()
+    if worker_init_fn is not None:
+        worker_init_fn(worker)
+
+
 def _no_rows(batch: Any) -> Any:
     """`batch` with no rows, for a rank that has no sample in this global batch."""
     return torch.utils._pytree.tree_map(lambda leaf: leaf[:0] if has_rows(leaf) else leaf, batch)
@@ -175,6 +188,7 @@ class BalancedDataLoader:
             batch_sampler=self.batch_sampler,
             num_workers=num_workers,
             prefetch_factor=prefetch_factor,
+            worker_init_fn=outliving(arguments.pop("worker_init_fn", None)),
             **arguments,
         )
 

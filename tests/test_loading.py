@@ -1,0 +1,78 @@
+"""Loading processes outlive a SIGTERM to all processes of a job, and end with their rank."""
+
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("horovod.torch", reason="build it with hvd-hetero build-horovod")
+
+TORCH = """
+import multiprocessing, os, signal, sys
+import torch
+import hvd_hetero.torch as hvd
+from hvd_hetero.engine.local import SoloEngine
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 80
+
+    def __getitem__(self, index):
+        return torch.tensor([index, begun])
+
+def begin(worker):  # the script's own
+    global begun
+    begun = 1
+
+balancer = hvd.Balancer(4, engine=SoloEngine(), adaptive=False)
+options = dict(balancer=balancer, num_workers=2, worker_init_fn=begin)
+if sys.argv[1] == "training":
+    loader = hvd.BalancedDataLoader(Data(), **options)
+else:
+    loader = hvd.EvaluationDataLoader(Data(), **options)
+seen = []
+for number, batch in enumerate(loader):
+    if number == 2:
+        for worker in multiprocessing.active_children():
+            os.kill(worker.pid, signal.SIGTERM)
+    seen += batch.tolist()
+assert sorted(seen) == [[index, 1] for index in range(80)]
+left = iter(loader)  # its workers are still there when the rank ends
+next(left)
+print("OK", *(worker.pid for worker in multiprocessing.active_children()), flush=True)
+"""
+
+KERAS = """
+import os, signal
+from concurrent.futures.process import BrokenProcessPool
+import numpy as np
+from hvd_hetero.keras.loading import processes, take
+from hvd_hetero.keras.source import ArraySource
+
+pool = processes(2, ArraySource(np.arange(9.0), None, None))
+
+def first():
+    return [pool.submit(take, np.array([index])).result()[0].tolist() for index in range(9)]
+
+assert first() == [[float(index)] for index in range(9)]
+workers = list(pool._processes)
+for pid in workers:
+    os.kill(pid, signal.SIGTERM)
+assert first() == [[float(index)] for index in range(9)] and list(pool._processes) == workers
+os.kill(workers[0], signal.SIGKILL)
+try:
+    while True:
+        first()
+except BrokenProcessPool:
+    print("OK", *workers, flush=True)
+"""
+
+
+@pytest.mark.parametrize(("program", "arguments"), [(TORCH, ["training"]), (TORCH, ["evaluation"]), (KERAS, [])])
+def test_they_outlive_sigterm_and_end_with_the_rank(program, arguments):
+    """The rank ends though one of them is left, or has died; and with it the last of them, who hold its output."""
+    ended = subprocess.run(
+        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert ended.returncode == 0 and ended.stdout.startswith("OK"), ended.stderr[-3000:]
+    assert len(ended.stdout.split()) >= 2
