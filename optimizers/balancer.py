@@ -97,6 +97,7 @@ class Balancer:
         self._exchanges: list[Attached] = []
         self._attached = 0  # so many, ever
         self._ran: list[Attached] | None = None  # in the present batch; None: the next to run begins another
+        self._again = False  # the one that runs has run in the present batch before
         self.keepers: list[Keeping] = []  # of the optimizers, in their order
         self.strategies.restart()
         self.timesheet.restart()
@@ -238,7 +239,9 @@ class Balancer:
     def attach(self, exchange: Attached) -> int:
         """The number of exchanges attached before. The first that is left leads: it carries measurements and plans."""
         self._exchanges.append(exchange)
-        self._attached, self._ran = self._attached + 1, None
+        self._attached += 1
+        if self._ran is not None:  # it may be the first of another batch, as one is that has run in this one
+            self._ran.append(exchange)
         return self._attached - 1
 
     def detach(self, exchange: Attached) -> None:
@@ -247,19 +250,22 @@ class Balancer:
             self._exchanges.remove(exchange)
 
     def leads(self, exchange: Attached) -> bool:
-        """Whether it is this one that carries measurements and plans."""
-        return bool(self._exchanges) and self._exchanges[0] is exchange
+        """Whether it is this one that carries measurements and plans: once in a batch, however often it runs."""
+        return bool(self._exchanges) and self._exchanges[0] is exchange and not self._again
 
     def runs(self, exchange: Attached) -> None:
         """Says that the gradients of `exchange` are there, where nothing else tells when a batch begins.
 
-        One begins with the first exchange of a series that comes again, or that comes at all; that one then leads.
+        One begins with the first exchange of all, and with one that comes again when another batch is announced; that
+        one then leads. What comes again without is of the present batch.
         """
-        if self._ran is None or exchange in self._ran:
-            self.begin_unseen()
-            self._ran = []
+        first = self._ran is None
+        self._again = self._ran is not None and exchange in self._ran
+        if (first or self._again) and (self.begin_unseen() or first):
+            self._ran, self._again = [], False
             self.detach(exchange)
             self._exchanges.insert(0, exchange)
+        assert self._ran is not None
         self._ran.append(exchange)
 
     def measure_with(self, stopwatch: Stopwatch) -> None:

@@ -318,6 +318,8 @@ class Exchange:
 
     def on_count(self, terms): ...
 
+    def on_epoch_end(self): ...
+
 
 def test_a_batch_begins_with_the_exchange_that_comes_first_and_again():
     """Two optimizers in a training step; and then another one, as `compile` makes for thawed layers."""
@@ -344,6 +346,60 @@ def test_a_batch_begins_with_the_exchange_that_comes_first_and_again():
     balancer.runs(third)
     balancer.runs(first)
     assert (balancer.step, balancer.count_now, balancer.leads(third)) == (4, 3.0, True)
+
+
+def test_an_exchange_that_comes_again_is_of_the_present_batch_until_another_is_announced():
+    """It leads once. What is attached in the middle of a batch, as a tape is that is made there, is of it too."""
+    from hvd_hetero.keras.balancer import Balancer as OfKeras
+
+    balancer = OfKeras(WHOLE, min_share=0, engine=SoloEngine())
+    tape, late = Exchange(), Exchange()
+    balancer.attach(tape)
+    seen = []
+
+    def run(*exchanges):
+        for each in exchanges:
+            balancer.runs(each)
+            seen.append((balancer.step, balancer.count_now, balancer.leads(each)))
+
+    balancer.begin(8)
+    run(tape)
+    balancer.attach(late)
+    run(late, tape)
+    balancer.announce(0)
+    assert balancer.idle
+    run(tape)
+    assert balancer.idle, "until another batch is announced"
+    run(late, tape)
+    assert seen == [(0, 8.0, True), (0, 8.0, False), (0, 8.0, False), (1, 0.0, True), (1, 0.0, False), (1, 0.0, False)]
+    del seen[:]
+    for samples in (7, 6):  # a loop that begins what a dataset announces ahead
+        balancer.announce(samples)
+        balancer.announce(samples)
+        balancer.begin(samples)
+        run(tape, tape)
+    assert seen == [(2, 7.0, True), (2, 7.0, False), (3, 6.0, True), (3, 6.0, False)]
+
+
+def test_an_exchange_that_comes_again_where_batches_are_announced_ahead_is_refused_in_the_end():
+    """Nobody can tell to which batch it belongs, and an epoch that is over leaves none that it could belong to."""
+    from hvd_hetero.keras.balancer import Balancer as OfKeras
+
+    balancer, exchange = OfKeras(WHOLE, engine=SoloEngine()), Exchange()
+    balancer.attach(exchange)
+    for samples in (8, 7):
+        balancer.announce(samples)
+    balancer.runs(exchange)
+    balancer.runs(exchange)
+    with pytest.raises(RuntimeError, match="make one optimizer for each time"):
+        balancer.runs(exchange)
+    balancer.forget()
+    balancer.announce(6)
+    balancer.runs(exchange)
+    balancer.runs(exchange)
+    balancer.end_epoch()
+    with pytest.raises(RuntimeError, match="Received: none"):
+        balancer.runs(exchange)
 
 
 class Stream:

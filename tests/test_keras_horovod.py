@@ -67,6 +67,7 @@ LOCAL_OF_TENSORFLOW = [
     "merging_every_step_is_synchronous_training:many_steps_per_execution,float64,1e-11",
     "merging_every_step_is_synchronous_training:eager,float64,1e-11",
 ]
+REPEATED = ["another_optimizer_in_a_batch", "an_optimizer_applied_twice_in_a_batch"]
 
 
 def run_checks(backend, ranks, checks, worker="keras_law_worker.py"):
@@ -112,3 +113,9 @@ def test_laws_on_three_ranks(backend):
 @pytest.mark.parametrize("backend", [marked(backend) for backend in BACKENDS])
 def test_local_sgd_on_two_ranks(backend):
     run_checks(backend, 2, LOCAL + (LOCAL_OF_TENSORFLOW if backend == "tensorflow" else []), "keras_local_worker.py")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_several_exchanges_in_a_batch(backend):
+    tapes = ["tapes_of_one_batch"] if backend == "tensorflow" else []
+    run_checks(backend, 2, REPEATED + tapes, "keras_repeat_worker.py")

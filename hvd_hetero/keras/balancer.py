@@ -23,7 +23,9 @@ class Balancer(framework_free.Balancer):
     needs for its samples is measured from the end of one exchange of gradients to the start of the next, without any
     callback; a step in which something was compiled is left out.
 
-    `BalancedDataset` announces each batch. A loop of one's own calls `balancer.begin(samples)` for each instead.
+    `BalancedDataset` announces each batch. A loop of one's own calls `balancer.begin(samples)` for each instead; then
+    any number of exchanges belong to a batch. Without it they do where nothing loads ahead, and otherwise each
+    optimizer and each kind of tape has one exchange for each batch: `fit` with TensorFlow loads ahead.
 
     Args:
         process_set: the ranks that train together (default: all).
@@ -59,6 +61,8 @@ class Balancer(framework_free.Balancer):
         self._announced: deque[int] = deque()
         self._announced_terms: deque[float] = deque()  # of the first of them, where they are no samples
         self._told = False  # the script itself has begun the batch that is to be exchanged next
+        self._instead = False  # and it begins those that are announced as well
+        self._ahead = False  # batches are announced while others are in use
 
     def announce(self, samples: int) -> None:
         """Says that a batch of `samples` follows those announced before; may be called from a thread that loads."""
@@ -73,32 +77,43 @@ class Balancer(framework_free.Balancer):
     def forget(self) -> None:
         """Drops announcements: an epoch begins, or a fit was interrupted. The time since the last step, in which there
         may have been a validation, is not measured."""
-        self._announced.clear()
-        self._announced_terms.clear()
-        self._ran = None
+        self._drop()
         self.resume()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from `state`; what was announced for batches after it is dropped."""
         super().load_state_dict(state)
+        self._drop()
+        self._told = False
+
+    def _drop(self) -> None:
         self._announced.clear()
         self._announced_terms.clear()
-        self._told, self._ran = False, None
+        self._ran, self._instead, self._ahead = None, False, False
+
+    def end_epoch(self) -> None:
+        """Says that the samples of an epoch are used up: what is exchanged next is of another batch."""
+        super().end_epoch()
+        self._ran = None
 
     @property
     def idle(self) -> bool:
         """Whether this rank has no sample in the batch whose gradients come next: what it holds is another rank's."""
-        if self._told:
-            return self.count_now == 0
-        return bool(self._announced) and self._announced[0] == 0
+        return (self._announced[0] if self._may_begin else self.count_now) == 0
+
+    @property
+    def _may_begin(self) -> bool:
+        """Whether the batch to be exchanged next may be one that is announced."""
+        return bool(self._announced) and not self._told and not self._instead
 
     def begin(self, samples: int) -> None:
         """Starts a global batch of which this rank has `samples`, in a loop without a `BalancedDataset`."""
         super().begin(samples)
-        self._told, self._ran = True, None
+        self._told, self._ran, self._instead = True, None, bool(self._announced)
 
     def begin_unseen(self) -> bool:
-        """Whether an announced batch begins: the exchange asks, whose gradients are there.
+        """Whether an announced batch begins: the exchange asks, whose gradients are there. One that comes again is of
+        the present batch where no other is announced.
 
         Raises:
             RuntimeError: nobody said how many samples this batch has.
@@ -106,14 +121,19 @@ class Balancer(framework_free.Balancer):
         if self._told:
             self._told = False
             return False
-        if not self._announced:
+        if not self._may_begin:
+            if self._ran is not None and not self._ahead:
+                return False
             raise RuntimeError(
                 "Expected the number of samples of this batch before its gradients are applied. Received: none. Fit on "
-                "hvd.BalancedDataset(..., balancer=balancer), or call balancer.begin(samples) before each batch."
+                "hvd.BalancedDataset(..., balancer=balancer), or call balancer.begin(samples) before each batch. Where "
+                "batches are loaded ahead, as fit does with TensorFlow, each optimizer is applied once for each: if "
+                "one is applied more often, make one optimizer for each time, or write a loop with balancer.begin()."
             )
         if not self.timesheet.running:  # the first step of all: nobody was there when it began
             self.discard()
         self._begin(self._announced.popleft())
+        self._ahead = self._ahead or bool(self._announced)
         if self._announced_terms:
             self.count(self._announced_terms.popleft())
         return True

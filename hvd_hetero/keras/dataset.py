@@ -178,21 +178,18 @@ class BalancedDataset(keras.utils.PyDataset):
         self._at = self.balancer.step
         return used
 
-    def _deal(self) -> Dealt:
-        dealt = self.sampler.deal()
-        self.balancer.announce(dealt.used)
-        return dealt
-
     def _next(self) -> Batch:
         try:
             if self._pool is None:
-                dealt = self._deal()
+                dealt = self.sampler.deal()
+                self.balancer.announce(dealt.used)
                 self._last = self._load(dealt)
             else:
                 while len(self._loading) <= self._ahead:
-                    dealt = self._deal()
+                    dealt = self.sampler.deal()
                     self._loading.append((dealt, self._submit(dealt)))
                 dealt, loading = self._loading.popleft()
+                self.balancer.announce(dealt.used)  # not before: where Keras reads nothing ahead, it is the next batch
                 self._last = loading.result()
             if self._terms is not None:
                 parts = self._last if isinstance(self._last, tuple) else (self._last,)

@@ -19,6 +19,10 @@ from hvd_hetero.optimizers.meter import WallClock
 from .layout import Spec, Step
 
 ALIGNMENT = 64
+# What all exchanges touch, so that a graph makes them in the order of the program, which is the same on all ranks. By
+# what they depend on alone, two of other variables might begin together, or in an order that differs from rank to rank.
+with tf.init_scope(), tf.device("CPU"):
+    TURN = tf.Variable(0.0, trainable=False, name="hvd_hetero_turn")
 
 
 def dense(gradient: Any, variable: Any) -> Any:
@@ -81,7 +85,7 @@ def through(step: Step, gradients: Sequence[Any], last: Any, variables: Sequence
         step.take(len(layout.members) - 1, flat, every)
         return step.finish(every)
 
-    with tf.control_dependencies(_touched(variables)):
+    with tf.control_dependencies([*_touched(variables), *_touched([TURN])]):
         *flats, final = (
             tf.concat([tf.cast(tf.reshape(gradients[i], [-1]), layout.specs[i].wire) for i in members], axis=0)
             for members in layout.members
@@ -95,6 +99,7 @@ def through(step: Step, gradients: Sequence[Any], last: Any, variables: Sequence
     types = [layout.specs[members[0]].wire for members in layout.members]
     results = tf.nest.flatten(tf.numpy_function(finish, [final, *passing, *taken], types))
     _touched(variables, after=results)
+    _touched([TURN], after=results)
     reduced: dict[int, Any] = {}
     for flat, members, length in zip(results, layout.members, layout.lengths, strict=True):
         flat.set_shape([length])

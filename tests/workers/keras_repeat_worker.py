@@ -1,0 +1,167 @@
+"""One real rank of tests/test_keras_horovod.py, with several exchanges in a batch: prints `OK name` for each check that
+holds. Rank 0 compares with what a single process makes of the global batches."""
+
+from __future__ import annotations
+
+import keras
+from keras_law_worker import (
+    TENSORFLOW,
+    UNEVEN,
+    WHOLE,
+    data,
+    dense_model,
+    distance,
+    main,
+    plain_sgd,
+    raises,
+    same_on_all,
+    weights_of,
+)
+
+import hvd_hetero.keras as hvd
+
+
+def my_rows():
+    """Of a global batch."""
+    shares = UNEVEN[hvd.size()]
+    start = sum(shares[: hvd.rank()])
+    return slice(start, start + shares[hvd.rank()])
+
+
+def make_balancer():
+    return hvd.Balancer(WHOLE, shares=UNEVEN[hvd.size()], adaptive=False)
+
+
+def steps_finished(balancer):
+    """Grows by what the balancer counts as steps."""
+    found, finished = [], balancer.finished
+    balancer.finished = lambda **what: (found.append(balancer.step), finished(**what))
+    return found
+
+
+def tapes_of_one_batch():
+    """A tape that is asked twice, and two tapes of the same arguments: eager and traced, where only an order that is
+    asked for keeps the exchanges of parameters apart that have nothing to do with each other."""
+    import tensorflow as tf
+
+    x, y = (part.astype("float32") for part in data(WHOLE)[:2])
+    models = dense_model(), dense_model()
+    models[1].set_weights([2.0 * w for w in weights_of(models[1])])
+
+    def asked_twice(wrap, x, y):
+        with wrap(tf.GradientTape(persistent=True)) as tape:
+            losses = [tf.reduce_mean((model(x) - y) ** 2) for model in models]
+        return [tape.gradient(loss, m.trainable_variables) for loss, m in zip(losses, models, strict=True)]
+
+    def two_tapes(wrap, x, y):
+        with wrap(tf.GradientTape()) as first, wrap(tf.GradientTape()) as second:
+            losses = [tf.reduce_mean((model(x) - y) ** 2) for model in models]
+        return [
+            tape.gradient(loss, m.trainable_variables)
+            for tape, loss, m in zip((first, second), losses, models, strict=True)
+        ]
+
+    for gradients in (asked_twice, two_tapes):
+        balancer = make_balancer()
+        counted = steps_finished(balancer)
+
+        def ours(x, y, gradients=gradients, balancer=balancer):
+            return gradients(lambda tape: hvd.DistributedGradientTape(tape, balancer=balancer, bucket_bytes=64), x, y)
+
+        whole = [g.numpy() for g in tf.nest.flatten(gradients(lambda tape: tape, x, y))]
+        calls = [ours, *[tf.function(ours, jit_compile=False)] * 6, ours]
+        for call in calls:
+            balancer.begin(UNEVEN[hvd.size()][hvd.rank()])
+            found = tf.nest.flatten(call(tf.constant(x[my_rows()]), tf.constant(y[my_rows()])))
+            assert distance([g.numpy() for g in found], whole) < 1e-5, gradients.__name__
+        assert counted == list(range(len(calls))), f"each batch is one step: {counted}"
+
+
+class AppliedTwice(keras.Model):
+    """Its train_step applies the optimizer twice, to a loss and then to another."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = dense_model()
+
+    def call(self, x):
+        return self.inner(x)
+
+    def train_step(self, data):
+        x, y = (keras.ops.convert_to_tensor(part) for part in data[:2])
+        for power in (2, 4):
+            self._apply(lambda power=power: keras.ops.mean((self(x) - y) ** power))
+        return {"loss": keras.ops.mean((self(x) - y) ** 2)}
+
+    def _apply(self, loss):
+        variables = self.trainable_weights
+        if TENSORFLOW:
+            import tensorflow as tf
+
+            with tf.GradientTape() as tape:
+                value = loss()
+            self.optimizer.apply(tape.gradient(value, [v.value for v in variables]), variables)
+        else:
+            import torch
+
+            self.zero_grad()
+            loss().backward()
+            with torch.no_grad():
+                self.optimizer.apply([v.value.grad for v in variables], variables)
+
+
+def an_optimizer_applied_twice_in_a_batch():
+    """In a loop that begins its batches, and in `fit` where Keras reads nothing ahead; where it does, words say why
+    not."""
+    x, y = (part.astype("float32") for part in data(6 * WHOLE)[:2])
+
+    def trained(fit, balancer=None):
+        model = AppliedTwice()
+        optimizer = keras.optimizers.SGD(0.01)
+        if balancer is not None:
+            optimizer = hvd.DistributedOptimizer(optimizer, balancer=balancer)
+        model.compile(optimizer=optimizer, jit_compile=False)
+        fit(model)
+        return weights_of(model)
+
+    def loop(model):
+        for start in range(0, len(x), WHOLE):
+            balancer.begin(UNEVEN[hvd.size()][hvd.rank()])
+            rows = my_rows()
+            model.train_on_batch(x[start:][rows], y[start:][rows])
+
+    alone = trained(lambda model: model.fit(x, y, batch_size=WHOLE, shuffle=False, verbose=0))
+    balancer = make_balancer()
+    counted = steps_finished(balancer)
+    ours = trained(loop, balancer)
+    same_on_all(ours)
+    assert distance(ours, alone) < 1e-5 and counted == list(range(6)), (distance(ours, alone), counted)
+    balancer = make_balancer()
+    dataset = hvd.BalancedDataset(x, y, balancer=balancer, shuffle=False, workers=2)
+    if TENSORFLOW:
+        raises("make one optimizer for each time", lambda: trained(lambda m: m.fit(dataset, verbose=0), balancer))
+        return
+    ours = trained(lambda model: model.fit(dataset, verbose=0), balancer)
+    assert distance(ours, alone) < 1e-5 and balancer.step == 5, (distance(ours, alone), balancer.step)
+
+
+def another_optimizer_in_a_batch():
+    """One that is made when others have run in it already."""
+    x, y = (part.astype("float32") for part in data(WHOLE)[:2])
+    balancer, models = make_balancer(), []
+    for _ in range(3):
+        balancer.begin(UNEVEN[hvd.size()][hvd.rank()])
+        for at in range(2):
+            if len(models) == at:
+                models.append(dense_model())
+                models[at].compile(optimizer=hvd.DistributedOptimizer(plain_sgd(), balancer=balancer), loss="mse")
+            models[at].train_on_batch(x[my_rows()], y[my_rows()])
+    alone = dense_model()
+    alone.compile(optimizer=plain_sgd(), loss="mse")
+    for _ in range(3):
+        alone.train_on_batch(x, y)
+    assert balancer.step == 2 and max(distance(weights_of(m), weights_of(alone)) for m in models) < 1e-5
+
+
+if __name__ == "__main__":
+    main(globals())
