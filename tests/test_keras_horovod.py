@@ -55,6 +55,8 @@ LOCAL = [
     "merging_every_step_is_synchronous_training:sgd,float64,1e-11",
     "merging_every_step_is_synchronous_training:accumulation,float64,1e-11",
     "merging_every_step_is_synchronous_training:scaled_loss,float64,1e-11",
+    "merging_every_step_is_synchronous_training:averages_of_weights,float64,1e-11",
+    "fits_end_with_the_averages_of_all_ranks",
     "fit_ends_with_one_model",
     "nobody_waits_for_a_rank_that_stops",
     "back_to_synchronous_steps",

@@ -120,19 +120,37 @@ class LocalTraining:
             # Keras tells of a batch when its gradients are there. One model has to be there before they are computed,
             # and one state of the optimizer, or synchronous steps would part the ranks.
             self.steps.merge()
-            self._merge(optimizer.variables)
+            self._merge(optimizer.variables, weight=self.steps.take_samples())
         self._wait_s = time.perf_counter() - start
         self._balancer.resume()
 
-    def merge(self, model: Any) -> None:
+    def merge(self, model: Any, optimizer: Any) -> None:
         """Returns when all ranks hold one model. A collective call."""
         self.steps.merge()
         if model is not None:
-            self._merge(*statistics_of(model))
+            variables, moments = statistics_of(model)
+            self._merge([*variables, *averages_of(optimizer)], moments, weight=self.steps.take_samples())
 
-    def _merge(self, variables: Sequence[Any], moments: Sequence[tuple[Any, Any]] = ()) -> None:
-        name, weight = f"{self._weighing.name}.statistics", self.steps.take_samples()
+    def merge_averages(self, optimizer: Any) -> None:
+        """Returns when all ranks hold one model and, if the optimizer keeps averages of it, the same ones. A collective
+        call where it does. It is no end of what is counted for a model's statistics."""
+        if averages := averages_of(optimizer):
+            self.steps.merge()
+            self._merge(averages, weight=self.steps.samples)
+
+    def _merge(
+        self, variables: Sequence[Any], moments: Sequence[tuple[Any, Any]] = (), *, weight: float
+    ) -> None:
+        name = f"{self._weighing.name}.statistics"
         merge_variables(variables, moments, weight=weight, engine=self._weighing.engine, name=name)
+
+
+def averages_of(optimizer: Any) -> list[Any]:
+    """The averages of the parameters that an optimizer with `use_ema` keeps, or those within it. Keras has no public
+    name for them."""
+    keepers = getattr(optimizer, "_inner_optimizers", None) or [getattr(optimizer, "inner_optimizer", optimizer)]
+    kept = chain.from_iterable(getattr(keeper, "_model_variables_moving_average", ()) for keeper in keepers)
+    return [variable for variable in kept if variable is not None]
 
 
 def statistics_of(model: keras.Model) -> tuple[list[Any], list[tuple[Any, Any]]]:

@@ -196,9 +196,16 @@ def _methods(base: type) -> dict[str, Any]:
     def merge(self: Any, model: keras.Model | None = None) -> None:
         """Returns when all ranks hold one model, in which every step of every rank counts once. A collective call.
 
-        With `model`, its statistics (of BatchNormalization) become those of all ranks' samples as well.
+        With `model`, its statistics (of BatchNormalization) become those of all ranks' samples as well, and the
+        averages of the weights (`use_ema`) those of all ranks.
         """
-        self._reducer.merge(model)
+        self._reducer.merge(model, self)
+
+    def finalize_variable_values(self: Any, var_list: Sequence[Any]) -> None:
+        """Overwrites the weights with their averages, if this optimizer keeps any, as `fit` does in the end: with those
+        of all ranks, also where ranks have trained apart. Then it is a collective call."""
+        self._reducer.merge_averages(self)
+        base.finalize_variable_values(self, var_list)  # type: ignore[attr-defined]
 
     def rebuild(self: Any) -> None:
         """Reduces over the ranks that there are now. A collective call."""
@@ -221,6 +228,7 @@ def _methods(base: type) -> dict[str, Any]:
     return {
         "apply": apply,
         "merge": merge,
+        "finalize_variable_values": finalize_variable_values,
         "_rebuild": rebuild,
         "from_config": classmethod(from_config),
         "__setattr__": set_attribute,

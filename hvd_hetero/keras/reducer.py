@@ -124,10 +124,16 @@ class GradientReducer:
             touched = [*variables, *optimizer.variables]
             self.form.afterwards(lambda lr: local.after_step(lr, optimizer), touched, rate)
 
-    def merge(self, model: Any) -> None:
-        """Returns when all ranks hold one model, and with `model` its statistics as well. A collective call."""
+    def merge(self, model: Any, optimizer: Any) -> None:
+        """Returns when all ranks hold one model, and with `model` its statistics and the optimizer's averages of it as
+        well. A collective call."""
         if self.local is not None:
-            self.local.merge(model)
+            self.local.merge(model, optimizer)
+
+    def merge_averages(self, optimizer: Any) -> None:
+        """See `LocalTraining.merge_averages`."""
+        if self.local is not None:
+            self.local.merge_averages(optimizer)
 
     def close(self) -> None:
         """Reduces no more: the ranks have become others."""

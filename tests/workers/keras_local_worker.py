@@ -22,6 +22,7 @@ from keras_law_worker import (
 )
 
 import hvd_hetero.keras as hvd
+from hvd_hetero.keras.local import averages_of
 
 EVERY_STEP = hvd.LocalSGD(round_steps=1, bound_rounds=0, warmup_steps=0)
 
@@ -39,6 +40,8 @@ def merging_every_step_is_synchronous_training(case, floatx, bound):
     for strategy in (EVERY_STEP, "synchronous", *seldom):
         balancer = hvd.Balancer(WHOLE, shares=UNEVEN[hvd.size()], adaptive=False)
         plain = momentum(gradient_accumulation_steps=2) if case == "accumulation" else momentum()
+        if case == "averages_of_weights":
+            plain = momentum(use_ema=True, ema_momentum=0.9, ema_overwrite_frequency=7)
         if case == "scaled_loss":
             plain = keras.optimizers.LossScaleOptimizer(plain, initial_scale=8.0, dynamic_growth_steps=6)
         optimizer = hvd.DistributedOptimizer(plain, balancer=balancer, strategy=strategy)
@@ -46,7 +49,7 @@ def merging_every_step_is_synchronous_training(case, floatx, bound):
         options = {"steps_per_execution": 4} if case == "many_steps_per_execution" else {}
         model.compile(optimizer=optimizer, loss=mean_squared_error, run_eagerly=case == "eager", **options)
         model.fit(Share(arrays, UNEVEN[hvd.size()], balancer), shuffle=False, verbose=0)
-        optimizer.merge()
+        optimizer.merge(model)
         found.append(weights_of(model))
         same_on_all(found[-1])
     error, *others = [distance(one, found[1]) for one in (found[0], *found[2:])]
@@ -96,6 +99,38 @@ def fit_ends_with_one_model():
         ).history  # fmt: skip
         same_on_all(weights_of(model), str(options))
         assert history["loss"][-1] < history["loss"][0] and history["merges"][-1] >= 3, history
+
+
+def fits_end_with_the_averages_of_all_ranks():
+    """With `use_ema`, `fit` ends with averages of the weights for weights: these are merged, with the callback and
+    without, and the next `fit` goes on from one model."""
+    x, y, _ = data(WHOLE * 6)
+    x, y = x.astype("float32"), y.astype("float32")
+    for frequency, each_epoch, callback, wrap in (
+        (None, True, True, False), (None, False, False, False), (4, True, False, True), (3, False, True, False),
+    ):  # fmt: skip
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(8), keras.layers.BatchNormalization(),
+                                  keras.layers.Dense(3)])  # fmt: skip
+        balancer = hvd.Balancer(WHOLE, shares=UNEVEN[hvd.size()], adaptive=False)
+        optimizer = keras.optimizers.Adam(1e-2, use_ema=True, ema_momentum=0.9, ema_overwrite_frequency=frequency)
+        optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=8.0) if wrap else optimizer
+        strategy = hvd.LocalSGD(round_steps=2, warmup_steps=1, merge_each_epoch=each_epoch)
+        optimizer = hvd.DistributedOptimizer(optimizer, balancer=balancer, strategy=strategy)
+        model.compile(optimizer=optimizer, loss="mse")
+        what = f"{frequency}, {each_epoch}, {callback}"
+        for _ in range(2):
+            model.fit(
+                hvd.BalancedDataset(x, y, balancer=balancer), epochs=2, verbose=0,
+                callbacks=[hvd.callbacks.LocalSGDCallback()] if callback else [],
+            )  # fmt: skip
+            same_on_all([keras.ops.convert_to_numpy(w) for w in model.trainable_weights], what)
+        balancer.begin(4)
+        model.train_on_batch(x[4 * hvd.rank() :][:4], y[4 * hvd.rank() :][:4])
+        optimizer.merge(model)
+        kept = [keras.ops.convert_to_numpy(v) for v in averages_of(optimizer)]
+        assert len(kept) == len(model.trainable_weights)
+        same_on_all([*weights_of(model), *kept], what)
 
 
 def nobody_waits_for_a_rank_that_stops():
