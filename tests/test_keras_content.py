@@ -10,7 +10,7 @@ pytest.importorskip("horovod.torch", reason="build it with hvd-hetero build-horo
 
 from hvd_hetero.engine.randomness import load_random_state, random_state
 from hvd_hetero.keras.content import loaded, saved
-from hvd_hetero.keras.elastic import _is_gone, _Variables
+from hvd_hetero.keras.elastic import KerasState, _is_gone, _Variables
 
 
 def test_what_was_saved_is_loaded():
@@ -41,6 +41,24 @@ def test_other_variables_are_refused():
     owner = type("Owner", (), {"variables": [keras.Variable(np.zeros(3))]})()
     with pytest.raises(ValueError, match=r"Expected 1 variables of the shapes \[\(3,\)\]. Received: \[\(4,\)\]"):
         _Variables(owner).load_state_dict({"0": np.zeros(4)})
+
+
+def test_models_and_optimizers_that_are_not_built_are_told_by_name():
+    """Their variables come later, and a state of those that there were would fit nothing."""
+
+    def model():
+        return keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+
+    first, second, optimizer = model(), model(), keras.optimizers.Adam()
+    first.compile(optimizer=keras.optimizers.Adam())
+    with pytest.raises(ValueError, match=r"d_optimizer: expected an optimizer that.*Call d_optimizer.build\(model"):
+        KerasState(first, d_optimizer=optimizer)
+    for name in ("model", "critic"):
+        unbuilt = {"model": first, name: keras.Sequential([keras.layers.Dense(1)])}
+        with pytest.raises(ValueError, match=f"{name}: expected a model that is built.*keras.Input"):
+            KerasState(**unbuilt)
+    optimizer.build(second.trainable_variables)
+    KerasState(first, critic=second, d_optimizer=optimizer, epoch=0)
 
 
 @pytest.mark.parametrize("value", [object(), {"f": lambda: 0}, np.array([object()])])

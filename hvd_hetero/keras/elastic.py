@@ -91,22 +91,22 @@ class KerasState(JobState):
     Args:
         model: compiled and built, with a DistributedOptimizer; its optimizer is kept with it.
         optimizer: another one than the model's.
-        values: more of what has `state_dict()` and `load_state_dict()`, and plain values. They are attributes of this
-            object. What was made with the optimizer's balancer is kept without being named.
+        values: more models and optimizers, built as well, and of what has `state_dict()` and `load_state_dict()`; and
+            plain values. They are attributes of this object. What was made with the optimizer's balancer is kept
+            without being named.
 
     Raises:
-        ValueError: the model is not built yet, so its variables are not known.
+        ValueError: a model, or an optimizer among the values, is not built yet, so its variables are not known.
     """
 
     epoch: int  # where there are such values, for `fit`: epochs done, and batches of the next one
     batch: int
 
     def __init__(self, model: keras.Model, optimizer: Any = None, **values: Any) -> None:
-        if not getattr(model, "built", False):
-            raise ValueError(
-                "model: expected a model that is built, whose variables are known. Received: one that is not. Begin it "
-                "with keras.Input(...), or call model.build(shape)."
-            )
+        _check_built("model", model)
+        for name, value in values.items():
+            if isinstance(value, (keras.Model, keras.optimizers.Optimizer)):
+                _check_built(name, value)
         optimizer = model.optimizer if optimizer is None else optimizer
         given = {"model": model}
         if optimizer is not None:
@@ -200,6 +200,19 @@ class KerasState(JobState):
                 variable.assign(value)
         self.load_codec_states(state.get("codecs", ()))
         self.save()
+
+
+def _check_built(name: str, owner: Any) -> None:
+    """Raises ValueError for a model or an optimizer whose variables are not known yet."""
+    if getattr(owner, "built", False):
+        return
+    if isinstance(owner, keras.optimizers.Optimizer):
+        what, how = "an optimizer", f"Call {name}.build(model.trainable_variables), of the model that it trains."
+    else:
+        what, how = "a model", f"Begin it with keras.Input(...), or call {name}.build(shape)."
+    raise ValueError(
+        f"{name}: expected {what} that is built, whose variables are known. Received: one that is not. {how}"
+    )
 
 
 def _array(variable: Any) -> np.ndarray:
