@@ -58,6 +58,13 @@ class Horizon:
                     self._bound = math.inf
                     self._changed.notify_all()
 
+    def lift(self) -> None:
+        """Lets dealing go on before the answer, to where another rank waits for this one. No plan reaches back to that:
+        none is made before that rank speaks again, and then it holds for batches beyond where both of them are."""
+        with self._changed:
+            self._bound = math.inf
+            self._changed.notify_all()
+
     def unheard(self) -> None:
         """No answer will come."""
         with self._changed:

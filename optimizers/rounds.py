@@ -118,7 +118,9 @@ class Rounds:
         self.waits += any(not fragment.done() for fragment in late)
         while late := [fragment for fragment in self.fragments if self._at_bound(fragment)]:
             if not self._wait_for_merge(late[0].operation):
-                break  # whoever waits for this rank may be the one whose contribution it waits for
+                # Whoever waits for this rank may be the one whose contribution it waits for.
+                self.balancer.dialogue.horizon.lift()
+                break
             came |= self._serve(self._due)
         return came
 

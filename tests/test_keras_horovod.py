@@ -58,6 +58,7 @@ LOCAL = [
     "merging_every_step_is_synchronous_training:averages_of_weights,float64,1e-11",
     "fits_end_with_the_averages_of_all_ranks",
     "fit_ends_with_one_model",
+    "ranks_meet_elsewhere",
     "nobody_waits_for_a_rank_that_stops",
     "back_to_synchronous_steps",
     "a_checkpoint_has_what_merges_keep",

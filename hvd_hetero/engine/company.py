@@ -25,7 +25,7 @@ class Company:
     def __init__(self, submitted: Container[str]) -> None:
         self._submitted = submitted
         self._peers: dict[int, Peer] = {}
-        self._awaited = False  # at the last answer: then the next wait asks at once
+        self.awaited = False  # by one of them, who said so since this rank waited last
         self.me: Peer | None = None
 
     def meet(self, peers: Iterable[Peer]) -> None:
@@ -50,7 +50,7 @@ class Company:
         """What tells, called again and again while this rank waits for these, whether one of them waits for it in an
         operation that it has not come to. They are asked beside what this rank does."""
         began, answers = time.monotonic(), SimpleQueue[bool]()
-        due_s: float | None = 0.0 if self._awaited else FIRST_S  # None: somebody is being asked
+        due_s: float | None = FIRST_S  # None: somebody is being asked
 
         def inquire() -> None:
             answers.put(any(map(self._is_waiting, self._others(ranks))))
@@ -62,10 +62,9 @@ class Company:
                 due_s = None
                 threading.Thread(target=inquire, name="hvd_hetero.company", daemon=True).start()
             elif due_s is None and not answers.empty():
-                self._awaited = answers.get()
-                due_s = max(FIRST_S, 1.5 * waited_s)
-                return self._awaited
-            return False
+                self.awaited = answers.get()
+                due_s = 1.5 * waited_s
+            return self.awaited
 
         return is_awaited
 

@@ -10,7 +10,8 @@ import numpy as np
 
 from .environment import waits_without_spinning
 from .port import Op
-from .process_set import ProcessSetEngine, checked_splits, wait_until
+from .process_set import ProcessSetEngine, checked_splits
+from .sleep import wait_until
 
 _OPS = {"sum": "Sum", "min": "Min", "max": "Max"}
 

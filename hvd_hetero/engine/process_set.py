@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import importlib
 import itertools
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, TypeVar
 
@@ -16,24 +15,10 @@ from .host import host_identity
 from .port import gather_text
 from .remembered import Remembered
 from .shared_sets import process_set_of
+from .sleep import wait_until
 from .watch import Watch
 
 Self = TypeVar("Self", bound="ProcessSetEngine")
-
-_SHORTEST_SLEEP_S = 0.0003
-_LONGEST_SLEEP_S = 0.002
-
-
-def wait_until(done: Callable[[], bool], *, unless: Callable[[], bool] = lambda: False) -> bool:
-    """Sleeps until `done()`; or, False, until `unless()`. A look costs CPU that a slow rank needs, so the longer the
-    wait, the rarer the looks."""
-    start = time.perf_counter()
-    while not done():
-        if unless():
-            return False
-        waited = time.perf_counter() - start
-        time.sleep(min(_LONGEST_SLEEP_S, max(_SHORTEST_SLEEP_S, waited / 16)))
-    return True
 
 
 def checked_splits(splits: Sequence[int], *, rows: int, size: int, name: str) -> list[int]:
@@ -145,8 +130,7 @@ class ProcessSetEngine:
     def wait_unless_awaited(self, done: Callable[[], bool], *, name: str) -> bool:
         if self._watch is None:
             return wait_until(done)
-        with self._watch.waiting(name, self.ranks):
-            return wait_until(done, unless=self._watch.is_awaited(self.ranks))
+        return self._watch.wait_unless_awaited(done, name, self.ranks)
 
     def _track(self, operation: str) -> Tracked:
         """Notes that this rank takes part in an operation."""

@@ -31,6 +31,7 @@ from .notice import LEFT
 from .peer import Ear, Peer, ask
 from .port import without_lane
 from .remembered import Remembered
+from .sleep import wait_until
 
 PERIOD_S = 0.5  # between looks at what this rank waits for
 STEPS = 128  # whose lengths are kept
@@ -97,6 +98,7 @@ class Watch:
     def waiting(self, operation: str, ranks: tuple[int, ...]) -> Iterator[None]:
         """While this thread waits for an operation of these global ranks."""
         thread, now = threading.get_ident(), time.monotonic()
+        self._company.awaited = False
         turn = without_lane(operation)
         last = self._began.get(turn)
         if last is not None:
@@ -143,10 +145,12 @@ class Watch:
         are there."""
         return "; ".join(absence.text for absence in self._company.absent("", ranks) if not absence.answers)
 
-    def is_awaited(self, ranks: Sequence[int]) -> Callable[[], bool]:
-        """What tells, called again and again while this rank waits for these, whether one of them waits for it in an
-        operation that it has not come to."""
-        return self._company.awaits(ranks)
+    def wait_unless_awaited(self, done: Callable[[], bool], operation: str, ranks: tuple[int, ...]) -> bool:
+        """See the port. Whoever waits does so until this rank comes, and so nobody is asked again before it waits."""
+        if self._company.awaited:
+            return done()
+        with self.waiting(operation, ranks):
+            return wait_until(done, unless=self._company.awaits(ranks))
 
     def close(self) -> None:
         """Watches no more."""

@@ -18,7 +18,7 @@ import torch
 from hvd_hetero.engine import binding
 from hvd_hetero.engine.environment import waits_without_spinning
 from hvd_hetero.engine.horovod import HorovodEngine
-from hvd_hetero.engine.process_set import wait_until
+from hvd_hetero.engine.sleep import wait_until
 
 _synchronize = horovod.torch.mpi_ops.synchronize
 # Where Horovod's own functions wait: each of these modules has the name for itself.

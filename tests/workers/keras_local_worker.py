@@ -133,6 +133,25 @@ def fits_end_with_the_averages_of_all_ranks():
         same_on_all([*weights_of(model), *kept], what)
 
 
+def ranks_meet_elsewhere():
+    """One rank is done with an epoch and waits for its metrics, and the other has many batches before it."""
+    class Slow(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            time.sleep(0.01 * hvd.rank())
+
+    x, y = data(WHOLE * 150)[:2]
+    model = dense_model()
+    balancer = hvd.Balancer(WHOLE)
+    strategy = hvd.LocalSGD(warmup_steps=2, merge_each_epoch=False)
+    optimizer = hvd.DistributedOptimizer(plain_sgd(), balancer=balancer, strategy=strategy)
+    model.compile(optimizer=optimizer, loss="mse")
+    metrics = hvd.callbacks.MetricAverageCallback()
+    history = model.fit(hvd.BalancedDataset(x, y, balancer=balancer), epochs=2, verbose=0, callbacks=[metrics, Slow()])
+    optimizer.merge(model)
+    same_on_all(weights_of(model))
+    same_on_all([np.array(history.history["loss"])])
+
+
 def nobody_waits_for_a_rank_that_stops():
     """One rank stops for two seconds, and the other makes its steps – which it does not in synchronous training."""
     arrays = data(WHOLE * 40)[:2]
