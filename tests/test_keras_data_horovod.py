@@ -22,6 +22,7 @@ CHECKS = [
     "broadcast_makes_ranks_alike",
     "metrics_are_those_of_all_samples",
     "metrics_of_a_train_step_of_ones_own",
+    "losses_of_several_outputs_are_those_of_all_samples",
     "a_loss_over_other_terms_equals_one_process",
     "the_learning_rate_is_scheduled_and_follows_the_batch",
     "elastic_states_and_a_trace_are_kept",

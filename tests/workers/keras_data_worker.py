@@ -231,6 +231,30 @@ def metrics_of_a_train_step_of_ones_own():
     assert np.allclose(history["accuracy"], (predicted == y).mean(), rtol=1e-6), (history, (predicted == y).mean())
 
 
+def losses_of_several_outputs_are_those_of_all_samples():
+    """They add up to the loss, however uneven the shares are."""
+    generator = np.random.RandomState(2)
+    x, y = generator.randn(48, 6).astype("float32"), generator.randn(48, 2).astype("float32")
+    targets = {"p": y[:, :1], "q": y[:, 1:]}
+    keras.utils.set_random_seed(0)
+    rows = keras.Input((6,))
+    model = keras.Model(rows, {name: keras.layers.Dense(1, name=name)(rows) for name in targets})
+    balancer = hvd.Balancer(24, shares={1: (24,), 2: (4, 20), 3: (4, 8, 12)}[hvd.size()], adaptive=False)
+    model.compile(
+        optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD(0.0), balancer=balancer),
+        loss={"p": "mse", "q": "mae"},
+        jit_compile=False,
+    )
+    expected = model.evaluate(x, targets, batch_size=24, verbose=0, return_dict=True)
+    history = model.fit(
+        hvd.BalancedDataset(x, targets, balancer=balancer), verbose=0, callbacks=[hvd.callbacks.MetricAverageCallback()]
+    ).history
+    found = {name: values[0] for name, values in history.items()}
+    assert np.isclose(found["p_loss"] + found["q_loss"], found["loss"], rtol=1e-5), found
+    for name in ("loss", "p_loss", "q_loss"):
+        assert np.isclose(found[name], expected[name], rtol=1e-5), (name, found, expected)
+
+
 class TrainedByNobody(keras.utils.PyDataset):
     """This rank's rows of each batch, for a train_step that trains nothing."""
 

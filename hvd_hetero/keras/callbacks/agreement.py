@@ -62,8 +62,9 @@ class MetricAverageCallback(keras.callbacks.Callback):
 
     To be put before callbacks that decide by metrics, such as EarlyStopping and ReduceLROnPlateau. Exact for metrics
     that are means over samples, as losses and accuracies are, but for the sample of another rank that one without any
-    looks at in a short batch. Metrics of a validation are weighted by its samples: with an `hvd.EvaluationDataset`,
-    which deals them out, or with all of them on each rank.
+    looks at in a short batch. With the TensorFlow back end the loss of each of several outputs is a mean over a rank's
+    batches, in Keras itself: it is exact where these are of one size. Metrics of a validation are weighted by its
+    samples: with an `hvd.EvaluationDataset`, which deals them out, or with all of them on each rank.
 
     Args:
         device: of no effect; Horovod's argument.
@@ -114,7 +115,11 @@ class MetricAverageCallback(keras.callbacks.Callback):
     def _counts(self) -> dict[str, float]:
         """What metrics are means over, as far as they are: samples seen since they were reset, by their names."""
         every = [each for metric in self.model.metrics for each in (metric, *getattr(metric, "metrics", ()))]
-        return {each.name: float(keras.ops.convert_to_numpy(each.count)) for each in every if hasattr(each, "count")}
+        # Where the number of rows is not known while TensorFlow traces, Keras counts batches for the loss of each of
+        # several outputs. They are parts of the loss, and weigh what it weighs.
+        parts = {id(each) for each in getattr(getattr(self.model, "_compile_loss", None), "metrics", ())}
+        counting = [each for each in every if hasattr(each, "count") and id(each) not in parts]
+        return {each.name: float(keras.ops.convert_to_numpy(each.count)) for each in counting}
 
 
 def _weight(counts: Mapping[str, float], name: str) -> float:
