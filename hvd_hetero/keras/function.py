@@ -10,6 +10,7 @@ import numpy as np
 
 from hvd_hetero.engine import binding
 from hvd_hetero.engine.port import Engine
+from hvd_hetero.optimizers.agreement import agree_on, agree_text
 
 from . import backend
 from .optimizer import DistributedOptimizer
@@ -106,12 +107,23 @@ def broadcast_variables(
 ) -> None:
     """Overwrites Keras variables (of a model, or `optimizer.variables`) on all ranks with those of `root_rank`.
 
-    A collective call, with the same variables on all ranks.
+    A collective call, with variables of the same number, shapes and types on all ranks.
+
+    Raises:
+        ValueError: on every rank, where these differ, as those of different optimizers do.
     """
     chosen = list(variables.values() if isinstance(variables, Mapping) else variables)
     engine = backend.engine(process_set)
+    name = engine.unique("hvd_hetero.variables.")
+    agree_on(engine, {"number of variables": len(chosen)}, name=f"{name}.number")
+    agree_text(
+        engine,
+        lambda: ", ".join(f"{keras.backend.standardize_dtype(v.dtype)}{list(v.shape)}" for v in chosen),
+        title="variables",
+        name=f"{name}.alike",
+    )
     arrays = [_array(keras.ops.convert_to_numpy(v)).reshape(tuple(v.shape)) for v in chosen]
-    _broadcast(arrays, root_rank, engine, engine.unique("hvd_hetero.variables."))
+    _broadcast(arrays, root_rank, engine, name)
     if engine.ranks[engine.rank] != root_rank:
         for variable, array in zip(chosen, arrays, strict=True):
             variable.assign(array)

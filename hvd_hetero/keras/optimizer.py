@@ -74,6 +74,7 @@ def DistributedOptimizer(
     passes = 1 if _scales(optimizer) else optimizer.gradient_accumulation_steps or 1
     reducer_of = functools.partial(
         make_reducer,
+        optimizer=_named(optimizer),
         compression=compression,
         op=op,
         predivide=gradient_predivide_factor,
@@ -106,6 +107,7 @@ def weights_of(balancer: Balancer | None, process_set: Any) -> Balancer:
 
 def make_reducer(
     *,
+    optimizer: str = "none, but a tape",
     compression: Any,
     op: Any,
     predivide: float,
@@ -131,6 +133,7 @@ def make_reducer(
             wire=wire,
             topology=topology,
             alike={
+                "optimizer": optimizer,
                 "strategy": strategy or "synchronous",
                 "gradient_accumulation_steps": passes,
                 "op": "Sum" if op == backend.horovod.Sum else "Average",
@@ -145,6 +148,12 @@ def make_reducer(
         bucket_bytes=bucket_bytes,
         strategy=strategy,
     )
+
+
+def _named(optimizer: Any) -> str:
+    """Its class, and that of the one within it."""
+    inner = getattr(optimizer, "inner_optimizer", None)
+    return type(optimizer).__name__ + ("" if inner is None else f"({_named(inner)})")
 
 
 def _scales(optimizer: Any) -> bool:

@@ -115,6 +115,7 @@ def DistributedOptimizer(
             wire=wire,
             topology=topology,
             alike={
+                "optimizer": type(optimizer).__name__,
                 "strategy": local or strategy,
                 "backward_passes_per_step": passes,
                 "op": "Sum" if op == horovod.Sum else "Average",

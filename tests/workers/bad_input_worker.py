@@ -30,9 +30,9 @@ def data_of(length=WHOLE * 3):
     return torch.utils.data.TensorDataset(torch.zeros(length, 4), torch.zeros(length, dtype=torch.int64))
 
 
-def optimizer_of(balancer=None, width=4, **options):
+def optimizer_of(balancer=None, width=4, kind=torch.optim.SGD, **options):
     balancer = balancer or hvd.Balancer(WHOLE)
-    return hvd.DistributedOptimizer(torch.optim.SGD(model_of(width).parameters(), lr=0.1), balancer=balancer, **options)
+    return hvd.DistributedOptimizer(kind(model_of(width).parameters(), lr=0.1), balancer=balancer, **options)
 
 
 class Endless(torch.utils.data.IterableDataset):
@@ -153,6 +153,7 @@ def table(folder):
         ("no passes", lambda: optimizer_of(backward_passes_per_step=0), "at least 1"),
         ("ops differ", lambda: optimizer_of(op=hvd.Sum if last else hvd.Average), "the same on every rank"),
         ("an op without weights", lambda: optimizer_of(op=hvd.Adasum), "op: expected"),
+        ("optimizers differ", lambda: optimizer_of(kind=torch.optim.Adam if last else torch.optim.SGD), "optimizer=SGD"),
         ("models differ", lambda: optimizer_of(width=4 + last), "the same on every rank"),
         ("buckets of nothing", lambda: optimizer_of(bucket_bytes=0), "bucket_bytes"),
         ("an unknown rule", lambda: hvd.LatencyAwareLR(optimizer_of(b := hvd.Balancer(WHOLE)), b, rule="cubic"), "rule"),
