@@ -76,6 +76,14 @@ def test_random_numbers_go_on():
     assert [random.random(), np.random.rand(), np.random.randn()] == expected
 
 
+@pytest.mark.parametrize(("epoch", "batch"), [(2, 0), (1, 3)])
+def test_a_job_that_is_finished_already_has_an_empty_history(epoch, batch):
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile(optimizer="sgd", loss="mse")
+    found = KerasState(model, epoch=epoch, batch=batch).fit([None] * 3, epochs=2)
+    assert found.history == {} and found.epoch == []
+
+
 @pytest.mark.parametrize(("name", "text", "gone"), [
     ("UnknownError", "Horovod has been shut down. [Op:HorovodBroadcast] name: tuple.t", True),
     ("UnknownError", "Connection closed by peer [[{{node HorovodAllreduce_1}}]]", True),

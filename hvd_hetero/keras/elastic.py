@@ -118,6 +118,8 @@ class KerasState(JobState):
     def fit(self, x: Any, *, epochs: int, callbacks: Sequence[Any] = (), **arguments: Any) -> Any:
         """The history of `model.fit(x, ...)` from where this state is, to the end of epoch number `epochs`.
 
+        An empty one where that is over, as in a finished job that is started again.
+
         Keeps `epoch` and `batch` of this state, which have to be among its values, before it calls the `callbacks`. An
         epoch that was begun before is its rest: Keras has one length for all epochs of a fit, so that is a fit of its
         own.
@@ -133,7 +135,8 @@ class KerasState(JobState):
             raise ValueError(
                 f"Expected a state with epoch and batch: KerasState(model, epoch=0, batch=0). Received: {self._plain}."
             )
-        history = None
+        history = keras.callbacks.History()
+        history.on_train_begin()
         if self.batch >= len(x):  # kept after the last batch of an epoch, and before its end
             self.epoch, self.batch = self.epoch + 1, 0
         while self.epoch < epochs:
