@@ -22,6 +22,14 @@ def has_state(value: Any) -> bool:
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
+def _copied(value: Any) -> Any:
+    """A copy of a plain value; itself where it cannot be copied."""
+    try:
+        return copy.deepcopy(value)
+    except Exception:
+        return value
+
+
 class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
     """What a job commits, goes back to, and hands to ranks that join.
 
@@ -35,6 +43,7 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
         self._parts: dict[str, Any] = {}
         self._balancers: list[Any] = []
         self._kept: dict[str, Any] = {}
+        self._kept_values: dict[str, Any] = {}
         self._kept_back: list[Any] = []  # by codecs, which have not sent it yet
         self.commits = 0
         self._synced = False
@@ -91,6 +100,7 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
     def _keep(self) -> None:
         self._kept_back = [keeper.kept_back() for keeper in self._keepers]
         self._kept = {name: copy.deepcopy(part.state_dict()) for name, part in self._parts.items()}
+        self._kept_values = {name: _copied(getattr(self, name)) for name in self._plain}
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in vars(self).get("_parts", {}):
@@ -111,9 +121,8 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
         self.check_host_updates()
 
     def save(self) -> None:
-        """Keeps what there is."""
+        """Keeps what there is: of plain values copies, as a script may change them in place."""
         self._keep()
-        super().save()
 
     def on_reset(self) -> None:
         """What the job was made of has been rebuilt on other ranks."""
@@ -124,7 +133,8 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
         """Goes back to what was kept."""
         for name, part in self._parts.items():
             part.load_state_dict(copy.deepcopy(self._kept[name]))
-        super().restore()
+        for name, value in self._kept_values.items():
+            setattr(self, name, _copied(value))
 
     def sync(self) -> None:
         """All ranks get what the rank with the most commits has; of several, the first. A collective call."""
