@@ -11,7 +11,7 @@ import pytest
 from hvd_hetero.engine import checkpoint_file
 from hvd_hetero.engine.checkpoint import Checkpoint
 from hvd_hetero.engine.checkpoint_file import CheckpointError, CheckpointFile
-from hvd_hetero.engine.local import World
+from hvd_hetero.engine.local import SoloEngine, World
 from hvd_hetero.engine.notice import LEFT
 
 
@@ -190,7 +190,7 @@ def test_saves_when_due(tmp_path):
 def test_sigterm_is_heard_once(tmp_path):
     before = signal.getsignal(signal.SIGTERM)
     state = Words(0)
-    (job,) = [Checkpoint(tmp_path / "x", state, engine=None, every_steps=None)]
+    (job,) = [Checkpoint(tmp_path / "x", state, engine=SoloEngine(), every_steps=None)]
     os.kill(os.getpid(), signal.SIGTERM)
     assert state.told and signal.getsignal(signal.SIGTERM) == before, "a second one acts as ever"
     job.close()
@@ -199,7 +199,32 @@ def test_sigterm_is_heard_once(tmp_path):
 @pytest.mark.parametrize("every_steps", [0, -1, 2.5, "often"])
 def test_wrong_intervals(tmp_path, every_steps):
     with pytest.raises(ValueError, match="every_steps: expected"):
-        Checkpoint(tmp_path / "x", Words(0), engine=None, every_steps=every_steps)
+        Checkpoint(tmp_path / "x", Words(0), engine=SoloEngine(), every_steps=every_steps)
+
+
+@pytest.mark.parametrize(("every_steps", "names"), [((2, 3), "xx"), ((None, 3), "xx"), ((1, 0), "xx"), ((2, 2), "xy")])
+def test_ranks_that_disagree_all_hear_of_it(tmp_path, every_steps, names):
+    def program(engine):
+        path = tmp_path / names[engine.rank]
+        Checkpoint(path, Words(engine.rank), engine=engine, every_steps=every_steps[engine.rank])
+
+    before = signal.getsignal(signal.SIGTERM)
+    for error in World(2).run(program, errors="return"):
+        assert isinstance(error, ValueError) and "expected the same on every rank" in str(error)
+        assert f"rank 1: every_steps={every_steps[1]}" in str(error)
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_rank_that_joins_makes_one_while_the_others_rebuild_theirs(tmp_path):
+    def program(engine):
+        job = made(engine, tmp_path / "x", Words(engine.rank, b"shared"))
+        if engine.rank == 0:
+            engine.rebuild()
+        else:
+            job = made(engine, tmp_path / "x", Words(engine.rank))
+        job.save()
+
+    World(2).run(program)
 
 
 def test_bytes_of_unlike_lengths_travel(tmp_path):

@@ -170,6 +170,8 @@ def table(folder):
         ("no place for a checkpoint", lambda: unwritable_checkpoint(folder), "The one before is kept"),
         ("steps between checkpoints", lambda: hvd.Checkpoint(folder / "x", hvd.elastic.TorchState(), every_steps=0),
          "every_steps: expected"),
+        ("checkpoints at unlike steps", lambda: hvd.Checkpoint(folder / "x", hvd.elastic.TorchState(), every_steps=2 + last),
+         "the same on every rank"),
     ]  # fmt: skip
 
 
