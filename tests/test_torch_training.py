@@ -170,6 +170,29 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all():
     assert World(2).run(program) == [(2.0, True)] * 2
 
 
+def test_grad_scaler_takes_the_loss_of_a_batch_without_samples():
+    """As docs/pytorch.md says: its mean is NaN, which is no overflow and counts for nothing."""
+    torch.set_num_threads(1)
+    prototype = make_model()
+
+    def program(engine):
+        model = copy.deepcopy(prototype)
+        balancer = hvd.Balancer(4, engine=engine, shares=(4, 0), min_share=0)
+        optimizer = hvd.DistributedOptimizer(sgd(model), balancer=balancer)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        balancer.begin(balancer.share)
+        loss = model(torch.ones(balancer.share, 4, dtype=torch.float64)).mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return scaler.get_scale(), bool(loss.isnan()), [p.detach().clone() for p in model.parameters()]
+
+    (scale, _, parameters), (other_scale, nothing, others) = World(2).run(program)
+    assert nothing and scale == other_scale == 4.0
+    assert all(torch.equal(p, other) for p, other in zip(parameters, others, strict=True))
+    assert not any(torch.equal(p, before) for p, before in zip(parameters, prototype.parameters(), strict=True))
+
+
 def test_compiled_models():
     # aot_eager runs the whole of torch.compile but for generating C++, which would take a minute.
     assert compare(sgd, epochs=1, wrap=lambda model: torch.compile(model, backend="aot_eager")) <= 1e-12

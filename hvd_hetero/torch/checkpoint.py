@@ -13,6 +13,7 @@ from .elastic import TorchState
 class Checkpoint(checkpoint.Checkpoint):
     """A job's checkpoint: one file, written whole or not at all, with the one before it kept.
 
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
         state = hvd.elastic.TorchState(model, optimizer, epoch=0)
         checkpoint = hvd.Checkpoint("run/checkpoint", state, every_steps=500)
         checkpoint.restore()
