@@ -91,12 +91,15 @@ def main(folder, kind, **options):
                     state.used = [*state.used, *hvd.allgather_object((state.epoch, mine), name="mine")]
                     mine = []
                     state.commit()
+                    if state.batch % 10 == 0:
+                        checkpoint.save()
                     while state.batch > WAITS_AT and state.sizes[-1] < 3:
                         time.sleep(0.1)  # for the rank that is to join
                         state.commit()
 
     # Nothing but the model and the optimizer is named: what belongs to them is found.
     state = hvd.elastic.TorchState(model, optimizer, epoch=0, batch=0, sizes=[], used=[])
+    checkpoint = hvd.Checkpoint(folder / "checkpoint", state)  # by a rank that joins while the others rebuild theirs
     train(state)
     flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
     every = hvd.allgather(flat[None], name="all")
