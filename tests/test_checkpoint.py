@@ -202,16 +202,15 @@ def test_wrong_intervals(tmp_path, every_steps):
         Checkpoint(tmp_path / "x", Words(0), engine=SoloEngine(), every_steps=every_steps)
 
 
-@pytest.mark.parametrize(("every_steps", "names"), [((2, 3), "xx"), ((None, 3), "xx"), ((1, 0), "xx"), ((2, 2), "xy")])
-def test_ranks_that_disagree_all_hear_of_it(tmp_path, every_steps, names):
+@pytest.mark.parametrize("every_steps", [(2, 3), (None, 3), (1, 0)])
+def test_ranks_that_disagree_all_hear_of_it(tmp_path, every_steps):
     def program(engine):
-        path = tmp_path / names[engine.rank]
-        Checkpoint(path, Words(engine.rank), engine=engine, every_steps=every_steps[engine.rank])
+        Checkpoint(tmp_path / "x", Words(engine.rank), engine=engine, every_steps=every_steps[engine.rank])
 
     before = signal.getsignal(signal.SIGTERM)
     for error in World(2).run(program, errors="return"):
         assert isinstance(error, ValueError) and "expected the same on every rank" in str(error)
-        assert f"rank 1: every_steps={every_steps[1]}" in str(error)
+        assert f"rank 1: {every_steps[1]}" in str(error)
     assert signal.getsignal(signal.SIGTERM) == before
 
 

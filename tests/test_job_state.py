@@ -2,11 +2,11 @@
 
 import threading
 
-import keras
 import numpy as np
 import pytest
 import torch
 
+keras = pytest.importorskip("keras", reason="pip install keras with TensorFlow or torch")
 pytest.importorskip("horovod.torch", reason="build it with hvd-hetero build-horovod")
 
 from hvd_hetero.keras.elastic import KerasState

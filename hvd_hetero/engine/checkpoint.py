@@ -50,13 +50,13 @@ class Checkpoint:
     """A job's checkpoint file, written by rank 0. Constructing one is a collective call.
 
     Args:
-        path: of the file, the same on all ranks; only rank 0 needs to see it.
+        path: of the file; only rank 0 needs to see it.
         state: what is kept.
         engine: the ranks.
         every_steps: `step` saves after so many steps; None: only when the job has to end.
 
     Raises:
-        ValueError: on every rank, where `every_steps` is no such number, or arguments differ between ranks.
+        ValueError: on every rank, where `every_steps` is no such number, or differs between ranks.
     """
 
     def __init__(
@@ -70,12 +70,11 @@ class Checkpoint:
         self._notice = Notice(state.leave, say="this rank leaves once a checkpoint is written.")
 
     def _agree(self) -> None:
-        """Returns where all ranks were given the same; a collective call."""
-        mine = f"every_steps={self._every!r} and {str(self._file.path)!r}"
-        said = gather_text(self._engine, mine, name="hvd_hetero.checkpoint.arguments")
+        """Returns where all ranks save at the same steps; a collective call."""
+        said = gather_text(self._engine, repr(self._every), name="hvd_hetero.checkpoint.every_steps")
         if len(set(said)) > 1:
             received = "; ".join(f"rank {rank}: {one}" for rank, one in enumerate(said))
-            raise ValueError(f"every_steps, path: expected the same on every rank. Received: {received}.")
+            raise ValueError(f"every_steps: expected the same on every rank. Received: {received}.")
         if self._every is not None and (not isinstance(self._every, int) or self._every < 1):
             raise ValueError(f"every_steps: expected an integer of at least 1, or None. Received: {self._every!r}.")
 

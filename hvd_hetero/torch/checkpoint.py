@@ -32,12 +32,12 @@ class Checkpoint(checkpoint.Checkpoint):
     whose commits see to that, calls `save()` after a commit instead of `step()`. Constructing one is a collective call.
 
     Args:
-        path: of the file, the same on all ranks; only rank 0 needs to see it.
+        path: of the file; only rank 0 needs to see it.
         state: what is kept.
         every_steps: `step` saves after so many steps; None: only when the job has to end.
 
     Raises:
-        ValueError: on every rank, where `every_steps` is no such number, or arguments differ between ranks.
+        ValueError: on every rank, where `every_steps` is no such number, or differs between ranks.
     """
 
     def __init__(self, path: str | os.PathLike[str], state: TorchState, *, every_steps: int | None = None) -> None:
