@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-keras = pytest.importorskip("keras", reason="pip install keras with TensorFlow or torch")
+pytest.importorskip("keras", reason="pip install keras with TensorFlow or torch")
 pytest.importorskip("horovod.torch", reason="build it with hvd-hetero build-horovod")
+
+import keras
 
 from hvd_hetero.keras.elastic import KerasState
 from hvd_hetero.torch.elastic import TorchState
