@@ -93,6 +93,8 @@ class Balancer:
         self.planner = Planner(self.terms, self._rule)
         self.ladder = Ladder(self.plan.shares, tell=self._moved)
         self.count_now: float | None = None
+        self._counted = 0.0  # loss terms of this batch's passes before the present one
+        self.samples = 0  # of this rank's batch
         self.last_pass = True  # False while micro-batches are to follow
         self._exchanges: list[Attached] = []
         self._attached = 0  # so many, ever
@@ -179,6 +181,7 @@ class Balancer:
         if samples < 0:
             raise ValueError(f"samples: expected 0 or more. Received: {samples}.")
         self.step += 1
+        self.samples, self._counted = samples, 0.0
         self.timesheet.begin(samples)
         self.last_pass = True
         for exchange in self._exchanges:
@@ -210,6 +213,16 @@ class Balancer:
         self.count_now = terms
         if not self.timesheet.running:
             self.timesheet.run()
+
+    def _begin_pass(self, terms: float, *, first: bool) -> None:
+        """A backward pass over `terms` loss terms begins, of several of this batch."""
+        self._counted = 0.0 if first else self.batch_terms
+        self._set_count(terms)
+
+    @property
+    def batch_terms(self) -> float:
+        """The loss terms of this batch on this rank, in all its passes so far."""
+        return self._counted + (self.count_now or 0.0)
 
     def fail(self) -> None:
         """Tells all ranks, in the exchange they wait in, that this one cannot go on; they raise `PeerError`."""

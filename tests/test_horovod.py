@@ -20,6 +20,7 @@ CHECKS = [
     "law_1_identical_to_plain_horovod",
     "law_4_every_sample_once",
     "law_5_bfloat16_and_broadcast",
+    "law_5_memory_formats",
     "objects_of_any_type",
     "nan_on_one_rank_is_seen_by_all",
     "waiting_does_not_spin",

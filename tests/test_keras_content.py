@@ -84,6 +84,24 @@ def test_a_job_that_is_finished_already_has_an_empty_history(epoch, batch):
     assert found.history == {} and found.epoch == []
 
 
+def test_the_history_is_of_all_that_is_left():
+    """The rest of an epoch is a fit of its own."""
+
+    class Batches(keras.utils.PyDataset):
+        def __len__(self):
+            return 3
+
+        def __getitem__(self, index):
+            return np.ones((2, 1)), np.ones((2, 1))
+
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile(optimizer=keras.optimizers.SGD(), loss="mse", metrics=["mae"])
+    found = KerasState(model, epoch=1, batch=2).fit(Batches(), epochs=4, verbose=0)
+    assert found.epoch == [1, 2, 3] and {name: len(values) for name, values in found.history.items()} == {
+        "loss": 3, "mae": 3,
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize(("name", "text", "gone"), [
     ("UnknownError", "Horovod has been shut down. [Op:HorovodBroadcast] name: tuple.t", True),
     ("UnknownError", "Connection closed by peer [[{{node HorovodAllreduce_1}}]]", True),

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 pytest.importorskip("horovod.torch", reason="build it with hvd-hetero build-horovod")
 
 import hvd_hetero.torch as hvd
-from hvd_hetero.engine.local import World
+from hvd_hetero.engine.local import SoloEngine, World
 
 WHOLE, SHARES = 8, (5, 2, 1)
 
@@ -185,6 +185,65 @@ def test_a_number_for_the_whole_batch_is_no_row():
         return rows
 
     assert World(2).run(program) == [[3, 3, 1], [2, 0]]
+
+
+def test_parts_are_of_the_samples_that_were_begun():
+    """Whatever else a batch holds, and where it has a list with an element for each, as for images of unlike sizes."""
+    balancer = hvd.Balancer(4, engine=SoloEngine(), max_micro_batch=2)
+    images = [torch.zeros(1, 5, width) for width in range(1, 5)]
+    pair = [torch.arange(4), torch.arange(4)]
+    batch = {"weights": torch.ones(10), "pair": pair, "images": images, "names": [*"abcd"]}
+    balancer.begin(4)
+    parts = list(balancer.micro_batches(batch))
+    assert [part["weights"].shape for part in parts] == [(10,), (10,)]
+    assert [[rows.tolist() for rows in part["pair"]] for part in parts] == [[[0, 1]] * 2, [[2, 3]] * 2]
+    assert [part["names"] for part in parts] == [["a", "b"], ["c", "d"]]
+    assert [[image.shape[2] for image in part["images"]] for part in parts] == [[1, 2], [3, 4]]
+    balancer.begin(3)
+    with pytest.raises(TypeError, match=r"3 as the batch that was begun. Received: \[\[4\], \[4\]"):
+        next(balancer.micro_batches([torch.zeros(4), torch.zeros(4)]))
+
+
+def test_a_rank_without_samples_has_a_batch_of_none_whatever_it_is_made_of():
+    def collate(samples):
+        return {"x": torch.stack(samples), "names": ["?"] * len(samples), "weights": torch.ones(10)}
+
+    def program(engine):
+        balancer = hvd.Balancer(WHOLE, engine=engine, shares=(8, 0), min_share=0)
+        loader = hvd.BalancedDataLoader(Numbered(), balancer=balancer, collate_fn=collate)
+        return [[len(part) for part in batch.values()] for batch in loader][0]
+
+    assert World(2).run(program) == [[8, 8, 10], [0, 0, 10]]
+
+
+def test_a_mean_is_over_all_parts_of_a_batch():
+    def program(engine):
+        balancer = hvd.Balancer(8, engine=engine, shares=(5, 3), max_micro_batch=2)
+        weight = nn.Parameter(torch.zeros(1))
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=0.0), balancer=balancer)
+        x = torch.arange(8.0)[:5] if engine.rank == 0 else torch.arange(8.0)[5:]
+        balancer.begin(len(x))
+
+        def closure():
+            optimizer.zero_grad()
+            for part in balancer.micro_batches(x):
+                ((part + weight).mean()).backward()
+            return x.mean()
+
+        seen = [optimizer.step(closure).item() for _ in range(2)]
+        return [*seen, balancer.mean(x.mean()).item(), weight.grad.item()]
+
+    assert World(2).run(program) == [[3.5, 3.5, 3.5, 1.0]] * 2
+
+
+def test_a_copy_of_a_distributed_optimizer_is_told():
+    model = nn.Linear(2, 1)
+    made = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), balancer=hvd.Balancer(1, engine=SoloEngine())
+    )
+    with pytest.warns(RuntimeWarning, match="plain SGD and reduces nothing"):
+        other, copied = copy.deepcopy((model, made))
+    assert type(copied) is torch.optim.SGD and copied.param_groups[0]["params"][0] is other.weight
 
 
 def test_a_mean_over_ranks_is_one_over_samples():

@@ -141,7 +141,7 @@ class KerasState(JobState):
             self.epoch, self.batch = self.epoch + 1, 0
         while self.epoch < epochs:
             rest = len(x) - self.batch if self.batch else None
-            history = self.model.fit(
+            part = self.model.fit(
                 x,
                 initial_epoch=self.epoch,
                 epochs=self.epoch + 1 if rest else epochs,
@@ -149,6 +149,9 @@ class KerasState(JobState):
                 callbacks=[_Place(self), *callbacks],
                 **arguments,
             )
+            history.epoch += part.epoch
+            for name, values in part.history.items():
+                history.history.setdefault(name, []).extend(values)
             if self.model.stop_training:
                 break
         return history

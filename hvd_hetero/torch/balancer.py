@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
-import torch
 from torch.utils import _pytree as pytree
 
 from hvd_hetero.engine.environment import run_folder
@@ -18,13 +17,7 @@ from hvd_hetero.policy.replan import ReplanRule
 from hvd_hetero.trace.record import trace_of
 
 from .loss import mean_over_ranks
-
-Batch = TypeVar("Batch")
-
-
-def has_rows(leaf: Any) -> bool:
-    """Whether it is a tensor with samples along its first axis, and not a single number for all of them."""
-    return isinstance(leaf, torch.Tensor) and leaf.ndim > 0
+from .row import Batch, cut, has_samples
 
 
 class Balancer(framework_free.Balancer):
@@ -77,18 +70,27 @@ class Balancer(framework_free.Balancer):
             value: a number, or a tensor of one element.
         """
         name = f"hvd_hetero.{self.name}.mean"
-        return mean_over_ranks(value, terms=self.count_now or 0.0, engine=self.engine, name=name)
+        return mean_over_ranks(value, terms=self.batch_terms, engine=self.engine, name=name)
 
     def micro_batches(self, batch: Batch) -> Iterator[Batch]:
         """The parts of `batch`, each of at most this rank's `max_micro_batch` samples, for one `backward()` each.
 
         Their gradients add up to that of the whole, weighted by their sizes; ranks may have different numbers of
         parts. Gradients travel during the last one.
+
+        Args:
+            batch: the one that was begun. Tensors with as many rows as it has samples are cut, and lists with as many
+                elements; what else it holds is in each part.
+
+        Raises:
+            TypeError: nothing in it is of so many samples.
         """
-        leaves = [leaf for leaf in pytree.tree_leaves(batch) if has_rows(leaf)]
-        if not leaves:
-            raise TypeError(f"batch: expected tensors with samples along their first axis. Received: {type(batch)}.")
-        samples = len(leaves[0])
+        samples = self.samples
+        if not has_samples(batch, samples):
+            raise TypeError(
+                f"batch: expected tensors with samples along their first axis, {samples} as the batch that was begun. "
+                f"Received: {[list(leaf.shape) for leaf in pytree.tree_leaves(batch) if hasattr(leaf, 'shape')]}."
+            )
         sizes = micro_batches(samples, self.terms.max_micro_batch) or (0,)
         at = 0
         for index, size in enumerate(sizes):
@@ -96,5 +98,5 @@ class Balancer(framework_free.Balancer):
             at += size
             self.last_pass = index == len(sizes) - 1
             if len(sizes) > 1:
-                self._set_count(float(size))
-            yield pytree.tree_map(lambda leaf, part=part: leaf[part] if has_rows(leaf) else leaf, batch)
+                self._begin_pass(float(size), first=index == 0)
+            yield cut(batch, part, samples)

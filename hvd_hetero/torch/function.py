@@ -92,21 +92,27 @@ def _caller() -> tuple[str, Any]:
 def broadcast_parameters(
     params: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]], root_rank: int
 ) -> None:
-    """Overwrites `params` on all ranks with those of `root_rank`; bfloat16, which Horovod lacks, travels as bits."""
-    pairs = sorted(params.items()) if isinstance(params, Mapping) else list(params)
-    as_bits = [
-        (name, tensor.data.view(torch.int16) if _is_bfloat16(tensor) else tensor) for name, tensor in pairs
-    ]
+    """Overwrites `params` on all ranks with those of `root_rank`. What Horovod lacks travels in another form: bfloat16
+    as bits, and what is not contiguous, such as the weights of a model in channels_last, as a copy."""
+    pairs: list[tuple[str, Any]] = sorted(params.items()) if isinstance(params, Mapping) else list(params)
+    copies: dict[str, torch.Tensor] = {
+        name: tensor.data.contiguous() for name, tensor in pairs if not _is_contiguous(tensor)
+    }
+    sent = [(name, copies.get(name, tensor)) for name, tensor in pairs]
+    as_bits = [(name, tensor.data.view(torch.int16) if _is_bfloat16(tensor) else tensor) for name, tensor in sent]
     horovod.torch.broadcast_parameters(as_bits, root_rank)
+    given = dict(pairs)
+    for name, received in copies.items():
+        given[name].data.copy_(received)
 
 
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int) -> None:
     """Overwrites the optimizer's state and options on all ranks with those of `root_rank`."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    if not any(_is_bfloat16(parameter) for parameter in parameters):
+    if all(_is_contiguous(p) and not _is_bfloat16(p) for p in parameters):
         horovod.torch.broadcast_optimizer_state(optimizer, root_rank)
         return
-    # Horovod would broadcast bfloat16 tensors one by one, and cannot; pickled they travel as bytes.
+    # Horovod would broadcast such tensors one by one, and cannot; pickled they travel as bytes.
     mine = optimizer.state_dict() if horovod.torch.rank() == root_rank else None
     optimizer.load_state_dict(horovod.torch.broadcast_object(mine, root_rank, name="hvd_hetero.optimizer_state"))
 
@@ -126,6 +132,10 @@ def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
     """The objects of all ranks, of any types, pickled in between. A collective call."""
     found: list[Any] = horovod.torch.allgather_object(obj, name or "allgather_object")
     return found
+
+
+def _is_contiguous(value: Any) -> bool:
+    return not isinstance(value, torch.Tensor) or value.is_contiguous()
 
 
 def _is_bfloat16(value: Any) -> bool:

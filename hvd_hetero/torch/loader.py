@@ -16,7 +16,7 @@ from hvd_hetero.engine.loading import Loaders, loaders
 from hvd_hetero.optimizers.balancer import Balancer
 from hvd_hetero.optimizers.sampler import ShareSampler
 
-from .balancer import has_rows
+from .row import cut
 
 
 class BalancedBatchSampler(Sampler[list[int]]):
@@ -120,11 +120,6 @@ def _begin(those: Loaders, worker_init_fn: Callable[[int], None] | None, worker:
         worker_init_fn(worker)
 
 
-def _no_rows(batch: Any) -> Any:
-    """`batch` with no rows, for a rank that has no sample in this global batch."""
-    return torch.utils._pytree.tree_map(lambda leaf: leaf[:0] if has_rows(leaf) else leaf, batch)
-
-
 def _progress_bar() -> Any:
     """tqdm's class of bars."""
     try:
@@ -218,7 +213,7 @@ class BalancedDataLoader:
                 batch = next(source)
                 samples = self.batch_sampler.used()
                 if samples == 0:
-                    batch = _no_rows(batch)
+                    batch = cut(batch, slice(0), 1)  # what was loaded is another rank's
             except Exception:
                 self.balancer.fail()
                 raise

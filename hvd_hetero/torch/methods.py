@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -92,6 +94,16 @@ def methods_of(base: type[torch.optim.Optimizer]) -> dict[str, Callable[..., Any
     def __reduce__(self: Any) -> Any:
         return (_unwrapped, (base, {k: v for k, v in self.__getstate__().items()}))
 
+    def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
+        warnings.warn(
+            "Expected a DistributedOptimizer to stay the only one of its kind. Received: a copy of it, which is the "
+            f"plain {base.__name__} and reduces nothing. Make a DistributedOptimizer of the copy to train with it.",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+        make, (kind, state) = self.__reduce__()
+        return make(kind, copy.deepcopy(state, memo))
+
     return {
         "step": step,
         "synchronize": synchronize,
@@ -102,6 +114,7 @@ def methods_of(base: type[torch.optim.Optimizer]) -> dict[str, Callable[..., Any
         "set_backward_passes_per_step": set_backward_passes_per_step,
         "add_param_group": add_param_group,
         "__reduce__": __reduce__,
+        "__deepcopy__": __deepcopy__,
     }
 
 

@@ -275,7 +275,7 @@ class GradientReducer:
 
     def mean_over_ranks(self, loss: Any) -> Any:
         """The mean of `loss` over all ranks' loss terms."""
-        name, terms = f"{self._weighing.name}.loss", self._balancer.count_now or 0.0
+        name, terms = f"{self._weighing.name}.loss", self._balancer.batch_terms
         return mean_over_ranks(loss, terms=terms, engine=self._weighing.engine, name=name)
 
     def _finish(self) -> None:

@@ -178,6 +178,25 @@ def law_5_bfloat16_and_broadcast():
         model = make_model(torch.bfloat16)
 
 
+def law_5_memory_formats():
+    """What is broadcast need not be contiguous, and keeps its format."""
+    torch.manual_seed(hvd.rank())
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4, 2)).to(memory_format=torch.channels_last)
+    assert not model[0].weight.is_contiguous()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(1, 3, 3, 3)).sum().backward()
+    optimizer.step()
+    expected = hvd.broadcast(model[0].weight.detach().contiguous(), 0, name="first")
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    assert torch.equal(model[0].weight, expected)
+    assert model[0].weight.is_contiguous(memory_format=torch.channels_last)
+    state = hvd.elastic.TorchState(model, optimizer, epoch=hvd.rank())
+    state.sync()
+    assert state.epoch == 0 and spread(model.parameters()) == 0.0
+    assert spread(optimizer.state[p]["momentum_buffer"] for p in model.parameters()) == 0.0
+
+
 def nan_on_one_rank_is_seen_by_all():
     model = make_model(torch.float32)
     balancer = hvd.Balancer(WHOLE)
