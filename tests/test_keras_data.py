@@ -320,6 +320,9 @@ class Exchange:
 
     def on_epoch_end(self): ...
 
+    def withdraw(self):
+        return lambda: True
+
 
 def test_a_batch_begins_with_the_exchange_that_comes_first_and_again():
     """Two optimizers in a training step; and then another one, as `compile` makes for thawed layers."""

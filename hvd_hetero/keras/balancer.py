@@ -122,8 +122,10 @@ class Balancer(framework_free.Balancer):
             self._told = False
             return False
         if not self._may_begin:
-            if self._ran is not None and not self._ahead:
-                return False
+            if self._ran is not None:
+                if not self._ahead:
+                    return False
+                self.fail()  # a rank that loads more slowly may not see it, and would wait for this one
             raise RuntimeError(
                 "Expected the number of samples of this batch before its gradients are applied. Received: none. Fit on "
                 "hvd.BalancedDataset(..., balancer=balancer), or call balancer.begin(samples) before each batch. Where "
