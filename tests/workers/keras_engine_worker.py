@@ -17,6 +17,7 @@ from hvd_hetero.engine.horovod_tensorflow import TensorflowEngine
 def main() -> None:
     binding.init()
     engine = TensorflowEngine()
+    engine.watch()
     check_engine(engine)
     # a view is sent, or written in place, as well, and what is sent may be read-only
     rows = np.ones((4, 2), np.float32)
