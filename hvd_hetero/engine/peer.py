@@ -8,6 +8,7 @@ connection, and one that is stopped, or whose link is cut, says nothing.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import hmac
 import json
 import os
@@ -140,7 +141,8 @@ class Ear:
     def _end(self) -> None:
         """The process ends. A socket that is only closed listens until nobody looks at it any more."""
         self.ended = True
-        self._server.socket.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(OSError):  # a fork, which has closed its own
+            self._server.socket.shutdown(socket.SHUT_RDWR)
 
     def peer(self, rank: int) -> Peer:
         """Where this process can be asked, as `rank`."""
