@@ -15,6 +15,8 @@ from hvd_hetero.engine.port import Engine, gather_text
 from hvd_hetero.policy.partition import Bound, InfeasibleError, equal_shares, split
 from hvd_hetero.policy.speed import SpeedModel
 
+from .argument import check_whole
+
 ABSENT = -1
 
 
@@ -41,13 +43,11 @@ class Terms:
     def problem(self, size: int) -> str | None:
         """What is wrong with this rank's own arguments, or None."""
         for name in ("global_batch_size", "min_share", "quantum", "max_share", "max_micro_batch"):
-            value, least = getattr(self, name), 0 if name == "min_share" else 1
-            optional = name.startswith("max")
-            if value is None and optional:
-                continue
-            if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < least:
-                wanted = f"an integer of at least {least}{' or None' if optional else ''}"
-                return f"{name}: expected {wanted}. Received: {value!r}."
+            least, optional = 0 if name == "min_share" else 1, name.startswith("max")
+            try:
+                check_whole(name, getattr(self, name), least=least, optional=optional)
+            except ValueError as error:
+                return str(error)
         if self.max_share is not None and self.max_share < self.min_share:
             return f"max_share: expected at least min_share ({self.min_share}). Received: {self.max_share}."
         if self.shares is not None and len(self.shares) != size:

@@ -6,7 +6,10 @@ from numbers import Integral
 from typing import Any
 
 
-def check_whole(name: str, value: Any, *, least: int) -> None:
-    """Raises ValueError for anything but a whole number of at least `least`."""
+def check_whole(name: str, value: Any, *, least: int, optional: bool = False) -> None:
+    """Raises ValueError for anything but a whole number of at least `least`, or None where it is `optional`."""
+    if value is None and optional:
+        return
     if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{name}: expected an integer of at least {least}. Received: {value!r}.")
+        wanted = f"an integer of at least {least}{' or None' if optional else ''}"
+        raise ValueError(f"{name}: expected {wanted}. Received: {value!r}.")

@@ -10,105 +10,21 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 import numpy as np
 
+from .meeting import Call, Group
 from .port import CollectiveError, Op
 from .remembered import Remembered
 
 T = TypeVar("T")
-_REDUCE: dict[str, Any] = {"sum": np.add, "min": np.minimum, "max": np.maximum}
-
-
-@dataclass(eq=False)
-class _Call:
-    """One named collective: what each rank brought, and what each gets."""
-
-    size: int
-    arrays: dict[int, np.ndarray] = field(default_factory=dict)
-    signatures: dict[int, tuple[Any, ...]] = field(default_factory=dict)
-    results: dict[int, np.ndarray] = field(default_factory=dict)
-    error: str | None = None
-    ready: threading.Event = field(default_factory=threading.Event)
-
-
-class _Group:
-    """What the threads of one group share."""
-
-    def __init__(self, size: int, world: World | None) -> None:
-        self.size, self.world = size, world
-        self.lock = threading.Lock()
-        self.calls: dict[str, _Call] = {}
-        self.waited_for: list[_Call] = []  # once for each rank that waits
-
-    def check(self, name: str) -> None:
-        """Raises CollectiveError where what is called `name` cannot end any more."""
-        if self.world is not None and self.world.failed.is_set():
-            raise CollectiveError(f"{name!r}: another rank stopped before it took part.")
-
-    def enter(self, rank: int, name: str, array: np.ndarray, signature: tuple[Any, ...]) -> _Call:
-        with self.lock:
-            call = self.calls.setdefault(name, _Call(self.size))
-            if rank in call.arrays:
-                raise ValueError(
-                    f"{name!r}: expected at most one collective of this name under way. Received: a second one from "
-                    f"rank {rank}. Wait for the first, or name it differently."
-                )
-            call.arrays[rank], call.signatures[rank] = array, signature
-            if len(call.arrays) == self.size:
-                del self.calls[name]
-                _finish(name, call)
-                call.ready.set()
-        return call
-
-
-def _finish(name: str, call: _Call) -> None:
-    """Fills `call.results`, or `call.error` when the ranks disagree."""
-    arrays = [call.arrays[rank] for rank in range(call.size)]
-    kind = call.signatures[0][0]
-    # All-to-all brings its own splits on each rank; everything else must be called alike.
-    alike = {signature[:1] if kind == "alltoall" else signature for signature in call.signatures.values()}
-    same_rows = kind in ("allgather", "alltoall")
-    shapes = {(array.dtype, array.shape[1:] if same_rows else array.shape) for array in arrays}
-    if len(alike) > 1 or len(shapes) > 1:
-        seen = "; ".join(
-            f"rank {rank}: {call.signatures[rank]} of {arrays[rank].dtype}{list(arrays[rank].shape)}"
-            for rank in range(call.size)
-        )
-        call.error = f"{name!r}: expected the same operation, type and shape on all ranks. Received: {seen}."
-        return
-    if kind in ("allreduce", "reducescatter"):
-        total = arrays[0].copy()
-        for array in arrays[1:]:
-            with np.errstate(over="ignore"):  # infinity, as anywhere else
-                total = _REDUCE[call.signatures[0][1]](total, array, out=total)
-        if kind == "allreduce":
-            call.results = {rank: total.copy() for rank in range(call.size)}
-            for array in arrays if call.size > 1 else ():  # whoever takes this for the result is to notice
-                array[...] = np.nan if array.dtype.kind == "f" else 0
-        else:
-            call.results = dict(enumerate(part.copy() for part in np.array_split(total, call.size)))
-    elif kind == "allgather":
-        whole = np.concatenate(arrays)
-        call.results = {rank: whole.copy() for rank in range(call.size)}
-    elif kind == "broadcast":
-        root = arrays[call.signatures[0][1]].copy()
-        for array in arrays:
-            array[...] = root
-        call.results = call.arrays
-    else:
-        starts = [np.concatenate([[0], np.cumsum(call.signatures[rank][1])]) for rank in range(call.size)]
-        for to in range(call.size):
-            parts = [arrays[r][starts[r][to] : starts[r][to + 1]] for r in range(call.size)]
-            call.results[to] = np.concatenate(parts)
 
 
 class _Pending:
-    """A handle on a `_Call`: `mine`, what the rank passed in, where the operation works in place, else its like."""
+    """A handle on a `Call`: `mine`, what the rank passed in, where the operation works in place, else its like."""
 
-    def __init__(self, group: _Group, call: _Call, rank: int, name: str, mine: Any, in_place: bool) -> None:
+    def __init__(self, group: Group, call: Call, rank: int, name: str, mine: Any, in_place: bool) -> None:
         self.group, self.call, self.rank, self.name, self.mine, self.in_place = group, call, rank, name, mine, in_place
 
     def done(self) -> bool:
@@ -130,11 +46,11 @@ class _Pending:
 
 
 class LocalEngine:
-    """A rank of a `_Group`; see the port for what each method does."""
+    """A rank of a `Group`; see the port for what each method does."""
 
     failure: tuple[type[Exception], ...] = (CollectiveError,)
 
-    def __init__(self, group: _Group, rank: int, ranks: tuple[int, ...]) -> None:
+    def __init__(self, group: Group, rank: int, ranks: tuple[int, ...]) -> None:
         self._group, self._rank, self._ranks = group, rank, ranks
         self._named = itertools.count(1)
         self._remembered = Remembered()
@@ -215,7 +131,7 @@ class SoloEngine(LocalEngine):
     """The engine of one rank alone: every collective is the identity."""
 
     def __init__(self) -> None:
-        super().__init__(_Group(1, None), 0, (0,))
+        super().__init__(Group(1, None), 0, (0,))
 
 
 class World:
@@ -231,12 +147,12 @@ class World:
         self.size = size
         self.failed = threading.Event()
         self._lock = threading.Lock()
-        self._groups: dict[tuple[int, ...], _Group] = {}
+        self._groups: dict[tuple[int, ...], Group] = {}
 
-    def subgroup(self, ranks: tuple[int, ...]) -> _Group:
+    def subgroup(self, ranks: tuple[int, ...]) -> Group:
         """What the threads of these global ranks share."""
         with self._lock:
-            return self._groups.setdefault(ranks, _Group(len(ranks), self))
+            return self._groups.setdefault(ranks, Group(len(ranks), self))
 
     def run(
         self,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import horovod.torch as plain
 import torch
-from checks import run_checks
+from checks import expect, run_checks
 from torch import nn
 
 import hvd_hetero.torch as hvd
@@ -220,15 +220,6 @@ def waiting_does_not_spin():
     handle = hvd.allreduce_async_(tensor, name="late")
     hvd.synchronize(handle)
     assert time.thread_time() - before < 0.25, time.thread_time() - before
-
-
-def expect(message, call):
-    try:
-        call()
-    except ValueError as error:
-        assert message in str(error), error
-    else:
-        raise AssertionError(f"expected an error with {message!r}")
 
 
 def errors_on_every_rank():

@@ -7,7 +7,7 @@ import sys
 import horovod.torch as plain
 import numpy as np
 import torch
-from checks import run_checks
+from checks import expect, run_checks
 from torch import nn
 
 import hvd_hetero.torch as hvd
@@ -162,15 +162,6 @@ def law_1_without_a_balancer():
         optimizer.step()  # no backward pass: zeros from all, in both
         results.append(torch.cat([p.detach().reshape(-1) for p in model.parameters()]))
     assert alike(results[1]) and (results[0] - results[1]).abs().max() <= 1e-12
-
-
-def expect(message, call):
-    try:
-        call()
-    except (ValueError, TypeError) as error:
-        assert message in str(error), f"expected {message!r} in: {error}"
-    else:
-        raise AssertionError(f"expected an error with {message!r}")
 
 
 def errors_on_every_rank():
