@@ -98,7 +98,7 @@ class Balancer:
         self.last_pass = True  # False while micro-batches are to follow
         self._exchanges: list[Attached] = []
         self._attached = 0  # so many, ever
-        self._ran: list[Attached] | None = None  # in the present batch; None: the next to run begins another
+        self._ran: list[tuple[Attached, int]] | None = None  # in this batch; None: the next to run begins another
         self._again = False  # the one that runs has run in the present batch before
         self.keepers: list[Keeping] = []  # of the optimizers, in their order
         self.strategies.restart()
@@ -254,7 +254,7 @@ class Balancer:
         self._exchanges.append(exchange)
         self._attached += 1
         if self._ran is not None:  # it may be the first of another batch, as one is that has run in this one
-            self._ran.append(exchange)
+            self._ran.append((exchange, 0))
         return self._attached - 1
 
     def detach(self, exchange: Attached) -> None:
@@ -266,20 +266,20 @@ class Balancer:
         """Whether it is this one that carries measurements and plans: once in a batch, however often it runs."""
         return bool(self._exchanges) and self._exchanges[0] is exchange and not self._again
 
-    def runs(self, exchange: Attached) -> None:
+    def runs(self, exchange: Attached, part: int = 0) -> None:
         """Says that the gradients of `exchange` are there, where nothing else tells when a batch begins.
 
         One begins with the first exchange of all, and with one that comes again when another batch is announced; that
-        one then leads. What comes again without is of the present batch.
+        one then leads. What comes again without is of the present batch, and so is another `part` of an exchange that
+        is known to have several in each batch.
         """
-        first = self._ran is None
-        self._again = self._ran is not None and exchange in self._ran
-        if (first or self._again) and (self.begin_unseen() or first):
-            self._ran, self._again = [], False
+        ran = self._ran
+        self._again = ran is not None and any(exchange is one for one, _ in ran)
+        if (ran is None or (exchange, part) in ran) and (self.begin_unseen() or ran is None):
+            ran, self._again = [], False
             self.detach(exchange)
             self._exchanges.insert(0, exchange)
-        assert self._ran is not None
-        self._ran.append(exchange)
+        self._ran = [*(ran or []), (exchange, part)]
 
     def measure_with(self, stopwatch: Stopwatch) -> None:
         """Measures compute with what suits the device, unless the constructor was told."""

@@ -38,7 +38,7 @@ class Balancer(FrameworkFree):
     def announce(self, samples):
         self.announced.append(samples)
 
-    def forget(self):
+    def forget(self, *, ahead):
         self.announced.clear()
 
     def end_epoch(self):
@@ -403,6 +403,30 @@ def test_an_exchange_that_comes_again_where_batches_are_announced_ahead_is_refus
     balancer.end_epoch()
     with pytest.raises(RuntimeError, match="Received: none"):
         balancer.runs(exchange)
+    balancer.forget(ahead=True)
+    balancer.announce(6)
+    balancer.runs(exchange)
+    with pytest.raises(RuntimeError, match="make one optimizer for each time"):
+        balancer.runs(exchange)
+
+
+def test_parts_of_an_exchange_are_of_one_batch_whatever_is_announced():
+    """As those of an optimizer that a traced train_step applies twice; it leads with the first of them."""
+    from hvd_hetero.keras.balancer import Balancer as OfKeras
+
+    balancer, exchange, other = OfKeras(WHOLE, engine=SoloEngine()), Exchange(), Exchange()
+    for each in (exchange, other):
+        balancer.attach(each)
+    balancer.forget(ahead=True)
+    for samples in (8, 7, 6):
+        balancer.announce(samples)
+    seen = []
+    for each, part in [(exchange, 0), (exchange, 1), (other, 0)] * 3:
+        balancer.runs(each, part)
+        seen.append((balancer.step, balancer.count_now, balancer.leads(each)))
+    assert seen == [
+        (step, float(samples), leads) for step, samples in enumerate((8, 7, 6)) for leads in (True, False, False)
+    ]
 
 
 class Stream:

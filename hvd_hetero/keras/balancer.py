@@ -24,8 +24,9 @@ class Balancer(framework_free.Balancer):
     callback; a step in which something was compiled is left out.
 
     `BalancedDataset` announces each batch. A loop of one's own calls `balancer.begin(samples)` for each instead; then
-    any number of exchanges belong to a batch. Without it they do where nothing loads ahead, and otherwise each
-    optimizer and each kind of tape has one exchange for each batch: `fit` with TensorFlow loads ahead.
+    any number of exchanges belong to a batch. Without it they do where nothing loads ahead. `fit` with TensorFlow does:
+    there an optimizer, or tapes with the same arguments, may be used several times in a `train_step`, but neither in a
+    loop that TensorFlow makes (`for _ in tf.range(k)`), nor with `run_eagerly=True`.
 
     Args:
         process_set: the ranks that train together (default: all).
@@ -74,10 +75,11 @@ class Balancer(framework_free.Balancer):
         """Says over how many loss terms the loss of the next batch announced is a mean, where these are no samples."""
         self._announced_terms.append(terms)
 
-    def forget(self) -> None:
+    def forget(self, *, ahead: bool = False) -> None:
         """Drops announcements: an epoch begins, or a fit was interrupted. The time since the last step, in which there
-        may have been a validation, is not measured."""
+        may have been a validation, is not measured. `ahead`: batches will be announced while others are in use."""
         self._drop()
+        self._ahead = ahead
         self.resume()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -129,8 +131,9 @@ class Balancer(framework_free.Balancer):
             raise RuntimeError(
                 "Expected the number of samples of this batch before its gradients are applied. Received: none. Fit on "
                 "hvd.BalancedDataset(..., balancer=balancer), or call balancer.begin(samples) before each batch. Where "
-                "batches are loaded ahead, as fit does with TensorFlow, each optimizer is applied once for each: if "
-                "one is applied more often, make one optimizer for each time, or write a loop with balancer.begin()."
+                "batches are loaded ahead, as fit does with TensorFlow, nothing tells for which an optimizer is "
+                "applied that is applied several times in a loop of TensorFlow's or with run_eagerly=True: make one optimizer "
+                "for each time, or write a loop with balancer.begin()."
             )
         if not self.timesheet.running:  # the first step of all: nobody was there when it began
             self.discard()

@@ -11,7 +11,9 @@ import keras
 
 from hvd_hetero.optimizers.sampler import Dealt, ShareSampler
 
+from . import backend
 from .balancer import Balancer
+from .ending import free_at_exit
 from .loading import processes, take
 from .source import Batch, StreamSource, source_of
 
@@ -86,6 +88,7 @@ class BalancedDataset(keras.utils.PyDataset):
         self._at: int | None = None  # the step up to which use is accounted for, within an epoch
         self._last: Batch = None
         balancer.dependents.append(self)
+        free_at_exit(balancer)
 
     def __len__(self) -> int:
         return len(self.sampler.dealer)
@@ -112,7 +115,7 @@ class BalancedDataset(keras.utils.PyDataset):
     def on_epoch_begin(self) -> None:
         """Before the first batch of an epoch."""
         if self._fresh:
-            self._rewind()
+            self._rewind(ahead=backend.NAME == "tensorflow")
         if self._at is None:
             self._at = self.balancer.step
         self.balancer.resume()  # what went before, such as a validation, is no part of a step
@@ -131,7 +134,7 @@ class BalancedDataset(keras.utils.PyDataset):
 
     def __iter__(self) -> Iterator[Batch]:
         """The batches of an epoch, for a loop of your own."""
-        yield from self._epoch()
+        yield from self._epoch(ahead=False)
         self.on_epoch_end()
 
     def as_tf_dataset(self) -> Any:
@@ -141,7 +144,7 @@ class BalancedDataset(keras.utils.PyDataset):
         spec = keras.tree.map_structure(
             lambda leaf: tf.TensorSpec((None, *leaf.shape[1:]), leaf.dtype), self._load(self.sampler.peek(0))
         )
-        dataset = tf.data.Dataset.from_generator(self._epoch, output_signature=spec)
+        dataset = tf.data.Dataset.from_generator(lambda: self._epoch(ahead=True), output_signature=spec)
         options = tf.data.Options()
         # There is nothing to tune, and TensorFlow now and then waits for its tuner when an iterator goes: that thread
         # may miss that it is to end, and sleep on, a minute at most.
@@ -149,21 +152,21 @@ class BalancedDataset(keras.utils.PyDataset):
         dataset = dataset.apply(tf.data.experimental.assert_cardinality(len(self))).prefetch(AHEAD)
         return dataset.with_options(options)
 
-    def _epoch(self) -> Iterator[Batch]:
+    def _epoch(self, *, ahead: bool) -> Iterator[Batch]:
         self._settle()
-        self._rewind()
+        self._rewind(ahead=ahead)
         self._at = self.balancer.step
         for _ in range(len(self)):
             yield self._next()
 
     # Dealing and loading --------------------------------------------------------------------------------------------
 
-    def _rewind(self) -> None:
-        """What was dealt and not used is dealt again."""
+    def _rewind(self, *, ahead: bool) -> None:
+        """What was dealt and not used is dealt again. `ahead`: TensorFlow reads batches while others are in use."""
         for _, loading in self._loading:
             loading.cancel()
         self._loading.clear()
-        self.balancer.forget()
+        self.balancer.forget(ahead=ahead)
         self.sampler.rewind()
         self._fresh = False
 

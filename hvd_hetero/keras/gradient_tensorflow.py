@@ -7,6 +7,8 @@ for what all of them become. Where a GPU computes, that is a copy to the host, t
 from __future__ import annotations
 
 import functools
+import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,6 +25,7 @@ ALIGNMENT = 64
 # what they depend on alone, two of other variables might begin together, or in an order that differs from rank to rank.
 with tf.init_scope(), tf.device("CPU"):
     TURN = tf.Variable(0.0, trainable=False, name="hvd_hetero_turn")
+_PARTS: weakref.WeakKeyDictionary[Any, Counter[Any]] = weakref.WeakKeyDictionary()  # of exchanges, in each graph
 
 
 def dense(gradient: Any, variable: Any) -> Any:
@@ -63,6 +66,18 @@ def tracing() -> bool:
     return True
 
 
+def part_of(owner: Any) -> int:
+    """How often the function that is being traced has exchanged gradients of `owner` since it took a batch: each time
+    it is run, that many of its exchanges are of the same batch. 0 without a function."""
+    if tf.executing_eagerly():
+        return 0
+    graph = tf.compat.v1.get_default_graph()
+    taken = sum(op.type.startswith("IteratorGetNext") for op in graph.get_operations())
+    parts = _PARTS.setdefault(graph, Counter())
+    parts[owner, taken] += 1
+    return parts[owner, taken] - 1
+
+
 def last_of(iterations: Any, passes: int) -> Any:
     """Whether an exchange follows the gradients of this iteration."""
     if passes == 1:
@@ -70,19 +85,19 @@ def last_of(iterations: Any, passes: int) -> Any:
     return tf.equal((tf.convert_to_tensor(iterations) + 1) % passes, 0)
 
 
-def through(step: Step, gradients: Sequence[Any], last: Any, variables: Sequence[Any]) -> list[Any]:
+def through(step: Step, gradients: Sequence[Any], last: Any, part: int, variables: Sequence[Any]) -> list[Any]:
     """What `step` makes of the gradients, in their shapes and types. It may read and write `variables`."""
     layout = step.layout
     # What is the same at each step does not leave the graph.
     passing = [] if last is True else [last]
 
     def take(index: int, flat: np.ndarray, last: Any = True) -> bool:
-        step.take(index, flat, bool(last))
+        step.take(index, flat, bool(last), part)
         return True
 
     def finish(flat: np.ndarray, *others: Any) -> list[np.ndarray]:
         every = bool(others[0]) if passing else True
-        step.take(len(layout.members) - 1, flat, every)
+        step.take(len(layout.members) - 1, flat, every, part)
         return step.finish(every)
 
     with tf.control_dependencies([*_touched(variables), *_touched([TURN])]):
@@ -103,9 +118,9 @@ def through(step: Step, gradients: Sequence[Any], last: Any, variables: Sequence
     reduced: dict[int, Any] = {}
     for flat, members, length in zip(results, layout.members, layout.lengths, strict=True):
         flat.set_shape([length])
-        parts = tf.split(flat, [layout.specs[i].length for i in members])
-        for i, part in zip(members, parts, strict=True):
-            reduced[i] = tf.cast(tf.reshape(part, layout.specs[i].shape), layout.specs[i].dtype)
+        pieces = tf.split(flat, [layout.specs[i].length for i in members])
+        for i, piece in zip(members, pieces, strict=True):
+            reduced[i] = tf.cast(tf.reshape(piece, layout.specs[i].shape), layout.specs[i].dtype)
     return [reduced[i] for i in range(len(gradients))]
 
 

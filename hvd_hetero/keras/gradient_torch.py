@@ -31,6 +31,11 @@ def tracing() -> bool:
     return False
 
 
+def part_of(owner: Any) -> int:
+    """0: nothing is known of what else the program does with a batch."""
+    return 0
+
+
 def last_of(iterations: Any, passes: int) -> bool:
     """Whether an exchange follows the gradients of this iteration."""
     return passes == 1 or (int(iterations) + 1) % passes == 0
@@ -38,17 +43,19 @@ def last_of(iterations: Any, passes: int) -> bool:
 
 @torch.compiler.disable
 @torch.no_grad()
-def through(step: Step, gradients: Sequence[Any], last: bool, variables: Sequence[Any]) -> list[Any]:
+def through(
+    step: Step, gradients: Sequence[Any], last: bool, part: int, variables: Sequence[Any]
+) -> list[Any]:
     """What `step` makes of the gradients, in their shapes and types. It may read and write `variables`."""
     layout = step.layout
     for index, members in enumerate(layout.members):
-        parts = [gradients[i].reshape(-1).to(_TYPES[layout.specs[i].wire]) for i in members]
-        step.take(index, torch.cat(parts), last)
+        pieces = [gradients[i].reshape(-1).to(_TYPES[layout.specs[i].wire]) for i in members]
+        step.take(index, torch.cat(pieces), last, part)
     reduced: dict[int, Any] = {}
     for flat, members in zip(step.finish(last), layout.members, strict=True):
-        parts = flat.split([layout.specs[i].length for i in members])
-        for i, part in zip(members, parts, strict=True):
-            reduced[i] = part.view(layout.specs[i].shape).to(_TYPES[layout.specs[i].dtype])
+        pieces = flat.split([layout.specs[i].length for i in members])
+        for i, piece in zip(members, pieces, strict=True):
+            reduced[i] = piece.view(layout.specs[i].shape).to(_TYPES[layout.specs[i].dtype])
     return [reduced[i] for i in range(len(gradients))]
 
 

@@ -87,9 +87,9 @@ class Step(Protocol):
 
     layout: BucketLayout
 
-    def take(self, index: int, flat: Any, last: bool) -> None:
+    def take(self, index: int, flat: Any, last: bool, part: int) -> None:
         """Takes in bucket `index` of this rank's gradients, flat; from any thread, in any order. `last`: an exchange
-        follows, and it leaves at once."""
+        follows, and it leaves at once. `part`: see `Balancer.runs`."""
 
     def finish(self, last: bool) -> list[Any]:
         """The merged gradients, flat, once all buckets are taken in; zeros where more passes come before the exchange.

@@ -96,8 +96,8 @@ class GradientReducer:
         present = [g for g in found if g is not None]
         if not present:
             return found
-        last = self.form.last_of(iterations, self.passes)
-        reduced = iter(self.form.through(step, present, last, self._variables))
+        last, part = self.form.last_of(iterations, self.passes), self.form.part_of(self)
+        reduced = iter(self.form.through(step, present, last, part, self._variables))
         return [None if g is None else next(reduced) for g in found]
 
     def bucket_bytes(self, specs: Sequence[Spec]) -> int:

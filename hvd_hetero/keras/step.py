@@ -56,7 +56,7 @@ class ReducedStep:
         )
         self._balancer.measure_with(form.stopwatch())
 
-    def take(self, index: int, flat: Any, last: bool) -> None:
+    def take(self, index: int, flat: Any, last: bool, part: int) -> None:
         """See `Step`."""
         if index in self._taken:
             raise RuntimeError(
@@ -65,7 +65,7 @@ class ReducedStep:
             )
         with self._taking:
             if not self._taken:
-                self._begin_pass()
+                self._begin_pass(part)
             self._taken.add(index)
             self._add(index, flat)
             if last and not self._apart:
@@ -87,9 +87,9 @@ class ReducedStep:
             for flat, bucket, length in zip(results, layout.buckets, layout.lengths, strict=True)
         ]
 
-    def _begin_pass(self) -> None:
+    def _begin_pass(self, part: int) -> None:
         self._owner.last = self
-        self._balancer.runs(self._owner)
+        self._balancer.runs(self._owner, part)
         terms = self._balancer.count_now
         assert terms is not None  # begun
         if self._passes == 0:
