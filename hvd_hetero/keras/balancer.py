@@ -131,9 +131,9 @@ class Balancer(framework_free.Balancer):
             raise RuntimeError(
                 "Expected the number of samples of this batch before its gradients are applied. Received: none. Fit on "
                 "hvd.BalancedDataset(..., balancer=balancer), or call balancer.begin(samples) before each batch. Where "
-                "batches are loaded ahead, as fit does with TensorFlow, nothing tells for which an optimizer is "
-                "applied that is applied several times in a loop of TensorFlow's or with run_eagerly=True: make one optimizer "
-                "for each time, or write a loop with balancer.begin()."
+                "batches are loaded ahead, as fit does with TensorFlow, nothing tells to which an optimizer is "
+                "applied that is applied several times, in a loop of TensorFlow's or with run_eagerly=True: make one "
+                "optimizer for each time, or write a loop with balancer.begin()."
             )
         if not self.timesheet.running:  # the first step of all: nobody was there when it began
             self.discard()
