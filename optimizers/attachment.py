@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
 FAIL_WAIT_S = 30.0  # at least so long a rank that fails waits for the others to hear of it
@@ -29,12 +29,84 @@ class Attached(Protocol):
         """Takes part with nothing, without waiting; what it returns tells whether the exchange is over."""
 
 
-def withdraw(exchanges: Sequence[Attached], usual_step_s: float) -> None:
-    """Takes part in what the others wait for, with nothing, and returns when one exchange is over.
+class Exchanges:
+    """The exchanges that are attached to a balancer, and which of them have run in the present batch.
 
-    Which exchange they are in is theirs to know: this rank takes part in all.
+    Args:
+        begin_unseen: see `Balancer.begin_unseen`.
     """
-    over = [exchange.withdraw() for exchange in exchanges]
-    deadline = time.monotonic() + max(FAIL_WAIT_S, 10 * usual_step_s)
-    while over and not any(done() for done in over) and time.monotonic() < deadline:
-        time.sleep(0.01)
+
+    def __init__(self, begin_unseen: Callable[[], bool]) -> None:
+        self._begin_unseen = begin_unseen
+        self._attached: list[Attached] = []
+        self._ever = 0  # so many
+        self._ran: list[tuple[Attached, int]] | None = None  # in this batch; None: the next to run begins another
+        self._again = False  # the one that runs has run in the present batch before
+
+    def attach(self, exchange: Attached) -> int:
+        """The number of exchanges attached before. The first that is left leads: it carries measurements and plans."""
+        self._attached.append(exchange)
+        self._ever += 1
+        if self._ran is not None:  # it may be the first of another batch, as one is that has run in this one
+            self._ran.append((exchange, 0))
+        return self._ever - 1
+
+    def detach(self, exchange: Attached) -> None:
+        """Says that an exchange has no part in what follows; on all ranks, between the same batches."""
+        if exchange in self._attached:
+            self._attached.remove(exchange)
+
+    def leads(self, exchange: Attached) -> bool:
+        """Whether it is this one that carries measurements and plans: once in a batch, however often it runs."""
+        return bool(self._attached) and self._attached[0] is exchange and not self._again
+
+    @property
+    def ran(self) -> bool:
+        """Whether one has run in the present batch."""
+        return self._ran is not None
+
+    def end_batch(self) -> None:
+        """Says that the next to run is of another batch."""
+        self._ran = None
+
+    def runs(self, exchange: Attached, part: int = 0) -> None:
+        """Says that the gradients of `exchange` are there, where nothing else tells when a batch begins.
+
+        One begins with the first exchange of all, and with one that comes again when another batch is announced; that
+        one then leads. What comes again without is of the present batch, and so is another `part` of an exchange that
+        is known to have several in each batch.
+        """
+        ran = self._ran
+        self._again = ran is not None and any(exchange is one for one, _ in ran)
+        if (ran is None or (exchange, part) in ran) and (self._begin_unseen() or ran is None):
+            ran, self._again = [], False
+            self.detach(exchange)
+            self._attached.insert(0, exchange)
+        self._ran = [*(ran or []), (exchange, part)]
+
+    # What is said to all of them ------------------------------------------------------------------------------------
+
+    def on_begin(self) -> None:
+        """A global batch begins."""
+        for exchange in self._attached:
+            exchange.on_begin()
+
+    def on_count(self, terms: float) -> None:
+        """The next backward pass is over so many loss terms."""
+        for exchange in self._attached:
+            exchange.on_count(terms)
+
+    def on_epoch_end(self) -> None:
+        """The samples of an epoch are used up."""
+        for exchange in self._attached:
+            exchange.on_epoch_end()
+
+    def withdraw(self, usual_step_s: float) -> None:
+        """Takes part in what the others wait for, with nothing, and returns when one exchange is over.
+
+        Which exchange they are in is theirs to know: this rank takes part in all.
+        """
+        over = [exchange.withdraw() for exchange in self._attached]
+        deadline = time.monotonic() + max(FAIL_WAIT_S, 10 * usual_step_s)
+        while over and not any(done() for done in over) and time.monotonic() < deadline:
+            time.sleep(0.01)

@@ -11,7 +11,7 @@ from hvd_hetero.policy.ladder import Move
 from hvd_hetero.policy.replan import Plan, ReplanRule
 
 from .agreement import Terms, agree
-from .attachment import Attached, withdraw
+from .attachment import Exchanges
 from .departure import Departure
 from .dialogue import Dialogue
 from .keeping import Keeping
@@ -96,10 +96,7 @@ class Balancer:
         self._counted = 0.0  # loss terms of this batch's passes before the present one
         self.samples = 0  # of this rank's batch
         self.last_pass = True  # False while micro-batches are to follow
-        self._exchanges: list[Attached] = []
-        self._attached = 0  # so many, ever
-        self._ran: list[tuple[Attached, int]] | None = None  # in this batch; None: the next to run begins another
-        self._again = False  # the one that runs has run in the present batch before
+        self.exchanges = Exchanges(self.begin_unseen)
         self.keepers: list[Keeping] = []  # of the optimizers, in their order
         self.strategies.restart()
         self.timesheet.restart()
@@ -184,14 +181,12 @@ class Balancer:
         self.samples, self._counted = samples, 0.0
         self.timesheet.begin(samples)
         self.last_pass = True
-        for exchange in self._exchanges:
-            exchange.on_begin()
+        self.exchanges.on_begin()
         self._set_count(float(samples))
 
     def end_epoch(self) -> None:
         """Says that the samples of an epoch are used up; `BalancedDataLoader` does."""
-        for exchange in self._exchanges:
-            exchange.on_epoch_end()
+        self.exchanges.on_epoch_end()
 
     def begin_unseen(self) -> bool:
         """Whether a batch begins that nothing announced: never, for a balancer that is told of its batches."""
@@ -208,8 +203,7 @@ class Balancer:
         self._set_count(terms)
 
     def _set_count(self, terms: float) -> None:
-        for exchange in self._exchanges:
-            exchange.on_count(terms)
+        self.exchanges.on_count(terms)
         self.count_now = terms
         if not self.timesheet.running:
             self.timesheet.run()
@@ -228,7 +222,7 @@ class Balancer:
         """Tells all ranks, in the exchange they wait in, that this one cannot go on; they raise `PeerError`."""
         self.departure.fail()
         self.step += 1
-        withdraw(self._exchanges, self.timesheet.usual_step_s or 0.0)
+        self.exchanges.withdraw(self.timesheet.usual_step_s or 0.0)
         self.dialogue.unheard()
 
     def stop(self, error: Exception) -> None:
@@ -248,38 +242,6 @@ class Balancer:
         self.departure.leaves = True
 
     # What the exchange asks -----------------------------------------------------------------------------------------
-
-    def attach(self, exchange: Attached) -> int:
-        """The number of exchanges attached before. The first that is left leads: it carries measurements and plans."""
-        self._exchanges.append(exchange)
-        self._attached += 1
-        if self._ran is not None:  # it may be the first of another batch, as one is that has run in this one
-            self._ran.append((exchange, 0))
-        return self._attached - 1
-
-    def detach(self, exchange: Attached) -> None:
-        """Says that an exchange has no part in what follows; on all ranks, between the same batches."""
-        if exchange in self._exchanges:
-            self._exchanges.remove(exchange)
-
-    def leads(self, exchange: Attached) -> bool:
-        """Whether it is this one that carries measurements and plans: once in a batch, however often it runs."""
-        return bool(self._exchanges) and self._exchanges[0] is exchange and not self._again
-
-    def runs(self, exchange: Attached, part: int = 0) -> None:
-        """Says that the gradients of `exchange` are there, where nothing else tells when a batch begins.
-
-        One begins with the first exchange of all, and with one that comes again when another batch is announced; that
-        one then leads. What comes again without is of the present batch, and so is another `part` of an exchange that
-        is known to have several in each batch.
-        """
-        ran = self._ran
-        self._again = ran is not None and any(exchange is one for one, _ in ran)
-        if (ran is None or (exchange, part) in ran) and (self.begin_unseen() or ran is None):
-            ran, self._again = [], False
-            self.detach(exchange)
-            self._exchanges.insert(0, exchange)
-        self._ran = [*(ran or []), (exchange, part)]
 
     def measure_with(self, stopwatch: Stopwatch) -> None:
         """Measures compute with what suits the device, unless the constructor was told."""

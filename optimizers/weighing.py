@@ -50,7 +50,7 @@ class Weighing:
     ) -> None:
         self.balancer, self.passes, self._ways = balancer, passes, ways
         self.scale, self._predivide = scale, predivide
-        self.number, self._attached = balancer.attach(attached), attached
+        self.number, self._attached = balancer.exchanges.attach(attached), attached
         self.noise = GradientNoise()
         self._begun = 0  # global batches since the last exchange, the same on all ranks
         self._generation = 0
@@ -65,7 +65,7 @@ class Weighing:
     @property
     def leads(self) -> bool:
         """Whether this exchange carries measurements and plans."""
-        return self.balancer.leads(self._attached)
+        return self.balancer.exchanges.leads(self._attached)
 
     @property
     def engine(self) -> Engine:

@@ -36,7 +36,7 @@ def train(engine, *, speeds, steps, lookahead=0, length=None, changes=None, stat
     balancer.lookahead = lookahead
     if state is not None:
         balancer.load_state_dict(json.loads(json.dumps(state)))
-    number = balancer.attach(Silent())
+    number = balancer.exchanges.attach(Silent())
     vector = np.zeros(control.length(engine.size))
     exchange = WeightedExchange(
         engine,

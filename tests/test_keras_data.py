@@ -331,24 +331,24 @@ def test_a_batch_begins_with_the_exchange_that_comes_first_and_again():
     balancer = OfKeras(WHOLE, engine=SoloEngine())
     first, second, third = Exchange(), Exchange(), Exchange()
     for each in (first, second, third):
-        balancer.attach(each)
+        balancer.exchanges.attach(each)
     for samples in (8, 7, 6):
         balancer.announce(samples)
     seen = []
     for each in (second, first, second, first):
-        balancer.runs(each)
-        seen.append((balancer.step, balancer.count_now, balancer.leads(second)))
+        balancer.exchanges.runs(each)
+        seen.append((balancer.step, balancer.count_now, balancer.exchanges.leads(second)))
     assert seen == [(0, 8.0, True), (0, 8.0, True), (1, 7.0, True), (1, 7.0, True)]
     balancer.forget()  # an epoch begins
     for samples in (5, 4):
         balancer.announce(samples)
     for at, samples in ((2, 5.0), (3, 4.0)):
-        balancer.runs(third)
-        assert (balancer.step, balancer.count_now, balancer.leads(third)) == (at, samples, True)
+        balancer.exchanges.runs(third)
+        assert (balancer.step, balancer.count_now, balancer.exchanges.leads(third)) == (at, samples, True)
     balancer.begin(3)  # a loop without a dataset
-    balancer.runs(third)
-    balancer.runs(first)
-    assert (balancer.step, balancer.count_now, balancer.leads(third)) == (4, 3.0, True)
+    balancer.exchanges.runs(third)
+    balancer.exchanges.runs(first)
+    assert (balancer.step, balancer.count_now, balancer.exchanges.leads(third)) == (4, 3.0, True)
 
 
 def test_an_exchange_that_comes_again_is_of_the_present_batch_until_another_is_announced():
@@ -357,17 +357,17 @@ def test_an_exchange_that_comes_again_is_of_the_present_batch_until_another_is_a
 
     balancer = OfKeras(WHOLE, min_share=0, engine=SoloEngine())
     tape, late = Exchange(), Exchange()
-    balancer.attach(tape)
+    balancer.exchanges.attach(tape)
     seen = []
 
     def run(*exchanges):
         for each in exchanges:
-            balancer.runs(each)
-            seen.append((balancer.step, balancer.count_now, balancer.leads(each)))
+            balancer.exchanges.runs(each)
+            seen.append((balancer.step, balancer.count_now, balancer.exchanges.leads(each)))
 
     balancer.begin(8)
     run(tape)
-    balancer.attach(late)
+    balancer.exchanges.attach(late)
     run(late, tape)
     balancer.announce(0)
     assert balancer.idle
@@ -389,25 +389,25 @@ def test_an_exchange_that_comes_again_where_batches_are_announced_ahead_is_refus
     from hvd_hetero.keras.balancer import Balancer as OfKeras
 
     balancer, exchange = OfKeras(WHOLE, engine=SoloEngine()), Exchange()
-    balancer.attach(exchange)
+    balancer.exchanges.attach(exchange)
     for samples in (8, 7):
         balancer.announce(samples)
-    balancer.runs(exchange)
-    balancer.runs(exchange)
+    balancer.exchanges.runs(exchange)
+    balancer.exchanges.runs(exchange)
     with pytest.raises(RuntimeError, match="optimizer for each time"):
-        balancer.runs(exchange)
+        balancer.exchanges.runs(exchange)
     balancer.forget()
     balancer.announce(6)
-    balancer.runs(exchange)
-    balancer.runs(exchange)
+    balancer.exchanges.runs(exchange)
+    balancer.exchanges.runs(exchange)
     balancer.end_epoch()
     with pytest.raises(RuntimeError, match="Received: none"):
-        balancer.runs(exchange)
+        balancer.exchanges.runs(exchange)
     balancer.forget(ahead=True)
     balancer.announce(6)
-    balancer.runs(exchange)
+    balancer.exchanges.runs(exchange)
     with pytest.raises(RuntimeError, match="optimizer for each time"):
-        balancer.runs(exchange)
+        balancer.exchanges.runs(exchange)
 
 
 def test_parts_of_an_exchange_are_of_one_batch_whatever_is_announced():
@@ -416,14 +416,14 @@ def test_parts_of_an_exchange_are_of_one_batch_whatever_is_announced():
 
     balancer, exchange, other = OfKeras(WHOLE, engine=SoloEngine()), Exchange(), Exchange()
     for each in (exchange, other):
-        balancer.attach(each)
+        balancer.exchanges.attach(each)
     balancer.forget(ahead=True)
     for samples in (8, 7, 6):
         balancer.announce(samples)
     seen = []
     for each, part in [(exchange, 0), (exchange, 1), (other, 0)] * 3:
-        balancer.runs(each, part)
-        seen.append((balancer.step, balancer.count_now, balancer.leads(each)))
+        balancer.exchanges.runs(each, part)
+        seen.append((balancer.step, balancer.count_now, balancer.exchanges.leads(each)))
     assert seen == [
         (step, float(samples), leads) for step, samples in enumerate((8, 7, 6)) for leads in (True, False, False)
     ]

@@ -42,7 +42,7 @@ def factors(engine, batches, *, rule="linear", base=WHOLE, staleness=lambda step
         seen.append(lr.factor)
 
     balancer.dialogue.subscribe(listen)
-    number = balancer.attach(Silent())
+    number = balancer.exchanges.attach(Silent())
     vector = np.zeros(5 + control.length(engine.size), dtype=np.float32)
     exchange = WeightedExchange(
         engine,

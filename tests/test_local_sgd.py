@@ -488,7 +488,7 @@ def said_by_all(ranks, rule, *, intervals=None, fails=lambda rounds: None):
             def withdraw(self):
                 return rounds.withdraw()
 
-        balancer.attach(Exchange())
+        balancer.exchanges.attach(Exchange())
         if intervals:
             rounds.lengths.hear = lambda step_s: None
             rounds.lengths.intervals = intervals

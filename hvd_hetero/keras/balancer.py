@@ -91,12 +91,13 @@ class Balancer(framework_free.Balancer):
     def _drop(self) -> None:
         self._announced.clear()
         self._announced_terms.clear()
-        self._ran, self._instead, self._ahead = None, False, False
+        self.exchanges.end_batch()
+        self._instead, self._ahead = False, False
 
     def end_epoch(self) -> None:
         """Says that the samples of an epoch are used up: what is exchanged next is of another batch."""
         super().end_epoch()
-        self._ran = None
+        self.exchanges.end_batch()
 
     @property
     def idle(self) -> bool:
@@ -111,7 +112,8 @@ class Balancer(framework_free.Balancer):
     def begin(self, samples: int) -> None:
         """Starts a global batch of which this rank has `samples`, in a loop without a `BalancedDataset`."""
         super().begin(samples)
-        self._told, self._ran, self._instead = True, None, bool(self._announced)
+        self.exchanges.end_batch()
+        self._told, self._instead = True, bool(self._announced)
 
     def begin_unseen(self) -> bool:
         """Whether an announced batch begins: the exchange asks, whose gradients are there. One that comes again is of
@@ -124,7 +126,7 @@ class Balancer(framework_free.Balancer):
             self._told = False
             return False
         if not self._may_begin:
-            if self._ran is not None:
+            if self.exchanges.ran:
                 if not self._ahead:
                     return False
                 self.fail()  # a rank that loads more slowly may not see it, and would wait for this one

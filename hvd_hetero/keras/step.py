@@ -89,7 +89,7 @@ class ReducedStep:
 
     def _begin_pass(self, part: int) -> None:
         self._owner.last = self
-        self._balancer.runs(self._owner, part)
+        self._balancer.exchanges.runs(self._owner, part)
         terms = self._balancer.count_now
         assert terms is not None  # begun
         if self._passes == 0:

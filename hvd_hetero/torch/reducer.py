@@ -132,7 +132,7 @@ class GradientReducer:
     def replace(self) -> None:
         """Gives way to another optimizer of the same parameters."""
         self.close()
-        self._balancer.detach(self)
+        self._balancer.exchanges.detach(self)
         self._weighing.close()
         self.replaced = True
 
