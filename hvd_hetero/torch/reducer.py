@@ -7,12 +7,10 @@ DistributedDataParallel – so clipping, `GradScaler` and whatever else looks at
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
 
 from hvd_hetero.optimizers.balancer import Balancer
 from hvd_hetero.optimizers.local_sgd import LocalSGD
@@ -20,15 +18,13 @@ from hvd_hetero.optimizers.noise import GradientNoise
 from hvd_hetero.optimizers.ways import Ways
 from hvd_hetero.optimizers.weighing import BUCKET_BYTES, Weighing
 
-from .layout import WIRE, check_type
+from .hooks import Hooks
+from .layout import WIRE
 from .local import LocalTraining, ParameterStore
 from .loss import mean_over_ranks
 from .passes import Passes
 from .step import REENTRANT, ReducedStep
 from .stopwatch import stopwatch_of
-
-# Who reduces a parameter's gradient: the optimizer made last, as its step() would otherwise see what another one did.
-_REDUCED_BY: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 class GradientReducer:
@@ -62,9 +58,6 @@ class GradientReducer:
         self._balancer, self._ways = balancer, ways
         self._sparse_as_dense, self._bucket_bytes, self._groups = sparse_as_dense, bucket_bytes, groups
         self._parameters: list[torch.nn.Parameter] = []
-        self._known: set[int] = set()  # their ids
-        self._hooks: list[Any] = []
-        self._nodes: list[Any] = []  # that add to `p.grad`
         self.local: LocalTraining | None = None
         self._weighing = Weighing(
             balancer,
@@ -75,6 +68,8 @@ class GradientReducer:
             predivide=predivide,
             parameters=lambda: ParameterStore(self._parameters),
         )
+        # With op=Sum, what `p.grad` held before is to be multiplied as what is added.
+        self._hooks = Hooks(self, after=self._hook, before=None if scale == 1.0 else self._before_gradient)
         self._passes = Passes(self._parameters)  # since the last exchange
         self._callback_queued = False
         self._terms = 0.0  # of the last step, on this rank
@@ -106,19 +101,7 @@ class GradientReducer:
 
     def add(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Takes further parameters; every rank adds the same."""
-        new = [p for p in parameters if p.requires_grad and id(p) not in self._known]
-        self._known |= {id(parameter) for parameter in new}
-        for parameter in new:
-            check_type(parameter)
-            before = _REDUCED_BY.get(parameter, lambda: None)()
-            if before is not None:
-                before.replace()
-            _REDUCED_BY[parameter] = weakref.ref(self)
-            self._hooks.append(parameter.register_post_accumulate_grad_hook(self._hook))
-            if self._weighing.scale != 1.0:
-                node = torch.autograd.graph.get_gradient_edge(parameter).node
-                self._nodes.append(node)  # kept, or its hook would go with it
-                self._hooks.append(node.register_prehook(self._before_gradient))
+        new = self._hooks.add(parameters)
         if self._weighing.leads and new:
             self._balancer.measure_with(stopwatch_of(new[0].device))
         self._parameters += new
@@ -144,9 +127,7 @@ class GradientReducer:
                 "Expected step() of the DistributedOptimizer that was made last for these parameters. Received: that "
                 "of one before it, whose gradients are no longer reduced."
             )
-        known = self._known
-        thawed = sum(p.requires_grad and id(p) not in known for group in groups for p in group["params"])
-        if thawed:
+        if thawed := self._hooks.thawed(groups):
             raise RuntimeError(
                 "Expected parameters that required a gradient when hvd.DistributedOptimizer was made. Received: "
                 f"{thawed} that have come to since, whose gradients are each rank's own. Make a new "
@@ -155,8 +136,7 @@ class GradientReducer:
 
     def close(self) -> None:
         """Sees no gradient any more."""
-        for hook in self._hooks:
-            hook.remove()
+        self._hooks.remove()
         if self.local is not None:
             self.local.steps.abandon()
 

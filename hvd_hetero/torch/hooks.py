@@ -1,0 +1,69 @@
+"""Whose gradients a reducer sees, and how it comes to see them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from .layout import check_type
+
+# Who reduces a parameter's gradient: the optimizer made last, as its step() would otherwise see what another one did.
+_REDUCED_BY: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+class Owner(Protocol):
+    """Whose hooks these are."""
+
+    def replace(self) -> None:
+        """Gives way to another owner of the same parameters."""
+
+
+class Hooks:
+    """The hooks on the parameters of one owner; of a parameter with several, the last one has them.
+
+    Args:
+        after: called with a parameter once a gradient was added to its `p.grad`.
+        before: called with the gradient before it is added; None: not called.
+    """
+
+    def __init__(
+        self, owner: Owner, *, after: Callable[[torch.Tensor], None], before: Callable[[Any], None] | None
+    ) -> None:
+        self._owner, self._after, self._before = weakref.ref(owner), after, before
+        self._known: set[int] = set()  # ids of parameters
+        self._handles: list[Any] = []
+        self._nodes: list[Any] = []  # that add to `p.grad`
+
+    def add(self, parameters: Sequence[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
+        """Takes those that require a gradient and are new, which it returns.
+
+        Raises:
+            TypeError: for a parameter of a type that cannot be reduced.
+        """
+        new = [p for p in parameters if p.requires_grad and id(p) not in self._known]
+        self._known |= {id(parameter) for parameter in new}
+        for parameter in new:
+            check_type(parameter)
+            before = _REDUCED_BY.get(parameter, lambda: None)()
+            if before is not None:
+                before.replace()
+            _REDUCED_BY[parameter] = self._owner
+            self._handles.append(parameter.register_post_accumulate_grad_hook(self._after))
+            if self._before is not None:
+                node = torch.autograd.graph.get_gradient_edge(parameter).node
+                self._nodes.append(node)  # kept, or its hook would go with it
+                self._handles.append(node.register_prehook(self._before))
+        return new
+
+    def thawed(self, groups: Sequence[Mapping[str, Any]]) -> int:
+        """How many of these parameter groups require a gradient and are not known."""
+        return sum(p.requires_grad and id(p) not in self._known for group in groups for p in group["params"])
+
+    def remove(self) -> None:
+        """Sees no gradient any more."""
+        for handle in self._handles:
+            handle.remove()
