@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
@@ -12,7 +13,7 @@ from hvd_hetero.policy.replan import Plan, ReplanRule
 
 from .agreement import Terms, agree
 from .attachment import Exchanges
-from .departure import Departure
+from .departure import Departure, Flag
 from .dialogue import Dialogue
 from .keeping import Keeping
 from .ladder import Ladder
@@ -219,10 +220,12 @@ class Balancer:
         return self._counted + (self.count_now or 0.0)
 
     def fail(self) -> None:
-        """Tells all ranks, in the exchange they wait in, that this one cannot go on; they raise `PeerError`."""
+        """Tells all ranks, in the exchange they wait in, that this one cannot go on; they raise `PeerError`. Where they
+        have ended already, it does nothing."""
         self.departure.fail()
         self.step += 1
-        self.exchanges.withdraw(self.timesheet.usual_step_s or 0.0)
+        with contextlib.suppress(Exception):  # whoever is gone need not hear of it
+            self.exchanges.withdraw(self.timesheet.usual_step_s or 0.0)
         self.dialogue.unheard()
 
     def stop(self, error: Exception) -> None:
@@ -235,11 +238,25 @@ class Balancer:
     @property
     def leaving(self) -> tuple[int, ...]:
         """Ranks that were told to end, from a step on by which all ranks have heard it; the same on all ranks."""
-        return self.departure.leaving(self.step)
+        return self.departure.leaving.by(self.step)
 
     def leave(self) -> None:
         """Tells all ranks, with the next exchange, that this one was told to end: see `leaving`."""
-        self.departure.leaves = True
+        self.departure.leaving.said = True
+
+    @property
+    def stopping(self) -> tuple[int, ...]:
+        """Ranks that want all to stop training, from a step on by which all ranks have heard it; the same on all ranks,
+        which then stop after the same step."""
+        return self.departure.stopping.by(self.step)
+
+    def ask_to_stop(self) -> None:
+        """Tells all ranks, with the next exchange, that this one wants all to stop training: see `stopping`."""
+        self.departure.stopping.said = True
+
+    def go_on(self) -> None:
+        """Forgets who wanted to stop: training begins anew, on all ranks."""
+        self.departure.stopping = Flag()
 
     # What the exchange asks -----------------------------------------------------------------------------------------
 

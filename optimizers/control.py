@@ -1,11 +1,11 @@
 """The control vector: what ranks tell each other with every gradient, at no message of its own.
 
 It is summed like a gradient. Each rank writes into its own slots and leaves the others' zero, so the sum is a gather:
-the number of loss terms, of every rank last step's share and compute time, how long it ran and was stopped,
-whether it has failed or was told to end, how many batches it has dealt ahead, at times a hash of its parameters, and –
-written by rank 0 alone – the next plan. All ranks
-read the identical sum, and therefore hold the identical plan. The slots for the noise of the gradient are there whether
-or not anybody measures it, so that all ranks' vectors have one length.
+the number of loss terms, of every rank last step's share and compute time, how long it ran and was stopped, whether it
+has failed, was told to end or wants all to stop, how many batches it has dealt ahead, at times a hash of its
+parameters, and – written by rank 0 alone – the next plan. All ranks read the identical sum, and therefore hold the
+identical plan. The slots for the noise of the gradient are there whether or not anybody measures it, so that all ranks'
+vectors have one length.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from hvd_hetero.policy.strategy import LOCAL, SYNCHRONOUS
 
 REASON_LENGTH = 80  # characters of a plan's reason that travel
 STRATEGIES = (SYNCHRONOUS, LOCAL)  # by the number that travels
+LEAVES, STOPS = 1, 2  # in one slot
 PER_RANK, PER_PLAN = 9, 3  # slots of a rank, and of a plan beside its shares and reason
 
 
@@ -62,6 +63,7 @@ class Report:
     samples: tuple[float, ...]
     failed: tuple[int, ...]
     leaving: tuple[int, ...]  # ranks that were told to end
+    stopping: tuple[int, ...]  # ranks that want all to stop training
     dealt_ahead: tuple[int, ...]  # batches after the one whose gradient this is
     ran: tuple[Ran, ...]
     staleness: float  # mean over the ranks
@@ -86,6 +88,7 @@ def pack(
     failed: bool,
     announcement: Announcement | None,
     leaves: bool = False,
+    stops: bool = False,
     look: Look | None = None,
     dealt_ahead: int = 0,
     ran: Ran | None = None,
@@ -100,7 +103,7 @@ def pack(
     vector[1 + 2 * ranks + rank] = float(failed)
     vector[1 + 3 * ranks + rank] = dealt_ahead
     look = look or Look()
-    for place, value in enumerate((*(ran or Ran()), float(leaves), look.hash), start=4):
+    for place, value in enumerate((*(ran or Ran()), LEAVES * leaves + STOPS * stops, look.hash), start=4):
         vector[1 + place * ranks + rank] = value
     if announcement is not None:
         at = 1 + PER_RANK * ranks
@@ -132,13 +135,14 @@ def unpack(total: Sequence[float], *, ranks: int) -> Report:
             predicted_step_s=predicted_step_s,
             strategy=STRATEGIES[int(strategy)],
         )
-    *ran, leaving, hashes = (total[1 + place * ranks : 1 + (place + 1) * ranks] for place in range(4, PER_RANK))
+    *ran, ends, hashes = (total[1 + place * ranks : 1 + (place + 1) * ranks] for place in range(4, PER_RANK))
     return Report(
         count=total[0],
         compute_s=tuple(total[1 : 1 + ranks]),
         samples=tuple(total[1 + ranks : 1 + 2 * ranks]),
         failed=tuple(rank for rank in range(ranks) if total[1 + 2 * ranks + rank] > 0),
-        leaving=tuple(rank for rank in range(ranks) if leaving[rank] > 0),
+        leaving=tuple(rank for rank in range(ranks) if int(ends[rank]) & LEAVES),
+        stopping=tuple(rank for rank in range(ranks) if int(ends[rank]) & STOPS),
         hashes=tuple(int(value) for value in hashes),
         interval=int(total[-NORMS - 2]),
         dealt_ahead=tuple(int(total[1 + 3 * ranks + rank]) for rank in range(ranks)),

@@ -1,4 +1,4 @@
-"""Ranks that cannot go on, and ranks that were told to end."""
+"""Ranks that cannot go on, ranks that were told to end, and ranks that want all to stop."""
 
 from __future__ import annotations
 
@@ -7,19 +7,42 @@ from collections.abc import Sequence
 from .attachment import PeerError
 
 
+class Flag:
+    """What a rank says of itself in each exchange, and the first ranks that all ranks have heard it of."""
+
+    def __init__(self) -> None:
+        self.said = False
+        self.forget()
+
+    def forget(self) -> None:
+        """Forgets what was heard."""
+        self._ranks: tuple[int, ...] = ()
+        self._from_step = 0
+
+    def hear(self, ranks: tuple[int, ...], step: int) -> None:
+        """Takes in that `ranks` said it, which all ranks have heard by batch `step`."""
+        if ranks and not self._ranks:
+            self._ranks, self._from_step = ranks, step
+
+    def by(self, step: int) -> tuple[int, ...]:
+        """The ranks of which all have heard it by batch `step`."""
+        return self._ranks if step >= self._from_step else ()
+
+
 class Departure:
     """What this rank says of its own end in each exchange, and what it has heard of others'."""
 
     def __init__(self) -> None:
-        self.leaves = False  # this rank was told to end; it still is on other ranks than before
+        self.leaving = Flag()  # ranks that were told to end; they still are among other ranks than before
+        self.stopping = Flag()  # ranks that want all to stop training
         self.restart()
 
     def restart(self) -> None:
         """Forgets who was to leave: the ranks are others now."""
         self.failed = False
         self.error: Exception | None = None  # what the next exchange raises on this rank
-        self._leaving: tuple[int, ...] = ()
-        self._from_step = 0
+        self.leaving.forget()
+        self.stopping.forget()
 
     def fail(self, error: Exception | None = None) -> None:
         """This rank cannot go on. With an `error`, it trains on until the next exchange, which raises it here."""
@@ -40,12 +63,3 @@ class Departure:
                 f"Expected every rank to deliver batch {step}. Received: rank {names} could not (its data loader "
                 f"raised). The cause is in the output of rank {names}; this rank stops with it."
             )
-
-    def hear_leaving(self, ranks: tuple[int, ...], step: int) -> None:
-        """Takes in that `ranks` were told to end, which all ranks have heard by batch `step`."""
-        if ranks and not self._leaving:
-            self._leaving, self._from_step = ranks, step
-
-    def leaving(self, step: int) -> tuple[int, ...]:
-        """The ranks of which all have heard by batch `step` that they were told to end."""
-        return self._leaving if step >= self._from_step else ()

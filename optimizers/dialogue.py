@@ -101,7 +101,8 @@ class Dialogue:
             dealt_ahead=dealt_ahead,
             staleness=self.staleness if leads else 0.0,
             failed=self._departure.failed,
-            leaves=self._departure.leaves,
+            leaves=self._departure.leaving.said,
+            stops=self._departure.stopping.said,
             look=look,
             ran=self._timesheet.take_stops() if leads else None,
             announcement=self._planner.announcement if leads and self._engine.rank == 0 else None,
@@ -143,7 +144,8 @@ class Dialogue:
         if leads:
             self.entered, self.steps = sum(report.samples) or self.entered, steps
             self.mean_staleness = report.staleness
-            self._departure.hear_leaving(report.leaving, step + ahead)
+            self._departure.leaving.hear(report.leaving, step + ahead)
+            self._departure.stopping.hear(report.stopping, step + ahead)
         if noise is not None:
             noise.incoming(report.norms, self.entered)
         if leads:

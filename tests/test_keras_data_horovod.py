@@ -28,6 +28,7 @@ CHECKS = [
     "the_learning_rate_is_scheduled_and_follows_the_batch",
     "elastic_states_and_a_trace_are_kept",
     "an_error_of_loading_reaches_every_rank",
+    "a_callback_of_one_rank_stops_all_after_the_same_batch",
     "samples_of_tf_data",
 ]
 FEW = [CHECKS[0], "metrics_are_those_of_all_samples"]

@@ -47,6 +47,7 @@ def test_a_value_that_becomes_something_else_later(tmp_path):
 
     def program(engine):
         state = TorchState(torch.nn.Linear(2, 1), best=0.0)
+        assert state.optimizer is None, "as Horovod's"
         state.codec_states = list
         checkpoint = Checkpoint(tmp_path / "x", state, engine=engine, every_steps=None)
         checkpoint.save()

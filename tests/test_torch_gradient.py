@@ -129,6 +129,33 @@ def test_accumulation_over_uneven_passes_sums_over_passes_as_horovod_does(shares
     assert relative_error(found, reference(factor=2.0)) <= 1e-12
 
 
+@pytest.mark.parametrize("shares", [(6, 6), (9, 3), (12, 0)])
+@pytest.mark.parametrize("op", [hvd.Average, hvd.Sum])
+def test_several_backward_passes_over_one_batch_add_up(shares, op):
+    """Two losses of one batch; and its parts, each rank's of sizes of its own, as Horovod's example for ImageNet has
+    them, whose means it divides by their number."""
+    ranks = len(shares) if op == hvd.Sum else 1
+
+    def two_losses(model, optimizer, balancer, x, y):
+        balancer.begin(len(x))
+        found = model(x)
+        nn.functional.cross_entropy(found, y).backward(retain_graph=True)
+        (0.5 * nn.functional.cross_entropy(found, y)).backward()
+        optimizer.synchronize()
+
+    def parts(model, optimizer, balancer, x, y):
+        balancer.begin(len(x))
+        for part in range(3):
+            loss = nn.functional.cross_entropy(model(x[part::3]), y[part::3])
+            (loss / 3).backward()
+        optimizer.synchronize()
+
+    found = run(shares, two_losses, backward_passes_per_step=2, op=op)
+    assert relative_error(found, reference(factor=1.5 * ranks)) <= 1e-12
+    found = run(shares, parts, backward_passes_per_step=3, op=op)
+    assert relative_error(found, reference(factor=1.0 * ranks)) <= 1e-12
+
+
 def test_accumulation_with_a_pass_without_samples():
     def passes(model, optimizer, balancer, x, y):
         for part in ((slice(0, 0), slice(0, None)) if len(x) == 9 else (slice(0, None), slice(0, 0))):

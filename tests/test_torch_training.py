@@ -11,7 +11,7 @@ from torch import nn
 pytest.importorskip("horovod.torch", reason="build it with hvd-hetero build-horovod")
 
 import hvd_hetero.torch as hvd
-from hvd_hetero.engine.local import World
+from hvd_hetero.engine.local import SoloEngine, World
 from hvd_hetero.optimizers.attachment import PeerError
 
 LENGTH, WHOLE = 20, 8  # the third batch of an epoch is short
@@ -310,6 +310,56 @@ def test_a_rank_whose_loader_raises_stops_all_ranks_with_the_cause():
     failed = next(rank for rank, error in enumerate(outcome) if isinstance(error, OSError))
     for error in outcome:
         assert isinstance(error, OSError) or (isinstance(error, PeerError) and f"rank {failed}" in str(error))
+
+
+@pytest.mark.parametrize("strategy", ["synchronous", hvd.LocalSGD(round_steps=2, warmup_steps=2, bound_rounds=0)])
+def test_all_stop_after_the_same_step_where_one_rank_asks_for_it(strategy):
+    torch.set_num_threads(1)
+    prototype = make_model()
+
+    def program(engine):
+        model = copy.deepcopy(prototype)
+        balancer = hvd.Balancer(WHOLE, engine=engine, shares=SHARES)
+        optimizer = hvd.DistributedOptimizer(sgd(model), balancer=balancer, strategy=strategy)
+        loader = hvd.BalancedDataLoader(Data(), balancer=balancer, shuffle=False)
+        ended = []
+        for _ in range(2):
+            for epoch in range(9):
+                loader.set_epoch(epoch)
+                for x, y, _ in loader:
+                    optimizer.zero_grad()
+                    nn.functional.cross_entropy(model(x), y).backward()
+                    optimizer.step()
+                    if balancer.step % 9 == 4 and engine.rank == 1:
+                        balancer.ask_to_stop()
+                    if balancer.stopping:
+                        break
+                if balancer.stopping:
+                    break
+            ended.append((balancer.stopping, balancer.step))
+            optimizer.merge(model)
+            balancer.go_on()
+        return ended
+
+    found = World(3).run(program, timeout_s=30)
+    assert found[0] == found[1] == found[2], "where all wait for every merge"
+    assert [who for who, _ in found[0]] == [(1,), (1,)]
+    if strategy == "synchronous":
+        assert [step for _, step in found[0]] == [5, 14]
+
+
+def test_failing_where_the_others_have_ended_hides_no_error():
+    class Gone:
+        def withdraw(self):
+            def over():
+                raise RuntimeError("the others are gone")
+
+            return over
+
+    balancer = hvd.Balancer(WHOLE, engine=SoloEngine())
+    balancer.exchanges.attach(Gone())
+    balancer.fail()
+    assert balancer.departure.failed
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hvd_hetero.cli.error import CommandError, MissingFramework
-from hvd_hetero.engine.environment import launched
+from hvd_hetero.engine.environment import launched, under_mpi
 from hvd_hetero.engine.finding import Probe
 from hvd_hetero.engine.local import SoloEngine
 from hvd_hetero.engine.port import Engine
@@ -91,8 +91,8 @@ def show(found: Probe) -> None:
         raise CommandError(f"expected the package rich, which prints the tables. Received: {error}.\n"
                            "  What to do: pip install rich, or take --json.") from error
     console = console_module.Console(highlight=False)
-    if not console.is_terminal:
-        console = console_module.Console(highlight=False, width=WIDTH)
+    if not console.is_terminal or under_mpi():  # whose processes have terminals that nobody sees
+        console = console_module.Console(highlight=False, width=WIDTH, force_terminal=False)
     console.print(_rank_table(found, tables.Table))
     if found.size > 1:
         console.print(_link_table(found, tables.Table))
@@ -142,7 +142,8 @@ def summary(found: Probe) -> list[str]:
                      "that moves nothing.")
     if found.stalled > NOTEWORTHY_STALLS:
         lines.append(f"{100 * found.stalled:.0f} % of the transfers stalled for {1e3 * STALL_S:.0f} ms or more and are "
-                     "left out: TCP waits for acknowledgements or sends again. Training may stall likewise.")
+                     "left out: TCP waits for acknowledgements or sends again, or a rank waits for a core. Training "
+                     "may stall likewise.")
     if any(device.gpus for device in found.devices):
         lines.append("Shares are by the processors' speed; the balancer measures what a GPU does in training.")
     lines += expectations(found)

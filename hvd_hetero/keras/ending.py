@@ -34,10 +34,10 @@ def _end_reading() -> None:
     for balancer in list(_balancers):
         balancer.dialogue.unheard()
     iterator = tf.data.Iterator
-    for one in gc.get_objects():
+    for one in gc.get_objects():  # which are asked nothing: a lazy one would begin to work
         if issubclass(type(one), iterator):
             vars(one).clear()
-        elif isinstance(one, types.TracebackType):  # the last error's, or of one that somebody caught
+        elif type(one) is types.TracebackType:  # the last error's, or of one that somebody caught
             for frame, _ in traceback.walk_stack(one.tb_frame):
                 with contextlib.suppress(RuntimeError):  # it is not at its end
                     frame.clear()

@@ -36,6 +36,9 @@ class TorchState(JobState):
             without being named.
     """
 
+    model: torch.nn.Module | None = None
+    optimizer: torch.optim.Optimizer | None = None
+
     def __init__(
         self, model: torch.nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None, **values: Any
     ) -> None:

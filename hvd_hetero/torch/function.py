@@ -106,11 +106,14 @@ def broadcast_parameters(
         given[name].data.copy_(received)
 
 
-def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int) -> None:
-    """Overwrites the optimizer's state and options on all ranks with those of `root_rank`."""
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer, root_rank: int, model: torch.nn.Module | None = None
+) -> None:
+    """Overwrites the optimizer's state and options on all ranks with those of `root_rank`. `model`: tells which of its
+    embeddings have sparse gradients, where the optimizer has no state yet."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if all(_is_contiguous(p) and not _is_bfloat16(p) for p in parameters):
-        horovod.torch.broadcast_optimizer_state(optimizer, root_rank)
+        horovod.torch.broadcast_optimizer_state(optimizer, root_rank, model)
         return
     # Horovod would broadcast such tensors one by one, and cannot; pickled they travel as bytes.
     mine = optimizer.state_dict() if horovod.torch.rank() == root_rank else None

@@ -11,7 +11,8 @@ class Passes:
     """Keeps `p.grad` equal to sum(n_j g_j) / n over the passes so far, where pass j's mean over n_j terms is g_j.
 
     `p.grad` is in units of 1 / n: adding the next pass's mean gradient to it then gives the right sum again, whatever
-    the passes' sizes.
+    the passes' sizes. A pass of which no terms are said is over those of the one before it, as another loss of the same
+    batch is: g_j is the sum of their gradients, as without ranks.
 
     Args:
         parameters: a sequence that may grow.
@@ -21,6 +22,8 @@ class Passes:
         self._parameters = parameters
         self._counts: list[float] = []
         self._stash: dict[torch.nn.Parameter, torch.Tensor | None] | None = None
+        self._said = False  # over how many terms the next pass is
+        self._counted = False  # the terms of the pass begun last are among those
         self.unit = 0.0  # n; 0 while `p.grad` holds nothing
 
     @property
@@ -35,6 +38,7 @@ class Passes:
 
     def expect(self, terms: float) -> None:
         """Before a pass over `terms` loss terms."""
+        self._said = True
         self.restore()
         if not self._counts or not self.unit:
             return
@@ -50,11 +54,15 @@ class Passes:
 
     def begin(self, terms: float) -> None:
         """At the first gradient of a pass."""
-        self._counts.append(terms)
+        self._counted = self._said or not self._counts
+        if self._counted:
+            self._counts.append(terms)
+        self._said = False
 
     def undo(self) -> None:
         """The pass that began did not end."""
-        self._counts.pop()
+        if self._counted:
+            self._counts.pop()
 
     def end(self, *, final: bool) -> None:
         """After a pass; `final`: the exchange follows."""

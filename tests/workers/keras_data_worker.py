@@ -394,6 +394,38 @@ def an_error_of_loading_reaches_every_rank():
             raise AssertionError("nothing was raised")
 
 
+def a_callback_of_one_rank_stops_all_after_the_same_batch():
+    """One that looks at a rank's own batches; and the fit after it goes on."""
+
+    class Stops(keras.callbacks.Callback):
+        def __init__(self, after):
+            super().__init__()
+            self.after = after
+
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == self.after and hvd.rank() == hvd.size() - 1:
+                self.model.stop_training = True
+
+    x, y = arrays(8 * WHOLE)
+    for strategy in ("synchronous", hvd.LocalSGD(round_steps=2, warmup_steps=1)):
+        balancer = make_balancer()
+        model = compile_model(make_model(), hvd.DistributedOptimizer(sgd(), balancer=balancer, strategy=strategy))
+        dataset = hvd.BalancedDataset(x, y, balancer=balancer, shuffle=False)
+        ended = []
+        for after in (2, 99):
+            last = hvd.callbacks.StopTogetherCallback()
+            local = [] if strategy == "synchronous" else [hvd.callbacks.LocalSGDCallback()]
+            callbacks = [*local, hvd.callbacks.MetricAverageCallback(), Stops(after), last]
+            history = model.fit(dataset, epochs=4 if after == 2 else 1, verbose=0, callbacks=callbacks)
+            ended.append((len(history.epoch), balancer.step))
+        assert ended[0][1] < 4 * 8 - 1 and ended[1] == (1, ended[0][1] + 8), ended
+        assert strategy != "synchronous" or ended[0] == (1, 3), ended
+        assert len(set(hvd.allgather_object(tuple(ended)))) == 1, "on all ranks"
+        assert spread(model.get_weights()) == 0.0
+    alone = compile_model(make_model(), sgd())
+    expect("hvd.DistributedOptimizer", lambda: alone.fit(x, y, verbose=0, callbacks=[last]))
+
+
 def samples_of_tf_data():
     import tensorflow as tf
 

@@ -176,6 +176,10 @@ def law_5_bfloat16_and_broadcast():
             optimizer.step()
         assert spread(model.parameters()) == 0.0
         model = make_model(torch.bfloat16)
+    table = nn.Embedding(4, 2, sparse=True)
+    optimizer = torch.optim.SparseAdam(table.parameters(), lr=0.1)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0, model=table)
+    assert optimizer.state[table.weight]["exp_avg"].shape == (4, 2)
 
 
 def law_5_memory_formats():

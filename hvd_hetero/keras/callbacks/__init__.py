@@ -5,6 +5,7 @@ from .balance import LatencyAwareLearningRate, RebalanceCallback, TraceCallback
 from .elastic import CheckpointCallback, CommitStateCallback, UpdateBatchStateCallback, UpdateEpochStateCallback
 from .local import LocalSGDCallback
 from .schedule import LearningRateScheduleCallback, LearningRateWarmupCallback
+from .stop import StopTogetherCallback
 
 __all__ = [
     "BestModelCheckpoint",
@@ -17,6 +18,7 @@ __all__ = [
     "LocalSGDCallback",
     "MetricAverageCallback",
     "RebalanceCallback",
+    "StopTogetherCallback",
     "TraceCallback",
     "UpdateBatchStateCallback",
     "UpdateEpochStateCallback",
