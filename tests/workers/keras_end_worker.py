@@ -21,6 +21,14 @@ class SlowSamples:
         return np.full(3, index, "float32"), np.zeros(1, "float32")
 
 
+class Lazy:
+    """Which whoever looks at all objects must not touch."""
+
+    @property
+    def __class__(self):
+        raise RuntimeError("touched")
+
+
 class Raises(keras.callbacks.Callback):
     """On rank 1, after three batches."""
 
@@ -30,6 +38,7 @@ class Raises(keras.callbacks.Callback):
 
 
 hvd.init()
+lazy = Lazy()
 balancer = hvd.Balancer(8, adaptive=False)
 model = keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(1)])
 hvd.broadcast_variables(model.weights)
