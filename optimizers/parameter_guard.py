@@ -107,7 +107,7 @@ class ParameterGuard:
             raise DivergedError(
                 f"Expected the same parameters on every rank after each step. Received: others than rank 0's on rank "
                 f"{ranks}, by {most:.2g} of their norm. Broadcast them from rank 0 before training "
-                "(hvd.broadcast_parameters), and change parameters on no rank alone."
+                "(hvd.broadcast_parameters; Keras: hvd.broadcast_variables), and change parameters on no rank alone."
             )
         for index, flat in enumerate(first):
             parameters.write(index, flat)
