@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -18,17 +17,28 @@ from hvd_hetero.optimizers.ways import Ways
 from hvd_hetero.policy.topology import Topology
 
 from . import backend
+from .argument import check_unused, op_of
 from .compression import Compression
 from .reducer import GradientReducer
+from .subclass import distributed_class
 
 
 def DistributedOptimizer(
     optimizer: keras.optimizers.Optimizer,
+    name: str | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
     compression: Any = Compression.none,
-    op: Any = backend.horovod.Average,
+    sparse_as_dense: bool = False,
     gradient_predivide_factor: float = 1.0,
-    process_set: Any = None,
+    op: Any = backend.horovod.Average,
     *,
+    backward_passes_per_step: int = 1,
+    average_aggregated_gradients: bool = False,
+    num_groups: int = 0,
+    groups: Any = None,
+    process_set: Any = None,
+    scale_local_gradients: bool = True,
     balancer: Balancer | None = None,
     topology: Topology | str | None = None,
     strategy: LocalSGD | str = "synchronous",
@@ -47,9 +57,15 @@ def DistributedOptimizer(
     makes it a distributed one again.
 
     Args:
+        name, device_dense, device_sparse, sparse_as_dense, num_groups, groups, scale_local_gradients: Horovod's; of no
+            effect. Gradients travel dense, and `bucket_bytes` says in how many operations.
         compression: one of `hvd.Compression`.
-        op: hvd.Average, or hvd.Sum, which multiplies by the number of ranks.
         gradient_predivide_factor: divides before the sum and multiplies after it.
+        op: hvd.Average, or hvd.Sum, which multiplies by the number of ranks.
+        backward_passes_per_step: sets the optimizer's `gradient_accumulation_steps`, where it is more than 1. That
+            optimizer has to have no variables yet, or as many steps already, as one that was saved.
+        average_aggregated_gradients: whether what is applied is the mean over these batches, as in Keras; False: their
+            sum, so many times the mean, as in Horovod.
         process_set: the ranks that train together (default: the balancer's, or all).
         balancer: deals the shares and carries the counts.
         topology: how gradients are summed; see `hvd_hetero.torch.DistributedOptimizer`.
@@ -66,12 +82,14 @@ def DistributedOptimizer(
         raise TypeError(f"optimizer: expected a keras.optimizers.Optimizer. Received: {optimizer!r}.")
     if "_reducer" in vars(optimizer):
         raise ValueError("optimizer: expected one that is not distributed yet. Received: a DistributedOptimizer.")
+    check_unused(name=name, device_dense=device_dense, device_sparse=device_sparse)
+    steps = _accumulated(optimizer, backward_passes_per_step)
     local = strategy_of(strategy)
     balancer = weights_of(balancer, process_set)
     if keras.config.dtype_policy().name == "mixed_float16" and not _scales(optimizer):
         optimizer = keras.optimizers.LossScaleOptimizer(optimizer, name="loss_scale_optimizer")
     # Loss scaling skips batches, and changes the scale of the next: there each batch is exchanged by itself.
-    passes = 1 if _scales(optimizer) else optimizer.gradient_accumulation_steps or 1
+    passes = 1 if _scales(optimizer) else steps
     reducer_of = functools.partial(
         make_reducer,
         optimizer=_named(optimizer),
@@ -82,12 +100,15 @@ def DistributedOptimizer(
         topology=topology,
         bucket_bytes=bucket_bytes,
         passes=passes,
+        sums=1 if average_aggregated_gradients else backward_passes_per_step,
         strategy=local,
     )
-    cls = _distributed_class(type(optimizer))
+    cls = distributed_class(type(optimizer))
     distributed: Any = object.__new__(cls)
     # The same state: what was trained, loaded or scheduled before goes on.
     distributed.__dict__.update(vars(optimizer))
+    if backward_passes_per_step > 1:
+        getattr(distributed, "inner_optimizer", distributed).gradient_accumulation_steps = steps
     distributed.__dict__["_reducer"] = reducer_of()
     distributed.__dict__["_reducer_of"] = reducer_of
     balancer.engine.remember(distributed._rebuild)
@@ -115,11 +136,11 @@ def make_reducer(
     topology: Topology | str | None,
     bucket_bytes: int | None,
     passes: int = 1,
+    sums: int = 1,
     strategy: LocalSGD | None = None,
 ) -> GradientReducer:
-    """What reduces gradients, from a user's arguments. A collective call."""
-    if op not in (backend.horovod.Average, backend.horovod.Sum):
-        raise ValueError(f"op: expected hvd.Average or hvd.Sum. Received: {op!r}.")
+    """What reduces gradients, from a user's arguments, and gives `sums` times their mean. A collective call."""
+    reduction = op_of(op, "Average", "Sum")
     if bucket_bytes is not None:
         check_whole("bucket_bytes", bucket_bytes, least=1)
     wire = Compression.named(compression)
@@ -136,18 +157,40 @@ def make_reducer(
                 "optimizer": optimizer,
                 "strategy": strategy or "synchronous",
                 "gradient_accumulation_steps": passes,
-                "op": "Sum" if op == backend.horovod.Sum else "Average",
+                "op": reduction,
+                "backward_passes_per_step": sums,
                 "gradient_predivide_factor": predivide,
                 "bucket_bytes": bucket_bytes,
             },
             tell=lambda name, choice: trace.event("route", bucket=name, **asdict(choice)) if trace else None,
         ),
         passes=passes,
-        scale=float(balancer.size) if op == backend.horovod.Sum else 1.0,
+        scale=float(sums * (balancer.size if reduction == "Sum" else 1)),
         predivide=predivide,
         bucket_bytes=bucket_bytes,
         strategy=strategy,
     )
+
+
+def _accumulated(optimizer: Any, passes: int) -> int:
+    """Over how many batches the optimizer, or the one within it, accumulates gradients: over `passes`, where that is
+    more than 1.
+
+    Raises:
+        ValueError: it cannot be changed any more, or `passes` is no number.
+    """
+    check_whole("backward_passes_per_step", passes, least=1)
+    inner = optimizer.inner_optimizer if _scales(optimizer) else optimizer
+    has: int | None = inner.gradient_accumulation_steps
+    if passes == 1 or passes == has:
+        return has or 1
+    if has or inner.built:
+        raise ValueError(
+            f"backward_passes_per_step: expected 1, or an optimizer that has no variables and no "
+            f"gradient_accumulation_steps yet. Received: {passes}, and {type(inner).__name__} with {has}, which is "
+            f"{'' if inner.built else 'not '}built. Make a new one with gradient_accumulation_steps={passes}."
+        )
+    return passes
 
 
 def _named(optimizer: Any) -> str:
@@ -158,87 +201,3 @@ def _named(optimizer: Any) -> str:
 
 def _scales(optimizer: Any) -> bool:
     return isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
-
-
-def _distributed_class(base: type) -> type:
-    """A subclass of `base` that reduces what it applies, and that Keras saves as `base`."""
-    public = _public(base)
-    cls = type(public.__name__, (base,), {**_methods(base), "__module__": _module(public), "__doc__": base.__doc__})
-    name = keras.saving.get_registered_name(base)
-    if ">" in name:
-        # A user's own class: under its name Keras finds that class when it loads, and that name when it saves ours.
-        package, _, registered = name.partition(">")
-        for one in (cls, base):
-            keras.saving.register_keras_serializable(package, registered)(one)
-    return cls
-
-
-def _public(base: type) -> type:
-    """The class under whose name a model with an optimizer of class `base` is saved.
-
-    The torch back end makes Keras's own optimizers of private classes, which no other back end could load.
-    """
-    own = getattr(keras.optimizers, base.__name__, None)
-    return own if isinstance(own, type) and issubclass(base, own) else base
-
-
-def _module(public: type) -> str:
-    return "keras.optimizers" if getattr(keras.optimizers, public.__name__, None) is public else public.__module__
-
-
-def _methods(base: type) -> dict[str, Any]:
-    """What a distributed optimizer does differently from its base class."""
-
-    def apply(self: Any, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
-        grads = list(grads)
-        if trainable_variables is not None:
-            trainable_variables = list(trainable_variables)
-        variables = self._trainable_variables if trainable_variables is None else trainable_variables
-        if len(grads) != len(variables):
-            base.apply(self, grads, trainable_variables)  # type: ignore[attr-defined]  # says what is wrong
-            return
-        rate = self.learning_rate
-        grads = self._reducer.reduced(grads, variables, self._iterations)
-        base.apply(self, grads, trainable_variables)  # type: ignore[attr-defined]
-        self._reducer.updated(self, variables, rate)
-
-    def merge(self: Any, model: keras.Model | None = None) -> None:
-        """Returns when all ranks hold one model, in which every step of every rank counts once. A collective call.
-
-        With `model`, its statistics (of BatchNormalization) become those of all ranks' samples as well, and the
-        averages of the weights (`use_ema`) those of all ranks.
-        """
-        self._reducer.merge(model, self)
-
-    def finalize_variable_values(self: Any, var_list: Sequence[Any]) -> None:
-        """Overwrites the weights with their averages, if this optimizer keeps any, as `fit` does in the end: with those
-        of all ranks, also where ranks have trained apart. Then it is a collective call."""
-        self._reducer.merge_averages(self)
-        base.finalize_variable_values(self, var_list)  # type: ignore[attr-defined]
-
-    def rebuild(self: Any) -> None:
-        """Reduces over the ranks that there are now. A collective call."""
-        self._reducer.close()
-        self.__dict__["_reducer"] = self._reducer_of()
-
-    def from_config(cls: type, config: dict[str, Any], **arguments: Any) -> Any:
-        """A plain optimizer: what makes one distributed is no part of a configuration."""
-        return base.from_config(config, **arguments)  # type: ignore[attr-defined]
-
-    def set_attribute(self: Any, name: str, value: Any) -> None:
-        if name == "loss_scale_factor" and value is None:  # as a LossScaleOptimizer does to what it is put around
-            raise ValueError(
-                "Expected hvd.DistributedOptimizer outermost, so that all ranks skip the same steps. Received: a "
-                "LossScaleOptimizer around it, as compile() makes for a model of the policy mixed_float16. Pass "
-                "hvd.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(optimizer), ...)."
-            )
-        base.__setattr__(self, name, value)  # type: ignore[call-arg]
-
-    return {
-        "apply": apply,
-        "merge": merge,
-        "finalize_variable_values": finalize_variable_values,
-        "_rebuild": rebuild,
-        "from_config": classmethod(from_config),
-        "__setattr__": set_attribute,
-    }

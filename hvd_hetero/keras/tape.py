@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-import importlib
 from typing import Any
 
 from hvd_hetero.optimizers.balancer import Balancer
 from hvd_hetero.policy.topology import Topology
 
 from . import backend
+from .argument import check_unused, op_of
 from .compression import Compression
 from .optimizer import make_reducer, weights_of
 from .reducer import GradientReducer
@@ -36,17 +36,30 @@ _SERIES: dict[tuple[Any, ...], _Series] = {}
 class DistributedGradientTape:
     """A `tf.GradientTape` whose `gradient()` is that of the global batch; everything else is the given tape's.
 
-    With a balancer the loop calls `balancer.begin(samples)` for each batch. See `DistributedOptimizer` for the
-    arguments; tapes with the same ones are one series of exchanges.
+    With a balancer the loop calls `balancer.begin(samples)` for each batch. Tapes with the same arguments are one
+    series of exchanges.
+
+    Args:
+        gradtape: the tape.
+        device_dense, device_sparse, sparse_as_dense, num_groups, groups, scale_local_gradients: Horovod's; of no
+            effect.
+        compression, op, gradient_predivide_factor, process_set, balancer, topology, bucket_bytes: as of
+            `DistributedOptimizer`.
     """
 
     def __init__(
         self,
         gradtape: Any,
+        device_dense: str = "",
+        device_sparse: str = "",
         compression: Any = Compression.none,
+        sparse_as_dense: bool = False,
         op: Any = backend.horovod.Average,
         gradient_predivide_factor: float = 1.0,
+        num_groups: int = 0,
+        groups: Any = None,
         process_set: Any = None,
+        scale_local_gradients: bool = True,
         *,
         balancer: Balancer | None = None,
         topology: Topology | str | None = None,
@@ -57,7 +70,9 @@ class DistributedGradientTape:
                 f'DistributedGradientTape: expected the back end "tensorflow" of Keras. Received: "{backend.NAME}". '
                 "Use hvd.DistributedOptimizer."
             )
+        check_unused(device_dense=device_dense, device_sparse=device_sparse)
         self._tape = gradtape
+        op_of(op, "Average", "Sum")  # raises what is wrong: as a key, True is hvd.Sum
         key = (str(compression), op, gradient_predivide_factor, process_set, balancer, topology, bucket_bytes)
         if key not in _SERIES:
             _SERIES[key] = _Series(
@@ -82,6 +97,6 @@ class DistributedGradientTape:
 
     def gradient(self, target: Any, sources: Any, *arguments: Any, **options: Any) -> Any:
         """The gradients of the mean of `target` over all ranks' loss terms, in the structure of `sources`."""
-        nest = importlib.import_module("tensorflow").nest
+        nest = self._reducer.form.tf.nest
         found = self._tape.gradient(target, sources, *arguments, **options)
         return nest.pack_sequence_as(sources, self._reducer.reduced(nest.flatten(found), nest.flatten(sources), 0))
