@@ -1,8 +1,8 @@
 """`import hvd_hetero.keras as hvd`: Horovod for Keras 3, and training on mixed hardware.
 
-What users of `horovod.keras` know has its name and meaning here, with the back ends "tensorflow" and "torch" of Keras,
-except that functions take and return numpy arrays, and that arguments which Keras 3 has itself are left to it
-(`gradient_accumulation_steps`). Not here: `Adasum`, `reducescatter`, `PartialDistributedOptimizer`.
+What users of `horovod.keras` and `horovod.tensorflow.keras` know has its name, its arguments and its meaning here, with
+the back ends "tensorflow" and "torch" of Keras, except that functions return numpy arrays. What is ours is passed by
+its name. Not here: `Adasum`, `PartialDistributedOptimizer`, and `broadcast_global_variables`, which is TensorFlow 1's.
 """
 
 from hvd_hetero.engine.checkpoint_file import CheckpointError
@@ -24,17 +24,17 @@ from .evaluation import EvaluationDataset
 from .function import (
     allgather,
     allgather_object,
-    allreduce,
     barrier,
     broadcast,
     broadcast_object,
     broadcast_variables,
     init,
-    load_model,
     shutdown,
 )
 from .normalization import SyncBatchNormalization
 from .optimizer import DistributedOptimizer
+from .reduction import allreduce, reducescatter
+from .saving import load_model
 from .tape import DistributedGradientTape
 
 _horovod = backend.horovod
@@ -115,6 +115,7 @@ __all__ = [
     "mpi_threads_supported",
     "nccl_built",
     "rank",
+    "reducescatter",
     "remove_process_set",
     "rocm_built",
     "shutdown",

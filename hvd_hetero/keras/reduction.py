@@ -1,0 +1,114 @@
+"""`allreduce` and `reducescatter` of arrays, the same for both back ends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+
+from hvd_hetero.engine.port import Engine
+
+from . import backend
+from .argument import op_of
+from .compression import Compression
+
+_WORDS = {"Average": "sum", "Sum": "sum", "Min": "min", "Max": "max"}
+
+
+def array_of(value: Any) -> np.ndarray:
+    """A copy of `value` that a collective may write into."""
+    return np.array(keras.ops.convert_to_numpy(value) if keras.ops.is_tensor(value) else value)
+
+
+def name_of(engine: Engine, name: str | None, kind: str) -> str:
+    """The operation's: the one that a user gave it, or one of its own."""
+    return f"hvd_hetero.{kind}.{name}" if name else engine.unique(f"hvd_hetero.{kind}.")
+
+
+def allreduce(
+    value: Any,
+    name: str | None = None,
+    average: bool | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    op: Any = None,
+    compression: Any = Compression.none,
+    *,
+    process_set: Any = None,
+) -> Any:
+    """The mean over ranks (or their sum, least or greatest, by `op`) as a numpy array. A collective call.
+
+    Args:
+        value: a number, an array or a tensor, of one shape on all ranks. Whole numbers come back as float64 where they
+            are averaged or multiplied.
+        name: the operation's, the same on all ranks.
+        average: Horovod's older word for `op`: True is hvd.Average, False is hvd.Sum.
+        prescale_factor, postscale_factor: multiply before the reduction and after it.
+        op: hvd.Average (default), Sum, Min or Max.
+        compression: hvd.Compression.none; or fp16: floating values are reduced as float16, and come back in their own
+            type.
+        process_set: the ranks (default: all).
+
+    Raises:
+        ValueError, TypeError: on the rank that passed them, wrong arguments.
+    """
+    word, half = _op_of(average, op), _is_half(compression)
+    engine, array = backend.engine(process_set), array_of(value)
+    if array.dtype.kind != "f" and (word == "Average" or (prescale_factor, postscale_factor) != (1.0, 1.0)):
+        array = array.astype(np.float64)
+    # Horovod sums no array of no axes.
+    flat = _times(array.reshape(-1), prescale_factor)
+    wire = flat.astype(np.float16) if half and array.dtype.kind == "f" else flat
+    handle = engine.allreduce_async(wire, name=name_of(engine, name, "allreduce"), op=_WORDS[word])  # type: ignore[arg-type]
+    result = handle.wait().astype(array.dtype, copy=False).reshape(array.shape)
+    return _times(result / engine.size if word == "Average" else result, postscale_factor)
+
+
+def reducescatter(value: Any, name: str | None = None, op: Any = None, *, process_set: Any = None) -> Any:
+    """This rank's rows of the mean over ranks (or of their sum, by `op`) as a numpy array. A collective call.
+
+    Of n rows the first n % size ranks get one more.
+
+    Args:
+        value: an array or a tensor, of one shape on all ranks. Whole numbers that are averaged come back as float64.
+        name, process_set: as of `allreduce`.
+        op: hvd.Average (default) or Sum.
+
+    Raises:
+        ValueError: on the rank that passed them, wrong arguments.
+    """
+    word = "Average" if op is None else op_of(op, "Average", "Sum")
+    engine, array = backend.engine(process_set), array_of(value)
+    if array.ndim == 0:
+        raise ValueError(f"value: expected an array of at least one axis, whose rows ranks share. Received: {array}.")
+    if array.dtype.kind != "f" and word == "Average":
+        array = array.astype(np.float64)
+    result = engine.reducescatter_async(array, name=name_of(engine, name, "reducescatter")).wait()
+    return result / engine.size if word == "Average" else result
+
+
+def _op_of(average: Any, op: Any) -> str:
+    """The name of the reduction that these two arguments say."""
+    if average is None:
+        return "Average" if op is None else op_of(op, *_WORDS)
+    if op is not None:
+        raise ValueError(f"average: expected None with op, which takes its place. Received: {average!r} and op={op!r}.")
+    if not isinstance(average, (bool, np.bool_)):
+        raise ValueError(f"average: expected True, False or None. Received: {average!r}. Pass a reduction as op=.")
+    return "Average" if average else "Sum"
+
+
+def _is_half(compression: Any) -> bool:
+    """Whether values travel as float16."""
+    wire = Compression.named(compression)
+    if wire is None:
+        raise TypeError(f"compression: expected hvd.Compression.none or fp16. Received: {compression!r}.")
+    if wire not in (Compression.none, Compression.fp16):
+        wire.compress(None)  # raises what is wrong
+    return bool(wire == Compression.fp16)
+
+
+def _times(array: np.ndarray, factor: float) -> Any:
+    """In the array's own type."""
+    return array if factor == 1.0 else array * array.dtype.type(factor)

@@ -1,0 +1,50 @@
+"""`load_model`: a saved model whose optimizer is distributed again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import keras
+
+from .compression import Compression
+from .optimizer import DistributedOptimizer
+
+
+def load_model(
+    filepath: Any,
+    custom_optimizers: Sequence[type] | None = None,
+    custom_objects: Mapping[str, Any] | None = None,
+    compression: Any = Compression.none,
+    legacy_opts: bool = False,
+    **distributed: Any,
+) -> Any:
+    """The saved model, with its optimizer and the optimizer's state, which is distributed again. A collective call.
+
+    Args:
+        filepath: where it was saved, as of `keras.models.load_model`.
+        custom_optimizers: a script's own classes of optimizers.
+        custom_objects: a script's own classes and functions, by their names.
+        compression: as of `DistributedOptimizer`.
+        legacy_opts: Horovod's; of no effect.
+        distributed: further arguments of `DistributedOptimizer`, by their names.
+
+    Raises:
+        TypeError: custom_optimizers that are no classes of optimizers.
+    """
+    classes = _checked(custom_optimizers)
+    objects = {**{cls.__name__: cls for cls in classes}, **(custom_objects or {})}
+    model = keras.models.load_model(filepath, custom_objects=objects)
+    if model.optimizer is not None:
+        model.optimizer = DistributedOptimizer(model.optimizer, compression=compression, **distributed)
+    return model
+
+
+def _checked(classes: Any) -> Sequence[type]:
+    found = list(() if classes is None else classes)
+    if any(not isinstance(cls, type) or not issubclass(cls, keras.optimizers.Optimizer) for cls in found):
+        raise TypeError(
+            f"custom_optimizers: expected a list of classes of optimizers. Received: {classes!r}. Pass other classes "
+            "and functions as custom_objects=, by their names."
+        )
+    return found
