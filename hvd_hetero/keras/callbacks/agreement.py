@@ -37,6 +37,10 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         self._local = {id(variable) for variable in local_variables or ()}
         self.broadcast_done = False
 
+    def register_local_var(self, var: Any) -> None:
+        """Leaves one more variable as it is on each rank."""
+        self._local.add(id(var))
+
     def on_train_begin(self, logs: Any = None) -> None:
         """Broadcasts, where the model is built."""
         self.broadcast_done = False
@@ -131,21 +135,37 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
     """Saves the best model so far, on rank 0 alone. To be put after `MetricAverageCallback`.
 
     Args:
-        monitor, verbose, mode, save_freq: as of `keras.callbacks.ModelCheckpoint`.
-        filepath: where to; it has to end in ".keras".
+        monitor, verbose, save_weights_only, mode, save_freq: as of `keras.callbacks.ModelCheckpoint`, in the order of
+            `horovod.tensorflow.keras`; `horovod.keras` has no `save_weights_only`.
+        filepath: where to (default: "best.keras"; of weights only: "best.weights.h5").
+
+    Raises:
+        TypeError: `save_weights_only` is no bool: it is a `mode` that was meant.
     """
 
     def __init__(
         self,
         monitor: str = "val_loss",
         verbose: int = 0,
+        save_weights_only: bool = False,
         mode: str = "auto",
         save_freq: str | int = "epoch",
         *,
-        filepath: str = "best.keras",
+        filepath: str | None = None,
     ) -> None:
+        if not isinstance(save_weights_only, bool):
+            raise TypeError(
+                f"save_weights_only: expected True or False. Received: {save_weights_only!r}. Pass mode= and "
+                "save_freq= by their names, since horovod.keras and horovod.tensorflow.keras have them in other places."
+            )
         super().__init__(
-            filepath, monitor=monitor, verbose=verbose, save_best_only=True, mode=mode, save_freq=save_freq
+            filepath or ("best.weights.h5" if save_weights_only else "best.keras"),
+            monitor=monitor,
+            verbose=verbose,
+            save_best_only=True,
+            save_weights_only=save_weights_only,
+            mode=mode,
+            save_freq=save_freq,
         )
 
     def _save_model(self, epoch: int, batch: int | None, logs: Any) -> None:
