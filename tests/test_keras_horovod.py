@@ -28,6 +28,8 @@ LAW_2 = [
 ]
 CHECKS = [
     "functions",
+    "reductions_as_horovod_has_them",
+    "passes_of_horovod",
     *LAW_2,
     "law_1",
     "another_optimizer",
@@ -47,6 +49,7 @@ OF_TENSORFLOW = [
     "the_host_comes_between_updates",
     "buckets_leave_while_others_are_computed",
     "gradient_tape",
+    "variables_broadcast_in_a_function",
     "compiled_by_xla",
 ]
 ON_THREE = ["law_2:adam,float64,1e-11", "law_2:weights_and_short_last_batch,float32,1e-5",
@@ -88,8 +91,8 @@ def test_the_tensorflow_engine_keeps_the_contract():
 
 
 # Each launch costs a minute. The torch back end differs in what is around the exchange: a few checks always show that.
-FIRST = ["functions", "law_2:sgd,float32,1e-5", "law_2:embedding,float64,1e-11", "law_1", "overflow_on_one_rank",
-         "other_parameters_are_found"]
+FIRST = ["functions", "reductions_as_horovod_has_them", "passes_of_horovod", "law_2:sgd,float32,1e-5",
+         "law_2:embedding,float64,1e-11", "law_1", "overflow_on_one_rank", "other_parameters_are_found"]
 
 
 def marked(backend):

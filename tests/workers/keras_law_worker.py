@@ -290,7 +290,8 @@ def codecs_and_topology():
     """Gradients through codecs and over nodes that are found: all ranks hold one model, which learns."""
     x, y, _ = data()
     for arguments in (
-        {"compression": hvd.Compression.fp16},
+        {"compression": hvd.Compression.fp16, "name": "mine", "device_dense": "", "sparse_as_dense": True, "groups": 2,
+         "scale_local_gradients": False},
         {"compression": hvd.Compression.int8},
         {"compression": hvd.Compression.powersgd(2, warmup_steps=2), "bucket_bytes": 256},
         {"topology": hvd.Topology(nodes=((0,), tuple(range(1, hvd.size()))))},
@@ -315,18 +316,21 @@ def saved_and_loaded():
     class Mine(keras.optimizers.SGD):
         pass
 
-    for plain in (keras.optimizers.Adam(1e-2), Mine(0.1, momentum=0.9)):
+    class Unregistered(keras.optimizers.SGD):
+        pass
+
+    for plain in (keras.optimizers.Adam(1e-2), Mine(0.1, momentum=0.9), Unregistered(0.1)):
         model = dense_model()
         model.compile(optimizer=hvd.DistributedOptimizer(plain), loss="mse")
         train(model, 3)
         with tempfile.TemporaryDirectory() as folder:
             path = str(Path(folder) / "model.keras")
             model.save(path)
-            opened = keras.models.load_model(path)
-            expected = Mine if isinstance(plain, Mine) else keras.optimizers.Adam
+            opened = keras.models.load_model(path, {"Unregistered": Unregistered})
+            expected = type(plain) if isinstance(plain, (Mine, Unregistered)) else keras.optimizers.Adam
             assert isinstance(opened.optimizer, expected) and "_reducer" not in vars(opened.optimizer)
             assert "hvd_hetero" not in str(keras.saving.serialize_keras_object(model.optimizer))
-            loaded = hvd.load_model(path)
+            loaded = hvd.load_model(path, [Unregistered], None, hvd.Compression.none, False)
         assert int(loaded.optimizer.iterations) == 3 and "_reducer" in vars(loaded.optimizer)
         train(model, 2)
         train(loaded, 2)
@@ -344,10 +348,110 @@ def functions():
     assert hvd.broadcast(np.array([rank, 7]), root_rank=1).tolist() == [1, 7]
     assert hvd.broadcast_object({"rank": rank} if rank == 1 else None, root_rank=1) == {"rank": 1}
     assert hvd.allgather_object(f"rank {rank}" if rank else 0) == [f"rank {r}" if r else 0 for r in range(size)]
+    assert hvd.broadcast_object(rank, 1, session=None) == 1 and len(hvd.allgather_object(rank, session=None)) == size
     model = dense_model()
     model.set_weights([w + rank for w in weights_of(model)])
-    hvd.broadcast_variables(model.variables, root_rank=0)
+    hvd.broadcast_variables(model.variables, root_rank=0, inplace=True)
     same_on_all(weights_of(model))
+
+
+def reductions_as_horovod_has_them():
+    """`allreduce` by all of Horovod's arguments, in their places, and `reducescatter`."""
+    rank, size = hvd.rank(), hvd.size()
+    values, everyone = np.array([1.0, 2.0]) * (rank + 1), size * (size + 1) / 2
+    assert hvd.allreduce(values, "a", False).tolist() == [everyone, 2 * everyone]
+    assert hvd.allreduce(values, "b", True).tolist() == [everyone / size, 2 * everyone / size]
+    assert hvd.allreduce(values, "c", None, 2.0, 3.0, hvd.Sum).tolist() == [6 * everyone, 12 * everyone]
+    scaled = hvd.allreduce(rank + 1, prescale_factor=0.5, op=hvd.Max)
+    assert scaled == size / 2 and scaled.dtype == np.float64, "a factor makes fractions of whole numbers"
+    third = np.full(3, 1 / 3, "float32")
+    for mean in (hvd.allreduce(third, compression=hvd.Compression.fp16),
+                 hvd.allreduce(third, "d", None, 1.0, 1.0, None, hvd.Compression.fp16)):
+        assert mean.dtype == np.float32 and mean.tolist() == [float(np.float16(1 / 3))] * 3, mean
+    assert hvd.allreduce(third, compression=hvd.Compression.none).tolist() == third.tolist()
+    whole = hvd.allreduce(np.array([2**20 + 1]), op=hvd.Sum, compression=hvd.Compression.fp16)
+    assert whole.dtype == np.int64 and whole.tolist() == [size * (2**20 + 1)], "no float is no float16"
+    raises("none or fp16", lambda: hvd.allreduce(third, compression=hvd.Compression.int8), kind=TypeError)
+    rows = np.arange(size + 1.0)[:, None] * [1.0, 10.0]
+    mine = rows[:2] if rank == 0 else rows[rank + 1 : rank + 2]
+    assert hvd.reducescatter(rows * (rank + 1), op=hvd.Sum).tolist() == (mine * everyone).tolist()
+    assert np.allclose(hvd.reducescatter(keras.ops.convert_to_tensor(rows * (rank + 1)), "e"), mine * everyone / size)
+
+
+def passes_of_horovod():
+    """backward_passes_per_step: the mean over so many batches, or their sum, before anything is clipped; and the same
+    for a model that was saved and loaded."""
+    arrays, shares = tuple(array.astype("float32") for array in data(8 * WHOLE)[:2]), UNEVEN[hvd.size()]
+
+    def plain(**options):
+        return keras.optimizers.SGD(0.1, momentum=0.9, global_clipnorm=1.0, **options)
+
+    for average, factor in ((True, 1.0), (False, 2.0)):
+        arguments = {"backward_passes_per_step": 2, "average_aggregated_gradients": average}
+        balancer, model = hvd.Balancer(WHOLE, shares=shares, adaptive=False), dense_model()
+        model.compile(optimizer=hvd.DistributedOptimizer(plain(), balancer=balancer, **arguments), loss="mse")
+        model.fit(Share(arrays, shares, balancer), shuffle=False, verbose=0)
+        assert int(model.optimizer.iterations) == 4, "two batches are one update"
+        with tempfile.TemporaryDirectory() as folder:
+            path = str(Path(folder) / "model.keras")
+            model.save(path)
+            model = hvd.load_model(path, balancer=balancer, **arguments)
+        model.fit(Share(arrays, shares, balancer), shuffle=False, verbose=0)
+        same_on_all(weights_of(model))
+        alone = dense_model()
+
+        def loss(y, predicted, factor=factor):
+            return factor * mean_squared_error(y, predicted) / 3  # columns
+
+        alone.compile(optimizer=plain(gradient_accumulation_steps=2), loss=loss)
+        alone.fit(*arrays, batch_size=WHOLE, epochs=2, shuffle=False, verbose=0)
+        error = distance(weights_of(model), weights_of(alone))
+        assert error <= 1e-5, (average, error)
+    scaled = keras.optimizers.LossScaleOptimizer(plain())
+    model = dense_model()
+    model.compile(optimizer=hvd.DistributedOptimizer(scaled, backward_passes_per_step=2), loss="mse")
+    for changes in (False, True):
+        before = weights_of(model)
+        model.train_on_batch(arrays[0][:4], arrays[1][:4])
+        assert changes != all(np.array_equal(a, b) for a, b in zip(before, weights_of(model), strict=True))
+
+
+def variables_broadcast_in_a_function():
+    """In a traced function: after what it does with them before, and before what it does with them then."""
+    import tensorflow as tf
+
+    rank = hvd.rank()
+    variables = [keras.Variable(np.full(3, rank, "float32")), keras.Variable(np.array(rank + 1, "int32"))]
+    other = tf.Variable([0.0, 0.0])
+
+    def step(first):
+        variables[0].assign_add(tf.ones(3))
+        with hvd.DistributedGradientTape(tf.GradientTape()) as tape:
+            loss = tf.reduce_sum(other * (1.0 + variables[0][:2]))
+        gradient = tape.gradient(loss, other)
+        if first:
+            hvd.broadcast_variables(variables, root_rank=1)
+        seen = variables[0] * 1.0
+        variables[0].assign_add(10.0 * tf.ones(3))
+        return seen, gradient
+
+    for run in (step, *[tf.function(step, jit_compile=False)] * 4):
+        for variable, value in zip(variables, (float(rank), rank + 1), strict=True):
+            variable.assign(value * tf.ones(variable.shape, variable.dtype))
+        for first in (True, False, tf.constant(True)):
+            before = variables[0].numpy()
+            sources = hvd.allgather(before[None])[:, 0]
+            seen, gradient = run(first)
+            assert np.allclose(gradient.numpy(), 2.0 + sources.mean()), (gradient, sources)
+            assert (seen.numpy() == (before if first is False else sources[1]) + 1.0).all(), (first, seen, sources)
+            assert (variables[0].numpy() == seen.numpy() + 10.0).all() and int(variables[1]) == 2
+    wide = keras.Variable(np.zeros(2 + rank, "float32"))
+
+    def unlike():
+        hvd.broadcast_variables([wide])
+
+    raises("rank 1: float32[3]", tf.function(unlike))
+    raises("jit_compile", tf.function(unlike, jit_compile=True))
 
 
 def gradient_tape():

@@ -1,0 +1,105 @@
+"""What Horovod's Keras API accepts, the Keras face accepts: signatures read out of Horovod's source, and wrong
+arguments that raise before anything is exchanged."""
+
+import ast
+import importlib.util
+import inspect
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("keras", reason="pip install keras with TensorFlow or torch")
+pytest.importorskip("horovod", reason="build it with hvd-hetero build-horovod")
+
+import keras
+
+import hvd_hetero.keras as hvd
+
+FOLDER = Path(importlib.util.find_spec("horovod").origin).parent
+NAMES = ["allreduce", "allgather", "broadcast", "reducescatter", "load_model", "DistributedOptimizer"]
+CALLBACKS = [
+    "BestModelCheckpoint", "BroadcastGlobalVariablesCallback", "LearningRateScheduleCallback",
+    "LearningRateWarmupCallback", "MetricAverageCallback",
+]  # fmt: skip
+# These two differ from each other: `save_weights_only` stands before `mode` in one, and is not in the other.
+UNLIKE = ("keras/callbacks.py", "BestModelCheckpoint")
+
+
+def theirs(path, name):
+    """The parameters of a function of Horovod's, or of a class, and the defaults that are plain values."""
+    found = next(node for node in ast.walk(ast.parse((FOLDER / path).read_text())) if getattr(node, "name", "") == name)
+    if isinstance(found, ast.ClassDef):
+        found = next(node for node in found.body if getattr(node, "name", "") == "__init__")
+    names = [argument.arg for argument in found.args.args if argument.arg != "self"]
+    defaults = dict(zip(reversed(names), reversed(found.args.defaults), strict=False))
+    return names, {name: each.value for name, each in defaults.items() if isinstance(each, ast.Constant)}
+
+
+CASES = [
+    *((path, name) for path in ("keras/__init__.py", "tensorflow/keras/__init__.py") for name in NAMES),
+    *((path, name) for path in ("keras/callbacks.py", "tensorflow/keras/callbacks.py") for name in CALLBACKS),
+    ("tensorflow/__init__.py", "DistributedGradientTape"),
+    ("tensorflow/functions.py", "broadcast_variables"),
+    ("tensorflow/functions.py", "broadcast_object"),
+    ("tensorflow/functions.py", "allgather_object"),
+]
+
+
+@pytest.mark.parametrize(("path", "name"), CASES)
+def test_horovods_arguments_are_taken_in_their_places(path, name):
+    names, defaults = theirs(path, name)
+    ours = inspect.signature(getattr(hvd.callbacks if name in CALLBACKS else hvd, name)).parameters
+    assert set(names) <= set(ours)
+    for argument, default in defaults.items():
+        # Horovod's own `average=True` raises with every `op`.
+        assert ours[argument].default == default or (argument, default) == ("average", True), argument
+    if name.endswith("_object") or (path, name) == UNLIKE:  # by name: `session` is TensorFlow 1's
+        return
+    if name == "DistributedOptimizer":
+        names = names[:8]  # those after them are others in horovod.keras and horovod.tensorflow.keras
+    assert list(ours)[: len(names)] == names
+    by_name = [n for n in list(ours)[len(names) :] if ours[n].kind is inspect.Parameter.KEYWORD_ONLY]
+    if name in ("DistributedOptimizer", "allreduce", "DistributedGradientTape"):
+        assert by_name == list(ours)[len(names) :], "what is ours is passed by name"
+
+
+def raises(kind, text, call):
+    with pytest.raises(kind, match=text):
+        call()
+
+
+def test_wrong_reductions_say_what_was_expected():
+    raises(ValueError, "expected None with op", lambda: hvd.allreduce(1.0, average=False, op=hvd.Sum))
+    raises(ValueError, r"op: expected .*Received: True", lambda: hvd.allreduce(1.0, op=True))
+    raises(ValueError, r"average: expected True.*Pass a reduction as op=", lambda: hvd.allreduce(1.0, "a", hvd.Sum))
+    raises(TypeError, "is for hvd.DistributedOptimizer", lambda: hvd.allreduce(1.0, compression=hvd.Compression.int8))
+    raises(TypeError, "hvd.Compression.none or fp16", lambda: hvd.allreduce(1.0, compression="fp16"))
+    raises(ValueError, "hvd.Average or hvd.Sum", lambda: hvd.reducescatter([1.0], op=hvd.Max))
+
+
+def test_wrong_arguments_of_optimizers_and_models_say_what_was_expected():
+    sgd = keras.optimizers.SGD
+    raises(TypeError, "name: expected a text", lambda: hvd.DistributedOptimizer(sgd(), hvd.Compression.fp16))
+    raises(ValueError, "at least 1", lambda: hvd.DistributedOptimizer(sgd(), backward_passes_per_step=0))
+    built = sgd()
+    built.build([keras.Variable([1.0])])
+    for optimizer in (built, sgd(gradient_accumulation_steps=3)):
+        raises(
+            ValueError,
+            "new one with gradient_accumulation_steps=2",
+            lambda optimizer=optimizer: hvd.DistributedOptimizer(optimizer, backward_passes_per_step=2),
+        )
+    raises(TypeError, "custom_objects=", lambda: hvd.load_model("none.keras", {"Mine": sgd}))
+
+
+def test_best_models_may_be_weights_alone():
+    best = hvd.callbacks.BestModelCheckpoint
+    assert best().filepath == "best.keras" and best("loss", 1, True).filepath == "best.weights.h5"
+    assert best(filepath="other.keras").filepath == "other.keras" and best(save_weights_only=True).save_weights_only
+    raises(TypeError, "mode= and save_freq=", lambda: best("val_accuracy", 0, "max"))
+
+
+def test_variables_are_left_out_of_a_broadcast():
+    callback, variable = hvd.callbacks.BroadcastGlobalVariablesCallback(0), keras.Variable([1.0])
+    callback.register_local_var(variable)
+    assert id(variable) in callback._local
