@@ -57,7 +57,7 @@ def test_a_rank_with_other_parameters_ends_all_with_its_name():
     outcome = World(3).run(lambda engine: program(engine, change=lambda p: p.add_(1.0)), errors="return")
     for error in outcome:
         assert isinstance(error, DivergedError) and "on rank 1, by" in str(error), outcome
-        assert "hvd.broadcast_parameters" in str(error)
+        assert "(hvd.broadcast_parameters; Keras: hvd.broadcast_variables)" in str(error)
 
 
 @pytest.mark.parametrize("at", [0, 5])
