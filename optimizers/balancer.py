@@ -18,6 +18,7 @@ from .dialogue import Dialogue
 from .keeping import Keeping
 from .ladder import Ladder
 from .meter import Stopwatch
+from .partial_sum import PartialSums
 from .planner import Planner
 from .strategies import Strategies
 from .timesheet import Timesheet
@@ -99,6 +100,7 @@ class Balancer:
         self.last_pass = True  # False while micro-batches are to follow
         self.exchanges = Exchanges(self.begin_unseen)
         self.keepers: list[Keeping] = []  # of the optimizers, in their order
+        self.sums: list[PartialSums] = []  # likewise, of those that add up batches
         self.strategies.restart()
         self.timesheet.restart()
         self.departure.restart()

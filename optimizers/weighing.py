@@ -52,7 +52,7 @@ class Weighing:
         self.scale, self._predivide = scale, predivide
         self.number, self._attached = balancer.exchanges.attach(attached), attached
         self.noise = GradientNoise()
-        self._begun = 0  # global batches since the last exchange, the same on all ranks
+        self.begun = 0  # global batches since the last exchange, the same on all ranks
         self._generation = 0
         self.keeping = Keeping(keeps=ways.keeps)
         balancer.keepers.append(self.keeping)
@@ -84,21 +84,21 @@ class Weighing:
 
     def begin(self) -> None:
         """A global batch begins."""
-        self._begun += 1
+        self.begun += 1
 
     def end(self) -> None:
         """An exchange is over."""
-        self._begun = 0
+        self.begun = 0
 
     @property
     def complete(self) -> bool:
         """Whether the batches begun are all that go into the next exchange."""
-        return max(1, self._begun) >= self.passes
+        return max(1, self.begun) >= self.passes
 
     @property
     def batches(self) -> int:
         """The global batches whose sum the gradient is: fewer than `passes` where an exchange came early."""
-        return max(1, min(self._begun, self.passes))
+        return max(1, min(self.begun, self.passes))
 
     @property
     def gain(self) -> float:

@@ -1,6 +1,7 @@
 """What codecs and strategies keep goes to what takes their place, whenever that is made."""
 
 from hvd_hetero.optimizers.keeping import Keeping
+from hvd_hetero.optimizers.partial_sum import PartialSums
 from hvd_hetero.optimizers.strategies import Strategies
 
 
@@ -96,3 +97,49 @@ def test_a_strategy_of_which_a_state_knows_nothing_begins_anew():
     assert (first.value, second.value) == (0.0, 3.0)
     strategies.remove(1)
     assert strategies.state_dict() == {"0": {"value": 0.0}}
+
+
+class Weighing:
+    begun = 0
+
+
+class Adder:
+    """Adds up numbers."""
+
+    def __init__(self):
+        self.held = None
+
+    def sums(self):
+        return self.held
+
+    def load_sums(self, sums):
+        self.held = sums
+
+
+def test_partial_sums_wait_for_what_adds_them_up_and_are_counted_once():
+    sums = PartialSums(weighing := Weighing())
+    sums.put("a", first := Adder())
+    sums.put("b", Adder())
+    weighing.begun, first.held = 2, {"passes": 2, "apart": True}
+    state = sums.state_dict()
+    assert state == {"begun": 2, "kinds": {"a": {"passes": 2, "apart": True}}}
+    weighing.begun, first.held = 3, {"passes": 3, "apart": True}
+    sums.load_state_dict(state)
+    assert sums.state_dict() == state, "what came later is gone"
+
+    later = PartialSums(Weighing())
+    later.load_state_dict(state)
+    assert later.begun == 2 and later.state_dict() == state, "also what nobody has taken yet"
+    later.put("a", taker := Adder())
+    assert taker.held == first.held and later.state_dict() == state
+    later.put("a", again := Adder())
+    assert again.held is None, "it is handed over once"
+
+
+def test_partial_sums_on_other_ranks_are_of_steps_that_all_of_them_decide_upon():
+    sums = PartialSums(Weighing())
+    sums.give_back({"begun": 2, "kinds": {"a": {"passes": 2, "apart": True}}}, begun=3)
+    sums.put("a", adder := Adder())
+    assert adder.held == {"passes": 2} and sums.begun == 3
+    sums.load_state_dict({})
+    assert adder.held is None and sums.begun == 0

@@ -14,6 +14,7 @@ from typing import Any
 from . import elastic
 from .environment import came_later
 
+_exceptions: Any = importlib.import_module("horovod.common.exceptions")
 _horovod_elastic: Any = importlib.import_module("horovod.common.elastic")
 
 
@@ -45,6 +46,7 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
         self._kept: dict[str, Any] = {}
         self._kept_values: dict[str, Any] = {}
         self._kept_back: list[Any] = []  # by codecs, which have not sent it yet
+        self._kept_sums: list[Any] = []  # of batches whose exchange is yet to come
         self.commits = 0
         self._synced = False
         self._rebuilt = False  # on other ranks, since the last sync
@@ -97,7 +99,13 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
         """What keeps something back from step to step, on each rank its own."""
         return [keeper for balancer in self._balancers for keeper in balancer.keepers]
 
+    @property
+    def _sums(self) -> list[Any]:
+        """What adds up gradients of several batches, on each rank its own."""
+        return [sums for balancer in self._balancers for sums in balancer.sums]
+
     def _keep(self) -> None:
+        self._kept_sums = self.sum_states()
         self._kept_back = [keeper.kept_back() for keeper in self._keepers]
         self._kept = {name: copy.deepcopy(part.state_dict()) for name, part in self._parts.items()}
         self._kept_values = {name: _copied(getattr(self, name)) for name in self._plain}
@@ -120,6 +128,14 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
         elastic.let_leave(self.leaving or (), rank=self._horovod.rank())
         self.check_host_updates()
 
+    def check_host_updates(self) -> None:
+        """Lets changes of the ranks happen here. Nobody goes back then, so this is what there is to go on from."""
+        try:
+            super().check_host_updates()
+        except _exceptions.HostsUpdatedInterrupt:
+            self.save()
+            raise
+
     def save(self) -> None:
         """Keeps what there is: of plain values copies, as a script may change them in place."""
         self._keep()
@@ -135,6 +151,7 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
             part.load_state_dict(copy.deepcopy(self._kept[name]))
         for name, value in self._kept_values.items():
             setattr(self, name, _copied(value))
+        self.load_sum_states(self._kept_sums)
 
     def sync(self) -> None:
         """All ranks get what the rank with the most commits has; of several, the first. A collective call."""
@@ -146,9 +163,15 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
             print(text, file=sys.stderr, flush=True)
         for part in self._parts.values():
             self._sync_part(part, root)
-        mine = {name: getattr(self, name) for name in self._plain}
-        for name, value in horovod.broadcast_object(mine, root, name="hvd_hetero.elastic.values").items():
+        kept_sums = self._kept_sums if self._rebuilt else self.sum_states()
+        mine = {name: getattr(self, name) for name in self._plain}, [kept["begun"] for kept in kept_sums]
+        values, begun = horovod.broadcast_object(mine, root, name="hvd_hetero.elastic.values")
+        for name, value in values.items():
             setattr(self, name, value)
+        # What a rank added up up to another commit than the root's may have been sent since.
+        alike = held[horovod.rank()][1] == held[root][1]
+        for sums, kept, batches in zip(self._sums, kept_sums, begun, strict=False):
+            sums.give_back(kept if alike else {}, begun=batches)
         if self._rebuilt:
             for keeper, kept in zip(self._keepers, self._kept_back, strict=False):
                 keeper.give_back(kept)
@@ -189,6 +212,15 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
         for keeper, state in zip(self._keepers, states, strict=False):
             keeper.load_state_dict(state)
 
+    def sum_states(self) -> list[Any]:
+        """What this rank has added up of batches whose exchange is yet to come."""
+        return [sums.state_dict() for sums in self._sums]
+
+    def load_sum_states(self, states: Sequence[Any]) -> None:
+        """Goes on from `sum_states()` of this rank of as many; from nothing where there are none."""
+        for index, sums in enumerate(self._sums):
+            sums.load_state_dict(states[index] if index < len(states) else {})
+
     def load_shared_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """Goes on from `shared_state()`. Raises ValueError where it is of another job."""
         for kind, mine in (("parts", list(self._parts)), ("values", self._plain)):
@@ -198,4 +230,5 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
             part.load_state_dict(state["parts"][name])
         for name, value in state["values"].items():
             setattr(self, name, value)
+        self.load_sum_states(())
         self.save()

@@ -188,10 +188,12 @@ class KerasState(JobState):
         return saved(self.shared_state())
 
     def own_content(self) -> bytes:
-        """What is this rank's own, for a checkpoint: statistics of its samples, random numbers, what codecs keep."""
+        """What is this rank's own, for a checkpoint: statistics of its samples, random numbers, what codecs keep,
+        and gradients that are added up."""
         parts = {name: part for name, part in self._parts.items() if isinstance(part, _Variables)}
         variables = {name: [_array(v) for v in part.own] for name, part in parts.items()}
-        return saved({"random": random_state(), "variables": variables, "codecs": self.codec_states()})
+        kept = {"codecs": self.codec_states(), "sums": self.sum_states()}
+        return saved({"random": random_state(), "variables": variables, **kept})
 
     def load_shared_content(self, content: bytes) -> None:
         """Goes on from what `shared_content` returned. Raises ValueError where it is of another job."""
@@ -205,6 +207,7 @@ class KerasState(JobState):
             for variable, value in zip(self._parts[name].own, values, strict=True):
                 variable.assign(value)
         self.load_codec_states(state.get("codecs", ()))
+        self.load_sum_states(state.get("sums", ()))
         self.save()
 
 

@@ -81,6 +81,16 @@ class BucketLayout:
         """The shapes of each bucket's gradients."""
         return [[self.specs[i].shape for i in members] for members in self.members]
 
+    @property
+    def parts(self) -> list[Any]:
+        """Each gradient's part of its bucket, in the order of the model."""
+        found: dict[int, Any] = {}
+        for bucket, members in zip(self.buckets, self.members, strict=True):
+            at = 0
+            for index in members:
+                found[index] = bucket[at : (at := at + self.specs[index].length)]
+        return [found[index] for index in range(len(self.specs))]
+
 
 class Step(Protocol):
     """What is made of the gradients of a layout."""

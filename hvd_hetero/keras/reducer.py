@@ -13,6 +13,7 @@ from typing import Any
 from hvd_hetero.optimizers.balancer import Balancer
 from hvd_hetero.optimizers.local_sgd import LocalSGD
 from hvd_hetero.optimizers.noise import GradientNoise
+from hvd_hetero.optimizers.partial_sum import PartialSums
 from hvd_hetero.optimizers.ways import Ways
 from hvd_hetero.optimizers.weighing import BUCKET_BYTES, Weighing
 
@@ -55,6 +56,8 @@ class GradientReducer:
             predivide=predivide,
             parameters=lambda: ParameterStore(self._variables, self.form) if self._variables else None,
         )
+        self.sums = PartialSums(self.weighing)
+        balancer.sums.append(self.sums)
         self.form: Any = importlib.import_module(f"{__package__}.gradient_{backend.NAME}")
         self._steps: dict[tuple[Spec | None, ...], ReducedStep] = {}
         self.last: ReducedStep | None = None  # whose exchange was begun last

@@ -8,9 +8,10 @@ from __future__ import annotations
 import threading
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from hvd_hetero.codecs.verbs import arrays_like
 from hvd_hetero.optimizers.agreement import agree_text
 from hvd_hetero.optimizers.weighted import WeightedExchange
 
@@ -42,7 +43,7 @@ class ReducedStep:
             zeros=form.zeros,
         )
         self._terms, self._passes = 0.0, 0  # of this rank since the last exchange
-        self._apart = False  # these passes
+        self._apart: bool | None = None  # these passes; None: to be decided
         self._now = self._weight = 0.0  # terms of this pass, and what its gradients are multiplied by
         self._taken: set[int] = set()  # buckets of this pass
         self._taking = threading.Lock()
@@ -54,6 +55,7 @@ class ReducedStep:
             write=form.write,
             kind=f"gradients {zlib.crc32(str(present).encode()):08x}",  # those of other shapes keep theirs
         )
+        owner.sums.put(f"gradients {zlib.crc32(str(specs).encode()):08x}", self)
         self._balancer.measure_with(form.stopwatch())
 
     def take(self, index: int, flat: Any, last: bool, part: int) -> None:
@@ -92,7 +94,7 @@ class ReducedStep:
         self._balancer.exchanges.runs(self._owner, part)
         terms = self._balancer.count_now
         assert terms is not None  # begun
-        if self._passes == 0:
+        if self._passes == 0 or self._apart is None:
             self._apart = self._owner.apart
         self._now = terms
         self._weight = terms if self._weighing.passes > 1 else self._weighing.weight(terms)
@@ -150,6 +152,20 @@ class ReducedStep:
             sent = sum(len(flat) * flat.itemsize for flat in results)
             self._balancer.finished(wait_s=self._owner.wait_s, bytes_sent=sent)
         return results
+
+    def sums(self) -> dict[str, Any] | None:
+        """See `Adder`."""
+        if self._passes == 0:
+            return None
+        arrays = [self._form.copied(part) for part in self.layout.parts]
+        return {"terms": self._terms, "passes": self._passes, "apart": self._apart, "arrays": arrays}
+
+    def load_sums(self, sums: Mapping[str, Any] | None) -> None:
+        """See `Adder`."""
+        sums = sums or {"terms": 0.0, "passes": 0, "arrays": ()}
+        self._terms, self._passes, self._apart = sums["terms"], sums["passes"], sums.get("apart")
+        for part, array in zip(self.layout.parts, sums["arrays"], strict=False):
+            part[:] = arrays_like(part, array)
 
     def withdraw(self) -> Callable[[], bool]:
         """See `GradientReducer.withdraw`."""
