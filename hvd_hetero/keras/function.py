@@ -129,4 +129,3 @@ def _overwrite(chosen: list[Any], root_rank: int, process_set: Any) -> None:
     if engine.ranks[engine.rank] != root_rank:
         for variable, array in zip(chosen, arrays, strict=True):
             variable.assign(array)
-

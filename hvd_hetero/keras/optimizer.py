@@ -17,6 +17,7 @@ from hvd_hetero.optimizers.ways import Ways
 from hvd_hetero.policy.topology import Topology
 
 from . import backend
+from .accumulation import begin_anew
 from .argument import check_unused, op_of
 from .compression import Compression
 from .reducer import GradientReducer
@@ -103,6 +104,7 @@ def DistributedOptimizer(
         sums=1 if average_aggregated_gradients else backward_passes_per_step,
         strategy=local,
     )
+    begin_anew(optimizer, passes)
     cls = distributed_class(type(optimizer))
     distributed: Any = object.__new__(cls)
     # The same state: what was trained, loaded or scheduled before goes on.

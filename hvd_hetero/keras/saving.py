@@ -21,6 +21,8 @@ def load_model(
 ) -> Any:
     """The saved model, with its optimizer and the optimizer's state, which is distributed again. A collective call.
 
+    One that accumulates gradients goes on at its last update: what was added up since then is no part of a model.
+
     Args:
         filepath: where it was saved, as of `keras.models.load_model`.
         custom_optimizers: a script's own classes of optimizers.
