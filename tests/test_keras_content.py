@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("horovod.torch", reason="build it with hvd-hetero build-horovod")
 
 from hvd_hetero.engine.randomness import load_random_state, random_state
+from hvd_hetero.keras import randomness
 from hvd_hetero.keras.content import loaded, saved
 from hvd_hetero.keras.elastic import KerasState, _is_gone, _Variables
 
@@ -114,3 +115,25 @@ def test_errors_by_which_tensorflow_says_that_a_peer_is_gone(name, text, gone):
     error = type(name, (Exception,), {"__module__": "tensorflow.python.framework.errors_impl"})
     assert _is_gone(error(text)) == gone
     assert not _is_gone(ValueError(text))
+
+
+def test_random_numbers_go_on_where_they_were():
+    """Those that Keras and the back end draw without a seed as well."""
+
+    def drawn():
+        found = [keras.random.normal((3,)), keras.layers.Dropout(0.5)(keras.ops.ones((64,)), training=True)]
+        if keras.backend.backend() == "tensorflow":
+            import tensorflow as tf
+
+            found[1] = tf.random.get_global_generator().normal((3,))
+        return [np.array(keras.ops.convert_to_numpy(each)).tolist() for each in found] + [random.random()]
+
+    drawn()
+    state = loaded(saved(randomness.random_state()))
+    expected = drawn()
+    assert drawn() != expected
+    randomness.load_random_state(state)
+    assert drawn() == expected
+    keras.utils.set_random_seed(5)  # makes Keras's own generator anew
+    randomness.load_random_state(state)
+    assert drawn() == expected

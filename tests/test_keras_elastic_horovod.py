@@ -41,3 +41,13 @@ def test_fit_stopped_and_resumed_is_the_same_bit_for_bit(tmp_path, backend):
         2, "keras_elastic_worker.py", "resume", str(tmp_path), timeout_s=180, KERAS_BACKEND=backend, **QUIET
     )
     assert result_of(launched)["off"] == [0.0] * 4
+
+
+@pytest.mark.parametrize("backend", [marked(backend) for backend in BACKENDS])
+def test_what_is_kept_between_two_updates_goes_on_bit_for_bit(tmp_path, backend):
+    """Gradients that are added up, and random numbers that were given no seed."""
+    launched = horovodrun(
+        2, "keras_elastic_worker.py", "between", str(tmp_path), timeout_s=180, KERAS_BACKEND=backend, **QUIET
+    )
+    found = result_of(launched)
+    assert found == {"stopped": [0.0] * 3, "gone back": [0.0] * 2, "past an update": [0.0] * 2}

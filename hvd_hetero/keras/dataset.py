@@ -15,6 +15,7 @@ from . import backend
 from .balancer import Balancer
 from .ending import free_at_exit
 from .loading import processes, take
+from .randomness import Aside
 from .source import Batch, StreamSource, source_of
 
 AHEAD = 2  # batches loaded ahead by each worker
@@ -87,6 +88,7 @@ class BalancedDataset(keras.utils.PyDataset):
         self._fresh = True  # nobody has begun to use what is dealt
         self._at: int | None = None  # the step up to which use is accounted for, within an epoch
         self._last: Batch = None
+        self.aside = Aside()
         balancer.dependents.append(self)
         free_at_exit(balancer)
 
@@ -108,6 +110,7 @@ class BalancedDataset(keras.utils.PyDataset):
 
     def __getitem__(self, index: int) -> Batch:
         """The next batch in an epoch, whatever `index` is; outside of one a look at batch `index`."""
+        self.aside.end()
         if self._fresh:
             return self._load(self.sampler.peek(index))
         return self._next()
@@ -119,9 +122,11 @@ class BalancedDataset(keras.utils.PyDataset):
         if self._at is None:
             self._at = self.balancer.step
         self.balancer.resume()  # what went before, such as a validation, is no part of a step
+        self.aside.begin()
 
     def on_epoch_end(self) -> None:
         """After the last batch of an epoch."""
+        self.aside.end()
         used = self._settle()
         if self._at is not None and not self._fresh:
             if used:

@@ -14,13 +14,15 @@ import numpy as np
 
 from hvd_hetero.engine import binding
 from hvd_hetero.engine.job_state import JobState
-from hvd_hetero.engine.randomness import load_random_state, random_state
 from hvd_hetero.optimizers.attachment import PeerError
 
 from . import backend
 from .callbacks.elastic import CommitStateCallback, UpdateBatchStateCallback, UpdateEpochStateCallback
 from .content import loaded, saved
+from .dataset import BalancedDataset
 from .function import broadcast_variables
+from .place import EndOfBatch, Place
+from .randomness import load_random_state, random_state
 
 __all__ = ["CommitStateCallback", "KerasState", "UpdateBatchStateCallback", "UpdateEpochStateCallback", "run"]
 
@@ -65,20 +67,6 @@ class _Variables:
             variable.assign(state[str(at)])
 
 
-class _Place(keras.callbacks.Callback):
-    """Keeps where a state's job is."""
-
-    def __init__(self, state: Any) -> None:
-        super().__init__()
-        self._state, self._before = state, state.batch
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self._state.batch = self._before + batch + 1
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self._state.epoch, self._state.batch, self._before = epoch + 1, 0, 0
-
-
 class KerasState(JobState):
     """What a job commits, goes back to, and hands to ranks that join.
 
@@ -113,6 +101,7 @@ class KerasState(JobState):
             if not optimizer.built:
                 optimizer.build(model.trainable_variables)
             given["optimizer"] = optimizer
+        self._random: Any = None  # where it was when what is restored was kept, until training goes on
         super().__init__({**given, **values}, horovod=backend.horovod)
 
     def fit(self, x: Any, *, epochs: int, callbacks: Sequence[Any] = (), **arguments: Any) -> Any:
@@ -135,18 +124,20 @@ class KerasState(JobState):
             raise ValueError(
                 f"Expected a state with epoch and batch: KerasState(model, epoch=0, batch=0). Received: {self._plain}."
             )
+        ends = [EndOfBatch(x.aside)] if isinstance(x, BalancedDataset) else []
         history = keras.callbacks.History()
         history.on_train_begin()
         if self.batch >= len(x):  # kept after the last batch of an epoch, and before its end
             self.epoch, self.batch = self.epoch + 1, 0
         while self.epoch < epochs:
             rest = len(x) - self.batch if self.batch else None
+            random, self._random = self._random, None
             part = self.model.fit(
                 x,
                 initial_epoch=self.epoch,
                 epochs=self.epoch + 1 if rest else epochs,
                 steps_per_epoch=rest,
-                callbacks=[_Place(self), *callbacks],
+                callbacks=[Place(self, random), *callbacks, *ends],
                 **arguments,
             )
             history.epoch += part.epoch
@@ -202,7 +193,8 @@ class KerasState(JobState):
     def load_own_content(self, content: bytes) -> None:
         """Goes on from what `own_content` returned."""
         state = loaded(content)
-        load_random_state(state["random"])
+        self._random = state["random"]
+        load_random_state(self._random)
         for name, values in state["variables"].items():
             for variable, value in zip(self._parts[name].own, values, strict=True):
                 variable.assign(value)

@@ -1,7 +1,9 @@
 """One rank of tests/test_keras_elastic_horovod.py: `model.fit` while ranks die and join, and a job that is resumed.
 
 `elastic FOLDER KIND`: the rank alone on its host gets that signal at batch 12, once; another one follows it.
-`resume FOLDER`: stopped by SIGTERM at a batch, and resumed. `RESULT` is printed by rank 0 at the end.
+`resume FOLDER`: stopped by SIGTERM at a batch, and resumed. `between FOLDER`: so between two updates of an optimizer
+that accumulates gradients, with a model that draws random numbers without a seed. `RESULT` is printed by rank 0 at the
+end.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import keras
 import numpy as np
 
 import hvd_hetero.keras as hvd
+from hvd_hetero.keras import backend
 from hvd_hetero.optimizers.dealer import Dealer
 
 SAMPLES, WHOLE, EPOCHS, DIES_AT, WAITS_AT = 250, 20, 3, 12, 26
@@ -147,11 +150,97 @@ def resume(folder):
     return {"off": off}
 
 
+class Halt(Exception):
+    pass
+
+
+class HaltAt(keras.callbacks.Callback):
+    """Keeps the state by `keep` after `kept` batches of all epochs, and ends `fit` after `at`."""
+
+    def __init__(self, state, keep, kept, at):
+        super().__init__()
+        self.state, self.keep, self.kept, self.at = state, keep, kept, at
+
+    def on_train_batch_end(self, batch, logs=None):
+        done = self.state.epoch * BATCHES + self.state.batch
+        if done == self.kept:
+            self.keep()
+        if done == self.at:
+            raise Halt
+
+
+class Noise(keras.layers.Layer):
+    """Draws from Keras's own generator."""
+
+    def call(self, inputs, training=False):
+        return inputs + keras.random.normal(keras.ops.shape(inputs), dtype=inputs.dtype) if training else inputs
+
+
+def accumulating(drawing=False):
+    """A state and its data."""
+    balancer = hvd.Balancer(WHOLE, shares=(13, 7), adaptive=False)
+    dataset = hvd.BalancedDataset(*make_data(), balancer=balancer, seed=5)
+    keras.utils.set_random_seed(hvd.rank())
+    layers = [keras.layers.Dropout(0.3), Noise()] if drawing else []
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(8), *layers, keras.layers.Dense(3)])
+    optimizer = keras.optimizers.Adam(0.01, gradient_accumulation_steps=4)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer=hvd.DistributedOptimizer(optimizer, balancer=balancer), loss=loss, jit_compile=False)
+    hvd.broadcast_variables(model.weights)
+    return hvd.elastic.KerasState(model, epoch=0, batch=0), dataset
+
+
+def trained(state, dataset, **halt):
+    """The weights at the end; None where `halt` came first."""
+    try:
+        state.fit(dataset, epochs=EPOCHS, verbose=0, callbacks=[HaltAt(state, **halt)] if halt else [])
+        return flat(state.model)
+    except Halt:
+        return None
+
+
+def stopped(folder, at):
+    """How far a job that is saved after `at` batches, and resumed by other objects, is from one that is not."""
+    expected = trained(*accumulating(drawing=True))
+    state, dataset = accumulating(drawing=True)
+    checkpoint = hvd.Checkpoint(folder / f"at.{at}", state)
+    assert trained(state, dataset, keep=checkpoint.save, kept=at, at=at) is None
+    checkpoint.close()
+    state, dataset = accumulating(drawing=True)
+    keras.utils.set_random_seed(99)
+    checkpoint = hvd.Checkpoint(folder / f"at.{at}", state)
+    assert checkpoint.restore() and state.epoch * BATCHES + state.batch == at
+    found = trained(state, dataset)
+    checkpoint.close()
+    return float(np.abs(found - expected).max())
+
+
+def gone_back(kept, at, *, rebuilt):
+    """As far, after going back from batch `at` to what was kept in memory; `rebuilt`: on ranks that are rebuilt."""
+    expected = trained(*accumulating())
+    state, dataset = accumulating()
+    assert trained(state, dataset, keep=state.commit, kept=kept, at=at) is None
+    state.restore()
+    if rebuilt:
+        type(backend.engine()).rebuild()
+        state.on_reset()
+        state.sync()
+    return float(np.abs(trained(state, dataset) - expected).max())
+
+
+def between(folder):
+    return {
+        "stopped": [stopped(folder, at) for at in (6, BATCHES, 2 * BATCHES + 9)],
+        "gone back": [gone_back(6, 7, rebuilt=rebuilt) for rebuilt in (False, True)],
+        "past an update": [gone_back(6, 9, rebuilt=rebuilt) for rebuilt in (False, True)],
+    }
+
+
 if __name__ == "__main__":
     keras.config.set_floatx("float64")
     hvd.init()
     what, where, *rest = sys.argv[1:]
-    result = {"elastic": elastic, "resume": resume}[what](Path(where), *rest)
+    result = {"elastic": elastic, "resume": resume, "between": between}[what](Path(where), *rest)
     if hvd.rank() == 0:
         print("RESULT " + json.dumps(result), flush=True)
     hvd.barrier()
