@@ -24,6 +24,10 @@ class Flag:
         if ranks and not self._ranks:
             self._ranks, self._from_step = ranks, step
 
+    def heard_by_all(self) -> None:
+        """Says that all ranks have heard what this one has: they have come together."""
+        self._from_step = 0
+
     def by(self, step: int) -> tuple[int, ...]:
         """The ranks of which all have heard it by batch `step`."""
         return self._ranks if step >= self._from_step else ()
@@ -43,6 +47,11 @@ class Departure:
         self.error: Exception | None = None  # what the next exchange raises on this rank
         self.leaving.forget()
         self.stopping.forget()
+
+    def heard_by_all(self) -> None:
+        """Says that all ranks have heard what this one has."""
+        self.leaving.heard_by_all()
+        self.stopping.heard_by_all()
 
     def fail(self, error: Exception | None = None) -> None:
         """This rank cannot go on. With an `error`, it trains on until the next exchange, which raises it here."""

@@ -164,6 +164,7 @@ class Rounds:
                 self._serve(lambda fragment: fragment.index not in self._ended)
                 if len(self._ended) < len(self.fragments):
                     self._serve(lambda fragment: False, wait=True)
+            self.balancer.departure.heard_by_all()
         finally:
             self._finishing = False
             self._stepped = 0

@@ -176,6 +176,21 @@ def test_all_leave_at_one_step_when_one_is_told(tmp_path):
     assert CheckpointFile(tmp_path / "x").read()[0] is not None
 
 
+def test_nobody_ends_an_elastic_job(tmp_path, monkeypatch):
+    """There a rank that was told to end leaves at a commit."""
+    monkeypatch.setattr("hvd_hetero.engine.checkpoint.is_elastic", lambda: True)
+
+    def program(engine):
+        job = made(engine, tmp_path / "x", Words(engine.rank, b"%d" % engine.rank), every_steps=3)
+        if engine.rank == 1:
+            job._notice.hear()
+        for _ in range(5):
+            job.step()
+        return (tmp_path / "x").exists()
+
+    assert World(3).run(program) == [True] * 3
+
+
 def test_saves_when_due(tmp_path):
     def program(engine):
         job, seen = made(engine, tmp_path / "x", Words(engine.rank), every_steps=3), []

@@ -37,6 +37,17 @@ def through(layer, x, weights, mask):
     return [y.detach().numpy(), *(g.numpy() for g in gradients), *statistics]
 
 
+def test_a_layer_takes_a_new_name_where_the_ranks_have_become_others():
+    """As the layer of a rank that joins has one."""
+    engine = SoloEngine()
+    layer, x = SyncBatchNormalization(engine=engine), np.ones((3, 2))
+    layer(x, training=True)
+    before = layer._rows
+    engine.rebuild()
+    layer(x, training=True)
+    assert layer._rows is not before
+
+
 @pytest.mark.parametrize("shares", SHARES)
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(("shape", "axis"), [((3,), -1), ((4, 3), -1), ((4, 2, 3), 1)])

@@ -348,6 +348,26 @@ def test_all_stop_after_the_same_step_where_one_rank_asks_for_it(strategy):
         assert [step for _, step in found[0]] == [5, 14]
 
 
+def test_who_leaves_is_known_to_all_once_they_have_come_together():
+    """As a commit of an elastic job needs it, which merges first."""
+    torch.set_num_threads(1)
+    prototype = make_model()
+
+    def program(engine):
+        model = copy.deepcopy(prototype)
+        balancer = hvd.Balancer(WHOLE, engine=engine, shares=SHARES)
+        strategy = hvd.LocalSGD(round_steps=50, warmup_steps=1, merge_each_epoch=False)
+        optimizer = hvd.DistributedOptimizer(sgd(model), balancer=balancer, strategy=strategy)
+        train(model, optimizer, hvd.BalancedDataLoader(Data(), balancer=balancer), 2)
+        if engine.rank == 1:
+            balancer.leave()
+        before = balancer.leaving
+        optimizer.merge(model)
+        return before, balancer.leaving
+
+    assert World(3).run(program, timeout_s=30) == [((), (1,))] * 3
+
+
 def test_failing_where_the_others_have_ended_hides_no_error():
     class Gone:
         def withdraw(self):

@@ -15,6 +15,7 @@ from typing import Protocol
 import numpy as np
 
 from .checkpoint_file import CheckpointError, CheckpointFile
+from .environment import is_elastic
 from .notice import LEFT, Notice
 from .port import Engine, Handle, gather_text
 
@@ -86,9 +87,10 @@ class Checkpoint:
 
     def step(self) -> None:
         """To be called after each optimizer step, on all ranks: saves when it is due, and where a rank was told to end
-        (SIGTERM) saves and ends the job, with exit status 75. A collective call when it saves."""
+        (SIGTERM) saves and ends the job, with exit status 75 – not an elastic one, where that rank leaves at the next
+        commit. A collective call when it saves."""
         self._steps += 1
-        leaving = self._leaving()
+        leaving = () if is_elastic() else self._leaving()
         if leaving or (self._every and self._steps % self._every == 0):
             self.save()
         if leaving:

@@ -57,7 +57,11 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
                 name=engine.unique("hvd_hetero.sync_batch_norm."),
                 counts=lambda: balancer is None or not balancer.idle,
             )
+            engine.remember(self._forget_ranks)
         return self._form.summed(vector, samples, self._rows)
+
+    def _forget_ranks(self) -> None:
+        self._rows = None
 
     def _moments(self, inputs: Any, mask: Any) -> tuple[Any, Any]:
         """Mean and biased variance of all ranks' rows; what the base class computes of this rank's."""
