@@ -1,7 +1,8 @@
-"""Where this process's random numbers are: Python's and numpy's, as plain numbers. A framework's own are its face's."""
+"""Where this process's random numbers are: Python's and numpy's, as plain numbers, and PyTorch's."""
 
 from __future__ import annotations
 
+import importlib
 import random
 from collections.abc import Mapping
 from typing import Any
@@ -21,3 +22,18 @@ def load_random_state(state: Mapping[str, Any]) -> None:
     random.setstate((version, tuple(numbers), gauss))
     kind, keys, *rest = state["numpy"]
     np.random.set_state((kind, np.asarray(keys, dtype=np.uint32), *rest))
+
+
+def torch_state() -> dict[str, Any]:
+    """The states of PyTorch's generators, as tensors: that of the CPU, and of each GPU."""
+    torch = importlib.import_module("torch")
+    gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    return {"torch": torch.get_rng_state(), "cuda": gpus}
+
+
+def load_torch_state(state: Mapping[str, Any]) -> None:
+    """Goes on from `torch_state()`, whose tensors may have become arrays; GPUs only where there are as many."""
+    torch = importlib.import_module("torch")
+    torch.set_rng_state(torch.as_tensor(state["torch"]))
+    if state["cuda"] and torch.cuda.is_available() and torch.cuda.device_count() == len(state["cuda"]):
+        torch.cuda.set_rng_state_all([torch.as_tensor(each) for each in state["cuda"]])

@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 
+from hvd_hetero.engine.randomness import load_torch_state as load_random_state
+from hvd_hetero.engine.randomness import torch_state as random_state
 
-def random_state() -> dict[str, Any]:
-    """The states of its generators."""
-    gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    return {"cpu": torch.get_rng_state(), "cuda": gpus}
-
-
-def load_random_state(state: Mapping[str, Any]) -> None:
-    """Goes on from `random_state()`, whose tensors have become arrays; GPUs only where there are as many."""
-    torch.set_rng_state(torch.as_tensor(state["cpu"]))
-    if state["cuda"] and torch.cuda.is_available() and torch.cuda.device_count() == len(state["cuda"]):
-        torch.cuda.set_rng_state_all([torch.as_tensor(each) for each in state["cuda"]])
+__all__ = ["load_random_state", "load_seeds", "random_state", "seeds"]
 
 
 def seeds() -> torch.Tensor:

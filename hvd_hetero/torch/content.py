@@ -73,13 +73,10 @@ def _parts(value: Any, place: str) -> Iterator[tuple[str, Any]]:
 
 def random_state() -> dict[str, Any]:
     """The states of this process's random numbers: Python's, numpy's, torch's."""
-    gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    return {**randomness.random_state(), "torch": torch.get_rng_state(), "cuda": gpus}
+    return {**randomness.random_state(), **randomness.torch_state()}
 
 
 def load_random_state(state: dict[str, Any]) -> None:
     """Goes on from `random_state()`; GPUs only where there are as many."""
     randomness.load_random_state(state)
-    torch.set_rng_state(state["torch"])
-    if state["cuda"] and torch.cuda.is_available() and torch.cuda.device_count() == len(state["cuda"]):
-        torch.cuda.set_rng_state_all(state["cuda"])
+    randomness.load_torch_state(state)
