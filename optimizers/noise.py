@@ -104,22 +104,9 @@ class GradientNoise(NoiseMeter):
         if self.measuring:
             self.add(index, _squared_norm(layout, index, layout.buckets[index]))
 
-    def ends(
-        self,
-        layout: Buckets,
-        results: Sequence[Any],
-        *,
-        rank: int,
-        terms: float,
-        unit: float,
-        gain: float,
-        all_terms: float,
-        batches: int,
-    ) -> None:
-        """A step is over, and `results` are the merged buckets. `unit` is how many terms weigh 1; the rest: `end`."""
-        tell = self.measuring and rank == 0
-        merged = [_squared_norm(layout, index, flat) for index, flat in enumerate(results)] if tell else []
-        self.end(terms=terms, weight=terms / unit, merged=merged, gain=gain, all_terms=all_terms, batches=batches)
+    def of(self, layout: Buckets, results: Sequence[Any]) -> list[Any]:
+        """The squared norms of merged buckets, where they are measured."""
+        return [_squared_norm(layout, index, flat) for index, flat in enumerate(results)] if self.measuring else []
 
 
 def _squared_norm(layout: Buckets, index: int, flat: Any) -> Any:

@@ -65,6 +65,11 @@ class Ways:
             Router(self._levels, algorithm=algorithm, wire=self._wire, tell=tell) if self._compressor is None else None
         )
 
+    @property
+    def plain(self) -> bool:
+        """Whether each bucket is summed as it is, in one all-reduce."""
+        return self.exact and not self._measures
+
     def takes(self, shape: Shape) -> bool:
         """Whether the gradient of a parameter of this shape goes through a codec."""
         return self._compressor is not None or self._wire.takes(shape)

@@ -129,9 +129,14 @@ class Weighing:
         return self.balancer.dialogue.outgoing(leads=self.leads, count=terms, noise=self.noise, look=look)
 
     def incoming(
-        self, layout: Buckets, results: Sequence[Any], total: Sequence[float], *, terms: float, batches: int
+        self, total: Sequence[float], *, norms: Callable[[], Sequence[Any]], terms: float, batches: int
     ) -> None:
         """Takes in what all ranks said with the gradients of a step of `batches` global batches.
+
+        Args:
+            total: the sum of the control vectors.
+            norms: the squared norms of the merged buckets: see `NoiseMeter.end`.
+            terms: this rank's.
 
         Raises:
             PeerError: a rank cannot go on.
@@ -139,9 +144,9 @@ class Weighing:
         """
         report = self.balancer.dialogue.incoming(total, leads=self.leads, noise=self.noise)
         self._guard.incoming(report.hashes, report.interval)
-        self.noise.ends(
-            layout, results, rank=self.engine.rank, terms=terms, unit=self.unit, gain=self.scale * batches,
-            all_terms=total[0], batches=batches,
+        self.noise.end(
+            terms=terms, weight=self.weight(terms), merged=norms() if self.engine.rank == 0 else (),
+            gain=self.scale * batches, all_terms=total[0], batches=batches,
         )  # fmt: skip
 
     def exchange(

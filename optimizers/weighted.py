@@ -86,7 +86,15 @@ class WeightedExchange:
     @property
     def operation(self) -> str:
         """The name of an operation that is under way."""
-        return f"{self._name}.bucket.{min(self._handles)}"
+        return self.name_of(min(self._handles))
+
+    def name_of(self, index: int) -> str:
+        """The name of the operation that sums bucket `index`."""
+        return f"{self._name}.bucket.{index}"
+
+    def outgoing(self) -> Sequence[float]:
+        """The control vector, for who sends the buckets without `submit`."""
+        return self._outgoing()
 
     def submit(self, index: int) -> None:
         """Sends bucket `index`; once per step. Buckets may be sent in any order: they are paired by name."""
@@ -97,7 +105,7 @@ class WeightedExchange:
             self._control_handle = self._engine.allreduce_async(self._control, name=f"{self._name}.control")
         if index in self._given:
             self._buckets[index] += self._given[index]
-        self._handles[index] = self._routes[index].start(self._buckets[index], name=f"{self._name}.bucket.{index}")
+        self._handles[index] = self._routes[index].start(self._buckets[index], name=self.name_of(index))
         for handle in self._handles.values():
             if isinstance(handle, Chain):
                 handle.done()  # starts what may follow on what is done

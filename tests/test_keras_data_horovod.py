@@ -7,6 +7,7 @@ from launch import horovodrun
 
 from hvd_hetero.engine.build import installed_build
 
+QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3"}
 BUILT = (installed_build() or {}).get("frameworks", {})
 
 pytestmark = [
@@ -51,9 +52,31 @@ def test_the_checks_hold(back_end, ranks, checks):
 
 def test_a_job_ends_whose_batches_were_being_read_when_a_rank_failed():
     """Each process would wait, at its end, for a batch that nobody reads any more."""
-    launched = horovodrun(2, "keras_end_worker.py", timeout_s=60, KERAS_BACKEND="tensorflow", TF_CPP_MIN_LOG_LEVEL="3")
+    launched = horovodrun(2, "keras_end_worker.py", "raises", timeout_s=60, KERAS_BACKEND="tensorflow", **QUIET)
     assert launched.returncode == 1 and "ValueError: a callback raised" in launched.output, launched.output[-6000:]
     assert "touched" not in launched.output
+
+
+def test_who_waits_for_a_sum_in_the_graph_says_for_whom():
+    launched = horovodrun(
+        2, "keras_end_worker.py", "late", timeout_s=150, KERAS_BACKEND="tensorflow", **QUIET,
+        options=("--stall-check-warning-time-seconds", "1"),
+    )  # fmt: skip
+    assert "Exit code: 7" in launched.output, launched.output[-6000:]
+    said = r'rank 0 \(.*\) has waited \d+ s for the others in "hvd_hetero\.balancer1\S+", at keras_end'
+    assert re.search(said, launched.output), launched.output[-6000:]
+    assert re.search(r"rank 1 .* has not come: it is at keras_end_worker.py:\d+ in end", launched.output)
+
+
+def test_a_sum_in_the_graph_that_fails_is_explained_and_the_job_ends():
+    """Nobody in Python waits for it, nor hears of its failure before `fit` raises, while others wait to deal."""
+    launched = horovodrun(
+        2, "keras_end_worker.py", "frozen", timeout_s=150, KERAS_BACKEND="tensorflow", HOROVOD_GLOO_TIMEOUT_SECONDS="4",
+        **QUIET,
+    )  # fmt: skip
+    assert launched.returncode == 1, launched.output[-6000:]
+    told = r'"hvd_hetero\.balancer1\S+" failed: rank 1 \(host \S+, process \d+\) does not answer: its process is'
+    assert re.search(f"{told} stopped", launched.output), launched.output[-6000:]
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """The watchdog, on watches of this process and, where a rank is stopped or gone, on processes of their own."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -138,6 +139,43 @@ def test_who_has_submitted_is_not_missing(ranks):
     assert "has not come" not in two.story() and "every rank has come" in two.story()
     two.watches[1].ended("gradient")
     assert two.watches[0].explain((0, 1)) == "", "who answers explains no failure"
+
+
+def until(condition):
+    deadline = time.monotonic() + LIMIT_S
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return condition()
+
+
+def test_a_wait_of_a_framework_is_watched_like_that_of_a_thread(ranks):
+    two = ranks(2, patience=TALKS)
+    two.watches[0].submitted("sum")
+    two.watches[0].begin_aside("sum", (0, 1), lasts=lambda: True, broken=two.left.append)
+    assert until(lambda: 'for the others in "sum"' in two.story() and "rank 1 (host" in two.story())
+    two.watches[0].end_aside("sum")
+    said = len(two.said)
+    two.wait(1, "sum", 0.3, ranks=(0, 1), until=lambda: "rank 0 (host" in two.story())
+    assert 'rank 0 (host' in two.story().split("rank 1 (host", 2)[-1], "it has submitted it no longer"
+    assert len(two.said) > said and not two.left
+
+
+@pytest.mark.parametrize("child", ["ends"], indirect=True)
+def test_a_wait_of_a_framework_that_has_given_up_ends_and_is_explained(ranks, child):
+    one, broken = ranks(1, patience=TALKS), []
+    one.meet(child.said)
+    child.kill()
+    child.wait()
+    lasts = threading.Event()
+    lasts.set()
+    one.watches[0].submitted("sum")
+    one.watches[0].begin_aside("sum", (0, 2), lasts=lasts.is_set, broken=lambda: broken.append(True))
+    time.sleep(0.2)
+    assert not broken and "failed" not in one.story()
+    lasts.clear()
+    assert until(lambda: "failed" in one.story())
+    assert broken == [True] and re.search(r'"sum" failed: rank 2 \(host \S+, process \d+\) is gone', one.story())
+    assert not one.left
 
 
 def test_short_waits_say_nothing(ranks):

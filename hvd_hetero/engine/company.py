@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
 from collections.abc import Callable, Container, Iterable, Sequence
@@ -41,9 +42,13 @@ class Company:
         peers = self._others(tuple(self._peers) if ranks is None else ranks)
         if not peers:
             return []
-        with ThreadPoolExecutor(min(16, len(peers))) as pool:
-            asked = pool.map(lambda peer: absence_of(peer, operation, me=self.me, submitted=self._submitted), peers)
-            found = [each for each in asked if each is not None]
+        ask_one = functools.partial(absence_of, operation=operation, me=self.me, submitted=self._submitted)
+        try:
+            with ThreadPoolExecutor(min(16, len(peers))) as pool:
+                asked = list(pool.map(ask_one, peers))
+        except RuntimeError:  # this process is at its end, and begins no more threads
+            asked = list(map(ask_one, peers))
+        found = [each for each in asked if each is not None]
         return [each for each in found if not each.elsewhere] or found
 
     def awaits(self, ranks: Sequence[int]) -> Callable[[], bool]:

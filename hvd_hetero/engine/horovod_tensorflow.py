@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
@@ -18,10 +19,12 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from . import script
 from .port import Op
 from .process_set import ProcessSetEngine, Tracked, checked_splits
 
 _OPS = {"sum": "Sum", "min": "Min", "max": "Max"}
+RUNS_FUNCTIONS = "tensorflow.python.eager.polymorphic_function.atomic_function"  # TensorFlow's module that does
 
 
 class _Threads:
@@ -150,11 +153,8 @@ class TensorflowEngine(ProcessSetEngine):
         number = self._set.process_set_id
 
         def named(*inputs: Any) -> Any:
-            # A graph makes names unique, by numbers that need not be alike on all ranks. So what else tells two nodes
-            # apart comes before them as a scope, which Horovod is told to ignore.
             scope = f"{kind}.{op}.{number}.{'.'.join(each.name for each in types)}"
-            node = re.sub("[^A-Za-z0-9_.-]", "_", name)
-            return make(*inputs, name=f"{scope}/{node}", ignore_name_scope=True, process_set=self._set)
+            return make(*inputs, **self._as(name, scope))
 
         run = self._graph.node((kind, op, number, name, *types), types, named)
 
@@ -171,6 +171,28 @@ class TensorflowEngine(ProcessSetEngine):
             return into
 
         return ThreadHandle(call, self._track(name), self._internal_error)
+
+    def _as(self, name: str, scope: str) -> dict[str, Any]:
+        """The arguments of an operation of this name.
+
+        A graph makes names unique, by numbers that need not be alike on all ranks. So what else tells two nodes apart
+        comes before them as a scope, which Horovod is told to ignore.
+        """
+        node = re.sub("[^A-Za-z0-9_.-]", "_", name)
+        return {"name": f"{scope}/{node}", "ignore_name_scope": True, "process_set": self._set}
+
+    def sum_in_graph(self, tensor: Any, *, name: str) -> Any:
+        scope = importlib.import_module("tensorflow").compat.v1.get_default_graph().unique_name("HorovodSum")
+        return self._binding._allreduce(tensor, op=self._binding.Sum, **self._as(name, scope))
+
+    @property
+    def sums_in_graph(self) -> bool:
+        # Who else tells when a sum has failed?
+        return self._watch is not None and self._watch.watches and RUNS_FUNCTIONS in sys.modules
+
+    def awaits_in_graph(self, name: str, *, broken: Callable[[], None]) -> Callable[[], None]:
+        file = sys.modules[RUNS_FUNCTIONS].__file__ or ""
+        return self._track(name).waits_aside(lasts=lambda: script.within(file), broken=broken)
 
     def allreduce_async(self, array: Any, *, name: str, op: Op = "sum") -> ThreadHandle:
         how = getattr(self._binding, _OPS[op])

@@ -89,6 +89,23 @@ class Engine(Protocol):
         it, with the same ranks, in the same order."""
 
 
+@runtime_checkable
+class GraphEngine(Engine, Protocol):
+    """An engine whose sums may be operations of a program that a framework runs by itself."""
+
+    @property
+    def sums_in_graph(self) -> bool:
+        """Whether they may be here."""
+
+    def sum_in_graph(self, tensor: Any, *, name: str) -> Any:
+        """The sum of a tensor over the group, on its device, as an operation of the program that is being traced. It is
+        paired with `allreduce_async` of that name."""
+
+    def awaits_in_graph(self, name: str, *, broken: Callable[[], None]) -> Callable[[], None]:
+        """Says that the program waits for the sum of that name, until what this returns is called. Where the sum fails,
+        that is never, and `broken` is called."""
+
+
 def gather_text(engine: Engine, text: str, *, name: str) -> list[str]:
     """The texts of all ranks, each on one line. A collective call."""
     row = np.frombuffer(f"{' '.join(text.splitlines())}\n".encode(), dtype=np.uint8).copy()

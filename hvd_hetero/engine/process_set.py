@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import importlib
 import itertools
@@ -52,6 +53,14 @@ class Tracked:
             raise failure(f'"{self._operation}" failed: {why}. Horovod says: {error}') from None
         finally:
             self._watch.ended(self._operation)
+
+    def waits_aside(self, *, lasts: Callable[[], bool], broken: Callable[[], None]) -> Callable[[], None]:
+        """A framework waits for the operation from here on, until what this returns is called. Where `lasts()` is False
+        before that, `broken` is."""
+        if self._watch is None:
+            return lambda: None
+        self._watch.begin_aside(self._operation, self._ranks, lasts=lasts, broken=broken)
+        return functools.partial(self._watch.end_aside, self._operation)
 
 
 class ProcessSetEngine:

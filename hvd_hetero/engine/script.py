@@ -23,6 +23,15 @@ def line() -> str:
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} in {frame.f_code.co_name}"
 
 
+def within(file: str) -> bool:
+    """Whether any thread is within a function of a file."""
+    return any(
+        frame.f_code.co_filename == file
+        for top in sys._current_frames().values()
+        for frame, _ in traceback.walk_stack(top)
+    )
+
+
 def stack() -> str:
     """What the main thread is doing, call by call, as a traceback shows it."""
     frame = _main_frame()

@@ -12,14 +12,13 @@ elastic one goes on without that rank.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from hvd_hetero.policy.patience import Patience
@@ -29,27 +28,12 @@ from .absence import Absence
 from .company import Company
 from .notice import LEFT
 from .peer import Ear, Peer, ask
-from .port import without_lane
 from .remembered import Remembered
 from .sleep import wait_until
+from .waits import Wait, Waits
 
 PERIOD_S = 0.5  # between looks at what this rank waits for
-STEPS = 128  # whose lengths are kept
-NAMES = 4096  # of operations whose last start is kept
 GRACE_S = 60.0  # beyond the bound, for the rank that is to end; then this one ends itself
-
-
-@dataclass
-class Wait:
-    """A thread's wait for an operation."""
-
-    operation: str
-    ranks: tuple[int, ...]
-    lasted_s: float = 0.0  # as looked at: time in which this process itself was stopped hardly counts
-    due_s: float | None = None  # when the next word is due
-    early_s: float = 0.0  # when to look next whether there is reason for one before that
-    began: float = field(default_factory=time.monotonic)
-    told: bool = False  # the missing ranks were told to end
 
 
 class Watch:
@@ -71,12 +55,8 @@ class Watch:
         self._patience, self._leave = patience, leave
         self._say = say or _to_stderr
         self.hearers = Remembered()  # of each story, besides people
-        self._submitted: dict[str, int] = {}
-        self._company = Company(self._submitted)
-        self._waits: dict[int, Wait] = {}  # by thread
-        self._step_s: deque[float] = deque(maxlen=STEPS)
-        self._began: dict[str, float] = {}
-        self._outside = time.monotonic()  # when this rank's last wait ended
+        self._waits = Waits()
+        self._company = Company(self._waits.submitted)
         self._ear: Ear | None = None
         self._closed = threading.Event()
 
@@ -84,40 +64,35 @@ class Watch:
 
     def submitted(self, operation: str) -> None:
         """This rank takes part in an operation."""
-        self._submitted[operation] = self._submitted.get(operation, 0) + 1
+        self._waits.submit(operation)
 
     def ended(self, operation: str) -> None:
         """The operation is over for this rank, well or not."""
-        left = self._submitted.get(operation, 0) - 1
-        if left > 0:
-            self._submitted[operation] = left
-        else:
-            self._submitted.pop(operation, None)
+        self._waits.end(operation)
 
-    @contextlib.contextmanager
-    def waiting(self, operation: str, ranks: tuple[int, ...]) -> Iterator[None]:
+    def waiting(self, operation: str, ranks: tuple[int, ...]) -> contextlib.AbstractContextManager[None]:
         """While this thread waits for an operation of these global ranks."""
-        thread, now = threading.get_ident(), time.monotonic()
         self._company.awaited = False
-        turn = without_lane(operation)
-        last = self._began.get(turn)
-        if last is not None:
-            self._step_s.append(now - last)
-        elif len(self._began) >= NAMES:
-            self._began.clear()
-        self._began[turn] = now
-        outer = self._waits.get(thread)
-        self._waits[thread] = Wait(operation, ranks, began=now)
-        try:
-            yield
-        finally:
-            self._outside = time.monotonic()
-            if outer is None:
-                del self._waits[thread]
-            else:
-                self._waits[thread] = outer
+        return self._waits.of_thread(operation, ranks)
+
+    def begin_aside(
+        self, operation: str, ranks: tuple[int, ...], *, lasts: Callable[[], bool], broken: Callable[[], None]
+    ) -> None:
+        """A framework begins to wait for an operation, and no thread of Python's does: until `end_aside`. Where
+        `lasts()` says before that that it has given up, the operation has failed, and `broken` is called."""
+        self._company.awaited = False
+        self._waits.begin_aside(operation, ranks, lasts=lasts, broken=broken)
+
+    def end_aside(self, operation: str) -> None:
+        """The framework waits no longer: the operation is over."""
+        self._waits.end_aside(operation)
 
     # Who watches ----------------------------------------------------------------------------------------------------
+
+    @property
+    def watches(self) -> bool:
+        """Whether anybody looks at what this rank waits for."""
+        return self._ear is not None
 
     def introduce(self, rank: int) -> str:
         """Listens for questions to this rank; what the others have to know for that, as one line of text."""
@@ -130,14 +105,13 @@ class Watch:
                 self._say(f"hvd_hetero: no port to be asked at ({error}): waits are not explained.")
                 return ""
             threading.Thread(target=self._watch, name="hvd_hetero.watch", daemon=True).start()
+            atexit.register(self._look_aside)
         self._company.me = me = self._ear.peer(rank)
         return me.to_text()
 
     def meet(self, texts: Sequence[str]) -> None:
         """Takes in what `introduce` returned on all ranks. What was under way on the ranks before is forgotten."""
-        self._submitted.clear()
-        self._step_s.clear()
-        self._began.clear()
+        self._waits.forget()
         self._company.meet(map(Peer.from_text, filter(None, texts)))
 
     def explain(self, ranks: Sequence[int] | None = None) -> str:
@@ -167,26 +141,36 @@ class Watch:
             woken = time.monotonic()
             # A longer sleep than asked for: this process was stopped itself, and the others did not keep it waiting.
             elapsed_s = looked_s + min(woken - began, 2 * PERIOD_S)
-            for wait in list(self._waits.values()):
-                wait.lasted_s += elapsed_s
-                try:
+            try:
+                self._look_aside()
+                for wait in self._waits.now():
+                    wait.lasted_s += elapsed_s
                     self._look(wait)
-                except Exception as error:  # a watchdog that fails must not end what it watches
-                    self._say(f"hvd_hetero: the watchdog failed: {error!r}")
+            except Exception as error:  # a watchdog that fails must not end what it watches
+                self._say(f"hvd_hetero: the watchdog failed: {error!r}")
             looked_s = time.monotonic() - woken
+
+    def _look_aside(self) -> None:
+        """Ends the waits that nobody waits any longer, and says why, as far as the others' processes tell."""
+        for wait in self._waits.now():
+            if not wait.lasts():
+                self._waits.end_aside(wait.operation)
+                wait.broken()
+                if why := self.explain(wait.ranks):
+                    self._say(f'hvd_hetero: "{wait.operation}" failed: {why}.')
 
     def _look(self, wait: Wait) -> None:
         assert self._patience is not None
         if wait.due_s is None:
-            wait.due_s, wait.early_s = self._patience.word_s(self._step_s), self._patience.least_s
-        end_s = self._patience.end_s(self._step_s)
+            wait.due_s, wait.early_s = self._patience.word_s(self._waits.step_s), self._patience.least_s
+        end_s = self._patience.end_s(self._waits.step_s)
         if wait.lasted_s >= end_s:
             self._end(wait, end_s)
         elif wait.lasted_s >= min(wait.due_s, wait.early_s):
             wait.early_s = 2 * wait.lasted_s
             absent = self._company.absent(wait.operation, wait.ranks)
             # Ranks that wait for each other do so for good, however long first steps may take.
-            if wait in self._waits.values() and (wait.lasted_s >= wait.due_s or any(each.mutual for each in absent)):
+            if wait in self._waits.now() and (wait.lasted_s >= wait.due_s or any(each.mutual for each in absent)):
                 wait.due_s = 2 * wait.lasted_s
                 self._say(self._story(wait, absent))
                 self._record(wait, absent)
@@ -209,7 +193,7 @@ class Watch:
     def _end(self, wait: Wait, end_s: float) -> None:
         """Ends a wait that is too long: by ending the ranks that it is for, and at last this one."""
         absent = self._company.absent(wait.operation, wait.ranks)
-        if wait not in self._waits.values():
+        if wait not in self._waits.now():
             return
         if not wait.told:
             wait.told = True
@@ -232,12 +216,12 @@ class Watch:
         if question["kind"] == "end":
             threading.Thread(target=self._finish, args=(question["reason"],)).start()
             return {}
-        waits = list(self._waits.values())
+        waits = self._waits.now()
         return {
-            "submitted": list(self._submitted),
+            "submitted": list(self._waits.submitted),
             "waits": [wait.operation for wait in waits],
             "among": [wait.ranks for wait in waits],
-            "s": time.monotonic() - (min(wait.began for wait in waits) if waits else self._outside),
+            "s": time.monotonic() - self._waits.since,
             "where": script.line(),
         }
 

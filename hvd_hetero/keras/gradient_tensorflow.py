@@ -1,7 +1,9 @@
 """Gradients of the TensorFlow back end: flat in the graph, and through host memory to the exchange and back.
 
-In each step one call leaves the graph for each of few flat arrays, as soon as the gradients in it are there, and one
-for what all of them become. Where a GPU computes, that is a copy to the host, the exchange there, and a copy back.
+That is the way of what is more than a sum: codecs, two levels, steps apart, several passes; and of what is computed
+eagerly. `graph_tensorflow` is the other. In each step one call leaves the graph for each of few flat arrays, as soon as
+the gradients in it are there, and one for what all of them become. Where a GPU computes, that is a copy to the host,
+the exchange there, and a copy back.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 from hvd_hetero.optimizers.meter import WallClock
 
-from .layout import Spec, Step
+from .layout import BucketLayout, Spec, Step
 
 ALIGNMENT = 64
 # What all exchanges touch, so that a graph makes them in the order of the program, which is the same on all ranks. By
@@ -100,11 +102,8 @@ def through(step: Step, gradients: Sequence[Any], last: Any, part: int, variable
         step.take(len(layout.members) - 1, flat, every, part)
         return step.finish(every)
 
-    with tf.control_dependencies([*_touched(variables), *_touched([TURN])]):
-        *flats, final = (
-            tf.concat([tf.cast(tf.reshape(gradients[i], [-1]), layout.specs[i].wire) for i in members], axis=0)
-            for members in layout.members
-        )
+    with tf.control_dependencies([*touched(variables), *touched([TURN])]):
+        *flats, final = flats_of(layout, gradients)
         # Not stateful, or the graph would call in this order: which are ready first depends on its threads. The last
         # call follows their results, for what only an order follows is no call that counts to the graph's optimiser.
         taken = [
@@ -113,27 +112,41 @@ def through(step: Step, gradients: Sequence[Any], last: Any, part: int, variable
         ]
     types = [layout.specs[members[0]].wire for members in layout.members]
     results = tf.nest.flatten(tf.numpy_function(finish, [final, *passing, *taken], types))
-    _touched(variables, after=results)
-    _touched([TURN], after=results)
-    reduced: dict[int, Any] = {}
-    for flat, members, length in zip(results, layout.members, layout.lengths, strict=True):
+    touched(variables, after=results)
+    touched([TURN], after=results)
+    for flat, length in zip(results, layout.lengths, strict=True):
         flat.set_shape([length])
+    return pieces_of(layout, results)
+
+
+def flats_of(layout: BucketLayout, gradients: Sequence[Any]) -> list[Any]:
+    """The gradients of each bucket, flat, one after the other, in the type in which they travel."""
+    return [
+        tf.concat([tf.cast(tf.reshape(gradients[i], [-1]), layout.specs[i].wire) for i in members], axis=0)
+        for members in layout.members
+    ]
+
+
+def pieces_of(layout: BucketLayout, flats: Sequence[Any]) -> list[Any]:
+    """The gradients of all buckets in their shapes and types."""
+    found: dict[int, Any] = {}
+    for flat, members in zip(flats, layout.members, strict=True):
         pieces = tf.split(flat, [layout.specs[i].length for i in members])
         for i, piece in zip(members, pieces, strict=True):
-            reduced[i] = tf.cast(tf.reshape(piece, layout.specs[i].shape), layout.specs[i].dtype)
-    return [reduced[i] for i in range(len(gradients))]
+            found[i] = tf.cast(tf.reshape(piece, layout.specs[i].shape), layout.specs[i].dtype)
+    return [found[i] for i in range(len(layout.specs))]
 
 
 def afterwards(call: Callable[[float], None], variables: Sequence[Any], rate: Any) -> None:
     """Calls on the host, with the learning rate, once the updates of `variables` before this are made. It may write
     them."""
     rate = tf.cast(tf.convert_to_tensor(rate), tf.float64)
-    with tf.control_dependencies(_touched(variables)):
+    with tf.control_dependencies(touched(variables)):
         called = tf.numpy_function(lambda lr: call(float(lr)), [rate], [])
-    _touched(variables, after=tf.nest.flatten(called))
+    touched(variables, after=tf.nest.flatten(called))
 
 
-def _touched(variables: Sequence[Any], *, after: Sequence[Any] = ()) -> list[Any]:
+def touched(variables: Sequence[Any], *, after: Sequence[Any] = ()) -> list[Any]:
     """Comes after all that the program does with the variables before this, and before all that it does with them
     afterwards.
 

@@ -93,14 +93,19 @@ class GradientReducer:
             self.local.check(variables)
         if specs not in self._steps:
             self._steps[specs] = ReducedStep(self, specs)
-        if self.form.tracing():
+        if tracing := self.form.tracing():
             self.balancer.discard()
         step = self._steps[specs]
         present = [g for g in found if g is not None]
         if not present:
             return found
-        last, part = self.form.last_of(iterations, self.passes), self.form.part_of(self)
-        reduced = iter(self.form.through(step, present, last, part, self._variables))
+        part = self.form.part_of(self)
+        if tracing and step.in_graph:
+            graph = importlib.import_module(f"{__package__}.graph_{backend.NAME}")
+            reduced = iter(graph.through(step, present, part, self._variables))
+        else:
+            last = self.form.last_of(iterations, self.passes)
+            reduced = iter(self.form.through(step, present, last, part, self._variables))
         return [None if g is None else next(reduced) for g in found]
 
     def bucket_bytes(self, specs: Sequence[Spec]) -> int:

@@ -5,13 +5,15 @@ The host's part, on flat arrays: numpy arrays with the TensorFlow back end, tens
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from hvd_hetero.codecs.verbs import arrays_like
+from hvd_hetero.engine.port import GraphEngine
 from hvd_hetero.optimizers.agreement import agree_text
 from hvd_hetero.optimizers.weighted import WeightedExchange
 
@@ -19,6 +21,12 @@ from .layout import BucketLayout, Spec
 
 if TYPE_CHECKING:
     from .reducer import GradientReducer
+
+
+BROKEN_OFF = (
+    "Expected each gradient once in a step. Received: one again, as after a step that broke off when part of its "
+    "gradients had left. Go on from a checkpoint, in a new job."
+)
 
 
 class ReducedStep:
@@ -46,6 +54,8 @@ class ReducedStep:
         self._apart: bool | None = None  # these passes; None: to be decided
         self._now = self._weight = 0.0  # terms of this pass, and what its gradients are multiplied by
         self._taken: set[int] = set()  # buckets of this pass
+        self._start = 0.0  # of waiting, where the graph waits
+        self._arrived: Callable[[], None] = lambda: None  # says that it waits no longer
         self._taking = threading.Lock()
         self._exchange: WeightedExchange = self._weighing.exchange(
             self.layout,
@@ -61,10 +71,7 @@ class ReducedStep:
     def take(self, index: int, flat: Any, last: bool, part: int) -> None:
         """See `Step`."""
         if index in self._taken:
-            raise RuntimeError(
-                "Expected each gradient once in a step. Received: one again, as after a step that broke off when part "
-                "of its gradients had left. Go on from a checkpoint, in a new job."
-            )
+            raise RuntimeError(BROKEN_OFF)
         with self._taking:
             if not self._taken:
                 self._begin_pass(part)
@@ -145,13 +152,71 @@ class ReducedStep:
         finally:
             self._terms, self._passes = 0.0, 0
             self._weighing.end()
+        norms = functools.partial(self._weighing.noise.of, self.layout, results)
+        self._heard(total, start, norms=norms, terms=terms, batches=batches)
+        return results
+
+    def _heard(
+        self, total: Sequence[float], start: float, *, norms: Callable[[], Sequence[Any]], terms: float, batches: int
+    ) -> None:
+        """Takes in what all ranks said in an exchange whose end this rank has waited for since `start`."""
         self._owner.wait_s = time.perf_counter() - start
         self._balancer.resume()
-        self._weighing.incoming(self.layout, results, total, terms=terms, batches=batches)
+        self._weighing.incoming(total, norms=norms, terms=terms, batches=batches)
         if self._weighing.leads:
-            sent = sum(len(flat) * flat.itemsize for flat in results)
+            sent = sum(len(bucket) * bucket.itemsize for bucket in self.layout.buckets)
             self._balancer.finished(wait_s=self._owner.wait_s, bytes_sent=sent)
-        return results
+
+    # Where the sums are operations of a graph: see `GraphStep` ------------------------------------------------------
+
+    @property
+    def in_graph(self) -> bool:
+        """Whether they can be."""
+        owner, engine = self._owner, self._weighing.engine
+        plain = owner.ways.plain and owner.strategy is None and owner.passes == 1 and self.layout.tail is not None
+        return plain and isinstance(engine, GraphEngine) and engine.sums_in_graph
+
+    @property
+    def _engine(self) -> GraphEngine:
+        return cast("GraphEngine", self._weighing.engine)
+
+    def begin(self, part: int) -> list[float]:
+        """See `GraphStep`."""
+        if self._taken:
+            raise RuntimeError(BROKEN_OFF)
+        self._begin_pass(part)
+        self._taken.update(range(len(self.layout.buckets)))
+        return [self._weight, float(self._weighing.noise.measuring)]
+
+    def send(self) -> Sequence[float]:
+        """See `GraphStep`."""
+        self._balancer.pause()
+        self._start = time.perf_counter()
+        control = self._exchange.outgoing()
+        assert self.layout.tail_in is not None
+        self._arrived = self._engine.awaits_in_graph(
+            self._exchange.name_of(self.layout.tail_in), broken=self._balancer.dialogue.unheard
+        )
+        return control
+
+    def sum(self, index: int, flat: Any) -> Any:
+        """See `GraphStep`."""
+        return self._engine.sum_in_graph(flat, name=self._exchange.name_of(index))
+
+    def end(self, total: Sequence[float], own: Sequence[float], merged: Sequence[float]) -> float:
+        """See `GraphStep`."""
+        self._arrived()
+        self._taken.clear()
+        noise, factor = self._weighing.noise, self._scale(total)
+        if noise.measuring:
+            for index, squared_norm in enumerate(own):
+                noise.add(index, squared_norm)
+        terms, batches = self._terms, self._weighing.batches
+        self._terms, self._passes = 0.0, 0
+        self._weighing.end()
+        norms = [factor**2 * squared_norm for squared_norm in merged] if noise.measuring else []
+        self._heard(total, self._start, norms=lambda: norms, terms=terms, batches=batches)
+        return factor
 
     def sums(self) -> dict[str, Any] | None:
         """See `Adder`."""

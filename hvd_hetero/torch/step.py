@@ -114,7 +114,8 @@ class ReducedStep:
         balancer.resume()
         for index, flat in enumerate(results):
             self.layout.deliver(index, flat)
-        hear = functools.partial(weighing.incoming, self.layout, results, total, terms=terms, batches=batches)
+        norms = functools.partial(weighing.noise.of, self.layout, results)
+        hear = functools.partial(weighing.incoming, total, norms=norms, terms=terms, batches=batches)
         return waited_s, sum(flat.numel() * flat.element_size() for flat in results), hear
 
 

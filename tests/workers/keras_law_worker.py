@@ -5,6 +5,7 @@ Rank 0 compares with what a single process makes of the global batches; the othe
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import tempfile
 import time
@@ -555,15 +556,18 @@ def the_host_comes_between_updates():
     assert len(seen) == 40
 
 
-def buckets_leave_while_others_are_computed():
-    """Here the gradient of the first layer is not computed before that of the last one is under way."""
+def buckets_leave_while_others_are_computed(way):
+    """Here the gradient of the first layer is not computed before that of the last one is under way; summed in the
+    graph, before its sum is there."""
     import tensorflow as tf
 
+    from hvd_hetero.engine.horovod_tensorflow import TensorflowEngine
     from hvd_hetero.keras.step import ReducedStep
 
     first, last = tf.Variable(tf.ones([4, 4])), tf.Variable(tf.ones([4, 4]))
     balancer = hvd.Balancer(4 * hvd.size(), adaptive=False)
-    taken, early, take = [], [], ReducedStep.take
+    taken, early, take, sum_in_graph = [], [], ReducedStep.take, TensorflowEngine.sum_in_graph
+    compression = {"graph": hvd.Compression.none, "host": hvd.Compression.fp16}[way]
 
     def wait(upstream):
         deadline = time.monotonic() + 20.0
@@ -578,18 +582,66 @@ def buckets_leave_while_others_are_computed():
 
     @tf.function
     def gradient(x):
-        tape = hvd.DistributedGradientTape(tf.GradientTape(), balancer=balancer, bucket_bytes=64)
+        tape = hvd.DistributedGradientTape(
+            tf.GradientTape(), balancer=balancer, bucket_bytes=64, compression=compression
+        )
         with tape:
             loss = tf.reduce_mean(patient(x @ first) @ last)
         return tape.gradient(loss, [first, last])
 
+    def summed(engine, tensor, *, name):
+        def come(flat):
+            taken.append(int(name[-1]))
+            return flat
+
+        # Not stateful, as it would be called in the order of the program then.
+        result = tf.numpy_function(come, [sum_in_graph(engine, tensor, name=name)], tensor.dtype, stateful=False)
+        return tf.ensure_shape(result, tensor.shape)
+
     ReducedStep.take = lambda self, index, *rest: (taken.append(index), take(self, index, *rest))[1]
+    TensorflowEngine.sum_in_graph = summed
     try:
         balancer.begin(4)
         gradient(tf.ones([4, 4]))
     finally:
-        ReducedStep.take = take
+        ReducedStep.take, TensorflowEngine.sum_in_graph = take, sum_in_graph
     assert early == [[0]] and taken == [0, 1], (early, taken)
+
+
+def plain_sums_stay_in_the_graph():
+    """No gradient is given to the host, the noise is measured all the same, also from a later step on, and is what it
+    is on the way through the host; there a step that runs eagerly takes."""
+    from hvd_hetero.keras.step import ReducedStep
+
+    x, y, _ = data()
+    rows = {0: slice(0, 17), 1: slice(17, 24)}[hvd.rank()]
+
+    def train(**options):
+        model, found = dense_model(), []
+        balancer = hvd.Balancer(WHOLE, shares=(17, 7), adaptive=False)
+        optimizer = hvd.DistributedOptimizer(plain_sgd(), balancer=balancer, bucket_bytes=1000)
+        model.compile(optimizer=optimizer, loss="mse", jit_compile=False, **options)
+        for step in range(6):
+            optimizer._reducer.noise.measuring = step > 1
+            balancer.announce(len(x[rows]))
+            model.train_on_batch(x[rows] * (step + 1), y[rows])
+            found.append(optimizer._reducer.noise.take())
+        return found, weights_of(model)
+
+    taken, take = [], ReducedStep.take
+    ReducedStep.take = lambda self, index, *rest: (taken.append(index), take(self, index, *rest))[1]
+    try:
+        in_graph, weights = train()
+        assert not taken, taken
+        on_host, others = train(run_eagerly=True)
+    finally:
+        ReducedStep.take = take
+    assert len(taken) > 6 and distance(weights, others) < 1e-6, taken
+    assert [sums is None for sums in in_graph] == [sums is None for sums in on_host] == 3 * [True] + 3 * [False]
+    for one, other in zip(in_graph[3:], on_host[3:], strict=True):
+        assert one.merged > 0 and one.ranks == 2, one
+        for field in dataclasses.fields(one):
+            np.testing.assert_allclose(getattr(one, field.name), getattr(other, field.name), rtol=1e-5)
 
 
 def errors_say_what_to_do():

@@ -1,0 +1,117 @@
+"""What one rank takes part in, and what it waits for, as it notes it itself: what others are told who ask."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, field
+
+from .port import without_lane
+
+STEPS = 128  # whose lengths are kept
+NAMES = 4096  # of operations whose last start is kept
+
+
+@dataclass
+class Wait:
+    """A wait for an operation of some global ranks."""
+
+    operation: str
+    ranks: tuple[int, ...]
+    lasted_s: float = 0.0  # as looked at: time in which this process itself was stopped hardly counts
+    due_s: float | None = None  # when the next word is due
+    early_s: float = 0.0  # when to look next whether there is reason for one before that
+    began: float = field(default_factory=time.monotonic)
+    told: bool = False  # the missing ranks were told to end
+    # Of a framework, which runs its program by itself: False where it has given up, without a word; and what to call.
+    lasts: Callable[[], bool] = lambda: True
+    broken: Callable[[], None] = lambda: None
+
+
+class Waits:
+    """The operations that this rank takes part in, and its waits for some of them.
+
+    Attributes:
+        submitted: operations, and how often each is under way.
+        step_s: seconds from one wait for an operation to the next for the same, of the last ones.
+    """
+
+    def __init__(self) -> None:
+        self.submitted: dict[str, int] = {}
+        self.step_s: deque[float] = deque(maxlen=STEPS)
+        self._waits: dict[Hashable, Wait] = {}  # by thread, or by the operation that a framework waits for
+        self._began: dict[str, float] = {}
+        self._outside = time.monotonic()  # when this rank's last wait ended
+
+    def now(self) -> list[Wait]:
+        """Those that last."""
+        return list(self._waits.values())
+
+    @property
+    def since(self) -> float:
+        """When this rank's first wait began, or, where it waits for nothing, its last one ended."""
+        waits = self.now()
+        return min(wait.began for wait in waits) if waits else self._outside
+
+    def forget(self) -> None:
+        """What was under way is of other ranks."""
+        self.submitted.clear()
+        self.step_s.clear()
+        self._began.clear()
+        for wait in self.now():
+            self._waits.pop(wait.operation, None)
+
+    def submit(self, operation: str) -> None:
+        """This rank takes part in an operation."""
+        self.submitted[operation] = self.submitted.get(operation, 0) + 1
+
+    def end(self, operation: str) -> None:
+        """The operation is over for this rank, well or not."""
+        left = self.submitted.get(operation, 0) - 1
+        if left > 0:
+            self.submitted[operation] = left
+        else:
+            self.submitted.pop(operation, None)
+
+    @contextlib.contextmanager
+    def of_thread(self, operation: str, ranks: tuple[int, ...]) -> Iterator[None]:
+        """While this thread waits for an operation."""
+        thread = threading.get_ident()
+        outer = self._waits.get(thread)
+        self._waits[thread] = self._begin(operation, ranks)
+        try:
+            yield
+        finally:
+            self._outside = time.monotonic()
+            if outer is None:
+                del self._waits[thread]
+            else:
+                self._waits[thread] = outer
+
+    def begin_aside(
+        self, operation: str, ranks: tuple[int, ...], *, lasts: Callable[[], bool], broken: Callable[[], None]
+    ) -> None:
+        """A framework begins to wait for an operation."""
+        wait = self._begin(operation, ranks)
+        wait.lasts, wait.broken = lasts, broken
+        self._waits[operation] = wait
+
+    def end_aside(self, operation: str) -> None:
+        """The framework waits no longer, and the operation is over."""
+        self._outside = time.monotonic()
+        if self._waits.pop(operation, None) is not None:
+            self.end(operation)
+
+    def _begin(self, operation: str, ranks: tuple[int, ...]) -> Wait:
+        now = time.monotonic()
+        turn = without_lane(operation)
+        last = self._began.get(turn)
+        if last is not None:
+            self.step_s.append(now - last)
+        elif len(self._began) >= NAMES:
+            self._began.clear()
+        self._began[turn] = now
+        return Wait(operation, ranks, began=now)
