@@ -92,6 +92,7 @@ class Words:
     """A state whose parts are words."""
 
     leaving = None
+    synced = False
 
     def __init__(self, rank, shared=b"", own=b""):
         self.rank, self.shared, self.own, self.told = rank, shared, own, False
@@ -239,6 +240,46 @@ def test_a_rank_that_joins_makes_one_while_the_others_rebuild_theirs(tmp_path):
         job.save()
 
     World(2).run(program)
+
+
+def test_all_save_at_the_same_steps_once_a_rank_has_joined(tmp_path):
+    """Ranks may have broken off in unlike steps, and a new one has made none."""
+
+    def program(engine):
+        job, saves = made(engine, tmp_path / "x", Words(engine.rank), every_steps=5), []
+        job._steps = 13 if engine.rank == 0 else 12
+        if engine.rank < 2:
+            engine.rebuild()
+        else:
+            job = made(engine, tmp_path / "x", Words(engine.rank), every_steps=5)
+        job.save = lambda: saves.append(job._steps)
+        for _ in range(8):
+            job.step()
+        return saves
+
+    assert World(3).run(program) == [[15, 20]] * 3
+
+
+def test_a_rank_that_joins_restores_nothing_before_training_begins(tmp_path):
+    """The others have come to what they hold, and call nothing meanwhile; later on all of them restore."""
+
+    def program(engine):
+        state = Words(engine.rank, b"kept", b"own")
+        job = made(engine, tmp_path / "x", state)
+        job.save()
+        assert job.restore(), "all have begun together"
+        state.synced = True
+        if engine.rank == 0:
+            engine.rebuild()
+        else:
+            state = Words(engine.rank)
+            job = made(engine, tmp_path / "x", state)
+            assert job.restore() and state.shared == b""
+            state.synced = True
+        assert job.restore()
+        return state.shared
+
+    assert World(2).run(program) == [b"kept"] * 2
 
 
 def test_bytes_of_unlike_lengths_travel(tmp_path):

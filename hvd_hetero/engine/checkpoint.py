@@ -24,6 +24,10 @@ class State(Protocol):
     """What a job keeps, as an elastic one does."""
 
     @property
+    def synced(self) -> bool:
+        """Whether this process has come to what the others of an elastic job hold, or they to what it does."""
+
+    @property
     def leaving(self) -> Sequence[int] | None:
         """Ranks that were told to end, as all ranks have heard it; None where nothing carries that from rank to rank.
         """
@@ -64,20 +68,29 @@ class Checkpoint:
         self, path: str | os.PathLike[str], state: State, *, engine: Engine, every_steps: int | None
     ) -> None:
         self._file, self._state, self._engine, self._every = CheckpointFile(path), state, engine, every_steps
-        self._agree()
-        engine.remember(self._agree)
         self._steps = 0
+        self._joins = self._agree(goes_on=False)
+        engine.remember(self._rebuild)
         self._asking: Handle | None = None
         self._notice = Notice(state.leave, say="this rank leaves once a checkpoint is written.")
 
-    def _agree(self) -> None:
-        """Returns where all ranks save at the same steps; a collective call."""
-        said = gather_text(self._engine, repr(self._every), name="hvd_hetero.checkpoint.every_steps")
-        if len(set(said)) > 1:
-            received = "; ".join(f"rank {rank}: {one}" for rank, one in enumerate(said))
+    def _rebuild(self) -> None:
+        """Goes on with the ranks that there are now. A collective call."""
+        self._agree(goes_on=True)
+
+    def _agree(self, *, goes_on: bool) -> bool:
+        """Returns where all ranks save at the same steps: whether any of them has trained before, of which one is that
+        `goes_on`. A collective call."""
+        mine = json.dumps([repr(self._every), self._steps, goes_on])
+        said = list(map(json.loads, gather_text(self._engine, mine, name="hvd_hetero.checkpoint.every_steps")))
+        intervals, steps, going_on = zip(*said, strict=True)
+        if len(set(intervals)) > 1:
+            received = "; ".join(f"rank {rank}: {one}" for rank, one in enumerate(intervals))
             raise ValueError(f"every_steps: expected the same on every rank. Received: {received}.")
         if self._every is not None and (not isinstance(self._every, int) or self._every < 1):
             raise ValueError(f"every_steps: expected an integer of at least 1, or None. Received: {self._every!r}.")
+        self._steps = max(steps)  # of ranks that have joined, or that broke off in unlike steps
+        return any(going_on)
 
     def close(self) -> None:
         """Leaves SIGTERM to others again."""
@@ -139,12 +152,15 @@ class Checkpoint:
     def restore(self) -> bool:
         """Goes on from the newest whole checkpoint; whether there is one. A collective call.
 
-        On another number of ranks what was each rank's own begins anew.
+        On another number of ranks what was each rank's own begins anew. A rank that joins an elastic job reads none,
+        and gets what the others hold when training begins: True.
 
         Raises:
             CheckpointError: on every rank, where the file is there and is no whole checkpoint, and none before it is;
                 or where it is one of another job.
         """
+        if self._joins and not self._state.synced:
+            return True
         engine, content, problem, parts = self._engine, None, "", []
         if engine.rank == 0:
             try:

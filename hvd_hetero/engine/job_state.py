@@ -187,6 +187,11 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
     # Leaving --------------------------------------------------------------------------------------------------------
 
     @property
+    def synced(self) -> bool:
+        """Whether `sync` was called in this process."""
+        return self._synced
+
+    @property
     def leaving(self) -> Sequence[int] | None:
         """Ranks that were told to end, the same on all ranks; None without a balancer that would carry it."""
         return self._balancers[0].leaving if self._balancers else None

@@ -28,8 +28,8 @@ class Checkpoint(checkpoint.Checkpoint):
     bit for bit (but for random numbers drawn by the workers of a loader, which begin anew). On other hardware, or
     another number of ranks, it goes on with the same samples and the same model.
 
-    When a rank is told to end (SIGTERM), all ranks save at the same step and end with exit status 75. An elastic job,
-    whose commits see to that, calls `save()` after a commit instead of `step()`. Constructing one is a collective call.
+    When a rank is told to end (SIGTERM), all ranks save at the same step and end with exit status 75; in an elastic job
+    that rank leaves at the next commit instead. Constructing one is a collective call, also for a rank that joins.
 
     Args:
         path: of the file; only rank 0 needs to see it.
