@@ -104,6 +104,7 @@ class LocalSteps:
                 outgoing=lambda: outgoing(index),
                 name=in_lane(name, number),
                 keeps=self._ways.keeps,
+                weight=lambda: self.rounds.weight,
                 write=self._store.write_control,
             )
             return Lane(exchange, buffer)

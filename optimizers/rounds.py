@@ -204,6 +204,11 @@ class Rounds:
         self._sending = (chosen, work, chosen.spread(square) if chosen.weight else 0.0)
         return chosen
 
+    @property
+    def weight(self) -> float:
+        """What this rank's progress is multiplied by in the contribution that is being sent."""
+        return self._sending[0].before
+
     def _outgoing(self, index: int) -> list[float]:
         """The control vector of fragment `index`, right before it is sent."""
         (contribution, work, spread), leads = self._sending, index == 0

@@ -180,6 +180,10 @@ class Trial:
         """Ends a step; see `Reduction.settle`."""
         self._route.settle(finite)
 
+    def release_into(self, array: Any) -> None:
+        """Adds what the route in use keeps back to `array`, and keeps it no longer."""
+        self._route.release_into(array)
+
     def kept_into(self, array: Any) -> None:
         """Adds what the route in use keeps back to `array`, and keeps it."""
         self._route.kept_into(array)

@@ -149,12 +149,19 @@ class Weighing:
             gain=self.scale * batches, all_terms=total[0], batches=batches,
         )  # fmt: skip
 
+    def _reference(self, terms: float) -> float | None:
+        """How many loss terms a global batch has, as far as a rank knows that has so many, of its share; None where its
+        share says nothing."""
+        share = self.balancer.plan.shares[self.engine.rank]
+        return terms / self.batches * self.balancer.global_batch_size / share if share else None
+
     def exchange(
-        self, layout: Buckets, shapes: Sequence[Sequence[tuple[int, ...]]], *, control: Any, outgoing: Any, write: Any,
-        kind: str = "gradients",
+        self, layout: Buckets, shapes: Sequence[Sequence[tuple[int, ...]]], *, control: Any,
+        terms: Callable[[], float], write: Any, kind: str = "gradients",
     ) -> WeightedExchange:
-        """The exchange of a layout's buckets, of tensors of these shapes; `control`: where none of them has a tail. It
-        takes the place of the one before it of its `kind`. A collective call."""
+        """The exchange of a layout's buckets, of tensors of these shapes, which are over so many loss `terms` when they
+        are sent; `control`: where none of them has a tail. It takes the place of the one before it of its `kind`. A
+        collective call."""
         self._generation += 1
         name = f"{self.name}.{self._generation}"
         exchange = WeightedExchange(
@@ -163,9 +170,10 @@ class Weighing:
             control if layout.tail is None else layout.tail,
             routes=self._ways.of(layout.buckets, shapes, layout.lossy, name=name),
             rides_in=layout.tail_in,
-            outgoing=outgoing,
+            outgoing=lambda: self.outgoing(terms()),
             name=name,
             keeps=self._ways.keeps,
+            weight=lambda: self._reference(terms()),
             write=write,
         )
         self.keeping.put(kind, [exchange], lambda: self.unit)

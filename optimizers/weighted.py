@@ -19,6 +19,8 @@ from typing import Any, Protocol
 from hvd_hetero.codecs.verbs import arrays_like, verbs_of
 from hvd_hetero.engine.port import Chain, Engine, Handle
 
+from .carry import Carry
+
 
 def _write(array: Any, values: Sequence[float]) -> None:
     array[...] = values
@@ -35,6 +37,8 @@ class Way(Protocol):
         """The sum is `array`, overwritten, or an array that nobody else holds."""
 
     def settle(self, finite: bool) -> None: ...
+
+    def release_into(self, array: Any) -> None: ...
 
     def kept_into(self, array: Any) -> None: ...
 
@@ -55,6 +59,7 @@ class WeightedExchange:
         outgoing: called right before the control vector is sent.
         name: prefix of the operations' names, the same on all ranks and different from any other exchange's.
         keeps: whether a route may keep something back, which a step that is not finite must leave alone.
+        weight: what this rank's arrays weigh in the sums, in any unit: see `Carry`. Called as each is sent.
         write: copies a list of floats into an array.
     """
 
@@ -69,14 +74,15 @@ class WeightedExchange:
         outgoing: Callable[[], Sequence[float]],
         name: str,
         keeps: bool = False,
+        weight: Callable[[], float | None] = lambda: None,
         write: Callable[[Any, Sequence[float]], None] = _write,
     ) -> None:
         self._engine, self._buckets, self._control = engine, list(buckets), control
         self._rides_in, self._outgoing, self._name = rides_in, outgoing, name
-        self._routes, self._keeps, self._write = list(routes), keeps, write
+        self._routes, self._keeps, self._weight, self._write = list(routes), keeps, weight, write
         self._handles: dict[int, Handle] = {}
         self._control_handle: Handle | None = None
-        self._given: dict[int, Any] = {}  # by bucket: what is added to its next sum
+        self._carry = Carry(self._routes)
 
     @property
     def submitted(self) -> frozenset[int]:
@@ -103,8 +109,8 @@ class WeightedExchange:
         elif self._rides_in is None and self._control_handle is None:
             self._write(self._control, self._outgoing())
             self._control_handle = self._engine.allreduce_async(self._control, name=f"{self._name}.control")
-        if index in self._given:
-            self._buckets[index] += self._given[index]
+        if self._keeps:
+            self._carry.add_to(index, self._buckets[index], self._weight())
         self._handles[index] = self._routes[index].start(self._buckets[index], name=self.name_of(index))
         for handle in self._handles.values():
             if isinstance(handle, Chain):
@@ -118,15 +124,7 @@ class WeightedExchange:
 
     def kept_back(self) -> list[Any]:
         """For each bucket, what is not sent yet of this rank's; None where that is nothing."""
-        found: list[Any] = []
-        for index, (bucket, route) in enumerate(zip(self._buckets, self._routes, strict=True)):
-            verbs = verbs_of(bucket)
-            kept = verbs.zeros([len(bucket)], bucket)
-            route.kept_into(kept)
-            if index in self._given:
-                kept += self._given[index]
-            found.append(kept if verbs.largest(kept) else None)
-        return found
+        return self._carry.kept_back(self._buckets)
 
     def give_back(self, kept: Sequence[Any], factor: float) -> None:
         """Adds what `kept_back` returned, times `factor`, to the next sums; nothing where the buckets are others."""
@@ -134,13 +132,14 @@ class WeightedExchange:
         if len(kept) == len(lengths) and all(
             array is None or len(array) == length for array, length in zip(kept, lengths, strict=True)
         ):
-            self._given = {index: array * factor for index, array in enumerate(kept) if array is not None}
+            self._carry.give([None if array is None else array * factor for array in kept])
 
     def state_dict(self) -> dict[str, Any]:
         """What this rank's routes keep."""
         return {
             "lengths": self._lengths,
             "routes": [route.state_dict() for route in self._routes],
+            "carry": self._carry.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -148,6 +147,8 @@ class WeightedExchange:
         if list(state["lengths"]) == self._lengths:
             for bucket, route, one in zip(self._buckets, self._routes, state["routes"], strict=True):
                 route.load_state_dict(arrays_like(bucket, one))
+            if "carry" in state:
+                self._carry.load_state_dict(state["carry"], self._buckets)
 
     # ----------------------------------------------------------------------------------------------------------------
 
@@ -173,8 +174,7 @@ class WeightedExchange:
             finite = all(math.isfinite(verbs_of(result).largest(result)) for result in results)
             for route in self._routes:
                 route.settle(finite)
-            if finite:
-                self._given = {}
+            self._carry.settle(finite)
         if self._rides_in is not None:
             said = results[self._rides_in][-len(self._control) :]
         sums = [float(value) for value in said.tolist()]

@@ -283,8 +283,8 @@ def test_a_rank_that_joins_restores_nothing_before_training_begins(tmp_path):
 
 
 def test_bytes_of_unlike_lengths_travel(tmp_path):
-    from hvd_hetero.engine.checkpoint import _gather_bytes
+    from hvd_hetero.engine.port import gather_bytes
 
-    found = World(3).run(lambda engine: _gather_bytes(engine, bytes(range(5 * engine.rank)), name="x"))
+    found = World(3).run(lambda engine: gather_bytes(engine, bytes(range(5 * engine.rank)), name="x"))
     assert found == [[bytes(range(5 * rank)) for rank in range(3)]] * 3
     assert np.frombuffer(found[0][2], np.uint8)[-1] == 9

@@ -75,8 +75,9 @@ def _initialise(horovod: Any, *args: Any, **kwargs: Any) -> None:
                 raise
             if not is_elastic() or time.monotonic() > deadline:
                 raise RuntimeError(
-                    "Expected to reach all ranks. Received: a failed initialisation; the log above says which could "
-                    "not be reached. Check that all hosts reach each other (horovodrun --network-interfaces)."
+                    "Expected to reach all ranks, and the same process sets on all. Received: a failed initialisation; "
+                    "the log above says what failed. Check that all hosts reach each other (horovodrun "
+                    "--network-interfaces), and that no process set of init() is of all ranks or given twice."
                 ) from error
             text = "hvd_hetero: a rank was lost while ranks came together; they do so again."
             print(text, file=sys.stderr, flush=True)

@@ -17,7 +17,7 @@ import numpy as np
 from .checkpoint_file import CheckpointError, CheckpointFile
 from .environment import is_elastic
 from .notice import LEFT, Notice
-from .port import Engine, Handle, gather_text
+from .port import Engine, Handle, gather_bytes, gather_text
 
 
 class State(Protocol):
@@ -138,7 +138,7 @@ class Checkpoint:
             own = self._state.own_content()
         except Exception as error:  # the others wait to hear of it
             problem = f"{type(error).__name__} on rank {engine.rank}: {error}"
-        owns = _gather_bytes(engine, own, name="hvd_hetero.checkpoint.own")
+        owns = gather_bytes(engine, own, name="hvd_hetero.checkpoint.own")
         if engine.rank == 0 and not problem:
             try:
                 self._file.write(_packed([self._state.shared_content(), *owns]))
@@ -202,14 +202,6 @@ class Checkpoint:
         """The first of all ranks' problems, "" where there is none. A collective call."""
         problems = gather_text(self._engine, problem, name=f"hvd_hetero.checkpoint.{name}")
         return next(filter(None, problems), "").removesuffix(".")
-
-
-def _gather_bytes(engine: Engine, mine: bytes, *, name: str) -> list[bytes]:
-    """The bytes of all ranks."""
-    lengths = np.asarray(engine.allgather_async(np.array([len(mine)]), name=f"{name}.lengths").wait())
-    whole = np.asarray(engine.allgather_async(np.frombuffer(mine, np.uint8).copy(), name=name).wait()).tobytes()
-    ends: np.ndarray = np.cumsum(lengths)
-    return [whole[end - length : end] for end, length in zip(ends, lengths, strict=True)]
 
 
 def _from_first(engine: Engine, mine: bytes, *, name: str) -> bytes:

@@ -113,6 +113,14 @@ def gather_text(engine: Engine, text: str, *, name: str) -> list[str]:
     return whole.tobytes().decode().splitlines()
 
 
+def gather_bytes(engine: Engine, mine: bytes, *, name: str) -> list[bytes]:
+    """The bytes of all ranks. A collective call."""
+    lengths = np.asarray(engine.allgather_async(np.array([len(mine)]), name=f"{name}.lengths").wait())
+    whole = np.asarray(engine.allgather_async(np.frombuffer(mine, np.uint8).copy(), name=name).wait()).tobytes()
+    ends: np.ndarray = np.cumsum(lengths)
+    return [whole[end - length : end] for end, length in zip(ends, lengths, strict=True)]
+
+
 _LANE = re.compile(r"\.lane\.\d+")
 
 

@@ -6,11 +6,12 @@ import importlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import cloudpickle
 import keras
 import numpy as np
 
 from hvd_hetero.engine import binding
-from hvd_hetero.engine.port import Engine
+from hvd_hetero.engine.port import Engine, gather_bytes
 from hvd_hetero.optimizers.agreement import agree_on, agree_text
 
 from . import backend
@@ -68,13 +69,13 @@ def broadcast_object(
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: Any = None, *, session: Any = None) -> Any:
-    """The objects of all ranks, of any types, as a list. A collective call.
+    """The objects of all ranks, of any types, pickled in between, as a list. A collective call.
 
     Args:
         session: Horovod's; of no effect.
     """
-    with backend.tracked("horovod.allgather_object", process_set):
-        return backend.horovod.allgather_object(obj, name=name or "allgather_object", **_given(process_set))
+    pickled = gather_bytes(backend.engine(process_set), cloudpickle.dumps(obj), name=name or "allgather_object")
+    return list(map(cloudpickle.loads, pickled))
 
 
 def _given(process_set: Any) -> dict[str, Any]:

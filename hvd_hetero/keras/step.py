@@ -61,7 +61,7 @@ class ReducedStep:
             self.layout,
             self.layout.shapes,
             control=form.zeros(self._weighing.tail, "float64"),
-            outgoing=lambda: self._weighing.outgoing(self._terms),
+            terms=lambda: self._terms,
             write=form.write,
             kind=f"gradients {zlib.crc32(str(present).encode()):08x}",  # those of other shapes keep theirs
         )

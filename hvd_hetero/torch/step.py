@@ -57,7 +57,7 @@ class ReducedStep:
             self.layout,
             [[tuple(p.shape) for p in members] for members in self.layout.members],
             control=torch.zeros(tail, dtype=torch.float64),
-            outgoing=lambda: weighing.outgoing(passes.terms),
+            terms=lambda: passes.terms,
             write=lambda view, values: view.copy_(torch.tensor(values, dtype=view.dtype)),
         )
         self._begin()

@@ -350,6 +350,10 @@ def functions():
     assert hvd.broadcast_object({"rank": rank} if rank == 1 else None, root_rank=1) == {"rank": 1}
     assert hvd.allgather_object(f"rank {rank}" if rank else 0) == [f"rank {r}" if r else 0 for r in range(size)]
     assert hvd.broadcast_object(rank, 1, session=None) == 1 and len(hvd.allgather_object(rank, session=None)) == size
+    last = hvd.add_process_set([size - 1])
+    if last.included():
+        assert hvd.allgather_object({"rank": rank}, process_set=last) == [{"rank": rank}]
+    hvd.remove_process_set(last)
     model = dense_model()
     model.set_weights([w + rank for w in weights_of(model)])
     hvd.broadcast_variables(model.variables, root_rank=0, inplace=True)

@@ -1,0 +1,188 @@
+"""What codecs keep back of arrays that weigh unlike counts for what it is: on ranks of one process."""
+
+import numpy as np
+import pytest
+import torch
+
+import hvd_hetero.torch as hvd
+from hvd_hetero.engine.hierarchy import levels_of, one_level
+from hvd_hetero.engine.local import World
+from hvd_hetero.optimizers.carry import Carry
+from hvd_hetero.optimizers.recipe import Recipe
+from hvd_hetero.optimizers.route import Route
+from hvd_hetero.optimizers.weighted import WeightedExchange
+from hvd_hetero.policy.topology import Topology
+
+SIZE = 64
+TOPK = Recipe(name="topk", density=0.1, warmup_steps=0)
+FULL, SHORT = (4.0, 4.0), (1.0, 1.0)
+
+
+class Job:
+    """Merges of what one rank did, at a constant pace for each parameter."""
+
+    def __init__(self, engine, recipe=TOPK, topology=None):
+        self.pace = 0.5 + np.random.RandomState(0).rand(SIZE * SIZE)
+        self.array, self.weight = np.zeros(SIZE * SIZE), 0.0
+        levels = one_level(engine) if topology is None else levels_of(engine, topology)
+        route = Route(levels, "flat" if topology is None else "scatter", cross=recipe.reduction([(SIZE, SIZE)]))
+        self.exchange = WeightedExchange(
+            engine, [self.array], np.zeros(1), routes=[route], rides_in=None, outgoing=lambda: [self.weight], name="x",
+            keeps=True, weight=lambda: self.weight,
+        )  # fmt: skip
+        self.model, self.due = np.zeros(SIZE * SIZE), np.zeros(SIZE * SIZE)
+
+    def merge(self, steps, everyone, *, spoilt=False):
+        """`steps` of this rank, of those of `everyone`; each weighs one."""
+        self.weight = steps
+        self.array[:] = steps * steps * self.pace
+        if spoilt:
+            self.array[0] = np.nan
+        self.exchange.submit(0)
+        (merged,), _ = self.exchange.finish(lambda total: 1.0 / total[0] if total[0] else 0.0)
+        if not spoilt:
+            self.model += merged
+            self.due += self.pace * sum(each**2 for each in everyone) / max(sum(everyone), 1.0)
+
+    def kept(self):
+        """What it has not sent, as a sum."""
+        (kept,) = self.exchange.kept_back()
+        return 0.0 if kept is None else float(kept.sum())
+
+
+def run(lengths, *, recipe=TOPK, topology=None):
+    """The largest part of its progress that any parameter ever had, and that of all of them at last."""
+
+    def program(engine):
+        job, most = Job(engine, recipe, topology), 0.0
+        for row in lengths:
+            job.merge(row[engine.rank], row)
+            most = max(most, float((job.model / job.due).max()))
+        return most, float(job.model.sum() / job.due.sum())
+
+    return World(len(lengths[0])).run(program)[0]
+
+
+def test_short_contributions_take_no_more_with_them_than_they_are():
+    """With topk every parameter gets what was done, and gets it late: never more."""
+    most, _ = run([FULL] * 5 + [SHORT] * 6)
+    assert most <= 1.0 + 1e-9
+    most, sum_of_all = run(([FULL] * 5 + [SHORT] * 3) * 6)
+    assert most <= 1.0 + 1e-9 and sum_of_all > 0.8, "and it does come"
+
+
+def test_what_a_rank_takes_with_it_counts_as_its_contribution_does():
+    """Where one rank's is short the other's weighs 0.8 in place of 0.5, whatever it holds; the short one's holds no
+    more than was done since."""
+    most, _ = run([FULL] * 5 + [(1.0, 4.0)] + [FULL] * 5)
+    assert most <= 1.2
+
+
+@pytest.mark.parametrize("recipe", [TOPK, Recipe(name="int4", warmup_steps=0),
+                                    Recipe(name="powersgd", rank=1, warmup_steps=0)], ids=lambda recipe: recipe.name)
+def test_lengths_that_alternate_are_merged_as_equal_ones_are(recipe):
+    alternating, equal = [(4.0, 4.0), (3.0, 3.0)] * 10, [(4.0, 4.0)] * 20
+    assert run(alternating, recipe=recipe)[0] <= 1.02 * run(equal, recipe=recipe)[0]
+
+
+def test_levels_carry_alike():
+    four = [(4.0,) * 4] * 5 + [(1.0,) * 4] * 6
+    assert run(four, topology=Topology(nodes=((0, 1), (2, 3))))[0] <= 1.0 + 1e-9
+
+
+def test_what_waits_is_not_lost_where_nothing_is_merged():
+    def program(engine):
+        job = Job(engine)
+        for _ in range(5):
+            job.merge(4.0, FULL)
+        kept, model = job.kept(), job.model.copy()
+        for _ in range(3):
+            job.merge(0.0, (0.0, 0.0))
+        assert job.kept() == pytest.approx(kept) and kept > 0 and np.array_equal(job.model, model)
+        job.merge(4.0, FULL, spoilt=True)
+        assert job.kept() == pytest.approx(kept), "a sum that is not finite takes nothing either"
+        for _ in range(60):
+            job.merge(4.0, FULL)
+        assert (job.model <= job.due + 1e-9).all()
+        assert job.model.sum() + job.kept() / 4.0 == pytest.approx(job.due.sum())
+
+    World(2).run(program)
+
+
+def test_a_checkpoint_has_what_waits(tmp_path):
+    def program(engine):
+        job, other = Job(engine), Job(engine)
+        for row in [FULL] * 4 + [SHORT] * 2 + [(0.0, 0.0)]:
+            job.merge(row[engine.rank], row)
+        other.exchange.load_state_dict(job.exchange.state_dict())
+        other.model = job.model.copy()
+        for row in [SHORT, FULL, FULL]:
+            for each in (job, other):
+                each.merge(row[engine.rank], row)
+        assert np.array_equal(job.model, other.model)
+        fresh = Job(engine)
+        fresh.merge(4.0, FULL)
+        before = {name: value for name, value in fresh.exchange.state_dict().items() if name != "carry"}
+        Job(engine).exchange.load_state_dict(before)  # of a version without
+
+    World(2).run(program)
+
+
+def test_what_others_kept_back_waits_for_a_contribution():
+    def program(engine):
+        job, other = Job(engine), Job(engine)
+        for _ in range(3):
+            job.merge(4.0, FULL)
+        (kept,) = job.exchange.kept_back()
+        other.exchange.give_back([kept], 1.0)
+        other.merge(0.0, (0.0, 0.0))
+        assert other.kept() == pytest.approx(float(kept.sum())) and not other.model.any()
+        other.merge(4.0, FULL)
+        assert other.model.sum() + other.kept() / 4.0 == pytest.approx(float(kept.sum()) / 4.0 + other.due.sum())
+
+    World(2).run(program)
+
+
+def test_what_weighs_the_same_costs_nothing():
+    class Silent:
+        def release_into(self, array):
+            raise AssertionError("nothing is to be taken from the route")
+
+    carry = Carry([Silent()])
+    carry._last = carry._usual = 8.0
+    array = np.ones(4)
+    for weight in (8.0, None):
+        carry.add_to(0, array, weight)
+        carry.settle(True)
+    assert np.array_equal(array, np.ones(4))
+
+
+class Constant(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weights = torch.nn.Parameter(torch.zeros(SIZE, SIZE, dtype=torch.float64))
+        pace = np.random.RandomState(0).rand(SIZE, SIZE)
+        self.pace = torch.from_numpy(0.5 + pace)
+
+
+@pytest.mark.parametrize("shares", [(8, 8), (14, 2)])
+def test_a_short_last_batch_of_synchronous_steps(shares):
+    """Each epoch ends with a batch of a quarter, shared out as the others are."""
+
+    def program(engine):
+        model = Constant()
+        balancer = hvd.Balancer(16, shares=shares, adaptive=False, engine=engine)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=1.0), model.named_parameters(), balancer=balancer,
+            compression=hvd.Compression.topk(0.1, warmup_steps=0),
+        )  # fmt: skip
+        most = 0.0
+        for step in range(1, 31):
+            balancer.begin(shares[engine.rank] // (1 if step % 6 else 4))
+            optimizer.zero_grad()
+            (-(model.weights * model.pace).sum()).backward()
+            optimizer.step()
+            most = max(most, float((model.weights.detach() / (step * model.pace)).max()))
+        return most
+
+    assert max(World(2).run(program)) <= 1.0 + 1e-6
