@@ -39,7 +39,7 @@ class Carry:
         self._routes = list(routes)
         self._last: float | None = None  # weight of the last arrays of any weight: of what the routes keep
         self._usual = 0.0
-        self._now = 0.0  # weight of the arrays under way
+        self._now: float | None = None  # weight of the arrays under way
         self._waits: dict[int, Any] = {}  # by array: e, kept back of arrays before the last
         self._given: dict[int, Any] = {}  # what others kept back, of a usual weight
         self._taken: set[int] = set()  # of those that wait, what is under way
@@ -47,8 +47,9 @@ class Carry:
     def add_to(self, index: int, array: Any, weight: float | None) -> None:
         """Adds to array `index`, which weighs `weight` (None: as much as ever) and is about to be summed, what it takes
         with it."""
-        weight = (self._last or 1.0) if weight is None else weight
-        self._now = weight
+        self._now = weight = self._last if weight is None else weight
+        if weight is None:  # of no array is known yet what it weighs, nor of what is kept
+            weight = 1.0
         if weight == self._last and index not in self._waits and index not in self._given:
             return  # and the route adds what it keeps
         verbs = verbs_of(array)
@@ -74,9 +75,9 @@ class Carry:
         if finite:
             for index in self._taken:
                 del self._waits[index]
-            if self._now:
-                self._last = self._now
-            self._usual = max(self._now, USUAL * self._usual)
+            if self._now is not None:
+                self._last = self._now or self._last
+                self._usual = max(self._now, USUAL * self._usual)
         self._taken.clear()
 
     def kept_back(self, likes: Sequence[Any]) -> list[Any]:

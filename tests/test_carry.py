@@ -157,6 +157,27 @@ def test_what_weighs_the_same_costs_nothing():
     assert np.array_equal(array, np.ones(4))
 
 
+def test_what_a_rank_without_a_share_keeps_is_of_a_usual_weight():
+    """As the errors of sums that it encodes for the others are. What it weighs it learns with its first share."""
+
+    class Sums:
+        kept = 5.0
+
+        def release_into(self, array):
+            array += self.kept
+            self.kept = 0.0
+
+    route = Sums()
+    carry = Carry([route])
+    for weight in (None, 24.0):
+        array = np.zeros(1)
+        carry.add_to(0, array, weight)
+        carry.settle(True)
+        assert array[0] == 0.0 and route.kept == 5.0, "the route itself adds it"
+    carry.add_to(0, array, 48.0)
+    assert array[0] == 10.0 and route.kept == 0.0
+
+
 class Constant(torch.nn.Module):
     def __init__(self):
         super().__init__()
