@@ -27,6 +27,7 @@ CHECKS = [
     "losses_of_several_outputs_are_those_of_all_samples",
     "a_loss_over_other_terms_equals_one_process",
     "the_learning_rate_is_scheduled_and_follows_the_batch",
+    "the_factor_is_in_updates_alone",
     "elastic_states_and_a_trace_are_kept",
     "an_error_of_loading_reaches_every_rank",
     "a_callback_of_one_rank_stops_all_after_the_same_batch",

@@ -146,6 +146,25 @@ def afterwards(call: Callable[[float], None], variables: Sequence[Any], rate: An
     touched(variables, after=tf.nest.flatten(called))
 
 
+def number(value: float) -> tf.Variable:
+    """A number that the host may set at any time."""
+    with tf.init_scope(), tf.device("CPU"):
+        return tf.Variable(value, trainable=False, dtype=tf.float64, name="hvd_hetero_factor")
+
+
+def set_number(number: tf.Variable, value: float) -> None:
+    """What reads it from now on reads `value`."""
+    number.assign(value)
+
+
+def multiplied(rate: Any, number: tf.Variable, *, after: Sequence[Any]) -> Any:
+    """The learning rate times the number, as it is once what is in `after` is there; of the type of the rate."""
+    with tf.control_dependencies([one for one in after if one is not None]):
+        factor = number.read_value()
+    rate = tf.convert_to_tensor(rate)
+    return tf.cast(tf.cast(rate, tf.float64) * factor, rate.dtype)
+
+
 def touched(variables: Sequence[Any], *, after: Sequence[Any] = ()) -> list[Any]:
     """Comes after all that the program does with the variables before this, and before all that it does with them
     afterwards.

@@ -66,6 +66,27 @@ def afterwards(call: Callable[[float], None], variables: Sequence[Any], rate: An
     call(float(rate))
 
 
+def number(value: float) -> torch.Tensor:
+    """A number that the host may set at any time."""
+    return torch.tensor(value, dtype=torch.float64, device="cpu")  # compiled code would rest on a float
+
+
+def set_number(number: torch.Tensor, value: float) -> None:
+    """What reads it from now on reads `value`."""
+    number.fill_(value)
+
+
+@torch.compiler.disable
+@torch.no_grad()
+def multiplied(rate: Any, number: torch.Tensor, *, after: Sequence[Any]) -> Any:
+    """The learning rate times the number; of the type of the rate."""
+    factor = float(number)
+    if factor == 1.0:
+        return rate
+    rate = keras.ops.convert_to_tensor(rate)
+    return (rate.detach().double() * factor).to(rate.dtype)
+
+
 def flat(variables: Sequence[Any], dtype: str) -> torch.Tensor:
     """A copy of the variables, one after the other."""
     return torch.cat([v.value.detach().reshape(-1).to(_TYPES[dtype]) for v in variables])

@@ -20,6 +20,7 @@ from . import backend
 from .accumulation import begin_anew
 from .argument import check_unused, op_of
 from .compression import Compression
+from .factor import PLACE, RateFactor
 from .reducer import GradientReducer
 from .subclass import distributed_class
 
@@ -109,6 +110,8 @@ def DistributedOptimizer(
     distributed: Any = object.__new__(cls)
     # The same state: what was trained, loaded or scheduled before goes on.
     distributed.__dict__.update(vars(optimizer))
+    distributed.__dict__.pop("apply", None)  # of one whose updates have asked for a factor: see `factor`
+    distributed.__dict__[PLACE] = RateFactor()
     if backward_passes_per_step > 1:
         getattr(distributed, "inner_optimizer", distributed).gradient_accumulation_steps = steps
     distributed.__dict__["_reducer"] = reducer_of()

@@ -45,9 +45,9 @@ def _methods(base: type) -> dict[str, Any]:
         if len(grads) != len(variables):
             base.apply(self, grads, trainable_variables)  # type: ignore[attr-defined]  # says what is wrong
             return
-        rate = self.learning_rate
         grads = self._reducer.reduced(grads, variables, self._iterations)
-        base.apply(self, grads, trainable_variables)  # type: ignore[attr-defined]
+        with self._factor.applied(self, grads) as rate:
+            base.apply(self, grads, trainable_variables)  # type: ignore[attr-defined]
         self._reducer.updated(self, variables, rate)
 
     def merge(self: Any, model: keras.Model | None = None) -> None:

@@ -13,6 +13,7 @@ from hvd_hetero.optimizers.latency_lr import NAMES, LatencyLR, Rule, agreed_late
 from hvd_hetero.trace.record import trace_of
 
 from ..balancer import Balancer
+from ..factor import RateFactor, ask_from_now_on, factor_of
 from .schedule import inner, learning_rate, set_learning_rate
 
 ADAPTIVE = ("Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Ftrl", "Lamb", "Lion", "Nadam", "RMSprop")
@@ -53,12 +54,14 @@ class RebalanceCallback(keras.callbacks.Callback):
 
 
 class LatencyAwareLearningRate(keras.callbacks.Callback):
-    """Multiplies the learning rate by one factor for all ranks, during each step and only then.
+    """Multiplies the learning rate by one factor for all ranks, during each update and only then.
 
     The factor makes up for the samples that ranks really put into a step being others than the learning rate was tuned
     for, and for staleness. It is 1 and stays 1 while the global batch is `base_batch_size`, however it is shared out.
-    Between steps the learning rate is the script's own, so other callbacks may change it; a LearningRateSchedule is an
-    error. `fit` begins with a collective call.
+    The optimizer's learning rate stays the script's own: other callbacks may read, set and save it, before this one in
+    the list and after it. A LearningRateSchedule is an error. `fit` begins with a collective call; with a second one on
+    the same optimizer, the first has no effect any more, and a fit that was broken off leaves it in effect until the
+    next one with it ends.
 
     Args:
         balancer: says how many samples entered, and how stale they are.
@@ -91,12 +94,12 @@ class LatencyAwareLearningRate(keras.callbacks.Callback):
             "base_batch_size": base_batch_size, "warmup_steps": warmup_steps, "ramp_steps": ramp_steps,
         }  # fmt: skip
         self._core: LatencyLR | None = None
-        self._noise: Any = None
-        self._own: float | None = None  # the script's learning rate, while the factor is in it
+        self._factor: RateFactor | None = None  # of the optimizer, in a fit
 
     @property
     def factor(self) -> float:
-        """What the next step multiplies the learning rate by; 1 before the first fit."""
+        """What updates multiply the learning rate by; 1 before the first fit. It moves with an exchange, so before the
+        update of a step it is that of the last one."""
         return 1.0 if self._core is None else self._core.factor
 
     def on_train_begin(self, logs: Any = None) -> None:
@@ -104,28 +107,39 @@ class LatencyAwareLearningRate(keras.callbacks.Callback):
         optimizer, engine = self.model.optimizer, self.balancer.engine
         set_learning_rate(optimizer, learning_rate(optimizer))
         before = self.state_dict()
-        self._core = agreed_latency_lr(
-            self.balancer, lambda: rule_for(inner(optimizer)) if self._rule == "auto" else self._rule, **self._options
-        )
+        core = agreed_latency_lr(self.balancer, self._chosen, **self._options)
         name = engine.unique("hvd_hetero.latency_lr.state.")
         if first := json.loads(gather_text(engine, json.dumps(before), name=name)[0]):
-            self._core.load_state_dict(first)
-        self.balancer.dialogue.subscribe(self._advance)
-        if self._core.measures_noise:
-            self._noise = optimizer._reducer.noise
-            self._noise.measuring = True
+            core.load_state_dict(first)
+        self._core = core
+        if (factor := factor_of(optimizer)) is None:
+            factor = ask_from_now_on(optimizer)
+            self.model.make_train_function(force=True)  # what was traced before does not ask
+        self._factor = factor
+        reducer = vars(optimizer).get("_reducer")
+        factor.follow(core, self.balancer, None if reducer is None else reducer.noise)
 
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """The factor goes in."""
-        if self.factor != 1.0:
-            self._own = learning_rate(self.model.optimizer)
-            set_learning_rate(self.model.optimizer, self._own * self.factor)
+    def on_train_end(self, logs: Any = None) -> None:
+        """What is trained from now on, is without the factor."""
+        if self._factor is not None:
+            self._factor.rest()
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """The factor comes out."""
-        if self._own is not None:
-            set_learning_rate(self.model.optimizer, self._own)
-            self._own = None
+    def _chosen(self) -> str | Rule:
+        """The rule. Raises ValueError for an optimizer that does not fit."""
+        optimizer = self.model.optimizer
+        reducer = vars(optimizer).get("_reducer")
+        if reducer is not None and reducer.balancer is not self.balancer:
+            raise ValueError(
+                "LatencyAwareLearningRate: expected the balancer that the DistributedOptimizer has. Received: another. "
+                "Construct both with the same one."
+            )
+        rule = rule_for(inner(optimizer)) if self._rule == "auto" else self._rule
+        if rule == "adascale" and reducer is None:
+            raise ValueError(
+                "rule: expected another one where a tape reduces the gradients, whose noise is not measured. Received: "
+                '"adascale". Compile with hvd.DistributedOptimizer(..., balancer=balancer), or choose another rule.'
+            )
+        return rule
 
     def state_dict(self) -> dict[str, Any]:
         """Where the factor is on its way, as plain numbers; empty before the first fit."""
@@ -136,16 +150,6 @@ class LatencyAwareLearningRate(keras.callbacks.Callback):
         if self._core is None:
             raise RuntimeError("Expected load_state_dict() after fit has begun. Received: before. Call it in a fit.")
         self._core.load_state_dict(state)
-
-    def _advance(self) -> None:
-        assert self._core is not None
-        self._core.advance(
-            samples=self.balancer.dialogue.entered,
-            global_batch_size=self.balancer.global_batch_size,
-            steps=self.balancer.dialogue.steps,
-            staleness=self.balancer.dialogue.mean_staleness,
-            noise=None if self._noise is None else self._noise.take(),
-        )
 
 
 def rule_for(optimizer: Any) -> str:
