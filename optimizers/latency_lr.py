@@ -176,12 +176,16 @@ class LatencyLR:
             "due": self._due,
         }
 
+    def tuned_as(self, state: dict[str, Any]) -> bool:
+        """Whether `state` is of a learning rate tuned for the batch that was named here, if one was."""
+        return not self._base_given or bool(state["base_batch_size"] == self.base_batch_size)
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from `state`, on every rank the same; to another global batch's factor in a ramp, from the next step.
 
         Where no `base_batch_size` was given, the state's is taken: the learning rate is still tuned for that one.
         """
-        if self._base_given and state["base_batch_size"] != self.base_batch_size:
+        if not self.tuned_as(state):
             raise ValueError(
                 f"Expected the state of a learning rate tuned for base_batch_size {self.base_batch_size:g}. "
                 f"Received: one for {state['base_batch_size']:g}."

@@ -31,6 +31,7 @@ def test_fit_goes_on_when_a_rank_goes_and_another_joins(tmp_path, backend, kind)
     found = result_of(launched)
     assert found["sizes"] == [3, 2, 3]
     assert found["alike"] and found["batches"] == 39 and found["epochs"] == 3
+    assert found["counted"] == 39, "learning rates go on from what was committed"
     assert found["off"] < 1e-9, "the same as one process on the same global batches: each sample of an epoch once"
 
 

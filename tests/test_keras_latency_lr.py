@@ -1,5 +1,7 @@
 """`LatencyAwareLearningRate` in Keras: the factor is in updates alone, never in what others see, set or save."""
 
+import json
+
 import keras
 import numpy as np
 import pytest
@@ -197,3 +199,88 @@ def test_an_optimizer_whose_gradients_something_else_reduces_asks_as_well():
         fitted(made, latency_of(balancer, rule="adascale"))
     model.compile(hvd.DistributedOptimizer(plain, balancer=balancer), mean, jit_compile=False)
     assert fitted(made, latency)[0] == [RATE * 4.0] * BATCHES
+
+
+# What a job goes on with ----------------------------------------------------------------------------------------------
+
+
+def passed_on(balancer, state):
+    """To a balancer of another process, as a checkpoint does."""
+    balancer.load_state_dict(json.loads(json.dumps(state)))
+
+
+def test_a_callback_that_is_made_anew_goes_on_where_the_optimizer_was():
+    """In the same process, and in another one; the balancer's state has it."""
+    made, expected = make(), [RATE * (1 + min(step, 9) / 3) for step in range(12)]
+    found = fitted(made, latency_of(made[2], warmup_steps=9))[0]
+    saved = made[2].state_dict()
+    assert found + fitted(made, latency_of(made[2], warmup_steps=9))[0] == pytest.approx(expected)
+    other = make()
+    passed_on(other[2], saved)
+    assert other[2].state_dict()["factors"] == saved["factors"] and len(saved["factors"]) == 1
+    assert fitted(other, latency_of(other[2], warmup_steps=9))[0] == pytest.approx(expected[6:])
+
+
+def test_so_does_one_whose_gradients_something_else_reduces():
+    made, other = make(), make()
+    for model, _, _ in (made, other):
+        model.compile(keras.optimizers.SGD(RATE), mean, jit_compile=False)
+    latency = latency_of(made[2])
+    fitted(made, latency)
+    latency.load_state_dict({**latency.state_dict(), "factor": 3.0})
+    passed_on(other[2], made[2].state_dict())
+    assert fitted(other, latency_of(other[2]))[0] == [RATE * 3.0] * BATCHES
+
+
+def test_going_back_goes_back():
+    """To what was kept in the middle, before the first fit, and by a version that kept nothing."""
+    made = make()
+    began = made[2].state_dict()
+    latency = latency_of(made[2], warmup_steps=9)
+    used = fitted(made, latency)[0]
+    kept = json.dumps(made[2].state_dict())
+    later = fitted(made, latency)[0]
+    for state, expected in ((json.loads(kept), later), (began, used)):
+        made[2].load_state_dict(state)
+        assert fitted(made, latency)[0] == pytest.approx(expected, rel=1e-5)
+    old = {name: part for name, part in json.loads(kept).items() if name != "factors"}
+    made[2].load_state_dict(old)
+    assert fitted(made, latency_of(made[2], warmup_steps=9))[0] == pytest.approx(used, rel=1e-5)
+
+
+def test_going_back_within_a_fit():
+    made, kept = make(), {}
+    latency = latency_of(made[2], warmup_steps=9)
+
+    class Returns(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 1:
+                kept.update(latency.state_dict())
+            if batch == 3:
+                latency.load_state_dict(kept)
+
+    used, _ = fitted(made, latency, Returns())
+    assert used[4:] == pytest.approx(used[2:4], rel=1e-5)
+
+
+def test_a_state_may_be_loaded_before_the_first_fit_and_for_another_global_batch():
+    """The learning rate is still tuned for the batch that it was, also where nobody named it."""
+    made = make()
+    first = latency_of(made[2], base_batch_size=None, warmup_steps=0)
+    assert first.state_dict() == {} and fitted(made, first)[0] == [RATE] * BATCHES
+    state = json.loads(json.dumps(first.state_dict()))
+    balancer = hvd.Balancer(2 * WHOLE, engine=SoloEngine())
+    second = latency_of(balancer, base_batch_size=None, warmup_steps=0, ramp_steps=2)
+    second.load_state_dict(state)
+    assert second.state_dict() == state
+    assert fitted(make(balancer=balancer), second)[0] == [RATE * factor for factor in (1.5, 2.0, 2.0)]
+    assert second.state_dict()["base_batch_size"] == WHOLE
+
+
+def test_a_job_that_goes_on_with_a_rate_tuned_for_another_batch_is_an_error():
+    made = make()
+    fitted(made, latency_of(made[2]))
+    second = make()
+    passed_on(second[2], made[2].state_dict())
+    with pytest.raises(ValueError, match="tuned for base_batch_size 2. Received: one for 1"):
+        fitted(second, latency_of(second[2], base_batch_size=2))

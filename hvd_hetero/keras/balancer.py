@@ -14,6 +14,7 @@ from hvd_hetero.policy.replan import ReplanRule
 from hvd_hetero.trace.record import trace_of
 
 from . import backend
+from .factor import Factors
 
 
 class Balancer(framework_free.Balancer):
@@ -59,6 +60,7 @@ class Balancer(framework_free.Balancer):
             rule=rule,
             trace=trace_of(run or run_folder(), rank=engine.rank, clock=time.time),
         )
+        self.factors = Factors()  # of the optimizers' learning rates
         self._announced: deque[int] = deque()
         self._announced_terms: deque[float] = deque()  # of the first of them, where they are no samples
         self._told = False  # the script itself has begun the batch that is to be exchanged next
@@ -82,9 +84,14 @@ class Balancer(framework_free.Balancer):
         self._ahead = ahead
         self.resume()
 
+    def state_dict(self) -> dict[str, Any]:
+        """What any balancer keeps, and where the factors of learning rates are."""
+        return {**super().state_dict(), "factors": self.factors.state_dict()}
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from `state`; what was announced for batches after it is dropped."""
         super().load_state_dict(state)
+        self.factors.load_state_dict(state.get("factors", {}))
         self._drop()
         self._told = False
 

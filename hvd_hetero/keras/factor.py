@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Iterator, Sequence
-from typing import Any
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from hvd_hetero.optimizers.balancer import Balancer
 from hvd_hetero.optimizers.latency_lr import LatencyLR
 from hvd_hetero.optimizers.noise import NoiseMeter
 
 from . import backend
+
+if TYPE_CHECKING:
+    from .reducer import GradientReducer
 
 PLACE = "_factor"  # the attribute of an optimizer that holds its `RateFactor`
 
@@ -23,26 +27,43 @@ class RateFactor:
     is a number outside of the optimizer's variables, so no saved model has it; with TensorFlow the graph reads it at
     each update, so a factor that moves is no reason to trace again, and each of several steps in one execution has its
     own.
+
+    Attributes:
+        loaded: whether its state is one that a job goes on from, and was not left by a fit of this one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, optimizer: Any) -> None:
         self._form: Any = importlib.import_module(f"{__package__}.gradient_{backend.NAME}")
+        self._optimizer = weakref.ref(optimizer)
         self._number = self._form.number(1.0)
         self._value, self._in_effect = 1.0, False
-        self.core: LatencyLR | None = None
+        self._core: LatencyLR | None = None
         self._balancer: Balancer | None = None
         self._meter: NoiseMeter | None = None
+        self._new: dict[str, Any] = {}  # the state of one who has followed nothing yet
+        self._waiting: dict[str, Any] = {}  # a state, until there is a core
+        self.loaded = False
 
-    def follow(self, core: LatencyLR, balancer: Balancer, meter: NoiseMeter | None) -> None:
+    @property
+    def reducer(self) -> GradientReducer | None:
+        """What reduces the gradients of the optimizer, if it is a distributed one that lives."""
+        reducer: GradientReducer | None = getattr(self._optimizer(), "_reducer", None)
+        return reducer
+
+    def follow(self, core: LatencyLR, balancer: Balancer, *, new: dict[str, Any]) -> None:
         """Is in effect from now on, as `core` says: with each exchange of `balancer`, after which the update is made
-        that the exchange was for. `meter`: measures the noise of the optimizer's gradient, for a rule that asks."""
-        self.core, self._balancer, self._meter = core, balancer, None
-        self._in_effect = True
-        if core.measures_noise and meter is not None:
-            meter.measuring = True
-            self._meter = meter
+        that the exchange was for. `new`: the state of a core like this one that begins."""
+        self._core, self._balancer, self._new = core, balancer, new
+        self._meter, self._waiting, self.loaded, self._in_effect = None, {}, False, True
+        if core.measures_noise and self.reducer is not None:
+            self._meter = self.reducer.noise
+            self._meter.measuring = True
         balancer.dialogue.subscribe(self._advance)
         self._set(core.factor)
+
+    def follows(self, core: LatencyLR) -> bool:
+        """Whether `core` was the last to be followed."""
+        return self._core is core
 
     def rest(self) -> None:
         """Is not in effect until `follow` is called again. What is exchanged is counted all the same."""
@@ -62,10 +83,24 @@ class RateFactor:
         finally:
             del vars(updates)["_get_current_learning_rate"]
 
+    def state_dict(self) -> dict[str, Any]:
+        """Where the factor is on its way, as plain numbers; empty before the first fit."""
+        return self._waiting if self._core is None else self._core.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from `state`, once there is a core; from nothing where it is empty."""
+        self.loaded = bool(state)
+        if self._core is None:
+            self._waiting = dict(state)
+            return
+        self._core.load_state_dict(dict(state) or self._new)
+        if self._in_effect:
+            self._set(self._core.factor)
+
     def _advance(self) -> None:
-        assert self.core is not None and self._balancer is not None
+        assert self._core is not None and self._balancer is not None
         said = self._balancer.dialogue
-        self.core.advance(
+        self._core.advance(
             samples=said.entered,
             global_batch_size=self._balancer.global_batch_size,
             steps=said.steps,
@@ -73,12 +108,51 @@ class RateFactor:
             noise=None if self._meter is None else self._meter.take(),
         )
         if self._in_effect:
-            self._set(self.core.factor)
+            self._set(self._core.factor)
 
     def _set(self, value: float) -> None:
         if value != self._value:
             self._value = value
             self._form.set_number(self._number, value)
+
+
+class Factors:
+    """The factors of the optimizers of one balancer, with whose state theirs goes: callbacks are made anew where a job
+    goes on, on other ranks or in another process, and what they were told of is not.
+
+    By the optimizers' numbers, and of those that have none, because a tape reduces their gradients, by their order.
+    """
+
+    def __init__(self) -> None:
+        self._live: list[RateFactor] = []
+        self._plain: list[RateFactor] = []
+        self._waiting: dict[str, Any] = {}  # states of those that are yet to come
+
+    def add(self, factor: RateFactor) -> None:
+        """Keeps the state of `factor` as well; the one that waits for it becomes its own."""
+        if factor in self._live:
+            return
+        if factor.reducer is None:
+            self._plain.append(factor)
+        self._live.append(factor)
+        if (state := self._waiting.pop(self._key(factor), None)) is not None:
+            factor.load_state_dict(state)
+
+    def _key(self, factor: RateFactor) -> str:
+        if factor in self._plain:
+            return f"plain.{self._plain.index(factor)}"
+        return "" if factor.reducer is None else str(factor.reducer.weighing.number)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The states, by number, as plain numbers."""
+        live = {self._key(factor): factor.state_dict() for factor in self._live}
+        return {key: state for key, state in {**self._waiting, **live}.items() if key and state}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from `state`; what has none begins anew."""
+        self._waiting = dict(state)
+        for factor in self._live:
+            factor.load_state_dict(self._waiting.pop(self._key(factor), {}))
 
 
 def factor_of(optimizer: Any) -> RateFactor | None:
@@ -89,7 +163,7 @@ def factor_of(optimizer: Any) -> RateFactor | None:
 def ask_from_now_on(optimizer: Any) -> RateFactor:
     """Lets the updates of a plain optimizer, whose gradients a tape has reduced, ask for a factor: what was traced of
     them before does not."""
-    factor, apply = RateFactor(), optimizer.apply
+    factor, apply = RateFactor(optimizer), optimizer.apply
 
     def applied(grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
         grads = list(grads)

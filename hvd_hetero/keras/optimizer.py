@@ -111,7 +111,7 @@ def DistributedOptimizer(
     # The same state: what was trained, loaded or scheduled before goes on.
     distributed.__dict__.update(vars(optimizer))
     distributed.__dict__.pop("apply", None)  # of one whose updates have asked for a factor: see `factor`
-    distributed.__dict__[PLACE] = RateFactor()
+    distributed.__dict__[PLACE] = RateFactor(distributed)
     if backward_passes_per_step > 1:
         getattr(distributed, "inner_optimizer", distributed).gradient_accumulation_steps = steps
     distributed.__dict__["_reducer"] = reducer_of()

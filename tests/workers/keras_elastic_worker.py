@@ -106,15 +106,17 @@ def elastic(folder, kind):
     @hvd.elastic.run
     def train(state):
         state.sizes = [*state.sizes, hvd.size()]
+        latency = hvd.callbacks.LatencyAwareLearningRate(balancer)
         state.fit(dataset, epochs=EPOCHS, verbose=0, callbacks=[
             hvd.callbacks.MetricAverageCallback(),
-            hvd.callbacks.LatencyAwareLearningRate(balancer),
+            latency,
             Fate(state, folder, kind),
             hvd.callbacks.CommitStateCallback(state, batches_per_commit=5),
         ])  # fmt: skip
+        return latency.state_dict()["steps"]
 
     state = hvd.elastic.KerasState(model, epoch=0, batch=0, sizes=[])
-    train(state)
+    counted = train(state)
     found = flat(model)
     every = hvd.allgather(found[None])
     return {
@@ -122,6 +124,7 @@ def elastic(folder, kind):
         "alike": all(np.array_equal(row, every[0]) for row in every),
         "off": float(np.abs(found - by_one_process()).max()),
         "batches": int(model.optimizer.iterations),
+        "counted": counted,
         "epochs": state.epoch,
     }
 
@@ -214,8 +217,12 @@ def accumulating(drawing=False):
 
 def trained(state, dataset, **halt):
     """The weights at the end; None where `halt` came first."""
+    balancer = state.optimizer._reducer.balancer
+    latency = hvd.callbacks.LatencyAwareLearningRate(
+        balancer, rule="linear", base_batch_size=WHOLE // 2, warmup_steps=2 * BATCHES // 4
+    )
     try:
-        state.fit(dataset, epochs=EPOCHS, verbose=0, callbacks=[HaltAt(state, **halt)] if halt else [])
+        state.fit(dataset, epochs=EPOCHS, verbose=0, callbacks=[*([HaltAt(state, **halt)] if halt else []), latency])
         return flat(state.model)
     except Halt:
         return None

@@ -59,9 +59,12 @@ class LatencyAwareLearningRate(keras.callbacks.Callback):
     The factor makes up for the samples that ranks really put into a step being others than the learning rate was tuned
     for, and for staleness. It is 1 and stays 1 while the global batch is `base_batch_size`, however it is shared out.
     The optimizer's learning rate stays the script's own: other callbacks may read, set and save it, before this one in
-    the list and after it. A LearningRateSchedule is an error. `fit` begins with a collective call; with a second one on
-    the same optimizer, the first has no effect any more, and a fit that was broken off leaves it in effect until the
-    next one with it ends.
+    the list and after it. A LearningRateSchedule is an error. `fit` begins with a collective call. A fit that is broken
+    off leaves the factor in effect until the next one with such a callback ends.
+
+    A second one on the same optimizer goes on where the first one was, unless it names another `base_batch_size`, and
+    the first has no effect any more. So does one of a job that is resumed, or whose ranks have changed: where the
+    factor is on its way is part of the balancer's state, which checkpoints and commits have.
 
     Args:
         balancer: says how many samples entered, and how stale they are.
@@ -74,7 +77,8 @@ class LatencyAwareLearningRate(keras.callbacks.Callback):
         ramp_steps: so many steps it takes to another factor.
 
     Raises:
-        ValueError, TypeError: on every rank, when arguments are wrong on one, or differ.
+        ValueError, TypeError: on every rank, when arguments are wrong on one, or differ, or a job goes on whose rate
+            was tuned for another batch.
     """
 
     def __init__(
@@ -95,6 +99,7 @@ class LatencyAwareLearningRate(keras.callbacks.Callback):
         }  # fmt: skip
         self._core: LatencyLR | None = None
         self._factor: RateFactor | None = None  # of the optimizer, in a fit
+        self._waiting: dict[str, Any] = {}  # a state, until there is a core
 
     @property
     def factor(self) -> float:
@@ -103,21 +108,25 @@ class LatencyAwareLearningRate(keras.callbacks.Callback):
         return 1.0 if self._core is None else self._core.factor
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """All ranks agree on the rule, and go on from where rank 0 is: the ranks may have become others."""
+        """All ranks agree on the rule, and go on from where the optimizer is on rank 0: the ranks may have become
+        others, and this callback may be another one."""
         optimizer, engine = self.model.optimizer, self.balancer.engine
         set_learning_rate(optimizer, learning_rate(optimizer))
-        before = self.state_dict()
         core = agreed_latency_lr(self.balancer, self._chosen, **self._options)
-        name = engine.unique("hvd_hetero.latency_lr.state.")
-        if first := json.loads(gather_text(engine, json.dumps(before), name=name)[0]):
-            core.load_state_dict(first)
-        self._core = core
         if (factor := factor_of(optimizer)) is None:
             factor = ask_from_now_on(optimizer)
             self.model.make_train_function(force=True)  # what was traced before does not ask
-        self._factor = factor
-        reducer = vars(optimizer).get("_reducer")
-        factor.follow(core, self.balancer, None if reducer is None else reducer.noise)
+        self.balancer.factors.add(factor)
+        state = self._waiting or factor.state_dict() or self.state_dict()
+        before = {"state": state, "loaded": bool(self._waiting) or factor.loaded}
+        name = engine.unique("hvd_hetero.latency_lr.state.")
+        first = json.loads(gather_text(engine, json.dumps(before), name=name)[0])
+        new = core.state_dict()
+        # Another one than that of a callback before is no mistake, as it would be in a job that goes on.
+        if first["state"] and (first["loaded"] or core.tuned_as(first["state"])):
+            core.load_state_dict(first["state"])
+        self._core, self._factor, self._waiting = core, factor, {}
+        factor.follow(core, self.balancer, new=new)
 
     def on_train_end(self, logs: Any = None) -> None:
         """What is trained from now on, is without the factor."""
@@ -143,13 +152,15 @@ class LatencyAwareLearningRate(keras.callbacks.Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Where the factor is on its way, as plain numbers; empty before the first fit."""
-        return {} if self._core is None else self._core.state_dict()
+        return self._waiting if self._core is None or self._waiting else self._core.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from `state`, which has to be the same on every rank; after `on_train_begin`."""
-        if self._core is None:
-            raise RuntimeError("Expected load_state_dict() after fit has begun. Received: before. Call it in a fit.")
-        self._core.load_state_dict(state)
+        """Goes on from `state`, which has to be the same on every rank; before a fit or in one. Seldom needed, as the
+        balancer's state has it."""
+        if self._core is not None and self._factor is not None and self._factor.follows(self._core):
+            self._factor.load_state_dict(state)
+        else:
+            self._waiting = dict(state)
 
 
 def rule_for(optimizer: Any) -> str:
