@@ -4,24 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-from .weighted import WeightedExchange
+from typing import Any, Protocol
 
 Kept = Mapping[str, tuple[Sequence[Any], float]]  # by kind: of each exchange what is not sent yet, and in which unit
 
 
+class Keeper(Protocol):
+    """An exchange, or what has something to say with the next one."""
+
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state: Any) -> None: ...
+
+    def kept_back(self) -> Sequence[Any]: ...
+
+    def give_back(self, kept: Sequence[Any], factor: float) -> None: ...
+
+
 @dataclass(frozen=True)
 class _Group:
-    exchanges: Sequence[WeightedExchange]
+    exchanges: Sequence[Keeper]
     unit: Callable[[], float]
 
 
 class Keeping:
     """What the exchanges of one optimizer keep back on one rank.
 
-    They come in groups of a kind: those of gradients, those of merges. A group that is put in another one's place, as
-    where ranks have changed, or that is made only when training goes on, takes over what is there for its kind.
+    They come in groups of a kind: those of gradients, those of merges; and what is yet to be said with them. A group
+    that is put in another one's place, as where ranks have changed, or that is made only when training goes on, takes
+    over what is there for its kind.
 
     Args:
         keeps: whether any codec keeps something back that is to be sent later. Others may have a state all the same.
@@ -33,7 +44,7 @@ class Keeping:
         self._states: dict[str, Any] = {}  # for groups that are yet to be made
         self._given: dict[str, tuple[Sequence[Any], float]] = {}
 
-    def put(self, kind: str, exchanges: Sequence[WeightedExchange], unit: Callable[[], float]) -> None:
+    def put(self, kind: str, exchanges: Sequence[Keeper], unit: Callable[[], float]) -> None:
         """Says what a group's exchanges are, and in which unit they weigh: see `Weighing.unit`."""
         self._groups[kind] = _Group(exchanges, unit)
         self._take_in(kind)

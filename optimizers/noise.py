@@ -8,7 +8,8 @@ on the steps before it alone: it does not know the gradient that it multiplies.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, Protocol
 
 from hvd_hetero.codecs.verbs import verbs_of
@@ -84,6 +85,35 @@ class NoiseMeter:
         """The sums of the last step heard of, once."""
         sums, self._sums = self._sums, None
         return sums
+
+
+    # What is not said yet: see `Keeping` -----------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this rank will say with the next exchange, and what it has heard that nobody has taken yet, as plain
+        numbers."""
+        if self._next is None and self._sums is None:
+            return {}
+        said = None
+        if self._next is not None:
+            buckets, terms, weight, merged, gain = self._next
+            said = [list(map(float, buckets)), terms, weight, list(map(float, merged)), gain]
+        heard = None if self._sums is None else asdict(self._sums)
+        return {"next": said, "terms": self._terms, "batches": self._batches, "sums": heard}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from `state`, of this rank of as many."""
+        said, heard = state.get("next"), state.get("sums")
+        self._next = None if said is None else (said[0], said[1], said[2], said[3], said[4])
+        self._sums = None if heard is None else NoiseSums(**heard)
+        self._terms, self._batches = float(state.get("terms", 0.0)), int(state.get("batches", 1))
+
+    def kept_back(self) -> Sequence[Any]:
+        """Nothing: what was measured on other ranks says nothing about these."""
+        return ()
+
+    def give_back(self, kept: Sequence[Any], factor: float) -> None:
+        """Takes what `kept_back` returned."""
 
 
 class Buckets(Protocol):

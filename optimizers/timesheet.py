@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from hvd_hetero.policy.jitter import Ran
 
@@ -93,3 +94,22 @@ class Timesheet:
     def usual_step_s(self) -> float | None:
         """The median of the last steps; None before the second one."""
         return self._pace.usual_s
+
+    # What is not said yet: see `Keeping` -----------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The samples that the next exchanges tell the others of; what they took says nothing of another process."""
+        return {"samples": self.reported[0], "begun": [self._samples, self._batches]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from `state`, of this rank of as many."""
+        self.reported = (state["samples"], 0.0)
+        self._samples, self._batches = state["begun"]
+        self._discarded = self._batches > 0  # it is not known how long these took
+
+    def kept_back(self) -> Sequence[Any]:
+        """Nothing: the ranks' batches are others now."""
+        return ()
+
+    def give_back(self, kept: Sequence[Any], factor: float) -> None:
+        """Takes what `kept_back` returned."""

@@ -1,6 +1,7 @@
 """`hvd.LatencyAwareLR` on torch optimizers: under every scheduler, through broadcasts, errors, and real noise."""
 
 import copy
+import json
 
 import pytest
 import torch
@@ -331,3 +332,62 @@ def test_a_step_with_a_closure_has_the_factor_and_gives_the_learning_rate_back()
         balancer.begin(4)
         optimizer.step(closure)
     assert inner.seen == [[0.4, 0.2]] * 3 and optimizer.param_groups[0]["lr"] == 0.1
+
+
+def measured(engine, *, order, stop=None, rebuilds=None, steps=14):
+    """Bits of AdaScale's factor in training a model, and of the model; `stop`: other objects go on from there with what
+    a checkpoint has; `rebuilds`: the same ones on ranks that are others. `order`: as above, "g": with the inner one."""
+
+    def make():
+        model = nn.Linear(6, 2, dtype=torch.float64)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(0.5)
+        balancer = hvd.Balancer(8, engine=engine, shares=(5, 3), adaptive=False)
+        optimizer = inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for what in order:
+            if what == "w":
+                optimizer = hvd.DistributedOptimizer(optimizer, balancer=balancer, bucket_bytes=32)
+            else:
+                given = inner if what == "g" else optimizer
+                latency = hvd.LatencyAwareLR(given, balancer, rule="adascale", base_batch_size=2, ramp_steps=3)
+        return model, optimizer, balancer, latency
+
+    objects, found = make(), []
+    x = torch.randn(steps, 8, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    for step in range(steps):
+        model, optimizer, balancer, latency = objects
+        if step == stop:
+            own = [json.dumps(keeper.state_dict()) for keeper in balancer.keepers]
+            kept = copy.deepcopy([part.state_dict() for part in objects])
+            objects = make()
+            for part, state in zip(objects, kept, strict=True):
+                part.load_state_dict(state)
+            model, optimizer, balancer, latency = objects
+            for keeper, state in zip(balancer.keepers, own, strict=True):
+                keeper.load_state_dict(json.loads(state))
+        if step == rebuilds:
+            engine.rebuild()
+        optimizer.zero_grad()
+        mine = slice(0, 5) if engine.rank == 0 else slice(5, 6 if step % 5 == 0 else 8)  # some batches are short
+        balancer.begin(mine.stop - mine.start)
+        model(x[step, mine]).square().sum(1).mean().backward()
+        optimizer.step()
+        found.append((latency.factor.hex(), latency._core.noise.weight))
+    return found, [p.tolist() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("order", ["wl", "lw", "wg"])
+def test_noise_is_measured_from_the_first_exchange_on_and_a_job_that_goes_on_misses_none(order):
+    whole = World(2).run(lambda engine: measured(engine, order=order))
+    factors, weights = zip(*whole[0][0], strict=True)
+    assert len(set(factors)) > 10 and whole[0] == whole[1]
+    seen = [0.0]
+    for _ in range(13):  # the norms of a step are heard with the next
+        seen.append(0.99 * seen[-1] + 0.01)
+    assert weights == pytest.approx(seen)
+    for stop in (1, 6, 13):
+        assert World(2).run(lambda engine, stop=stop: measured(engine, order=order, stop=stop)) == whole
+    rebuilt = World(2).run(lambda engine: measured(engine, order=order, rebuilds=6))
+    assert rebuilt[0] == rebuilt[1]
+    assert [weight for _, weight in rebuilt[0][0]] == pytest.approx(seen[:6] + seen[5:-1]), "one step is not told of"

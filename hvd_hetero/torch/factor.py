@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 PLACE = "_latency_lr"  # the attribute of the innermost optimizer that holds its `LatencyAwareLR`
+BALANCED = "_balanced"  # and of the one that refers to the optimizer made last of those that reduce its gradients
 
 
 def root_of(optimizer: Any) -> Any:
@@ -21,6 +23,19 @@ def root_of(optimizer: Any) -> Any:
 def attached(optimizer: Any) -> Any:
     """Its `LatencyAwareLR`, or None."""
     return vars(root_of(optimizer)).get(PLACE)
+
+
+def reduces(optimizer: Any) -> None:
+    """Says that this balanced optimizer reduces gradients, from the next step on: its noise is measured where its
+    `LatencyAwareLR` asks, from the first exchange on."""
+    vars(root_of(optimizer))[BALANCED] = weakref.ref(optimizer)
+    if (latency_lr := attached(optimizer)) is not None:
+        latency_lr.measure()
+
+
+def balanced(optimizer: Any) -> Any:
+    """The optimizer that reduces the gradients of this one, which may be the one within it; None where none does."""
+    return vars(root_of(optimizer)).get(BALANCED, lambda: None)()
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ import torch
 from hvd_hetero.optimizers.balancer import Balancer
 from hvd_hetero.optimizers.latency_lr import NAMES, Rule, agreed_latency_lr
 
-from .factor import PLACE, attached, multiplied, root_of
+from .factor import PLACE, attached, balanced, multiplied, root_of
 
 ADAPTIVE = (
     torch.optim.Adadelta,
@@ -84,6 +84,7 @@ class LatencyAwareLR:
         if before is not None:
             before.detach()
         vars(self._root)[PLACE] = self
+        self.measure()
         # Wrapping keeps the hooks, so that this one sees the steps of the wrapped optimizer as well.
         self._watching = self._root.register_step_pre_hook(self._watch)
         balancer.dialogue.subscribe(self._advance)
@@ -93,7 +94,6 @@ class LatencyAwareLR:
     def rebuild(self) -> None:
         """Goes on with the ranks that there are now. A collective call."""
         self._agreed()
-        self._meter = None
         self.balancer.dialogue.subscribe(self._advance)
 
     # What a script asks ---------------------------------------------------------------------------------------------
@@ -135,6 +135,13 @@ class LatencyAwareLR:
 
     # What the exchange and the update ask ---------------------------------------------------------------------------
 
+    def measure(self) -> None:
+        """Lets the noise of the gradient be measured, if the rule asks: before an exchange, on all ranks."""
+        optimizer = balanced(self._root)
+        if self._core.measures_noise and optimizer is not None and optimizer._balancer is self.balancer:
+            self._meter = optimizer._reducer.noise
+            self._meter.measuring = True
+
     def _advance(self) -> None:
         self._core.advance(
             samples=self.balancer.dialogue.entered,
@@ -156,9 +163,6 @@ class LatencyAwareLR:
     @contextlib.contextmanager
     def applied(self, optimizer: Any) -> Iterator[None]:
         """The factor is in the learning rates while this lasts."""
-        if self._core.measures_noise:
-            self._meter = optimizer._reducer.noise
-            self._meter.measuring = True
         self._applying = True
         try:
             with multiplied(optimizer.param_groups, self._core.factor):

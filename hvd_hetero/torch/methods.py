@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .factor import factor_applied
+from .factor import factor_applied, reduces
 
 
 def methods_of(base: type[torch.optim.Optimizer]) -> dict[str, Callable[..., Any]]:
@@ -77,6 +77,7 @@ def methods_of(base: type[torch.optim.Optimizer]) -> dict[str, Callable[..., Any
             self._reducer.close()
             self._reducer = self._reducer_of(self._reducer.passes)
             self._reducer.follow(self)
+            reduces(self)
 
     def set_backward_passes_per_step(self: Any, passes: int) -> None:
         self._reducer.passes = passes

@@ -20,7 +20,7 @@ from hvd_hetero.optimizers.ways import Ways
 from hvd_hetero.policy.topology import Topology
 
 from .compression import is_ours, wire_of
-from .factor import check_no_factor
+from .factor import check_no_factor, reduces
 from .methods import methods_of
 from .plain import plain_optimizer
 from .reducer import GradientReducer
@@ -153,6 +153,7 @@ def DistributedOptimizer(
         _synchronized=False,
     )
     distributed._reducer.follow(distributed)
+    reduces(distributed)
     balancer.engine.remember(distributed._rebuild)
     return distributed
 

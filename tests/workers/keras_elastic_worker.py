@@ -215,11 +215,10 @@ def accumulating(drawing=False):
     return hvd.elastic.KerasState(model, epoch=0, batch=0), dataset
 
 
-def trained(state, dataset, **halt):
+def trained(state, dataset, rule="linear", **halt):
     """The weights at the end; None where `halt` came first."""
-    balancer = state.optimizer._reducer.balancer
     latency = hvd.callbacks.LatencyAwareLearningRate(
-        balancer, rule="linear", base_batch_size=WHOLE // 2, warmup_steps=2 * BATCHES // 4
+        state.optimizer._reducer.balancer, rule=rule, base_batch_size=WHOLE // 4, warmup_steps=4, ramp_steps=2
     )
     try:
         state.fit(dataset, epochs=EPOCHS, verbose=0, callbacks=[*([HaltAt(state, **halt)] if halt else []), latency])
@@ -230,16 +229,16 @@ def trained(state, dataset, **halt):
 
 def stopped(folder, at):
     """How far a job that is saved after `at` batches, and resumed by other objects, is from one that is not."""
-    expected = trained(*accumulating(drawing=True))
+    expected = trained(*accumulating(drawing=True), "adascale")
     state, dataset = accumulating(drawing=True)
     checkpoint = hvd.Checkpoint(folder / f"at.{at}", state)
-    assert trained(state, dataset, keep=checkpoint.save, kept=at, at=at) is None
+    assert trained(state, dataset, "adascale", keep=checkpoint.save, kept=at, at=at) is None
     checkpoint.close()
     state, dataset = accumulating(drawing=True)
     keras.utils.set_random_seed(99)
     checkpoint = hvd.Checkpoint(folder / f"at.{at}", state)
     assert checkpoint.restore() and state.epoch * BATCHES + state.batch == at
-    found = trained(state, dataset)
+    found = trained(state, dataset, "adascale")
     checkpoint.close()
     return float(np.abs(found - expected).max())
 
