@@ -50,6 +50,8 @@ OF_TENSORFLOW = [
     "buckets_leave_while_others_are_computed:graph",
     "buckets_leave_while_others_are_computed:host",
     "plain_sums_stay_in_the_graph",
+    "constant_gradients_are_exchanged_in_each_step:graph",
+    "constant_gradients_are_exchanged_in_each_step:host",
     "gradient_tape",
     "variables_broadcast_in_a_function",
     "compiled_by_xla",

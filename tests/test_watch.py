@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from hvd_hetero.engine import watch
+from hvd_hetero.engine import script, watch
 from hvd_hetero.engine.peer import Peer
 from hvd_hetero.engine.watch import LEFT, Watch
 from hvd_hetero.policy.patience import Patience
@@ -176,6 +176,36 @@ def test_a_wait_of_a_framework_that_has_given_up_ends_and_is_explained(ranks, ch
     assert until(lambda: "failed" in one.story())
     assert broken == [True] and re.search(r'"sum" failed: rank 2 \(host \S+, process \d+\) is gone', one.story())
     assert not one.left
+
+
+def test_nothing_is_said_of_a_wait_that_ended_while_the_others_were_asked(ranks, monkeypatch):
+    two, asked = ranks(2, patience=QUICK), threading.Event()
+    monkeypatch.setattr(two.watches[0]._company, "absent", lambda *_: asked.set() or [])
+    two.watches[0].begin_aside("sum", (0, 1), lasts=lambda: not asked.is_set(), broken=lambda: None)
+    assert until(asked.is_set)
+    time.sleep(1.0)  # beyond the bound
+    assert not two.said and not two.left
+
+
+def test_calls_are_under_way_until_they_end():
+    def function():
+        called.set()
+        ends.wait(LIMIT_S)
+
+    called, ends = threading.Event(), threading.Event()
+    thread = threading.Thread(target=function)
+    thread.start()
+    called.wait(LIMIT_S)
+    calls = [call for call in script.calls_within(threading.__file__) if call.f_code.co_name == "wait"]
+    others = script.calls_within(__file__)
+    assert len(others) == 2 and script.under_way(others) and calls and script.under_way(calls)
+    ends.set()
+    thread.join()
+    assert not script.under_way([call for call in others if call.f_code is function.__code__])
+    function()  # another call
+    assert not script.under_way([call for call in others if call.f_code is function.__code__])
+    assert script.under_way(others), "the other one is this test"
+    assert not script.calls_within("/nowhere.py")
 
 
 def test_short_waits_say_nothing(ranks):

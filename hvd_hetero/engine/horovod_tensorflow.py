@@ -135,7 +135,8 @@ class TensorflowEngine(ProcessSetEngine):
 
     def __init__(self, process_set: Any = None) -> None:
         super().__init__(process_set)
-        self._errors = importlib.import_module("tensorflow").errors
+        self._tensorflow = importlib.import_module("tensorflow")
+        self._errors = self._tensorflow.errors
         if TensorflowEngine._graph is None:
             TensorflowEngine._graph = _Graph()
 
@@ -182,7 +183,7 @@ class TensorflowEngine(ProcessSetEngine):
         return {"name": f"{scope}/{node}", "ignore_name_scope": True, "process_set": self._set}
 
     def sum_in_graph(self, tensor: Any, *, name: str) -> Any:
-        scope = importlib.import_module("tensorflow").compat.v1.get_default_graph().unique_name("HorovodSum")
+        scope = self._tensorflow.compat.v1.get_default_graph().unique_name("HorovodSum")
         return self._binding._allreduce(tensor, op=self._binding.Sum, **self._as(name, scope))
 
     @property
@@ -191,8 +192,11 @@ class TensorflowEngine(ProcessSetEngine):
         return self._watch is not None and self._watch.watches and RUNS_FUNCTIONS in sys.modules
 
     def awaits_in_graph(self, name: str, *, broken: Callable[[], None]) -> Callable[[], None]:
-        file = sys.modules[RUNS_FUNCTIONS].__file__ or ""
-        return self._track(name).waits_aside(lasts=lambda: script.within(file), broken=broken)
+        # A function that fails says so to its caller alone: whoever called one now is in it until then.
+        calls = script.calls_within(sys.modules[RUNS_FUNCTIONS].__file__ or "")
+        if not calls:  # it is run in a way of which nothing is known
+            return lambda: None
+        return self._track(name).waits_aside(lasts=lambda: script.under_way(calls), broken=broken)
 
     def allreduce_async(self, array: Any, *, name: str, op: Op = "sum") -> ThreadHandle:
         how = getattr(self._binding, _OPS[op])

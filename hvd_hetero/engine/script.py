@@ -7,6 +7,7 @@ import sys
 import sysconfig
 import threading
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -23,13 +24,22 @@ def line() -> str:
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} in {frame.f_code.co_name}"
 
 
-def within(file: str) -> bool:
-    """Whether any thread is within a function of a file."""
-    return any(
-        frame.f_code.co_filename == file
-        for top in sys._current_frames().values()
-        for frame, _ in traceback.walk_stack(top)
-    )
+def calls_within(file: str) -> list[FrameType]:
+    """The calls of functions of a file that are under way, the innermost of each thread."""
+    found = []
+    for top in sys._current_frames().values():
+        frame: FrameType | None = top
+        while frame is not None and frame.f_code.co_filename != file:
+            frame = frame.f_back
+        if frame is not None:
+            found.append(frame)
+    return found
+
+
+def under_way(calls: Sequence[FrameType]) -> bool:
+    """Whether any of these calls has not ended."""
+    tops = sys._current_frames().values()
+    return any(frame is call for top in tops for frame, _ in traceback.walk_stack(top) for call in calls)
 
 
 def stack() -> str:

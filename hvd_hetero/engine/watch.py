@@ -159,6 +159,10 @@ class Watch:
                 if why := self.explain(wait.ranks):
                     self._say(f'hvd_hetero: "{wait.operation}" failed: {why}.')
 
+    def _stands(self, wait: Wait) -> bool:
+        """Whether it is not over: to ask the others takes its time."""
+        return wait in self._waits.now() and wait.lasts()
+
     def _look(self, wait: Wait) -> None:
         assert self._patience is not None
         if wait.due_s is None:
@@ -170,7 +174,7 @@ class Watch:
             wait.early_s = 2 * wait.lasted_s
             absent = self._company.absent(wait.operation, wait.ranks)
             # Ranks that wait for each other do so for good, however long first steps may take.
-            if wait in self._waits.now() and (wait.lasted_s >= wait.due_s or any(each.mutual for each in absent)):
+            if self._stands(wait) and (wait.lasted_s >= wait.due_s or any(each.mutual for each in absent)):
                 wait.due_s = 2 * wait.lasted_s
                 self._say(self._story(wait, absent))
                 self._record(wait, absent)
@@ -193,7 +197,7 @@ class Watch:
     def _end(self, wait: Wait, end_s: float) -> None:
         """Ends a wait that is too long: by ending the ranks that it is for, and at last this one."""
         absent = self._company.absent(wait.operation, wait.ranks)
-        if wait not in self._waits.now():
+        if not self._stands(wait):
             return
         if not wait.told:
             wait.told = True

@@ -93,7 +93,7 @@ def through(step: Step, gradients: Sequence[Any], last: Any, part: int, variable
     # What is the same at each step does not leave the graph.
     passing = [] if last is True else [last]
 
-    def take(index: int, flat: np.ndarray, last: Any = True) -> bool:
+    def take(index: int, flat: np.ndarray, turn: Any, last: Any = True) -> bool:
         step.take(index, flat, bool(last), part)
         return True
 
@@ -105,9 +105,11 @@ def through(step: Step, gradients: Sequence[Any], last: Any, part: int, variable
     with tf.control_dependencies([*touched(variables), *touched([TURN])]):
         *flats, final = flats_of(layout, gradients)
         # Not stateful, or the graph would call in this order: which are ready first depends on its threads. The last
-        # call follows their results, for what only an order follows is no call that counts to the graph's optimiser.
+        # call follows their results, for what only an order follows is no call that counts to the graph's optimiser;
+        # nor, after the first, one that rests on constants alone, which gradients may be.
+        turn = TURN.read_value()
         taken = [
-            tf.numpy_function(functools.partial(take, index), [flat, *passing], tf.bool, stateful=False)
+            tf.numpy_function(functools.partial(take, index), [flat, turn, *passing], tf.bool, stateful=False)
             for index, flat in enumerate(flats)
         ]
     types = [layout.specs[members[0]].wire for members in layout.members]

@@ -46,7 +46,7 @@ def through(step: GraphStep, gradients: Sequence[Any], part: int, variables: Seq
     tail, tail_in = layout.tail, layout.tail_in
     assert tail is not None and tail_in is not None
 
-    def begin(_: np.ndarray) -> np.ndarray:
+    def begin(*_: np.ndarray) -> np.ndarray:
         return np.array(step.begin(part))
 
     def send(*_: np.ndarray) -> np.ndarray:
@@ -57,8 +57,10 @@ def through(step: GraphStep, gradients: Sequence[Any], part: int, variables: Seq
 
     with tf.control_dependencies([*touched(variables), *touched([TURN])]):
         flats = flats_of(layout, gradients)
-        # Not stateful, as in `gradient_tensorflow`. A call follows what it is given a first element of.
-        weight, measured = tf.unstack(_called(begin, [_first(flats[0])], tf.float64, [2], stateful=False))
+        # Not stateful, as in `gradient_tensorflow`. A call follows what it is given a first element of. All that comes
+        # rests on this one, and it on a variable: gradients may be constants.
+        told = _called(begin, [_first(flats[0]), TURN.read_value()], tf.float64, [2], stateful=False)
+        weight, measured = tf.unstack(told)
         flats = [_weighted(flat, weight) for flat in flats]
         control = _called(send, [_first(flat) for flat in flats], flats[tail_in].dtype, [len(tail)], stateful=False)
     own = _squared_norms(flats, measured)

@@ -59,6 +59,8 @@ class GradientReducer:
         self.sums = PartialSums(self.weighing)
         balancer.sums.append(self.sums)
         self.form: Any = importlib.import_module(f"{__package__}.gradient_{backend.NAME}")
+        tensorflow = backend.NAME == "tensorflow"
+        self._graph: Any = importlib.import_module(f"{__package__}.graph_tensorflow") if tensorflow else None
         self._steps: dict[tuple[Spec | None, ...], ReducedStep] = {}
         self.last: ReducedStep | None = None  # whose exchange was begun last
         self.strategy = strategy
@@ -101,8 +103,7 @@ class GradientReducer:
             return found
         part = self.form.part_of(self)
         if tracing and step.in_graph:
-            graph = importlib.import_module(f"{__package__}.graph_{backend.NAME}")
-            reduced = iter(graph.through(step, present, part, self._variables))
+            reduced = iter(self._graph.through(step, present, part, self._variables))
         else:
             last = self.form.last_of(iterations, self.passes)
             reduced = iter(self.form.through(step, present, last, part, self._variables))

@@ -648,6 +648,28 @@ def plain_sums_stay_in_the_graph():
             np.testing.assert_allclose(getattr(one, field.name), getattr(other, field.name), rtol=1e-5)
 
 
+def constant_gradients_are_exchanged_in_each_step(way):
+    """TensorFlow computes what rests on constants once: here all gradients, of two types and so in two buckets."""
+    import tensorflow as tf
+
+    compression = {"graph": hvd.Compression.none, "host": hvd.Compression.fp16}[way]
+    balancer = hvd.Balancer(8, adaptive=False)
+    first, last = tf.Variable(tf.ones([4])), tf.Variable(tf.ones([3], tf.float64))
+
+    @tf.function
+    def step():
+        tape = hvd.DistributedGradientTape(tf.GradientTape(), balancer=balancer, compression=compression)
+        with tape:
+            loss = (tf.reduce_sum(first) + tf.cast(2.0 * tf.reduce_sum(last), tf.float32)) * (hvd.rank() + 1)
+        return tape.gradient(loss, [first, last])
+
+    for samples in [(6, 2), (4, 4), (0, 8), (8, 0), (2, 6)]:
+        balancer.begin(samples[hvd.rank()])
+        one, two = step()
+        expected = (samples[0] + 2 * samples[1]) / 8
+        assert np.allclose(one, expected) and np.allclose(two, 2 * expected), (samples, one, two)
+
+
 def errors_say_what_to_do():
     raises("keras.optimizers.Optimizer", lambda: hvd.DistributedOptimizer("adam"), kind=TypeError)
     raises("not distributed yet", lambda: hvd.DistributedOptimizer(hvd.DistributedOptimizer(plain_sgd())))
