@@ -21,7 +21,7 @@ ALLOWED = {
     "torch": ({"torch", "optimizers", "engine", "policy", "codecs", "trace"}, {"torch", "horovod", "tqdm"}),
     "keras": (
         {"keras", "optimizers", "engine", "policy", "codecs", "trace"},
-        {"keras", "tensorflow", "torch", "horovod", "numpy"},
+        {"keras", "tensorflow", "torch", "horovod", "numpy", "cloudpickle"},  # with which Horovod pickles objects
     ),
     "cli": ({"cli", "engine", "policy", "optimizers", "trace", "codecs"}, {"rich", "matplotlib", "packaging"}),
 }

@@ -8,6 +8,7 @@ import sys
 import textwrap
 import threading
 import time
+import weakref
 
 import pytest
 
@@ -176,6 +177,24 @@ def test_a_wait_of_a_framework_that_has_given_up_ends_and_is_explained(ranks, ch
     assert until(lambda: "failed" in one.story())
     assert broken == [True] and re.search(r'"sum" failed: rank 2 \(host \S+, process \d+\) is gone', one.story())
     assert not one.left
+
+
+def test_a_wait_of_a_framework_that_is_over_holds_nothing_of_the_program(ranks):
+    """Objects of a job that live on one rank alone would be rebuilt on that one alone."""
+
+    class Program:
+        def lasts(self):
+            return True
+
+    one, program = ranks(1, patience=TALKS), Program()
+    left = weakref.ref(program)
+    for end in (one.watches[0].end_aside, lambda operation: one.meet()):
+        one.watches[0].submitted("sum")
+        one.watches[0].begin_aside("sum", (0,), lasts=program.lasts, broken=program.lasts)
+        time.sleep(0.2)  # it is looked at
+        end("sum")
+    del program
+    assert until(lambda: left() is None)
 
 
 def test_nothing_is_said_of_a_wait_that_ended_while_the_others_were_asked(ranks, monkeypatch):

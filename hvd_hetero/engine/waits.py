@@ -30,6 +30,10 @@ class Wait:
     lasts: Callable[[], bool] = lambda: True
     broken: Callable[[], None] = lambda: None
 
+    def let_go(self) -> None:
+        """Refers to nothing of the program's any more: whoever looks at waits may hold one that is over."""
+        self.lasts, self.broken = (lambda: True), (lambda: None)
+
 
 class Waits:
     """The operations that this rank takes part in, and its waits for some of them.
@@ -63,6 +67,7 @@ class Waits:
         self._began.clear()
         for wait in self.now():
             self._waits.pop(wait.operation, None)
+            wait.let_go()
 
     def submit(self, operation: str) -> None:
         """This rank takes part in an operation."""
@@ -102,7 +107,8 @@ class Waits:
     def end_aside(self, operation: str) -> None:
         """The framework waits no longer, and the operation is over."""
         self._outside = time.monotonic()
-        if self._waits.pop(operation, None) is not None:
+        if (wait := self._waits.pop(operation, None)) is not None:
+            wait.let_go()
             self.end(operation)
 
     def _begin(self, operation: str, ranks: tuple[int, ...]) -> Wait:

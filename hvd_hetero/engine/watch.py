@@ -154,8 +154,10 @@ class Watch:
         """Ends the waits that nobody waits any longer, and says why, as far as the others' processes tell."""
         for wait in self._waits.now():
             if not wait.lasts():
+                broken = wait.broken
                 self._waits.end_aside(wait.operation)
-                wait.broken()
+                broken()
+                del broken
                 if why := self.explain(wait.ranks):
                     self._say(f'hvd_hetero: "{wait.operation}" failed: {why}.')
 
