@@ -5,6 +5,7 @@ import json
 import keras
 import numpy as np
 import pytest
+from workers.rates import One, Rates
 
 pytest.importorskip("horovod.torch", reason="build it with hvd-hetero build-horovod")
 
@@ -13,38 +14,6 @@ from hvd_hetero.engine.local import SoloEngine
 
 RATE, WHOLE, BATCHES = 0.5, 4, 6
 WARM = [1, 2, 3, 4, 4, 4]  # base_batch_size=1, warmup_steps=3
-
-
-class One(keras.layers.Layer):
-    """Gives its weight, whose gradient is 1 where the loss is the mean."""
-
-    def build(self, shape):
-        self.weight = self.add_weight(shape=(1,), initializer="zeros")
-
-    def call(self, inputs):
-        return inputs * 0.0 + self.weight
-
-
-class Rates(keras.callbacks.Callback):
-    """Notes the rate of each update, and the learning rates that others see."""
-
-    def __init__(self):
-        super().__init__()
-        self.used, self.shown, self.before = [], [], None
-
-    def on_train_begin(self, logs=None):
-        self.before = self.weight()
-
-    def weight(self):
-        return float(keras.ops.convert_to_numpy(self.model.trainable_variables[0])[0])
-
-    def on_train_batch_begin(self, batch, logs=None):
-        self.shown.append(float(self.model.optimizer.learning_rate))
-
-    def on_train_batch_end(self, batch, logs=None):
-        before, self.before = self.before, self.weight()
-        self.used.append(before - self.before)
-        self.shown.append(float(self.model.optimizer.learning_rate))
 
 
 def mean(y, p):
