@@ -201,6 +201,30 @@ def test_a_loop_of_ones_own_and_looking_at_a_batch():
     assert seen[:WHOLE] == first and sorted(seen) == list(range(LENGTH)) and balancer.ended_epochs == 1
 
 
+def test_a_loop_of_ones_own_goes_on_with_what_is_left_of_an_epoch():
+    def program(engine):
+        balancer = Balancer(engine)
+        dataset = make(balancer)
+        seen = train(balancer, iter(dataset), stop=2)
+        kept = dataset.state_dict()
+        balancer = Balancer(engine)
+        again = make(balancer)
+        again.load_state_dict(kept)
+        again.set_epoch(0)
+        seen += train(balancer, iter(again))
+        kept = {**again.state_dict()}
+        ended = make(balancer := Balancer(engine))
+        ended.load_state_dict(kept)
+        ended.set_epoch(0)
+        assert not train(balancer, iter(ended)), "resumed at the end of it: nothing is left"
+        ended.set_epoch(1)
+        seen += train(balancer, iter(ended))
+        ended.set_epoch(0)
+        return seen + train(balancer, iter(ended))
+
+    assert sorted(sum(World(3).run(program), [])) == sorted(3 * [*range(LENGTH)])
+
+
 def test_an_error_of_loading_ends_every_rank_after_what_was_loaded_before():
     class Broken(Samples):
         def __getitem__(self, index):

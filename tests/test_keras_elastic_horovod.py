@@ -35,6 +35,19 @@ def test_fit_goes_on_when_a_rank_goes_and_another_joins(tmp_path, backend, kind)
     assert found["off"] < 1e-9, "the same as one process on the same global batches: each sample of an epoch once"
 
 
+@pytest.mark.skipif("tensorflow" not in BACKENDS, reason="TensorFlow's tapes")
+def test_a_traced_step_goes_on_when_a_rank_goes_and_another_joins(tmp_path):
+    """With one tape weighted by a balancer, and another that is not."""
+    launched = horovodrun(
+        3, "keras_elastic_worker.py", "loop", str(tmp_path), "KILL", timeout_s=180, options=elastic_hosts(tmp_path),
+        HOROVOD_GLOO_TIMEOUT_SECONDS="10", KERAS_BACKEND="tensorflow", **QUIET,
+    )  # fmt: skip
+    found = result_of(launched)
+    assert found["sizes"] == [3, 2, 3] and found["traced"][-2:] == [2, 3]
+    assert found["alike"] and found["batches"] == 39
+    assert found["off"] < 1e-9, "the same as one process on the same global batches: each sample of an epoch once"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_fit_stopped_and_resumed_is_the_same_bit_for_bit(tmp_path, backend):

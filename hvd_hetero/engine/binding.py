@@ -43,7 +43,9 @@ def engine_of(framework: str, process_set: Any = None) -> Engine:
     return engine
 
 
-_again: dict[str, Callable[[], None]] = {}  # by framework: initialises as the script did
+Rebuilds = list[Callable[[], None]]
+
+_again: dict[str, Callable[[], Rebuilds]] = {}  # by framework: initialises as the script did
 
 
 def init(framework: str, *args: Any, **kwargs: Any) -> None:
@@ -52,15 +54,22 @@ def init(framework: str, *args: Any, **kwargs: Any) -> None:
     A Horovod that the script has initialised already goes on with the settings that it found then, but for how it
     waits. From here on, long waits of the ranks for each other are explained, and ended at last: see `engine.watch`.
     """
+    _come_together(framework, *args, **kwargs)
+
+
+def _come_together(framework: str, *args: Any, **kwargs: Any) -> Rebuilds:
+    """`init`; returns what is to be rebuilt where ranks have become others."""
     binding = importlib.import_module(_class(framework).binding)
     prepare_wait()
     if not binding.is_initialized():  # it reads its settings once: others would be taken for what it does
         prepare_init()
     _initialise(binding, *args, **kwargs)
-    _again[framework] = functools.partial(init, framework, *args, **kwargs)
+    _again[framework] = functools.partial(_come_together, framework, *args, **kwargs)
     engine = _class(framework)()
     engine.watch()
     check_versions(engine, versions(framework))
+    rebuilds: Rebuilds = engine.settle()
+    return rebuilds
 
 
 def _initialise(horovod: Any, *args: Any, **kwargs: Any) -> None:
@@ -94,9 +103,10 @@ def shutdown(framework: str) -> None:
 def _restart(framework: str) -> None:
     """Initialises Horovod as it was, on the ranks that there are now; what was made on engines is rebuilt on them.
     A collective call of those ranks."""
-    importlib.import_module(_class(framework).binding).shutdown()
-    _again[framework]()
-    _class(framework).rebuild()
+    cls = _class(framework)
+    importlib.import_module(cls.binding).shutdown()
+    cls.forget()
+    cls.rebuild(_again[framework]())
 
 
 def tracked(framework: str, operation: str, process_set: Any = None) -> Any:
@@ -111,6 +121,7 @@ def elastic_run(framework: str, train: Callable[..., T], *, gone: Callable[[Exce
     restart = functools.partial(_restart, framework)
 
     def to_the_end(*args: Any, **kwargs: Any) -> T:
+        cls.enter_train()
         result = train(*args, **kwargs)
         farewell.say()
         return result

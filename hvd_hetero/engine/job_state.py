@@ -67,8 +67,9 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
         return value if has_state(value) else None
 
     def _balancer_of(self, part: Any) -> Any:
-        """The balancer of an optimizer that has one; None for whatever else."""
-        return None
+        """The balancer of what was made with one, and of itself; None for whatever else."""
+        found = (part, getattr(part, "balancer", None))
+        return next((one for one in found if hasattr(one, "dependents")), None)
 
     def _merge(self, part: Any) -> None:
         """Makes one model of those of all ranks, where `part` is an optimizer with a local strategy."""
@@ -81,7 +82,7 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
     # What it is made of ---------------------------------------------------------------------------------------------
 
     def _find_parts(self) -> None:
-        """Adds the balancers of the optimizers, and what was made with those."""
+        """Adds the balancers of the parts, and what was made with those."""
         parts = self._parts
         for name, part in list(parts.items()):
             balancer = self._balancer_of(part)

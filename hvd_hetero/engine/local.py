@@ -53,7 +53,7 @@ class LocalEngine:
     def __init__(self, group: Group, rank: int, ranks: tuple[int, ...]) -> None:
         self._group, self._rank, self._ranks = group, rank, ranks
         self._named = itertools.count(1)
-        self._remembered = Remembered()
+        self._remembered, self._forgets = Remembered(), Remembered()
 
     @property
     def rank(self) -> int:
@@ -77,6 +77,9 @@ class LocalEngine:
     def remember(self, rebuild: Callable[[], None]) -> None:
         self._remembered.add(rebuild)
 
+    def on_change(self, forget: Callable[[], None]) -> None:
+        self._forgets.add(forget)
+
     def hear_waits(self, hear: Callable[..., None]) -> None:
         """None; nobody watches."""
 
@@ -90,6 +93,7 @@ class LocalEngine:
 
     def rebuild(self) -> None:
         """What an elastic job does when its ranks have changed."""
+        self._forgets.call()
         self._named = itertools.count(1)
         self._remembered.call()
 

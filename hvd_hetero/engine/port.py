@@ -60,6 +60,10 @@ class Engine(Protocol):
         calls in the same order.
         """
 
+    def on_change(self, forget: Callable[[], None]) -> None:
+        """Calls the method `forget`, as long as its object lives, when the ranks have become others and nothing is
+        rebuilt yet: for what is made when it is needed. It must not be a collective call."""
+
     def hear_waits(self, hear: Callable[..., None]) -> None:
         """Calls the method `hear(operation=, waited_s=, line=, missing=)`, from a thread of its own and as long as its
         object lives, when a wait takes unusually long; where nobody watches, never."""

@@ -14,7 +14,7 @@ from . import farewell, shared_sets
 from .environment import patience
 from .host import host_identity
 from .port import gather_text
-from .remembered import Remembered
+from .remembered import Rebuilds, Remembered
 from .shared_sets import process_set_of
 from .sleep import wait_until
 from .watch import Watch
@@ -73,7 +73,8 @@ class ProcessSetEngine:
     # By ranks: Horovod pairs names within a process set, and only its members count.
     _named: ClassVar[dict[tuple[int, ...], Iterator[int]]] = {}
     _unnamed: ClassVar[dict[tuple[int, ...], Iterator[int]]] = {}  # of operations that a script has started
-    _remembered: ClassVar[Remembered] = Remembered()
+    _rebuilds: ClassVar[Rebuilds] = Rebuilds()
+    _forgets: ClassVar[Remembered] = Remembered()
     _identity: ClassVar[int | None] = None
     _watch: ClassVar[Watch | None] = None
 
@@ -120,7 +121,20 @@ class ProcessSetEngine:
         return f"{prefix}{next(numbers)}"
 
     def remember(self, rebuild: Callable[[], None]) -> None:
-        self._remembered.add(rebuild)
+        self._rebuilds.add(rebuild, by_all=len(self.ranks) == self._binding.size())
+
+    def on_change(self, forget: Callable[[], None]) -> None:
+        self._forgets.add(forget)
+
+    def settle(self: Any) -> list[Callable[[], None]]:
+        """What `rebuild` is to call: the methods of what lives on all ranks. On the engine of all ranks, which may
+        have become others; a collective call, also of ranks that join."""
+        return self._rebuilds.settle(lambda mine: gather_text(self, mine, name="hvd_hetero.made"))
+
+    @classmethod
+    def enter_train(cls) -> None:
+        """The function of an elastic job begins, once more or for the first time."""
+        cls._rebuilds.enter()
 
     def watch(self: Any) -> None:
         """From here on, long waits of the ranks for each other are explained, and ended at last: see `Watch`. On the
@@ -159,13 +173,19 @@ class ProcessSetEngine:
         return cls._watch.explain() if cls._watch is not None else ""
 
     @classmethod
-    def rebuild(cls) -> None:
-        """After Horovod was initialised anew: all that was made with engines of this process settles on its new ranks.
-        A collective call; ranks that joined make the same objects meanwhile."""
+    def forget(cls) -> None:
+        """Ranks become others: what was made when it was needed goes."""
+        cls._forgets.call()
+
+    @classmethod
+    def rebuild(cls, methods: Sequence[Callable[[], None]]) -> None:
+        """After Horovod was initialised anew: what `settle` has returned settles on the new ranks. A collective call;
+        ranks that joined make the same objects meanwhile."""
         cls._named.clear()
         cls._unnamed.clear()
         shared_sets.forget()
-        cls._remembered.call()
+        for method in methods:
+            method()
 
     def group(self: Self, ranks: Sequence[int]) -> Self | None:
         members = [self.ranks[rank] for rank in ranks]

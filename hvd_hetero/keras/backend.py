@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeVar
 
 import keras
 
@@ -12,6 +13,8 @@ from hvd_hetero.engine import binding
 from hvd_hetero.engine.binding import engine_of
 from hvd_hetero.engine.port import Engine
 from hvd_hetero.engine.version import check_lowest
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 NAME: str = keras.backend.backend()
 if NAME not in ("tensorflow", "torch"):
@@ -28,6 +31,14 @@ def horovod_error() -> type[Exception]:
     """What Horovod raises where a peer is gone."""
     error: type[Exception] = importlib.import_module("horovod.common.exceptions").HorovodInternalError
     return error
+
+
+def as_written(function: F) -> F:
+    """Of what a script calls in a `tf.function`: AutoGraph leaves it, and what it calls, as it is."""
+    if NAME != "tensorflow":
+        return function
+    decorated: F = importlib.import_module("tensorflow").autograph.experimental.do_not_convert(function)
+    return decorated
 
 
 def tracked(operation: str, process_set: Any = None) -> AbstractContextManager[None]:

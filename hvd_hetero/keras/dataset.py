@@ -137,9 +137,21 @@ class BalancedDataset(keras.utils.PyDataset):
 
     # Other ways to read ---------------------------------------------------------------------------------------------
 
+    def set_epoch(self, epoch: int) -> None:
+        """Chooses the order of `epoch`, and starts at its beginning – unless it was resumed in the middle of it, or at
+        its end: then nothing of it is left. For a loop of your own, which otherwise sees one epoch after the other."""
+        self._settle()
+        self._at = None
+        self.sampler.set_epoch(epoch)
+
     def __iter__(self) -> Iterator[Batch]:
-        """The batches of an epoch, for a loop of your own."""
-        yield from self._epoch(ahead=False)
+        """The batches of an epoch, for a loop of your own: what is left of one that was resumed or broken off."""
+        self._settle()
+        left = len(self) - self.sampler.position
+        if left == 0:
+            self.sampler.end_epoch()
+            return
+        yield from self._epoch(left, ahead=False)
         self.on_epoch_end()
 
     def as_tf_dataset(self) -> Any:
@@ -149,7 +161,7 @@ class BalancedDataset(keras.utils.PyDataset):
         spec = keras.tree.map_structure(
             lambda leaf: tf.TensorSpec((None, *leaf.shape[1:]), leaf.dtype), self._load(self.sampler.peek(0))
         )
-        dataset = tf.data.Dataset.from_generator(lambda: self._epoch(ahead=True), output_signature=spec)
+        dataset = tf.data.Dataset.from_generator(lambda: self._epoch(len(self), ahead=True), output_signature=spec)
         options = tf.data.Options()
         # There is nothing to tune, and TensorFlow now and then waits for its tuner when an iterator goes: that thread
         # may miss that it is to end, and sleep on, a minute at most.
@@ -157,11 +169,11 @@ class BalancedDataset(keras.utils.PyDataset):
         dataset = dataset.apply(tf.data.experimental.assert_cardinality(len(self))).prefetch(AHEAD)
         return dataset.with_options(options)
 
-    def _epoch(self, *, ahead: bool) -> Iterator[Batch]:
+    def _epoch(self, batches: int, *, ahead: bool) -> Iterator[Batch]:
         self._settle()
         self._rewind(ahead=ahead)
         self._at = self.balancer.step
-        for _ in range(len(self)):
+        for _ in range(batches):
             yield self._next()
 
     # Dealing and loading --------------------------------------------------------------------------------------------

@@ -81,7 +81,7 @@ class KerasState(JobState):
         optimizer: another one than the model's.
         values: more models and optimizers, built as well, and of what has `state_dict()` and `load_state_dict()`; and
             plain values. They are attributes of this object. What was made with the optimizer's balancer is kept
-            without being named.
+            without being named; with a `DistributedGradientTape`, name its balancer.
 
     Raises:
         ValueError: a model, or an optimizer among the values, is not built yet, so its variables are not known.
@@ -153,7 +153,9 @@ class KerasState(JobState):
         return super()._part(value)
 
     def _balancer_of(self, part: Any) -> Any:
-        reducer = vars(part.owner).get("_reducer") if isinstance(part, _Variables) else None
+        if not isinstance(part, _Variables):
+            return super()._balancer_of(part)
+        reducer = vars(part.owner).get("_reducer")
         return None if reducer is None else reducer.balancer
 
     def _merge(self, part: Any) -> None:
@@ -203,6 +205,9 @@ class KerasState(JobState):
         self.save()
 
 
+TensorFlowKerasState = KerasState  # as `horovod.tensorflow.elastic` calls it
+
+
 def _check_built(name: str, owner: Any) -> None:
     """Raises ValueError for a model or an optimizer whose variables are not known yet."""
     if getattr(owner, "built", False):
@@ -237,6 +242,6 @@ def run(train: Callable[..., T]) -> Callable[..., T]:
 
     Outside of it, ranks make the same objects in the same order – balancer, datasets, optimizers – and call nothing
     else that is collective: a rank that joins makes them while those that stay rebuild theirs. Callbacks are made
-    within it.
+    within it. A `tf.function` that reduces gradients is traced anew for other ranks.
     """
     return binding.elastic_run(backend.NAME, train, gone=_is_gone)

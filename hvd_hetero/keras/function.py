@@ -93,6 +93,7 @@ def barrier(process_set: Any = None) -> None:
     engine.allreduce_async(np.zeros(1), name=engine.unique("hvd_hetero.barrier.")).wait()
 
 
+@backend.as_written
 def broadcast_variables(
     variables: Iterable[Any] | Mapping[str, Any], root_rank: int = 0, process_set: Any = None, inplace: bool = False
 ) -> None:

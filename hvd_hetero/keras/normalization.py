@@ -57,7 +57,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
                 name=engine.unique("hvd_hetero.sync_batch_norm."),
                 counts=lambda: balancer is None or not balancer.idle,
             )
-            engine.remember(self._forget_ranks)
+            engine.on_change(self._forget_ranks)
         return self._form.summed(vector, samples, self._rows)
 
     def _forget_ranks(self) -> None:

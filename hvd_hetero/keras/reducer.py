@@ -66,6 +66,7 @@ class GradientReducer:
         self.strategy = strategy
         self.wait_s = 0.0  # for the exchange, in the last step
         self.local: LocalTraining | None = None  # made with the first gradients: then the variables are known
+        self.closed = False
 
     @property
     def noise(self) -> GradientNoise:
@@ -97,6 +98,7 @@ class GradientReducer:
             self._steps[specs] = ReducedStep(self, specs)
         if tracing := self.form.tracing():
             self.balancer.discard()
+            self._graph.note_traces(self.balancer.engine)
         step = self._steps[specs]
         present = [g for g in found if g is not None]
         if not present:
@@ -146,6 +148,7 @@ class GradientReducer:
 
     def close(self) -> None:
         """Reduces no more: the ranks have become others."""
+        self.closed = True
         if self.local is not None:
             self.local.steps.abandon()
 

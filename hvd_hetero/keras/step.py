@@ -27,6 +27,10 @@ BROKEN_OFF = (
     "Expected each gradient once in a step. Received: one again, as after a step that broke off when part of its "
     "gradients had left. Go on from a checkpoint, in a new job."
 )
+TRACED_BEFORE = (
+    "Expected what was traced for the ranks that there are now. Received a call of what was traced before they became "
+    "others. Call the tf.function, which is traced anew, and not a concrete function that was made of it."
+)
 
 
 class ReducedStep:
@@ -97,6 +101,8 @@ class ReducedStep:
         ]
 
     def _begin_pass(self, part: int) -> None:
+        if self._owner.closed:
+            raise RuntimeError(TRACED_BEFORE)
         self._owner.last = self
         self._balancer.exchanges.runs(self._owner, part)
         terms = self._balancer.count_now

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import functools
+import weakref
+from collections.abc import Hashable
 from typing import Any
 
 from hvd_hetero.optimizers.balancer import Balancer
@@ -14,23 +15,43 @@ from .compression import Compression
 from .optimizer import make_reducer, weights_of
 from .reducer import GradientReducer
 
+PLACE = "_hvd_hetero_tapes"  # of a balancer
+
 
 class _Series:
     """What reduces the gradients of tapes with the same arguments, from step to step: a loop wraps a new tape in every
-    step, or in every trace of it. Making one is a collective call."""
+    step, or in every trace of it."""
 
-    def __init__(self, balancer: Balancer, **arguments: Any) -> None:
-        self._reducer_of = functools.partial(make_reducer, balancer=balancer, **arguments)
-        self.reducer: GradientReducer = self._reducer_of()
-        balancer.engine.remember(self.rebuild)
+    def __init__(self) -> None:
+        self._equal: dict[Hashable, Balancer] = {}  # where a tape has no balancer
+        self._balancers: weakref.WeakSet[Balancer] = weakref.WeakSet()
 
-    def rebuild(self) -> None:
-        """Reduces over the ranks that there are now. A collective call."""
-        self.reducer.close()
-        self.reducer = self._reducer_of()
+    def reducer(self, *, balancer: Balancer | None, process_set: Any, **arguments: Any) -> GradientReducer:
+        """As `make_reducer` returns it. The first call with these arguments is a collective one."""
+        key = tuple(str(value) if name == "compression" else value for name, value in arguments.items())
+        if balancer is None:
+            if (process_set, key) not in self._equal:
+                self._equal[process_set, key] = weights_of(None, process_set)
+            balancer = self._equal[process_set, key]
+        else:
+            balancer = weights_of(balancer, process_set)
+        held: dict[Hashable, GradientReducer] = vars(balancer).setdefault(PLACE, {})
+        if key not in held:
+            held[key] = make_reducer(balancer=balancer, **arguments)
+            self._balancers.add(balancer)
+            balancer.engine.on_change(self.forget)
+        return held[key]
+
+    def forget(self) -> None:
+        """Reduces no more: the ranks become others. Tapes of these make a new one."""
+        for balancer in self._balancers:
+            for reducer in vars(balancer).pop(PLACE).values():
+                reducer.close()
+        self._balancers.clear()
+        self._equal.clear()
 
 
-_SERIES: dict[tuple[Any, ...], _Series] = {}
+_SERIES = _Series()
 
 
 class DistributedGradientTape:
@@ -47,6 +68,7 @@ class DistributedGradientTape:
             `DistributedOptimizer`.
     """
 
+    @backend.as_written
     def __init__(
         self,
         gradtape: Any,
@@ -73,17 +95,15 @@ class DistributedGradientTape:
         check_unused(device_dense=device_dense, device_sparse=device_sparse)
         self._tape = gradtape
         op_of(op, "Average", "Sum")  # raises what is wrong: as a key, True is hvd.Sum
-        key = (str(compression), op, gradient_predivide_factor, process_set, balancer, topology, bucket_bytes)
-        if key not in _SERIES:
-            _SERIES[key] = _Series(
-                weights_of(balancer, process_set),
-                compression=compression,
-                op=op,
-                predivide=gradient_predivide_factor,
-                topology=topology,
-                bucket_bytes=bucket_bytes,
-            )
-        self._reducer = _SERIES[key].reducer
+        self._reducer = _SERIES.reducer(
+            balancer=balancer,
+            process_set=process_set,
+            compression=compression,
+            op=op,
+            predivide=gradient_predivide_factor,
+            topology=topology,
+            bucket_bytes=bucket_bytes,
+        )
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tape, name)
@@ -95,6 +115,7 @@ class DistributedGradientTape:
     def __exit__(self, *error: Any) -> None:
         self._tape.__exit__(*error)
 
+    @backend.as_written
     def gradient(self, target: Any, sources: Any, *arguments: Any, **options: Any) -> Any:
         """The gradients of the mean of `target` over all ranks' loss terms, in the structure of `sources`."""
         nest = self._reducer.form.tf.nest

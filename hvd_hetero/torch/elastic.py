@@ -46,7 +46,7 @@ class TorchState(JobState):
         super().__init__({**given, **values}, horovod=horovod)
 
     def _balancer_of(self, part: Any) -> Any:
-        return vars(part).get("_balancer") if isinstance(part, torch.optim.Optimizer) else None
+        return vars(part).get("_balancer") if isinstance(part, torch.optim.Optimizer) else super()._balancer_of(part)
 
     def _merge(self, part: Any) -> None:
         if isinstance(part, torch.optim.Optimizer) and hasattr(part, "merge"):

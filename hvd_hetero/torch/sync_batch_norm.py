@@ -90,7 +90,7 @@ class SyncBatchNorm(_BatchNorm):
         if self._rows is None:  # not before: a model may be made before hvd.init()
             engine = self._engine if self._engine is not None else HorovodEngine(self._process_set)
             self._rows = RowSum(engine, name=engine.unique("hvd_hetero.sync_batch_norm."))
-            engine.remember(self._forget_ranks)
+            engine.on_change(self._forget_ranks)
         x = input if input.dtype == torch.float64 else input.float()
         y, *moments = _Normalised.apply(x, self.eps, self._rows)
         if self.training and self.track_running_stats:

@@ -1,6 +1,7 @@
 """One rank of tests/test_keras_elastic_horovod.py: `model.fit` while ranks die and join, and a job that is resumed.
 
 `elastic FOLDER KIND`: the rank alone on its host gets that signal at batch 12, once; another one follows it.
+`loop FOLDER KIND`: the same of a loop of one's own, with a traced step.
 `resume FOLDER`: stopped by SIGTERM at a batch, and resumed. `between FOLDER`: so between two updates of an optimizer
 that accumulates gradients, with a model that draws random numbers without a seed. `RESULT` is printed by rank 0 at the
 end.
@@ -87,6 +88,9 @@ class Fate(keras.callbacks.Callback):
         self.state, self.died, self.kind = state, folder / "died", kind
 
     def on_train_batch_end(self, batch, logs=None):
+        self.strike()
+
+    def strike(self):
         state = self.state
         done = state.epoch * BATCHES + state.batch
         if done == DIES_AT and hvd.local_size() == 1 and not self.died.exists():
@@ -126,6 +130,54 @@ def elastic(folder, kind):
         "batches": int(model.optimizer.iterations),
         "counted": counted,
         "epochs": state.epoch,
+    }
+
+
+def loop(folder, kind):
+    import tensorflow as tf
+
+    balancer = hvd.Balancer(WHOLE, rule=hvd.ReplanRule(minimum_observations=4, warmup_steps=2))
+    dataset = hvd.BalancedDataset(*make_data(), balancer=balancer, seed=5)
+    model = make_model(keras.optimizers.SGD(0.1, momentum=0.9))
+    traced = []
+
+    @tf.function(reduce_retracing=True)
+    def step(x, y):
+        traced.append(hvd.size())
+        with tf.GradientTape() as tape:
+            loss = cross_entropy(y, model(x, training=True))
+        with tf.GradientTape() as counting:  # of equal weights
+            wide = tf.reduce_sum(model.trainable_variables[0] ** 2)
+        gradients = hvd.DistributedGradientTape(tape, balancer=balancer).gradient(loss, model.trainable_variables)
+        (same,) = hvd.DistributedGradientTape(counting).gradient(wide, model.trainable_variables[:1])
+        model.optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+        return tf.reduce_sum(same)
+
+    @hvd.elastic.run
+    def train(state):
+        state.sizes = [*state.sizes, hvd.size()]
+        fate = Fate(state, folder, kind)
+        while state.epoch < EPOCHS:
+            dataset.set_epoch(state.epoch)
+            for x, y in dataset:
+                step(tf.constant(x), tf.constant(y))
+                state.batch += 1
+                fate.strike()
+                if state.batch % 5 == 0:
+                    state.commit()
+            state.epoch, state.batch = state.epoch + 1, 0
+        return traced
+
+    state = hvd.elastic.TensorFlowKerasState(model, model.optimizer, epoch=0, batch=0, sizes=[], balancer=balancer)
+    train(state)
+    found = flat(model)
+    every = hvd.allgather(found[None])
+    return {
+        "sizes": state.sizes,
+        "alike": all(np.array_equal(row, every[0]) for row in every),
+        "off": float(np.abs(found - by_one_process()).max()),
+        "batches": int(model.optimizer.iterations),
+        "traced": sorted(set(traced)),
     }
 
 
@@ -250,7 +302,9 @@ def gone_back(kept, at, *, rebuilt):
     assert trained(state, dataset, keep=state.commit, kept=kept, at=at) is None
     state.restore()
     if rebuilt:
-        type(backend.engine()).rebuild()
+        engine = backend.engine()
+        type(engine).forget()
+        type(engine).rebuild(engine.settle())
         state.on_reset()
         state.sync()
     return float(np.abs(trained(state, dataset) - expected).max())
@@ -268,7 +322,7 @@ if __name__ == "__main__":
     keras.config.set_floatx("float64")
     hvd.init()
     what, where, *rest = sys.argv[1:]
-    result = {"elastic": elastic, "resume": resume, "between": between}[what](Path(where), *rest)
+    result = {"elastic": elastic, "loop": loop, "resume": resume, "between": between}[what](Path(where), *rest)
     if hvd.rank() == 0:
         print("RESULT " + json.dumps(result), flush=True)
     hvd.barrier()

@@ -481,13 +481,19 @@ def gradient_tape():
         return gradient(hvd.DistributedGradientTape(tf.GradientTape(), balancer=balancer), x, y)
 
     whole = gradient(tf.GradientTape(), tf.constant(x, tf.float32), tf.constant(y, tf.float32))
-    for call in (ours, tf.function(ours), ours, "others", ours):  # parameters are looked at with the second one
+    batch = tf.constant(x[mine], tf.float32), tf.constant(y[mine], tf.float32)
+    traced, other = tf.function(ours), tf.function(ours)
+    stale = other.get_concrete_function(*batch)
+    # Parameters are looked at with the second one.
+    for call in (ours, traced, ours, "others", ours, traced):
         if call == "others":  # as when the ranks of an elastic job have changed
-            type(balancer.engine).rebuild()
+            engine = balancer.engine
+            type(engine).forget()
+            type(engine).rebuild(engine.settle())
             continue
         balancer.begin(shares[hvd.rank()])
-        found = call(tf.constant(x[mine], tf.float32), tf.constant(y[mine], tf.float32))
-        assert distance([g.numpy() for g in found], [g.numpy() for g in whole]) < 1e-5
+        assert distance([g.numpy() for g in call(*batch)], [g.numpy() for g in whole]) < 1e-5
+    raises("traced before they became others", lambda: stale(*batch), before=lambda: balancer.begin(len(batch[0])))
 
 
 def compiled_by_xla():
