@@ -64,10 +64,12 @@ def main(folder, kind, **options):
     )
     schedule = hvd.LatencyAwareLR(optimizer, balancer)
     died = folder / "died"
+    outliving = []  # what something still holds of a `train` that broke off
 
     @hvd.elastic.run
     def train(state):
         state.sizes = [*state.sizes, hvd.size()]
+        outliving.append(hvd.BalancedDataLoader(data, balancer=balancer, seed=6, num_workers=0))
         mine = []
         for state.epoch in range(state.epoch, EPOCHS):  # noqa: B020
             loader.set_epoch(state.epoch)
