@@ -9,12 +9,16 @@ from typing import Any, Protocol
 Kept = Mapping[str, tuple[Sequence[Any], float]]  # by kind: of each exchange what is not sent yet, and in which unit
 
 
-class Keeper(Protocol):
-    """An exchange, or what has something to say with the next one."""
+class Stateful(Protocol):
+    """What has something to say with the next exchange, of the ranks that there are."""
 
     def state_dict(self) -> Any: ...
 
     def load_state_dict(self, state: Any) -> None: ...
+
+
+class Keeper(Stateful, Protocol):
+    """An exchange, whose codecs may keep something back that is sent later, to whichever ranks."""
 
     def kept_back(self) -> Sequence[Any]: ...
 
@@ -41,6 +45,7 @@ class Keeping:
     def __init__(self, *, keeps: bool) -> None:
         self._keeps = keeps
         self._groups: dict[str, _Group] = {}
+        self._sayings: dict[str, Stateful] = {}
         self._states: dict[str, Any] = {}  # for groups that are yet to be made
         self._given: dict[str, tuple[Sequence[Any], float]] = {}
 
@@ -49,15 +54,25 @@ class Keeping:
         self._groups[kind] = _Group(exchanges, unit)
         self._take_in(kind)
 
+    def put_saying(self, kind: str, saying: Stateful) -> None:
+        """Says what rides in the next exchange."""
+        self._sayings[kind] = saying
+        self._take_in(kind)
+
     def state_dict(self) -> dict[str, Any]:
-        """What this rank's codecs keep from step to step: residuals, scales, factors."""
-        live = {kind: [each.state_dict() for each in group.exchanges] for kind, group in self._groups.items()}
+        """What this rank's codecs keep from step to step: residuals, scales, factors; and what is yet to be said."""
+        live = {kind: [each.state_dict() for each in parts] for kind, parts in self._parts.items()}
         return {**self._states, **live}
+
+    @property
+    def _parts(self) -> dict[str, Sequence[Stateful]]:
+        groups = {kind: group.exchanges for kind, group in self._groups.items()}
+        return {**{kind: [saying] for kind, saying in self._sayings.items()}, **groups}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from `state`, of this rank of as many. All ranks do, or none."""
         self._states = dict(state)
-        for kind in self._groups:
+        for kind in self._parts:
             self._take_in(kind)
 
     def kept_back(self) -> Kept:
@@ -77,10 +92,11 @@ class Keeping:
             self._take_in(kind)
 
     def _take_in(self, kind: str) -> None:
-        """Hands to a group what waits for it."""
-        group = self._groups[kind]
-        for exchange, state in zip(group.exchanges, self._states.pop(kind, ()), strict=False):
-            exchange.load_state_dict(state)
+        """Hands over what waits for this kind."""
+        for part, state in zip(self._parts[kind], self._states.pop(kind, ()), strict=False):
+            part.load_state_dict(state)
+        if (group := self._groups.get(kind)) is None:
+            return
         kept, unit = self._given.pop(kind, ((), 1.0))
         for exchange, arrays in zip(group.exchanges, kept, strict=False):
             exchange.give_back(arrays, unit / group.unit())

@@ -108,13 +108,6 @@ class NoiseMeter:
         self._sums = None if heard is None else NoiseSums(**heard)
         self._terms, self._batches = float(state.get("terms", 0.0)), int(state.get("batches", 1))
 
-    def kept_back(self) -> Sequence[Any]:
-        """Nothing: what was measured on other ranks says nothing about these."""
-        return ()
-
-    def give_back(self, kept: Sequence[Any], factor: float) -> None:
-        """Takes what `kept_back` returned."""
-
 
 class Buckets(Protocol):
     """Flat arrays of gradients, one of which may end in a control vector; either of them whole through a codec or not.

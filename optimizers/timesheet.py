@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from hvd_hetero.policy.jitter import Ran
@@ -106,10 +106,3 @@ class Timesheet:
         self.reported = (state["samples"], 0.0)
         self._samples, self._batches = state["begun"]
         self._discarded = self._batches > 0  # it is not known how long these took
-
-    def kept_back(self) -> Sequence[Any]:
-        """Nothing: the ranks' batches are others now."""
-        return ()
-
-    def give_back(self, kept: Sequence[Any], factor: float) -> None:
-        """Takes what `kept_back` returned."""

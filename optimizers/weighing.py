@@ -55,8 +55,8 @@ class Weighing:
         self.begun = 0  # global batches since the last exchange, the same on all ranks
         self._generation = 0
         self.keeping = Keeping(keeps=ways.keeps)
-        self.keeping.put("noise", [self.noise], lambda: 1.0)
-        self.keeping.put("samples", [balancer.timesheet], lambda: 1.0)
+        self.keeping.put_saying("noise", self.noise)
+        self.keeping.put_saying("samples", balancer.timesheet)
         balancer.keepers.append(self.keeping)
         self._guard = ParameterGuard(balancer.engine, parameters, name=self.name, tell=self._differed)
 
