@@ -11,6 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import pytest
 
+from hvd_hetero.engine.notice import LEFT
 from tests.repair import needs
 
 pytestmark = pytest.mark.horovod
@@ -62,6 +63,7 @@ class Workers:
         self.slots: list[Any] = []
         self.told: list[list[threading.Event]] = []  # for each, what tells it to end: the job, its host, itself
         self._ends: list[threading.Event] = []
+        self._status = 1
         self._changed = threading.Condition()
 
     def create(self, slot: Any, events: list[threading.Event]) -> tuple[int, float]:
@@ -72,7 +74,7 @@ class Workers:
             self._ends.append(end)
             self._changed.notify_all()
         end.wait()
-        return 1, 0.0
+        return self._status, 0.0
 
     def wait_for(self, count: int) -> None:
         with self._changed:
@@ -84,7 +86,8 @@ class Workers:
         places = [(slot.hostname, slot.local_rank) for slot in self.slots]
         return places.index((host, local_rank), start)
 
-    def end(self, worker: int) -> None:
+    def end(self, worker: int, status: int = 1) -> None:
+        self._status = status
         self._ends[worker].set()
 
     def end_all(self) -> None:
@@ -155,6 +158,21 @@ def test_a_dead_worker_is_started_anew_and_those_beside_it_go_on(job: Job) -> No
     workers.end(3)
     answers = _in_threads(ask, survivors)
     assert answers[survivors[1]][0] == -1, "a worker that dies again and again was started again"
+
+
+@needs("left_in_order")
+def test_a_worker_that_leaves_in_order_is_started_anew_however_often(job: Job) -> None:
+    driver, workers, ask = job
+    numbers = {(slot.hostname, slot.local_rank): slot.worker for slot in workers.slots}
+    survivors = [f"a:0:{numbers['a', 0]}", f"b:1:{numbers['b', 1]}"]
+    for times in range(3):
+        workers.end(workers.find("b", 0, start=3 + times - 1 if times else 0), status=LEFT)
+        ranks = sorted(answer[0] for answer in _in_threads(ask, survivors).values())
+        workers.wait_for(4 + times)
+        assert len(set(ranks)) == 2 and ranks[0] == 0
+        assert not driver._host_manager.is_blacklisted("b")
+    # One that fails then is no accident if it does so again.
+    assert ("b", 0) not in driver._restarted
 
 
 @needs("spared_hosts")

@@ -33,6 +33,7 @@ WITHOUT = {
     "stale_workers": "an elastic job may wait for ever for a host that was given up and came back, give up one whose "
     "old workers end late, or have two processes with one rank",
     "spared_hosts": "one dead rank of an elastic job costs all ranks of its host",
+    "left_in_order": "a rank that leaves an elastic job on SIGTERM twice in two minutes costs all ranks of its host",
     "lone_host": "an elastic job on one host waits without a word for a second one",
     "failed_job": "an elastic job whose ranks were all given up ends with status 0, as if it had succeeded",
     "in_place_copy": "an in-place all-reduce of one tensor under Gloo costs one copy more",

@@ -117,6 +117,7 @@ EDITS: Final = (
         worker = slot_info.worker = str(self._workers_started)
         slot = slot_info.hostname, slot_info.local_rank
         self._current_workers[slot] = worker, host_event
+        self._left.discard(slot)
         if slot in self._ends:
             self._ends[slot].set()
         self._ends[slot] = own_event = threading.Event()
@@ -132,7 +133,7 @@ EDITS: Final = (
         self._current_workers = {}
         self._workers_started = 0
         self._ends = {}
-        self._restarted = {}
+        self._restarted, self._left = {}, set()
         self._world_size = 0
 """,
     ),

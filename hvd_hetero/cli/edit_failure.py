@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from hvd_hetero.cli.edits import Edit
+from hvd_hetero.engine.notice import LEFT
 
 _REGISTRATION = "horovod/runner/elastic/registration.py"
 _DRIVER = "horovod/runner/elastic/driver.py"
@@ -35,7 +36,8 @@ EDITS: Final = (
         replace="""    def spare(self, host, slot, states, alone):
         now = time.time()
         last, count = self._restarted.get((host, slot), (0, 0))
-        again = now - last < SPARED_AGAIN_SECS * 2 ** max(0, count - 1)
+        left = (host, slot) in self._left
+        again = not left and now - last < SPARED_AGAIN_SECS * 2 ** max(0, count - 1)
         if again and (alone or count >= MOST_SPARED_AGAIN):
             return False
         if slot == 0:
@@ -46,7 +48,8 @@ EDITS: Final = (
                     return False
                 hosts_now.host_assignment_order[:] = order
         logging.info('start worker anew: %s[%s]', host, slot)
-        self._restarted[(host, slot)] = now, count + 1
+        if not left:
+            self._restarted[(host, slot)] = now, count + 1
         self._current_workers.pop((host, slot), None)
         if (host, slot) in self._ends:
             self._ends[(host, slot)].set()
@@ -54,6 +57,16 @@ EDITS: Final = (
 
     def world_size(self):
 """,
+    ),
+    Edit(
+        name="left_in_order",
+        reason="a worker that was told to end, and has ended in order, did not fail: however often that happens, it "
+        "costs no other worker of its host its place",
+        file=_DRIVER,
+        find="            rendezvous_id = self._worker_registry.record_failure(",
+        replace="""            if exit_code == LEFT_IN_ORDER:
+                self._left.add((slot_info.hostname, slot_info.local_rank))
+            rendezvous_id = self._worker_registry.record_failure(""",
     ),
     Edit(
         name="spared_hosts",
@@ -75,7 +88,8 @@ EDITS: Final = (
         "others failed in the same moment, it may have failed for their sake",
         file=_DRIVER,
         find="ELASTIC_TIMEOUT_SECS = 600\n",
-        replace="ELASTIC_TIMEOUT_SECS = 600\nSPARED_AGAIN_SECS = 120\nMOST_SPARED_AGAIN = 3\n",
+        replace="ELASTIC_TIMEOUT_SECS = 600\nSPARED_AGAIN_SECS = 120\nMOST_SPARED_AGAIN = 3\n"
+        f"LEFT_IN_ORDER = {LEFT}\n",
     ),
     *(
         Edit(
