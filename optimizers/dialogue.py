@@ -61,11 +61,13 @@ class Dialogue:
         self._said: dict[str, Any] = {}  # in the last exchange, of what is said again where there is nothing new
         self._listeners: list[Callable[[], None]] = []
         self.entered, self.steps, self.staleness, self.mean_staleness = entered, 1, 0.0, 0.0
-        self.restart()
+        self.horizon = Horizon(place.step)
+        engine.on_change(self.unheard)
 
     def restart(self) -> None:
-        """Goes on from another batch."""
-        self.horizon = Horizon(self._place.step)
+        """Goes on from another batch: no answer comes to what was said before it."""
+        before, self.horizon = self.horizon, Horizon(self._place.step)
+        before.unheard()
 
     def subscribe(self, listener: Callable[[], None]) -> None:
         """Calls `listener` after each exchange that leads: what it reads here is then the same on all ranks."""

@@ -67,7 +67,12 @@ def test_every_sample_once_however_far_a_thread_deals_ahead(length):
     assert len(ended[0][1]) >= 3, "the plan never changed: the test shows nothing"
 
 
-def test_a_thread_that_deals_ahead_waits_for_the_answer_and_no_longer():
+@pytest.mark.parametrize("no_answer", [
+    lambda balancer: balancer.dialogue.unheard(),  # the exchange failed
+    lambda balancer: balancer.load_state_dict(balancer.state_dict()),  # the job goes back to a commit
+    lambda balancer: balancer.engine.rebuild(),  # the ranks become others
+])
+def test_a_thread_that_deals_ahead_waits_for_the_answer_and_no_longer(no_answer):
     balancer = Balancer(SoloEngine(), global_batch_size=4)
     balancer.begin(4)
     balancer.deal(2)
@@ -80,7 +85,7 @@ def test_a_thread_that_deals_ahead_waits_for_the_answer_and_no_longer():
 
     threading.Thread(target=beyond, daemon=True).start()
     assert not dealt.wait(0.1), "batch 3 was dealt although nobody was told"
-    balancer.dialogue.unheard()  # the exchange failed
+    no_answer(balancer)
     assert dealt.wait(5.0)
 
 

@@ -10,6 +10,23 @@ _OPERATIONS = "horovod/common/operations.cc"
 
 EDITS: Final = (
     Edit(
+        name="fixed_settings",
+        reason="a setting that is fixed (HOROVOD_CYCLE_TIME, HOROVOD_FUSION_THRESHOLD) has no place among those that "
+        "are tuned. A process that initialises once more writes its default all the same: into the place of another. "
+        "With a fixed cycle time, ranks that stay then sum tensors of up to 1 MB in one operation, and ranks that join "
+        "those of up to 128 MB: sums of unlike tensors, or the end of a process. With both fixed, it ends at once",
+        file="horovod/common/parameter_manager.cc",
+        find="""    Eigen::VectorXd v = TunableParameter::BestValue();
+    v[index_[variable]] = value;
+""",
+        replace="""    if (index_.find(variable) == index_.end()) {
+      return;
+    }
+    Eigen::VectorXd v = TunableParameter::BestValue();
+    v[index_[variable]] = value;
+""",
+    ),
+    Edit(
         name="failed_init",
         reason="ranks that come together anew may lose another one in that moment. Gloo's exception then leaves the "
         "background thread, outside any try, and every rank aborts: one more death ends the whole job. Now hvd.init() "

@@ -43,7 +43,8 @@ def prepare_init() -> None:
     Horovod's background thread negotiates once a cycle, on all ranks in lock-step. At its default of 1 ms that costs
     a rank with a fifth of a core a good part of it. An event-driven cycle (a repair) starts when there is work, and
     so may be long; without the repair, 5 ms is a compromise between that cost and the latency it adds. Under MPI the
-    cycle stays: MPI spins within the negotiation, so entering it early costs CPU instead of saving it.
+    cycle stays: MPI spins within the negotiation, so entering it early costs CPU instead of saving it. And it stays
+    in an elastic job without a repair, as ranks that stay and ranks that join would sum unlike tensors.
     """
     if "gloo_hierarchy" in repairs():
         os.environ.setdefault(GLOO_ALLREDUCE, "hierarchical")
@@ -51,6 +52,8 @@ def prepare_init() -> None:
         return
     if "event_driven_cycle" in repairs():
         os.environ.setdefault(EVENT_DRIVEN_CYCLE, "1")
+    if is_elastic() and "fixed_settings" not in repairs():
+        return
     event_driven = "event_driven_cycle" in repairs() and os.environ[EVENT_DRIVEN_CYCLE] == "1"
     os.environ.setdefault(CYCLE_TIME_MS, EVENT_DRIVEN_CYCLE_MS if event_driven else "5")
 

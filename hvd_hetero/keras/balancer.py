@@ -134,7 +134,7 @@ class Balancer(framework_free.Balancer):
             return False
         if not self._may_begin:
             if self.exchanges.ran:
-                if not self._ahead:
+                if self._instead or not self._ahead:
                     return False
                 self.fail()  # a rank that loads more slowly may not see it, and would wait for this one
             raise RuntimeError(

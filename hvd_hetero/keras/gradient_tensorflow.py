@@ -18,9 +18,11 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
+from hvd_hetero.engine.port import Engine
 from hvd_hetero.optimizers.meter import WallClock
 
 from .layout import BucketLayout, Spec, Step
+from .traces_tensorflow import TRACES
 
 ALIGNMENT = 64
 # What all exchanges touch, so that a graph makes them in the order of the program, which is the same on all ranks. By
@@ -66,6 +68,11 @@ def tracing() -> bool:
             'communicate. Received: True, or "auto" where there is a GPU. Pass jit_compile=False to model.compile().'
         )
     return True
+
+
+def traced(engine: Engine) -> None:
+    """What is being traced is of use to the ranks that there are alone."""
+    engine.on_change(TRACES.forget)
 
 
 def part_of(owner: Any) -> int:

@@ -16,11 +16,8 @@ from typing import Any, Protocol
 import numpy as np
 import tensorflow as tf
 
-from hvd_hetero.engine.port import Engine
-
 from .gradient_tensorflow import TURN, flats_of, pieces_of, touched
 from .layout import BucketLayout
-from .traces_tensorflow import TRACES
 
 
 class GraphStep(Protocol):
@@ -75,12 +72,6 @@ def through(step: GraphStep, gradients: Sequence[Any], part: int, variables: Seq
     touched(variables, after=[factor])
     touched([TURN], after=[factor])
     return pieces_of(layout, [_scaled(flat, factor) for flat in sums])
-
-
-def note_traces(engine: Engine) -> None:
-    """What is being traced is forgotten when the ranks become others."""
-    TRACES.note()
-    engine.on_change(TRACES.forget)
 
 
 def _called(function: Any, inputs: Sequence[Any], dtype: Any, shape: Sequence[int], *, stateful: bool) -> Any:

@@ -98,7 +98,7 @@ class GradientReducer:
             self._steps[specs] = ReducedStep(self, specs)
         if tracing := self.form.tracing():
             self.balancer.discard()
-            self._graph.note_traces(self.balancer.engine)
+            self.form.traced(self.balancer.engine)
         step = self._steps[specs]
         present = [g for g in found if g is not None]
         if not present:

@@ -6,36 +6,44 @@ needs while it traces it, which those that stay have to do as well.
 
 from __future__ import annotations
 
-import sys
-import weakref
-from types import FrameType
+import gc
 from typing import Any
 
 import tensorflow as tf
 
+# What an exchange is in a graph: sums, and calls on the host.
+EXCHANGES = ("Horovod", "PyFunc", "EagerPyFunc")
+
 
 class Traces:
-    """The functions whose graphs exchange gradients."""
-
-    def __init__(self) -> None:
-        self._functions: weakref.WeakSet[Any] = weakref.WeakSet()
-
-    def note(self) -> None:
-        """The functions that this thread is tracing are among them."""
-        frame: FrameType | None = sys._getframe()
-        while frame is not None:
-            function = frame.f_locals.get("self")
-            if isinstance(function, tf.types.experimental.PolymorphicFunction):
-                self._functions.add(function)
-            frame = frame.f_back
+    """The graphs of all functions that there are."""
 
     def forget(self) -> None:
-        """They are traced anew when they are called next."""
-        for function in self._functions:
+        """Functions whose graphs may exchange something are traced anew when they are called next.
+
+        Those that call one are among them, which hold its graph in theirs and need not have traced it.
+        """
+        for function in _functions():
             cache = function._function_cache  # there is no public way
-            for context, kind in list(cache._primary):
-                cache.delete(kind, context)
-        self._functions.clear()
+            for (context, kind), concrete in list(cache._primary.items()):
+                if _exchanges(concrete.graph.as_graph_def()):
+                    cache.delete(kind, context)
+
+
+def _functions() -> list[Any]:
+    known: dict[type, bool] = {}  # to ask each object costs more
+    kind = tf.types.experimental.PolymorphicFunction
+    return [
+        one
+        for one in gc.get_objects()
+        if (known[type(one)] if type(one) in known else known.setdefault(type(one), issubclass(type(one), kind)))
+    ]
+
+
+def _exchanges(graph: Any) -> bool:
+    """Whether it may, or a function that it calls."""
+    nodes = [graph.node, *(function.node_def for function in graph.library.function)]
+    return any(node.op.startswith(EXCHANGES) for part in nodes for node in part)
 
 
 TRACES = Traces()

@@ -87,6 +87,10 @@ def main(folder, kind, **options):
                     time.sleep(0.5)
                     os.kill(os.getpid(), getattr(signal, f"SIG{kind}"))
                 optimizer.step()
+                # Each rank by itself decides which of these travel together, of which it knows all from steps before.
+                many = [hvd.allreduce_async(torch.full((100_000,), i), op=hvd.Sum, name=f"many.{i}") for i in range(6)]
+                for i, handle in enumerate(many):
+                    assert (hvd.synchronize(handle) == i * hvd.size()).all(), "a sum of other tensors"
                 time.sleep(0.02)
                 state.batch += 1
                 if state.batch % 5 == 0 or state.batch % (SAMPLES // WHOLE + 1) == 0:

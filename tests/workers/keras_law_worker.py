@@ -484,8 +484,9 @@ def gradient_tape():
     batch = tf.constant(x[mine], tf.float32), tf.constant(y[mine], tf.float32)
     traced, other = tf.function(ours), tf.function(ours)
     stale = other.get_concrete_function(*batch)
+    outer = tf.function(lambda x, y: traced(x, y))  # traced when the inner one is already
     # Parameters are looked at with the second one.
-    for call in (ours, traced, ours, "others", ours, traced):
+    for call in (ours, traced, outer, ours, "others", ours, traced, outer):
         if call == "others":  # as when the ranks of an elastic job have changed
             engine = balancer.engine
             type(engine).forget()

@@ -1,0 +1,26 @@
+"""What this package sets for Horovod."""
+
+import os
+
+import pytest
+
+from hvd_hetero.engine import environment
+
+
+@pytest.mark.parametrize(("elastic", "repairs", "cycle_ms"), [
+    (False, set(), "5"),
+    (False, {"event_driven_cycle"}, "100"),
+    (True, {"event_driven_cycle", "fixed_settings"}, "100"),
+    # A Horovod that initialises once more writes the default of a setting that is fixed into another one.
+    (True, {"event_driven_cycle"}, None),
+    (True, set(), None),
+])  # fmt: skip
+def test_the_cycle_is_long_where_that_harms_nothing(monkeypatch, elastic, repairs, cycle_ms):
+    for name in ("HOROVOD_ELASTIC", "HOROVOD_CYCLE_TIME", "HOROVOD_EVENT_DRIVEN_CYCLE", "OMPI_COMM_WORLD_RANK"):
+        monkeypatch.setenv(name, "")  # so that it is as before in the end
+        monkeypatch.delenv(name)
+    if elastic:
+        monkeypatch.setenv("HOROVOD_ELASTIC", "1")
+    monkeypatch.setattr(environment, "repairs", lambda: frozenset(repairs))
+    environment.prepare_init()
+    assert os.environ.get("HOROVOD_CYCLE_TIME") == cycle_ms
