@@ -26,16 +26,24 @@ class Store(Protocol):
 
 @dataclass
 class Work:
-    """What lies between two contributions of a rank: steps, samples, and the sum of their learning rates."""
+    """What lies between two contributions of a rank.
+
+    Attributes:
+        steps: all, also those in which it had no sample.
+        lr_sum, gradients: of the others the learning rates, and how many they are.
+    """
 
     steps: int = 0
     samples: float = 0.0
     lr_sum: float = 0.0
+    gradients: int = 0
 
     def add(self, samples: float, lr: float) -> None:
         self.steps += 1
-        self.samples += samples
-        self.lr_sum += lr
+        if samples:
+            self.samples += samples
+            self.lr_sum += lr
+            self.gradients += 1
 
 
 @dataclass(frozen=True, kw_only=True)

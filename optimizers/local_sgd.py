@@ -32,8 +32,8 @@ class LocalSGD:
         fragments: parts of the model that merge one after the other, so that a merge uses the link for a part of it.
         outer: what a merge does to the model.
         weights: "samples": progress counts by the samples it is made of, for ranks that draw from one shared order
-            (as BalancedDataLoader deals it). "fednova": by the rank's share over its steps, for ranks with data of
-            their own (Wang et al. 2020, arXiv:2007.07481).
+            (as BalancedDataLoader deals it). "fednova": progress per step counts alike on all ranks that made any, for
+            ranks with equal parts of the data as their own (Wang et al. 2020, arXiv:2007.07481).
         compensation: lambda of `outer.compensated`; 0 for none, which is right for all but plain SGD.
         merge_each_epoch: all ranks wait for each other, and hold one model, where `BalancedDataLoader` ends an epoch;
             elsewhere `optimizer.merge()` does that.

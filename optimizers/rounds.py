@@ -198,7 +198,7 @@ class Rounds:
         chosen = NOTHING
         if work.steps and math.isfinite(square):
             if self.rule.weights == "fednova":
-                chosen = by_shard(self._part, work.lr_sum or float(work.steps))
+                chosen = by_shard(self._part, work.lr_sum or float(work.gradients))
             else:
                 chosen = by_samples(work.samples / self.unit)
         self._sending = (chosen, work, chosen.spread(square) if chosen.weight else 0.0)

@@ -375,6 +375,25 @@ def test_a_batch_begins_with_the_exchange_that_comes_first_and_again():
     assert (balancer.step, balancer.count_now, balancer.exchanges.leads(third)) == (4, 3.0, True)
 
 
+def test_a_batch_that_the_script_begins_may_have_several_exchanges_although_others_are_announced():
+    """As those of `as_tf_dataset()` are, which loads ahead."""
+    from hvd_hetero.keras.balancer import Balancer as OfKeras
+
+    balancer = OfKeras(WHOLE, engine=SoloEngine())
+    tape = Exchange()
+    balancer.exchanges.attach(tape)
+    balancer.forget(ahead=True)
+    for samples in (8, 7, 6):
+        balancer.announce(samples)
+    seen = []
+    for samples in (8, 7):
+        balancer.begin(samples)
+        for _ in range(3):
+            balancer.exchanges.runs(tape)
+            seen.append((balancer.step, balancer.count_now))
+    assert seen == [(0, 8.0)] * 3 + [(1, 7.0)] * 3
+
+
 def test_an_exchange_that_comes_again_is_of_the_present_batch_until_another_is_announced():
     """It leads once. What is attached in the middle of a batch, as a tape is that is made there, is of it too."""
     from hvd_hetero.keras.balancer import Balancer as OfKeras

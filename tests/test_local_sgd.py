@@ -348,6 +348,27 @@ def test_all_hold_one_model_in_the_end_and_nothing_is_lost(codec, fragments, nod
         np.testing.assert_allclose(sent, done, atol=1e-9)
 
 
+@pytest.mark.parametrize("weights", ["samples", "fednova"])
+def test_a_rank_without_samples_takes_nothing_away(weights):
+    """Nor does one that has some in every second step: by FedNova, ranks' progress per step counts."""
+    rule = LocalSGD(round_steps=4, bound_rounds=0, warmup_steps=0, weights=weights)
+
+    def program(engine):
+        rounds, store, balancer = rounds_of(engine, rule, np.zeros(2))
+        for step in range(40):
+            samples = (1.0, 0.0, float(step % 2))[engine.rank]
+            balancer.begin(int(samples))
+            store.values += 1.0 if samples else 0.0
+            rounds.after_step(samples, lr=1.0)
+        rounds.finish()
+        return store.values[0]
+
+    # By samples, 4 steps over 4 samples and 2 over 2 make (4 * 4 + 2 * 2) / 6 in a merge; by FedNova, ranks' progress
+    # per step, which is 1 of each, is multiplied by their mean number of steps.
+    expected = 10 * {"samples": (4 * 4 + 2 * 2) / 6, "fednova": 3.0}[weights]
+    assert World(3).run(program) == pytest.approx([expected] * 3)
+
+
 def test_fednova_finds_the_optimum_that_unnormalised_merges_miss():
     """Ranks with data of their own and unlike numbers of steps (Wang et al. 2020, theorem 1)."""
     lengths = (6, 2, 1)

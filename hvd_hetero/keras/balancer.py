@@ -27,11 +27,13 @@ class Balancer(framework_free.Balancer):
     `BalancedDataset` announces each batch. A loop of one's own calls `balancer.begin(samples)` for each instead; then
     any number of exchanges belong to a batch. Without it they do where nothing loads ahead. `fit` with TensorFlow does:
     there an optimizer, or tapes with the same arguments, may be used several times in a `train_step`, but neither in a
-    loop that TensorFlow makes (`for _ in tf.range(k)`), nor with `run_eagerly=True`.
+    loop or a condition that TensorFlow makes (`for _ in tf.range(k)`, `tf.cond`), nor by calling one `tf.function`
+    several times, nor with `run_eagerly=True`.
 
     Args:
         process_set: the ranks that train together (default: all).
-        run: a folder for this run's trace, one file per rank; default: `HVD_HETERO_RUN`, or no trace.
+        run: a folder for this run's trace, one file per rank; default: `HVD_HETERO_RUN`, or no trace. A second balancer
+            has to have one of its own.
     """
 
     def __init__(

@@ -27,7 +27,8 @@ class Balancer(framework_free.Balancer):
 
     Args:
         process_set: the ranks that train together (default: all).
-        run: a folder for this run's trace, one file per rank; default: `HVD_HETERO_RUN`, or no trace.
+        run: a folder for this run's trace, one file per rank; default: `HVD_HETERO_RUN`, or no trace. A second balancer
+            has to have one of its own.
     """
 
     def __init__(

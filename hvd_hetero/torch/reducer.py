@@ -219,9 +219,17 @@ class GradientReducer:
         """Reduces what has not been: a rank without a sample, or one that stops, still takes part."""
         if self.reduced:
             return
-        if not self._passes.begun and self._balancer.begin_unseen():
+        if not self._passes.begun and (self._balancer.begin_unseen() or self._set_by_hand()):
             self._passes.begin(self._balancer.count_now or 0.0)
+            self._passes.end(final=True)
         self._finish()
+
+    def _set_by_hand(self) -> bool:
+        """Whether a script has put gradients of this batch's samples where no backward pass did."""
+        if not self._balancer.count_now:
+            return False
+        found = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        return any(bool(g._nnz() if g.is_sparse else g.any()) for g in found)
 
     def finished(self, *, lr: float) -> None:
         """Ends the step, after the update; `lr`: its learning rate."""

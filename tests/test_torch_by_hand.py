@@ -1,0 +1,71 @@
+"""Gradients that no `backward()` has made: `torch.autograd.grad`, `torch.func`, or a method of one's own."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from hvd_hetero.engine.local import World
+
+hvd = pytest.importorskip("hvd_hetero.torch")
+
+WHOLE, STEPS, SHARES = 12, 6, (7, 0, 5)
+PROTOTYPE = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+X = torch.randn(STEPS, WHOLE, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def flat(model):
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+def put(model, x):
+    """A gradient into each `p.grad`."""
+    for parameter, gradient in zip(
+        model.parameters(), torch.autograd.grad(model(x).square().mean(), list(model.parameters())), strict=True
+    ):
+        parameter.grad = gradient
+
+
+def by_one_process(times=1):
+    model = copy.deepcopy(PROTOTYPE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x in X:
+        put(model, x)
+        for _ in range(times):
+            optimizer.step()
+    return flat(model)
+
+
+def trained(engine, *, backward=False, times=1, **options):
+    torch.set_num_threads(1)
+    model = copy.deepcopy(PROTOTYPE)
+    balancer = hvd.Balancer(WHOLE, engine=engine, shares=SHARES, min_share=0, adaptive=False)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), balancer=balancer, **options)
+    begin = sum(SHARES[: engine.rank])
+    for x in X:
+        mine = x[begin : begin + SHARES[engine.rank]]
+        balancer.begin(len(mine))
+        optimizer.zero_grad()
+        if len(mine) and backward:
+            model(mine).square().mean().backward()
+        elif len(mine):
+            put(model, mine)
+        for _ in range(times):
+            optimizer.step()
+    optimizer.merge()
+    return flat(model)
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"compression": hvd.Compression.fp16}, {"topology": hvd.Topology(nodes=((0, 1), (2,)))},
+    {"strategy": hvd.LocalSGD(round_steps=1, bound_rounds=0, warmup_steps=0)},
+])  # fmt: skip
+def test_they_are_those_of_the_whole_batch(options):
+    for found in World(3).run(lambda engine: trained(engine, **options)):
+        assert torch.allclose(found, by_one_process(), rtol=0, atol=1e-3 if "compression" in options else 1e-12)
+
+
+def test_a_second_step_takes_the_same_gradient_again():
+    for found in World(3).run(lambda engine: trained(engine, backward=True, times=2)):
+        assert torch.allclose(found, by_one_process(times=2), rtol=0, atol=1e-12)
