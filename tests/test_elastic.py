@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hvd_hetero.engine.elastic import Failures, run
-from hvd_hetero.engine.local import World
+from hvd_hetero.engine.local import LocalEngine, World
 from hvd_hetero.engine.notice import LEFT
 from hvd_hetero.engine.remembered import Remembered
 from hvd_hetero.optimizers.agreement import Terms
@@ -55,6 +55,62 @@ def test_training_goes_on_over_a_rebuild(options):
     for (one, progress), (other, other_progress) in zip(straight, rebuilt, strict=True):
         assert torch.allclose(one, other, rtol=0, atol=1e-3 if "compression" in options else 1e-12)
         assert progress == other_progress
+
+
+@pytest.mark.parametrize("op", [hvd.Average, hvd.Sum])
+def test_what_was_frozen_when_the_ranks_changed_goes_on_learning(op):
+    """As a GAN's discriminator, which has to be while the generator learns. What joins makes it unfrozen."""
+
+    def train(engine, rebuilds):
+        torch.set_num_threads(1)
+        model, balancer = copy.deepcopy(PROTOTYPE), hvd.Balancer(WHOLE, engine=engine, adaptive=False)
+        added = nn.Parameter(torch.ones(3, dtype=torch.float64))
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), balancer=balancer, op=op)
+        optimizer.add_param_group({"params": [added]})
+        x = torch.randn(STEPS, 4, 6, generator=torch.Generator().manual_seed(engine.rank), dtype=torch.float64)
+        for step in range(STEPS):
+            frozen = step in (2, 3)
+            for parameter in (*model[0].parameters(), added):
+                parameter.requires_grad_(not frozen)
+            if rebuilds and step == 3:
+                engine.rebuild()
+                assert not any(parameter.requires_grad for parameter in (*model[0].parameters(), added))
+            optimizer.zero_grad()
+            balancer.begin(4)
+            (model(x[step]) * added).square().mean().backward()
+            optimizer.step()
+        return torch.cat([p.detach().reshape(-1) for p in (*model.parameters(), added)])
+
+    straight = World(3).run(lambda engine: train(engine, rebuilds=False))
+    rebuilt = World(3).run(lambda engine: train(engine, rebuilds=True))
+    assert all(torch.allclose(one, straight[0], rtol=0, atol=1e-12) for one in rebuilt)
+
+
+def test_a_rank_that_joins_trains_what_is_frozen_on_the_others():
+    def train(engine):
+        model = copy.deepcopy(PROTOTYPE)
+        if engine.rank == 0:
+            balancer, optimizer = _made(engine, model)
+            model.requires_grad_(False)
+        else:
+            _made(engine, model)
+        if engine.rank == 0:
+            engine.rebuild()
+        else:
+            balancer, optimizer = _made(LocalEngine(engine._group, engine.rank, engine.ranks), model)
+        model.requires_grad_(True)
+        balancer.begin(4)
+        model(torch.full((4, 6), engine.rank + 1.0).double()).square().mean().backward()
+        optimizer.step()
+        return model[0].weight.detach().clone()
+
+    first, second = World(2).run(train)
+    assert torch.equal(first, second) and not torch.equal(first, PROTOTYPE[0].weight)
+
+
+def _made(engine, model):
+    balancer = hvd.Balancer(8, engine=engine, adaptive=False)
+    return balancer, hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), balancer=balancer)
 
 
 def planner(identities):

@@ -39,12 +39,12 @@ class Hooks:
         self._nodes: list[Any] = []  # that add to `p.grad`
 
     def add(self, parameters: Sequence[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
-        """Takes those that require a gradient and are new, which it returns.
+        """Takes those that are new, which it returns; also what is frozen for now.
 
         Raises:
             TypeError: for a parameter of a type that cannot be reduced.
         """
-        new = [p for p in parameters if p.requires_grad and id(p) not in self._known]
+        new = [p for p in parameters if id(p) not in self._known]
         self._known |= {id(parameter) for parameter in new}
         for parameter in new:
             check_type(parameter)
@@ -52,11 +52,14 @@ class Hooks:
             if before is not None:
                 before.replace()
             _REDUCED_BY[parameter] = self._owner
+            frozen = not parameter.requires_grad
+            parameter.requires_grad_(True)  # PyTorch hooks into nothing else
             self._handles.append(parameter.register_post_accumulate_grad_hook(self._after))
             if self._before is not None:
                 node = torch.autograd.graph.get_gradient_edge(parameter).node
                 self._nodes.append(node)  # kept, or its hook would go with it
                 self._handles.append(node.register_prehook(self._before))
+            parameter.requires_grad_(not frozen)
         return new
 
     def thawed(self, groups: Sequence[Mapping[str, Any]]) -> int:

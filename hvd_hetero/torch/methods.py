@@ -75,7 +75,8 @@ def methods_of(base: type[torch.optim.Optimizer]) -> dict[str, Callable[..., Any
         """Reduces over the ranks that there are now. A collective call."""
         if not self._reducer.replaced:
             self._reducer.close()
-            self._reducer = self._reducer_of(self._reducer.passes)
+            # What is frozen now, as one model of a GAN is while the other has its turn, was made to be trained.
+            self._reducer = self._reducer_of(self._reducer.parameters, self._reducer.passes)
             self._reducer.follow(self)
             reduces(self)
 
@@ -90,7 +91,7 @@ def methods_of(base: type[torch.optim.Optimizer]) -> dict[str, Callable[..., Any
             )
         base.add_param_group(self, param_group)
         if "_reducer" in self.__dict__:
-            self._reducer.add(self.param_groups[-1]["params"])
+            self._reducer.add([p for p in self.param_groups[-1]["params"] if p.requires_grad])
 
     def __reduce__(self: Any) -> Any:
         return (_unwrapped, (base, {k: v for k, v in self.__getstate__().items()}))

@@ -107,9 +107,8 @@ def DistributedOptimizer(
         balancer = EqualWeights(HorovodEngine(process_set))
     weights, trace = balancer, balancer.trace
 
-    def reducer_of(passes: int) -> GradientReducer:
+    def reducer_of(trained: Sequence[torch.nn.Parameter], passes: int) -> GradientReducer:
         """What reduces the gradients on the ranks that there are. A collective call."""
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
         ways = Ways(
             weights.engine,
             wire=wire,
@@ -121,12 +120,12 @@ def DistributedOptimizer(
                 "op": "Sum" if op == horovod.Sum else "Average",
                 "gradient_predivide_factor": gradient_predivide_factor,
                 "bucket_bytes": bucket_bytes,
-                "parameters": _described(parameters),
+                "parameters": _described(trained),
             },
             tell=lambda name, choice: trace.event("route", bucket=name, **asdict(choice)) if trace else None,
         )
         return GradientReducer(
-            parameters,
+            trained,
             balancer=weights,
             ways=ways,
             passes=passes,
@@ -145,7 +144,7 @@ def DistributedOptimizer(
     distributed: Any = object.__new__(type(base.__name__, (base,), methods))
     distributed.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
     distributed.__dict__.update(
-        _reducer=reducer_of(backward_passes_per_step),
+        _reducer=reducer_of([p for p in parameters if p.requires_grad], backward_passes_per_step),
         _reducer_of=reducer_of,
         _balancer=balancer,
         _wrapped=optimizer,
@@ -159,10 +158,10 @@ def DistributedOptimizer(
 
 
 def _described(parameters: Sequence[torch.nn.Parameter]) -> str:
-    """The shapes and types of those that are trained, in short."""
-    trained = [(tuple(p.shape), p.dtype) for p in parameters if p.requires_grad]
-    elements = sum(math.prod(shape) for shape, _ in trained)
-    return f"{len(trained)} tensors of {elements} elements ({zlib.crc32(str(trained).encode()):08x})"
+    """Their shapes and types, in short."""
+    kinds = [(tuple(p.shape), p.dtype) for p in parameters]
+    elements = sum(math.prod(shape) for shape, _ in kinds)
+    return f"{len(kinds)} tensors of {elements} elements ({zlib.crc32(str(kinds).encode()):08x})"
 
 
 def _check_devices(parameters: Iterable[torch.nn.Parameter]) -> None:

@@ -31,7 +31,7 @@ class GradientReducer:
     """Reduces the gradients of `parameters` after each backward pass, weighted by `balancer`'s counts.
 
     Args:
-        parameters: those that require a gradient, in the order of the model.
+        parameters: those that are trained, in the order of the model.
         passes: backward passes per step; the gradient is the sum over them, as Horovod's is.
         scale: multiplies the weighted mean (the number of ranks for op=Sum).
         ways: how buckets travel.
@@ -96,6 +96,11 @@ class GradientReducer:
     @passes.setter
     def passes(self, passes: int) -> None:
         self._weighing.passes = passes
+
+    @property
+    def parameters(self) -> Sequence[torch.nn.Parameter]:
+        """Those that are trained, also where they are frozen for now."""
+        return self._parameters
 
     # Layout ---------------------------------------------------------------------------------------------------------
 
