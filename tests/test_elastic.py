@@ -1,6 +1,8 @@
 """Ranks that have become others: everything made on them is rebuilt, and training goes on as if nothing had been."""
 
 import copy
+import itertools
+import math
 import os
 import signal
 
@@ -55,6 +57,48 @@ def test_training_goes_on_over_a_rebuild(options):
     for (one, progress), (other, other_progress) in zip(straight, rebuilt, strict=True):
         assert torch.allclose(one, other, rtol=0, atol=1e-3 if "compression" in options else 1e-12)
         assert progress == other_progress
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"op": hvd.Sum}, {"backward_passes_per_step": 2},
+    {"strategy": hvd.LocalSGD(round_steps=1, bound_rounds=0, warmup_steps=0)},
+])
+@pytest.mark.parametrize("passes", [0.5, 1, 2])
+def test_gradients_of_a_step_that_broke_off_do_not_count(options, passes):
+    """A script that calls zero_grad() after step() has those of the step that another rank's death broke off. Those of
+    the first micro-batch, or of one pass of two, are each rank's own yet."""
+
+    def train(engine, breaks_off):
+        torch.set_num_threads(1)
+        model = copy.deepcopy(PROTOTYPE)
+        balancer = hvd.Balancer(WHOLE, engine=engine, adaptive=False, max_micro_batch=2)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), balancer=balancer, **options)
+        random = torch.Generator().manual_seed(engine.rank)
+        x = torch.randn(STEPS, 4, 6, generator=random, dtype=torch.float64)
+
+        def backward(batch, parts=2):
+            balancer.begin(4)
+            for part in itertools.islice(balancer.micro_batches(x[batch]), parts):
+                model(part).square().mean().backward()
+
+        for step in range(0, STEPS, 2):
+            if step == 4:
+                optimizer.merge()
+            if step == 4 and breaks_off:
+                for batch in range(step, step + math.ceil(passes)):
+                    backward(batch, parts=math.ceil(2 * passes))
+                engine.rebuild()
+            backward(step)
+            if "backward_passes_per_step" in options:
+                backward(step + 1)
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.merge()
+        return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+    straight = World(3).run(lambda engine: train(engine, breaks_off=False))
+    broken = World(3).run(lambda engine: train(engine, breaks_off=True))
+    assert all(torch.allclose(one, straight[0], rtol=0, atol=1e-12) for one in broken)
 
 
 @pytest.mark.parametrize("op", [hvd.Average, hvd.Sum])

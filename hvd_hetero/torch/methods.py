@@ -77,6 +77,9 @@ def methods_of(base: type[torch.optim.Optimizer]) -> dict[str, Callable[..., Any
             self._reducer.close()
             # What is frozen now, as one model of a GAN is while the other has its turn, was made to be trained.
             self._reducer = self._reducer_of(self._reducer.parameters, self._reducer.passes)
+            # Of passes that are not counted any more: a step that broke off, or one that a commit divides.
+            for parameter in (p for group in self.param_groups for p in group["params"]):
+                parameter.grad = None
             self._reducer.follow(self)
             reduces(self)
 
