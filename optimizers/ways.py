@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hvd_hetero.codecs.codec import HorovodCompressor
-from hvd_hetero.engine.hierarchy import ALGORITHMS, levels_for
+from hvd_hetero.engine.hierarchy import ALGORITHMS, levels_for, topology_now
 from hvd_hetero.engine.port import Engine
 from hvd_hetero.policy.buckets import cap_bytes
 from hvd_hetero.policy.topology import Topology
@@ -29,7 +29,7 @@ class Ways:
         wire: the codecs, or a compressor of the user's own.
         topology: "flat" (or None): one level. "auto": nodes found and links measured, and the fastest algorithm for
             each bucket. "rails", "scatter", "leader": nodes found, and that algorithm. A `Topology`: its nodes, and the
-            fastest algorithm for each bucket.
+            fastest algorithm for each bucket; in an elastic job of another number of ranks, as "auto".
         alike: what else ranks must have the same, by name.
         tell: is told what was chosen, and why.
 
@@ -52,6 +52,7 @@ class Ways:
             recipe.exact for recipe in (self._wire.cross, self._wire.local)
         )
         self.keeps = self._wire.keeps
+        topology = topology_now(engine, topology)
         agree_text(
             engine,
             lambda: _described(engine, topology, wire, alike or {}),

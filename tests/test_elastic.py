@@ -14,6 +14,7 @@ from hvd_hetero.engine.elastic import Failures, run
 from hvd_hetero.engine.local import LocalEngine, World
 from hvd_hetero.engine.notice import LEFT
 from hvd_hetero.engine.remembered import Remembered
+from hvd_hetero.optimizers import ways
 from hvd_hetero.optimizers.agreement import Terms
 from hvd_hetero.optimizers.planner import Planner
 from hvd_hetero.policy.partition import Bound
@@ -152,9 +153,63 @@ def test_a_rank_that_joins_trains_what_is_frozen_on_the_others():
     assert torch.equal(first, second) and not torch.equal(first, PROTOTYPE[0].weight)
 
 
-def _made(engine, model):
-    balancer = hvd.Balancer(8, engine=engine, adaptive=False)
-    return balancer, hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), balancer=balancer)
+def _made(engine, model, **options):
+    balancer, inner = hvd.Balancer(8, engine=engine, adaptive=False), torch.optim.SGD(model.parameters(), lr=0.1)
+    return balancer, hvd.DistributedOptimizer(inner, balancer=balancer, **options)
+
+
+@pytest.mark.parametrize(("sizes", "nodes"), [((3, 2), ((0, 1), (2,))), ((2, 3), ((0,), (1,)))])
+def test_a_topology_of_other_ranks_is_found_anew_in_an_elastic_job(sizes, nodes, monkeypatch, tmp_path, capfd):
+    """Where it fits, it is used; whoever joins does as the others do."""
+    monkeypatch.setenv("HOROVOD_ELASTIC", "1")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    world, used, levels_for = World(3), [], ways.levels_for
+    monkeypatch.setattr(
+        ways, "levels_for", lambda engine, topology: used.append(topology) or levels_for(engine, topology)
+    )
+
+    def train(engine, topology):
+        torch.set_num_threads(1)
+        model, balancer = copy.deepcopy(PROTOTYPE), None
+        x = torch.randn(STEPS, WHOLE, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        for step in range(STEPS):
+            size = sizes[step >= 4]
+            if engine.rank >= size:
+                continue
+            if step in (0, 4):
+                engine._group, engine._ranks = world.subgroup(tuple(range(size))), tuple(range(size))
+            if step == 4 and balancer is not None:
+                engine.rebuild()
+            elif balancer is None:
+                balancer = hvd.Balancer(WHOLE, engine=engine, adaptive=False)
+                inner = torch.optim.SGD(model.parameters(), lr=0.1)
+                optimizer = hvd.DistributedOptimizer(inner, balancer=balancer, topology=topology)
+            if step == 4:
+                for parameter in model.parameters():
+                    engine.broadcast_async(parameter.detach(), root=0, name="begin").wait()
+            share = WHOLE // size
+            optimizer.zero_grad()
+            balancer.begin(share)
+            model(x[step, engine.rank * share : (engine.rank + 1) * share]).square().mean().backward()
+            optimizer.step()
+        return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+    straight = world.run(lambda engine: train(engine, None))
+    assert "topology" not in capfd.readouterr().err
+    used.clear()
+    given = hvd.Topology(nodes=nodes)
+    found = world.run(lambda engine: train(engine, given))
+    for rank in range(sizes[1]):
+        assert torch.allclose(found[rank], straight[rank], rtol=0, atol=1e-12)
+    assert used.count(given) == sizes[0] and used.count("auto") == sizes[1]
+    said = [line for line in capfd.readouterr().err.splitlines() if "topology" in line]
+    assert said == [
+        f"hvd_hetero: the topology is one of {sizes[0]} ranks, and there are {sizes[1]}: going on as with "
+        'topology="auto".'
+    ]
+    monkeypatch.delenv("HOROVOD_ELASTIC")
+    with pytest.raises(ValueError, match="topology: expected one of 3 ranks, those of this job"):
+        World(3).run(lambda engine: _made(engine, copy.deepcopy(PROTOTYPE), topology=hvd.Topology(nodes=((0, 1),))))
 
 
 def planner(identities):

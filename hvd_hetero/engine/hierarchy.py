@@ -14,6 +14,7 @@ Process sets are few, because each costs its members a negotiation in every cycl
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -21,6 +22,7 @@ from typing import Any, Protocol
 from hvd_hetero.policy.partition import equal_shares
 from hvd_hetero.policy.topology import Topology
 
+from .environment import is_elastic
 from .port import Engine, Steps
 
 
@@ -82,6 +84,20 @@ def levels_of(engine: Engine, topology: Topology) -> Levels:
     even = all(len(node) == topology.rails for node in topology.nodes)
     nodes = len(topology.nodes)
     return Levels(everyone=engine, local=local, cross=cross, nodes=nodes, rails=topology.rails, even=even)
+
+
+def topology_now(engine: Engine, topology: Topology | str | None) -> Topology | str | None:
+    """A user's `topology` for the ranks that there are now: in an elastic job "auto" for a `Topology` of another number
+    of them, which rank 0 says. Anywhere else it is a mistake, and stays."""
+    if not is_elastic() or not isinstance(topology, Topology) or topology.size == engine.size:
+        return topology
+    if engine.rank == 0:
+        text = (
+            f"hvd_hetero: the topology is one of {topology.size} ranks, and there are {engine.size}: going on as with "
+            'topology="auto".'
+        )
+        print(text, file=sys.stderr, flush=True)
+    return "auto"
 
 
 def levels_for(engine: Engine, topology: Topology | str | None) -> Levels:
