@@ -108,6 +108,7 @@ def test_the_history_is_of_all_that_is_left():
     ("UnknownError", "Connection closed by peer [[{{node HorovodAllreduce_1}}]]", True),
     ("UnknownError", "HorovodInternalError: gradient failed [[{{node StatefulPartitionedCall}}]]", True),
     ("UnknownError", "PeerError: Expected every rank to deliver batch 3.", True),
+    ("InvalidArgumentError", "Allreduce: Process set provided does not exist, or has not been registered.", True),
     ("UnknownError", "no such file", False),
     ("InvalidArgumentError", "Mismatched broadcast tensor shapes [Op:HorovodBroadcast]", False),
 ])

@@ -10,7 +10,7 @@ import numpy as np
 
 from .environment import waits_without_spinning
 from .port import Op
-from .process_set import ProcessSetEngine, checked_splits
+from .process_set import ProcessSetEngine, checked_splits, while_there
 from .sleep import wait_until
 
 _OPS = {"sum": "Sum", "min": "Min", "max": "Max"}
@@ -51,28 +51,33 @@ class HorovodEngine(ProcessSetEngine):
     def _tensor(self, array: Any) -> Any:
         return self._torch.from_numpy(array) if isinstance(array, np.ndarray) else array
 
+    @while_there
     def allreduce_async(self, array: Any, *, name: str, op: Op = "sum") -> HorovodHandle:
         handle = self._binding.allreduce_async_(
             self._tensor(array), name=name, op=getattr(self._binding, _OPS[op]), process_set=self._set
         )
         return HorovodHandle(self, handle, array, name)
 
+    @while_there
     def allgather_async(self, array: Any, *, name: str) -> HorovodHandle:
         handle = self._binding.allgather_async(self._tensor(array), name=name, process_set=self._set)
         return HorovodHandle(self, handle, array, name)
 
+    @while_there
     def broadcast_async(self, array: Any, *, root: int, name: str) -> HorovodHandle:
         handle = self._binding.broadcast_async_(
             self._tensor(array), self.ranks[root], name=name, process_set=self._set
         )
         return HorovodHandle(self, handle, array, name)
 
+    @while_there
     def reducescatter_async(self, array: Any, *, name: str) -> HorovodHandle:
         handle = self._binding.reducescatter_async(
             self._tensor(array), name=name, op=self._binding.Sum, process_set=self._set
         )
         return HorovodHandle(self, handle, array, name)
 
+    @while_there
     def alltoall_async(self, array: Any, *, splits: Sequence[int], name: str) -> HorovodHandle:
         counts = self._torch.tensor(
             checked_splits(splits, rows=len(array), size=self.size, name=name), dtype=self._torch.int32

@@ -21,7 +21,7 @@ import numpy as np
 
 from . import script
 from .port import Op
-from .process_set import ProcessSetEngine, Tracked, checked_splits
+from .process_set import ProcessSetEngine, Tracked, checked_splits, while_there
 
 _OPS = {"sum": "Sum", "min": "Min", "max": "Max"}
 RUNS_FUNCTIONS = "tensorflow.python.eager.polymorphic_function.atomic_function"  # TensorFlow's module that does
@@ -140,6 +140,7 @@ class TensorflowEngine(ProcessSetEngine):
         if TensorflowEngine._graph is None:
             TensorflowEngine._graph = _Graph()
 
+    @while_there
     def _start(
         self, kind: str, arrays: Sequence[Any], name: str, make: Callable[..., Any], *, into: Any = None, op: Any = None
     ) -> ThreadHandle:

@@ -8,7 +8,7 @@ import hashlib
 import importlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, ParamSpec, TypeVar
 
 from . import farewell, shared_sets
 from .environment import patience
@@ -20,6 +20,38 @@ from .sleep import wait_until
 from .watch import Watch
 
 Self = TypeVar("Self", bound="ProcessSetEngine")
+P = ParamSpec("P")
+T = TypeVar("T")
+
+# What Horovod says of a process set that is not there: as an operation starts, as a reduce-scatter does, when asked for
+# size or rank, and when one is to be made.
+_REMOVED = (
+    "Process set provided does not exist", "Invalid process set id for this rank", "Process set does not exist",
+    "Horovod is shutting down",
+)  # fmt: skip
+
+
+def says_removed(text: str) -> bool:
+    """Whether an error says that a process set is not there."""
+    return any(words in text for words in _REMOVED)
+
+
+def while_there(call: Callable[P, T]) -> Callable[P, T]:
+    """Decorates what uses process sets that were there before. Where a peer is gone, Horovod removes all of them, and
+    then takes the next use of one for a wrong argument: that raises what an exchange raises when a peer is gone."""
+
+    @functools.wraps(call)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return call(*args, **kwargs)
+        except ValueError as error:
+            if not says_removed(str(error)):
+                raise
+            failure = importlib.import_module("horovod.common.exceptions").HorovodInternalError
+            why = ProcessSetEngine.explain()
+            raise failure(f"{why}. Horovod says: {error}" if why else str(error)) from None
+
+    return checked
 
 
 def checked_splits(splits: Sequence[int], *, rows: int, size: int, name: str) -> list[int]:
@@ -93,10 +125,12 @@ class ProcessSetEngine:
             )
 
     @property
+    @while_there
     def rank(self) -> int:
         return int(self._set.rank())
 
     @property
+    @while_there
     def size(self) -> int:
         return int(self._set.size())
 
@@ -187,6 +221,7 @@ class ProcessSetEngine:
         for method in methods:
             method()
 
+    @while_there
     def group(self: Self, ranks: Sequence[int]) -> Self | None:
         members = [self.ranks[rank] for rank in ranks]
         if tuple(members) == self.ranks:

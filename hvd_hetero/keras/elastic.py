@@ -14,6 +14,7 @@ import numpy as np
 
 from hvd_hetero.engine import binding
 from hvd_hetero.engine.job_state import JobState
+from hvd_hetero.engine.process_set import says_removed
 from hvd_hetero.optimizers.attachment import PeerError
 
 from . import backend
@@ -233,7 +234,7 @@ def _is_gone(error: Exception) -> bool:
     if not type(error).__module__.startswith("tensorflow"):
         return False
     failed = type(error).__name__ == "UnknownError" and "Horovod" in str(error)
-    return failed or any(name in str(error) for name in GONE)
+    return failed or says_removed(str(error)) or any(name in str(error) for name in GONE)
 
 
 def run(train: Callable[..., T]) -> Callable[..., T]:

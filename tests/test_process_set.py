@@ -1,0 +1,125 @@
+"""The engine on Horovod, on a binding that does what Horovod does when a peer is gone: it removes the process sets."""
+
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from hvd_hetero.engine import shared_sets
+from hvd_hetero.engine.hierarchy import Levels, leader, plain_sum, rails, scatter
+from hvd_hetero.engine.horovod import HorovodEngine
+from hvd_hetero.engine.port import Chain
+
+hvd = pytest.importorskip("horovod.torch")
+REMOVED = "Process set does not exist or has not been registered."
+UNKNOWN = "{}: Process set provided does not exist, or has not been registered."
+
+
+class Sets:
+    """Process sets, which are there until `left` more operations have been started."""
+
+    def __init__(self, left):
+        self.left = left
+
+    def of(self, number, ranks):
+        def asked(answer):
+            if number and self.left <= 0:
+                raise ValueError(REMOVED)
+            return answer
+
+        return SimpleNamespace(
+            process_set_id=number, ranks=ranks, included=lambda: True, size=lambda: asked(len(ranks)),
+            rank=lambda: asked(0),
+        )  # fmt: skip
+
+    def start(self, operation):
+        def started(array, *args, process_set, **kwargs):
+            if process_set.process_set_id and self.left <= 0:
+                raise ValueError(UNKNOWN.format(operation) if operation else "Invalid process set id for this rank: 1")
+            self.left -= 1
+            if isinstance(array, str):
+                raise ValueError(array)
+            return array
+
+        return started
+
+
+@pytest.fixture
+def engines(monkeypatch):
+    """Of all four ranks, of this node, and of its rail, for the first of the ranks, by how long the sets are there."""
+
+    def made(left):
+        sets = Sets(left)
+        binding = SimpleNamespace(
+            is_initialized=lambda: True, size=lambda: 4, rank=lambda: 0, Sum="sum", poll=lambda handle: True,
+            synchronize=lambda handle: handle, global_process_set=sets.of(0, [0, 1, 2, 3]),
+            allreduce_async_=sets.start("Allreduce"), broadcast_async_=sets.start("Broadcast"),
+            allgather_async=sets.start("Allgather"), alltoall_async=sets.start("Alltoall"),
+            reducescatter_async=sets.start(""),
+        )  # fmt: skip
+        monkeypatch.setitem(sys.modules, "binding_of_a_test", binding)
+        return HorovodEngine(), HorovodEngine(sets.of(1, [0, 1])), HorovodEngine(sets.of(2, [0, 2]))
+
+    monkeypatch.setattr(HorovodEngine, "binding", "binding_of_a_test")
+    return made
+
+
+@pytest.mark.parametrize("algorithm", [leader, rails, scatter])
+@pytest.mark.parametrize("left", [0, 1, 2])
+def test_a_sum_whose_process_sets_go_midway_fails_as_where_a_peer_is_gone(engines, algorithm, left):
+    """A survivor that came to the next stage a little later ended, instead of going back to the last commit."""
+    everyone, local, cross = engines(3)
+    levels = Levels(everyone=everyone, local=local, cross=cross, nodes=2, rails=2, even=True)
+    assert Chain(algorithm(levels, np.zeros(4), name="whole", local=None, cross=plain_sum)).wait() is not None
+    everyone, local, cross = engines(left)
+    levels = Levels(everyone=everyone, local=local, cross=cross, nodes=2, rails=2, even=True)
+    with pytest.raises(hvd.HorovodInternalError, match="Process set .*does not exist|Invalid process set id"):
+        Chain(algorithm(levels, np.zeros(4), name="broken", local=None, cross=plain_sum)).wait()
+
+
+def test_every_operation_tells_the_same_and_keeps_horovods_words(engines):
+    _, local, _ = engines(0)
+    array = np.zeros(2)
+    for text, call in {
+        REMOVED: lambda: local.size,
+        UNKNOWN.format("Allreduce"): lambda: local.allreduce_async(array, name="x"),
+        UNKNOWN.format("Allgather"): lambda: local.allgather_async(array, name="x"),
+        UNKNOWN.format("Broadcast"): lambda: local.broadcast_async(array, root=0, name="x"),
+        "Invalid process set id for this rank: 1": lambda: local.reducescatter_async(array, name="x"),
+    }.items():
+        with pytest.raises(hvd.HorovodInternalError) as raised:
+            call()
+        assert str(raised.value) == text
+    with pytest.raises(hvd.HorovodInternalError, match="Process set"):
+        local.alltoall_async(array, splits=[1, 1], name="x")
+    with pytest.raises(hvd.HorovodInternalError, match="Process set"):
+        _ = local.rank
+
+
+def test_wrong_arguments_stay_what_they_are(engines):
+    _, local, _ = engines(3)
+    with pytest.raises(ValueError, match="Reducescatter does not support scalar inputs"):
+        local.reducescatter_async("Reducescatter does not support scalar inputs", name="x")
+    with pytest.raises(ValueError, match="expected 2 splits"):
+        local.alltoall_async(np.zeros(2), splits=[2], name="x")
+    with pytest.raises(ValueError, match='expected None or "flat"'):
+        local.group([0])
+
+
+@pytest.mark.parametrize(("said", "failure"), [
+    ("Horovod is shutting down.", hvd.HorovodInternalError),
+    ("Set HOROVOD_DYNAMIC_PROCESS_SETS=1 to allow adding process sets.", ValueError),
+])
+def test_a_process_set_that_cannot_be_made(engines, monkeypatch, said, failure):
+    def refused(ranks):
+        raise ValueError(said)
+
+    module = SimpleNamespace(
+        add_process_set=refused, _basics=SimpleNamespace(_get_process_set_ids_and_ranks=lambda: {})
+    )
+    monkeypatch.setattr(shared_sets, "_module", lambda: module)
+    monkeypatch.setattr("hvd_hetero.engine.farewell.prepare", lambda engine: None)
+    everyone, _, _ = engines(3)
+    with pytest.raises(failure, match=said):
+        everyone.group([0, 1])
