@@ -19,6 +19,7 @@ from .keeping import Keeping
 from .ladder import Ladder
 from .meter import Stopwatch
 from .partial_sum import PartialSums
+from .place import Places
 from .planner import Planner
 from .strategies import Strategies
 from .timesheet import Timesheet
@@ -99,8 +100,8 @@ class Balancer:
         self.samples = 0  # of this rank's batch
         self.last_pass = True  # False while micro-batches are to follow
         self.exchanges = Exchanges(self.begin_unseen)
-        self.keepers: list[Keeping] = []  # of the optimizers, in their order
-        self.sums: list[PartialSums] = []  # likewise, of those that add up batches
+        self.keepers = Places(lambda: Keeping(sayings={"samples": self.timesheet}))  # of optimizers and tapes
+        self.sums = Places(PartialSums)  # of those that add up batches
         self.strategies.restart()
         self.timesheet.restart()
         self.departure.restart()

@@ -6,15 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from .place import Stateful
+
 Kept = Mapping[str, tuple[Sequence[Any], float]]  # by kind: of each exchange what is not sent yet, and in which unit
-
-
-class Stateful(Protocol):
-    """What has something to say with the next exchange, of the ranks that there are."""
-
-    def state_dict(self) -> Any: ...
-
-    def load_state_dict(self, state: Any) -> None: ...
+GIVEN = "given"  # of a state: what was given back, and no exchange has taken yet
 
 
 class Keeper(Stateful, Protocol):
@@ -31,6 +26,10 @@ class _Group:
     unit: Callable[[], float]
 
 
+def _unsent(group: _Group) -> tuple[Sequence[Any], float]:
+    return [each.kept_back() for each in group.exchanges], group.unit()
+
+
 class Keeping:
     """What the exchanges of one optimizer keep back on one rank.
 
@@ -40,14 +39,16 @@ class Keeping:
 
     Args:
         keeps: whether any codec keeps something back that is to be sent later. Others may have a state all the same.
+        sayings: what rides in the next exchange, whichever that is.
     """
 
-    def __init__(self, *, keeps: bool) -> None:
-        self._keeps = keeps
+    def __init__(self, *, keeps: bool = True, sayings: Mapping[str, Stateful] | None = None) -> None:
+        self.keeps = keeps
         self._groups: dict[str, _Group] = {}
-        self._sayings: dict[str, Stateful] = {}
+        self._sayings: dict[str, Stateful] = dict(sayings or {})
         self._states: dict[str, Any] = {}  # for groups that are yet to be made
         self._given: dict[str, tuple[Sequence[Any], float]] = {}
+        self._said: dict[str, tuple[Sequence[Any], float]] = {}  # what `kept_back` returned last
 
     def put(self, kind: str, exchanges: Sequence[Keeper], unit: Callable[[], float]) -> None:
         """Says what a group's exchanges are, and in which unit they weigh: see `Weighing.unit`."""
@@ -62,7 +63,7 @@ class Keeping:
     def state_dict(self) -> dict[str, Any]:
         """What this rank's codecs keep from step to step: residuals, scales, factors; and what is yet to be said."""
         live = {kind: [each.state_dict() for each in parts] for kind, parts in self._parts.items()}
-        return {**self._states, **live}
+        return {**self._states, **live, **({GIVEN: dict(self._given)} if self._given else {})}
 
     @property
     def _parts(self) -> dict[str, Sequence[Stateful]]:
@@ -72,18 +73,17 @@ class Keeping:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from `state`, of this rank of as many. All ranks do, or none."""
         self._states = dict(state)
+        self._given = dict(self._states.pop(GIVEN, {}))
         for kind in self._parts:
             self._take_in(kind)
 
     def kept_back(self) -> Kept:
-        """What this rank's codecs have not sent yet."""
-        if not self._keeps:
+        """What this rank's codecs have not sent yet. What that is of a state that waits is known, and in what was
+        returned, once there are exchanges that take it."""
+        if not self.keeps:
             return {}
-        live = {
-            kind: ([each.kept_back() for each in group.exchanges], group.unit())
-            for kind, group in self._groups.items()
-        }
-        return {**self._given, **live}
+        self._said = {**self._given, **{kind: _unsent(group) for kind, group in self._groups.items()}}
+        return self._said
 
     def give_back(self, kept: Kept) -> None:
         """Sends what `kept_back` returned with the next sums, on whichever ranks there are."""
@@ -93,10 +93,13 @@ class Keeping:
 
     def _take_in(self, kind: str) -> None:
         """Hands over what waits for this kind."""
+        waits = kind in self._states
         for part, state in zip(self._parts[kind], self._states.pop(kind, ()), strict=False):
             part.load_state_dict(state)
         if (group := self._groups.get(kind)) is None:
             return
+        if waits and self.keeps and kind not in self._said:
+            self._said[kind] = _unsent(group)  # as it was then
         kept, unit = self._given.pop(kind, ((), 1.0))
         for exchange, arrays in zip(group.exchanges, kept, strict=False):
             exchange.give_back(arrays, unit / group.unit())

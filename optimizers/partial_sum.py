@@ -14,6 +14,10 @@ class Begun(Protocol):
     begun: int
 
 
+class _Nobody:
+    begun = 0
+
+
 class Adder(Protocol):
     """Adds up the gradients of some shapes."""
 
@@ -31,11 +35,11 @@ class PartialSums:
     kind. What is there weighs by its loss terms, so that it counts rightly on whichever ranks there are.
 
     Args:
-        weighing: of the optimizer's gradients.
+        weighing: of the optimizer's gradients; None: see `follow`.
     """
 
-    def __init__(self, weighing: Begun) -> None:
-        self._weighing = weighing
+    def __init__(self, weighing: Begun | None = None) -> None:
+        self._weighing: Begun = weighing or _Nobody()
         self._adders: dict[str, Adder] = {}
         self._waiting: dict[str, Any] = {}  # for adders that are yet to be made
 
@@ -43,6 +47,10 @@ class PartialSums:
     def begun(self) -> int:
         """The global batches since the last exchange."""
         return self._weighing.begun
+
+    def follow(self, weighing: Begun) -> None:
+        """Says who counts the batches from here on."""
+        weighing.begun, self._weighing = self.begun, weighing
 
     def put(self, kind: str, adder: Adder) -> None:
         """Says what adds up gradients of a kind."""

@@ -13,7 +13,6 @@ from hvd_hetero.engine.port import Engine
 from .attachment import Attached
 from .balancer import Balancer
 from .control import Look, length
-from .keeping import Keeping
 from .local_step import ParameterStore
 from .noise import Buckets, GradientNoise
 from .parameter_guard import ParameterGuard
@@ -35,6 +34,7 @@ class Weighing:
         scale: multiplies the weighted mean (the number of ranks for op=Sum).
         predivide: divides before the sum and multiplies after it, for narrow wires.
         parameters: those that the gradients are of, once they are known; see `ParameterGuard`.
+        kind: of what exchanges them: see `Places`.
     """
 
     def __init__(
@@ -47,6 +47,7 @@ class Weighing:
         scale: float = 1.0,
         predivide: float = 1.0,
         parameters: Callable[[], ParameterStore | None],
+        kind: str = "optimizer",
     ) -> None:
         self.balancer, self.passes, self._ways = balancer, passes, ways
         self.scale, self._predivide = scale, predivide
@@ -54,10 +55,9 @@ class Weighing:
         self.noise = GradientNoise()
         self.begun = 0  # global batches since the last exchange, the same on all ranks
         self._generation = 0
-        self.keeping = Keeping(keeps=ways.keeps)
+        self.keeping = balancer.keepers.take(kind)
+        self.keeping.keeps = ways.keeps
         self.keeping.put_saying("noise", self.noise)
-        self.keeping.put_saying("samples", balancer.timesheet)
-        balancer.keepers.append(self.keeping)
         self._guard = ParameterGuard(balancer.engine, parameters, name=self.name, tell=self._differed)
 
     def _differed(self, fields: dict[str, Any]) -> None:
@@ -183,6 +183,5 @@ class Weighing:
 
     def close(self) -> None:
         """Exchanges no more: what its codecs and its strategy keep is nobody's any longer."""
-        if self.keeping in self.balancer.keepers:
-            self.balancer.keepers.remove(self.keeping)
+        self.balancer.keepers.remove(self.keeping)
         self.balancer.strategies.remove(self.number)

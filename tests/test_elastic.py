@@ -248,10 +248,10 @@ def test_what_a_codec_kept_back_goes_on_over_a_rebuild(strategy, handed_over):
             if step == 4:
                 optimizer.merge()
             if rebuilds and step == 4:
-                kept = [keeper.kept_back() for keeper in balancer.keepers]
+                kept = {name: keeper.kept_back() for name, keeper in balancer.keepers.named.items()}
                 engine.rebuild()
-                for keeper, one in zip(balancer.keepers, kept, strict=True):
-                    keeper.give_back(one if handed_over else {})
+                for name, keeper in balancer.keepers.expect(kept).items():
+                    keeper.give_back(kept[name] if handed_over else {})
             optimizer.zero_grad()
             balancer.begin(4)
             (model(x[step]) - x[step]).square().mean().backward()

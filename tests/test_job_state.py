@@ -11,7 +11,10 @@ pytest.importorskip("horovod.torch", reason="build it with hvd-hetero build-horo
 
 import keras
 
+from hvd_hetero.engine.job_state import JobState
+from hvd_hetero.engine.local import World
 from hvd_hetero.keras.elastic import KerasState
+from hvd_hetero.optimizers.balancer import Balancer
 from hvd_hetero.torch.elastic import TorchState
 
 
@@ -50,3 +53,71 @@ def test_values_that_are_changed_in_place_go_back(made):
         change()
         state.save()
     assert state.lock is lock, "what cannot be copied stays what it is"
+
+
+class Exchange:
+    """Keeps one number."""
+
+    def __init__(self, kept=0.0):
+        self.kept = kept
+
+    def state_dict(self):
+        return {"kept": self.kept}
+
+    def load_state_dict(self, state):
+        self.kept = state["kept"]
+
+    def kept_back(self):
+        return [self.kept]
+
+    def give_back(self, kept, factor):
+        self.kept += kept[0] * factor
+
+
+class Alone:
+    """Horovod, of one rank."""
+
+    def rank(self):
+        return 0
+
+    def allgather_object(self, value, name):
+        return [value]
+
+    def broadcast_object(self, value, root, name):
+        return value
+
+
+def test_what_waits_for_an_exchange_is_of_its_own_balancer():
+    """Of two, of which the first has a tape whose exchange is made later; over a checkpoint and a rebuild."""
+
+    def take(balancer, kind, kept=0.0):
+        exchange = Exchange(kept)
+        balancer.keepers.take(kind).put("gradients", [exchange], lambda: 1.0)
+        return exchange
+
+    def program(engine):
+        def job():
+            balancers = [Balancer(engine, global_batch_size=4) for _ in range(2)]
+            state = JobState(dict(zip(("first", "second"), balancers, strict=True)), horovod=Alone())
+            return state, balancers, take(balancers[1], "optimizer")
+
+        state, (first, _), exchange = job()
+        exchange.kept, tape = 2.0, take(first, "tape")
+        tape.kept, first.timesheet.reported = 1.0, (3.0, 0.5)
+        codecs, sums = state.codec_states(), state.sum_states()
+        state, (first, second), exchange = job()
+        state.load_codec_states(codecs)
+        state.load_sum_states(sums)
+        assert exchange.kept == 2.0 and state.codec_states() == codecs
+        assert first.timesheet.reported[0] == 3.0, "at once: when the tape is used, the next batch has begun"
+        state.save()
+        assert (tape := take(first, "tape")).kept == 1.0
+        tape.kept = exchange.kept = 9.0
+        for balancer in (first, second):  # as where other ranks are there, which go back to what was saved
+            balancer.rebuild()
+        exchange = take(second, "optimizer")
+        state.on_reset()
+        state.sync()
+        assert (exchange.kept, take(first, "tape").kept) == (2.0, 1.0)
+
+    World(1).run(program)

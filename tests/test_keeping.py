@@ -2,6 +2,7 @@
 
 from hvd_hetero.optimizers.keeping import Keeping
 from hvd_hetero.optimizers.partial_sum import PartialSums
+from hvd_hetero.optimizers.place import Places
 from hvd_hetero.optimizers.strategies import Strategies
 
 
@@ -58,6 +59,75 @@ def test_codecs_that_send_all_may_have_a_state():
     keeping = Keeping(keeps=False)
     keeping.put("gradients", [Exchange(1.0)], lambda: 1.0)
     assert keeping.state_dict() == {"gradients": [{"kept": 1.0}]} and keeping.kept_back() == {}
+
+
+def test_what_was_given_back_and_nobody_has_taken_yet_is_in_a_state():
+    keeping = Keeping()
+    keeping.give_back({"gradients": ([[4.0]], 2.0)})
+    later = Keeping()
+    later.load_state_dict(keeping.state_dict())
+    assert later.state_dict() == keeping.state_dict() and later.kept_back() == keeping.kept_back()
+    later.put("gradients", [taker := Exchange()], lambda: 1.0)
+    assert taker.kept == 8.0 and later.state_dict() == {"gradients": [{"kept": 8.0}]}
+    later.load_state_dict({"gradients": [{"kept": 1.0}]})
+    assert taker.kept == 1.0
+
+
+def test_of_a_state_that_waits_it_is_known_later_what_is_not_sent_yet():
+    keeping = Keeping()
+    keeping.load_state_dict({"gradients": [{"kept": 3.0}]})
+    committed = keeping.kept_back()
+    assert committed == {}
+    keeping.put("gradients", [exchange := Exchange()], lambda: 2.0)
+    exchange.kept = 5.0
+    assert committed == {"gradients": ([[3.0]], 2.0)}, "what there was at the commit"
+    keeping.put("gradients", [Exchange(7.0)], lambda: 2.0)
+    assert committed == {"gradients": ([[3.0]], 2.0)}
+    fresh = Keeping()
+    assert (begun := fresh.kept_back()) == {}
+    fresh.put("gradients", [Exchange(7.0)], lambda: 2.0)
+    assert begun == {}, "nothing was kept back then"
+
+
+def test_what_is_made_later_takes_what_waits_in_its_place():
+    def keepers(*kinds):
+        made = Places(Keeping)
+        return made, [take(made, kind) for kind in kinds]
+
+    def take(made, kind, kept=0.0):
+        exchange = Exchange(kept)
+        made.take(kind).put("gradients", [exchange], lambda: 1.0)
+        return exchange
+
+    before, found = keepers("optimizer", "tape topk", "tape topk", "tape int8")
+    for number, exchange in enumerate(found):
+        exchange.kept = number + 1.0
+    state = before.state_dict()
+    later, (first,) = keepers("optimizer")
+    later.load_state_dict(state)
+    assert first.kept == 1.0 and later.state_dict() == state, "also what nobody has taken yet"
+    again, _ = keepers()
+    again.load_state_dict(later.state_dict())
+    taken = [take(again, kind).kept for kind in ("tape int8", "tape topk", "optimizer", "tape topk", "tape topk")]
+    assert taken == [4.0, 2.0, 1.0, 3.0, 0.0], "whatever is made first; and nothing goes to two"
+    again.load_state_dict({"tape topk 2": state["tape topk 1"]})
+    assert again.named["tape topk 2"].kept_back() == {"gradients": ([[3.0]], 1.0)}
+
+    rebuilt, _ = keepers("optimizer")
+    kept = {name: keeping.kept_back() for name, keeping in before.named.items()}
+    for name, keeping in rebuilt.expect(kept).items():
+        keeping.give_back(kept[name])
+    assert [take(rebuilt, kind).kept for kind in ("tape int8", "tape topk")] == [4.0, 2.0]
+    assert rebuilt.expect(()).keys() == {"optimizer 0", "tape int8 0", "tape topk 0"}, "nobody waits for the last"
+
+
+def test_what_is_removed_leaves_its_place_to_the_next():
+    made = Places(Keeping)
+    first, second = made.take("optimizer"), made.take("optimizer")
+    made.remove(first)
+    made.remove(first)
+    assert made.named == {"optimizer 0": second}
+    assert made.take("optimizer") is made.named["optimizer 1"]
 
 
 class Momentum:
@@ -134,6 +204,21 @@ def test_partial_sums_wait_for_what_adds_them_up_and_are_counted_once():
     assert taker.held == first.held and later.state_dict() == state
     later.put("a", again := Adder())
     assert again.held is None, "it is handed over once"
+
+
+def test_partial_sums_of_what_is_made_later_wait_in_its_place():
+    state = {"optimizer 0": {"begun": 2, "kinds": {"a": {"passes": 2}}}, "optimizer 1": {"begun": 1, "kinds": {}}}
+    made = Places(PartialSums)
+    made.load_state_dict(state)
+    assert made.state_dict() == state
+    sums = made.take("optimizer")
+    sums.follow(weighing := Weighing())
+    sums.put("a", adder := Adder())
+    assert weighing.begun == 2 and adder.held == {"passes": 2} and made.state_dict() == state
+    weighing.begun = 3
+    assert sums.begun == 3
+    made.load_state_dict({})
+    assert sums.begun == 0 and adder.held is None and made.named == {"optimizer 0": sums}
 
 
 def test_partial_sums_on_other_ranks_are_of_steps_that_all_of_them_decide_upon():

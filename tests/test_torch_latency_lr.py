@@ -358,14 +358,13 @@ def measured(engine, *, order, stop=None, rebuilds=None, steps=14):
     for step in range(steps):
         model, optimizer, balancer, latency = objects
         if step == stop:
-            own = [json.dumps(keeper.state_dict()) for keeper in balancer.keepers]
+            own = json.dumps(balancer.keepers.state_dict())
             kept = copy.deepcopy([part.state_dict() for part in objects])
             objects = make()
             for part, state in zip(objects, kept, strict=True):
                 part.load_state_dict(state)
             model, optimizer, balancer, latency = objects
-            for keeper, state in zip(balancer.keepers, own, strict=True):
-                keeper.load_state_dict(json.loads(state))
+            balancer.keepers.load_state_dict(json.loads(own))
         if step == rebuilds:
             engine.rebuild()
         optimizer.zero_grad()

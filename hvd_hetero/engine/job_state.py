@@ -95,19 +95,10 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
                 if not any(found is part for part in known):
                     parts[f"{name}.{type(found).__name__}.{index}"] = found
 
-    @property
-    def _keepers(self) -> list[Any]:
-        """What keeps something back from step to step, on each rank its own."""
-        return [keeper for balancer in self._balancers for keeper in balancer.keepers]
-
-    @property
-    def _sums(self) -> list[Any]:
-        """What adds up gradients of several batches, on each rank its own."""
-        return [sums for balancer in self._balancers for sums in balancer.sums]
-
     def _keep(self) -> None:
         self._kept_sums = self.sum_states()
-        self._kept_back = [keeper.kept_back() for keeper in self._keepers]
+        keepers = [balancer.keepers.named for balancer in self._balancers]
+        self._kept_back = [{name: keeper.kept_back() for name, keeper in named.items()} for named in keepers]
         self._kept = {name: copy.deepcopy(part.state_dict()) for name, part in self._parts.items()}
         self._kept_values = {name: _copied(getattr(self, name)) for name in self._plain}
 
@@ -165,17 +156,19 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
         for part in self._parts.values():
             self._sync_part(part, root)
         kept_sums = self._kept_sums if self._rebuilt else self.sum_states()
-        mine = {name: getattr(self, name) for name in self._plain}, [kept["begun"] for kept in kept_sums]
+        counts = [{name: kept["begun"] for name, kept in sums.items()} for sums in kept_sums]
+        mine = {name: getattr(self, name) for name in self._plain}, counts
         values, begun = horovod.broadcast_object(mine, root, name="hvd_hetero.elastic.values")
         for name, value in values.items():
             setattr(self, name, value)
         # What a rank added up up to another commit than the root's may have been sent since.
         alike = held[horovod.rank()][1] == held[root][1]
-        for sums, kept, batches in zip(self._sums, kept_sums, begun, strict=False):
-            sums.give_back(kept if alike else {}, begun=batches)
-        if self._rebuilt:
-            for keeper, kept in zip(self._keepers, self._kept_back, strict=False):
-                keeper.give_back(kept)
+        for balancer, kept, batches in zip(self._balancers, kept_sums, begun, strict=False):
+            for name, sums in balancer.sums.expect(batches).items():
+                sums.give_back(kept.get(name, {}) if alike else {}, begun=batches.get(name, 0))
+        for balancer, kept in zip(self._balancers, self._kept_back if self._rebuilt else (), strict=False):
+            for name, keeper in balancer.keepers.expect(kept).items():
+                keeper.give_back(kept.get(name, {}))
         self._rebuilt = False
         self._synced, self.commits = True, held[root][1]
         self.save()
@@ -210,22 +203,22 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
         return {"parts": parts, "values": {name: getattr(self, name) for name in self._plain}}
 
     def codec_states(self) -> list[Any]:
-        """What this rank's codecs keep from step to step."""
-        return [keeper.state_dict() for keeper in self._keepers]
+        """What this rank's codecs keep from step to step, for each balancer."""
+        return [balancer.keepers.state_dict() for balancer in self._balancers]
 
     def load_codec_states(self, states: Sequence[Any]) -> None:
         """Goes on from `codec_states()` of this rank of as many."""
-        for keeper, state in zip(self._keepers, states, strict=False):
-            keeper.load_state_dict(state)
+        for balancer, state in zip(self._balancers, states, strict=False):
+            balancer.keepers.load_state_dict(state)
 
     def sum_states(self) -> list[Any]:
         """What this rank has added up of batches whose exchange is yet to come."""
-        return [sums.state_dict() for sums in self._sums]
+        return [balancer.sums.state_dict() for balancer in self._balancers]
 
     def load_sum_states(self, states: Sequence[Any]) -> None:
         """Goes on from `sum_states()` of this rank of as many; from nothing where there are none."""
-        for index, sums in enumerate(self._sums):
-            sums.load_state_dict(states[index] if index < len(states) else {})
+        for index, balancer in enumerate(self._balancers):
+            balancer.sums.load_state_dict(states[index] if index < len(states) else {})
 
     def load_shared_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """Goes on from `shared_state()`. Raises ValueError where it is of another job."""

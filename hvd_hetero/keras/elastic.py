@@ -186,7 +186,7 @@ class KerasState(JobState):
         and gradients that are added up."""
         parts = {name: part for name, part in self._parts.items() if isinstance(part, _Variables)}
         variables = {name: [_array(v) for v in part.own] for name, part in parts.items()}
-        kept = {"codecs": self.codec_states(), "sums": self.sum_states()}
+        kept = {"kept": self.codec_states(), "added": self.sum_states()}
         return saved({"random": random_state(), "variables": variables, **kept})
 
     def load_shared_content(self, content: bytes) -> None:
@@ -201,8 +201,8 @@ class KerasState(JobState):
         for name, values in state["variables"].items():
             for variable, value in zip(self._parts[name].own, values, strict=True):
                 variable.assign(value)
-        self.load_codec_states(state.get("codecs", ()))
-        self.load_sum_states(state.get("sums", ()))
+        self.load_codec_states(state.get("kept", ()))
+        self.load_sum_states(state.get("added", ()))
         self.save()
 
 

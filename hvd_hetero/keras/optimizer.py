@@ -143,8 +143,10 @@ def make_reducer(
     passes: int = 1,
     sums: int = 1,
     strategy: LocalSGD | None = None,
+    kind: str = "optimizer",
 ) -> GradientReducer:
-    """What reduces gradients, from a user's arguments, and gives `sums` times their mean. A collective call."""
+    """What reduces gradients, from a user's arguments, and gives `sums` times their mean; `kind`: see `Places`. A
+    collective call."""
     reduction = op_of(op, "Average", "Sum")
     if bucket_bytes is not None:
         check_whole("bucket_bytes", bucket_bytes, least=1)
@@ -174,6 +176,7 @@ def make_reducer(
         predivide=predivide,
         bucket_bytes=bucket_bytes,
         strategy=strategy,
+        kind=kind,
     )
 
 

@@ -13,7 +13,6 @@ from typing import Any
 from hvd_hetero.optimizers.balancer import Balancer
 from hvd_hetero.optimizers.local_sgd import LocalSGD
 from hvd_hetero.optimizers.noise import GradientNoise
-from hvd_hetero.optimizers.partial_sum import PartialSums
 from hvd_hetero.optimizers.ways import Ways
 from hvd_hetero.optimizers.weighing import BUCKET_BYTES, Weighing
 
@@ -32,6 +31,7 @@ class GradientReducer:
         predivide: divides before the sum and multiplies after it, for narrow wires.
         bucket_bytes: at most so much in one operation; None: what suits the links.
         strategy: a local one, where ranks make steps apart.
+        kind: of what these gradients are for: see `Places`.
     """
 
     def __init__(
@@ -44,6 +44,7 @@ class GradientReducer:
         predivide: float = 1.0,
         bucket_bytes: int | None = None,
         strategy: LocalSGD | None = None,
+        kind: str = "optimizer",
     ) -> None:
         self.balancer, self.ways, self._bucket_bytes = balancer, ways, bucket_bytes
         self._variables: Sequence[Any] = ()
@@ -55,9 +56,10 @@ class GradientReducer:
             scale=scale,
             predivide=predivide,
             parameters=lambda: ParameterStore(self._variables, self.form) if self._variables else None,
+            kind=kind,
         )
-        self.sums = PartialSums(self.weighing)
-        balancer.sums.append(self.sums)
+        self.sums = balancer.sums.take(kind)
+        self.sums.follow(self.weighing)
         self.form: Any = importlib.import_module(f"{__package__}.gradient_{backend.NAME}")
         tensorflow = backend.NAME == "tensorflow"
         self._graph: Any = importlib.import_module(f"{__package__}.graph_tensorflow") if tensorflow else None

@@ -37,7 +37,9 @@ class _Series:
             balancer = weights_of(balancer, process_set)
         held: dict[Hashable, GradientReducer] = vars(balancer).setdefault(PLACE, {})
         if key not in held:
-            held[key] = make_reducer(balancer=balancer, **arguments)
+            # The kind: a resumed job may use tapes first in another order, and their codecs' states are not alike.
+            kind = f"tape {arguments['compression']}"
+            held[key] = make_reducer(balancer=balancer, kind=kind, **arguments)
             self._balancers.add(balancer)
             balancer.engine.on_change(self.forget)
         return held[key]

@@ -68,7 +68,7 @@ class TorchState(JobState):
         """What is this rank's own, for a checkpoint: statistics of its samples, random numbers, what codecs keep."""
         models = {name: part for name, part in self._parts.items() if isinstance(part, torch.nn.Module)}
         buffers = {name: dict(model.named_buffers()) for name, model in models.items()}
-        return saved({"random": random_state(), "buffers": buffers, "codecs": self.codec_states()})
+        return saved({"random": random_state(), "buffers": buffers, "kept": self.codec_states()})
 
     def load_shared_content(self, content: bytes) -> None:
         """Goes on from what `shared_content` returned. Raises ValueError where it is of another job."""
@@ -82,7 +82,7 @@ class TorchState(JobState):
             mine = dict(self._parts[name].named_buffers())
             for key, value in buffers.items():
                 mine[key].copy_(value)
-        self.load_codec_states(state.get("codecs", ()))
+        self.load_codec_states(state.get("kept", ()))
         self.save()
 
 

@@ -1,0 +1,69 @@
+"""Where what keeps something over checkpoints and changes of the ranks finds what was kept: its place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Generic, Protocol, TypeVar
+
+
+class Stateful(Protocol):
+    """What has a state over checkpoints."""
+
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state: Any) -> None: ...
+
+
+T = TypeVar("T", bound=Stateful)
+
+
+class Places(Generic[T]):
+    """What keeps something, for the exchanges of one balancer on one rank: by their kind, and of each kind in the order
+    in which they are made.
+
+    An optimizer makes its exchange as it is made itself, a tape only when it is used. So what has something to take in
+    and is nobody's yet waits in its place, until somebody takes that.
+
+    Args:
+        make: a new one.
+    """
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make = make
+        self._taken: dict[str, list[T]] = {}
+        self._waiting: dict[str, T] = {}
+
+    @property
+    def named(self) -> dict[str, T]:
+        """All of them, by the names of their places."""
+        taken = {f"{kind} {index}": one for kind, ones in self._taken.items() for index, one in enumerate(ones)}
+        return {**taken, **self._waiting}
+
+    def take(self, kind: str) -> T:
+        """The one in the first place of this kind that is nobody's."""
+        taken = self._taken.setdefault(kind, [])
+        waiting = self._waiting.pop(f"{kind} {len(taken)}", None)
+        taken.append(self._make() if waiting is None else waiting)
+        return taken[-1]
+
+    def remove(self, one: T) -> None:
+        """Says that nobody needs this one any longer."""
+        for taken in self._taken.values():
+            if one in taken:
+                taken.remove(one)
+
+    def expect(self, names: Iterable[str]) -> dict[str, T]:
+        """`named`, with one in each of these places; in others none waits any longer."""
+        self._waiting.clear()
+        taken = self.named
+        self._waiting.update({name: self._make() for name in names if name not in taken})
+        return self.named
+
+    def state_dict(self) -> dict[str, Any]:
+        """The states by the names of their places, also what nobody has taken yet."""
+        return {name: one.state_dict() for name, one in self.named.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from `state`; what has none begins anew."""
+        for name, one in self.expect(state).items():
+            one.load_state_dict(state.get(name, {}))
