@@ -3,8 +3,8 @@
 `elastic FOLDER KIND`: the rank alone on its host gets that signal at batch 12, once; another one follows it.
 `loop FOLDER KIND`: the same of a loop of one's own, with a traced step.
 `resume FOLDER`: stopped by SIGTERM at a batch, and resumed. `between FOLDER`: so between two updates of an optimizer
-that accumulates gradients, with a model that draws random numbers without a seed. `RESULT` is printed by rank 0 at the
-end.
+that accumulates gradients, with a model that draws random numbers without a seed, and between two steps of a loop with
+a tape. `RESULT` is printed by rank 0 at the end.
 """
 
 from __future__ import annotations
@@ -295,6 +295,15 @@ def stopped(folder, at):
     return float(np.abs(found - expected).max())
 
 
+def rebuild(state):
+    """What an elastic job does where ranks have become others."""
+    engine = backend.engine()
+    type(engine).forget()
+    type(engine).rebuild(engine.settle())
+    state.on_reset()
+    state.sync()
+
+
 def gone_back(kept, at, *, rebuilt):
     """As far, after going back from batch `at` to what was kept in memory; `rebuilt`: on ranks that are rebuilt."""
     expected = trained(*accumulating())
@@ -302,12 +311,72 @@ def gone_back(kept, at, *, rebuilt):
     assert trained(state, dataset, keep=state.commit, kept=kept, at=at) is None
     state.restore()
     if rebuilt:
-        engine = backend.engine()
-        type(engine).forget()
-        type(engine).rebuild(engine.settle())
-        state.on_reset()
-        state.sync()
+        rebuild(state)
     return float(np.abs(trained(state, dataset) - expected).max())
+
+
+class Taped:
+    """A loop with a tape, whose exchange is made in its first step, and which keeps something back."""
+
+    codec = hvd.Compression.topk(0.05, warmup_steps=0)
+
+    def __init__(self):
+        self.balancer = hvd.Balancer(WHOLE, shares=(13, 7), adaptive=False)
+        self.dataset = hvd.BalancedDataset(*make_data(), balancer=self.balancer, seed=5)
+        self.model = make_model(keras.optimizers.SGD(0.1, momentum=0.9), hidden=200)
+        self.state = hvd.elastic.KerasState(self.model, epoch=0, batch=0, balancer=self.balancer)
+
+    def checkpoint(self, path, act):
+        checkpoint = hvd.Checkpoint(path, self.state)
+        getattr(checkpoint, act)()
+        checkpoint.close()
+        return self
+
+    def trained(self, to):
+        """The weights after so many batches of all epochs."""
+        import tensorflow as tf
+
+        model, state = self.model, self.state
+
+        @tf.function(reduce_retracing=True)
+        def step(x, y):
+            with tf.GradientTape() as tape:
+                loss = cross_entropy(y, model(x, training=True))
+            tape = hvd.DistributedGradientTape(tape, balancer=self.balancer, compression=self.codec)
+            gradients = tape.gradient(loss, model.trainable_variables)
+            model.optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+
+        while True:
+            self.dataset.set_epoch(state.epoch)
+            for x, y in self.dataset:
+                step(tf.constant(x), tf.constant(y))
+                state.batch += 1
+                if state.epoch * BATCHES + state.batch == to:
+                    return flat(model)
+            state.epoch, state.batch = state.epoch + 1, 0
+
+    def gone_back(self, at):
+        """Goes back from batch `at` to what was kept, on ranks that are rebuilt."""
+        self.trained(at)
+        self.state.restore()
+        rebuild(self.state)
+        return self
+
+
+def taped(path):
+    """How far a loop with a tape is from one that goes on by itself: one that is resumed, one that goes back, and one
+    that is resumed and goes back to where it was."""
+    end = BATCHES + 6
+    expected = Taped().trained(end)
+    job = Taped()
+    job.trained(6)
+    job.checkpoint(path, "save").state.commit()
+    found = [job.gone_back(8).trained(end)]
+    Taped().checkpoint(path, "restore").checkpoint(path, "save")  # nothing is made meanwhile that takes what was kept
+    found.append(Taped().checkpoint(path, "restore").trained(end))
+    found.append(Taped().checkpoint(path, "restore").gone_back(8).trained(end))
+    gone_back, resumed, both = [float(np.abs(each - expected).max()) for each in found]
+    return {"resumed": resumed, "gone back": gone_back, "both": both}
 
 
 def between(folder):
@@ -315,6 +384,7 @@ def between(folder):
         "stopped": [stopped(folder, at) for at in (6, BATCHES, 2 * BATCHES + 9)],
         "gone back": [gone_back(6, 7, rebuilt=rebuilt) for rebuilt in (False, True)],
         "past an update": [gone_back(6, 9, rebuilt=rebuilt) for rebuilt in (False, True)],
+        "taped": taped(folder / "taped") if backend.NAME == "tensorflow" else {},
     }
 
 
