@@ -32,13 +32,18 @@ def main(folder: Path, topology: str) -> None:
     diary = Diary(folder, hvd)
     diary("began")
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 4))
+    # Large enough for what Horovod does with several megabytes at a time, in several operations.
+    layers = [nn.Linear(8, 512), nn.Tanh(), nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 512), nn.Tanh()]
+    model = nn.Sequential(*layers, nn.Linear(512, 4))
     x, y = make_data()
     data = torch.utils.data.TensorDataset(torch.arange(SAMPLES), x, y)
     balancer = hvd.Balancer(WHOLE, run=str(folder / "trace"))
     loader = hvd.BalancedDataLoader(data, balancer=balancer, seed=5)
     optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), balancer=balancer, topology=topology
+        torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
+        balancer=balancer,
+        topology=topology,
+        bucket_bytes=1 << 18,
     )
 
     class Committed(hvd.elastic.TorchState):
