@@ -40,7 +40,7 @@ def main(folder: Path, topology: str) -> None:
     balancer = hvd.Balancer(WHOLE, run=str(folder / "trace"))
     loader = hvd.BalancedDataLoader(data, balancer=balancer, seed=5)
     optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
+        torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9),
         balancer=balancer,
         topology=topology,
         bucket_bytes=1 << 18,
