@@ -10,6 +10,7 @@ pytest.importorskip("keras", reason="pip install keras with TensorFlow or torch"
 pytest.importorskip("horovod.torch", reason="build it with hvd-hetero build-horovod")
 
 import keras
+from test_keeping import Exchange
 
 from hvd_hetero.engine.job_state import JobState
 from hvd_hetero.engine.local import World
@@ -53,25 +54,6 @@ def test_values_that_are_changed_in_place_go_back(made):
         change()
         state.save()
     assert state.lock is lock, "what cannot be copied stays what it is"
-
-
-class Exchange:
-    """Keeps one number."""
-
-    def __init__(self, kept=0.0):
-        self.kept = kept
-
-    def state_dict(self):
-        return {"kept": self.kept}
-
-    def load_state_dict(self, state):
-        self.kept = state["kept"]
-
-    def kept_back(self):
-        return [self.kept]
-
-    def give_back(self, kept, factor):
-        self.kept += kept[0] * factor
 
 
 class Alone:

@@ -43,9 +43,9 @@ def engine_of(framework: str, process_set: Any = None) -> Engine:
     return engine
 
 
-Rebuilds = list[Callable[[], None]]
+Methods = list[Callable[[], None]]
 
-_again: dict[str, Callable[[], Rebuilds]] = {}  # by framework: initialises as the script did
+_again: dict[str, Callable[[], Methods]] = {}  # by framework: initialises as the script did
 
 
 def init(framework: str, *args: Any, **kwargs: Any) -> None:
@@ -57,7 +57,7 @@ def init(framework: str, *args: Any, **kwargs: Any) -> None:
     _come_together(framework, *args, **kwargs)
 
 
-def _come_together(framework: str, *args: Any, **kwargs: Any) -> Rebuilds:
+def _come_together(framework: str, *args: Any, **kwargs: Any) -> Methods:
     """`init`; returns what is to be rebuilt where ranks have become others."""
     binding = importlib.import_module(_class(framework).binding)
     prepare_wait()
@@ -68,8 +68,8 @@ def _come_together(framework: str, *args: Any, **kwargs: Any) -> Rebuilds:
     engine = _class(framework)()
     engine.watch()
     check_versions(engine, versions(framework))
-    rebuilds: Rebuilds = engine.settle()
-    return rebuilds
+    methods: Methods = engine.settle()
+    return methods
 
 
 def _initialise(horovod: Any, *args: Any, **kwargs: Any) -> None:

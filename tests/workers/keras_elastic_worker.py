@@ -101,6 +101,18 @@ class Fate(keras.callbacks.Callback):
             state.commit()
 
 
+def ended(state):
+    """What has become of an elastic job."""
+    found = flat(state.model)
+    every = hvd.allgather(found[None])
+    return {
+        "sizes": state.sizes,
+        "alike": all(np.array_equal(row, every[0]) for row in every),
+        "off": float(np.abs(found - by_one_process()).max()),
+        "batches": int(state.model.optimizer.iterations),
+    }
+
+
 def elastic(folder, kind):
     balancer = hvd.Balancer(WHOLE, rule=hvd.ReplanRule(minimum_observations=4, warmup_steps=2))
     dataset = hvd.BalancedDataset(*make_data(), balancer=balancer, seed=5)
@@ -121,16 +133,7 @@ def elastic(folder, kind):
 
     state = hvd.elastic.KerasState(model, epoch=0, batch=0, sizes=[])
     counted = train(state)
-    found = flat(model)
-    every = hvd.allgather(found[None])
-    return {
-        "sizes": state.sizes,
-        "alike": all(np.array_equal(row, every[0]) for row in every),
-        "off": float(np.abs(found - by_one_process()).max()),
-        "batches": int(model.optimizer.iterations),
-        "counted": counted,
-        "epochs": state.epoch,
-    }
+    return {**ended(state), "counted": counted, "epochs": state.epoch}
 
 
 def loop(folder, kind):
@@ -170,15 +173,7 @@ def loop(folder, kind):
 
     state = hvd.elastic.TensorFlowKerasState(model, model.optimizer, epoch=0, batch=0, sizes=[], balancer=balancer)
     train(state)
-    found = flat(model)
-    every = hvd.allgather(found[None])
-    return {
-        "sizes": state.sizes,
-        "alike": all(np.array_equal(row, every[0]) for row in every),
-        "off": float(np.abs(found - by_one_process()).max()),
-        "batches": int(model.optimizer.iterations),
-        "traced": sorted(set(traced)),
-    }
+    return {**ended(state), "traced": sorted(set(traced))}
 
 
 class Stop(keras.callbacks.Callback):
