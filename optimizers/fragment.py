@@ -31,15 +31,20 @@ class Work:
     Attributes:
         steps: all, also those in which it had no sample.
         lr_sum, gradients: of the others the learning rates, and how many they are.
+        batches, rate_batches: the part of each step's global batch that was this rank's, summed, and times the rate.
     """
 
     steps: int = 0
     samples: float = 0.0
     lr_sum: float = 0.0
     gradients: int = 0
+    batches: float = 0.0
+    rate_batches: float = 0.0
 
-    def add(self, samples: float, lr: float) -> None:
+    def add(self, samples: float, lr: float, part: float) -> None:
         self.steps += 1
+        self.batches += part
+        self.rate_batches += part * lr
         if samples:
             self.samples += samples
             self.lr_sum += lr
@@ -70,10 +75,10 @@ class Fragment:
     With z the model after the last merge – the same on all ranks, bit for bit – and x this rank's own, every rank
     sends c_i (x - z) and goes on from x. When all have, the merge is, for plain averaging,
 
-        z' = z + sum_i c_i (x_i - z) / sum_i c_i;    x' = z' + (x - what x was when sent)
+        z' = z + f sum_i c_i (x_i - z);    x' = z' + (x - what x was when sent)
 
-    so each step enters the model once: in this merge, or in the next (Liu et al. 2024, arXiv:2401.09135, let
-    contributions come late in a similar way, through a server).
+    with c_i and f of `policy.staleness`, so each step enters the model once: in this merge, or in the next (Liu et al.
+    2024, arXiv:2401.09135, let contributions come late in a similar way, through a server).
 
     A rank may miss merges: it says so in advance, by contributing nothing to them as well, and so is waited for in none
     of them. In those, z moves, and with it x, which keeps its distance:

@@ -49,19 +49,18 @@ class RoundLengths:
         """Drift ratio and noise ratio of a merge, see `policy.guard`; rounds are shortened where there is a limit.
 
         Args:
-            sums: over ranks, of weights, of weights times norms, and of `Contribution.spread`.
+            sums: over ranks, of weights, of reaches, and of `Contribution.spread`.
             mean_square: squared norm of what was merged.
             steps, samples: of each rank in this merge.
         """
         self._idle = [n == 0 if k > 0 else idle for idle, k, n in zip(self._idle, steps, samples, strict=True)]
-        weight, normal, spread = sums
-        if weight <= 0 or not math.isfinite(spread + mean_square):
+        weight, reach, spread = sums
+        if weight <= 0 or reach <= 0 or not math.isfinite(spread + mean_square):
             return 0.0, 0.0
-        norm = normal / weight  # the merged delta is so many times the mean of deltas over their norms
-        drift = drift_ratio(spread, weight, mean_square / norm**2)
+        drift = drift_ratio(spread, weight, mean_square / reach**2)
         whole = all(k > 0 or idle for idle, k in zip(self._idle, steps, strict=True))  # nobody missed it
-        some = [(n, k) for n, k in zip(samples, steps, strict=True) if n > 0 and k > 0]
-        noise = noise_ratio([n for n, _ in some], [k * k / n for n, k in some]) if some else 0.0
+        some = [n for n in samples if n > 0]
+        noise = noise_ratio(some, [1 / n for n in some]) if some else 0.0
         if self._limited and whole:
             self._guard = self._guard.after(drift, noise)
         return drift, noise

@@ -12,7 +12,7 @@ from hvd_hetero.policy.staleness import Contribution, factor
 
 from . import control
 
-WEIGHT, NORMAL, SPREAD, FINISHING, HEAD = range(5)
+WEIGHT, REACH, SPREAD, FINISHING, HEAD = range(5)
 ROWS = 3  # of each rank: steps, samples, position
 
 
@@ -20,7 +20,7 @@ ROWS = 3  # of each rank: steps, samples, position
 class Said:
     """What all ranks said: of what is by rank, index i is rank i."""
 
-    sums: tuple[float, float, float]  # of weights, of weights times norms, and of `Contribution.spread`
+    sums: tuple[float, float, float]  # of weights, of reaches, and of `Contribution.spread`
     finishing: int  # ranks that are
     steps: list[float]
     samples: list[float]
@@ -56,7 +56,7 @@ def unpack(total: Sequence[float], *, ranks: int) -> Said:
     """What all ranks said, out of the sum of their vectors."""
     rows = [list(total[HEAD + row * ranks : HEAD + (row + 1) * ranks]) for row in range(ROWS)]
     return Said(
-        sums=(total[WEIGHT], total[NORMAL], total[SPREAD]),
+        sums=(total[WEIGHT], total[REACH], total[SPREAD]),
         finishing=round(total[FINISHING]),
         steps=rows[0],
         samples=rows[1],
@@ -67,4 +67,4 @@ def unpack(total: Sequence[float], *, ranks: int) -> Said:
 
 def scale(total: Sequence[float]) -> float:
     """What turns the sum of weighted deltas into the merged one."""
-    return factor(total[WEIGHT : NORMAL + 1])
+    return factor(total[WEIGHT : REACH + 1])

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hvd_hetero.codecs.verbs import arrays_like
-from hvd_hetero.policy.staleness import Contribution, by_samples, by_shard
+from hvd_hetero.policy.staleness import NOTHING, Contribution, contribution
 
 from . import control, merge_control
 from .attachment import PeerError
@@ -31,7 +31,6 @@ from .local_sgd import LocalSGD
 
 Lanes = tuple[Sequence[Lane], Callable[[int], Lane] | None]  # of a fragment, and what gives one a buffer of its own
 POLL_S = 1e-3  # between two looks at several merges; a single one is waited for without
-NOTHING = Contribution(weight=0.0)
 
 
 class Rounds:
@@ -112,7 +111,7 @@ class Rounds:
         if compute[0] > 0:
             self._recent.append(compute)
         for fragment in self.fragments:
-            fragment.work.add(samples, lr)
+            fragment.work.add(samples, lr, self._part_of_batch(samples))
         came = self._serve(self._due)
         late = [fragment for fragment in self.fragments if self._at_bound(fragment)]
         self.waits += any(not fragment.done() for fragment in late)
@@ -123,6 +122,10 @@ class Rounds:
                 break
             came |= self._serve(self._due)
         return came
+
+    def _part_of_batch(self, samples: float) -> float:
+        """Which part of the global batch begun last was to be this rank's; a script may not keep to the plan."""
+        return (self.balancer.plan.shares[self.rank] or samples) / self.balancer.global_batch_size
 
     def _wait_for_merge(self, name: str) -> bool:
         """Waits until one of the merges under way comes; False where another rank waits for this one elsewhere, as in a
@@ -188,19 +191,18 @@ class Rounds:
 
     @property
     def unit(self) -> float:
-        """How many samples weigh 1: a usual contribution, for narrow wires. With FedNova no samples do."""
+        """How many samples of a step weigh 1: a usual share, for narrow wires. With FedNova no samples do."""
         if self.rule.weights == "fednova":
             return 1.0
-        return self.balancer.global_batch_size * self.rule.round_steps / self.size
+        return self.balancer.global_batch_size / self.size
 
     def _weigh(self, work: Work, square: float) -> Contribution:
-        """What this rank's progress counts."""
-        chosen = NOTHING
-        if work.steps and math.isfinite(square):
-            if self.rule.weights == "fednova":
-                chosen = by_shard(self._part, work.lr_sum or float(work.gradients))
-            else:
-                chosen = by_samples(work.samples / self.unit)
+        """What this rank's progress counts; where it is not finite, it is as if its steps had been without samples."""
+        norm, reach = float(work.gradients), work.batches
+        if self.rule.weights == "fednova" and work.rate_batches:
+            norm, reach = work.lr_sum, work.rate_batches
+        weight = self._part if self.rule.weights == "fednova" else work.samples / self.unit
+        chosen = contribution(weight, norm if math.isfinite(square) else 0.0, reach)
         self._sending = (chosen, work, chosen.spread(square) if chosen.weight else 0.0)
         return chosen
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from hvd_hetero.policy.guard import Guard, drift_ratio, noise_ratio
-from hvd_hetero.policy.staleness import by_samples, by_shard, factor, round_lengths
+from hvd_hetero.policy.staleness import contribution, factor, round_lengths
 
 STEP_S = (1.0, 1.0, 2.0, 4.0)
 
@@ -39,11 +39,12 @@ def train(guard, *, pull, noise, merges=400, seed=0, width=60, rate=0.02, curvat
             for _ in range(h):
                 x -= rate * (a * (x - optimum) + noise * rng.normal(size=width))
             deltas.append(model - x)
-        merged, drift = merge_of([by_samples(h) for h in steps], deltas)
+        merged, drift = merge_of([contribution(h, h, h / len(steps)) for h in steps], deltas)
         model = model - merged
         errors.append(float(np.linalg.norm(model - best)))
-        ratios.append(drift / noise_ratio(steps, steps))
-        guard = guard.after(drift, noise_ratio(steps, steps)) if guarded else guard
+        noise_alone = noise_ratio(steps, [1 / h for h in steps])
+        ratios.append(drift / noise_alone)
+        guard = guard.after(drift, noise_alone) if guarded else guard
     return lengths, float(np.mean(errors[-50:])), ratios
 
 
@@ -95,7 +96,7 @@ def test_noise_has_the_noise_ratio(weights, variances):
     rng = np.random.default_rng(5)
     scale = np.sqrt(variances or (1.0,) * 4)
     deltas = [s * rng.normal(size=40_000) for s in scale]
-    _, drift = merge_of([by_samples(w) for w in weights], deltas)
+    _, drift = merge_of([contribution(w, 1, 1.0) for w in weights], deltas)
     assert drift == pytest.approx(noise_ratio(weights, variances), rel=0.03)
     if len(set(weights)) == 1 and variances is None:
         assert noise_ratio(weights) == pytest.approx(3**0.5)
@@ -107,7 +108,8 @@ def test_a_common_direction_only_makes_the_ratio_smaller():
     for strength in (0.0, 0.1, 0.3, 1.0, 10.0):
         direction = strength * rng.normal(size=20_000)
         deltas = [h * direction + np.sqrt(h) * rng.normal(size=20_000) for h in steps]
-        assert merge_of([by_samples(h) for h in steps], deltas)[1] < 1.03 * noise_ratio(steps, steps)
+        sent = [contribution(h, h, h) for h in steps]
+        assert merge_of(sent, deltas)[1] < 1.03 * noise_ratio(steps, [1 / h for h in steps])
 
 
 def test_the_drift_ratio_is_that_of_its_definition():
@@ -116,7 +118,7 @@ def test_the_drift_ratio_is_that_of_its_definition():
     moves = deltas / np.array(norms)[:, None]
     mean = np.average(moves, axis=0, weights=parts)
     expected = np.sqrt(np.average(np.sum((moves - mean) ** 2, axis=1), weights=parts)) / np.linalg.norm(mean)
-    sent = [by_shard(p, a) for p, a in zip(parts, norms, strict=True)]
+    sent = [contribution(p, a, p * a) for p, a in zip(parts, norms, strict=True)]
     assert merge_of(sent, deltas)[1] == pytest.approx(expected)
     assert merge_of(sent[:1], deltas[:1])[1] == 0.0 == noise_ratio([0.5])
     assert drift_ratio(4.0, 2.0, 0.0) == float("inf") and drift_ratio(0.0, 2.0, 0.0) == 0.0

@@ -207,7 +207,7 @@ class Turns:
 def reference(order, ranks, rule, samples, progress, intervals=None):
     """Overlapped rounds by the book, with one list per rank: the model after each merge, and every rank's own.
 
-    A rank of interval k contributes nothing to k - 1 merges after each that it contributes to.
+    In a merge each rank's progress counts by its batch, over the mean batch of all. A rank of interval k contributes nothing to k - 1 merges after each that it contributes to.
     """
     z, m = START.copy(), np.zeros(LENGTH)
     x = [START.copy() for _ in range(ranks)]
@@ -216,7 +216,7 @@ def reference(order, ranks, rule, samples, progress, intervals=None):
     seen = [0] * ranks              # merges taken in
     merged = []                     # (z before, z after)
     at = [0] * ranks
-    said = []                       # of each merge: by rank, progress and weight
+    said = []                       # of each merge: by rank, progress and steps
 
     def take_in(i):
         before, after = merged[seen[i]]
@@ -224,11 +224,11 @@ def reference(order, ranks, rule, samples, progress, intervals=None):
         x[i] = after + (x[i] - (before if when is None else when))
         seen[i] += 1
 
-    def say(i, delta, weight):
+    def say(i, delta, steps):
         number = seen[i] + len(sent[i]) - 1
         while len(said) <= number:
             said.append({})
-        said[number][i] = (delta, weight)
+        said[number][i] = (delta, steps)
 
     for i in order:
         x[i] = x[i] + progress(i, at[i])
@@ -237,16 +237,16 @@ def reference(order, ranks, rule, samples, progress, intervals=None):
             take_in(i)
         if not sent[i] and work[i] >= rule.round_steps:
             model = merged[-1][1] if merged else START
-            weight = work[i] * samples[i]
             sent[i].append(x[i].copy())
-            say(i, x[i] - model, weight)
+            say(i, x[i] - model, work[i])
             work[i] = 0
             for _ in range((intervals or [1] * ranks)[i] - 1):
                 sent[i].append(None)
                 say(i, np.zeros(LENGTH), 0)
             if len(merged) < len(said) and len(said[len(merged)]) == ranks:
-                both = said[len(merged)].values()
-                delta = sum(w * d for d, w in both) / sum(w for _, w in both)
+                parts = said[len(merged)].items()
+                batch = sum(k * samples[r] for r, (_, k) in parts) / sum(k / ranks for _, (_, k) in parts)
+                delta = sum(samples[r] * d for r, (d, _) in parts) / batch
                 before = z
                 m = rule.outer.momentum * m + delta
                 step = delta + rule.outer.momentum * m if rule.outer.nesterov else m
@@ -350,7 +350,7 @@ def test_all_hold_one_model_in_the_end_and_nothing_is_lost(codec, fragments, nod
 
 @pytest.mark.parametrize("weights", ["samples", "fednova"])
 def test_a_rank_without_samples_takes_nothing_away(weights):
-    """Nor does one that has some in every second step: by FedNova, ranks' progress per step counts."""
+    """Nor does one that has some in every second step: where each gradient is 1, each batch moves the model by 1."""
     rule = LocalSGD(round_steps=4, bound_rounds=0, warmup_steps=0, weights=weights)
 
     def program(engine):
@@ -363,10 +363,38 @@ def test_a_rank_without_samples_takes_nothing_away(weights):
         rounds.finish()
         return store.values[0]
 
-    # By samples, 4 steps over 4 samples and 2 over 2 make (4 * 4 + 2 * 2) / 6 in a merge; by FedNova, ranks' progress
-    # per step, which is 1 of each, is multiplied by their mean number of steps.
-    expected = 10 * {"samples": (4 * 4 + 2 * 2) / 6, "fednova": 3.0}[weights]
-    assert World(3).run(program) == pytest.approx([expected] * 3)
+    assert World(3).run(program) == pytest.approx([40.0] * 3)
+
+
+@pytest.mark.parametrize("intervals", [(1, 1, 1), (1, 4, 2)])
+@pytest.mark.parametrize("weights", ["samples", "fednova"])
+def test_the_model_moves_as_far_as_in_synchronous_steps_over_the_same_samples(weights, intervals):
+    """However many steps ranks make in a round, also where one stalls, misses merges, or has a short last batch."""
+    shares, batches = (5, 2, 1), 60
+    rule = LocalSGD(round_steps=4, bound_rounds=3, warmup_steps=0, weights=weights)
+
+    def program(engine):
+        rounds, store, balancer = rounds_of(engine, rule, np.zeros(2), whole=8, shares=shares)
+        if weights == "samples":
+            rounds.lengths.hear = lambda compute_s: None
+            rounds.lengths.intervals = intervals
+        merged = []
+        for step in range(batches):
+            samples = shares[engine.rank] if step % 20 < 19 else (3, 1, 0)[engine.rank]
+            balancer.begin(samples)
+            if samples:
+                store.values += [1.0, 0.0]
+                store.values[1] += np.random.RandomState(100 * engine.rank + step).standard_normal() / samples**0.5
+            rounds.after_step(float(samples), lr=0.1)
+            stalls = engine.rank == 1 and step % 10 == 5
+            time.sleep(0.03 if stalls else 0.001 * engine.rank)
+            merged.append(rounds.merges)
+        rounds.finish()
+        return store.values[0], len(set(merged))
+
+    for moved, merges in World(3).run(program, timeout_s=30):
+        assert merges >= 3
+        assert moved == pytest.approx(batches, rel=1e-9)
 
 
 def test_fednova_finds_the_optimum_that_unnormalised_merges_miss():

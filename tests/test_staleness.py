@@ -1,4 +1,4 @@
-"""Rounds that end together, weights that favour no objective, and damping that throws nothing away by itself."""
+"""Rounds that end together, weights that favour no objective, and merges that go as far as synchronous steps."""
 
 import itertools
 import random
@@ -8,12 +8,8 @@ import pytest
 
 from hvd_hetero.policy.staleness import (
     Contribution,
-    by_samples,
-    by_shard,
-    damping,
+    contribution,
     factor,
-    norm_of_rates,
-    norm_of_steps,
     round_lengths,
 )
 
@@ -46,57 +42,37 @@ def test_round_lengths_of_known_speeds():
     assert round_lengths([1.0, 2.0, 100.0], 16, shortest=2, longest=12) == (12, 8, 2)
 
 
-def explicit_coefficients(rates, momentum):
-    """How often each gradient goes into the delta: the optimizer run on unit vectors."""
-    moved, state = np.zeros(len(rates)), np.zeros(len(rates))
-    for k, rate in enumerate(rates):
-        state = momentum * state + np.eye(len(rates))[k]
-        moved += rate * state
-    return moved
-
-
-@pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9, 0.99, 0.9999])
-@pytest.mark.parametrize("steps", [0, 1, 2, 7, 50])
-def test_norms_are_the_explicit_sums(steps, momentum):
-    rng = np.random.default_rng(steps)
-    rates = rng.uniform(0.0, 0.3, steps)
-    assert norm_of_rates(rates, momentum=momentum) == pytest.approx(explicit_coefficients(rates, momentum).sum())
-    constant = explicit_coefficients([0.1] * steps, momentum).sum()
-    assert norm_of_steps(steps, momentum=momentum, rate=0.1) == pytest.approx(constant, rel=1e-6)
-    if momentum == 0.0:
-        assert norm_of_steps(steps) == steps
-
-
-@pytest.mark.parametrize("momentum", [0.5, 0.9])
-def test_the_norm_with_kept_momentum_is_that_of_a_later_round(momentum):
-    state, steps = 0.0, 12
-    for _ in range(20):
-        moved = 0.0
-        for _ in range(steps):
-            state = momentum * state + 1.0
-            moved += state
-    assert norm_of_steps(steps, momentum=momentum, kept=True) == pytest.approx(moved)
-    assert norm_of_steps(steps, momentum=momentum) < moved
-
-
-def test_by_samples_the_merge_is_the_mean_over_samples():
+def test_a_merge_of_single_steps_is_the_step_over_all_samples():
     rng = np.random.default_rng(2)
     deltas, samples = rng.normal(size=(5, 3)), [3.0, 10.0, 0.0, 7.0, 1.0]
     expected = np.average(deltas, axis=0, weights=samples)
     for reference in (1.0, 4.2, 1000.0):
-        merged = merge([by_samples(n / reference) for n in samples], deltas)
+        # The parts of the batch as promised; the short last batch that is here was cut otherwise.
+        parts = zip(samples, (0.2, 0.4, 0.1, 0.25, 0.05), strict=True)
+        merged = merge([contribution(n / reference, float(n > 0), part) for n, part in parts], deltas)
         assert np.allclose(merged, expected, rtol=1e-12)
-    assert np.all(merge([by_samples(0.0)] * 5, deltas) == 0.0)
+    assert np.all(merge([contribution(0.0, 0.0, 0.2)] * 5, deltas) == 0.0)
+
+
+def test_a_merge_goes_as_far_as_synchronous_steps_over_its_samples():
+    """Also where ranks make unlike numbers of steps, and some none: each sample weighs the same."""
+    rng = np.random.default_rng(4)
+    parts, batch = np.array([0.5, 0.3, 0.2]), 40
+    for steps in ((3, 3, 3), (8, 2, 1), (5, 0, 0), (0, 1, 9)):
+        gradients = [rng.normal(size=(k, 6)) for k in steps]
+        sent = [contribution(part * batch * k, k, part * k) for part, k in zip(parts, steps, strict=True)]
+        merged = merge(sent, [each.sum(axis=0) for each in gradients])
+        by_sample = sum(part * each.sum(axis=0) for part, each in zip(parts, gradients, strict=True))
+        assert np.allclose(merged, by_sample, rtol=1e-12)
 
 
 def test_by_shard_the_merge_is_fednovas():
+    """With its tau_eff, where a rank's part of the batch is its part of the data."""
     rng = np.random.default_rng(3)
     deltas, parts, norms = rng.normal(size=(3, 4)), np.array([0.5, 0.3, 0.2]), np.array([10.0, 4.0, 1.0])
     expected = (parts @ norms) * (parts / norms) @ deltas
-    assert np.allclose(merge([by_shard(p, a) for p, a in zip(parts, norms, strict=True)], deltas), expected)
-    gone = merge([by_shard(0.5, 10.0), by_shard(0.3, 4.0), by_shard(0.2, 0.0)], deltas)       # no step of the last
-    kept = parts[:2] / 0.8
-    assert np.allclose(gone, (kept @ norms[:2]) * (kept / norms[:2]) @ deltas[:2])
+    sent = [contribution(p, a, p * a) for p, a in zip(parts, norms, strict=True)]
+    assert np.allclose(merge(sent, deltas), expected)
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
@@ -107,43 +83,20 @@ def test_only_fednova_ends_where_the_mean_of_all_shards_is_best(momentum, same_r
     best = float(np.average(optima[:, 0], weights=parts))
     ends = {}
     for name in ("shard", "samples"):
-        model = np.zeros(1)
+        model, kept = np.zeros(1), [np.zeros(1) for _ in steps]
         for _ in range(600):
             deltas = []
-            for optimum, h, rate in zip(optima, steps, rates, strict=True):
-                x, m = model.copy(), np.zeros(1)
+            for rank, (optimum, h, rate) in enumerate(zip(optima, steps, rates, strict=True)):
+                x = model.copy()
                 for _ in range(h):
-                    m = momentum * m + (x - optimum)
-                    x = x - rate * m
+                    kept[rank] = momentum * kept[rank] + (x - optimum)
+                    x = x - rate * kept[rank]
                 deltas.append(model - x)
-            sent = [by_shard(p, norm_of_steps(h, momentum=momentum, rate=r)) if name == "shard" else by_samples(h)
+            sent = [contribution(p, h * r, h * r / 3) if name == "shard" else contribution(h, h, h / 3)
                     for p, h, r in zip(parts, steps, rates, strict=True)]
             model = model - merge(sent, deltas)
         ends[name] = abs(float(model[0]) - best)
     assert ends["shard"] < 0.5 and ends["samples"] > 2.0       # the optima lie 9 apart
-
-
-def test_damping_is_by_what_is_staler_than_the_median():
-    assert damping([7, 7, 7, 7]) == damping([7] * 4, rule="inverse") == (1.0,) * 4      # nobody loses anything
-    assert damping([0, 1, 1, 4]) == (1.0, 1.0, 1.0, 0.5)
-    assert damping([0, 1, 1, 4, 1], rule="inverse") == (1.0, 1.0, 1.0, 1 / 3, 1.0)
-    assert damping([0, 0, 9], exponent=0.0) == (1.0, 1.0, 1.0)
-    for seed, rule in itertools.product(range(50), ("power", "inverse")):
-        ages = [random.Random(seed * 10 + i).randint(0, 9) for i in range(5)]
-        factors = damping(ages, rule=rule)
-        assert all(0.0 < f <= 1.0 for f in factors) and sum(f == 1.0 for f in factors) >= 3
-        assert all(factors[i] >= factors[j] for i in range(5) for j in range(5) if ages[i] <= ages[j])
-
-
-def test_damping_one_rank_shortens_no_step():
-    same = np.array([[1.0, 2.0]] * 3)
-    for c in damping([0, 0, 8]), damping([5, 0, 0], rule="inverse"):
-        assert min(c) < 1.0
-        assert np.allclose(merge([by_samples(4.0, damping=d) for d in c], same), same[0])
-        assert np.allclose(merge([by_shard(1 / 3, 4.0, damping=d) for d in c], same), same[0])
-    apart = [np.array([1.0]), np.array([1.0]), np.array([-8.0])]
-    damped = merge([by_samples(1.0, damping=d) for d in damping([0, 0, 8])], apart)
-    assert damped[0] > np.mean(apart)
 
 
 @pytest.mark.parametrize(("make", "message"), [
@@ -153,16 +106,10 @@ def test_damping_one_rank_shortens_no_step():
     (lambda: round_lengths([1.0, 0.0], 4), "step_s: .* Received: \\[1.0, 0.0\\]"),
     (lambda: Contribution(weight=-1.0), "weight: .* Received: -1.0"),
     (lambda: Contribution(weight=1.0, norm=0.0), "norm: .* Received: 0.0"),
-    (lambda: by_samples(float("nan")), "samples: .* Received: nan"),
-    (lambda: by_samples(1.0, damping=1.5), "damping: .* Received: 1.5"),
-    (lambda: by_shard(0.5, -1.0), "part and norm: .* Received: 0.5 and -1.0"),
+    (lambda: contribution(float("nan"), 1, 1.0), "weight: .* Received: nan"),
+    (lambda: contribution(1.0, 1, -1.0), "reach: .* Received: -1.0"),
+    (lambda: contribution(1.0, -1, 1.0), "norm: .* Received: -1"),
     (lambda: factor([1.0]), "beside: .* Received: \\[1.0\\]"),
-    (lambda: norm_of_steps(-1), "steps: .* Received: -1"),
-    (lambda: norm_of_steps(3, momentum=1.0), "momentum: .* Received: 1.0"),
-    (lambda: norm_of_rates([0.1, -0.1]), "rate: .* Received: \\[0.1, -0.1\\]"),
-    (lambda: damping([0, -1]), "staleness: .* Received: \\[0, -1\\]"),
-    (lambda: damping([0], rule="none"), "rule: expected power or inverse. Received: 'none'"),
-    (lambda: damping([0], exponent=-1.0), "exponent: .* Received: -1.0"),
 ])
 def test_wrong_arguments_say_what_was_received(make, message):
     with pytest.raises(ValueError, match=message):

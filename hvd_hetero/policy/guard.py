@@ -104,8 +104,7 @@ def noise_ratio(weights: Sequence[float], variances: Sequence[float] | None = No
     """The drift ratio that noise alone makes of these weights; 0.0 for a single rank.
 
     Args:
-        variances: of each u_i, up to a common factor: local steps / batch where |a| = 1 (by samples), and with FedNova
-            1 / (local steps * batch). None: all alike.
+        variances: of each u_i, up to a common factor: 1 / its samples. None: all alike.
     """
     noise = [1.0] * len(weights) if variances is None else list(variances)
     if len(noise) != len(weights):
