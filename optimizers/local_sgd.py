@@ -31,7 +31,8 @@ class LocalSGD:
             badly (post-local SGD, Lin et al. 2018, arXiv:1808.07217).
         fragments: parts of the model that merge one after the other, so that a merge uses the link for a part of it.
         outer: what a merge does to the model.
-        weights: "samples": progress counts by the samples it is made of, for ranks that draw from one shared order
+        weights: whose progress counts for how much; a merge moves the model as far as synchronous steps over its
+            samples (`policy.staleness`). "samples": each sample counts alike, for ranks that draw from one shared order
             (as BalancedDataLoader deals it). "fednova": progress per step counts alike on all ranks that made any, for
             ranks with equal parts of the data as their own (Wang et al. 2020, arXiv:2007.07481).
         compensation: lambda of `outer.compensated`; 0 for none, which is right for all but plain SGD.

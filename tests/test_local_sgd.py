@@ -207,7 +207,8 @@ class Turns:
 def reference(order, ranks, rule, samples, progress, intervals=None):
     """Overlapped rounds by the book, with one list per rank: the model after each merge, and every rank's own.
 
-    In a merge each rank's progress counts by its batch, over the mean batch of all. A rank of interval k contributes nothing to k - 1 merges after each that it contributes to.
+    In a merge each rank's progress counts by its batch, over the mean batch of all. A rank of interval k contributes
+    nothing to k - 1 merges after each that it contributes to.
     """
     z, m = START.copy(), np.zeros(LENGTH)
     x = [START.copy() for _ in range(ranks)]
