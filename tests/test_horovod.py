@@ -21,6 +21,7 @@ CHECKS = [
     "law_4_every_sample_once",
     "law_5_bfloat16_and_broadcast",
     "law_5_memory_formats",
+    "law_5_what_rank_0_alone_has_loaded",
     "objects_of_any_type",
     "nan_on_one_rank_is_seen_by_all",
     "waiting_does_not_spin",

@@ -6,7 +6,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import horovod.torch
 import horovod.torch.functions
@@ -109,15 +109,73 @@ def broadcast_parameters(
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer, root_rank: int, model: torch.nn.Module | None = None
 ) -> None:
-    """Overwrites the optimizer's state and options on all ranks with those of `root_rank`. `model`: tells which of its
-    embeddings have sparse gradients, where the optimizer has no state yet."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    if all(_is_contiguous(p) and not _is_bfloat16(p) for p in parameters):
-        horovod.torch.broadcast_optimizer_state(optimizer, root_rank, model)
-        return
-    # Horovod would broadcast such tensors one by one, and cannot; pickled they travel as bytes.
-    mine = optimizer.state_dict() if horovod.torch.rank() == root_rank else None
-    optimizer.load_state_dict(horovod.torch.broadcast_object(mine, root_rank, name="hvd_hetero.optimizer_state"))
+    """Overwrites the optimizer's state and options on all ranks with those of `root_rank`. `model` is Horovod's, and
+    not needed.
+
+    No step is made. Horovod makes one with gradients of zero where a rank has no state yet, to have tensors to receive
+    into, and weight decay moves the parameters of those ranks: after a checkpoint that rank 0 alone has loaded, they
+    would differ from its.
+    """
+    tensors: list[torch.Tensor] = []
+    places = {p.device.type: p.device for group in optimizer.param_groups for p in group["params"]}
+
+    def described(value: torch.Tensor) -> Any:
+        if value.numel() <= INLINE:
+            return value.detach().cpu()
+        tensors.append(value.detach())
+        return _Described(value.shape, value.dtype, value.device.type)
+
+    def received(value: _Described) -> torch.Tensor:
+        tensors.append(torch.empty(value.shape, dtype=value.dtype, device=places.get(value.device, value.device)))
+        return tensors[-1]
+
+    is_root, name = horovod.torch.rank() == root_rank, "hvd_hetero.optimizer_state"
+    mine = _mapped(optimizer.state_dict(), torch.Tensor, described) if is_root else None
+    state = _mapped(broadcast_object(mine, root_rank, name=name), _Described, received if not is_root else _same)
+    broadcast_parameters([(f"{name}.{index}", tensor) for index, tensor in enumerate(tensors)], root_rank)
+    if not is_root:
+        _load_in_place(optimizer, state)
+
+
+INLINE = 16  # elements: a tensor of so few, such as a count of steps, is pickled with what says how the others look
+
+
+class _Described(NamedTuple):
+    """What a tensor is like that travels by itself."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: str
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _mapped(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
+    """A copy of a state of nested dicts, lists and tuples, with `change` made to what is of `kind`."""
+    if isinstance(value, kind):
+        return change(value)
+    if isinstance(value, dict):
+        return {key: _mapped(each, kind, change) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_mapped(each, kind, change) for each in value)
+    return value
+
+
+def _load_in_place(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Loads a state into the dicts that there are: an optimizer and what wraps it share them."""
+    groups, of_parameters = list(optimizer.param_groups), optimizer.state
+    optimizer.load_state_dict(state)
+    for group, loaded in zip(groups, optimizer.param_groups, strict=True):
+        if group is not loaded:
+            group.clear()
+            group.update(loaded)
+    optimizer.param_groups[:] = groups
+    if optimizer.state is not of_parameters:
+        of_parameters.clear()
+        of_parameters.update(optimizer.state)
+        optimizer.state = of_parameters
 
 
 def broadcast_object(

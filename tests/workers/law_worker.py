@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import time
@@ -178,8 +179,48 @@ def law_5_bfloat16_and_broadcast():
         model = make_model(torch.bfloat16)
     table = nn.Embedding(4, 2, sparse=True)
     optimizer = torch.optim.SparseAdam(table.parameters(), lr=0.1)
+    if hvd.rank() == 0:
+        table(torch.tensor([1])).sum().backward()
+        optimizer.step()
     hvd.broadcast_optimizer_state(optimizer, root_rank=0, model=table)
     assert optimizer.state[table.weight]["exp_avg"].shape == (4, 2)
+    assert optimizer.state[table.weight]["exp_avg"][1, 0] > 0 and optimizer.state[table.weight]["step"] == 1
+
+
+def law_5_what_rank_0_alone_has_loaded():
+    """The state of an optimizer with weight decay travels, and moves no parameter: Horovod's own makes a step."""
+    kinds = (
+        lambda ps: torch.optim.AdamW(ps, lr=0.01, weight_decay=0.1),
+        lambda ps: torch.optim.SGD([{"params": ps}], lr=0.01, momentum=0.9, weight_decay=0.1),
+    )
+    for kind, loads_first, balancer in itertools.product(kinds, (True, False), (None, hvd.Balancer(WHOLE))):
+        model = make_model(torch.float32)
+        earlier = kind(list(model.parameters()))
+        model(torch.ones(2, 6)).sum().backward()
+        earlier.step()
+        optimizer = inner = kind(list(model.parameters()))
+        if not loads_first:
+            optimizer = hvd.DistributedOptimizer(inner, balancer=balancer)
+        if hvd.rank() == 0:
+            inner.param_groups[0]["initial_lr"] = 0.02  # as a scheduler leaves it, and no other rank has it
+            optimizer.load_state_dict(earlier.state_dict())
+            optimizer.param_groups[0]["lr"] = 0.005
+        if loads_first:
+            optimizer = hvd.DistributedOptimizer(inner, balancer=balancer)
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        before, groups = [p.detach().clone() for p in model.parameters()], [*optimizer.param_groups]
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+        assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+        assert all(mine is old for mine, old in zip(optimizer.param_groups, groups, strict=True)), "others share them"
+        assert optimizer.param_groups[0]["lr"] == 0.005
+        for _ in range(3):
+            optimizer.zero_grad()
+            if balancer:
+                balancer.begin(WHOLE // hvd.size())
+            model(torch.full((2, 6), 1.0 + hvd.rank())).sum().backward()
+            optimizer.step()
+        moments = [value for p in model.parameters() for key, value in optimizer.state[p].items() if key != "step"]
+        assert len(moments) >= 4 and spread([*model.parameters(), *moments]) == 0.0
 
 
 def law_5_memory_formats():
