@@ -6,6 +6,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
@@ -96,27 +97,29 @@ class Workers:
 
 
 class Job(NamedTuple):
-    """A driver with three workers: one on host a, two on host b, which may come back a second after it was given up."""
+    """A driver and its workers; a host may come back a second after it was given up."""
 
     driver: Any
     workers: Workers
     ask: Callable[[str], list[int]]
 
 
-@pytest.fixture
-def job() -> Iterator[Job]:
+@contextmanager
+def elastic_job(hosts: dict[str, int]) -> Iterator[Job]:
+    """A job with a worker in each of the hosts' slots."""
     from horovod.runner.elastic.discovery import FixedHosts
     from horovod.runner.elastic.driver import ElasticDriver
     from horovod.runner.elastic.rendezvous import create_rendezvous_handler
 
     server = SimpleNamespace(init=lambda assignments: None, stop=lambda: None)
-    driver = ElasticDriver(server, FixedHosts({"a": 1, "b": 2}), 3, 3, timeout=LIMIT_S, cooldown_range=(1, 1))
+    ranks = sum(hosts.values())
+    driver = ElasticDriver(server, FixedHosts(hosts), ranks, ranks, timeout=LIMIT_S, cooldown_range=(1, 1))
     handler = create_rendezvous_handler(driver)
     asked = handler.__new__(handler)
     workers = Workers()
-    driver.wait_for_available_slots(3)
-    driver.start(3, workers.create)
-    workers.wait_for(3)
+    driver.wait_for_available_slots(ranks)
+    driver.start(ranks, workers.create)
+    workers.wait_for(ranks)
 
     def ask(worker: str) -> list[int]:
         return [int(number) for number in asked._get_value("rank_and_size", worker).split(b",")]
@@ -124,6 +127,13 @@ def job() -> Iterator[Job]:
     yield Job(driver, workers, ask)
     workers.end_all()
     driver.stop()
+
+
+@pytest.fixture
+def job() -> Iterator[Job]:
+    """One worker on host a, two on host b."""
+    with elastic_job({"a": 1, "b": 2}) as made:
+        yield made
 
 
 def _in_threads(call: Callable[[str], Any], of: list[str]) -> dict[str, Any]:
@@ -185,9 +195,26 @@ def test_a_frozen_worker_is_ended_alone(job: Job) -> None:
 
 
 @needs("spared_hosts")
-def test_a_host_is_not_spared_where_rank_0_would_be_new(job: Job) -> None:
-    assert not job.driver.spare("b", 0, {("b", 1): "READY"}, True)
-    assert job.driver.spare("b", 1, {("b", 0): "READY"}, True)
+def test_one_that_goes_on_is_rank_0_also_where_the_first_of_every_host_has_died(job: Job) -> None:
+    driver, workers, ask = job
+    number = next(slot.worker for slot in workers.slots if (slot.hostname, slot.local_rank) == ("b", 1))
+    workers.end(workers.find("a", 0))
+    workers.end(workers.find("b", 0))
+    assert _in_threads(ask, [f"b:1:{number}"])[f"b:1:{number}"][0] == 0
+    assert not driver._host_manager.is_blacklisted("b")
+    assert not driver.spare("b", 1, {}, True), "nobody has the state"
+
+
+@needs("spared_hosts")
+@pytest.mark.parametrize("status", [1, LEFT])
+def test_the_first_worker_of_the_only_host_may_end(status: int) -> None:
+    with elastic_job({"b": 2}) as (_, workers, ask):
+        numbers = [slot.worker for slot in workers.slots]
+        for times in range(1 if status == 1 else 3):
+            workers.end(workers.find("b", 0, start=times + 1 if times else 0), status=status)
+            assert ask(f"b:1:{numbers[1]}")[:2] == [0, 2], "a worker that was started anew is rank 0"
+            workers.wait_for(3 + times)
+            assert workers.slots[-1].rank == 1
 
 
 @needs("spared_hosts")

@@ -10,7 +10,7 @@ from hvd_hetero.engine import environment
 @pytest.mark.parametrize(("elastic", "repairs", "cycle_ms"), [
     (False, set(), "5"),
     (False, {"event_driven_cycle"}, "100"),
-    (True, {"event_driven_cycle", "fixed_settings"}, "100"),
+    (True, {"event_driven_cycle", "fresh_settings"}, "100"),
     # A Horovod that initialises once more writes the default of a setting that is fixed into another one.
     (True, {"event_driven_cycle"}, None),
     (True, set(), None),

@@ -266,7 +266,7 @@ def test_a_rank_that_is_lost_while_ranks_come_together_is_waited_for_once(tmp_pa
     assert launch.ranks[1]["waited_s"] < 8.0, launch.ranks[1]
 
 
-@needs("fixed_settings")
+@needs("fresh_settings")
 def test_settings_that_are_fixed_stay_so_when_ranks_come_together_again() -> None:
     program = "import horovod.torch as hvd; hvd.init(); hvd.shutdown(); hvd.init(); hvd.shutdown()"
     fixed = {"HOROVOD_CYCLE_TIME": "5", "HOROVOD_FUSION_THRESHOLD": "1000000"}

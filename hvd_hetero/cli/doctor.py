@@ -26,8 +26,8 @@ WITHOUT = {
     "rendezvous_scope": "elastic jobs under Gloo now and then fail to start again: stale addresses",
     "peer_death_with_process_sets": "when a rank dies in a job with process sets, the others abort: no elastic "
     "recovery, no reports",
-    "fixed_settings": "with HOROVOD_CYCLE_TIME or HOROVOD_FUSION_THRESHOLD set, ranks that join an elastic job sum "
-    "other tensors than those that stay: wrong sums, or the end of a process",
+    "fresh_settings": "with HOROVOD_CYCLE_TIME, HOROVOD_FUSION_THRESHOLD or HOROVOD_AUTOTUNE set, ranks that join an "
+    "elastic job sum other tensors than those that stay: wrong sums, the end of a process, or a job that stands still",
     "failed_init": "one more death while an elastic job recovers from another ends the whole job",
     "connect_timeout": "where a rank is lost while ranks of an elastic job come together, others wait for it for 150 s",
     "failure_disconnects": "ranks on other nodes hear of a death only after Gloo's time-out, 30 s",

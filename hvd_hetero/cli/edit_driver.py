@@ -133,7 +133,7 @@ EDITS: Final = (
         self._current_workers = {}
         self._workers_started = 0
         self._ends = {}
-        self._restarted, self._left = {}, set()
+        self._restarted, self._left, self._holder = {}, set(), None
         self._world_size = 0
 """,
     ),

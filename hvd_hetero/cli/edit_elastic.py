@@ -10,20 +10,20 @@ _OPERATIONS = "horovod/common/operations.cc"
 
 EDITS: Final = (
     Edit(
-        name="fixed_settings",
-        reason="a setting that is fixed (HOROVOD_CYCLE_TIME, HOROVOD_FUSION_THRESHOLD) has no place among those that "
-        "are tuned. A process that initialises once more writes its default all the same: into the place of another. "
-        "With a fixed cycle time, ranks that stay then sum tensors of up to 1 MB in one operation, and ranks that join "
-        "those of up to 128 MB: sums of unlike tensors, or the end of a process. With both fixed, it ends at once",
-        file="horovod/common/parameter_manager.cc",
-        find="""    Eigen::VectorXd v = TunableParameter::BestValue();
-    v[index_[variable]] = value;
+        name="fresh_settings",
+        reason="a process that initialises once more keeps the settings it had, where one that joins begins with those "
+        "of the environment: ranks then sum unlike tensors in one operation, or wait for ever. With HOROVOD_AUTOTUNE "
+        "those that stay have what was tuned. With a fixed HOROVOD_CYCLE_TIME, they have a fusion threshold of 1 MB in "
+        "place of 128, as the default is written into another setting's place; with a fixed threshold as well, they "
+        "end at once. Now all begin alike, and tune anew",
+        file=_OPERATIONS,
+        find="""  // Override Tensor Fusion threshold, if it's set.
 """,
-        replace="""    if (index_.find(variable) == index_.end()) {
-      return;
-    }
-    Eigen::VectorXd v = TunableParameter::BestValue();
-    v[index_[variable]] = value;
+        replace="""  // Others hold references to it.
+  state.parameter_manager.~ParameterManager();
+  new (&state.parameter_manager) ParameterManager();
+
+  // Override Tensor Fusion threshold, if it's set.
 """,
     ),
     Edit(

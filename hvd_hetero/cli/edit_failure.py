@@ -40,13 +40,16 @@ EDITS: Final = (
         again = not left and now - last < SPARED_AGAIN_SECS * 2 ** max(0, count - 1)
         if again and (alone or count >= MOST_SPARED_AGAIN):
             return False
-        if slot == 0:
-            with self._wait_hosts_cond:  # which discovery holds, too
-                hosts_now = self._host_manager.current_hosts
-                order = sorted(hosts_now.host_assignment_order, key=lambda name: states.get((name, 0)) != READY)
-                if not order or states.get((order[0], 0)) != READY:
-                    return False
-                hosts_now.host_assignment_order[:] = order
+        first = {}
+        for name, ready in sorted(key for key, state in states.items() if state == READY):
+            first.setdefault(name, ready)
+        with self._wait_hosts_cond:  # which discovery holds, too
+            hosts_now = self._host_manager.current_hosts
+            order = sorted(hosts_now.host_assignment_order, key=lambda name: first.get(name, float('inf')))
+            if not order or order[0] not in first:
+                return False
+            hosts_now.host_assignment_order[:] = order
+            self._holder = order[0], first[order[0]]
         logging.info('start worker anew: %s[%s]', host, slot)
         if not left:
             self._restarted[(host, slot)] = now, count + 1
@@ -56,6 +59,19 @@ EDITS: Final = (
         return True
 
     def world_size(self):
+""",
+    ),
+    Edit(
+        name="spared_hosts",
+        reason="where the first worker of every host has failed, one that goes on is rank 0 all the same",
+        file=_DRIVER,
+        find="        host_assignments, host_assignments_list = self._get_host_assignments(current_hosts)\n",
+        replace="""        host_assignments, host_assignments_list = self._get_host_assignments(current_hosts)
+        for slot_info in host_assignments[host_assignments_list[0].hostname]:
+            slot = (slot_info.hostname, slot_info.local_rank)
+            if slot == self._holder and slot in active_slots:
+                first = host_assignments_list[0]
+                first.rank, slot_info.rank = slot_info.rank, first.rank
 """,
     ),
     Edit(

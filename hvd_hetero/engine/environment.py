@@ -52,7 +52,7 @@ def prepare_init() -> None:
         return
     if "event_driven_cycle" in repairs():
         os.environ.setdefault(EVENT_DRIVEN_CYCLE, "1")
-    if is_elastic() and "fixed_settings" not in repairs():
+    if is_elastic() and "fresh_settings" not in repairs():
         return
     event_driven = "event_driven_cycle" in repairs() and os.environ[EVENT_DRIVEN_CYCLE] == "1"
     os.environ.setdefault(CYCLE_TIME_MS, EVENT_DRIVEN_CYCLE_MS if event_driven else "5")
