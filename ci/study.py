@@ -27,7 +27,8 @@ EIGHT = hvd.LocalSGD(round_steps=8)
 MILD = hvd.Outer(learning_rate=0.7, momentum=0.5, nesterov=True)
 DILOCO = hvd.Outer(learning_rate=0.7, momentum=0.9, nesterov=True)
 RULES = {DEFAULT: Way(), "rounds of 8": Way(rule=EIGHT)}
-CAUSES = RULES | {
+LONGER = RULES | {"rounds of 4, outer Nesterov, 0.7 and 0.5": Way(rule=hvd.LocalSGD(outer=MILD))}
+CAUSES = LONGER | {
     "rounds of 2": Way(rule=hvd.LocalSGD(round_steps=2)),
     "rounds of 1": Way(rule=hvd.LocalSGD(round_steps=1)),
     "equal ranks in turn": Way(rule=EIGHT, shares=EVEN, uneven=False),
@@ -114,5 +115,5 @@ def study(*, quick: bool, parts: Sequence[str], say: Say) -> dict[str, Any]:
     if "causes" in parts:
         task, longer = tasks[-1], replace(tasks[-1], steps=3 * tasks[-1].steps)
         rows += final_loss([task], seeds, CAUSES | warmed_up(task.steps), say)
-        rows += final_loss([longer], seeds, {DEFAULT: CAUSES[DEFAULT]} | warmed_up(longer.steps), say)
+        rows += final_loss([longer], seeds, LONGER | warmed_up(longer.steps), say)
     return {"rows": rows, "checks": checks}
