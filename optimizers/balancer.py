@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 from hvd_hetero.engine.port import Engine
@@ -21,6 +21,7 @@ from .meter import Stopwatch
 from .partial_sum import PartialSums
 from .place import Places
 from .planner import Planner
+from .record import Record
 from .strategies import Strategies
 from .timesheet import Timesheet
 
@@ -75,16 +76,15 @@ class Balancer:
         )
         self._rule = rule or ReplanRule()
         self.timesheet = Timesheet(stopwatch)
-        self.trace = trace
+        self.record = Record(trace)
         self.lookahead = 0  # batches that this rank may deal before they are used
         self.step = -1  # index of the global batch begun last, counted over all epochs
         self.dependents: list[Any] = []  # what else keeps a state as the job goes on: samplers, learning rates
         self.departure = Departure()
         self.strategies = Strategies()
         self._settle()
-        if trace is not None:
-            trace.plan(self.plan)
-            engine.hear_waits(self._waited)
+        self.record.plan(self.plan)
+        self.record.waits(engine)
         engine.remember(self.rebuild)
 
     def _settle(self) -> None:
@@ -123,26 +123,26 @@ class Balancer:
             self._asked = replace(self._asked, shares=None)
         self._settle()
         self.load_state_dict(state)
-        if self.trace is not None:
-            self.trace.restart(self.rank)
-            self.trace.event("ranks", rank=self.rank, size=self.size, step=self.step)
-            self.trace.plan(self.plan)
+        self.record.ranks(self.engine, step=self.step, plan=self.plan)
 
     def _hear(self, plan: Plan) -> None:
         """Takes in a plan that all ranks have heard of."""
-        if self.trace is not None:
-            self.trace.plan(plan)
+        self.record.plan(plan)
         self.ladder.hear_shares(plan.shares, plan.reason)
 
     def _moved(self, move: Move) -> None:
-        if self.trace is not None:
-            self.trace.event("rung", step=self.step, **asdict(move))
-
-    def _waited(self, **what: Any) -> None:
-        self.trace.event("wait", **what)
-        self.trace.flush()  # it may be the last word
+        self.record.moved(move, step=self.step)
 
     # What a script asks ---------------------------------------------------------------------------------------------
+
+    @property
+    def trace(self) -> Any:
+        """What is told of this rank's steps, plans and events; None for nothing."""
+        return self.record.trace
+
+    @trace.setter
+    def trace(self, trace: Any) -> None:
+        self.record.trace = trace
 
     @property
     def global_batch_size(self) -> int:
@@ -283,16 +283,8 @@ class Balancer:
         """Ends a step, after the update: its compute time goes out with the next gradient."""
         self.pause()
         entry = self.timesheet.end()
-        if self.trace is not None:
-            self.trace.step(
-                step=self.step,
-                samples=entry.samples,
-                data_s=entry.data_s,
-                compute_s=entry.compute_s,
-                wait_s=wait_s,
-                bytes=bytes_sent,
-                share=self.plan.shares[self.rank],
-            )
+        share = self.plan.shares[self.rank]
+        self.record.step(entry, step=self.step, wait_s=wait_s, bytes_sent=bytes_sent, share=share)
         self.resume()
 
     # State ----------------------------------------------------------------------------------------------------------

@@ -118,8 +118,7 @@ class LocalSteps:
         return self._store.empty(index, 0 if self._store.lossy[index] else merge_control.length(self._engine.size))
 
     def _record(self, fields: dict[str, Any]) -> None:
-        if self._balancer.trace is not None:
-            self._balancer.trace.event("merge", **fields)
+        self._balancer.record.event("merge", **fields)
 
     def apart(self) -> bool:
         """Whether the global batch begun last is one that ranks take apart."""

@@ -61,8 +61,7 @@ class Weighing:
         self._guard = ParameterGuard(balancer.engine, parameters, name=self.name, tell=self._differed)
 
     def _differed(self, fields: dict[str, Any]) -> None:
-        if self.balancer.trace is not None:
-            self.balancer.trace.event("parameters", **fields)
+        self.balancer.record.event("parameters", **fields)
 
     @property
     def leads(self) -> bool:

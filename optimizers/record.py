@@ -1,0 +1,53 @@
+"""What a balancer and what belongs to it write to the trace of a run, where there is one."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from hvd_hetero.engine.port import Engine
+from hvd_hetero.policy.ladder import Move
+from hvd_hetero.policy.replan import Plan
+
+from .timesheet import Entry
+
+
+class Record:
+    """Tells a trace what happens on this rank; without a trace, nobody."""
+
+    def __init__(self, trace: Any) -> None:
+        self.trace = trace
+
+    def event(self, kind: str, /, **fields: Any) -> None:
+        if self.trace is not None:
+            self.trace.event(kind, **fields)
+
+    def plan(self, plan: Plan) -> None:
+        if self.trace is not None:
+            self.trace.plan(plan)
+
+    def step(self, entry: Entry, *, step: int, wait_s: float, bytes_sent: int, share: int) -> None:
+        if self.trace is not None:
+            self.trace.step(
+                step=step, samples=entry.samples, data_s=entry.data_s, compute_s=entry.compute_s, wait_s=wait_s,
+                bytes=bytes_sent, share=share,
+            )  # fmt: skip
+
+    def moved(self, move: Move, *, step: int) -> None:
+        self.event("rung", step=step, **asdict(move))
+
+    def waits(self, engine: Engine) -> None:
+        """Tells of long waits from here on."""
+        if self.trace is not None:
+            engine.hear_waits(self._waited)
+
+    def _waited(self, **what: Any) -> None:
+        self.event("wait", **what)
+        self.trace.flush()  # it may be the last word
+
+    def ranks(self, engine: Engine, *, step: int, plan: Plan) -> None:
+        """The ranks are others now."""
+        if self.trace is not None:
+            self.trace.restart(engine.rank)
+            self.trace.event("ranks", rank=engine.rank, size=engine.size, step=step)
+            self.trace.plan(plan)
