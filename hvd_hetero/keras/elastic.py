@@ -24,6 +24,7 @@ from .dataset import BalancedDataset
 from .function import broadcast_variables
 from .place import EndOfBatch, Place
 from .randomness import load_random_state, random_state
+from .resumption import Resumed
 
 __all__ = ["CommitStateCallback", "KerasState", "UpdateBatchStateCallback", "UpdateEpochStateCallback", "run"]
 
@@ -110,9 +111,9 @@ class KerasState(JobState):
 
         An empty one where that is over, as in a finished job that is started again.
 
-        Keeps `epoch` and `batch` of this state, which have to be among its values, before it calls the `callbacks`. An
-        epoch that was begun before is its rest: Keras has one length for all epochs of a fit, so that is a fit of its
-        own.
+        Keeps `epoch` and `batch` of this state, which have to be among its values, before it calls the `callbacks`. Of
+        an epoch that was begun before there is its rest: Keras has one length for all epochs of a fit, so that is a fit
+        of its own, but for the callbacks and the optimizer, which see one fit of whole epochs.
 
         Args:
             x: an `hvd.BalancedDataset`.
@@ -125,28 +126,30 @@ class KerasState(JobState):
             raise ValueError(
                 f"Expected a state with epoch and batch: KerasState(model, epoch=0, batch=0). Received: {self._plain}."
             )
-        ends = [EndOfBatch(x.aside)] if isinstance(x, BalancedDataset) else []
-        history = keras.callbacks.History()
-        history.on_train_begin()
+        model = self.model
         if self.batch >= len(x):  # kept after the last batch of an epoch, and before its end
             self.epoch, self.batch = self.epoch + 1, 0
-        while self.epoch < epochs:
-            rest = len(x) - self.batch if self.batch else None
-            random, self._random = self._random, None
-            part = self.model.fit(
-                x,
-                initial_epoch=self.epoch,
-                epochs=self.epoch + 1 if rest else epochs,
-                steps_per_epoch=rest,
-                callbacks=[Place(self, random), *callbacks, *ends],
-                **arguments,
+        if self.epoch >= epochs:
+            history = keras.callbacks.History()
+            history.on_train_begin()
+            optimizer = getattr(model, "optimizer", None)
+            if optimizer is not None and optimizer.built:  # what a state keeps is from before the end of a fit
+                optimizer.finalize_variable_values(model.trainable_weights)
+            return history
+        random, self._random = self._random, None
+        ends = [EndOfBatch(x.aside)] if isinstance(x, BalancedDataset) else []
+        told: Any = [Place(self, random), *callbacks, *ends]
+        if self.batch:
+            verbose = arguments.get("verbose", "auto")
+            told = Resumed(
+                told, model=model, epoch=self.epoch, steps=len(x), epochs=epochs, verbose=verbose
             )
-            history.epoch += part.epoch
-            for name, values in part.history.items():
-                history.history.setdefault(name, []).extend(values)
-            if self.model.stop_training:
-                break
-        return history
+            part = {"initial_epoch": self.epoch, "epochs": self.epoch + 1, "steps_per_epoch": len(x) - self.batch}
+            with told.rest():
+                history = model.fit(x, callbacks=told, **part, **arguments)
+            if model.stop_training or self.epoch >= epochs:
+                return history
+        return model.fit(x, initial_epoch=self.epoch, epochs=epochs, callbacks=told, **arguments)
 
     def _part(self, value: Any) -> Any:
         if isinstance(value, (keras.Model, keras.optimizers.Optimizer)):

@@ -3,8 +3,8 @@
 `elastic FOLDER KIND`: the rank alone on its host gets that signal at batch 12, once; another one follows it.
 `loop FOLDER KIND`: the same of a loop of one's own, with a traced step.
 `resume FOLDER`: stopped by SIGTERM at a batch, and resumed. `between FOLDER`: so between two updates of an optimizer
-that accumulates gradients, with a model that draws random numbers without a seed, and between two steps of a loop with
-a tape. `RESULT` is printed by rank 0 at the end.
+that accumulates gradients and averages weights, with a model that draws random numbers without a seed, and between two
+steps of a loop with a tape. `RESULT` is printed by rank 0 at the end.
 """
 
 from __future__ import annotations
@@ -255,7 +255,7 @@ def accumulating(drawing=False):
     keras.utils.set_random_seed(hvd.rank())
     layers = [keras.layers.Dropout(0.3), Noise()] if drawing else []
     model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(8), *layers, keras.layers.Dense(3)])
-    optimizer = keras.optimizers.Adam(0.01, gradient_accumulation_steps=4)
+    optimizer = keras.optimizers.Adam(0.01, gradient_accumulation_steps=4, use_ema=True, ema_momentum=0.9)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(optimizer=hvd.DistributedOptimizer(optimizer, balancer=balancer), loss=loss, jit_compile=False)
     hvd.broadcast_variables(model.weights)

@@ -1,0 +1,68 @@
+"""A fit that goes on within an epoch: two of Keras's, and one to callbacks and to the optimizer."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import keras
+
+
+class Resumed(keras.callbacks.CallbackList):
+    """The callbacks of a fit that begins within an epoch, in both its parts: the rest of that epoch, and the epochs
+    after it. They are told of one beginning and one end of training, of all its epochs, and of whole ones.
+
+    Args:
+        epoch: the first one.
+        steps: batches of a whole epoch.
+        epochs: where training ends.
+        verbose: as of `model.fit`.
+    """
+
+    def __init__(
+        self,
+        callbacks: Sequence[keras.callbacks.Callback],
+        *,
+        model: keras.Model,
+        epoch: int,
+        steps: int,
+        epochs: int,
+        verbose: Any,
+    ) -> None:
+        of_fit = {"verbose": verbose, "epochs": epochs, "steps": steps}
+        super().__init__(callbacks, add_history=True, add_progbar=verbose != 0, model=model, **of_fit)
+        self._is_last = epoch + 1 >= epochs
+        self._begun = False
+        self._more = False  # epochs, after the fit that there is now
+
+    @contextlib.contextmanager
+    def rest(self) -> Iterator[None]:
+        """For the fit of the first part. Keras ends each fit with averages for weights, where the optimizer keeps any
+        (`use_ema`): here it does so only if training ends as well."""
+        optimizer = self.model.optimizer
+        finalize = optimizer.finalize_variable_values
+
+        def finalize_at_the_end(variables: Sequence[Any]) -> None:
+            if not self._goes_on():
+                finalize(variables)
+
+        self._more = not self._is_last
+        vars(optimizer)["finalize_variable_values"] = finalize_at_the_end
+        try:
+            yield
+        finally:
+            self._more = False
+            del vars(optimizer)["finalize_variable_values"]
+
+    def _goes_on(self) -> bool:
+        return self._more and not self.model.stop_training
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        if not self._begun:
+            self._begun = True
+            super().on_train_begin(logs)
+
+    def on_train_end(self, logs: Any = None) -> None:
+        if not self._goes_on():
+            super().on_train_end(logs)

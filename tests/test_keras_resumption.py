@@ -1,0 +1,168 @@
+"""`KerasState.fit` from within an epoch is, to optimizer and callbacks, the fit of a job that nothing happened to.
+
+In one process: the job breaks off at a batch, goes back to what it had kept, and goes on.
+"""
+
+import keras
+import numpy as np
+import pytest
+
+pytest.importorskip("horovod.torch", reason="build it with hvd-hetero build-horovod")
+
+import hvd_hetero.keras as hvd
+from hvd_hetero.engine.local import SoloEngine
+
+WHOLE, BATCHES, EPOCHS = 4, 5, 3
+ENDS = []  # calls of `finalize_variable_values`
+
+
+class Averaging(keras.optimizers.SGD):
+    """Notes when it overwrites weights by averages at the end of a fit."""
+
+    def finalize_variable_values(self, var_list):
+        ENDS.append(len(var_list))
+        super().finalize_variable_values(var_list)
+
+
+class Halt(Exception):
+    pass
+
+
+class HaltAt(keras.callbacks.Callback):
+    """Ends `fit` after `at` batches of all epochs, and keeps the state there."""
+
+    def __init__(self, state, at):
+        super().__init__()
+        self.state, self.at = state, at
+
+    def on_train_batch_end(self, batch, logs=None):
+        if self.state.epoch * BATCHES + self.state.batch == self.at:
+            self.state.save()
+            raise Halt
+
+
+class Diary(keras.callbacks.Callback):
+    """What callbacks are told."""
+
+    def __init__(self):
+        super().__init__()
+        self.told = []
+
+    def on_train_begin(self, logs=None):
+        self.told.append(("begin", self.params["steps"], self.params["epochs"]))
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.told.append(("epoch", epoch))
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self.told.append(("batch", batch))
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.told.append(("done", batch))
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.told.append(("epoch's end", epoch))
+
+    def on_train_end(self, logs=None):
+        self.told.append(("end", tuple(sorted(logs))))
+
+
+class Job:
+    """A model with a state, and a diary of its last fit."""
+
+    def __init__(self, optimizer=None):
+        ENDS.clear()
+        keras.utils.set_random_seed(0)
+        balancer = hvd.Balancer(WHOLE, engine=SoloEngine())
+        self.model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+        self.model.compile(
+            hvd.DistributedOptimizer(optimizer or keras.optimizers.SGD(0.1), balancer=balancer), "mse",
+            jit_compile=False,
+        )  # fmt: skip
+        draw = np.random.RandomState(1)
+        x, y = (draw.standard_normal((WHOLE * BATCHES, columns)).astype("float32") for columns in (3, 2))
+        self.data = hvd.BalancedDataset(x, y, balancer=balancer)
+        self.state = hvd.elastic.KerasState(self.model, epoch=0, batch=0)
+
+    def fit(self, *callbacks, **options):
+        self.diary = Diary()
+        callbacks = [*callbacks, self.diary]
+        return self.state.fit(self.data, epochs=EPOCHS, verbose=0, callbacks=callbacks, **options)
+
+    def halted(self, at, *callbacks):
+        """The job, which has broken off after `at` batches, and gone back to there."""
+        with pytest.raises(Halt):
+            self.fit(*callbacks, HaltAt(self.state, at))
+        self.state.restore()
+        return self
+
+    def weights(self):
+        return [weight.tolist() for weight in self.model.get_weights()]
+
+
+def averaging(**options):
+    return Averaging(0.1, momentum=0.5, use_ema=True, ema_momentum=0.5, **options)
+
+
+OPTIMIZERS = {
+    "averages": averaging,
+    "averages now and then": lambda: averaging(gradient_accumulation_steps=3, ema_overwrite_frequency=2),
+    "scaled": lambda: keras.optimizers.LossScaleOptimizer(averaging(), initial_scale=8.0),
+}
+WITHIN = (1, 7, 11)  # batches of the first epoch, the second, and the last
+
+
+@pytest.mark.parametrize("at", [*WITHIN, BATCHES, EPOCHS * BATCHES])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_averages_take_the_place_of_weights_at_the_end_alone(name, at):
+    undisturbed = Job(OPTIMIZERS[name]())
+    undisturbed.fit()
+    assert ENDS == [2]
+    job = Job(OPTIMIZERS[name]()).halted(at)
+    assert ENDS == [], "it was broken off"
+    job.fit()
+    assert ENDS == [2] and job.weights() == undisturbed.weights()
+
+
+@pytest.mark.parametrize("within", [True, False])
+def test_a_job_that_is_stopped_in_the_rest_of_an_epoch_ends_with_averages(within):
+    class Stops(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            self.model.stop_training = within and job.state.batch == 4
+
+        def on_epoch_end(self, epoch, logs=None):
+            self.model.stop_training = True
+
+    job = Job(averaging())
+    job.fit(Stops())
+    expected = job.weights()
+    job = Job(averaging()).halted(2)
+    history = job.fit(Stops())
+    assert ENDS == [2] and job.weights() == expected and history.epoch == [0]
+    assert [what for what, *_ in job.diary.told].count("end") == 1
+
+
+def test_a_fit_after_that_ends_as_any():
+    job = Job(averaging()).halted(7)
+    job.fit()
+    ENDS.clear()
+    trained = job.model.fit(job.data, epochs=2, verbose=0)
+    assert ENDS == [2] and trained.epoch == [0, 1]
+    job = Job(averaging()).halted(7)
+    with pytest.raises(Halt):
+        job.fit(HaltAt(job.state, 9))
+    assert ENDS == []
+    job.model.fit(job.data, verbose=0)
+    assert ENDS == [2], "also where the rest of an epoch was broken off"
+
+
+@pytest.mark.parametrize("at", WITHIN)
+def test_weights_that_are_swapped_for_averages_at_the_end_of_epochs_come_back(at):
+    """Keras's callback looks for the last epoch in what it is told of the fit."""
+    def swaps():
+        return keras.callbacks.SwapEMAWeights(swap_on_epoch=True)
+
+    jobs = [Job(averaging()), Job(averaging()).halted(at, swaps())]
+    for job in jobs:
+        job.fit(swaps())
+    assert jobs[0].weights() == jobs[1].weights()
