@@ -60,7 +60,7 @@ def test_fit_stopped_and_resumed_is_the_same_bit_for_bit(tmp_path, backend):
 @pytest.mark.parametrize("backend", [marked(backend) for backend in BACKENDS])
 def test_what_is_kept_between_two_updates_goes_on_bit_for_bit(tmp_path, backend):
     """Gradients that are added up, random numbers that were given no seed, and what a tape's codec has not sent. And so
-    do averages of the weights, which take their place at the end alone."""
+    do averages of the weights, which take their place at the end alone, and a rate that follows the batch."""
     launched = horovodrun(
         2, "keras_elastic_worker.py", "between", str(tmp_path), timeout_s=180, KERAS_BACKEND=backend, **QUIET
     )

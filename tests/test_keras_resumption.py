@@ -11,6 +11,7 @@ pytest.importorskip("horovod.torch", reason="build it with hvd-hetero build-horo
 
 import hvd_hetero.keras as hvd
 from hvd_hetero.engine.local import SoloEngine
+from hvd_hetero.keras.callbacks import schedule
 
 WHOLE, BATCHES, EPOCHS = 4, 5, 3
 ENDS = []  # calls of `finalize_variable_values`
@@ -42,11 +43,11 @@ class HaltAt(keras.callbacks.Callback):
 
 
 class Diary(keras.callbacks.Callback):
-    """What callbacks are told."""
+    """What callbacks are told, and the learning rate of each step."""
 
     def __init__(self):
         super().__init__()
-        self.told = []
+        self.told, self.rates = [], []
 
     def on_train_begin(self, logs=None):
         self.told.append(("begin", self.params["steps"], self.params["epochs"]))
@@ -56,6 +57,7 @@ class Diary(keras.callbacks.Callback):
 
     def on_train_batch_begin(self, batch, logs=None):
         self.told.append(("batch", batch))
+        self.rates.append(float(keras.ops.convert_to_numpy(self.model.optimizer.learning_rate)))
 
     def on_train_batch_end(self, batch, logs=None):
         self.told.append(("done", batch))
@@ -166,3 +168,72 @@ def test_weights_that_are_swapped_for_averages_at_the_end_of_epochs_come_back(at
     for job in jobs:
         job.fit(swaps())
     assert jobs[0].weights() == jobs[1].weights()
+
+
+def test_callbacks_are_told_of_one_fit():
+    undisturbed, job = Job(), Job().halted(7)
+    history = undisturbed.fit()
+    found = job.fit()
+    begin, *told = undisturbed.diary.told
+    at = told.index(("epoch", 1))
+    assert begin == ("begin", BATCHES, EPOCHS)
+    assert job.diary.told == [begin, ("epoch", 1), *told[at + 1 + 2 * 2 :]]
+    assert found.epoch == [1, 2] and found.history["loss"][-1] == history.history["loss"][-1]
+
+
+@pytest.mark.parametrize("at", WITHIN)
+def test_states_that_callbacks_keep_as_well_are_not_counted_twice(at):
+    job = Job().halted(at)
+    counted = []
+
+    class Looks(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            counted.append(job.state.epoch * BATCHES + job.state.batch)
+
+    keeps = hvd.callbacks.UpdateBatchStateCallback(job.state), hvd.callbacks.UpdateEpochStateCallback(job.state)
+    job.fit(*keeps, Looks())
+    assert counted == list(range(at + 1, EPOCHS * BATCHES + 1)) and (job.state.epoch, job.state.batch) == (EPOCHS, 0)
+
+
+def test_epochs_and_batches_are_counted_where_a_script_calls_fit_itself():
+    """Each fit counts from 0, or from where it begins."""
+    class State:
+        epoch, batch = 1, 2
+
+    job, state = Job(), State()
+    keeps = [hvd.callbacks.UpdateBatchStateCallback(state), hvd.callbacks.UpdateEpochStateCallback(state)]
+    seen = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: found.append(state.batch))
+    for begin in (0, 3):
+        found = []
+        job.model.fit(
+            job.data, verbose=0, callbacks=[*keeps, seen], initial_epoch=begin, epochs=begin + 1, steps_per_epoch=3
+        )
+        assert found == ([3, 4, 5] if begin == 0 else [1, 2, 3])
+    assert (state.epoch, state.batch) == (3, 0)
+
+
+SCHEDULES = {
+    "warm-up": lambda: hvd.callbacks.LearningRateWarmupCallback(0.1, warmup_epochs=2),
+    "warm-up of given epochs": lambda: hvd.callbacks.LearningRateWarmupCallback(0.1, 2, steps_per_epoch=BATCHES),
+    "function": lambda: hvd.callbacks.LearningRateScheduleCallback(0.1, lambda epoch: 1 / (1 + epoch), staircase=False),
+    "power": lambda: hvd.callbacks.LearningRateScheduleCallback(0.1, 0.5, start_epoch=1, staircase=False),
+    "other epochs": lambda: hvd.callbacks.LearningRateScheduleCallback(0.1, 0.5, staircase=False, steps_per_epoch=8),
+    "uncorrected": lambda: hvd.callbacks.LearningRateScheduleCallback(
+        0.1, 0.5, staircase=False, momentum_correction=False
+    ),
+    "staircase": lambda: hvd.callbacks.LearningRateScheduleCallback(0.1, 0.5),
+}
+
+
+@pytest.mark.parametrize("at", WITHIN)
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_learning_rates_are_those_of_the_same_batches(name, at, monkeypatch):
+    monkeypatch.setattr(schedule.backend.horovod, "size", lambda: 4)
+    undisturbed = Job(keras.optimizers.SGD(0.1, momentum=0.9))
+    undisturbed.fit(SCHEDULES[name]())
+    expected = undisturbed.diary.rates
+    assert len(set(expected)) > 2 and len(expected) == EPOCHS * BATCHES
+    job = Job(keras.optimizers.SGD(0.1, momentum=0.9)).halted(at, SCHEDULES[name]())
+    job.fit(SCHEDULES[name]())
+    assert job.diary.rates == expected[at:], "each of its batch, and not of its place in the rest of an epoch"
+    assert job.weights() == undisturbed.weights(), "so is the velocity that follows it"

@@ -142,7 +142,7 @@ class KerasState(JobState):
         if self.batch:
             verbose = arguments.get("verbose", "auto")
             told = Resumed(
-                told, model=model, epoch=self.epoch, steps=len(x), epochs=epochs, verbose=verbose
+                told, model=model, epoch=self.epoch, done=self.batch, steps=len(x), epochs=epochs, verbose=verbose
             )
             part = {"initial_epoch": self.epoch, "epochs": self.epoch + 1, "steps_per_epoch": len(x) - self.batch}
             with told.rest():

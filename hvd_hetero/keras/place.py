@@ -19,7 +19,7 @@ class Place(keras.callbacks.Callback):
 
     def __init__(self, state: Any, random: Mapping[str, Any] | None) -> None:
         super().__init__()
-        self._state, self._before, self._random = state, state.batch, random
+        self._state, self._random = state, random
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Keras has drawn before this, where it tried a model that was not trained in this process."""
@@ -27,10 +27,10 @@ class Place(keras.callbacks.Callback):
             load_random_state(self._random)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self._state.batch = self._before + batch + 1
+        self._state.batch = batch + 1
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self._state.epoch, self._state.batch, self._before = epoch + 1, 0, 0
+        self._state.epoch, self._state.batch = epoch + 1, 0
 
 
 class EndOfBatch(keras.callbacks.Callback):

@@ -11,10 +11,12 @@ import keras
 
 class Resumed(keras.callbacks.CallbackList):
     """The callbacks of a fit that begins within an epoch, in both its parts: the rest of that epoch, and the epochs
-    after it. They are told of one beginning and one end of training, of all its epochs, and of whole ones.
+    after it. They are told what they are told in a job that nothing happened to: batches by their numbers in the epoch,
+    how many there are in a whole one, how many epochs there are, and one beginning and one end of training.
 
     Args:
         epoch: the first one.
+        done: its batches that were used before.
         steps: batches of a whole epoch.
         epochs: where training ends.
         verbose: as of `model.fit`.
@@ -26,13 +28,14 @@ class Resumed(keras.callbacks.CallbackList):
         *,
         model: keras.Model,
         epoch: int,
+        done: int,
         steps: int,
         epochs: int,
         verbose: Any,
     ) -> None:
         of_fit = {"verbose": verbose, "epochs": epochs, "steps": steps}
         super().__init__(callbacks, add_history=True, add_progbar=verbose != 0, model=model, **of_fit)
-        self._is_last = epoch + 1 >= epochs
+        self._done, self._is_last = done, epoch + 1 >= epochs
         self._begun = False
         self._more = False  # epochs, after the fit that there is now
 
@@ -62,6 +65,16 @@ class Resumed(keras.callbacks.CallbackList):
         if not self._begun:
             self._begun = True
             super().on_train_begin(logs)
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        super().on_train_batch_begin(self._done + batch, logs)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        super().on_train_batch_end(self._done + batch, logs)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._done = 0
+        super().on_epoch_end(epoch, logs)
 
     def on_train_end(self, logs: Any = None) -> None:
         if not self._goes_on():

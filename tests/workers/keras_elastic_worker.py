@@ -267,8 +267,10 @@ def trained(state, dataset, rule="linear", **halt):
     latency = hvd.callbacks.LatencyAwareLearningRate(
         state.optimizer._reducer.balancer, rule=rule, base_batch_size=WHOLE // 4, warmup_steps=4, ramp_steps=2
     )
+    warm = hvd.callbacks.LearningRateWarmupCallback(0.01, warmup_epochs=2)
+    halts = [HaltAt(state, **halt)] if halt else []
     try:
-        state.fit(dataset, epochs=EPOCHS, verbose=0, callbacks=[*([HaltAt(state, **halt)] if halt else []), latency])
+        state.fit(dataset, epochs=EPOCHS, verbose=0, callbacks=[warm, *halts, latency])
         return flat(state.model)
     except Halt:
         return None

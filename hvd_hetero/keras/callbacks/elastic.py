@@ -46,11 +46,11 @@ class UpdateBatchStateCallback(keras.callbacks.Callback):
     def __init__(self, state: Any) -> None:
         super().__init__()
         self.state = state
-        self._before = 0  # batches of this epoch that were done before this fit
+        self._before = 0  # batches of this epoch that this fit does not count
 
-    def on_train_begin(self, logs: Any = None) -> None:
-        """Notes where the state is."""
-        self._before = self.state.batch
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Notes where the state is: `KerasState.fit` counts from there, and another fit from 0."""
+        self._before = self.state.batch - batch
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Counts the batch."""
@@ -58,7 +58,7 @@ class UpdateBatchStateCallback(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """The next epoch begins at its first batch."""
-        self.state.batch = self._before = 0
+        self.state.batch = 0
 
 
 class CheckpointCallback(keras.callbacks.Callback):
@@ -77,16 +77,16 @@ class CheckpointCallback(keras.callbacks.Callback):
 
 
 class UpdateEpochStateCallback(keras.callbacks.Callback):
-    """Keeps `state.epoch`: how many epochs are done over all fits. Each fit counts from 0."""
+    """Keeps `state.epoch`: how many epochs are done over all fits. Each counts from 0, or from its `initial_epoch`."""
 
     def __init__(self, state: Any) -> None:
         super().__init__()
         self.state = state
         self.initial_epoch = state.epoch
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Notes where the state is."""
-        self.initial_epoch = self.state.epoch
+        self.initial_epoch = self.state.epoch - epoch
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Counts the epoch."""
