@@ -62,6 +62,59 @@ def test_models_and_optimizers_that_are_not_built_are_told_by_name():
     KerasState(first, critic=second, d_optimizer=optimizer, epoch=0)
 
 
+class Layered(keras.Model):
+    """Has the variables of its layers made in its first call."""
+
+    def __init__(self):
+        super().__init__()
+        self.hidden, self.out = keras.layers.Dense(3, name="hidden"), keras.layers.Dense(1, name="out")
+        self.flip, self.spare = keras.layers.RandomFlip(), keras.layers.Dense(4, name="spare")
+
+    def call(self, inputs):
+        return self.out(self.hidden(inputs))
+
+
+class Doubling(keras.Model):
+    """Has no variables, and a layer that never will."""
+
+    def __init__(self):
+        super().__init__()
+        self.flat = keras.layers.Flatten()
+
+    def call(self, inputs):
+        return self.flat(inputs * 2)
+
+
+@pytest.mark.filterwarnings("ignore:.*build:UserWarning")
+@pytest.mark.parametrize("name", ["model", "critic"])
+def test_models_that_say_they_are_built_and_are_not_are_told_by_name(name):
+    """As a subclass of keras.Model says after `build(shape)`, with no variable made."""
+    models = {"model": keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)]), name: Layered()}
+    models["model"].compile(optimizer=keras.optimizers.SGD())
+    models[name].build((None, 2))
+    assert models[name].built and not models[name].weights
+    expected = rf"{name}: expected a model that is built.*hidden, out, spare\..*on a batch: {name}\(x\[:1\]\)"
+    with pytest.raises(ValueError, match=expected):
+        KerasState(**models)
+    models[name].hidden.build((None, 2))
+    with pytest.raises(ValueError, match=r"whose layers are not: out, spare\."):
+        KerasState(**models)
+    models[name](np.zeros((1, 2)))
+    state = KerasState(**models)
+    assert len(state._parts[name].state_dict()) == 4, "and one that it never uses needs none"
+
+
+@pytest.mark.filterwarnings("ignore:.*build:UserWarning")
+def test_a_model_that_has_no_variables_is_built_without_any():
+    model, called = Doubling(), Doubling()
+    model.build((None, 2))
+    called(np.zeros((1, 2)))
+    trained = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    trained.compile(optimizer=keras.optimizers.SGD())
+    state = KerasState(trained, one=model, other=called)
+    assert state.one is model and not state._parts["other"].state_dict()
+
+
 @pytest.mark.parametrize("value", [object(), {"f": lambda: 0}, np.array([object()])])
 def test_what_is_no_data_is_refused(value):
     with pytest.raises((TypeError, ValueError)):

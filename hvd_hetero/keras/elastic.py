@@ -86,7 +86,8 @@ class KerasState(JobState):
             without being named; with a `DistributedGradientTape`, name its balancer.
 
     Raises:
-        ValueError: a model, or an optimizer among the values, is not built yet, so its variables are not known.
+        ValueError: a model, or an optimizer among the values, is not built yet, so its variables are not known. Of a
+            subclass of keras.Model, a call on a batch makes them: `model(x[:1])`.
     """
 
     epoch: int  # where there are such values, for `fit`: epochs done, and batches of the next one
@@ -214,15 +215,30 @@ TensorFlowKerasState = KerasState  # as `horovod.tensorflow.elastic` calls it
 
 def _check_built(name: str, owner: Any) -> None:
     """Raises ValueError for a model or an optimizer whose variables are not known yet."""
-    if getattr(owner, "built", False):
-        return
+    received, unknown = "one that is not", []
     if isinstance(owner, keras.optimizers.Optimizer):
         what, how = "an optimizer", f"Call {name}.build(model.trainable_variables), of the model that it trains."
     else:
-        what, how = "a model", f"Begin it with keras.Input(...), or call {name}.build(shape)."
-    raise ValueError(
-        f"{name}: expected {what} that is built, whose variables are known. Received: one that is not. {how}"
-    )
+        what, how = "a model", f"Begin it with keras.Input(...), or call it once on a batch: {name}(x[:1])."
+        unknown = _unbuilt(owner)
+    if getattr(owner, "built", False):
+        if not unknown:
+            return
+        received = f"one that says so, but whose layers are not: {', '.join(unknown)}"
+    raise ValueError(f"{name}: expected {what} that is built, whose variables are known. Received: {received}. {how}")
+
+
+def _unbuilt(model: keras.Model) -> list[str]:
+    """The layers, by their names, that may still make variables. `build(shape)` of a subclass of keras.Model makes none
+    of those of its layers, and says that it is built.
+
+    What a model that was called has not built, it has no use for. Keras has no public name for whether it was.
+    """
+    if getattr(model, "_called", False):
+        return []
+    makes_none = (keras.layers.Layer.build, keras.Model.build)
+    layers = model._flatten_layers(include_self=False)
+    return [layer.name for layer in layers if not layer.built and type(layer).build not in makes_none]
 
 
 def _array(variable: Any) -> np.ndarray:
