@@ -30,6 +30,7 @@ _STARTING = (
     "_allreduce_async", "_grouped_allreduce_async", "_allgather_async", "_grouped_allgather_async", "_broadcast_async",
     "_alltoall_async", "_reducescatter_async", "_grouped_reducescatter_async",
 )  # fmt: skip
+INLINE = 16  # elements: a tensor of so few, such as a count of steps, is pickled with what says how the others look
 
 
 def init(*args: Any, **kwargs: Any) -> None:
@@ -131,13 +132,12 @@ def broadcast_optimizer_state(
 
     is_root, name = horovod.torch.rank() == root_rank, "hvd_hetero.optimizer_state"
     mine = _mapped(optimizer.state_dict(), torch.Tensor, described) if is_root else None
-    state = _mapped(broadcast_object(mine, root_rank, name=name), _Described, received if not is_root else _same)
+    state = broadcast_object(mine, root_rank, name=name)
+    if not is_root:
+        state = _mapped(state, _Described, received)
     broadcast_parameters([(f"{name}.{index}", tensor) for index, tensor in enumerate(tensors)], root_rank)
     if not is_root:
         _load_in_place(optimizer, state)
-
-
-INLINE = 16  # elements: a tensor of so few, such as a count of steps, is pickled with what says how the others look
 
 
 class _Described(NamedTuple):
@@ -148,18 +148,16 @@ class _Described(NamedTuple):
     device: str
 
 
-def _same(value: Any) -> Any:
-    return value
-
-
 def _mapped(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
     """A copy of a state of nested dicts, lists and tuples, with `change` made to what is of `kind`."""
     if isinstance(value, kind):
         return change(value)
     if isinstance(value, dict):
         return {key: _mapped(each, kind, change) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_mapped(each, kind, change) for each in value)
+    if isinstance(value, list):
+        return [_mapped(each, kind, change) for each in value]
+    if isinstance(value, tuple):
+        return tuple(_mapped(each, kind, change) for each in value)
     return value
 
 
