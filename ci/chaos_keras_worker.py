@@ -20,6 +20,7 @@ import hvd_hetero.keras as hvd
 from hvd_hetero.optimizers.dealer import Dealer
 
 BATCHES = SAMPLES // WHOLE
+LEARNING_RATE = 0.01
 
 
 def make_data() -> tuple[np.ndarray, np.ndarray]:
@@ -31,7 +32,9 @@ def make_data() -> tuple[np.ndarray, np.ndarray]:
 
 def make_model(optimizer: Any) -> keras.Model:
     keras.utils.set_random_seed(0)
-    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(32, activation="tanh"), keras.layers.Dense(4)])
+    # Large enough for what Horovod does with several megabytes at a time, in several operations.
+    hidden = [keras.layers.Dense(512, activation="tanh") for _ in range(2)]
+    model = keras.Sequential([keras.Input((8,)), *hidden, keras.layers.Dense(4)])
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(optimizer=optimizer, loss=loss, jit_compile=False)
     return model
@@ -44,7 +47,7 @@ def flat(model: keras.Model) -> np.ndarray:
 def by_one_process(epochs: int) -> np.ndarray:
     """The weights of one process."""
     x, y = make_data()
-    model = make_model(keras.optimizers.SGD(0.05, momentum=0.9))
+    model = make_model(keras.optimizers.SGD(LEARNING_RATE, momentum=0.9))
     dealer = Dealer(SAMPLES, global_batch_size=WHOLE, shuffle=True, seed=5, drop_last=False)
     for epoch in range(epochs):
         dealer.epoch = epoch
@@ -79,7 +82,7 @@ def main(folder: Path, topology: str) -> None:
     diary("began")
     balancer = hvd.Balancer(WHOLE, run=str(folder / "trace"))
     dataset = hvd.BalancedDataset(*make_data(), balancer=balancer, seed=5)
-    optimizer = keras.optimizers.SGD(0.05, momentum=0.9)
+    optimizer = keras.optimizers.SGD(LEARNING_RATE, momentum=0.9)
     model = make_model(hvd.DistributedOptimizer(optimizer, balancer=balancer, topology=topology))
 
     class Committed(hvd.elastic.KerasState):
