@@ -22,6 +22,7 @@ CHECKS = [
     "law_5_bfloat16_and_broadcast",
     "law_5_memory_formats",
     "law_5_what_rank_0_alone_has_loaded",
+    "law_5_a_state_of_other_types_than_the_parameters",
     "objects_of_any_type",
     "nan_on_one_rank_is_seen_by_all",
     "waiting_does_not_spin",

@@ -121,13 +121,16 @@ def broadcast_optimizer_state(
     places = {p.device.type: p.device for group in optimizer.param_groups for p in group["params"]}
 
     def described(value: torch.Tensor) -> Any:
-        if value.numel() <= INLINE:
-            return value.detach().cpu()
-        tensors.append(value.detach())
-        return _Described(value.shape, value.dtype, value.device.type)
+        inline = value.detach().cpu() if value.numel() <= INLINE else None
+        if inline is None:
+            tensors.append(value.detach())
+        return _Described(value.shape, value.dtype, value.device.type, inline)
 
     def received(value: _Described) -> torch.Tensor:
-        tensors.append(torch.empty(value.shape, dtype=value.dtype, device=places.get(value.device, value.device)))
+        device = places.get(value.device, value.device)
+        if value.inline is not None:
+            return value.inline.to(device)
+        tensors.append(torch.empty(value.shape, dtype=value.dtype, device=device))
         return tensors[-1]
 
     is_root, name = horovod.torch.rank() == root_rank, "hvd_hetero.optimizer_state"
@@ -141,11 +144,12 @@ def broadcast_optimizer_state(
 
 
 class _Described(NamedTuple):
-    """What a tensor is like that travels by itself."""
+    """What a tensor is like, and itself where it is small: others travel by themselves."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: str
+    inline: torch.Tensor | None
 
 
 def _mapped(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
@@ -162,18 +166,24 @@ def _mapped(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
 
 
 def _load_in_place(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Loads a state into the dicts that there are: an optimizer and what wraps it share them."""
-    groups, of_parameters = list(optimizer.param_groups), optimizer.state
-    optimizer.load_state_dict(state)
-    for group, loaded in zip(groups, optimizer.param_groups, strict=True):
-        if group is not loaded:
-            group.clear()
-            group.update(loaded)
-    optimizer.param_groups[:] = groups
-    if optimizer.state is not of_parameters:
-        of_parameters.clear()
-        of_parameters.update(optimizer.state)
-        optimizer.state = of_parameters
+    """Loads a state as it is, where PyTorch would give it the parameters' types; into the dicts that there are, as an
+    optimizer and what wraps it share them."""
+    base = next(each for each in type(optimizer).__mro__ if each.__module__ != "horovod.torch.optimizer")
+    if getattr(base, "load_state_dict", None) is not torch.optim.Optimizer.load_state_dict:  # it has a way of its own
+        optimizer.load_state_dict(state)
+        return
+    groups, sent = optimizer.param_groups, state["param_groups"]
+    mine, theirs = ([len(group["params"]) for group in each] for each in (groups, sent))
+    if mine != theirs:
+        raise ValueError(f"Expected an optimizer of groups of {theirs} parameters, as on the root. Received: {mine}.")
+    keys = [key for given in sent for key in given["params"]]
+    parameters = dict(zip(keys, (p for group in groups for p in group["params"]), strict=True))
+    optimizer.state.clear()
+    optimizer.state.update({parameters.get(key, key): value for key, value in state["state"].items()})
+    for group, given in zip(groups, sent, strict=True):
+        options = {**given, "params": group["params"]}
+        group.clear()
+        group.update(options)
 
 
 def broadcast_object(

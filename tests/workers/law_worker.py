@@ -223,6 +223,20 @@ def law_5_what_rank_0_alone_has_loaded():
         assert len(moments) >= 4 and spread([*model.parameters(), *moments]) == 0.0
 
 
+def law_5_a_state_of_other_types_than_the_parameters():
+    """PyTorch's load_state_dict would round it."""
+    model = make_model(torch.bfloat16)
+    optimizer = torch.optim.NAdam(model.parameters(), lr=1e-3)
+    for _ in range(3 if hvd.rank() == 0 else 0):
+        model(torch.ones(2, 6, dtype=torch.bfloat16)).sum().backward()
+        optimizer.step()
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    held = [{key: (value.dtype, value.tolist()) for key, value in optimizer.state[p].items()}
+            for p in model.parameters()]
+    every = hvd.allgather_object(held)
+    assert all(each == every[0] for each in every) and held[0]["mu_product"][0] == torch.float32
+
+
 def law_5_memory_formats():
     """What is broadcast need not be contiguous, and keeps its format."""
     torch.manual_seed(hvd.rank())
