@@ -56,7 +56,7 @@ class Merge:
     """What a merge brought."""
 
     total: list[float]  # the control vectors, summed over ranks
-    mean_square: float  # squared norm of sum_i c_i Delta_i / sum_i w_i
+    square: float  # squared norm of what moved the model, before an outer optimizer
     carried: Work  # what this rank did since its contribution
 
 
@@ -183,7 +183,7 @@ class Fragment:
             progress = self.store.read(self.index) - sent
             progress = compensated(progress, self.z - sent, strength=self.compensation, lr_sum=self.work.lr_sum)
             self.store.write(self.index, self.z + progress)
-        return Merge(total=total, mean_square=square, carried=self.work)
+        return Merge(total=total, square=square, carried=self.work)
 
 
 def fragments_by_kind(kinds: Sequence[Hashable], sizes: Sequence[int], count: int) -> list[list[int]]:

@@ -44,20 +44,20 @@ class RoundLengths:
         return self._guard.steps
 
     def watch(
-        self, sums: Sequence[float], mean_square: float, steps: Sequence[float], samples: Sequence[float]
+        self, sums: Sequence[float], square: float, steps: Sequence[float], samples: Sequence[float]
     ) -> tuple[float, float]:
         """Drift ratio and noise ratio of a merge, see `policy.guard`; rounds are shortened where there is a limit.
 
         Args:
             sums: over ranks, of weights, of reaches, and of `Contribution.spread`.
-            mean_square: squared norm of what was merged.
+            square: squared norm of what was merged.
             steps, samples: of each rank in this merge.
         """
         self._idle = [n == 0 if k > 0 else idle for idle, k, n in zip(self._idle, steps, samples, strict=True)]
         weight, reach, spread = sums
-        if weight <= 0 or reach <= 0 or not math.isfinite(spread + mean_square):
+        if weight <= 0 or reach <= 0 or not math.isfinite(spread + square):
             return 0.0, 0.0
-        drift = drift_ratio(spread, weight, mean_square / reach**2)
+        drift = drift_ratio(spread, weight, square / reach**2)
         whole = all(k > 0 or idle for idle, k in zip(self._idle, steps, strict=True))  # nobody missed it
         some = [n for n in samples if n > 0]
         noise = noise_ratio(some, [1 / n for n in some]) if some else 0.0

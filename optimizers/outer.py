@@ -14,7 +14,7 @@ from hvd_hetero.codecs.verbs import verbs_of
 
 @dataclass(frozen=True, kw_only=True)
 class Outer:
-    """How the ranks' mean progress moves the model they share.
+    """How what the ranks have done, taken together, moves the model they share.
 
         m <- mu m + Delta;    z <- z + eta (Delta + mu m)        (nesterov)
         m <- mu m + Delta;    z <- z + eta m                     (otherwise)

@@ -1,12 +1,12 @@
 """Local SGD in overlapped rounds: ranks train by themselves, and nobody waits for a merge.
 
-At its own boundary, every `round_steps` global batches, a rank sends what it has done since the last time (its progress
-times its samples) in an all-reduce that it does not wait for, and goes on training. When the last rank has sent, the
-merge ends everywhere: see `Fragment`. So a rank that stalls holds up the merge and no rank; only one that has gone on
-for `bound_rounds` rounds since it sent does wait. A rank whose single step takes several rounds of the others says in
-advance that it contributes nothing to the next merges, and holds up none of them (`policy.ladder`). With the bound at 0
-ranks wait for every merge, and with rounds of one step as well that is synchronous training (for SGD; Adam's steps are
-not linear in the gradient).
+At its own boundary, every `round_steps` global batches, a rank sends what it has done since the last time, weighted
+as `policy.staleness` says, in an all-reduce that it does not wait for, and goes on training. When the last rank has
+sent, the merge ends everywhere: see `Fragment`. So a rank that stalls holds up the merge and no rank; only one that
+has gone on for `bound_rounds` rounds since it sent does wait. A rank whose single step takes several rounds of the
+others says in advance that it contributes nothing to the next merges, and holds up none of them (`policy.ladder`).
+With the bound at 0 ranks wait for every merge, and with rounds of one step as well that is synchronous training (for
+SGD; Adam's steps are not linear in the gradient).
 
 Sums need every rank, so the last rounds take all ranks, too: `finish` repeats empty merges until every rank has said
 that it is finishing, and then all hold one model, in which every step of every rank has counted once.
@@ -234,7 +234,7 @@ class Rounds:
             self._ended.add(fragment.index)
         if fragment.index == 0:
             self.merges += 1
-            drift, noise = self.lengths.watch(said.sums, merge.mean_square, said.steps, said.samples)
+            drift, noise = self.lengths.watch(said.sums, merge.square, said.steps, said.samples)
             at = int(max(said.positions))
             self.lengths.hear(self.balancer.planner.steadiness.alone_s(report.compute_s))
             self.balancer.ladder.hear_intervals(self.lengths.intervals, self.lengths.reason)
