@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from hvd_hetero.engine.port import Engine
+from hvd_hetero.policy.algorithm import Choice
 from hvd_hetero.policy.ladder import Move
 from hvd_hetero.policy.replan import Plan
 
@@ -32,6 +33,9 @@ class Record:
                 step=step, samples=entry.samples, data_s=entry.data_s, compute_s=entry.compute_s, wait_s=wait_s,
                 bytes=bytes_sent, share=share,
             )  # fmt: skip
+
+    def route(self, bucket: str, choice: Choice) -> None:
+        self.event("route", bucket=bucket, **asdict(choice))
 
     def moved(self, move: Move, *, step: int) -> None:
         self.event("rung", step=step, **asdict(move))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import asdict
 from typing import Any
 
 import keras
@@ -153,7 +152,6 @@ def make_reducer(
     wire = Compression.named(compression)
     if not isinstance(wire, Wire):
         raise TypeError(f"compression: expected one of hvd.Compression. Received: {compression!r}.")
-    trace = balancer.trace
     return GradientReducer(
         balancer=balancer,
         ways=Ways(
@@ -169,7 +167,7 @@ def make_reducer(
                 "gradient_predivide_factor": predivide,
                 "bucket_bytes": bucket_bytes,
             },
-            tell=lambda name, choice: trace.event("route", bucket=name, **asdict(choice)) if trace else None,
+            tell=balancer.record.route,
         ),
         passes=passes,
         scale=float(sums * (balancer.size if reduction == "Sum" else 1)),

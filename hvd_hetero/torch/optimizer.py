@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
 from typing import Any
 
 import horovod.torch as horovod
@@ -106,7 +105,7 @@ def DistributedOptimizer(
         _check_names(list(named_parameters), parameters)
     if balancer is None:
         balancer = EqualWeights(HorovodEngine(process_set))
-    weights, trace = balancer, balancer.trace
+    weights = balancer
 
     def reducer_of(trained: Sequence[torch.nn.Parameter], passes: int) -> GradientReducer:
         """What reduces the gradients on the ranks that there are. A collective call."""
@@ -123,7 +122,7 @@ def DistributedOptimizer(
                 "bucket_bytes": bucket_bytes,
                 "parameters": _described(trained),
             },
-            tell=lambda name, choice: trace.event("route", bucket=name, **asdict(choice)) if trace else None,
+            tell=weights.record.route,
         )
         return GradientReducer(
             trained,

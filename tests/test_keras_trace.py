@@ -1,0 +1,34 @@
+"""A trace that a Keras callback begins, long after the optimizer was made."""
+
+import json
+
+import keras
+import numpy as np
+import pytest
+
+pytest.importorskip("horovod.torch", reason="build it with hvd-hetero build-horovod")
+
+import hvd_hetero.keras as hvd
+from hvd_hetero.engine.local import World
+from hvd_hetero.policy.topology import Topology
+
+
+def test_ways_chosen_after_it_began_are_in_it(tmp_path):
+    def program(engine):
+        balancer = hvd.Balancer(4, engine=engine, adaptive=False)
+        weight = keras.Variable(np.zeros((64, 64)), dtype="float32")
+        optimizer = hvd.DistributedOptimizer(
+            keras.optimizers.SGD(1.0), balancer=balancer, topology=Topology(nodes=((0,), (1,)))
+        )
+        trace = hvd.callbacks.TraceCallback(run=str(tmp_path), balancer=balancer)
+        trace.on_train_begin()
+        balancer.begin(2)
+        optimizer.apply([keras.ops.ones((64, 64))], [weight])
+        trace.on_train_end()
+
+    World(2).run(program)
+    files = list(tmp_path.iterdir())
+    assert len(files) == 2
+    for file in files:
+        events = [json.loads(line) for line in file.read_text().splitlines() if '"event"' in line]
+        assert [event["fields"]["bucket"] for event in events if event["event"] == "route"], file
