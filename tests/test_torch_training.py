@@ -581,3 +581,31 @@ def test_a_layer_that_is_frozen_stays_as_it_is():
         return all(torch.equal(p, before) for p, before in zip(model[0].parameters(), kept, strict=True))
 
     assert World(2).run(program) == [True, True]
+
+
+@pytest.mark.parametrize("how", [lambda grad: grad, lambda grad: grad.view(-1)])
+def test_gradients_that_a_script_keeps_stay_as_they_are(how):
+    prototype = make_model()
+
+    def program(engine):
+        model = copy.deepcopy(prototype)
+        balancer = hvd.Balancer(4, engine=engine, adaptive=False)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), balancer=balancer
+        )
+        kept, copies, places = [], [], []
+        for step in range(4):
+            optimizer.zero_grad()
+            balancer.begin(4)
+            (model(torch.ones(4, 4).double()) * (step + 1)).sum().backward()
+            places.append(model[0].weight.grad.data_ptr())
+            if step < 2:
+                kept.append([how(p.grad) for p in model.parameters()])
+                copies.append([how(p.grad).clone() for p in model.parameters()])
+            optimizer.step()
+        assert all(torch.equal(a, b) for k, c in zip(kept, copies, strict=True) for a, b in zip(k, c, strict=True))
+        assert not torch.equal(kept[0][0], kept[1][0])
+        return places
+
+    places = World(1).run(program)[0]
+    assert len(set(places)) == 3, "other memory where gradients were kept, the same where they were not"

@@ -78,10 +78,13 @@ class BucketLayout:
             if extra:
                 self.tail = flat[elements:]
             self.buckets.append(flat)
+        self._shares = [_sharing(flat) for flat in self.buckets]
 
     def fill(self, index: int, weight: float) -> None:
         """Writes the gradients of bucket `index` into it, times `weight`; zeros where there are none."""
         flat, views, grads = self.buckets[index], [], []
+        if self._kept(index):
+            self._move(index)
         with torch.no_grad():
             if weight == 0.0:
                 flat.zero_()
@@ -97,6 +100,24 @@ class BucketLayout:
                 torch._foreach_copy_(views, grads)
             if weight != 1.0:
                 flat.mul_(weight)
+
+    def _kept(self, index: int) -> bool:
+        """Whether a script still has gradients of an earlier step that lie in bucket `index`, and `p.grad` does not: as
+        with gradients of one process, those that a script keeps stay as they are."""
+        return _sharing(self.buckets[index]) > self._shares[index] and not any(
+            _is_at(parameter.grad, self.slot[parameter][1]) for parameter in self.members[index]
+        )
+
+    def _move(self, index: int) -> None:
+        """Leaves the memory of bucket `index` to whoever has it, and takes other memory."""
+        flat = self.buckets[index]
+        views = [self.slot[parameter][1] for parameter in self.members[index]]
+        if self.tail is not None and index == self.tail_in:
+            views.append(self.tail)
+        memory = torch.zeros_like(flat)
+        for view in views:
+            view.data = memory.as_strided(view.shape, view.stride(), view.storage_offset())
+        flat.data = memory
 
     def _dense(self, grad: torch.Tensor) -> torch.Tensor:
         if not self._sparse_as_dense:
@@ -119,11 +140,23 @@ class BucketLayout:
                 if grad is not None and grad.is_sparse:
                     parameter.grad = view.to_sparse()
                 elif view.dtype == parameter.dtype and view.stride() == parameter.stride():
-                    parameter.grad = view
+                    if grad is None or grad.data_ptr() != view.data_ptr():
+                        parameter.grad = view.detach()  # whoever keeps it shares the bucket's memory: see `_kept`
                 elif grad is not None and grad.stride() == parameter.stride():
                     grad.copy_(view)
                 else:  # fused optimizers go by the parameter's strides, which are others in channels_last
                     parameter.grad = torch.empty_like(parameter).copy_(view)
+
+
+def _sharing(flat: torch.Tensor) -> int:
+    """How many tensors there are of the memory of `flat`, but for a constant."""
+    return int(torch._C._storage_Use_Count(flat.untyped_storage()._cdata))  # type: ignore[attr-defined]
+
+
+def _is_at(grad: torch.Tensor | None, view: torch.Tensor) -> bool:
+    if grad is None or grad.is_sparse or not grad.numel():
+        return False
+    return grad.data_ptr() == view.data_ptr()
 
 
 def _grouped(

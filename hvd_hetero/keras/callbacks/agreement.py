@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import keras
@@ -122,8 +124,38 @@ class MetricAverageCallback(keras.callbacks.Callback):
         # Where the number of rows is not known while TensorFlow traces, Keras counts batches for the loss of each of
         # several outputs. They are parts of the loss, and weigh what it weighs.
         parts = {id(each) for each in getattr(getattr(self.model, "_compile_loss", None), "metrics", ())}
-        counting = [each for each in every if hasattr(each, "count") and id(each) not in parts]
-        return {each.name: float(keras.ops.convert_to_numpy(each.count)) for each in counting}
+        named = {each.name: each for each in every if id(each) not in parts}
+        named |= _by_key(getattr(self.model, "_compile_metrics", None))
+        counts = {key: getattr(each, "count", None) for key, each in named.items()}
+        return {
+            key: float(keras.ops.convert_to_numpy(count))
+            for key, count in counts.items()
+            if isinstance(count, keras.Variable) and len(count.shape) == 0  # R2Score has one for each class
+        }
+
+
+def _by_key(compiled: Any) -> dict[str, Any]:
+    """The metrics that a model was compiled with, by their keys in its logs: Keras names them with the output and
+    "weighted_" as it puts their results together, so here each has itself for a result."""
+    if not getattr(compiled, "built", False):
+        return {}
+
+    def stand_ins(lists: Iterable[Any]) -> list[Any]:
+        return [
+            each and SimpleNamespace(
+                output_name=each.output_name,
+                metrics=[SimpleNamespace(name=one.name, result=functools.partial(_same, one)) for one in each.metrics],
+            )
+            for each in lists
+        ]
+
+    lists = {name: stand_ins(getattr(compiled, name)) for name in ("_flat_metrics", "_flat_weighted_metrics")}
+    found: dict[str, Any] = type(compiled).result(SimpleNamespace(built=True, **lists))
+    return found
+
+
+def _same(metric: Any) -> Any:
+    return metric
 
 
 def _weight(counts: Mapping[str, float], name: str) -> float:
