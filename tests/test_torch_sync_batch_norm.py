@@ -113,6 +113,18 @@ def test_evaluation_needs_nobody_else():
     assert torch.equal(layer(x), nn.BatchNorm1d(3).eval()(x))
 
 
+def test_evaluation_by_the_batchs_own_statistics_needs_nobody_else():
+    """Ranks may have different numbers of batches in a validation."""
+    x = torch.randn(4, 3)
+
+    def program(engine):
+        layer = hvd.SyncBatchNorm(3, track_running_stats=False, engine=engine).eval()
+        return [layer(x) for _ in range(1 + engine.rank)][-1]
+
+    for found in World(2).run(program, timeout_s=10):
+        assert torch.equal(found, nn.BatchNorm1d(3, track_running_stats=False).eval()(x))
+
+
 def test_conversion_keeps_parameters_buffers_and_mode():
     inner = nn.Sequential(nn.BatchNorm1d(3, eps=0.1, momentum=None), nn.Dropout())
     model = nn.Sequential(nn.Linear(2, 3), inner).eval()

@@ -55,7 +55,8 @@ class SyncBatchNorm(_BatchNorm):
     """Batch normalisation over the rows of all ranks: what BatchNorm of one process does on the global batch.
 
     Statistics and their gradients are weighted by rows, so ranks may have unequal batches, and none at all. All ranks
-    call it together. It has first derivatives only. Arguments are those of `torch.nn.BatchNorm2d`.
+    call it together in training; in evaluation nobody needs the others. It has first derivatives only. Arguments are
+    those of `torch.nn.BatchNorm2d`.
 
     Args:
         process_set: the ranks (default: all).
@@ -83,9 +84,10 @@ class SyncBatchNorm(_BatchNorm):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """The normalised input, of its shape and type."""
         self._check_input_dim(input)
-        if not self.training and self.track_running_stats:
+        if not self.training:  # ranks may have different numbers of batches then
+            own = self.running_mean is None
             return functional.batch_norm(
-                input, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps
+                input, self.running_mean, self.running_var, self.weight, self.bias, own, 0.0, self.eps
             )
         if self._rows is None:  # not before: a model may be made before hvd.init()
             engine = self._engine if self._engine is not None else HorovodEngine(self._process_set)
@@ -93,7 +95,7 @@ class SyncBatchNorm(_BatchNorm):
             engine.on_change(self._forget_ranks)
         x = input if input.dtype == torch.float64 else input.float()
         y, *moments = _Normalised.apply(x, self.eps, self._rows)
-        if self.training and self.track_running_stats:
+        if self.track_running_stats:
             self._track(*moments)
         if self.affine:
             shape = [1, -1] + [1] * (x.dim() - 2)
