@@ -251,9 +251,10 @@ def test_a_mean_over_ranks_is_one_over_samples():
         balancer = hvd.Balancer(WHOLE, engine=engine, shares=SHARES)
         balancer.begin((6, 2, 0)[engine.rank])
         value = (1.0, 5.0, float("nan"))[engine.rank]
-        return balancer.mean(value), balancer.mean(torch.tensor(value)).item()
+        means = [balancer.mean(torch.tensor(value).reshape(shape)) for shape in ((), (1,), (1, 1))]
+        return balancer.mean(value), [mean.tolist() for mean in means]
 
-    assert World(3).run(program) == [(2.0, 2.0)] * 3
+    assert World(3).run(program) == [(2.0, [2.0, [2.0], [[2.0]]])] * 3
 
 
 def test_backward_within_autocast_leaves_codecs_alone():

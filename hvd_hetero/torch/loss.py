@@ -12,7 +12,7 @@ from hvd_hetero.engine.port import Engine
 def mean_over_ranks(loss: Any, *, terms: float, engine: Engine, name: str) -> Any:
     """The mean over all ranks' loss terms of `loss`, this rank's mean over `terms` of them; None for None.
 
-    A collective call. A tensor gives a tensor of its type and device, a number a float.
+    A collective call. A tensor gives a tensor of its shape, type and device, a number a float.
     """
     if loss is None:
         return None
@@ -20,4 +20,4 @@ def mean_over_ranks(loss: Any, *, terms: float, engine: Engine, name: str) -> An
     value = float(local) * terms if terms else 0.0
     sums = engine.allreduce_async(torch.tensor([value, terms], dtype=torch.float64), name=name).wait()
     mean = sums[0] / sums[1] if sums[1] else sums[0]
-    return mean.to(loss) if isinstance(loss, torch.Tensor) else float(mean)
+    return mean.to(loss).reshape(loss.shape) if isinstance(loss, torch.Tensor) else float(mean)
