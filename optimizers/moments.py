@@ -6,8 +6,9 @@ rows, so that nothing cancels there). One all-reduce of float64, in which a mean
 
     n = sum n_i,    mean = sum n_i m_i / n,    variance = sum (M2_i + n_i m_i^2) / n - mean^2
 
-A rank's loss is a mean over its b_i samples, and its gradient will be weighted by b_i (see `weighted`). What goes back
-through a sum over ranks is therefore weighted in the same way: in units of rank i's loss it is
+A rank's loss is a mean over b_i terms (its samples, or as many as the balancer was told), and its gradient will be
+weighted by b_i (see `weighted`). What goes back through a sum over ranks is therefore weighted in the same way: in
+units of rank i's loss it is
 
     sum_j b_j g_j / b_i
 
@@ -46,10 +47,18 @@ class RowSum:
     Args:
         name: of the operations; the same on all ranks, and different for each layer.
         counts: whether this rank's rows count now; False for a batch that holds another rank's sample.
+        terms: over how many terms this rank's loss is a mean, asked on the way back; None: its samples.
     """
 
-    def __init__(self, engine: Engine, *, name: str, counts: Callable[[], bool] = lambda: True) -> None:
-        self._engine, self._name, self._counts = engine, name, counts
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        name: str,
+        counts: Callable[[], bool] = lambda: True,
+        terms: Callable[[], float | None] = lambda: None,
+    ) -> None:
+        self._engine, self._name, self._counts, self._terms = engine, name, counts, terms
 
     def forth(self, vector: Any) -> Any:
         """`vector` summed over the ranks."""
@@ -62,10 +71,12 @@ class RowSum:
 
         `samples`: of this rank's batch.
         """
-        if samples and self._counts():
-            gradient *= samples
+        told = self._terms()
+        terms = samples if told is None else told
+        if terms and self._counts():
+            gradient *= terms
         else:
-            samples, gradient[...] = 0.0, 0.0  # not even a NaN
+            terms, gradient[...] = 0.0, 0.0  # not even a NaN
         total = self._engine.allreduce_async(gradient, name=f"{self._name}.back").wait()
-        total *= 1.0 / samples if samples else 0.0
+        total *= 1.0 / terms if terms else 0.0
         return total

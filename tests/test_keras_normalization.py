@@ -113,3 +113,23 @@ def test_a_saved_layer_loads_as_itself():
 def test_what_it_cannot_do():
     with pytest.raises(ValueError, match="renorm"):
         SyncBatchNormalization(renorm=True)
+
+
+def test_what_flows_back_is_weighted_by_loss_terms():
+    """Rows that do not enter the loss enter the statistics."""
+    x, weights, _ = data((8, 3))
+    terms, kept = (4, 1), np.array([1, 1, 1, 1, 0, 0, 1, 0])[:, None]
+
+    def program(engine):
+        balancer = Balancer(8, engine=engine, shares=(5, 3))
+        balancer.announce((5, 3)[engine.rank])
+        balancer.announce_terms(terms[engine.rank])
+        layer = SyncBatchNormalization(dtype="float64", engine=engine, balancer=balancer)
+        rows = slice(0, 5) if engine.rank == 0 else slice(5, 8)
+        mean = len(x[rows]) / terms[engine.rank]  # `through` divides by rows
+        return through(layer, x[rows], (weights * kept)[rows] * mean, None)
+
+    expected = through(keras.layers.BatchNormalization(dtype="float64"), x, weights * kept * 8 / sum(terms), None)
+    found = World(2).run(program)
+    dx = np.concatenate([rank[1] * n / sum(terms) for rank, n in zip(found, terms, strict=True)])
+    assert np.abs(dx - expected[1]).max() <= BOUND

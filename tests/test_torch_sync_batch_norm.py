@@ -136,3 +136,46 @@ def test_conversion_keeps_parameters_buffers_and_mode():
     assert before.keys() == converted.state_dict().keys()
     assert isinstance(copy.deepcopy(converted)[1][0], hvd.SyncBatchNorm)
     assert type(hvd.SyncBatchNorm.convert_sync_batchnorm(nn.BatchNorm2d(3))) is hvd.SyncBatchNorm
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_gradients_through_it_are_weighted_by_loss_terms(passes):
+    """Of masked samples, in unlike numbers on the ranks, and in several passes over a batch."""
+    torch.set_num_threads(1)
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(passes, 8, 3, generator=generator, dtype=torch.float64)
+    y = torch.randn(passes, 8, 2, generator=generator, dtype=torch.float64)
+    mask = torch.tensor([[1, 1, 1, 0, 0, 0, 0, 1], [0, 1, 0, 0, 1, 1, 1, 1]]).bool()[:passes]
+
+    def make(norm):
+        torch.manual_seed(1)
+        return nn.Sequential(nn.Linear(3, 4), norm, nn.Tanh(), nn.Linear(4, 2)).double()
+
+    def loss(model, i, rows):
+        return (model(x[i, rows]) - y[i, rows])[mask[i, rows]].square().mean()
+
+    expected = make(nn.BatchNorm1d(4))
+    total = sum(loss(expected, i, slice(None)) * mask[i].sum() for i in range(passes)) / mask.sum()
+    (total * passes).backward()  # as Horovod's, which add up
+    begun = make(hvd.SyncBatchNorm(4))
+
+    def program(engine):
+        balancer = hvd.Balancer(8, engine=engine, shares=(5, 3))
+        model = copy.deepcopy(begun)
+        model[1] = hvd.SyncBatchNorm(4, balancer=balancer).double()
+        model = copy.deepcopy(model)  # which keeps its balancer
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.0), model.named_parameters(), balancer=balancer,
+            backward_passes_per_step=passes,
+        )  # fmt: skip
+        rows = slice(0, 5) if engine.rank == 0 else slice(5, 8)
+        for i in range(passes):
+            balancer.begin((5, 3)[engine.rank])
+            balancer.count(int(mask[i, rows].sum()))
+            loss(model, i, rows).backward()
+        optimizer.synchronize()
+        return [p.grad.clone() for p in model.parameters()]
+
+    for found in World(2).run(program):
+        for grad, parameter in zip(found, expected.parameters(), strict=True):
+            assert (grad - parameter.grad).abs().max() <= 1e-12

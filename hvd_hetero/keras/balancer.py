@@ -114,6 +114,13 @@ class Balancer(framework_free.Balancer):
         return (self._announced[0] if self._may_begin else self.count_now) == 0
 
     @property
+    def terms_due(self) -> float | None:
+        """Over how many terms the loss of the batch is a mean whose gradients come next; None: nobody said."""
+        if not self._may_begin:
+            return self.count_now
+        return self._announced_terms[0] if self._announced_terms else self._announced[0]
+
+    @property
     def _may_begin(self) -> bool:
         """Whether the batch to be exchanged next may be one that is announced."""
         return bool(self._announced) and not self._told and not self._instead

@@ -24,8 +24,10 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
     `keras.layers.BatchNormalization`.
 
     Args:
-        balancer: says when a batch holds a sample that is another rank's, as `BalancedDataset` gives it to a rank that
-            has none; it is then left out here as well.
+        balancer: says over how many terms each rank's loss is a mean, and when a batch holds a sample that is another
+            rank's, as `BalancedDataset` gives it to a rank that has none; it is then left out here as well. A rank that
+            has rows and not one term takes part in the statistics, and what flows back through them to its rows is
+            left out. Without a balancer gradients are weighted by rows.
         process_set: the ranks (default: all).
     """
 
@@ -56,6 +58,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
                 engine,
                 name=engine.unique("hvd_hetero.sync_batch_norm."),
                 counts=lambda: balancer is None or not balancer.idle,
+                terms=lambda: None if balancer is None else balancer.terms_due,
             )
             engine.on_change(self._forget_ranks)
         return self._form.summed(vector, samples, self._rows)

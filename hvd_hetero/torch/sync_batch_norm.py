@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from hvd_hetero.engine.horovod import HorovodEngine
 from hvd_hetero.engine.port import Engine
+from hvd_hetero.optimizers.balancer import Balancer
 from hvd_hetero.optimizers.moments import RowSum, merged
 
 
@@ -60,6 +62,9 @@ class SyncBatchNorm(_BatchNorm):
 
     Args:
         process_set: the ranks (default: all).
+        balancer: knows over how many terms each rank's loss is a mean, where `balancer.count()` says so, as with masked
+            samples; without it, gradients are weighted by rows. A rank that has rows and not one term takes part in
+            the statistics, and what flows back through them to its rows is left out.
     """
 
     def __init__(
@@ -71,10 +76,11 @@ class SyncBatchNorm(_BatchNorm):
         track_running_stats: bool = True,
         *,
         process_set: Any = None,
+        balancer: Balancer | None = None,
         engine: Engine | None = None,
     ) -> None:
         super().__init__(num_features, eps, momentum, affine, track_running_stats)
-        self._process_set, self._engine = process_set, engine
+        self._process_set, self._balancer, self._engine = process_set, balancer, engine
         self._rows: RowSum | None = None
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
@@ -90,8 +96,14 @@ class SyncBatchNorm(_BatchNorm):
                 input, self.running_mean, self.running_var, self.weight, self.bias, own, 0.0, self.eps
             )
         if self._rows is None:  # not before: a model may be made before hvd.init()
-            engine = self._engine if self._engine is not None else HorovodEngine(self._process_set)
-            self._rows = RowSum(engine, name=engine.unique("hvd_hetero.sync_batch_norm."))
+            balancer, engine = self._balancer, self._engine
+            if engine is None:
+                engine = balancer.engine if balancer is not None else HorovodEngine(self._process_set)
+            self._rows = RowSum(
+                engine,
+                name=engine.unique("hvd_hetero.sync_batch_norm."),
+                terms=lambda: None if balancer is None else balancer.count_now,
+            )
             engine.on_change(self._forget_ranks)
         x = input if input.dtype == torch.float64 else input.float()
         y, *moments = _Normalised.apply(x, self.eps, self._rows)
@@ -114,10 +126,18 @@ class SyncBatchNorm(_BatchNorm):
 
     def __getstate__(self) -> dict[str, Any]:
         """The state without what is this process's; a copy is a layer of its own to the other ranks."""
-        return {**self.__dict__, "_rows": None}
+        return {**self.__dict__, "_rows": None, "_balancer": None}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SyncBatchNorm:
+        twin = memo[id(self)] = type(self).__new__(type(self))
+        twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        twin._balancer = self._balancer  # of the same training loop
+        return twin
 
     @classmethod
-    def convert_sync_batchnorm(cls, module: torch.nn.Module, process_set: Any = None) -> torch.nn.Module:
+    def convert_sync_batchnorm(
+        cls, module: torch.nn.Module, process_set: Any = None, *, balancer: Balancer | None = None
+    ) -> torch.nn.Module:
         """`module` with a `SyncBatchNorm` in place of each batch normalisation, on the same parameters and buffers."""
         if isinstance(module, _BatchNorm) and not isinstance(module, cls):
             converted = cls(
@@ -127,9 +147,10 @@ class SyncBatchNorm(_BatchNorm):
                 module.affine,
                 module.track_running_stats,
                 process_set=process_set,
+                balancer=balancer,
             )
             converted._parameters, converted._buffers = module._parameters, module._buffers
             return converted.train(module.training)
         for name, child in module.named_children():
-            module.add_module(name, cls.convert_sync_batchnorm(child, process_set))
+            module.add_module(name, cls.convert_sync_batchnorm(child, process_set, balancer=balancer))
         return module
