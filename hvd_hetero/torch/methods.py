@@ -27,10 +27,8 @@ def methods_of(base: type[torch.optim.Optimizer]) -> dict[str, Callable[..., Any
                 lr = _rate(self)
                 result = base.step(self, closure)
         elif closure is not None:
-            # It runs backward() itself, and backward() reduces. The loss is made global as well, because an optimizer
-            # that decides by it (LBFGS) must decide alike on all ranks.
             with factor_applied(self):
-                result = base.step(self, lambda: reducer.mean_over_ranks(closure()))
+                result = base.step(self, lambda: reducer.evaluated(closure))
         else:
             if self._should_synchronize:
                 self.synchronize()

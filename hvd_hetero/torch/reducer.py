@@ -266,8 +266,14 @@ class GradientReducer:
         self._passes.clear()
         return self._step.take_rest()
 
-    def mean_over_ranks(self, loss: Any) -> Any:
-        """The mean of `loss` over all ranks' loss terms."""
+    def evaluated(self, closure: Callable[[], Any]) -> Any:
+        """The mean over all ranks' loss terms of what a closure returns, whose gradients are reduced then.
+
+        The loss is made global as well, because an optimizer that decides by it (LBFGS) must decide alike on all ranks.
+        """
+        loss = closure()
+        self.flush()  # backward() has done it, but for a rank without samples
+        self.reduced = False  # it may be called again
         name, terms = f"{self._weighing.name}.loss", self._balancer.batch_terms
         return mean_over_ranks(loss, terms=terms, engine=self._weighing.engine, name=name)
 
