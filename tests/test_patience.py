@@ -44,3 +44,17 @@ def test_horovods_variables_are_heard(monkeypatch):
     for value, bound_s in (("", Patience().bound_s), ("0", math.inf), ("7", 7.0)):
         monkeypatch.setenv("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", value)
         assert patience().bound_s == bound_s and 0 < patience().word_s([]) <= 60 <= max(60, patience().end_s([]))
+
+
+@pytest.mark.parametrize(("text", "off"), [("1", True), ("2", True), ("0", False), ("", False), ("false", False)])
+def test_what_horovod_takes_for_a_stall_check_that_is_off(monkeypatch, text, off):
+    monkeypatch.setenv("HOROVOD_STALL_CHECK_DISABLE", text)
+    assert (patience() is None) is off
+
+
+@pytest.mark.parametrize("name", ["HOROVOD_STALL_CHECK_TIME_SECONDS", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"])
+@pytest.mark.parametrize("text", ["abc", "-1", "nan"])
+def test_times_that_are_none_are_told(monkeypatch, name, text):
+    monkeypatch.setenv(name, text)
+    with pytest.raises(ValueError, match=f"{name}: expected seconds, 0 or more. Received: '{text}'"):
+        patience()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -104,13 +105,30 @@ def patience() -> Patience | None:
 
     `horovodrun --no-stall-check`, `--stall-check-warning-time-seconds` and `--stall-check-shutdown-time-seconds` set
     them. One that is not set stands for what this package chooses; a shutdown time of 0 for never, as in Horovod.
+
+    Raises:
+        ValueError: a time that is none, or below 0.
     """
-    if os.environ.get("HOROVOD_STALL_CHECK_DISABLE", "0") not in ("", "0"):
+    digits = re.match(r"\s*\+?(\d+)", os.environ.get("HOROVOD_STALL_CHECK_DISABLE", ""))  # all that Horovod reads
+    if digits and int(digits[1]) > 0:
         return None
-    warn_s = float(os.environ.get("HOROVOD_STALL_CHECK_TIME_SECONDS") or 0)
-    bound = os.environ.get("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS")
+    warn_s, bound_s = _seconds("HOROVOD_STALL_CHECK_TIME_SECONDS"), _seconds("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS")
     chosen = Patience(warn_s=warn_s or None)
-    return replace(chosen, bound_s=float(bound) or math.inf) if bound else chosen
+    return chosen if bound_s is None else replace(chosen, bound_s=bound_s or math.inf)
+
+
+def _seconds(name: str) -> float | None:
+    """The time that a variable says; None where it is not set."""
+    text = os.environ.get(name, "")
+    if not text:
+        return None
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not seconds >= 0:
+        raise ValueError(f"{name}: expected seconds, 0 or more. Received: {text!r}.")
+    return seconds
 
 
 def launched() -> bool:

@@ -13,6 +13,8 @@ from types import FrameType
 
 _OWN = Path(__file__).resolve().parent.parent
 _OTHERS = tuple({path for name, path in sysconfig.get_paths().items() if "lib" in name})
+_INSTALLED = ("site-packages", "dist-packages")  # of a user, of the distribution
+_LIBRARIES = ("horovod", "torch", "tensorflow", "keras")  # wherever they are
 
 
 def line() -> str:
@@ -57,7 +59,9 @@ def _of_script(frame: FrameType) -> FrameType:
     at: FrameType | None = frame
     while at is not None:
         name = os.path.abspath(at.f_code.co_filename)
-        if not name.startswith((str(_OWN), *_OTHERS)) and not at.f_code.co_filename.startswith("<"):
+        installed = name.startswith((str(_OWN), *_OTHERS)) or any(part in Path(name).parts for part in _INSTALLED)
+        library = str(at.f_globals.get("__name__", "")).split(".")[0] in _LIBRARIES
+        if not installed and not library and not at.f_code.co_filename.startswith("<"):
             return at
         at = at.f_back
     return frame

@@ -41,6 +41,14 @@ def as_written(function: F) -> F:
     return decorated
 
 
+def uncompiled(function: F) -> F:
+    """Of what communicates with the torch back end: Dynamo, with `jit_compile`, calls it as it is."""
+    if NAME != "torch":
+        return function
+    decorated: F = importlib.import_module("torch").compiler.disable(function)
+    return decorated
+
+
 def tracked(operation: str, process_set: Any = None) -> AbstractContextManager[None]:
     """While this rank waits in one of Horovod's own functions: long waits are explained, and ended at last."""
     return binding.tracked(NAME, operation, process_set).waiting(horovod_error())

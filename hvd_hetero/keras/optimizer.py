@@ -83,6 +83,11 @@ def DistributedOptimizer(
         raise TypeError(f"optimizer: expected a keras.optimizers.Optimizer. Received: {optimizer!r}.")
     if "_reducer" in vars(optimizer):
         raise ValueError("optimizer: expected one that is not distributed yet. Received: a DistributedOptimizer.")
+    if hasattr(optimizer, "_inner_optimizers"):
+        raise TypeError(
+            f"optimizer: expected one with a learning rate. Received: a {type(optimizer).__name__}, whose optimizers "
+            "have one each. Make a DistributedOptimizer of each of those, and apply them in a train_step."
+        )
     check_unused(name=name, device_dense=device_dense, device_sparse=device_sparse)
     steps = _accumulated(optimizer, backward_passes_per_step)
     local = strategy_of(strategy)

@@ -7,6 +7,8 @@ from typing import Any
 
 import keras
 
+from . import backend
+
 
 def distributed_class(base: type) -> type:
     """A subclass of `base` that reduces what it applies, and that Keras saves as `base`."""
@@ -83,7 +85,7 @@ def _methods(base: type) -> dict[str, Any]:
         base.__setattr__(self, name, value)  # type: ignore[call-arg]
 
     return {
-        "apply": apply,
+        "apply": backend.uncompiled(apply),
         "merge": merge,
         "finalize_variable_values": finalize_variable_values,
         "_rebuild": rebuild,

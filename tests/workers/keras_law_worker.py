@@ -505,6 +505,21 @@ def compiled_by_xla():
     raises("jit_compile=False", lambda: model.train_on_batch(x, y))
 
 
+def compiled_by_dynamo():
+    """jit_compile=True trains as without, with the torch back end."""
+    x, y, _ = data(2 * WHOLE)
+    results = []
+    for compiled in (False, True):
+        balancer = hvd.Balancer(WHOLE, adaptive=False)
+        model = dense_model()
+        optimizer = hvd.DistributedOptimizer(plain_sgd(), balancer=balancer)
+        model.compile(optimizer=optimizer, loss="mse", jit_compile=compiled)
+        model.fit(hvd.BalancedDataset(x, y, balancer=balancer, shuffle=False), verbose=0)
+        results.append(weights_of(model))
+    same_on_all(results[1])
+    assert distance(*results) < 1e-6
+
+
 def plans_follow_speed():
     """A rank that is slower gets less, with no callback: compute is measured between exchanges."""
     x, y, _ = data(WHOLE)
@@ -679,6 +694,10 @@ def constant_gradients_are_exchanged_in_each_step(way):
 
 def errors_say_what_to_do():
     raises("keras.optimizers.Optimizer", lambda: hvd.DistributedOptimizer("adam"), kind=TypeError)
+    if hasattr(keras.optimizers, "MultiOptimizer"):
+        groups = keras.src.optimizers.multi_optimizer.OptimizerMap(plain_sgd(), {"kernel": keras.optimizers.Adam()})
+        several = keras.optimizers.MultiOptimizer(groups)
+        raises("whose optimizers", lambda: hvd.DistributedOptimizer(several), kind=TypeError)
     raises("not distributed yet", lambda: hvd.DistributedOptimizer(hvd.DistributedOptimizer(plain_sgd())))
     raises("hvd.Average or hvd.Sum", lambda: hvd.DistributedOptimizer(plain_sgd(), op=hvd.Max))
     raises("one of hvd.Compression", lambda: hvd.DistributedOptimizer(plain_sgd(), compression="fp16"))

@@ -1,0 +1,22 @@
+"""Where a script is, for people."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from hvd_hetero.engine import script
+
+
+def frame(file, module, back=None):
+    code = SimpleNamespace(co_filename=file, co_name="main")
+    return SimpleNamespace(f_code=code, f_globals={"__name__": module}, f_back=back, f_lineno=83)
+
+
+@pytest.mark.parametrize(("file", "module"), [
+    ("/home/someone/.local/lib/python3.11/site-packages/tqdm/std.py", "tqdm.std"),
+    ("/usr/lib/python3/dist-packages/yaml/nodes.py", "yaml.nodes"),
+    ("/opt/target/horovod/torch/mpi_ops.py", "horovod.torch.mpi_ops"),
+])  # fmt: skip
+def test_libraries_are_no_script_wherever_they_are(file, module):
+    train = frame("/home/someone/train.py", "__main__")
+    assert script._of_script(frame(file, module, back=train)) is train
