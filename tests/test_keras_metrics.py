@@ -1,0 +1,39 @@
+"""What `MetricAverageCallback` weighs metrics by: each by what it is itself a mean over."""
+
+import keras
+import numpy as np
+import pytest
+
+pytest.importorskip("horovod.torch", reason="build it with hvd-hetero build-horovod")
+
+import hvd_hetero.keras as hvd
+
+X, Y, WEIGHTS = np.ones((8, 3), "float32"), np.ones((8, 2), "float32"), np.linspace(0, 1, 8).astype("float32")
+
+
+def counts_of(outputs, targets, **compiled):
+    inputs = keras.Input((3,))
+    model = keras.Model(inputs, [keras.layers.Dense(2, name=name)(inputs) for name in outputs])
+    model.compile("sgd", "mse", jit_compile=False, **compiled)
+    model.train_on_batch(X, targets, sample_weight=WEIGHTS)
+    callback = hvd.callbacks.MetricAverageCallback()
+    callback.set_model(model)
+    return {key: round(count, 4) for key, count in callback._counts().items()}, model.get_metrics_result()
+
+
+def test_a_metric_and_the_same_one_weighted():
+    counts, logs = counts_of(["a"], Y, metrics=["mae"], weighted_metrics=["mae"])
+    assert counts == {"loss": 8, "mae": 8, "weighted_mae": 4} and set(logs) == set(counts)
+
+
+def test_metrics_of_several_outputs():
+    counts, logs = counts_of(
+        ["a", "b"], [Y, Y], metrics=[["mae"], ["mae"]], weighted_metrics=[["mse"], ["mae"]]
+    )
+    expected = {"a_mae": 8, "b_mae": 8, "a_mse": 4, "b_weighted_mae": 4}
+    assert {key: counts[key] for key in expected} == expected and set(expected) < set(logs)
+
+
+def test_a_metric_with_a_count_that_is_no_number_weighs_what_the_loss_does():
+    counts, logs = counts_of(["a"], Y, metrics=[keras.metrics.R2Score()])
+    assert "r2_score" not in counts and counts["loss"] == 8 and "r2_score" in logs
