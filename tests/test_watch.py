@@ -13,6 +13,7 @@ import weakref
 import pytest
 
 from hvd_hetero.engine import script, watch
+from hvd_hetero.engine.absence import JOIN
 from hvd_hetero.engine.peer import Peer
 from hvd_hetero.engine.watch import LEFT, Watch
 from hvd_hetero.policy.patience import Patience
@@ -284,6 +285,44 @@ def test_a_wait_without_end_ends_where_it_is_caused(ranks):
     two.wait(0, "gradient", 0.6, ranks=(0, 1), until=lambda: two.left)
     assert two.left == [LEFT], "the rank that is missing, and not the one that waits"
     assert "rank 1" in two.said[-1] and "ends with an error" in two.said[-1] and '"gradient"' in two.said[-1]
+
+
+def test_who_has_joined_waits_for_nobody(ranks):
+    """It takes part in all that comes with zeros, until the others have no more samples either."""
+    three = ranks(3, patience=Patience(warn_s=0.2, bound_s=0.6, least_s=0.1))
+    seen, company = threading.Event(), three.watches[0]._company
+    joiner = threading.Thread(target=three.wait, args=(0, JOIN, 0.0), kwargs={"until": seen.is_set})
+    joiner.start()
+    time.sleep(3.0)  # beyond the bound: ranks 1 and 2 train
+    assert not three.said and not three.left
+    waiter = threading.Thread(target=three.wait, args=(1, "gradient", 0.0), kwargs={"until": seen.is_set})
+    waiter.start()
+    assert until(lambda: three.left), "rank 2 is still waited for by who trains"
+    seen.set()
+    joiner.join()
+    waiter.join()
+    assert "rank 2 (host" in three.story() and "rank 0 (host" not in three.story() and three.left == [LEFT]
+    assert company.absent(JOIN) == []
+
+
+def test_who_has_joined_is_missing_in_operations_of_fewer_ranks(ranks):
+    three = ranks(3, patience=TALKS)
+    seen = threading.Event()
+    joiner = threading.Thread(target=three.wait, args=(0, JOIN, 0.0), kwargs={"until": seen.is_set})
+    joiner.start()
+    three.wait(1, "within the node", 0.2, ranks=(0, 1), until=lambda: three.said)
+    seen.set()
+    joiner.join()
+    assert 'rank 0 (host' in three.story() and f'waits in "{JOIN}"' in three.story() and not three.left
+
+
+def test_a_rank_that_is_stopped_while_others_have_joined_is_named_and_at_last_ended(ranks, child):
+    one = ranks(1)
+    one.meet(child.said)
+    os.kill(child.pid, signal.SIGSTOP)
+    one.wait(0, JOIN, 0.0, (0, 2), lambda: child.poll() is not None)
+    assert "does not answer" in one.story() and f'the others in "{JOIN}"' in one.story()
+    assert child.wait(timeout=5) == -signal.SIGKILL
 
 
 def test_operations_in_another_order_end_everywhere(ranks):

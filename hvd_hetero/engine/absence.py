@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from .peer import GoneError, Peer, SilentError, ask
 
+# A rank that waits in it takes part in all else that its ranks do, with zeros, until all of them have joined.
+JOIN = "horovod.join"
+
 
 def waits_for(me: Peer | None, state: dict[str, Any], submitted: Container[str]) -> bool:
     """Whether a process of this state waits in an operation with `me`, who takes part only in those `submitted`."""
     return me is not None and any(
-        me.rank in among and operation not in submitted
+        me.rank in among and operation not in submitted and operation != JOIN
         for operation, among in zip(state["waits"], state["among"], strict=True)
     )
 
@@ -28,9 +31,11 @@ class Absence:
     mutual: bool = False  # and it waits for who asks
 
 
-def absence_of(peer: Peer, operation: str, *, me: Peer | None, submitted: Container[str]) -> Absence | None:
-    """Why a rank is missing in an operation; None when it is not. `submitted`: the operations that `me` takes part in.
-    """
+def absence_of(
+    peer: Peer, operation: str, ranks: Sequence[int], *, me: Peer | None, submitted: Container[str]
+) -> Absence | None:
+    """Why a rank is missing in an operation of these ranks; None when it is not. `submitted`: the operations that `me`
+    takes part in."""
     try:
         state = ask(peer, {"kind": "state"})
     except GoneError:
@@ -39,6 +44,8 @@ def absence_of(peer: Peer, operation: str, *, me: Peer | None, submitted: Contai
         text = f"{peer} does not answer: its process is stopped, or its host or the link to it is down"
         return Absence(peer, text, answers=False)
     if operation in state["submitted"] or operation in state["waits"]:
+        return None
+    if (JOIN, sorted(ranks)) in zip(state["waits"], map(sorted, state["among"]), strict=True):
         return None
     if state["waits"]:
         text = (

@@ -10,7 +10,7 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 
-from .absence import Absence, absence_of, waits_for
+from .absence import JOIN, Absence, absence_of, waits_for
 from .peer import Peer, ask
 
 FIRST_S = 0.5  # in a wait, before others are asked whether they wait: what is waited for usually comes sooner
@@ -38,17 +38,20 @@ class Company:
 
     def absent(self, operation: str, ranks: Sequence[int] | None = None) -> list[Absence]:
         """Those of these ranks (default: of all) that have not submitted an operation; who waits elsewhere only where
-        all of them do."""
-        peers = self._others(tuple(self._peers) if ranks is None else ranks)
+        all of them do. Who joins early waits for nobody: those that answer train on."""
+        ranks = tuple(self._peers) if ranks is None else ranks
+        peers = self._others(ranks)
         if not peers:
             return []
-        ask_one = functools.partial(absence_of, operation=operation, me=self.me, submitted=self._submitted)
+        ask_one = functools.partial(
+            absence_of, operation=operation, ranks=ranks, me=self.me, submitted=self._submitted
+        )
         try:
             with ThreadPoolExecutor(min(16, len(peers))) as pool:
                 asked = list(pool.map(ask_one, peers))
         except RuntimeError:  # this process is at its end, and begins no more threads
             asked = list(map(ask_one, peers))
-        found = [each for each in asked if each is not None]
+        found = [each for each in asked if each is not None and not (operation == JOIN and each.answers)]
         return [each for each in found if not each.elsewhere] or found
 
     def awaits(self, ranks: Sequence[int]) -> Callable[[], bool]:

@@ -30,6 +30,10 @@ class Wait:
     lasts: Callable[[], bool] = lambda: True
     broken: Callable[[], None] = lambda: None
 
+    def begin_anew(self) -> None:
+        """Nobody is missing so far."""
+        self.lasted_s, self.due_s, self.told = 0.0, None, False
+
     def let_go(self) -> None:
         """Refers to nothing of the program's any more: whoever looks at waits may hold one that is over."""
         self.lasts, self.broken = (lambda: True), (lambda: None)

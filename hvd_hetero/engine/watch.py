@@ -24,7 +24,7 @@ from typing import Any
 from hvd_hetero.policy.patience import Patience
 
 from . import script
-from .absence import Absence
+from .absence import JOIN, Absence
 from .company import Company
 from .notice import LEFT
 from .peer import Ear, Peer, ask
@@ -161,9 +161,14 @@ class Watch:
                 if why := self.explain(wait.ranks):
                     self._say(f'hvd_hetero: "{wait.operation}" failed: {why}.')
 
-    def _stands(self, wait: Wait) -> bool:
-        """Whether it is not over: to ask the others takes its time."""
-        return wait in self._waits.now() and wait.lasts()
+    def _absent(self, wait: Wait) -> list[Absence] | None:
+        """Who is missing; None where it is over, as to ask the others takes its time, or where all of them are there
+        and only have not joined yet."""
+        absent = self._company.absent(wait.operation, wait.ranks)
+        if wait.operation == JOIN and not absent:
+            wait.begin_anew()
+            return None
+        return absent if wait in self._waits.now() and wait.lasts() else None
 
     def _look(self, wait: Wait) -> None:
         assert self._patience is not None
@@ -174,9 +179,9 @@ class Watch:
             self._end(wait, end_s)
         elif wait.lasted_s >= min(wait.due_s, wait.early_s):
             wait.early_s = 2 * wait.lasted_s
-            absent = self._company.absent(wait.operation, wait.ranks)
+            absent = self._absent(wait)
             # Ranks that wait for each other do so for good, however long first steps may take.
-            if self._stands(wait) and (wait.lasted_s >= wait.due_s or any(each.mutual for each in absent)):
+            if absent is not None and (wait.lasted_s >= wait.due_s or any(each.mutual for each in absent)):
                 wait.due_s = 2 * wait.lasted_s
                 self._say(self._story(wait, absent))
                 self._record(wait, absent)
@@ -198,8 +203,8 @@ class Watch:
 
     def _end(self, wait: Wait, end_s: float) -> None:
         """Ends a wait that is too long: by ending the ranks that it is for, and at last this one."""
-        absent = self._company.absent(wait.operation, wait.ranks)
-        if not self._stands(wait):
+        absent = self._absent(wait)
+        if absent is None:
             return
         if not wait.told:
             wait.told = True
