@@ -1,5 +1,6 @@
 """The engines without Horovod: the contract, and what threads add to it."""
 
+import functools
 import gc
 import threading
 
@@ -7,8 +8,18 @@ import numpy as np
 import pytest
 from contract import check_engine
 
+from hvd_hetero.engine import port
 from hvd_hetero.engine.local import SoloEngine, World
-from hvd_hetero.engine.port import Chain, CollectiveError, Engine, in_lane, without_lane
+from hvd_hetero.engine.port import (
+    Chain,
+    CollectiveError,
+    Engine,
+    broadcast_bytes,
+    broadcast_in_pieces,
+    gather_bytes,
+    in_lane,
+    without_lane,
+)
 from hvd_hetero.engine.remembered import Remembered
 
 
@@ -161,3 +172,47 @@ def test_what_nothing_holds_any_more_is_not_remembered():
     finally:
         gc.enable()
     assert called == [kept]
+
+
+def counted(engine):
+    """The engine, and the lengths of what it broadcasts and gathers."""
+    lengths = []
+
+    def start(call, array, **options):
+        lengths.append(array.nbytes)
+        return call(array, **options)
+
+    for kind in ("broadcast_async", "allgather_async"):
+        setattr(engine, kind, functools.partial(start, getattr(engine, kind)))
+    return engine, lengths
+
+
+@pytest.mark.parametrize("length", [0, 1, 12, 13, 24, 50])
+def test_long_bytes_travel_in_pieces_and_short_ones_in_one_operation(monkeypatch, length):
+    monkeypatch.setattr(port, "PIECE_BYTES", 12)
+    whole = bytes(range(length))
+
+    def program(engine):
+        engine, lengths = counted(engine)
+        mine = whole if engine.rank == 1 else b"else"
+        assert broadcast_bytes(engine, mine, root=1, name="x") == whole
+        pieces = [12] * (length // 12) + [length % 12] * (length % 12 > 0 or length == 0)
+        assert lengths == [8, *([0] if length > 12 else []), *pieces], "what says how long it is, and the pieces"
+        lengths.clear()
+        each = [whole[: rank * length // 2] for rank in range(engine.size)]
+        assert gather_bytes(engine, each[engine.rank], name="y") == each
+        total = sum(map(len, each))
+        assert len(lengths) == 2 if total <= 12 else max(lengths[1:]) <= 12 // engine.size
+
+    World(3).run(program)
+
+
+@pytest.mark.parametrize("lengths", [(13, 14), (5, 30), (30, 24), (24, 12), (3, 4)])
+def test_bytes_of_unlike_lengths_are_an_error_on_every_rank(monkeypatch, lengths):
+    monkeypatch.setattr(port, "PIECE_BYTES", 12)
+
+    def program(engine):
+        with pytest.raises(CollectiveError, match="'x': expected"):
+            broadcast_in_pieces(engine, np.zeros(lengths[engine.rank], np.uint8), root=0, name="x")
+
+    World(2).run(program, timeout_s=10)

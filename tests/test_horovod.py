@@ -24,6 +24,7 @@ CHECKS = [
     "law_5_what_rank_0_alone_has_loaded",
     "law_5_a_state_of_other_types_than_the_parameters",
     "objects_of_any_type",
+    "objects_in_pieces",
     "nan_on_one_rank_is_seen_by_all",
     "waiting_does_not_spin",
     "errors_on_every_rank",

@@ -109,11 +109,6 @@ def _restart(framework: str) -> None:
     cls.rebuild(_again[framework]())
 
 
-def tracked(framework: str, operation: str, process_set: Any = None) -> Any:
-    """Notes that this rank takes part in one of Horovod's own operations; see `process_set.Tracked`."""
-    return _class(framework).tracked(operation, process_set)
-
-
 def elastic_run(framework: str, train: Callable[..., T], *, gone: Callable[[Exception], bool]) -> Callable[..., T]:
     """`train(state, ...)` as `engine.elastic.run` calls it anew; `gone`: whether an error says that a peer is gone."""
     cls = _class(framework)

@@ -17,7 +17,7 @@ import numpy as np
 from .checkpoint_file import CheckpointError, CheckpointFile
 from .environment import is_elastic
 from .notice import LEFT, Notice
-from .port import Engine, Handle, gather_bytes, gather_text
+from .port import Engine, Handle, broadcast_bytes, gather_bytes, gather_text
 
 
 class State(Protocol):
@@ -178,11 +178,13 @@ class Checkpoint:
             raise CheckpointError(said["error"])
         if not said["parts"]:
             return False
-        self._load(self._state.load_shared_content, _from_first(engine, parts[0] if parts else b"", name="shared"))
+        shared = broadcast_bytes(engine, parts[0] if parts else b"", root=0, name="hvd_hetero.checkpoint.shared")
+        self._load(self._state.load_shared_content, shared)
         if said["parts"] == 1 + engine.size:
             mine = b""
             for rank in range(engine.size):
-                own = _from_first(engine, parts[1 + rank] if parts else b"", name=f"own.{rank}")
+                theirs = parts[1 + rank] if parts else b""
+                own = broadcast_bytes(engine, theirs, root=0, name=f"hvd_hetero.checkpoint.own.{rank}")
                 if rank == engine.rank:
                     mine = own
             self._load(self._state.load_own_content, mine)
@@ -202,16 +204,6 @@ class Checkpoint:
         """The first of all ranks' problems, "" where there is none. A collective call."""
         problems = gather_text(self._engine, problem, name=f"hvd_hetero.checkpoint.{name}")
         return next(filter(None, problems), "").removesuffix(".")
-
-
-def _from_first(engine: Engine, mine: bytes, *, name: str) -> bytes:
-    """Rank 0's bytes, on all ranks."""
-    name = f"hvd_hetero.checkpoint.{name}"
-    length = np.array([len(mine)])
-    engine.broadcast_async(length, root=0, name=f"{name}.length").wait()
-    content = np.frombuffer(mine, np.uint8).copy() if engine.rank == 0 else np.zeros(int(length[0]), np.uint8)
-    engine.broadcast_async(content, root=0, name=name).wait()
-    return content.tobytes()
 
 
 def _packed(parts: Sequence[bytes]) -> bytes:

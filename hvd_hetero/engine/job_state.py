@@ -77,7 +77,11 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
     def _sync_part(self, part: Any, root: int) -> None:
         """All ranks get that of rank `root`. A collective call."""
         mine = part.state_dict() if self._horovod.rank() == root else None
-        part.load_state_dict(self._horovod.broadcast_object(mine, root, name="hvd_hetero.elastic.part"))
+        part.load_state_dict(self._of_root(mine, root, name="hvd_hetero.elastic.part"))
+
+    def _of_root(self, value: Any, root: int, *, name: str) -> Any:
+        """The value of rank `root`. A collective call."""
+        return self._horovod.broadcast_object(value, root, name=name)
 
     # What it is made of ---------------------------------------------------------------------------------------------
 
@@ -158,7 +162,7 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
         kept_sums = self._kept_sums if self._rebuilt else self.sum_states()
         counts = [{name: kept["begun"] for name, kept in sums.items()} for sums in kept_sums]
         mine = {name: getattr(self, name) for name in self._plain}, counts
-        values, begun = horovod.broadcast_object(mine, root, name="hvd_hetero.elastic.values")
+        values, begun = self._of_root(mine, root, name="hvd_hetero.elastic.values")
         for name, value in values.items():
             setattr(self, name, value)
         # What a rank added up up to another commit than the root's may have been sent since.

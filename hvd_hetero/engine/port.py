@@ -14,6 +14,8 @@ import numpy as np
 
 Op = Literal["sum", "min", "max"]
 
+PIECE_BYTES = 1 << 24  # of bytes in one operation, at the most: see `broadcast_in_pieces`
+
 
 class CollectiveError(RuntimeError):
     """Ranks called a collective with arguments that do not fit together, or a peer is gone."""
@@ -118,11 +120,39 @@ def gather_text(engine: Engine, text: str, *, name: str) -> list[str]:
 
 
 def gather_bytes(engine: Engine, mine: bytes, *, name: str) -> list[bytes]:
-    """The bytes of all ranks. A collective call."""
+    """The bytes of all ranks. A collective call, in pieces as `broadcast_in_pieces`."""
     lengths = np.asarray(engine.allgather_async(np.array([len(mine)]), name=f"{name}.lengths").wait())
-    whole = np.asarray(engine.allgather_async(np.frombuffer(mine, np.uint8).copy(), name=name).wait()).tobytes()
-    ends: np.ndarray = np.cumsum(lengths)
-    return [whole[end - length : end] for end, length in zip(ends, lengths, strict=True)]
+    step = PIECE_BYTES if lengths.sum() <= PIECE_BYTES else max(PIECE_BYTES // engine.size, 1)
+    row, found = np.frombuffer(mine, np.uint8), [bytearray() for _ in lengths]
+    for at in range(0, max(int(lengths.max()), 1), step):
+        whole = np.asarray(engine.allgather_async(row[at : at + step].copy(), name=name).wait())
+        ends: np.ndarray = np.cumsum(np.clip(lengths - at, 0, step))
+        for one, part in zip(found, np.split(whole, ends[:-1]), strict=True):
+            one += part.data
+    return list(map(bytes, found))
+
+
+def broadcast_bytes(engine: Engine, mine: bytes, *, root: int, name: str) -> bytes:
+    """The bytes of rank `root`, on all ranks; the others' are of no effect. A collective call."""
+    length = np.array([len(mine)])
+    engine.broadcast_async(length, root=root, name=f"{name}.length").wait()
+    content = np.frombuffer(mine, np.uint8).copy() if engine.rank == root else np.zeros(int(length[0]), np.uint8)
+    broadcast_in_pieces(engine, content, root=root, name=name)
+    return content.tobytes()
+
+
+def broadcast_in_pieces(engine: Engine, array: np.ndarray, *, root: int, name: str) -> None:
+    """Overwrites an array of uint8 with that of rank `root`. A collective call.
+
+    A long one travels in several operations: Horovod counts elements in 32 bits, and Gloo gives an operation 30 s,
+    which a slow link may need for one of some 100 MB.
+
+    Lengths that differ are an error on every rank, as in one operation: the engine's `failure`.
+    """
+    if len(array) > PIECE_BYTES:  # nothing, in a shape that says how long it is: ranks compare shapes
+        engine.broadcast_async(np.zeros((0, len(array)), np.uint8), root=root, name=name).wait()
+    for at in range(0, max(len(array), 1), PIECE_BYTES):
+        engine.broadcast_async(array[at : at + PIECE_BYTES], root=root, name=name).wait()
 
 
 _LANE = re.compile(r"\.lane\.\d+")

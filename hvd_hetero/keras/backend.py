@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import keras
 
-from hvd_hetero.engine import binding
 from hvd_hetero.engine.binding import engine_of
 from hvd_hetero.engine.port import Engine
 from hvd_hetero.engine.version import check_lowest
@@ -47,11 +45,6 @@ def uncompiled(function: F) -> F:
         return function
     decorated: F = importlib.import_module("torch").compiler.disable(function)
     return decorated
-
-
-def tracked(operation: str, process_set: Any = None) -> AbstractContextManager[None]:
-    """While this rank waits in one of Horovod's own functions: long waits are explained, and ended at last."""
-    return binding.tracked(NAME, operation, process_set).waiting(horovod_error())
 
 
 def engine(process_set: Any = None) -> Engine:

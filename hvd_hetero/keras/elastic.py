@@ -21,7 +21,7 @@ from . import backend
 from .callbacks.elastic import CommitStateCallback, UpdateBatchStateCallback, UpdateEpochStateCallback
 from .content import loaded, saved
 from .dataset import BalancedDataset
-from .function import broadcast_variables
+from .function import broadcast_object, broadcast_variables
 from .place import EndOfBatch, Place
 from .randomness import load_random_state, random_state
 from .resumption import Resumed
@@ -172,6 +172,9 @@ class KerasState(JobState):
             broadcast_variables(part.variables, root)
         else:
             super()._sync_part(part, root)
+
+    def _of_root(self, value: Any, root: int, *, name: str) -> Any:
+        return broadcast_object(value, root, name=name)
 
     def reset(self) -> None:
         """Forgets functions that were traced for the ranks before."""

@@ -11,7 +11,7 @@ import keras
 import numpy as np
 
 from hvd_hetero.engine import binding
-from hvd_hetero.engine.port import Engine, gather_bytes
+from hvd_hetero.engine.port import Engine, broadcast_bytes, broadcast_in_pieces, gather_bytes
 from hvd_hetero.optimizers.agreement import agree_on, agree_text
 
 from . import backend
@@ -41,15 +41,21 @@ def broadcast(value: Any, root_rank: int, name: str | None = None, process_set: 
 
 def _broadcast(arrays: list[np.ndarray], root_rank: int, engine: Engine, name: str) -> None:
     """Overwrites the arrays with those of a global rank. As bytes: any type goes, and all of them at once."""
-    if root_rank not in engine.ranks:
-        raise ValueError(f"root_rank: expected one of {engine.ranks}. Received: {root_rank}.")
+    root = _place_of(root_rank, engine)
     parts: list[np.ndarray] = [array.reshape(-1).view(np.uint8) for array in arrays]
     whole = np.concatenate(parts) if parts else np.zeros(0, np.uint8)
-    engine.broadcast_async(whole, root=engine.ranks.index(root_rank), name=name).wait()
+    broadcast_in_pieces(engine, whole, root=root, name=name)
     at = 0
     for part in parts:
         part[...] = whole[at : at + len(part)]
         at += len(part)
+
+
+def _place_of(root_rank: int, engine: Engine) -> int:
+    """A global rank's in the engine's group. Raises ValueError where it is not in there."""
+    if root_rank not in engine.ranks:
+        raise ValueError(f"root_rank: expected one of {engine.ranks}. Received: {root_rank}.")
+    return engine.ranks.index(root_rank)
 
 
 def broadcast_object(
@@ -62,10 +68,11 @@ def broadcast_object(
     Args:
         session: Horovod's; of no effect.
     """
-    with backend.tracked("horovod.broadcast_object", process_set):
-        return backend.horovod.broadcast_object(
-            obj, root_rank, name=name or "broadcast_object", **_given(process_set)
-        )
+    engine = backend.engine(process_set)
+    root = _place_of(root_rank, engine)
+    mine = cloudpickle.dumps(obj) if engine.rank == root else b""
+    content = broadcast_bytes(engine, mine, root=root, name=name or "broadcast_object")
+    return obj if engine.rank == root else cloudpickle.loads(content)
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: Any = None, *, session: Any = None) -> Any:
@@ -76,10 +83,6 @@ def allgather_object(obj: Any, name: str | None = None, process_set: Any = None,
     """
     pickled = gather_bytes(backend.engine(process_set), cloudpickle.dumps(obj), name=name or "allgather_object")
     return list(map(cloudpickle.loads, pickled))
-
-
-def _given(process_set: Any) -> dict[str, Any]:
-    return {} if process_set is None else {"process_set": process_set}
 
 
 def shutdown() -> None:

@@ -19,7 +19,7 @@ from hvd_hetero.engine.job_state import JobState
 from hvd_hetero.optimizers.attachment import PeerError
 
 from .content import load_random_state, loaded, random_state, saved
-from .function import broadcast_parameters
+from .function import broadcast_object, broadcast_parameters
 
 __all__ = ["ElasticSampler", "TorchState", "run"]
 
@@ -57,6 +57,9 @@ class TorchState(JobState):
             broadcast_parameters(part.state_dict(), root_rank=root)
         else:
             super()._sync_part(part, root)
+
+    def _of_root(self, value: Any, root: int, *, name: str) -> Any:
+        return broadcast_object(value, root, name=name)
 
     # Checkpoints ----------------------------------------------------------------------------------------------------
 

@@ -18,8 +18,10 @@ import torch
 from hvd_hetero.engine import binding
 from hvd_hetero.engine.environment import waits_without_spinning
 from hvd_hetero.engine.horovod import HorovodEngine
+from hvd_hetero.engine.port import broadcast_bytes, gather_bytes
 from hvd_hetero.engine.sleep import wait_until
 
+_pickle: Any = horovod.torch.functions.cloudpickle
 _synchronize = horovod.torch.mpi_ops.synchronize
 # Where Horovod's own functions wait: each of these modules has the name for itself.
 _WAITING: tuple[Any, ...] = (
@@ -192,15 +194,21 @@ def broadcast_object(
     """The object of `root_rank`, pickled in between; the others may pass whatever they like. A collective call.
 
     Where no name is given, Horovod's own pairs ranks by the type of what they pass, and None on one rank waits for ever
-    for a dict on another.
+    for a dict on another. It holds objects of up to 2 GiB.
     """
-    return horovod.torch.broadcast_object(obj, root_rank, name or "broadcast_object", process_set)
+    engine = HorovodEngine(process_set)
+    if root_rank not in engine.ranks:
+        raise ValueError(f"root_rank: expected one of {engine.ranks}. Received: {root_rank}.")
+    root = engine.ranks.index(root_rank)
+    mine = _pickle.dumps(obj) if engine.rank == root else b""
+    content = broadcast_bytes(engine, mine, root=root, name=name or "broadcast_object")
+    return obj if engine.rank == root else _pickle.loads(content)
 
 
 def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
     """The objects of all ranks, of any types, pickled in between. A collective call."""
-    found: list[Any] = horovod.torch.allgather_object(obj, name or "allgather_object")
-    return found
+    pickled = gather_bytes(HorovodEngine(), _pickle.dumps(obj), name=name or "allgather_object")
+    return list(map(_pickle.loads, pickled))
 
 
 def _is_contiguous(value: Any) -> bool:

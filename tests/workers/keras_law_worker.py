@@ -17,6 +17,7 @@ import numpy as np
 from checks import expect
 
 import hvd_hetero.keras as hvd
+from hvd_hetero.engine import port
 
 WHOLE, STEPS = 24, 20
 UNEVEN = {1: (24,), 2: (19, 5), 3: (13, 8, 3)}
@@ -358,6 +359,13 @@ def functions():
     model.set_weights([w + rank for w in weights_of(model)])
     hvd.broadcast_variables(model.variables, root_rank=0, inplace=True)
     same_on_all(weights_of(model))
+    whole, port.PIECE_BYTES = port.PIECE_BYTES, 60
+    model.set_weights([w + rank for w in weights_of(model)])
+    expected = hvd.allgather_object(weights_of(model))[1]
+    hvd.broadcast_variables(model.variables, root_rank=1)
+    assert all(np.array_equal(a, b) for a, b in zip(weights_of(model), expected, strict=True)), "in pieces"
+    assert hvd.broadcast_object([rank] * 100, root_rank=1) == [1] * 100
+    port.PIECE_BYTES = whole
 
 
 def reductions_as_horovod_has_them():

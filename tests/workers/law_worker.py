@@ -18,7 +18,7 @@ import hvd_hetero.torch as hvd
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from contract import check_engine
 
-from hvd_hetero.engine import environment
+from hvd_hetero.engine import environment, port
 from hvd_hetero.engine.build import installed_build
 from hvd_hetero.engine.horovod import HorovodEngine
 
@@ -154,6 +154,28 @@ def objects_of_any_type():
     mine = {"rank": 0} if hvd.rank() == 0 else None
     assert hvd.broadcast_object(mine) == {"rank": 0}
     assert hvd.allgather_object(mine) == [{"rank": 0}] + [None] * (hvd.size() - 1)
+
+
+def objects_in_pieces():
+    """What is longer than one operation should be."""
+    whole, port.PIECE_BYTES = port.PIECE_BYTES, 1000
+    try:
+        for number in (0, 1, 1000):
+            mine = {"rank": hvd.rank(), "values": list(range(number))}
+            assert hvd.broadcast_object(mine, root_rank=1) == {**mine, "rank": 1}
+            every = [{"rank": rank, "values": list(range(number * rank))} for rank in range(hvd.size())]
+            assert hvd.allgather_object(every[hvd.rank()]) == every
+        for lengths in ((1001, 1500, 1001), (10, 1001, 10), (2001, 1000, 2001)):
+            array = torch.zeros(lengths[hvd.rank()], dtype=torch.uint8).numpy()
+            engine = HorovodEngine()
+            expect(
+                "Mismatched",
+                lambda array=array, engine=engine: port.broadcast_in_pieces(engine, array, root=0, name="unlike"),
+                kind=engine.failure,
+            )
+    finally:
+        port.PIECE_BYTES = whole
+    expect("root_rank: expected one of", lambda: hvd.broadcast_object(None, root_rank=hvd.size()))
 
 
 def law_5_bfloat16_and_broadcast():
