@@ -24,6 +24,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
+from hvd_hetero.engine.port import in_turn
 from hvd_hetero.policy.scaling import (
     NoiseScale,
     NoiseSums,
@@ -231,7 +232,7 @@ def agreed_latency_lr(
             f"ramp_steps={ramp_steps}"
         )
 
-    name = balancer.engine.unique("hvd_hetero.latency_lr.")
+    name = in_turn(balancer.engine, "hvd_hetero.latency_lr.")
     agree_text(balancer.engine, describe, title="LatencyAwareLR", name=name)
     return made[0]
 

@@ -18,6 +18,7 @@ from hvd_hetero.engine.port import (
     broadcast_in_pieces,
     gather_bytes,
     in_lane,
+    in_turn,
     without_lane,
 )
 from hvd_hetero.engine.remembered import Remembered
@@ -216,3 +217,14 @@ def test_bytes_of_unlike_lengths_are_an_error_on_every_rank(monkeypatch, lengths
             broadcast_in_pieces(engine, np.zeros(lengths[engine.rank], np.uint8), root=0, name="x")
 
     World(2).run(program, timeout_s=10)
+
+
+def test_names_by_turns_are_few_and_alike_on_all_ranks():
+    def program(engine):
+        names = [in_turn(engine, "x.") for _ in range(port.TURNS)]
+        assert len(set(names)) == port.TURNS
+        engine.unique("another")
+        return [*names, *(in_turn(engine, "x.") for _ in range(50))]
+
+    first, second = World(2).run(program)
+    assert first == second and len(set(first)) == port.TURNS

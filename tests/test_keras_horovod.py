@@ -28,6 +28,7 @@ LAW_2 = [
 ]
 CHECKS = [
     "functions",
+    "operations_without_a_name_leave_nothing_behind",
     "reductions_as_horovod_has_them",
     "passes_of_horovod",
     *LAW_2,

@@ -15,6 +15,7 @@ import numpy as np
 Op = Literal["sum", "min", "max"]
 
 PIECE_BYTES = 1 << 24  # of bytes in one operation, at the most: see `broadcast_in_pieces`
+TURNS = 8  # names that operations take by turns which nobody has given one
 
 
 class CollectiveError(RuntimeError):
@@ -153,6 +154,15 @@ def broadcast_in_pieces(engine: Engine, array: np.ndarray, *, root: int, name: s
         engine.broadcast_async(np.zeros((0, len(array)), np.uint8), root=root, name=name).wait()
     for at in range(0, max(len(array), 1), PIECE_BYTES):
         engine.broadcast_async(array[at : at + PIECE_BYTES], root=root, name=name).wait()
+
+
+def in_turn(engine: Engine, prefix: str) -> str:
+    """A name for an operation that its caller waits for, the same on all ranks that call this in the same order.
+
+    One of a few, by turns: an engine may keep what belongs to a name for good, as Horovod keeps answers, and
+    TensorFlow's graph nodes. Several, as other threads may be waiting in operations of the same kind.
+    """
+    return f"{prefix}{int(engine.unique('')) % TURNS}"
 
 
 _LANE = re.compile(r"\.lane\.\d+")

@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from hvd_hetero.engine.port import Engine
+from hvd_hetero.engine.port import Engine, in_turn
 
 from . import backend
 from .argument import op_of
@@ -23,7 +23,7 @@ def array_of(value: Any) -> np.ndarray:
 
 def name_of(engine: Engine, name: str | None, kind: str) -> str:
     """The operation's: the one that a user gave it, or one of its own."""
-    return f"hvd_hetero.{kind}.{name}" if name else engine.unique(f"hvd_hetero.{kind}.")
+    return f"hvd_hetero.{kind}.{name}" if name else in_turn(engine, f"hvd_hetero.{kind}.")
 
 
 def allreduce(

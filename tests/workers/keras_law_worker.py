@@ -18,6 +18,7 @@ from checks import expect
 
 import hvd_hetero.keras as hvd
 from hvd_hetero.engine import port
+from hvd_hetero.keras import backend
 
 WHOLE, STEPS = 24, 20
 UNEVEN = {1: (24,), 2: (19, 5), 3: (13, 8, 3)}
@@ -366,6 +367,21 @@ def functions():
     assert all(np.array_equal(a, b) for a, b in zip(weights_of(model), expected, strict=True)), "in pieces"
     assert hvd.broadcast_object([rank] * 100, root_rank=1) == [1] * 100
     port.PIECE_BYTES = whole
+
+
+def operations_without_a_name_leave_nothing_behind():
+    """With TensorFlow each name is a node of a graph, which keeps it, and grows slower."""
+    model, seen = dense_model(), []
+    for number in range(3 * port.TURNS):
+        # of unlike lengths, as what Horovod keeps of a name is of one
+        assert hvd.allreduce(np.ones(1 + number % 5)).tolist() == [1.0] * (1 + number % 5)
+        assert len(hvd.allgather(np.ones((hvd.rank(), 2)))) == sum(range(hvd.size()))
+        assert hvd.broadcast(np.full(number % 3, hvd.rank()), root_rank=1).tolist() == [1] * (number % 3)
+        assert hvd.reducescatter(np.ones(hvd.size())).tolist() == [1.0]
+        hvd.broadcast_variables(model.variables, root_rank=0)
+        hvd.barrier()
+        seen.append(len(backend.engine()._graph._nodes) if TENSORFLOW else 0)
+    assert seen[-1] == seen[2 * port.TURNS - 1], seen
 
 
 def reductions_as_horovod_has_them():

@@ -8,7 +8,7 @@ from typing import Any
 
 import keras
 
-from hvd_hetero.engine.port import gather_text
+from hvd_hetero.engine.port import gather_text, in_turn
 from hvd_hetero.optimizers.latency_lr import NAMES, LatencyLR, Rule, agreed_latency_lr
 from hvd_hetero.trace.record import trace_of
 
@@ -119,7 +119,7 @@ class LatencyAwareLearningRate(keras.callbacks.Callback):
         self.balancer.factors.add(factor)
         state = self._waiting or factor.state_dict() or self.state_dict()
         before = {"state": state, "loaded": bool(self._waiting) or factor.loaded}
-        name = engine.unique("hvd_hetero.latency_lr.state.")
+        name = in_turn(engine, "hvd_hetero.latency_lr.state.")
         first = json.loads(gather_text(engine, json.dumps(before), name=name)[0])
         new = core.state_dict()
         # Another one than that of a callback before is no mistake, as it would be in a job that goes on.
