@@ -14,6 +14,7 @@ from hvd_hetero.policy.replan import Plan, ReplanRule
 from .agreement import Terms, agree
 from .attachment import Exchanges
 from .departure import Departure, Flag
+from .dependent import Dependents
 from .dialogue import Dialogue
 from .keeping import Keeping
 from .ladder import Ladder
@@ -79,7 +80,7 @@ class Balancer:
         self.record = Record(trace)
         self.lookahead = 0  # batches that this rank may deal before they are used
         self.step = -1  # index of the global batch begun last, counted over all epochs
-        self.dependents: list[Any] = []  # what else keeps a state as the job goes on: samplers, learning rates
+        self.dependents = Dependents()
         self.departure = Departure()
         self.strategies = Strategies()
         self._settle()

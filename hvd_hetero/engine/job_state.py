@@ -94,10 +94,10 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
                 continue
             if balancer not in self._balancers:
                 self._balancers.append(balancer)
-            for index, found in enumerate([balancer, *balancer.dependents]):
+            for kind, found in {f"{type(balancer).__name__}.0": balancer, **balancer.dependents.named}.items():
                 known = [getattr(part, "batch_sampler", part) for part in parts.values()]
                 if not any(found is part for part in known):
-                    parts[f"{name}.{type(found).__name__}.{index}"] = found
+                    parts[f"{name}.{kind}"] = found
 
     def _keep(self) -> None:
         self._kept_sums = self.sum_states()

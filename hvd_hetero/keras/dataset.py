@@ -89,7 +89,7 @@ class BalancedDataset(keras.utils.PyDataset):
         self._at: int | None = None  # the step up to which use is accounted for, within an epoch
         self._last: Batch = None
         self.aside = Aside()
-        balancer.dependents.append(self)
+        balancer.dependents.add(self)
         free_at_exit(balancer)
 
     def __len__(self) -> int:

@@ -48,7 +48,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
         self.balancer = balancer
         self.sampler = ShareSampler(length, balancer=balancer, shuffle=shuffle, seed=seed, drop_last=drop_last)
         balancer.lookahead = max(balancer.lookahead, lookahead)
-        balancer.dependents.append(self)
+        balancer.dependents.add(self)
         self._first = 0  # where the next iteration starts: not 0 after load_state_dict()
 
     def __len__(self) -> int:
