@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import pickle
 
 import numpy as np
 import pytest
@@ -14,23 +15,35 @@ pytest.importorskip("horovod.torch", reason="build it with hvd-hetero build-horo
 
 import hvd_hetero.keras as hvd_keras
 import hvd_hetero.torch as hvd
+from hvd_hetero.engine.job_state import JobState
 from hvd_hetero.engine.local import SoloEngine, World
+from hvd_hetero.engine.port import gather_bytes
+from hvd_hetero.optimizers.balancer import Balancer
 
 LENGTH, WHOLE = 12, 4
 PROTOTYPE = nn.Linear(2, 1).double()
 
 
-def samples():
-    return torch.utils.data.TensorDataset(torch.ones(LENGTH, 2, dtype=torch.float64))
+class Numbers(torch.utils.data.Dataset):
+    def __len__(self):
+        return LENGTH
+
+    def __getitem__(self, index):
+        return (torch.tensor(index),)
 
 
-def keras_dataset(balancer):
-    return hvd_keras.BalancedDataset(np.ones((LENGTH, 2)), balancer=balancer)
+def keras_dataset(balancer, **options):
+    return hvd_keras.BalancedDataset(np.arange(LENGTH), balancer=balancer, **options)
 
 
-@pytest.mark.parametrize("face, made", [
-    (hvd, lambda balancer: hvd.BalancedDataLoader(samples(), balancer=balancer)), (hvd_keras, keras_dataset),
-])  # fmt: skip
+def torch_loader(balancer, **options):
+    return hvd.BalancedDataLoader(Numbers(), balancer=balancer, **options)
+
+
+FACES = pytest.mark.parametrize("face, made", [(hvd, torch_loader), (hvd_keras, keras_dataset)])
+
+
+@FACES
 def test_a_loader_for_each_epoch_is_gone_with_its_epoch(face, made):
     balancer = face.Balancer(WHOLE, engine=SoloEngine())
     for epoch in range(3):
@@ -52,7 +65,7 @@ def test_what_a_script_does_not_name_lives_as_long_as_it_is_needed():
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), balancer=balancer)
         hvd.LatencyAwareLR(optimizer, balancer, base_batch_size=1)  # a factor of 4
         seen = 0
-        for (x,) in hvd.BalancedDataLoader(samples(), balancer=balancer):
+        for (x,) in torch_loader(balancer):
             gc.collect()
             seen += len(x)
             if seen == len(x):
@@ -61,7 +74,7 @@ def test_what_a_script_does_not_name_lives_as_long_as_it_is_needed():
             assert {"LatencyAwareLR.1", "BalancedBatchSampler.2"} == set(balancer.dependents.named)
             before = model.bias.item()
             optimizer.zero_grad()
-            model(x).mean().backward()
+            model(torch.ones(len(x), 2, dtype=torch.float64)).mean().backward()
             optimizer.step()
             assert model.bias.item() == pytest.approx(before - 4.0)
         return seen
@@ -69,3 +82,93 @@ def test_what_a_script_does_not_name_lives_as_long_as_it_is_needed():
     assert sum(World(2).run(program)) == LENGTH
 
 
+
+
+class Ranks:
+    """Horovod's functions for objects, on an engine."""
+
+    def __init__(self, engine):
+        self.engine, self.rank = engine, lambda: engine.rank
+
+    def allgather_object(self, value, name):
+        return [pickle.loads(one) for one in gather_bytes(self.engine, pickle.dumps(value), name=name)]
+
+    def broadcast_object(self, value, root, name):
+        return self.allgather_object(value, name)[root]
+
+
+def taken(loader):
+    """The samples of one batch after the other, trained on."""
+    for batch in loader:
+        loader.balancer.begin_unseen()  # as an exchange asks
+        yield np.ravel(batch[0] if isinstance(batch, (tuple, list)) else batch).tolist()
+
+
+@FACES
+@pytest.mark.parametrize("named", [True, False])
+def test_a_loader_that_is_made_after_the_state_is_part_of_it(face, made, named, capfd):
+    def program(engine):
+        def job():
+            balancer = face.Balancer(WHOLE, engine=engine, adaptive=False)
+            loader = {"loader": made(balancer)} if named else {}
+            state = JobState({"balancer": balancer, **loader}, horovod=Ranks(engine))
+            return state, state.loader if named else made(balancer)
+
+        state, loader = job()
+        state.sync()
+        source = taken(loader)
+        next(source)
+        state.save()
+        second = next(source)
+        state.restore()
+        source = taken(loader)
+        assert next(source) == second, "back where it was saved"
+        content = state.shared_state()
+        state, loader = job()
+        state.load_shared_state(content)
+        assert loader.state_dict()["position"] == 2
+        next(taken(loader))
+        state.restore()
+        assert loader.state_dict()["position"] == 2, "what is restored is kept"
+        if not named:
+            balancer = face.Balancer(WHOLE, engine=engine, adaptive=False)
+            JobState({"balancer": balancer}, horovod=Ranks(engine)).load_shared_state(content)
+
+    World(2).run(program)
+    assert capfd.readouterr().err.count("so begun anew: Balanced") == (0 if named else 1), "rank 0 says what is missing"
+
+
+class Count:
+    """Something with a state, which no other rank need have."""
+
+    def __init__(self, balancer, value=0):
+        self.value = value
+        balancer.dependents.add(self)
+
+    def state_dict(self):
+        return self.value
+
+    def load_state_dict(self, state):
+        self.value = state
+
+
+def test_who_joins_gets_what_others_have_made_before_they_trained():
+    """Number by number, although others have made more, which one of them still has."""
+
+    def program(engine):
+        joins = engine.rank == 2
+        balancer = Balancer(engine, global_batch_size=WHOLE)
+        state = JobState({"balancer": balancer}, horovod=Ranks(engine))
+        before = Count(balancer, value=0 if joins else 2)
+        if not joins:
+            state.commits, state._synced = 1, True
+            within = [Count(balancer, value=9) for _ in range(2)]
+            del within[engine.rank :]
+            state.save()
+        state.sync()
+        within = Count(balancer, value=3 * engine.rank)
+        state.commits += engine.rank == 1
+        state.sync()
+        return before.value, within.value, balancer.dependents.made
+
+    assert World(3).run(program) == [(2, 3, 4)] * 3

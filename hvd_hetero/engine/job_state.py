@@ -86,18 +86,16 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
     # What it is made of ---------------------------------------------------------------------------------------------
 
     def _find_parts(self) -> None:
-        """Adds the balancers of the parts, and what was made with those."""
+        """Adds the balancers of the parts, and what is made with those, whenever that is."""
         parts = self._parts
         for name, part in list(parts.items()):
             balancer = self._balancer_of(part)
-            if balancer is None:
+            if balancer is None or balancer in self._balancers:
                 continue
-            if balancer not in self._balancers:
-                self._balancers.append(balancer)
-            for kind, found in {f"{type(balancer).__name__}.0": balancer, **balancer.dependents.named}.items():
-                known = [getattr(part, "batch_sampler", part) for part in parts.values()]
-                if not any(found is part for part in known):
-                    parts[f"{name}.{kind}"] = found
+            self._balancers.append(balancer)
+            for found in (balancer, balancer.dependents):
+                if not any(found is part for part in parts.values()):
+                    parts[f"{name}.{type(found).__name__}"] = found
 
     def _keep(self) -> None:
         self._kept_sums = self.sum_states()
@@ -152,17 +150,22 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
     def sync(self) -> None:
         """All ranks get what the rank with the most commits has; of several, the first. A collective call."""
         horovod = self._horovod
-        held = horovod.allgather_object((self._synced, self.commits), name="hvd_hetero.elastic.held")
+        numbers = [balancer.dependents.made for balancer in self._balancers]
+        said = horovod.allgather_object(((self._synced, self.commits), numbers), name="hvd_hetero.elastic.held")
+        held, made = zip(*said, strict=True)
         root = held.index(max(held))
         if horovod.rank() == root and not self._synced and came_later():
             text = "hvd_hetero: no process has the state of this job: it begins anew, as the script does."
             print(text, file=sys.stderr, flush=True)
         for part in self._parts.values():
             self._sync_part(part, root)
+        # Who joins has made nothing of what `train` has made; from here on all ranks number alike.
+        for balancer, counts in zip(self._balancers, zip(*made, strict=True), strict=True):
+            balancer.dependents.made = max(counts)
         kept_sums = self._kept_sums if self._rebuilt else self.sum_states()
-        counts = [{name: kept["begun"] for name, kept in sums.items()} for sums in kept_sums]
-        mine = {name: getattr(self, name) for name in self._plain}, counts
-        values, begun = self._of_root(mine, root, name="hvd_hetero.elastic.values")
+        begun = [{name: kept["begun"] for name, kept in sums.items()} for sums in kept_sums]
+        mine = {name: getattr(self, name) for name in self._plain}
+        values, begun = self._of_root((mine, begun), root, name="hvd_hetero.elastic.values")
         for name, value in values.items():
             setattr(self, name, value)
         # What a rank added up up to another commit than the root's may have been sent since.
@@ -231,6 +234,10 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
                 raise ValueError(f"Expected the state of a job with {kind} {mine}. Received: {list(state[kind])}.")
         for name, part in self._parts.items():
             part.load_state_dict(state["parts"][name])
+            late = part.unknown(state["parts"][name]) if hasattr(part, "unknown") else ()
+            if late and self._horovod.rank() == 0:
+                text = f"hvd_hetero: not made before the checkpoint was restored, so begun anew: {', '.join(late)}."
+                print(text, file=sys.stderr, flush=True)
         for name, value in state["values"].items():
             setattr(self, name, value)
         self.load_sum_states(())

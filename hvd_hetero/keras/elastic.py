@@ -83,7 +83,8 @@ class KerasState(JobState):
         optimizer: another one than the model's.
         values: more models and optimizers, built as well, and of what has `state_dict()` and `load_state_dict()`; and
             plain values. They are attributes of this object. What was made with the optimizer's balancer is kept
-            without being named; with a `DistributedGradientTape`, name its balancer.
+            without being named, also where it is made after this state; with a `DistributedGradientTape`, name its
+            balancer.
 
     Raises:
         ValueError: a model, or an optimizer among the values, is not built yet, so its variables are not known. Of a

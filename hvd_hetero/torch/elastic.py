@@ -33,7 +33,7 @@ class TorchState(JobState):
         model, optimizer: of this job.
         values: more of them, whatever has `state_dict()` and `load_state_dict()` (schedulers, loaders), and plain
             values (`epoch=0`). They are attributes of this object. What was made with the optimizer's balancer is kept
-            without being named.
+            without being named, also where it is made after this state.
     """
 
     model: torch.nn.Module | None = None
