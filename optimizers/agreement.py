@@ -6,8 +6,10 @@ and every rank raises.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from numbers import Integral
 
 import numpy as np
 
@@ -18,6 +20,7 @@ from hvd_hetero.policy.speed import SpeedModel
 from .argument import check_whole
 
 ABSENT = -1
+MOST = 2**53  # samples; a larger number is a mistake, and no float has it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,10 +51,16 @@ class Terms:
                 check_whole(name, getattr(self, name), least=least, optional=optional)
             except ValueError as error:
                 return str(error)
+            if (getattr(self, name) or 0) > MOST:
+                return f"{name}: expected at most {MOST}. Received: {getattr(self, name)}."
         if self.max_share is not None and self.max_share < self.min_share:
             return f"max_share: expected at least min_share ({self.min_share}). Received: {self.max_share}."
-        if self.shares is not None and len(self.shares) != size:
-            return f"shares: expected one share for each of {size} ranks. Received: {len(self.shares)}, {self.shares}."
+        if self.shares is None:
+            return None
+        if not isinstance(self.shares, tuple) or len(self.shares) != size:
+            return f"shares: expected one share for each of {size} ranks. Received: {self.shares!r}."
+        if any(not isinstance(share, Integral) or not 0 <= share <= MOST for share in self.shares):
+            return f"shares: expected integers from 0 to {MOST}. Received: {self.shares}."
         return None
 
 
@@ -70,7 +79,7 @@ def agree(engine: Engine, mine: Terms, *, name: str) -> Terms:
             ABSENT if mine.max_share is None else mine.max_share,
             mine.quantum,
             ABSENT if mine.max_micro_batch is None else mine.max_micro_batch,
-            int(mine.adaptive),
+            int(bool(mine.adaptive)),
             mine.identity,
         ]
         if mine.shares is not None:
@@ -101,11 +110,12 @@ def agree(engine: Engine, mine: Terms, *, name: str) -> Terms:
 
 
 def agree_on(engine: Engine, values: Mapping[str, int], *, name: str) -> None:
-    """Returns when all ranks passed the same integers; raises ValueError on every rank otherwise."""
-    row = np.array([list(values.values())], dtype=np.int64)
-    table = np.asarray(engine.allgather_async(row, name=name).wait())
+    """Returns when all ranks passed the same; raises ValueError on every rank otherwise. As text, which also says what
+    is no such integer as an array would hold."""
+    mine = [str(int(each)) if isinstance(each, (Integral, np.bool_)) else repr(each) for each in values.values()]
+    table = list(map(json.loads, gather_text(engine, json.dumps(mine), name=name)))
     for column, title in enumerate(values):
-        _same(table[:, column].tolist(), title)
+        _same([row[column] for row in table], title)
 
 
 def agree_text(engine: Engine, describe: Callable[[], str], *, title: str, name: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -71,7 +71,7 @@ class Balancer:
             max_share=max_share,
             quantum=quantum,
             max_micro_batch=max_micro_batch,
-            shares=None if shares is None else tuple(shares),
+            shares=tuple(shares) if isinstance(shares, Iterable) else shares,
             adaptive=adaptive,
             identity=engine.identity,
         )

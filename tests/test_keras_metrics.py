@@ -1,4 +1,6 @@
-"""What `MetricAverageCallback` weighs metrics by: each by what it is itself a mean over."""
+"""What `MetricAverageCallback` weighs metrics by: each by what it is itself a mean over; and ranks with unlike ones."""
+
+from types import SimpleNamespace
 
 import keras
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 pytest.importorskip("horovod.torch", reason="build it with hvd-hetero build-horovod")
 
 import hvd_hetero.keras as hvd
+from hvd_hetero.engine.local import World
 
 X, Y, WEIGHTS = np.ones((8, 3), "float32"), np.ones((8, 2), "float32"), np.linspace(0, 1, 8).astype("float32")
 
@@ -37,3 +40,18 @@ def test_metrics_of_several_outputs():
 def test_a_metric_with_a_count_that_is_no_number_weighs_what_the_loss_does():
     counts, logs = counts_of(["a"], Y, metrics=[keras.metrics.R2Score()])
     assert "r2_score" not in counts and counts["loss"] == 8 and "r2_score" in logs
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_metric_that_one_rank_alone_has_later_on_raises_on_every_rank(who):
+    def program(engine):
+        callback = hvd.callbacks.MetricAverageCallback(engine=engine)
+        callback.set_model(SimpleNamespace(metrics=[]))
+        callback.on_train_begin()
+        callback.on_epoch_end(0, logs := {"loss": float(engine.rank)})
+        assert logs == {"loss": 0.5}
+        with pytest.raises(ValueError, match="metrics: expected the same on every rank.*rank 0: .*loss.*rank 1: "):
+            callback.on_epoch_end(1, {"loss": 1.0, "accuracy": 1.0} if engine.rank == who else {"loss": 1.0})
+        return True
+
+    assert World(2).run(program, timeout_s=10) == [True, True]

@@ -393,6 +393,12 @@ def test_failing_where_the_others_have_ended_hides_no_error():
         (lambda rank: {"global_batch_size": 8, "shares": (7, 1), "max_share": 6}, "memory"),
         (lambda rank: {"global_batch_size": 8, "max_share": 3}, "hold"),
         (lambda rank: {"global_batch_size": 8, "shares": (4, 4) if rank else (6, 2)}, "same on every rank"),
+        (lambda rank: {"global_batch_size": 8, "shares": (float("nan"), 4) if rank else (4, 4)}, "rank 1|integers"),
+        (lambda rank: {"global_batch_size": 8, "shares": (2**70, 4) if rank else (4, 4)}, "rank 1|integers"),
+        (lambda rank: {"global_batch_size": 8, "shares": 4 if rank else (4, 4)}, "rank 1|one share for each"),
+        (lambda rank: {"global_batch_size": 2**70 if rank else 8}, "rank 1|at most"),
+        (lambda rank: {"global_batch_size": 8, "max_share": 2**70 if rank else 8}, "rank 1|at most"),
+        (lambda rank: {"global_batch_size": 8, "adaptive": "no" if rank else False}, "adaptive: expected the same"),
     ],
 )
 def test_bad_arguments_raise_on_every_rank(arguments, message):
@@ -408,6 +414,16 @@ def test_ranks_that_disagree_about_the_dataset():
     def program(engine):
         with pytest.raises(ValueError, match="dataset length.*rank 0: 20, rank 1: 21"):
             hvd.BalancedDataLoader(Data(20 + engine.rank), balancer=hvd.Balancer(8, engine=engine))
+        return True
+
+    assert World(2).run(program, timeout_s=10) == [True, True]
+
+
+@pytest.mark.parametrize("seed", [float("nan"), 2**70, "five"])
+def test_a_seed_that_is_none_on_one_rank_alone(seed):
+    def program(engine):
+        with pytest.raises(ValueError, match=f"seed: expected the same.*rank 0: 5, rank 1: .*{seed}"):
+            hvd.BalancedDataLoader(Data(20), balancer=hvd.Balancer(8, engine=engine), seed=seed if engine.rank else 5)
         return True
 
     assert World(2).run(program, timeout_s=10) == [True, True]

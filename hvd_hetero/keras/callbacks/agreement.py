@@ -81,12 +81,11 @@ class MetricAverageCallback(keras.callbacks.Callback):
         super().__init__()
         self._process_set, self._engine = process_set, engine
         self._trained: dict[str, float] | None = None  # of the epoch, where a validation has followed: see `_counts`
-        self._agreed: tuple[str, ...] = ()
         self._name = ""
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Names its operations anew: the ranks may have become others."""
-        self._name, self._agreed = "", ()
+        self._name = ""
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Forgets the samples of the last epoch."""
@@ -106,9 +105,8 @@ class MetricAverageCallback(keras.callbacks.Callback):
         now = self._counts()
         trained, self._trained = now if self._trained is None else self._trained, None
         keys = tuple(sorted(key for key, value in logs.items() if np.ndim(value) == 0))
-        if keys != self._agreed:
-            agree_text(self._engine, lambda: ", ".join(keys), title="metrics", name=f"{self._name}.keys")
-            self._agreed = keys
+        # In each epoch: a rank whose metrics are the ones it had before cannot know that another's are not.
+        agree_text(self._engine, lambda: ", ".join(keys), title="metrics", name=f"{self._name}.keys")
         weights = [
             _weight(now, key.removeprefix("val_")) if key.startswith("val_") else _weight(trained, key) for key in keys
         ]
