@@ -149,7 +149,8 @@ class Rounds:
                     self._send(fragment)
             if came or not wait:
                 return came
-            time.sleep(POLL_S)
+            if not self._wait_for_merge(next(each.operation for each in self.fragments if each.under_way)):
+                time.sleep(POLL_S)  # another rank waits for this one elsewhere, and says so
 
     def _at_bound(self, fragment: Fragment) -> bool:
         return fragment.under_way and fragment.work.steps >= self.rule.bound_rounds * self.round_steps

@@ -302,6 +302,30 @@ def test_overlapped_rounds_are_those_of_the_reference(pace, intervals, outer):
         np.testing.assert_allclose(values, own[rank], rtol=1e-10, atol=1e-10)
 
 
+def test_a_finish_over_several_fragments_waits_where_the_watchdog_sees_it():
+    waits = threading.Event()
+
+    def program(engine):
+        rounds, store, balancer = rounds_of(engine, LocalSGD(round_steps=2, fragments=2, warmup_steps=0), START)
+        wait = engine.wait_unless_awaited
+
+        def watched(done, *, name):
+            waits.set()
+            return wait(done, name=name)
+
+        balancer.begin(1)
+        rounds.after_step(1.0, lr=0.1)
+        if engine.rank:
+            assert waits.wait(10.0), "rank 0 waits, and no watchdog knows of it"
+        else:
+            engine.wait_unless_awaited = watched
+        rounds.finish()
+        return store.values.copy()
+
+    one, other = World(2).run(program, timeout_s=20)
+    assert (one == other).all()
+
+
 @pytest.mark.parametrize("codec", ["none", "fp16", "int8"])
 @pytest.mark.parametrize("fragments", [1, 2])
 @pytest.mark.parametrize("nodes", [None, ((0, 1), (2,))])
