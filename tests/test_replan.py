@@ -96,8 +96,8 @@ def test_the_new_plan_is_the_best_split_and_says_why():
 @pytest.mark.parametrize("hindrance", [
     {"step": 2}, {"step": 6}, {"models": known(1 / 8, 1 / 4, 1 / 2, 1 / 2, observations=4)},
     {"models": known(1 / 8, 1 / 4, 1 / 2, 1 / 2, standard_error=0.5)}, {"models": known(1.0, 1.0, 1.0, 1.0)},
-    {"rule": ReplanRule(minimum_gain=0.6)}, {"rule": ReplanRule(dead_band=2.0)}, {"steps_left": 0},
-    {"rule": ReplanRule(switch_cost_s=100.0), "steps_left": 20}, {"measured_step_s": 1000.0},
+    {"rule": ReplanRule(minimum_gain=0.6)}, {"rule": ReplanRule(dead_band=2.0)},
+    {"measured_step_s": 1000.0},
 ])
 def test_no_plan_where_it_would_not_pay(hindrance):
     free = {"models": known(1 / 8, 1 / 4, 1 / 2, 1 / 2), "step": 30, "global_batch_size": 64}

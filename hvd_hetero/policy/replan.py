@@ -7,8 +7,7 @@ A plan replaces the current one when all of this holds (a plan that the bounds f
   of n ranks. Both bars rise with the plans made lately, for a machine that drifts always offers another one; and what
   rests on a new speed, seen for a few steps only, has to gain twice as much: a change worth following does;
 - some rank's share moves by more than the dead band (flodl and OmniLearn: 5 %);
-- the current plan has held for the cool-down: short for the first plans and right after a change of speed;
-- what is gained over the steps left is more than the switch costs.
+- the current plan has held for the cool-down: short for the first plans and right after a change of speed.
 
 How far it goes: each share grows at most by the trust region and shrinks at most by its square, since speed models are
 extrapolated from the shares seen; and a move that turns back the last one is halved (LB-BSP, section 3.3.2), unless the
@@ -62,7 +61,6 @@ class ReplanRule:
         cooldown_steps, early_cooldown_steps: between two plans; the second while plans are few, and after a change of
             speed.
         trust_region: a share grows in one plan by this factor at most, and shrinks by its square.
-        switch_cost_s: seconds that a change of shares costs.
 
     Raises:
         ValueError: one of them is negative, or the trust region not above 1.
@@ -75,11 +73,10 @@ class ReplanRule:
     cooldown_steps: int = 20
     early_cooldown_steps: int = 7
     trust_region: float = 2.0
-    switch_cost_s: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("warmup_steps", "minimum_observations", "minimum_gain", "dead_band", "cooldown_steps",
-                     "early_cooldown_steps", "switch_cost_s"):
+                     "early_cooldown_steps"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name}: expected 0 or more. Received: {getattr(self, name)}.")
         if not self.trust_region > 1.0:
@@ -96,7 +93,6 @@ def decide(
     bounds: Sequence[Bound] | None = None,
     rule: ReplanRule | None = None,
     previous: Sequence[Plan] = (),
-    steps_left: int | None = None,
     measured_step_s: float | None = None,
     micro_batch: Sequence[int | None] | None = None,
 ) -> Plan | None:
@@ -142,8 +138,6 @@ def decide(
     minimum = rule.minimum_gain * DEARER[min(lately, len(DEARER) - 1)]
     minimum *= 2.0 if changed and lately >= EARLY_PLANS else 1.0
     if (now_s - new_s) / step_s <= max(minimum, surprise * error * now_s / step_s):
-        return None
-    if steps_left is not None and (now_s - new_s) * steps_left <= rule.switch_cost_s:
         return None
     reason = f"rank {before} is slowest: compute {now_s:.4g} s, with the new shares {new_s:.4g} s"
     return _next_plan(current, shares, step, reason, step_s - (now_s - new_s))
