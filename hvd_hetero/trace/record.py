@@ -110,7 +110,8 @@ class Trace:
     Args:
         folder: the run's folder, made where it is missing; the same for all ranks.
         rank: whose record this is.
-        clock: seconds, monotonic; called once per record.
+        clock: seconds since the epoch; called once per record. Not a monotonic clock, which begins anew with each host:
+            a file may be continued by another process on another one.
         flush_every_s: how much may be lost in a crash.
         max_bytes: no more is written to the file; further steps are dropped and counted. Plans and events have the last
             eighth to themselves.
