@@ -57,6 +57,14 @@ def test_training_goes_on_over_a_rebuild(options):
         assert progress == other_progress
 
 
+def test_what_scripts_find_in_horovods_module_is_here():
+    from horovod.torch import elastic
+
+    named = [name for name in ("ElasticSampler", "TorchState", "init", "run", "shutdown") if hasattr(elastic, name)]
+    assert named == hvd.elastic.__all__
+    assert hvd.elastic.init is hvd.init and hvd.elastic.shutdown is hvd.shutdown
+
+
 def planner(identities):
     bounds = (Bound(lower=1),) * len(identities)
     shares = (64 // len(identities),) * len(identities)

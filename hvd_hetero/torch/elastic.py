@@ -19,9 +19,11 @@ from hvd_hetero.engine.job_state import JobState
 from hvd_hetero.optimizers.attachment import PeerError
 
 from .content import load_random_state, loaded, random_state, saved
-from .function import broadcast_object, broadcast_parameters
+from .function import broadcast_object, broadcast_parameters, init, shutdown
 
-__all__ = ["ElasticSampler", "TorchState", "run"]
+__all__ = ["ElasticSampler", "TorchState", "init", "run", "shutdown"]
+
+__all__ = ["ElasticSampler", "TorchState", "init", "run", "shutdown"]
 
 T = TypeVar("T")
 
