@@ -139,11 +139,6 @@ def agree_text(engine: Engine, describe: Callable[[], str], *, title: str, name:
         raise ValueError(f"{title}: expected the same on every rank. Received: {received}.")
 
 
-def largest(engine: Engine, value: int, *, name: str) -> int:
-    """The largest of all ranks' values."""
-    return int(np.asarray(engine.allgather_async(np.array([value], dtype=np.int64), name=name).wait()).max())
-
-
 def _same(values: list[object], title: str) -> None:
     if len(set(values)) > 1:
         received = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))

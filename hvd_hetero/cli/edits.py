@@ -93,14 +93,6 @@ def names(edits: Iterable[Edit]) -> list[str]:
     return list(dict.fromkeys(e.name for e in edits))
 
 
-def reasons(edits: Iterable[Edit]) -> dict[str, str]:
-    """The reason of each name: that of its first edit."""
-    table: dict[str, str] = {}
-    for edit in edits:
-        table.setdefault(edit.name, edit.reason)
-    return table
-
-
 def text_hash(edits: Sequence[Edit]) -> str:
     """A SHA-256 over everything the edits do, for the key of the cache."""
     digest = hashlib.sha256()
