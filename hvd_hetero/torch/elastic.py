@@ -23,8 +23,6 @@ from .function import broadcast_object, broadcast_parameters, init, shutdown
 
 __all__ = ["ElasticSampler", "TorchState", "init", "run", "shutdown"]
 
-__all__ = ["ElasticSampler", "TorchState", "init", "run", "shutdown"]
-
 T = TypeVar("T")
 
 
