@@ -12,6 +12,7 @@ pytest.importorskip("horovod.torch", reason="build it with hvd-hetero build-horo
 
 import hvd_hetero.torch as hvd
 from hvd_hetero.engine.local import World
+from hvd_hetero.torch.state import average_state
 
 WHOLE = 12
 
@@ -316,3 +317,65 @@ def test_a_rank_that_skips_the_last_step_apart_comes_back_with_the_others():
 
     first, second = World(2).run(program, timeout_s=20)
     assert torch.equal(first, second)
+
+
+TABLE = nn.EmbeddingBag(20, 3, sparse=True, mode="sum").double()
+
+
+def trained_sparse(engine, strategy, *, shares, optimizer=torch.optim.SGD, sparse=True, steps=12):
+    """A rank's parameters, and how many sparse dimensions each step's gradient had."""
+    model, seen = copy.deepcopy(TABLE), []
+    model.sparse = sparse
+    balancer = hvd.Balancer(WHOLE, engine=engine, min_share=0, shares=shares, adaptive=False)
+    settings = {"momentum": 0.9} if optimizer is torch.optim.SGD else {}
+    wrapped = hvd.DistributedOptimizer(
+        optimizer(model.parameters(), lr=0.1, **settings), model.named_parameters(), balancer=balancer,
+        sparse_as_dense=True, strategy=strategy,
+    )  # fmt: skip
+    begin = sum(shares[: engine.rank])
+    for step in range(steps):
+        rows = (torch.arange(step * WHOLE, (step + 1) * WHOLE) % 20)[begin : begin + shares[engine.rank], None]
+        wrapped.zero_grad()
+        balancer.begin(len(rows))
+        if len(rows):
+            model(rows).pow(2).mean().backward()
+        wrapped.step()
+        seen.append(model.weight.grad.sparse_dim() if model.weight.grad is not None else None)
+    wrapped.merge()
+    return model.weight.detach().clone(), seen
+
+
+@pytest.mark.parametrize("shares", [(6, 6), (7, 0, 5)])
+@pytest.mark.parametrize("strategy", ["synchronous", hvd.LocalSGD(round_steps=1, bound_rounds=0, warmup_steps=3)])
+def test_sparse_gradients_stay_as_autograd_makes_them(strategy, shares):
+    """Steps together deliver what steps apart go on with: momentum is sparse as well."""
+    found = World(len(shares)).run(lambda engine: trained_sparse(engine, strategy, shares=shares))
+    dense = World(len(shares)).run(lambda engine: trained_sparse(engine, strategy, shares=shares, sparse=False))
+    for (weight, seen), (expected, _), share in zip(found, dense, shares, strict=True):
+        torch.testing.assert_close(weight, expected, rtol=1e-10, atol=1e-12)
+        assert {1} == set(seen) - {None} or not share
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.SparseAdam])
+def test_states_of_sparse_gradients_become_one(optimizer):
+    """Also that of a rank which has not been given any yet."""
+
+    def program(engine):
+        table = copy.deepcopy(TABLE)
+        inner = optimizer(table.parameters(), lr=0.1, **({"momentum": 0.9} if optimizer is torch.optim.SGD else {}))
+        for step in range(2 if engine.rank else 0):
+            inner.zero_grad()
+            table(torch.tensor([[engine.rank], [engine.rank + step]])).pow(2).sum().backward()
+            inner.step()
+        held = copy.deepcopy(inner.state[table.weight]) if engine.rank else {}
+        average_state(inner, weight=float(engine.rank), engine=engine, name="state")
+        return held, inner.state[table.weight]
+
+    ranks = World(3).run(program)
+    key = "momentum_buffer" if optimizer is torch.optim.SGD else "exp_avg"
+    expected = (ranks[1][0][key].to_dense() + 2.0 * ranks[2][0][key].to_dense()) / 3.0
+    for held, state in ranks:
+        torch.testing.assert_close(state[key].to_dense(), expected, rtol=1e-12, atol=0.0)
+        assert not held or held[key].is_sparse == state[key].is_sparse
+        assert state.get("step") == ranks[1][0].get("step")
+    assert expected.any()

@@ -47,8 +47,8 @@ def DistributedOptimizer(
     Without `balancer` this is Horovod's own `DistributedOptimizer`; its arguments mean what they mean there. With one,
     ranks may take unequal shares, and when `backward()` returns every `p.grad` is the gradient of the mean loss over
     the whole global batch: g = sum_i n_i g_i / sum_i n_i, with n_i the samples (or, after `balancer.count(n)`, the
-    loss terms) of rank i. `op=Sum` multiplies it by the number of ranks; `backward_passes_per_step=k` sums over k
-    passes; both as in Horovod.
+    loss terms) of rank i. `op=Sum` multiplies it by the number of ranks, and `backward_passes_per_step=k` over k
+    batches by k: Horovod's sum, where the batches are of one size; in unlike ones all terms count alike here.
 
     A topology, or one of our codecs as `compression`, works with a balancer and without; without one, every rank's
     gradient counts alike, as in Horovod, and is there when `backward()` returns.

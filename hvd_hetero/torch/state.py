@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -19,30 +20,37 @@ def average_state(optimizer: torch.optim.Optimizer, *, weight: float, engine: En
     """Gives all ranks the same moments. A collective call.
 
     Tensors become the mean over ranks, weighted by `weight` (this rank's samples), and counts of steps the largest.
-    What a rank does not have yet, because it never had a sample, it gets. Whatever is no tensor stays.
+    What a rank does not have yet, because it never had a sample, it gets. Sparse tensors stay sparse. Whatever is no
+    tensor stays.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    kept: dict[Place, torch.Tensor] = {
-        (index, key): value
-        for index, p in enumerate(parameters)
-        for key, value in optimizer.state.get(p, {}).items()
-        if isinstance(value, torch.Tensor)
-    }
+    kept: dict[Place, torch.Tensor] = {}
+    for index, p in enumerate(parameters):
+        for key, value in optimizer.state.get(p, {}).items():
+            if isinstance(value, torch.Tensor) or key == "step" and type(value) is int:  # some count with integers
+                kept[index, key] = torch.as_tensor(value)
     mine = [[*place, list(value.shape), str(value.dtype)] for place, value in kept.items()]
     said = [json.loads(line) for line in gather_text(engine, json.dumps(mine), name=f"{name}.places")]
-    for index, key, shape, dtype in max(said, key=len):
+    for index, key, shape, dtype in chain(*said):
         if (index, key) not in kept:
             device = parameters[index].device if shape else "cpu"
-            kept[index, key] = torch.zeros(shape, dtype=getattr(torch, dtype.split(".")[1]), device=device)
-            optimizer.state[parameters[index]][key] = kept[index, key]
-    counts = [value for (_, key), value in sorted(kept.items()) if key == "step"]
+            new = torch.zeros(shape, dtype=getattr(torch, dtype.split(".")[1]), device=device)
+            kept[index, key] = new
+            optimizer.state[parameters[index]][key] = new if new.is_floating_point() or key != "step" else 0
+    counts = {place: value for place, value in sorted(kept.items()) if place[1] == "step"}
     means = [value for (_, key), value in sorted(kept.items()) if key != "step" and value.is_floating_point()]
     merged = merged_statistics(
-        _arrays(means, torch.float64), [], _arrays(counts, torch.int64), weight=weight, engine=engine, name=name
-    )
-    for tensor, array in zip([*means, *counts], merged, strict=True):
-        tensor.copy_(torch.from_numpy(array).view(tensor.shape))
+        _arrays(means, torch.float64), [], _arrays(list(counts.values()), torch.int64), weight=weight, engine=engine,
+        name=name,
+    )  # fmt: skip
+    for tensor, array in zip([*means, *counts.values()], merged, strict=True):
+        dense = torch.from_numpy(array).view(tensor.shape)
+        tensor.copy_(dense.to_sparse(tensor.sparse_dim()) if tensor.is_sparse else dense)
+    for (index, key), count in counts.items():
+        state = optimizer.state[parameters[index]]
+        if isinstance(state[key], int):
+            state[key] = int(count)
 
 
 def _arrays(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> list[Any]:
-    return [tensor.to("cpu", dtype).numpy() for tensor in tensors]
+    return [tensor.to_dense().to("cpu", dtype).numpy() for tensor in tensors]
