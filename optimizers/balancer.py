@@ -123,7 +123,7 @@ class Balancer:
         if self._asked.shares is not None and len(self._asked.shares) != self.engine.size:
             self._asked = replace(self._asked, shares=None)
         self._settle()
-        self.load_state_dict(state)
+        self._load(state)
         self.record.ranks(self.engine, step=self.step, plan=self.plan)
 
     def _hear(self, plan: Plan) -> None:
@@ -143,7 +143,7 @@ class Balancer:
 
     @trace.setter
     def trace(self, trace: Any) -> None:
-        self.record.trace = trace
+        self.record.start(trace)
 
     @property
     def global_batch_size(self) -> int:
@@ -301,6 +301,10 @@ class Balancer:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from `state`. On another number of ranks the plan starts anew; the step stays."""
+        self._load(state)
+        self.record.plan(self.plan)
+
+    def _load(self, state: dict[str, Any]) -> None:
         if state["global_batch_size"] != self.global_batch_size:
             raise ValueError(
                 f"Expected the state of a balancer of global batch {self.global_batch_size}. Received: one of "

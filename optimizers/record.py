@@ -17,14 +17,20 @@ class Record:
     """Tells a trace what happens on this rank; without a trace, nobody."""
 
     def __init__(self, trace: Any) -> None:
+        self.start(trace)
+
+    def start(self, trace: Any) -> None:
+        """This trace is told from here on."""
         self.trace = trace
+        self._plan: Plan | None = None  # that it was told last
 
     def event(self, kind: str, /, **fields: Any) -> None:
         if self.trace is not None:
             self.trace.event(kind, **fields)
 
     def plan(self, plan: Plan) -> None:
-        if self.trace is not None:
+        if self.trace is not None and plan != self._plan:
+            self._plan = plan
             self.trace.plan(plan)
 
     def step(self, entry: Entry, *, step: int, wait_s: float, bytes_sent: int, share: int) -> None:
@@ -54,4 +60,5 @@ class Record:
         if self.trace is not None:
             self.trace.restart(engine.rank)
             self.trace.event("ranks", rank=engine.rank, size=engine.size, step=step)
-            self.trace.plan(plan)
+            self._plan = None
+            self.plan(plan)

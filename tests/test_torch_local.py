@@ -12,6 +12,7 @@ pytest.importorskip("horovod.torch", reason="build it with hvd-hetero build-horo
 
 import hvd_hetero.torch as hvd
 from hvd_hetero.engine.local import World
+from hvd_hetero.torch.buffers import average_buffers
 from hvd_hetero.torch.state import average_state
 
 WHOLE = 12
@@ -257,9 +258,6 @@ def test_wrong_arguments_say_what_was_expected():
             wrap("local" if engine.rank else "synchronous")
         with pytest.raises(ValueError, match="add_param_group: expected all parameters when"):
             wrap("local").add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
-        model.register_buffer("phase", torch.zeros(3, dtype=torch.complex64))
-        with pytest.raises(TypeError, match="model: expected buffers of floating point.*Received: phase of torch.comp"):
-            wrap("local").merge(model)
 
     World(2).run(program)
 
@@ -379,3 +377,17 @@ def test_states_of_sparse_gradients_become_one(optimizer):
         assert not held or held[key].is_sparse == state[key].is_sparse
         assert state.get("step") == ranks[1][0].get("step")
     assert expected.any()
+
+
+def test_buffers_of_any_type_become_one():
+    def program(engine):
+        model = copy.deepcopy(PROTOTYPE)
+        model.register_buffer("phase", torch.full((3,), 1 + 4j * engine.rank, dtype=torch.complex64))
+        model.register_buffer("mask", torch.tensor([False, engine.rank == 1, True]), persistent=False)
+        model.register_buffer("seen", torch.tensor(5 + engine.rank, dtype=torch.int32))
+        average_buffers(model, weight=1.0 + 2 * engine.rank, engine=engine, name="buffers")
+        assert model.phase.tolist() == [1 + 3j] * 3 and model.phase.dtype == torch.complex64
+        assert model.mask.tolist() == [False, True, True] and model.mask.dtype == torch.bool
+        assert model.seen.item() == 6 and model.seen.dtype == torch.int32
+
+    World(2).run(program)

@@ -9,6 +9,7 @@ import pytest
 
 from hvd_hetero.policy.replan import Plan
 from hvd_hetero.trace import NewerFormatError, NullTrace, Trace, read
+from hvd_hetero.trace.record import FIELDS
 
 PLAN = Plan(version=1, step=3, shares=(6, 2), reason="rank 1 is slowest", predicted_step_s=0.5)
 
@@ -144,6 +145,34 @@ def test_what_a_resumed_run_does_again_replaces_the_first_time(tmp_path):
     run = read(tmp_path)
     assert [(s.step, s.share) for s in run.ranks[0].steps] == [(i, 4) for i in range(6)] + [(6, 5), (7, 5)]
     assert run.plans == (PLAN,)
+
+
+def test_the_plans_of_a_resumed_run_are_those_that_held(tmp_path):
+    """A balancer begins with a first plan, and only then goes on from a state."""
+    first, second, third, late = (
+        Plan(version=version, step=step, shares=shares, reason="")
+        for version, step, shares in [(0, 0, (4, 4)), (1, 3, (5, 3)), (2, 8, (6, 2)), (2, 9, (7, 1))]
+    )
+    for begins, plans in [(0, [first, second, third]), (6, [first, second, late]), (10, [first, late])]:
+        with Trace(tmp_path, rank=0, clock=Clock()) as trace:
+            for plan in plans:
+                trace.plan(plan)
+            for step in range(begins, begins + 5):
+                trace.step(step=step, samples=4)
+    assert read(tmp_path).plans == (first, second, late)
+    with Trace(tmp_path, rank=0, clock=Clock()) as trace:  # another job in the same folder
+        trace.plan(third_party := Plan(version=0, step=0, shares=(2, 6), reason=""))
+        trace.step(step=0, samples=4)
+    assert read(tmp_path).plans == (third_party,)
+
+
+def test_files_and_lines_that_are_none_of_a_trace_are_passed_over(tmp_path):
+    trace = write(tmp_path, Clock())
+    (tmp_path / "rank-x.jsonl").write_text("{}")
+    with open(trace.path, "a") as file:
+        file.write(json.dumps([9, *["text"] * (len(FIELDS) - 1)]) + "\n")
+    record = read(tmp_path).ranks
+    assert list(record) == [0] and len(record[0].steps) == 10 and record[0].unreadable == 1
 
 
 class FullDisk:

@@ -1,6 +1,8 @@
 """Versions are compared when ranks come together: ours have to be the same, others are told."""
 
+import importlib
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,7 +10,7 @@ import pytest
 from hvd_hetero import __version__
 from hvd_hetero.engine import version
 from hvd_hetero.engine.local import World
-from hvd_hetero.engine.version import LOWEST, SUMS, check_lowest, check_versions, versions
+from hvd_hetero.engine.version import LOWEST, SUMS, check_lowest, check_versions, horovod_for, versions
 
 SAME = {"hvd_hetero": "1.0", "torch": "2.0"}
 
@@ -61,3 +63,13 @@ def test_pip_is_told_the_same():
     told = dict(re.findall(r'"([\w-]+)>=([\d.]+)"', (Path(__file__).parents[1] / "setup.py").read_text()))
     assert all(told[name] == ".".join(map(str, lowest)) for name, lowest in LOWEST.items() if name in told)
     assert {"torch", "keras", "tensorflow-cpu"} <= set(told)
+
+
+def test_without_horovod_an_import_says_how_to_build_it(monkeypatch):
+    with pytest.raises(ImportError, match="No module named 'horovod.nothing'.*hvd-hetero build-horovod"):
+        horovod_for("nothing")
+    monkeypatch.setitem(sys.modules, "horovod.torch", None)
+    for name in [name for name in sys.modules if name.startswith("hvd_hetero.torch")]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(ImportError, match="Expected Horovod, built for the torch that is installed.*build-horovod"):
+        importlib.import_module("hvd_hetero.torch")

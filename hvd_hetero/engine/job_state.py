@@ -79,6 +79,9 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
         mine = part.state_dict() if self._horovod.rank() == root else None
         part.load_state_dict(self._of_root(mine, root, name="hvd_hetero.elastic.part"))
 
+    def _restore_part(self, part: Any, kept: Any) -> None:
+        part.load_state_dict(kept)
+
     def _of_root(self, value: Any, root: int, *, name: str) -> Any:
         """The value of rank `root`. A collective call."""
         return self._horovod.broadcast_object(value, root, name=name)
@@ -142,7 +145,7 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
     def restore(self) -> None:
         """Goes back to what was kept."""
         for name, part in self._parts.items():
-            part.load_state_dict(copy.deepcopy(self._kept[name]))
+            self._restore_part(part, copy.deepcopy(self._kept[name]))
         for name, value in self._kept_values.items():
             setattr(self, name, _copied(value))
         self.load_sum_states(self._kept_sums)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import platform
 import re
 import sys
 from collections.abc import Mapping
 from importlib import metadata
+from typing import Any
 
 from hvd_hetero import __version__
 
@@ -46,6 +48,21 @@ def too_old(name: str, version: str) -> str | None:
         f"Expected {name} {'.'.join(map(str, LOWEST[name]))} or newer. Received: {version}. Install a newer one, and "
         "build Horovod for it: hvd-hetero build-horovod."
     )
+
+
+def horovod_for(framework: str) -> Any:
+    """Horovod's module for "torch" or "tensorflow".
+
+    Raises:
+        ImportError: it is not there, or does not load; with what to do.
+    """
+    try:
+        return importlib.import_module(f"horovod.{framework}")
+    except ImportError as error:
+        raise ImportError(
+            f"Expected Horovod, built for the {framework} that is installed. Received: {error}. Build it: hvd-hetero "
+            "build-horovod. What is there: hvd-hetero doctor."
+        ) from error
 
 
 def versions(framework: str) -> dict[str, str]:

@@ -10,7 +10,7 @@ import keras
 
 from hvd_hetero.engine.binding import engine_of
 from hvd_hetero.engine.port import Engine
-from hvd_hetero.engine.version import check_lowest
+from hvd_hetero.engine.version import check_lowest, horovod_for
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -22,7 +22,7 @@ if NAME not in ("tensorflow", "torch"):
     )
 
 check_lowest("keras", *(["torch"] if NAME == "torch" else ["tensorflow", "tensorflow-cpu"]))
-horovod: Any = importlib.import_module(f"horovod.{NAME}")
+horovod: Any = horovod_for(NAME)
 
 
 def horovod_error() -> type[Exception]:

@@ -6,6 +6,9 @@ with them, and keyword arguments of `DistributedOptimizer`; `Compression`, `Sync
 Horovod's.
 """
 
+from . import needed  # noqa: F401, first of all
+
+# isort: split
 from horovod.torch import (
     Adasum,
     Average,
@@ -66,7 +69,6 @@ from horovod.torch import (
 
 from hvd_hetero.engine.checkpoint_file import CheckpointError
 from hvd_hetero.engine.shared_sets import add_process_set, remove_process_set
-from hvd_hetero.engine.version import check_lowest
 from hvd_hetero.optimizers.attachment import PeerError
 from hvd_hetero.optimizers.local_sgd import LocalSGD
 from hvd_hetero.optimizers.outer import Outer
@@ -93,8 +95,6 @@ from .latency_lr import LatencyAwareLR
 from .loader import BalancedBatchSampler, BalancedDataLoader
 from .optimizer import DistributedOptimizer
 from .sync_batch_norm import SyncBatchNorm
-
-check_lowest("torch")
 
 __all__ = [
     "Adasum",

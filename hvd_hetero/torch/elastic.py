@@ -19,7 +19,7 @@ from hvd_hetero.engine.job_state import JobState
 from hvd_hetero.optimizers.attachment import PeerError
 
 from .content import load_random_state, loaded, random_state, saved
-from .function import broadcast_object, broadcast_parameters, init, shutdown
+from .function import broadcast_object, broadcast_optimizer_state, broadcast_parameters, init, keep_types, shutdown
 
 __all__ = ["ElasticSampler", "TorchState", "init", "run", "shutdown"]
 
@@ -55,8 +55,15 @@ class TorchState(JobState):
     def _sync_part(self, part: Any, root: int) -> None:
         if isinstance(part, torch.nn.Module):
             broadcast_parameters(part.state_dict(), root_rank=root)
+        elif isinstance(part, torch.optim.Optimizer):  # tensor by tensor, in their own types, onto this device
+            broadcast_optimizer_state(part, root_rank=root)
         else:
             super()._sync_part(part, root)
+
+    def _restore_part(self, part: Any, kept: Any) -> None:
+        super()._restore_part(part, kept)
+        if isinstance(part, torch.optim.Optimizer):
+            keep_types(part, kept)
 
     def _of_root(self, value: Any, root: int, *, name: str) -> Any:
         return broadcast_object(value, root, name=name)

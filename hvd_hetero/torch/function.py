@@ -32,6 +32,10 @@ _STARTING = (
     "_allreduce_async", "_grouped_allreduce_async", "_allgather_async", "_grouped_allgather_async", "_broadcast_async",
     "_alltoall_async", "_reducescatter_async", "_grouped_reducescatter_async",
 )  # fmt: skip
+SENDS = {
+    torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.float32, torch.float64
+}  # fmt: skip
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # of what has another type, by bytes
 INLINE = 16  # elements: a tensor of so few, such as a count of steps, is pickled with what says how the others look
 
 
@@ -93,20 +97,19 @@ def _caller() -> tuple[str, Any]:
 
 
 def broadcast_parameters(
-    params: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]], root_rank: int
+    params: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor] | torch.Tensor], root_rank: int
 ) -> None:
-    """Overwrites `params` on all ranks with those of `root_rank`. What Horovod lacks travels in another form: bfloat16
-    as bits, and what is not contiguous, such as the weights of a model in channels_last, as a copy."""
-    pairs: list[tuple[str, Any]] = sorted(params.items()) if isinstance(params, Mapping) else list(params)
-    copies: dict[str, torch.Tensor] = {
-        name: tensor.data.contiguous() for name, tensor in pairs if not _is_contiguous(tensor)
-    }
-    sent = [(name, copies.get(name, tensor)) for name, tensor in pairs]
-    as_bits = [(name, tensor.data.view(torch.int16) if _is_bfloat16(tensor) else tensor) for name, tensor in sent]
-    horovod.torch.broadcast_parameters(as_bits, root_rank)
-    given = dict(pairs)
-    for name, received in copies.items():
-        given[name].data.copy_(received)
+    """Overwrites `params` on all ranks with those of `root_rank`: a `state_dict()`, `named_parameters()` or
+    `parameters()`. What Horovod lacks travels in another form: types such as bfloat16 and bool as bits, complex numbers
+    as pairs, and what is not contiguous, such as the weights of a model in channels_last, as a copy."""
+    pairs: list[Any] = sorted(params.items()) if isinstance(params, Mapping) else list(params)
+    named: list[tuple[str | None, Any]] = [pair if isinstance(pair, tuple) else (None, pair) for pair in pairs]
+    sent = [tensor if _is_contiguous(tensor) else tensor.data.contiguous() for _, tensor in named]
+    as_sent = [(name, _as_sent(tensor)) for (name, _), tensor in zip(named, sent, strict=True)]
+    horovod.torch.broadcast_parameters(as_sent, root_rank)
+    for (_, given), received in zip(named, sent, strict=True):
+        if received is not given:
+            given.data.copy_(received)
 
 
 def broadcast_optimizer_state(
@@ -188,6 +191,16 @@ def _load_in_place(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> N
         group.update(options)
 
 
+def keep_types(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """After `optimizer.load_state_dict(state)`: what it gave the parameters' types has the types of `state` again."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for key, p in zip((key for group in state["param_groups"] for key in group["params"]), parameters, strict=True):
+        for name, value in state["state"].get(key, {}).items():
+            loaded = optimizer.state[p].get(name)
+            if isinstance(value, torch.Tensor) and isinstance(loaded, torch.Tensor) and loaded.dtype != value.dtype:
+                optimizer.state[p][name] = value.to(loaded.device)
+
+
 def broadcast_object(
     obj: Any, root_rank: int = 0, name: str | None = None, process_set: Any = horovod.torch.global_process_set
 ) -> Any:
@@ -215,5 +228,9 @@ def _is_contiguous(value: Any) -> bool:
     return not isinstance(value, torch.Tensor) or value.is_contiguous()
 
 
-def _is_bfloat16(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dtype == torch.bfloat16
+def _as_sent(value: Any) -> Any:
+    """The memory of a contiguous tensor, as one of a type that Horovod has."""
+    if not isinstance(value, torch.Tensor) or value.dtype in SENDS:
+        return value
+    tensor = torch.view_as_real(value.data) if value.is_complex() else value.data
+    return tensor if tensor.dtype in SENDS else tensor.view(BITS[tensor.dtype.itemsize])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -121,7 +122,7 @@ def read(folder: str | os.PathLike[str]) -> Run:
     """
     folder = os.fspath(folder)
     names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
-    names = [name for name in names if name.startswith("rank-") and name.endswith(".jsonl")]
+    names = [name for name in names if re.fullmatch(r"rank-\d+\.jsonl", name)]
     if not names:
         raise FileNotFoundError(f"Expected a folder with the record of a run, rank-00000.jsonl and so on. Received: "
                                 f"{folder}.")
@@ -158,9 +159,14 @@ def _check(version: int, path: str) -> None:
 
 
 def _go_back(run: RankRun, step: int, plans_before: int) -> None:
-    """None; forgets what earlier sessions recorded from `step` on."""
+    """None; forgets what earlier sessions recorded from `step` on, and the plans that this one began with before it
+    went on from a state."""
     run.steps = [s for s in run.steps if s.step < step]
-    run.plans = [plan for plan in run.plans[:plans_before] if plan.step <= step] + run.plans[plans_before:]
+    new = run.plans[plans_before:]
+    holds = [plan for plan in new if plan.step <= step][-1:]
+    since = holds[0].step if holds else step + 1
+    kept = [plan for plan in run.plans[:plans_before] if plan.step < since]
+    run.plans = kept + holds + [plan for plan in new if plan.step > step]
 
 
 def _take(run: RankRun, fields: Sequence[str], entry: Any) -> None:
@@ -177,6 +183,8 @@ def _take(run: RankRun, fields: Sequence[str], entry: Any) -> None:
 
 def _step(fields: Sequence[str], values: Sequence[Any]) -> Step:
     seen = dict(zip(fields, values, strict=True))
+    if not all(isinstance(value, (int, float, type(None))) for value in values):
+        raise TypeError(f"Expected numbers. Received: {values}.")
     return Step(**{name: seen.get(name) or 0 for name in FIELDS})
 
 

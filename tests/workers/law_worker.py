@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import sys
@@ -199,6 +200,17 @@ def law_5_bfloat16_and_broadcast():
             optimizer.step()
         assert spread(model.parameters()) == 0.0
         model = make_model(torch.bfloat16)
+    kinds = (torch.bool, torch.complex64, torch.uint16, torch.bfloat16)
+    own = [torch.full((2, 3), hvd.rank(), dtype=kind) for kind in kinds]
+    own += [torch.arange(6.0).view(2, 3).t() + hvd.rank(), torch.tensor(hvd.rank() == 1)]
+    hvd.broadcast_parameters(own, root_rank=1)
+    for received, kind in zip(own, kinds, strict=False):
+        assert received.dtype == kind and (received.to(torch.complex64) == 1).all()
+    assert torch.equal(own[4], torch.arange(6.0).view(2, 3).t() + 1) and own[5].item() is True
+    linear = nn.Linear(2, 2)
+    nn.init.constant_(linear.weight, hvd.rank())
+    hvd.broadcast_parameters(linear.parameters(), root_rank=1)
+    assert (linear.weight == 1).all()
     table = nn.Embedding(4, 2, sparse=True)
     optimizer = torch.optim.SparseAdam(table.parameters(), lr=0.1)
     if hvd.rank() == 0:
@@ -252,11 +264,17 @@ def law_5_a_state_of_other_types_than_the_parameters():
     for _ in range(3 if hvd.rank() == 0 else 0):
         model(torch.ones(2, 6, dtype=torch.bfloat16)).sum().backward()
         optimizer.step()
-    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-    held = [{key: (value.dtype, value.tolist()) for key, value in optimizer.state[p].items()}
-            for p in model.parameters()]
-    every = hvd.allgather_object(held)
-    assert all(each == every[0] for each in every) and held[0]["mu_product"][0] == torch.float32
+
+    def held():
+        return [{key: (value.dtype, value.tolist()) for key, value in optimizer.state[p].items()}
+                for p in model.parameters()]
+
+    mine, state = held(), hvd.elastic.TorchState(model, optimizer)
+    broadcast = functools.partial(hvd.broadcast_optimizer_state, optimizer, root_rank=0)
+    for how in (state.sync, state.restore, broadcast):
+        how()
+        every = hvd.allgather_object((mine, held()))
+        assert all(got == every[0][0] for _, got in every) and held()[0]["mu_product"][0] == torch.float32
 
 
 def law_5_memory_formats():

@@ -188,7 +188,7 @@ class TraceCallback(keras.callbacks.Callback):
         super().__init__()
         if balancer.trace is None:
             balancer.trace = trace_of(run, rank=balancer.rank, clock=time.time)
-            balancer.trace.plan(balancer.plan)
+            balancer.record.plan(balancer.plan)
         self.trace = balancer.trace
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
