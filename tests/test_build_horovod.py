@@ -45,6 +45,10 @@ def test_no_compiler_make_cmake_or_mpi(
     monkeypatch.setattr(toolchain.sysconfig, "get_path", lambda *_: str(tools))
     assert "expected a C++ compiler" in fails(["build-horovod"], 3, capsys)
     program(tools, "g++", "echo g++ 12.2")
+    monkeypatch.setenv("CXX", "no-compiler -O2")
+    said = fails(["build-horovod"], 3, capsys)
+    assert "CXX: expected the command of a C++ compiler that runs here. Received: 'no-compiler -O2'" in said
+    monkeypatch.delenv("CXX")
     assert "expected `make`" in fails(["build-horovod"], 3, capsys)
     program(tools, "make", "echo make")
     program(tools, "cmake", "echo cmake version 3.5.1")

@@ -61,6 +61,19 @@ def test_the_doctor_says_what_is_missing(
     assert "stall_inspector" in json.loads(capsys.readouterr().out)["present"]
 
 
+def test_the_doctor_sees_that_nothing_can_be_built(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first_on_path(monkeypatch, tmp_path)
+    fake_horovod(tmp_path, RECORD)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    main(["doctor", "--no-load"])
+    said = capsys.readouterr().out
+    assert "note: to build Horovod: expected a C++ compiler" in said
+    assert "note: to build Horovod: expected `make`" in said and "all is well" not in said
+
+
 def test_help_is_quick_and_imports_no_framework() -> None:
     code = "import sys; from hvd_hetero.cli.main import parser; print(parser().format_help()); " + (
         "assert not {'torch', 'tensorflow', 'horovod', 'rich'} & set(sys.modules)"

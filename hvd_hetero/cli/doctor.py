@@ -95,6 +95,9 @@ def examine(load: bool = True) -> Report:
         tools=_tools(),
         horovod=installed_build(),
     )
+    for name in ("compiler", "make"):
+        if "expected" in report.tools[name]:
+            report.notes.append(f"to build Horovod: {report.tools[name]}")
     frameworks = [name for name in toolchain.FRAMEWORKS if installed[name]]
     found = {name: version for name in LOWEST if (version := installed.get(name)) is not None}
     report.problems += filter(None, (too_old(name, version) for name, version in found.items()))

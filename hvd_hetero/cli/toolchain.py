@@ -125,12 +125,18 @@ def present(found: Mapping[str, Mapping[str, object]], flags: Sequence[str], cud
 
 def compiler() -> tuple[str, str]:
     """The C++ compiler's command and version; raises `MissingTool`."""
-    for command in filter(None, (os.environ.get("CXX"), "c++", "g++", "clang++")):
+    chosen = os.environ.get("CXX")
+    for command in (chosen,) if chosen else ("c++", "g++", "clang++"):
         program = shutil.which(command.split()[0])
         if program and (version := first_line(output([program, "--version"]))):
             return command, version
+    if chosen:
+        raise MissingTool(
+            f"CXX: expected the command of a C++ compiler that runs here. Received: {chosen!r}.\n"
+            "  What to do: name another one, or unset CXX to have c++, g++ or clang++ found."
+        )
     raise MissingTool(
-        "expected a C++ compiler (CXX, c++, g++ or clang++), and none runs here.\n"
+        "expected a C++ compiler (c++, g++ or clang++; or CXX), and none runs here.\n"
         "  What to do: install one with C++20, for example `apt-get install g++ make` or `dnf install gcc-c++ make`."
     )
 
