@@ -54,6 +54,10 @@ class NoiseMeter:
         self._next = (buckets, terms, weight, merged, gain) if self.measuring else None
         self._terms, self._batches = all_terms, batches
 
+    def forget(self) -> None:
+        """Forgets a step that did not count."""
+        self._buckets, self._next, self._terms = {}, None, 0.0
+
     def outgoing(self) -> Norms:
         """What this rank says of the step before; all zeros where it has nothing to say."""
         if self._next is None:

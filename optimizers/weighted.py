@@ -106,15 +106,20 @@ class WeightedExchange:
         """Sends bucket `index`; once per step. Buckets may be sent in any order: they are paired by name."""
         if self._rides_in == index:
             self._write(self._control, self._outgoing())
-        elif self._rides_in is None and self._control_handle is None:
-            self._write(self._control, self._outgoing())
-            self._control_handle = self._engine.allreduce_async(self._control, name=f"{self._name}.control")
+        elif self._rides_in is None:
+            self._send_control()
         if self._keeps:
             self._carry.add_to(index, self._buckets[index], self._weight())
         self._handles[index] = self._routes[index].start(self._buckets[index], name=self.name_of(index))
         for handle in self._handles.values():
             if isinstance(handle, Chain):
                 handle.done()  # starts what may follow on what is done
+
+    def _send_control(self) -> None:
+        """Sends the control vector in an operation of its own, once per step."""
+        if self._control_handle is None:
+            self._write(self._control, self._outgoing())
+            self._control_handle = self._engine.allreduce_async(self._control, name=f"{self._name}.control")
 
     # What codecs keep back ------------------------------------------------------------------------------------------
 
@@ -166,6 +171,8 @@ class WeightedExchange:
         missing = set(range(len(self._buckets))) - set(self._handles)
         if missing:
             raise RuntimeError(f"Expected every bucket submitted before finish(). Received: {sorted(missing)} missing.")
+        if not self._buckets:  # nothing is trained, for now
+            self._send_control()
         handles, self._handles = self._handles, {}
         control_handle, self._control_handle = self._control_handle, None
         said: Any = None if control_handle is None else control_handle.wait()

@@ -49,6 +49,10 @@ def methods_of(base: type[torch.optim.Optimizer]) -> dict[str, Callable[..., Any
         self._reducer.flush()
         self._synchronized = True
 
+    def zero_grad(self: Any, set_to_none: bool = True) -> None:
+        self._reducer.break_off()  # or what a pass that did not end has left would be of the next one
+        base.zero_grad(self, set_to_none)
+
     def merge(self: Any, model: torch.nn.Module | None = None) -> None:
         """Returns when all ranks hold one model, in which every step of every rank counts once. A collective call.
 
@@ -110,6 +114,7 @@ def methods_of(base: type[torch.optim.Optimizer]) -> dict[str, Callable[..., Any
     return {
         "step": step,
         "synchronize": synchronize,
+        "zero_grad": zero_grad,
         "merge": merge,
         "_rebuild": rebuild,
         "skip_synchronize": skip_synchronize,

@@ -23,7 +23,6 @@ class Passes:
         self._counts: list[float] = []
         self._stash: dict[torch.nn.Parameter, torch.Tensor | None] | None = None
         self._said = False  # over how many terms the next pass is
-        self._counted = False  # the terms of the pass begun last are among those
         self.unit = 0.0  # n; 0 while `p.grad` holds nothing
 
     @property
@@ -54,15 +53,9 @@ class Passes:
 
     def begin(self, terms: float) -> None:
         """At the first gradient of a pass."""
-        self._counted = self._said or not self._counts
-        if self._counted:
+        if self._said or not self._counts:
             self._counts.append(terms)
         self._said = False
-
-    def undo(self) -> None:
-        """The pass that began did not end."""
-        if self._counted:
-            self._counts.pop()
 
     def end(self, *, final: bool) -> None:
         """After a pass; `final`: the exchange follows."""
@@ -98,5 +91,6 @@ class Passes:
 
     def clear(self) -> None:
         """Starts anew: what `p.grad` holds is the global gradient, or will not count."""
+        self._stash = None
         self._counts.clear()
         self.unit = 0.0

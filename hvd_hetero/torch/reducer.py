@@ -23,7 +23,7 @@ from .layout import WIRE
 from .local import LocalTraining, ParameterStore
 from .loss import mean_over_ranks
 from .passes import Passes
-from .step import REENTRANT, ReducedStep
+from .step import BROKEN_OFF, REENTRANT, ReducedStep
 from .stopwatch import stopwatch_of
 
 
@@ -71,7 +71,8 @@ class GradientReducer:
         # With op=Sum, what `p.grad` held before is to be multiplied as what is added.
         self._hooks = Hooks(self, after=self._hook, before=None if scale == 1.0 else self._before_gradient)
         self._passes = Passes(self._parameters)  # since the last exchange
-        self._callback_queued = False
+        self._callback_queued = False  # a backward pass has begun, and its end has not come
+        self._broken_off = False  # an exception ended the last pass when part of its gradients were sent
         self._terms = 0.0  # of the last step, on this rank
         self._untouched = True  # no gradient was added to `p.grad` since the last exchange
         self._final = False  # this backward pass is the last before the exchange
@@ -164,6 +165,8 @@ class GradientReducer:
 
     def on_begin(self) -> None:
         """A global batch begins."""
+        self.break_off()
+        self._broken_off = False
         self.reduced = False  # where a script skipped the last step
         if self.local is not None and self.local.steps.over:
             self.local.come_together()  # so did this rank, with the last step apart
@@ -171,10 +174,28 @@ class GradientReducer:
 
     def on_count(self, terms: float) -> None:
         """Before a pass over `terms` loss terms."""
-        if self._callback_queued:  # an exception ended the last pass before its callback
-            self._callback_queued = False
-            self._passes.undo()
+        self.break_off()
         self._passes.expect(terms)
+
+    def break_off(self) -> None:
+        """Clears up after a backward pass that an exception ended: the gradients since the last exchange do not count.
+
+        What was sent of them is a part of an exchange, which is brought to its end and left. That is a collective call,
+        for ranks that have had the exception alike. Of ranks where one alone had it, that one has missed a step.
+        """
+        if not self._callback_queued:
+            return
+        self._callback_queued, self._untouched = False, True
+        self._broken_off = self._step.sent
+        if self._broken_off:
+            self._step.take_rest()
+            _, _, hear = self._step.finish(deliver=False)
+            hear()
+            self._weighing.noise.forget()
+        self._step.drop()
+        self._passes.clear()
+        for parameter in self._parameters:
+            parameter.grad = None
 
     def _begin_pass(self) -> None:
         """At the first gradient of a backward pass."""
@@ -186,7 +207,7 @@ class GradientReducer:
                 "hvd.BalancedDataLoader, or call balancer.begin(samples) for each batch."
             )
         torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)
-        self._callback_queued = True
+        self._callback_queued, self._broken_off = True, False
         self.reduced = False
         self._passes.begin(terms)
         self._final = self._balancer.last_pass and self._weighing.complete
@@ -224,6 +245,9 @@ class GradientReducer:
         """Reduces what has not been: a rank without a sample, or one that stops, still takes part."""
         if self.reduced:
             return
+        self.break_off()
+        if self._broken_off:
+            raise RuntimeError(BROKEN_OFF)
         if not self._passes.begun and (self._balancer.begin_unseen() or self._set_by_hand()):
             self._passes.begin(self._balancer.count_now or 0.0)
             self._passes.end(final=True)

@@ -21,6 +21,11 @@ REENTRANT = (
     "Expected each parameter's gradient once per backward pass. Received: {}, as reentrant checkpointing does. Use "
     "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
 )
+BROKEN_OFF = (
+    "Expected step() after a backward pass that ended. Received: one that an exception ended when part of its "
+    "gradients were with the other ranks. Leave this step out on all ranks, if all had the exception; otherwise begin again from "
+    "a checkpoint."
+)
 
 
 class ReducedStep:
@@ -43,6 +48,7 @@ class ReducedStep:
         sparse_as_dense: bool,
     ) -> None:
         self._parameters, self._weighing, self._passes = parameters, weighing, passes
+        self._device = parameters[0].device if parameters else torch.device("cpu")
         # The control vector rides in a bucket unless a codec would round it.
         tail = weighing.tail
         self.layout = BucketLayout(
@@ -82,6 +88,15 @@ class ReducedStep:
                 self._weighing.noise.sees(self.layout, index)
                 self._exchange.submit(index)
 
+    @property
+    def sent(self) -> bool:
+        """Whether part of this step is with the other ranks."""
+        return bool(self._exchange.submitted)
+
+    def drop(self) -> None:
+        """Forgets the gradients that were taken, where nothing is sent."""
+        self._begin()
+
     def _weight_now(self) -> float:
         """c_i of this step: `p.grad` is a mean over as many terms as the last pass that had any."""
         return self._weighing.weight(self._weighing.balancer.count_now or self._passes.unit)
@@ -96,15 +111,15 @@ class ReducedStep:
                 self.take(parameter)
         return self._exchange.done
 
-    def finish(self) -> tuple[float, int, Callable[[], None]]:
-        """Makes every `p.grad` the global one, once all are taken. Returns the seconds waited, the bytes sent, and what
-        takes in what all ranks said with them: `Weighing.incoming`."""
+    def finish(self, *, deliver: bool = True) -> tuple[float, int, Callable[[], None]]:
+        """Makes every `p.grad` the global one, once all are taken – unless it is not to `deliver` them. Returns the
+        seconds waited, the bytes sent, and what takes in what all ranks said with them: `Weighing.incoming`."""
         start = time.perf_counter()
         weighing, balancer = self._weighing, self._weighing.balancer
         terms, batches = self._passes.terms, weighing.batches
         balancer.pause()
         try:
-            with _full_precision(self._parameters[0].device):
+            with _full_precision(self._device):
                 results, total = self._exchange.finish(weighing.factor)
         finally:
             self._begin()
@@ -112,8 +127,9 @@ class ReducedStep:
             weighing.end()
         waited_s = time.perf_counter() - start
         balancer.resume()
-        for index, flat in enumerate(results):
-            self.layout.deliver(index, flat)
+        if deliver:
+            for index, flat in enumerate(results):
+                self.layout.deliver(index, flat)
         norms = functools.partial(weighing.noise.of, self.layout, results)
         hear = functools.partial(weighing.incoming, total, norms=norms, terms=terms, batches=batches)
         return waited_s, sum(flat.numel() * flat.element_size() for flat in results), hear

@@ -1,0 +1,121 @@
+"""A backward pass that an exception ends, and an optimizer that trains nothing."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hvd_hetero.torch as hvd
+from hvd_hetero.engine.local import World
+from hvd_hetero.optimizers.equal import EqualWeights
+
+torch.manual_seed(0)
+MODEL = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+
+
+class Failing(torch.autograd.Function):
+    """Raises when gradients flow back."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor) -> torch.Tensor:
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        raise ValueError("it does not fit")
+
+
+def _train(engine: Any, *, fails: tuple[int, ...], bucket_bytes: int | None, told: bool) -> list[torch.Tensor]:
+    model = copy.deepcopy(MODEL)
+    balancer = hvd.Balancer(4, engine=engine, adaptive=False) if told else EqualWeights(engine)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), balancer=balancer, bucket_bytes=bucket_bytes
+    )
+    for step in range(5):
+        if told:
+            balancer.begin(2)
+        optimizer.zero_grad()
+        generator = torch.Generator().manual_seed(10 * step + engine.rank)
+        hidden = model[1](model[0](torch.randn(2, 4, generator=generator).double()))
+        try:
+            model[2](Failing.apply(hidden) if step in fails else hidden).sum().backward()
+        except ValueError:
+            continue
+        optimizer.step()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def _without(*, steps: tuple[int, ...]) -> list[torch.Tensor]:
+    model = copy.deepcopy(MODEL)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in steps:
+        optimizer.zero_grad()
+        generators = [torch.Generator().manual_seed(10 * step + rank) for rank in range(2)]
+        rows = torch.cat([torch.randn(2, 4, generator=generator).double() for generator in generators])
+        (model(rows).sum() / 2).backward()  # the mean of two ranks' sums
+        optimizer.step()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("told", [True, False])
+@pytest.mark.parametrize("bucket_bytes", [None, 64])
+def test_a_pass_that_all_ranks_break_off_leaves_no_trace(bucket_bytes: int | None, told: bool) -> None:
+    """As with one process, which leaves the step out."""
+    trained = World(2).run(
+        lambda engine: _train(engine, fails=(2, 3), bucket_bytes=bucket_bytes, told=told), timeout_s=30
+    )
+    for ours in trained:
+        for found, wanted in zip(ours, _without(steps=(0, 1, 4)), strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+def _step_after(engine: Any, bucket_bytes: int | None) -> list[torch.Tensor]:
+    """Rank 0 alone breaks off, and makes its step."""
+    model = copy.deepcopy(MODEL)
+    balancer = hvd.Balancer(4, engine=engine, adaptive=False)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), balancer=balancer, bucket_bytes=bucket_bytes
+    )
+    balancer.begin(2)
+    hidden = model[1](model[0](torch.ones(2, 4).double()))
+    try:
+        model[2](Failing.apply(hidden) if engine.rank == 0 else hidden).mean().backward()
+    except ValueError:
+        optimizer.zero_grad()
+    optimizer.step()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def test_a_rank_of_which_nothing_is_sent_takes_part_without_samples() -> None:
+    ours, others = World(2).run(lambda engine: _step_after(engine, None), timeout_s=30)
+    model = copy.deepcopy(MODEL)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(2, 4).double()).mean().backward()
+    optimizer.step()
+    for a, b, wanted in zip(ours, others, model.parameters(), strict=True):
+        assert torch.equal(a, b)
+        torch.testing.assert_close(a, wanted.detach(), rtol=1e-12, atol=1e-12)
+
+
+def test_a_rank_of_which_a_part_is_sent_cannot_step() -> None:
+    with pytest.raises(RuntimeError, match="part of its gradients"):
+        World(2).run(lambda engine: _step_after(engine, 64), timeout_s=30)
+
+
+def test_an_optimizer_that_trains_nothing_steps() -> None:
+    def program(engine: Any) -> int:
+        model = copy.deepcopy(MODEL).requires_grad_(False)
+        balancer = hvd.Balancer(4, engine=engine, adaptive=False)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), balancer=balancer)
+        for _ in range(3):
+            balancer.begin(2)
+            optimizer.zero_grad()
+            optimizer.step()
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), MODEL.parameters(), strict=True))
+        return balancer.step
+
+    assert World(2).run(program, timeout_s=30) == [2, 2]
