@@ -23,8 +23,8 @@ REENTRANT = (
 )
 BROKEN_OFF = (
     "Expected step() after a backward pass that ended. Received: one that an exception ended when part of its "
-    "gradients were with the other ranks. Leave this step out on all ranks, if all had the exception; otherwise begin again from "
-    "a checkpoint."
+    "gradients were with the other ranks. Leave this step out on all ranks, if all had the exception; otherwise begin "
+    "again from a checkpoint."
 )
 
 
