@@ -50,6 +50,11 @@ class Work:
             self.lr_sum += lr
             self.gradients += 1
 
+    def owe(self, other: Work) -> None:
+        """Takes over what `other` has left to move the model by."""
+        self.batches += other.batches
+        self.rate_batches += other.rate_batches
+
 
 @dataclass(frozen=True, kw_only=True)
 class Merge:
@@ -85,6 +90,9 @@ class Fragment:
 
         x' = z' + (x - z)
 
+    Where nobody who contributes has had a sample, as when a rank without one in a short last batch comes alone, nothing
+    says which way to go: what they have worked off stays with them, for the next merge.
+
     Args:
         index: of this fragment in `store`.
         lanes: merges take them in turn, the same on all ranks. They may share one buffer.
@@ -104,7 +112,7 @@ class Fragment:
     outer_state: dict[str, Any] = field(default_factory=dict)
     sends: int = 0
     _turn: int = 0  # the lane of the next contribution
-    _pending: deque[tuple[Lane, Any]] = field(default_factory=deque)  # and x when sent, None where that was nothing
+    _pending: deque[tuple[Lane, Any, Work]] = field(default_factory=deque)  # and x when sent, None where it was nothing
 
     @property
     def under_way(self) -> bool:
@@ -127,12 +135,15 @@ class Fragment:
 
     def begin(self) -> None:
         """Takes this rank's parameters for the model that all ranks share."""
-        self.z, self.work, self._turn = self.store.read(self.index), Work(), 0
+        before, self.work = self.work, Work()
+        if before.steps == 0:
+            self.work.owe(before)
+        self.z, self._turn = self.store.read(self.index), 0
         self._pending.clear()
 
-    def _submit(self, lane: Lane, sent: Any) -> None:
+    def _submit(self, lane: Lane, sent: Any, work: Work) -> None:
         self._turn = (self._turn + 1) % len(self.lanes)
-        self._pending.append((lane, sent))
+        self._pending.append((lane, sent, work))
         self.sends += 1
         lane.exchange.submit(0)
 
@@ -151,8 +162,8 @@ class Fragment:
             lane.buffer[: len(own)] = 0.0
             own = self.z
             self.store.write(self.index, own)
-        self.work = Work()
-        self._submit(lane, own)
+        done, self.work = self.work, Work()
+        self._submit(lane, own, done)
         return finite
 
     def miss(self) -> None:
@@ -163,11 +174,11 @@ class Fragment:
             self.spare = None
         lane = self.lanes[self._turn]
         lane.buffer[:] = 0.0
-        self._submit(lane, None)
+        self._submit(lane, None, Work())
 
     def merge(self, scale: Callable[[Sequence[float]], float]) -> Merge:
         """Ends the merge under way, waiting for those who have not sent; `scale`: of the sum, from the control."""
-        lane, sent = self._pending[0]
+        lane, sent, work = self._pending[0]
         results, total = lane.exchange.finish(scale)
         self._pending.popleft()
         before = self.z
@@ -177,6 +188,8 @@ class Fragment:
         if factor > 0.0:
             self.z = self.outer.moved(before, mean, self.outer_state)
             square = float((mean * mean).sum())
+        else:
+            self.work.owe(work)
         if self.work.steps == 0:
             self.store.write(self.index, self.z)
         else:

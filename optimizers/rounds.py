@@ -301,6 +301,6 @@ class Rounds:
     def restart(self) -> None:
         """Keeps nothing of the merges so far."""
         for fragment in self.fragments:
-            fragment.outer_state = {}
+            fragment.outer_state, fragment.work = {}, Work()
         self.merges = 0
         self.lengths.resume(self.rule.round_steps)
