@@ -1,5 +1,7 @@
 """Where a script is, for people."""
 
+import gc
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -20,3 +22,25 @@ def frame(file, module, back=None):
 def test_libraries_are_no_script_wherever_they_are(file, module):
     train = frame("/home/someone/train.py", "__main__")
     assert script._of_script(frame(file, module, back=train)) is train
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="collects garbage between two instructions only")
+@pytest.mark.parametrize("collects", [True, False])
+def test_no_garbage_is_collected_while_other_threads_are_looked_at(monkeypatch, collects):
+    looks = []
+    frames = sys._current_frames
+
+    def look():
+        looks.append(gc.isenabled())
+        return frames()
+
+    monkeypatch.setattr(sys, "_current_frames", look)
+    (gc.enable if collects else gc.disable)()
+    try:
+        assert script.line().startswith("test_script.py:")
+        assert not script.calls_within("elsewhere") and not script.under_way([])
+        assert "test_no_garbage" in script.stack()
+        after = gc.isenabled()
+    finally:
+        gc.enable()
+    assert looks == [False] * 4 and after is collects

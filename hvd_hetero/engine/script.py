@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import sys
 import sysconfig
 import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -15,39 +17,66 @@ _OWN = Path(__file__).resolve().parent.parent
 _OTHERS = tuple({path for name, path in sysconfig.get_paths().items() if "lib" in name})
 _INSTALLED = ("site-packages", "dist-packages")  # of a user, of the distribution
 _LIBRARIES = ("horovod", "torch", "tensorflow", "keras")  # wherever they are
+_COLLECTS_BETWEEN = sys.version_info >= (3, 12)
+_LOCK = threading.RLock()
+
+
+@contextlib.contextmanager
+def _looking() -> Iterator[None]:
+    """Around a look at the calls of other threads: no garbage is collected.
+
+    Python 3.11 makes the object of a frame when one asks for it, and may collect garbage for its memory. Where a
+    finalizer lets other threads run then, the frame may end and its memory go, and the process dies of it. Later
+    versions collect between two instructions only.
+    """
+    if _COLLECTS_BETWEEN:
+        yield
+        return
+    with _LOCK:
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if collects:
+                gc.enable()
 
 
 def line() -> str:
     """The line of the script at which the main thread is."""
-    frame = _main_frame()
-    if frame is None:
-        return "an unknown line"
-    frame = _of_script(frame)
-    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} in {frame.f_code.co_name}"
+    with _looking():
+        frame = _main_frame()
+        if frame is None:
+            return "an unknown line"
+        frame = _of_script(frame)
+        return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} in {frame.f_code.co_name}"
 
 
 def calls_within(file: str) -> list[FrameType]:
     """The calls of functions of a file that are under way, the innermost of each thread."""
     found = []
-    for top in sys._current_frames().values():
-        frame: FrameType | None = top
-        while frame is not None and frame.f_code.co_filename != file:
-            frame = frame.f_back
-        if frame is not None:
-            found.append(frame)
+    with _looking():
+        for top in sys._current_frames().values():
+            frame: FrameType | None = top
+            while frame is not None and frame.f_code.co_filename != file:
+                frame = frame.f_back
+            if frame is not None:
+                found.append(frame)
     return found
 
 
 def under_way(calls: Sequence[FrameType]) -> bool:
     """Whether any of these calls has not ended."""
-    tops = sys._current_frames().values()
-    return any(frame is call for top in tops for frame, _ in traceback.walk_stack(top) for call in calls)
+    with _looking():
+        tops = sys._current_frames().values()
+        return any(frame is call for top in tops for frame, _ in traceback.walk_stack(top) for call in calls)
 
 
 def stack() -> str:
     """What the main thread is doing, call by call, as a traceback shows it."""
-    frame = _main_frame()
-    return "" if frame is None else "".join(traceback.format_stack(frame))
+    with _looking():
+        frame = _main_frame()
+        return "" if frame is None else "".join(traceback.format_stack(frame))
 
 
 def _main_frame() -> FrameType | None:
