@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import sys
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -81,6 +82,7 @@ class LocalSteps:
         weighing.keeping.put("merges", merges, lambda: self.rounds.unit)
         self._bytes = [fragment.lanes[0].buffer.nbytes for fragment in self.rounds.fragments]
         self.begun = False  # whether ranks make steps apart
+        self._newest = -1  # global batch of the newest step apart
         self.samples = 0.0  # of steps apart, since they were last taken
         atexit.register(_warn_at_exit, weakref.ref(self))
 
@@ -148,6 +150,8 @@ class LocalSteps:
             self._check_alike()
             self.rounds.begin()
             self.begun = True
+            self._balancer.record.event("apart", step=self._balancer.step)
+        self._newest = self._balancer.step
 
     def _check_alike(self) -> None:
         """Law 5, checked."""
@@ -177,9 +181,10 @@ class LocalSteps:
     def merge(self) -> None:
         """Returns when all ranks hold one model, with every step of every rank in it. A collective call."""
         if self.begun:
-            ends = self.ends
+            ends, start = self.ends, time.perf_counter()
             self.rounds.finish()
             self.begun = False
+            self._balancer.record.event("together", step=self._newest + 1, wait_s=time.perf_counter() - start)
             if ends:
                 self._balancer.ladder.hear_together()
 

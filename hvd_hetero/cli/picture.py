@@ -8,8 +8,9 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+from hvd_hetero.cli.console import seconds_text
 from hvd_hetero.cli.error import CommandError
-from hvd_hetero.cli.probe import LinkRow, link_rows, rate_text, seconds_text
+from hvd_hetero.cli.probe import LinkRow, link_rows, rate_text
 from hvd_hetero.engine.finding import Probe
 
 BOX_HEIGHT, BOX_WIDTH = 0.42, 2.3       # of one line of text; of a box

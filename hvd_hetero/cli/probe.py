@@ -14,8 +14,9 @@ from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
+from hvd_hetero.cli.console import rich_console, seconds_text
 from hvd_hetero.cli.error import CommandError, MissingFramework
-from hvd_hetero.engine.environment import launched, under_mpi
+from hvd_hetero.engine.environment import launched
 from hvd_hetero.engine.finding import Probe
 from hvd_hetero.engine.local import SoloEngine
 from hvd_hetero.engine.port import Engine
@@ -23,7 +24,6 @@ from hvd_hetero.engine.probe import BUDGET_S, probe
 from hvd_hetero.engine.transfer import STALL_S
 from hvd_hetero.policy.algorithm import expected_s
 
-WIDTH = 132             # of the tables where output is no terminal: horovodrun's prefix comes on top
 MOST_ROWS = 16          # of links; of a larger cluster each level has one row
 HOW_TO_START = "one rank: to see links, start it on several, such as `horovodrun -np 4 -H a:2,b:2 hvd-hetero probe`"
 TO_STDOUT = "-"
@@ -69,14 +69,6 @@ def by_level(rows: list[LinkRow]) -> list[LinkRow]:
     return [LinkRow(**{**vars(row), "title": title}) for title, row in slowest.items() if row is not None]
 
 
-def seconds_text(seconds: float) -> str:
-    """Seconds for people: "85 µs", "1.2 ms", "3.4 s"."""
-    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
-        if seconds >= 0.9995 * scale or unit == "µs":      # which is shown as 1
-            break
-    return f"{seconds / scale:.3g} {unit}"
-
-
 def rate_text(bytes_per_s: float) -> str:
     """A bandwidth for people, in MB/s (10^6 bytes)."""
     value = bytes_per_s / 1e6
@@ -85,17 +77,10 @@ def rate_text(bytes_per_s: float) -> str:
 
 def show(found: Probe) -> None:
     """None; prints the tables."""
-    try:
-        console_module, tables = importlib.import_module("rich.console"), importlib.import_module("rich.table")
-    except ImportError as error:
-        raise CommandError(f"expected the package rich, which prints the tables. Received: {error}.\n"
-                           "  What to do: pip install rich, or take --json.") from error
-    console = console_module.Console(highlight=False)
-    if not console.is_terminal or under_mpi():  # whose processes have terminals that nobody sees
-        console = console_module.Console(highlight=False, width=WIDTH, force_terminal=False)
-    console.print(_rank_table(found, tables.Table))
+    console, table = rich_console()
+    console.print(_rank_table(found, table))
     if found.size > 1:
-        console.print(_link_table(found, tables.Table))
+        console.print(_link_table(found, table))
     for line in summary(found):
         console.print(line, markup=False, soft_wrap=True)
 

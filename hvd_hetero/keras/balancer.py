@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hvd_hetero.engine.environment import run_folder
+from hvd_hetero.engine.host import host_identity
 from hvd_hetero.engine.port import Engine
 from hvd_hetero.optimizers import balancer as framework_free
 from hvd_hetero.policy.replan import ReplanRule
@@ -60,7 +61,7 @@ class Balancer(framework_free.Balancer):
             shares=shares,
             adaptive=adaptive,
             rule=rule,
-            trace=trace_of(run or run_folder(), rank=engine.rank, clock=time.time),
+            trace=trace_of(run or run_folder(), rank=engine.rank, clock=time.time, host=host_identity()[0]),
         )
         self.factors = Factors()  # of the optimizers' learning rates
         self._announced: deque[int] = deque()

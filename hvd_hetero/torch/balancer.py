@@ -10,6 +10,7 @@ from torch.utils import _pytree as pytree
 
 from hvd_hetero.engine.environment import run_folder
 from hvd_hetero.engine.horovod import HorovodEngine
+from hvd_hetero.engine.host import host_identity
 from hvd_hetero.engine.port import Engine
 from hvd_hetero.optimizers import balancer as framework_free
 from hvd_hetero.policy.partition import micro_batches
@@ -57,7 +58,7 @@ class Balancer(framework_free.Balancer):
             shares=shares,
             adaptive=adaptive,
             rule=rule,
-            trace=trace_of(run or run_folder(), rank=engine.rank, clock=time.time),
+            trace=trace_of(run or run_folder(), rank=engine.rank, clock=time.time, host=host_identity()[0]),
         )
 
     def mean(self, value: Any) -> Any:

@@ -69,10 +69,12 @@ class RankRun:
     """The record of one rank."""
 
     rank: int
+    host: str = ""           # its name, of the last session
     steps: list[Step] = field(default_factory=list)
     plans: list[Plan] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     sessions: int = 0        # how often the run was started
+    session_starts: set[int] = field(default_factory=set)      # the first step of each
     dropped: int = 0         # records that could not be written
     unreadable: int = 0      # lines that are not of this format
 
@@ -142,9 +144,12 @@ def _read_rank(path: str) -> RankRun:
                     _check(entry["format"], path)
                     fields, plans_before = tuple(entry["fields"]), len(run.plans)
                     run.sessions += 1
+                    run.host = str(entry.get("host") or run.host)
                     continue
                 if isinstance(entry, list) and plans_before is not None:
-                    _go_back(run, _step(fields, entry).step, plans_before)
+                    first = _step(fields, entry).step
+                    _go_back(run, first, plans_before)
+                    run.session_starts.add(first)
                     plans_before = None
                 _take(run, fields, entry)
             except (ValueError, TypeError, KeyError):

@@ -2,7 +2,7 @@
 
 The first line is a header that names the fields; a step is an array in that order, everything else an object:
 
-    {"format": 1, "rank": 3, "fields": ["step", "t_s", ...]}
+    {"format": 1, "rank": 3, "host": "b", "fields": ["step", "t_s", ...]}
     [12,31.06250,64,0.0012,0.1467,0.0034,1884160,64]
     {"plan": {"version": 1, "step": 14, "shares": [32, 16, 8, 8], ...}, "t_s": 31.07}
     {"event": "loss is not finite", "t_s": 40.2, "fields": {"loss": "nan"}}
@@ -95,11 +95,11 @@ class NullTrace:
         self.close()
 
 
-def trace_of(folder: str | None, *, rank: int, clock: Callable[[], float]) -> Trace | None:
+def trace_of(folder: str | None, *, rank: int, clock: Callable[[], float], host: str = "") -> Trace | None:
     """This rank's trace in the run's folder, closed when the job ends; None without a folder."""
     if folder is None:
         return None
-    trace = Trace(folder, rank=rank, clock=clock, max_bytes=MOST_BYTES)
+    trace = Trace(folder, rank=rank, clock=clock, host=host, max_bytes=MOST_BYTES)
     atexit.register(trace.close)
     return trace
 
@@ -112,13 +112,14 @@ class Trace:
         rank: whose record this is.
         clock: seconds since the epoch; called once per record. Not a monotonic clock, which begins anew with each host:
             a file may be continued by another process on another one.
+        host: the name of the rank's host, for people.
         flush_every_s: how much may be lost in a crash.
         max_bytes: no more is written to the file; further steps are dropped and counted. Plans and events have the last
             eighth to themselves.
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, rank: int, clock: Callable[[], float],
-                 flush_every_s: float = 1.0, max_bytes: int | None = None) -> None:
+                 host: str = "", flush_every_s: float = 1.0, max_bytes: int | None = None) -> None:
         if rank < 0 or not flush_every_s >= 0.0:
             raise ValueError(f"rank and flush_every_s: expected 0 or more. Received: {rank} and {flush_every_s}.")
         if max_bytes is not None and max_bytes < 4096:
@@ -127,7 +128,7 @@ class Trace:
         self.path = os.path.join(self._folder, file_name(rank))
         self.dropped = 0
         self._told = 0       # how many dropped lines the file knows of
-        self._clock, self._flush_every_s = clock, flush_every_s
+        self._clock, self._host, self._flush_every_s = clock, host, flush_every_s
         self._most = math.inf if max_bytes is None else max_bytes
         self._used = 0       # bytes in the file and on their way to it
         self._file: io.FileIO | None = None
@@ -140,7 +141,8 @@ class Trace:
         self.flush()
 
     def _header_of(self, rank: int) -> str:
-        return json.dumps({"format": FORMAT, "rank": rank, "t_s": self._last_flush_s, "fields": FIELDS}) + "\n"
+        header = {"format": FORMAT, "rank": rank, "host": self._host, "t_s": self._last_flush_s, "fields": FIELDS}
+        return json.dumps(header) + "\n"
 
     def restart(self, rank: int) -> None:
         """None; the run begins anew, from its last commit, and this is `rank` in it: the record goes on in that rank's

@@ -8,6 +8,7 @@ from typing import Any
 
 import keras
 
+from hvd_hetero.engine.host import host_identity
 from hvd_hetero.engine.port import gather_text, in_turn
 from hvd_hetero.optimizers.latency_lr import NAMES, LatencyLR, Rule, agreed_latency_lr
 from hvd_hetero.trace.record import trace_of
@@ -187,7 +188,7 @@ class TraceCallback(keras.callbacks.Callback):
     def __init__(self, run: str, balancer: Balancer) -> None:
         super().__init__()
         if balancer.trace is None:
-            balancer.trace = trace_of(run, rank=balancer.rank, clock=time.time)
+            balancer.trace = trace_of(run, rank=balancer.rank, clock=time.time, host=host_identity()[0])
             balancer.record.plan(balancer.plan)
         self.trace = balancer.trace
 

@@ -1,0 +1,45 @@
+"""Tables for people, by rich."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import Any
+
+from hvd_hetero.cli.error import CommandError
+from hvd_hetero.engine.environment import under_mpi
+
+WIDTH = 132  # of the tables where output is no terminal: horovodrun's prefix comes on top
+
+
+def seconds_text(seconds: float) -> str:
+    """Seconds for people: "85 µs", "1.2 ms", "3.4 s"."""
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+        if seconds >= 0.9995 * scale or unit == "µs":      # which is shown as 1
+            break
+    return f"{seconds / scale:.3g} {unit}"
+
+
+def rich_console() -> tuple[Any, Any]:
+    """rich's console, and its class of tables. Raises CommandError where it is not installed."""
+    try:
+        consoles, tables = importlib.import_module("rich.console"), importlib.import_module("rich.table")
+    except ImportError as error:
+        raise CommandError(
+            f"expected the package rich, which prints the tables. Received: {error}.\n"
+            "  What to do: pip install rich, or take --json."
+        ) from error
+    console = consoles.Console(highlight=False)
+    if not console.is_terminal or under_mpi():  # whose processes have terminals that nobody sees
+        console = consoles.Console(highlight=False, width=WIDTH, force_terminal=False)
+    return console, tables.Table
+
+
+def table(make: Any, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, left: Sequence[str]) -> Any:
+    """A table whose columns stand to the right, but for those of `left`."""
+    made = make(title=title)
+    for name in columns:
+        made.add_column(name, justify="left" if name in left else "right", overflow="fold")
+    for row in rows:
+        made.add_row(*row)
+    return made

@@ -1,0 +1,141 @@
+"""`hvd-hetero plan`: what a job's hardware would make of it otherwise, predicted from the trace of a short run.
+
+It answers what one asks before a long run: what do uneven shares gain, which rank is worth having, does it pay that
+nobody waits?
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hvd_hetero.cli.console import rich_console, seconds_text, table
+from hvd_hetero.cli.error import CommandError
+from hvd_hetero.cli.report import SKIP, TO_STDOUT, report_of, shares_text, write
+from hvd_hetero.policy.forecast import Forecast, advice, forecasts
+from hvd_hetero.policy.jitter import Jitter, synchronous_step_s
+from hvd_hetero.policy.partition import Bound, InfeasibleError
+from hvd_hetero.policy.speed import Observation, SpeedModel, fit
+from hvd_hetero.trace.reader import RankRun, Run
+from hvd_hetero.trace.waiting import Timed, apart, timed
+
+NEWEST = 256  # steps that a rank's speed is fitted to: a machine drifts
+LEAST = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """What a run says of its ranks, in the order of their numbers."""
+
+    ranks: tuple[int, ...]
+    models: tuple[SpeedModel, ...]
+    jitters: tuple[Jitter, ...]
+    shares: tuple[int, ...]  # the newest
+    step_s: float | None  # of a synchronous step with these shares; None where there was none
+    exchange_s: float  # of that, beside computing
+
+
+def speed_of(rank: RankRun, *, skip: int) -> tuple[SpeedModel, Jitter]:
+    """The speed of a rank, and how much its steps vary. Raises CommandError where it has too few steps."""
+    seen = [Observation(samples=step.samples, compute_s=step.compute_s) for step in rank.steps[skip:]
+            if step.samples > 0 and step.compute_s > 0]
+    if len(seen) < LEAST:
+        raise CommandError(f"expected {LEAST} steps of rank {rank.rank} with samples, or more. Received: {len(seen)}.\n"
+                           "  What to do: train for longer, or take a smaller --skip.")
+    model = fit(seen[-NEWEST:], prior=fit(seen))
+    ratios = sorted(one.compute_s / model.time_s(one.samples) for one in seen[-NEWEST:])
+    tenth = len(ratios) // 10  # stops, and a first step, are no noise
+    kept = ratios[tenth : len(ratios) - tenth]
+    return model, Jitter(variation=statistics.pstdev(kept) / statistics.fmean(kept))
+
+
+def seen_in(run: Run, *, skip: int) -> Seen:
+    """What a run says of its ranks. Raises CommandError where it says too little."""
+    ranks = list(run.ranks.values())
+    models, jitters = zip(*(speed_of(rank, skip=skip) for rank in ranks), strict=True)
+    shares = tuple(rank.steps[-1].share for rank in ranks)
+    spans = [span for rank in ranks if (span := _step_s(rank, skip=skip)) is not None]
+    step_s = statistics.fmean(spans) if spans else None
+    exchange_s = 0.0
+    if step_s is not None:
+        some = [i for i, share in enumerate(shares) if share]
+        times = [models[i].time_s(shares[i]) for i in some]
+        exchange_s = max(0.0, step_s - synchronous_step_s(times, [jitters[i] for i in some]))
+    return Seen(ranks=tuple(rank.rank for rank in ranks), models=models, jitters=jitters, shares=shares, step_s=step_s,
+                exchange_s=exchange_s)
+
+
+def _step_s(rank: RankRun, *, skip: int) -> float | None:
+    """The seconds of a synchronous step with the newest share: the median, as pauses are no steps."""
+    alone = apart(rank, [step.step for step in rank.steps])
+
+    def counts(each: Timed) -> bool:
+        return bool(each.span_s) and each.step.share == rank.steps[-1].share and each.step.step not in alone
+
+    spans = [each.span_s or 0.0 for each in timed(rank)[skip:][-NEWEST:] if counts(each)]
+    return statistics.median(spans) if spans else None
+
+
+def show(seen: Seen, found: Sequence[Forecast], folder: str) -> None:
+    """None; prints the table and what follows from it."""
+    console, make = rich_console()
+    if seen.step_s is not None:
+        words = f"{folder}: {seconds_text(seen.step_s)} a step with shares {shares_text(seen.shares)}, of which "
+        console.print(f"{words}{seconds_text(seen.exchange_s)} beside computing.", markup=False, soft_wrap=True)
+    rows = [[each.title, shares_text(each.shares), "–" if each.step_s is None else seconds_text(each.step_s),
+             f"{each.samples_per_s:,.4g}", f"{each.samples_per_s / found[0].samples_per_s:.2f}"] for each in found]
+    columns = ["predicted", "shares", "step", "samples/s", "times the first"]
+    console.print(table(make, "What the hardware would make", columns, rows, left=["predicted", "shares"]))
+    console.print(advice(found), markup=False, soft_wrap=True)
+
+
+def as_dict(seen: Seen, found: Sequence[Forecast]) -> dict[str, Any]:
+    """Everything, as JSON takes it."""
+    ways = [{"title": each.title, "shares": each.shares, "step_s": each.step_s, "samples_per_s": each.samples_per_s,
+             "without": each.without} for each in found]
+    speeds = [{"rank": rank, "overhead_s": model.overhead_s, "seconds_per_sample": model.seconds_per_sample,
+               "variation": jitter.variation}
+              for rank, model, jitter in zip(seen.ranks, seen.models, seen.jitters, strict=True)]
+    return {"ranks": speeds, "shares": seen.shares, "step_s": seen.step_s, "exchange_s": seen.exchange_s,
+            "forecasts": ways, "advice": advice(found)}
+
+
+def _bounds(words: Sequence[str], ranks: int) -> list[Bound]:
+    """Bounds from RANK:SAMPLES; CommandError where they are not that."""
+    bounds = [Bound(lower=1)] * ranks
+    for word in words:
+        rank, _, samples = word.partition(":")
+        if not (rank.isdigit() and samples.isdigit() and int(rank) < ranks and int(samples) > 0):
+            raise CommandError(f"--max-share: expected RANK:SAMPLES, of ranks 0 to {ranks - 1}. Received: {word}.")
+        bounds[int(rank)] = Bound(lower=1, upper=int(samples))
+    return bounds
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the command's options."""
+    parser.add_argument("run", help="the folder with a run's trace: of hvd.Balancer(run=...) or HVD_HETERO_RUN; a "
+                                    "hundred steps do")
+    parser.add_argument("--global-batch-size", type=int, metavar="N", help="of the job (default: the run's)")
+    parser.add_argument("--max-share", action="append", default=[], metavar="RANK:N",
+                        help="the most samples that this rank's memory holds; may be given for several ranks")
+    parser.add_argument("--json", nargs="?", const=TO_STDOUT, metavar="FILE",
+                        help="write it as JSON to FILE, or to the output instead of the table")
+    parser.add_argument("--skip", type=int, default=SKIP, metavar="N",
+                        help="leave out the first N steps, in which frameworks compile (default: %(default)s)")
+
+
+def command(arguments: argparse.Namespace) -> int:
+    """Prints the forecasts; 0."""
+    report = report_of(arguments.run, skip=arguments.skip)
+    seen = seen_in(report.run, skip=arguments.skip)
+    whole = arguments.global_batch_size if arguments.global_batch_size is not None else sum(seen.shares)
+    try:
+        found = forecasts(seen.models, whole, bounds=_bounds(arguments.max_share, len(seen.ranks)),
+                          jitters=seen.jitters, exchange_s=seen.exchange_s)
+    except InfeasibleError as error:
+        raise CommandError(f"{error}\n  What to do: another --global-batch-size or --max-share.") from error
+    write(as_dict(seen, found), arguments.json, otherwise=lambda: show(seen, found, arguments.run))
+    return 0

@@ -1,0 +1,117 @@
+"""The picture of a run: where the time went, who waited for whom, shares and step time over the steps."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hvd_hetero.cli.error import CommandError
+from hvd_hetero.cli.report import Report
+from hvd_hetero.trace.waiting import parts, timed
+
+COLOURS = {"compute": "#4c78a8", "data": "#f2a541", "exchange": "#9d9d9d", "waiting": "#d1495b", "rest": "#c9b79c"}
+MOST_LABELS = 16  # ranks: with more, numbers in the squares would hide one another
+POINTS = 400  # of a line: steps beyond are taken together
+
+
+def draw(report: Report, place: Path) -> None:
+    """None; draws into `place`, in the format of its suffix.
+
+    Raises:
+        CommandError: matplotlib is not installed.
+        ValueError: the suffix is none of matplotlib's formats.
+    """
+    try:
+        figures = importlib.import_module("matplotlib.figure")
+        agg = importlib.import_module("matplotlib.backends.backend_agg")
+    except ImportError as error:
+        raise CommandError(f"expected the package matplotlib, which draws. Received: {error}.\n"
+                           "  What to do: pip install matplotlib, or leave out --picture.") from error
+    figure = figures.Figure(figsize=(12, 7.5), layout="constrained")
+    agg.FigureCanvasAgg(figure)
+    (time, who), (shares, speed) = figure.subplots(2, 2)
+    figure.suptitle(report.run.folder, fontsize=10)
+    _time(time, report)
+    _who(who, report, figure)
+    _shares(shares, report)
+    _speed(speed, report)
+    shares.sharex(speed)
+    figure.savefig(place, dpi=120)
+
+
+def _time(axes: Any, report: Report) -> None:
+    """Where the time of each rank went, as stacked bars."""
+    ranks = list(report.run.ranks.values())
+    exchange = report.waits.exchange_part
+    left = [0.0] * len(ranks)
+    shown = [parts(rank, skip=report.skip) for rank in ranks]
+    pieces = {
+        "compute": [part["compute"] for part in shown],
+        "data": [part["data"] for part in shown],
+        "exchange": [min(exchange, part["wait"]) for part in shown],
+        "waiting": [max(0.0, part["wait"] - exchange) for part in shown],
+        "rest": [part["rest"] for part in shown],
+    }
+    for name, widths in pieces.items():
+        widths = [100 * width for width in widths]
+        axes.barh(range(len(ranks)), widths, left=left, color=COLOURS[name], label=name, height=0.7)
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    names = [f"rank {rank.rank}" + (f" ({rank.host})" if rank.host else "") for rank in ranks]
+    if len(ranks) <= MOST_LABELS:
+        axes.set_yticks(range(len(ranks)), names, fontsize=8)
+    else:
+        axes.set_ylabel("rank")
+    axes.invert_yaxis()
+    axes.set(xlabel="% of the time", xlim=(0, 100), title="Where the time went")
+    axes.legend(ncols=5, fontsize=7, loc="lower center", bbox_to_anchor=(0.5, -0.28), frameon=False)
+
+
+def _who(axes: Any, report: Report, figure: Any) -> None:
+    """Seconds that one rank waited for another, as a map."""
+    waits = report.waits
+    if not any(map(any, waits.waited_s)):
+        axes.axis("off")
+        axes.text(0.5, 0.5, "no rank waited for another\nin a synchronous step", ha="center", va="center")
+        return
+    image = axes.imshow(waits.waited_s, cmap="Reds", vmin=0.0)
+    figure.colorbar(image, ax=axes, label="seconds", shrink=0.8)
+    axes.set(xlabel="for rank", ylabel="rank", title=f"Who waited for whom, {waits.steps} synchronous steps")
+    if len(waits.ranks) <= MOST_LABELS:
+        axes.set_xticks(range(len(waits.ranks)), waits.ranks)
+        axes.set_yticks(range(len(waits.ranks)), waits.ranks)
+        most = max(map(max, waits.waited_s))
+        for i, row in enumerate(waits.waited_s):
+            for j, seconds in enumerate(row):
+                if i != j:
+                    colour = "white" if seconds > 0.6 * most else "black"
+                    axes.text(j, i, f"{seconds:.3g}", ha="center", va="center", fontsize=8, color=colour)
+
+
+def _shares(axes: Any, report: Report) -> None:
+    for rank in report.run.ranks.values():
+        steps = [step.step for step in rank.steps]
+        axes.step(steps, [step.share for step in rank.steps], where="post", linewidth=1.2, label=f"rank {rank.rank}")
+    axes.set(ylabel="samples", title="Shares of the global batch", ylim=(0, None))
+    axes.yaxis.get_major_locator().set_params(integer=True)
+    if len(report.run.ranks) <= MOST_LABELS:
+        axes.legend(ncols=4, fontsize=7)
+
+
+def _speed(axes: Any, report: Report) -> None:
+    """Seconds of each rank's steps, and where plans begin."""
+    for rank in report.run.ranks.values():
+        known = [(each.step.step, each.span_s) for each in timed(rank)[report.skip:] if each.span_s]
+        at, spans = _thinned([step for step, _ in known]), _thinned([1e3 * (span or 0.0) for _, span in known])
+        axes.plot(at, spans, linewidth=0.8)
+    for plan in report.run.plans[1:]:
+        axes.axvline(plan.step, color="grey", linestyle="--", linewidth=0.7)
+    axes.set(xlabel="step", ylabel="ms", title="Time of a step (dashed: a new plan)", ylim=(0, None))
+
+
+def _thinned(values: Sequence[float]) -> list[float]:
+    """Medians of consecutive values, `POINTS` at the most."""
+    each = -(-len(values) // POINTS) or 1
+    groups = [sorted(values[i : i + each]) for i in range(0, len(values), each)]
+    return [group[len(group) // 2] for group in groups]

@@ -1,0 +1,113 @@
+"""What a job would make of its hardware otherwise: with equal shares, with the best ones, without its slower ranks.
+
+A rank is worth having where all are faster with it than without (time T*(all) against T*(without i), each with the best
+split of the global batch): one that is too slow to take a single sample within the others' step holds them up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .jitter import Jitter
+from .partition import Bound, InfeasibleError, equal_shares, split
+from .speed import SpeedModel
+from .strategy import LOCAL, Prediction, predict_local, predict_synchronous
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """One way to train, and what it should achieve."""
+
+    title: str
+    shares: tuple[int, ...]  # of all ranks; 0 for one that takes no part
+    prediction: Prediction
+
+    @property
+    def step_s(self) -> float | None:
+        """Seconds of a step, where ranks step together."""
+        return None if self.prediction.strategy == LOCAL else self.prediction.period_s
+
+    @property
+    def samples_per_s(self) -> float:
+        """Of all ranks together."""
+        return self.prediction.samples_per_s
+
+    @property
+    def without(self) -> tuple[int, ...]:
+        """The ranks that take no part."""
+        return tuple(rank for rank, share in enumerate(self.shares) if not share)
+
+
+def forecasts(
+    models: Sequence[SpeedModel],
+    global_batch_size: int,
+    *,
+    bounds: Sequence[Bound] | None = None,
+    jitters: Sequence[Jitter] | None = None,
+    exchange_s: float = 0.0,
+    round_steps: int = 4,
+) -> list[Forecast]:
+    """The ways there are, as far as the bounds allow them: equal shares, the best shares, nobody waiting for anybody,
+    and the best shares without the slowest rank, the two slowest, and so on.
+
+    Args:
+        models: the speed of each rank.
+        bounds: of each rank's share, but for its lower bound, which a rank that takes no part does not have.
+        jitters: by rank; None: all are steady.
+        exchange_s: seconds of a step beside computing, which only one rank alone is taken to be spared.
+        round_steps: of local SGD.
+
+    Raises:
+        InfeasibleError: no shares within the bounds sum to the global batch.
+    """
+    ranks = range(len(models))
+    limits = [Bound()] * len(models) if bounds is None else list(bounds)
+    steady = [Jitter()] * len(models) if jitters is None else list(jitters)
+
+    def together(title: str, shares: Sequence[int]) -> Forecast:
+        some = [rank for rank in ranks if shares[rank]]
+        prediction = predict_synchronous(
+            [models[rank] for rank in some], [shares[rank] for rank in some], jitters=[steady[rank] for rank in some],
+            exchange_s=exchange_s if len(some) > 1 else 0.0,
+        )  # fmt: skip
+        return Forecast(title=title, shares=tuple(shares), prediction=prediction)
+
+    found = []
+    equal = equal_shares(global_batch_size, len(models))
+    if all(map(Bound.allows, limits, equal)):
+        found.append(together("equal shares", equal))
+    best = split(models, global_batch_size, limits)
+    found.append(together("best shares", best))
+    local = predict_local(models, best, round_steps=round_steps, merge_s=exchange_s, jitters=steady)
+    found.append(Forecast(title="best shares, local steps", shares=best, prediction=local))
+    usual = max(1, global_batch_size // len(models))
+    slowest = sorted(ranks, key=lambda rank: -models[rank].time_s(usual))
+    for count in range(1, len(models)):
+        out = set(slowest[:count])
+        narrowed = [Bound(upper=0) if rank in out else limits[rank] for rank in ranks]
+        try:
+            shares = split(models, global_batch_size, narrowed)
+        except InfeasibleError:  # what is left has no room for the batch
+            break
+        words = ", ".join(map(str, sorted(out)))
+        found.append(together(f"without rank{'s' if count > 1 else ''} {words}", shares))
+    return found
+
+
+def advice(found: Sequence[Forecast], *, worth: float = 0.02) -> str:
+    """Which ranks to have, in a sentence; `worth`: less of a gain is none."""
+    whole = next(each for each in found if each.title == "best shares")
+    fewer = [each for each in found if each.title.startswith("without")]
+    if not fewer:
+        return "No rank can be done without."
+    other = max(fewer, key=lambda each: each.samples_per_s)
+    gain = whole.samples_per_s / other.samples_per_s
+    if gain >= 1.0 + worth:
+        return f"All ranks together make {gain:.2f} times what they would without the slower ones: keep all."
+    if gain > 1.0 - worth:
+        return f"{other.title.capitalize()} the others would be as fast: they add nothing to synchronous steps."
+    return (
+        f"{other.title.capitalize()} the others would make {1 / gain:.2f} times as much: leave them out, or let them "
+        'miss steps with min_share=0 or strategy="local".'
+    )

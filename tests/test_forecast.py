@@ -1,0 +1,56 @@
+"""Forecasts: the best split is the best, and a rank that holds the others up is told of."""
+
+import pytest
+
+from hvd_hetero.policy.forecast import advice, forecasts
+from hvd_hetero.policy.jitter import Jitter
+from hvd_hetero.policy.partition import Bound, InfeasibleError
+from hvd_hetero.policy.speed import SpeedModel
+
+
+def models(*seconds, overhead=0.0):
+    return [SpeedModel(overhead_s=overhead, seconds_per_sample=each) for each in seconds]
+
+
+def by_title(found):
+    return {each.title: each for each in found}
+
+
+def test_the_best_shares_are_the_fastest_and_local_steps_make_what_all_make_alone():
+    found = by_title(forecasts(models(0.001, 0.002, 0.004, 0.004), 64, exchange_s=0.01))
+    assert found["best shares"].shares == (32, 16, 8, 8)
+    assert found["best shares"].step_s == pytest.approx(0.042, rel=1e-3)
+    assert found["equal shares"].step_s == pytest.approx(0.074, rel=1e-3)
+    assert found["best shares, local steps"].samples_per_s == pytest.approx(2000.0, rel=1e-3)
+    assert found["best shares, local steps"].step_s is None
+    # One rank alone exchanges nothing.
+    assert found["without ranks 1, 2, 3"].shares == (64, 0, 0, 0)
+    assert found["without ranks 1, 2, 3"].step_s == pytest.approx(0.064, rel=1e-3)
+    assert found["without ranks 1, 2, 3"].without == (1, 2, 3)
+
+
+@pytest.mark.parametrize("slow, word", [(0.004, "keep all"), (0.5, "leave them out")])
+def test_a_rank_too_slow_for_a_single_sample_is_better_left_out(slow, word):
+    found = forecasts(models(0.001, 0.001, slow), 64, bounds=[Bound(lower=1)] * 3)
+    assert word in advice(found)
+    without, whole = (by_title(found)[title].samples_per_s for title in ("without rank 2", "best shares"))
+    assert (without > whole) == (slow > 0.1)
+
+
+def test_bounds_hold_and_what_they_forbid_is_left_out_or_an_error():
+    bounds = [Bound(lower=1, upper=40), Bound(lower=1, upper=12), Bound(lower=1)]
+    found = by_title(forecasts(models(0.001, 0.002, 0.004), 64, bounds=bounds))
+    assert "equal shares" not in found  # of 22, 21 and 21
+    assert all(each.shares[1] <= 12 for each in found.values())
+    assert "without rank 2" not in found  # 52 are left for 64
+    with pytest.raises(InfeasibleError):
+        forecasts(models(0.001, 0.002), 64, bounds=bounds[:2])
+
+
+def test_ranks_whose_steps_vary_make_synchronous_steps_longer_and_local_ones_not():
+    steady, varying = (
+        by_title(forecasts(models(0.001, 0.001), 64, jitters=[Jitter(variation=noise)] * 2)) for noise in (0.0, 0.3)
+    )
+    assert varying["best shares"].step_s > 1.1 * steady["best shares"].step_s
+    local = [each["best shares, local steps"].samples_per_s for each in (steady, varying)]
+    assert local[0] == pytest.approx(local[1])

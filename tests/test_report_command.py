@@ -1,0 +1,95 @@
+"""`hvd-hetero report` and `hvd-hetero plan`: their numbers, words, pictures and errors, on traces that are known."""
+
+import json
+import random
+
+import pytest
+from test_waiting import Ranks
+
+from hvd_hetero.cli.main import main
+from hvd_hetero.policy.replan import Plan
+
+
+def record(folder, *, late=0.0, steps=60, speeds=(0.001, 0.004), shares=(32, 32), exchange=0.01, data=0.0):
+    """A run of ranks that need `speeds` seconds for a sample; `late`: what rank 0 does beside, in every fifth step."""
+    dice, ranks = random.Random(1), Ranks(folder, len(speeds))
+    for trace in ranks.traces:
+        trace.plan(Plan(version=0, step=0, shares=shares, reason="first plan"))
+    for step in range(steps):
+        compute = [speed * share * dice.uniform(0.99, 1.01) for speed, share in zip(speeds, shares, strict=True)]
+        rest = [late if step % 5 == 0 else 0.0] + [0.0] * (len(speeds) - 1)
+        size = len(speeds)
+        busy = [a + b + data for a, b in zip(compute, rest, strict=True)]
+        ranks.now += max(busy) + exchange
+        for rank, trace in enumerate(ranks.traces):
+            trace.step(step=step, samples=shares[rank], compute_s=compute[rank], data_s=data, bytes=1000,
+                       wait_s=max(busy) - busy[rank] + exchange, share=shares[rank])
+    for trace in ranks.traces:
+        trace.close()
+    return size
+
+
+def test_a_report_names_who_was_waited_for_and_why(tmp_path, capsys):
+    record(tmp_path, late=0.5, speeds=(0.001, 0.001))
+    assert main(["report", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "2 ranks, 60 steps" in said and "host0" in said and "first plan" in said and "32:32" in said
+    assert "of that for rank 0, for what it does beside training" in said
+    assert main(["report", str(tmp_path), "--json", "--skip", "0"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["waiting"]["last"][0] == 12
+    assert found["waiting"]["waited_s"][1][0] == pytest.approx(6.0, rel=0.1)
+    assert found["ranks"][0]["parts"]["rest"] > 0.5 and found["ranks"][0]["host"] == "host0"
+
+
+@pytest.mark.parametrize("run, words", [
+    ({}, "for rank 1, which computes for longer"),
+    ({"speeds": (0.001, 0.001), "exchange": 0.02}, "Exchanges take"),
+    ({"speeds": (0.001, 0.001), "exchange": 0.001, "data": 0.01}, "waits for its data"),
+    ({"speeds": (0.001, 0.001), "exchange": 0.001}, "Nothing stands out"),
+])  # fmt: skip
+def test_a_report_says_what_to_look_at(tmp_path, capsys, run, words):
+    record(tmp_path, **run)
+    assert main(["report", str(tmp_path)]) == 0
+    assert words in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_plan_finds_speeds_and_predicts_the_step_that_was_measured(tmp_path, capsys):
+    record(tmp_path, speeds=(0.001, 0.003), shares=(40, 24))
+    assert main(["plan", str(tmp_path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [rank["seconds_per_sample"] for rank in found["ranks"]] == pytest.approx([0.001, 0.003], rel=0.02)
+    assert found["step_s"] == pytest.approx(24 * 0.003 + 0.01, rel=0.02)
+    assert found["exchange_s"] == pytest.approx(0.01, rel=0.1)
+    ways = {way["title"]: way for way in found["forecasts"]}
+    assert ways["best shares"]["shares"] == [48, 16]
+    assert ways["equal shares"]["step_s"] == pytest.approx(32 * 0.003 + 0.01, rel=0.02)
+    assert ways["best shares"]["step_s"] == pytest.approx(0.058, rel=0.03)
+    assert main(["plan", str(tmp_path), "--global-batch-size", "128", "--max-share", "0:60"]) == 0
+    said = capsys.readouterr().out
+    assert "60:68" in said and "No rank can be done without." in said
+
+
+@pytest.mark.parametrize("arguments, code, words", [
+    (["report", "missing"], 1, "HVD_HETERO_RUN"),
+    (["report", "{run}", "--skip", "100"], 1, "of more than 100 steps"),
+    (["report", "{run}", "--skip", "-1"], 1, "--skip: expected 0 or more"),
+    (["report", "{run}", "--picture", "{run}/report.nonsense"], 1, "--picture: expected a file"),
+    (["report", "{run}", "--json", "{run}/missing/file"], 1, "--json: expected a file"),
+    (["plan", "missing"], 1, "HVD_HETERO_RUN"),
+    (["plan", "{run}", "--max-share", "7:4"], 1, "RANK:SAMPLES, of ranks 0 to 1"),
+    (["plan", "{run}", "--max-share", "0:4", "--max-share", "1:4"], 1, "--global-batch-size or --max-share"),
+    (["plan", "{run}", "--skip", "58"], 1, "expected 5 steps of rank 0"),
+])  # fmt: skip
+def test_what_cannot_be_read_or_written_is_told(tmp_path, capsys, arguments, code, words):
+    record(tmp_path)
+    assert main([word.format(run=tmp_path) for word in arguments]) == code
+    assert words in capsys.readouterr().err
+
+
+def test_a_report_is_drawn(tmp_path):
+    record(tmp_path, late=0.2)
+    place = tmp_path / "report.svg"
+    assert main(["report", str(tmp_path), "--picture", str(place)]) == 0
+    drawn = place.read_text()
+    assert drawn.startswith("<?xml") and "<svg" in drawn

@@ -1,0 +1,103 @@
+"""Who waited for whom: every second that a rank waited is the exchange's or another rank's, and has a cause."""
+
+import random
+
+import pytest
+
+from hvd_hetero.trace import Trace, read
+from hvd_hetero.trace.waiting import parts, timed, waiting
+
+
+class Ranks:
+    """Ranks that step together, as their traces tell: each step ends for all when the last has come, and the exchange
+    is over."""
+
+    def __init__(self, folder, size):
+        self.now, self.folder = 1000.0, folder
+        self.traces = [Trace(folder, rank=rank, clock=lambda: self.now, host=f"host{rank}") for rank in range(size)]
+        self.waits = [[] for _ in range(size)]
+
+    def step(self, step, *, compute, data=None, rest=None, exchange=0.01, samples=4):
+        size = len(self.traces)
+        data, rest = data or [0.0] * size, rest or [0.0] * size
+        busy = [a + b + c for a, b, c in zip(compute, data, rest, strict=True)]
+        self.now += max(busy) + exchange
+        for rank, trace in enumerate(self.traces):
+            wait_s = max(busy) - busy[rank] + exchange
+            self.waits[rank].append(wait_s)
+            trace.step(step=step, samples=samples, compute_s=compute[rank], data_s=data[rank], wait_s=wait_s,
+                       bytes=100, share=samples)
+
+    def read(self):
+        for trace in self.traces:
+            trace.flush()
+        return read(self.folder)
+
+
+def test_every_second_of_waiting_is_the_exchanges_or_a_ranks_and_has_a_cause(tmp_path):
+    dice, ranks = random.Random(3), Ranks(tmp_path, 4)
+    for step in range(200):
+        busy = [[dice.uniform(0.1, 0.2) for _ in range(4)] for _ in range(3)]
+        ranks.step(step, compute=busy[0], data=busy[1], rest=busy[2], exchange=dice.uniform(0.01, 0.02))
+    found = waiting(ranks.read())
+    assert found.steps == 200 and found.ranks == (0, 1, 2, 3)
+    for rank, row in enumerate(found.waited_s):
+        assert row[rank] == 0.0
+        assert sum(row) + 200 * found.exchange_s == pytest.approx(sum(ranks.waits[rank]), rel=1e-3)
+    for rank, causes in enumerate(found.causes):
+        assert causes.whole == pytest.approx(found.waited_for(rank), rel=1e-6)
+    assert sum(found.last) == pytest.approx(200, abs=5)  # but for those who came last by next to nothing
+
+
+@pytest.mark.parametrize("cause", ["compute", "data", "rest"])
+def test_a_late_rank_is_found_with_what_it_does_for_longer(tmp_path, cause):
+    ranks = Ranks(tmp_path, 3)
+    for step in range(40):
+        busy = {"compute": [0.1] * 3, "data": [0.0] * 3, "rest": [0.0] * 3}
+        if step % 4 == 3:
+            busy[cause][1] += 0.2
+        ranks.step(step, **busy)
+    found = waiting(ranks.read())
+    assert found.last == (0, 10, 0)
+    assert [row[1] for row in found.waited_s] == pytest.approx([2.0, 0.0, 2.0], rel=1e-3)
+    assert getattr(found.causes[1], cause) == pytest.approx(4.0, rel=1e-3)
+    assert found.exchange_s == pytest.approx(0.01, rel=1e-3)
+    assert found.waited_part == pytest.approx(4.0 / (3 * 40 * found.step_s), rel=1e-2)
+    assert parts(ranks.read().ranks[1])[cause] > parts(ranks.read().ranks[0])[cause]
+
+
+def test_steps_apart_are_left_out_and_the_merge_that_ends_them_is_a_wait(tmp_path):
+    ranks = Ranks(tmp_path, 2)
+    for step in range(30):
+        if step == 10:
+            for trace in ranks.traces:
+                trace.event("apart", step=10)
+        if step == 20:
+            ranks.now += 1.0
+            for rank, trace in enumerate(ranks.traces):
+                trace.event("together", step=20, wait_s=float(rank == 0))
+        ranks.step(step, compute=[0.1, 0.2])
+    run = ranks.read()
+    assert waiting(run).steps == 20
+    assert waiting(run, skip=10).steps == 10
+    # One second passed on both between two steps: rank 0 waited for it, rank 1 did something else.
+    assert parts(run.ranks[0])["rest"] == pytest.approx(0.0, abs=1e-3)
+    assert parts(run.ranks[1])["rest"] == pytest.approx(1.0 / (29 * 0.21 + 1.0), rel=1e-2)
+
+
+def test_between_two_sessions_nothing_is_known(tmp_path):
+    ranks = Ranks(tmp_path, 2)
+    for step in range(10):
+        ranks.step(step, compute=[0.1, 0.1])
+    ranks.now += 3600.0
+    again = Ranks(tmp_path, 2)
+    again.now = ranks.now
+    for trace in ranks.traces:
+        trace.close()
+    for step in range(10, 20):
+        again.step(step, compute=[0.1, 0.1])
+    run = again.read()
+    assert run.ranks[0].sessions == 2 and run.ranks[0].host == "host0"
+    assert [each.step.step for each in timed(run.ranks[0]) if each.span_s is None] == [0, 10]
+    assert parts(run.ranks[0])["rest"] == pytest.approx(0.0, abs=1e-3)
+    assert waiting(run).step_s == pytest.approx(0.11, rel=1e-2)
