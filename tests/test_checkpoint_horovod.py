@@ -1,10 +1,12 @@
 """Checkpoints on real ranks: a job stopped by SIGTERM and resumed computes what it would have, bit for bit."""
 
+import json
 import re
 
 import pytest
 from launch import horovodrun
 
+from hvd_hetero.cli.main import main
 from hvd_hetero.engine.build import installed_build
 
 pytestmark = [
@@ -19,12 +21,13 @@ def test_stopped_at_random_steps_and_resumed(tmp_path, ranks):
     assert found.returncode == 0 and "OK 10" in found.output, found.output[-6000:]
 
 
-def test_the_example_goes_on_where_it_was_stopped(tmp_path):
+def test_the_example_goes_on_where_it_was_stopped_and_its_trace_tells_of_both_runs(tmp_path, capsys):
     """From a file that only rank 0 has read; shares may differ between the runs, and with them the rounding."""
 
     def losses(steps, name):
         words = ("--steps", str(steps), "--checkpoint", str(tmp_path / name))
-        found = horovodrun(2, "../../examples/torch_char_lm.py", *words, timeout_s=120)
+        found = horovodrun(2, "../../examples/torch_char_lm.py", *words, timeout_s=120,
+                           HVD_HETERO_RUN=str(tmp_path / f"{name}.run"))
         assert found.returncode == 0, found.output[-6000:]
         told = re.findall(r"step +(\d+) +validation loss (\S+)", found.output)
         return {int(step): float(loss) for step, loss in told}
@@ -33,3 +36,13 @@ def test_the_example_goes_on_where_it_was_stopped(tmp_path):
     assert list(losses(20, "parts")) == [20]
     rest = losses(40, "parts")
     assert list(rest) == [40] and rest[40] == pytest.approx(whole[40], abs=2e-3) and whole[40] < whole[20] - 0.1
+
+    assert main(["report", str(tmp_path / "parts.run"), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["steps"] == 40 and report["waiting"]["steps"] == 35 and len(report["ranks"]) == 2
+    for rank in report["ranks"]:
+        assert rank["host"] and rank["parts"]["compute"] > 0.3 and sum(rank["parts"].values()) < 1.01
+    assert main(["plan", str(tmp_path / "parts.run"), "--json"]) == 0
+    found = {way["title"]: way for way in json.loads(capsys.readouterr().out)["forecasts"]}
+    assert sum(found["best shares"]["shares"]) == 64
+    assert found["best shares"]["step_s"] <= 1.001 * found["equal shares"]["step_s"]
