@@ -70,6 +70,12 @@ def test_a_plan_finds_speeds_and_predicts_the_step_that_was_measured(tmp_path, c
     assert "60:68" in said and "No rank can be done without." in said
 
 
+def test_a_plan_needs_no_run_where_speeds_are_told(capsys):
+    assert main(["plan", "--speeds", "800,800,320,320", "--exchange-ms", "20", "--global-batch-size", "560"]) == 0
+    said = capsys.readouterr().out
+    assert "200:200:80:80" in said and "140:140:140:140" in said and "2,240" in said and "keep all" in said
+
+
 @pytest.mark.parametrize("arguments, code, words", [
     (["report", "missing"], 1, "HVD_HETERO_RUN"),
     (["report", "{run}", "--skip", "100"], 1, "of more than 100 steps"),
@@ -80,6 +86,13 @@ def test_a_plan_finds_speeds_and_predicts_the_step_that_was_measured(tmp_path, c
     (["plan", "{run}", "--max-share", "7:4"], 1, "RANK:SAMPLES, of ranks 0 to 1"),
     (["plan", "{run}", "--max-share", "0:4", "--max-share", "1:4"], 1, "--global-batch-size or --max-share"),
     (["plan", "{run}", "--skip", "58"], 1, "expected 5 steps of rank 0"),
+    (["plan"], 2, "Received: neither"),
+    (["plan", "{run}", "--speeds", "1,2"], 2, "Received: both"),
+    (["plan", "--speeds", "800,fast", "--global-batch-size", "64"], 1, "--speeds: expected samples per second"),
+    (["plan", "--speeds", "800,0", "--global-batch-size", "64"], 1, "--speeds: expected samples per second"),
+    (["plan", "--speeds", "800,320"], 1, "--global-batch-size: expected 1 or more"),
+    (["plan", "--speeds", "8,3", "--global-batch-size", "1"], 1, "--global-batch-size or --max-share"),
+    (["plan", "--speeds", "8,3", "--exchange-ms", "-1", "--global-batch-size", "8"], 1, "--exchange-ms: expected 0"),
 ])  # fmt: skip
 def test_what_cannot_be_read_or_written_is_told(tmp_path, capsys, arguments, code, words):
     record(tmp_path)

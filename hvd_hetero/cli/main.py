@@ -19,7 +19,7 @@ COMMANDS = {
     "doctor": ("hvd_hetero.cli.doctor", "what is installed, which repairs Horovod has, and what is missing"),
     "probe": ("hvd_hetero.cli.probe", "measure the devices of all ranks and the links between them, under horovodrun"),
     "report": ("hvd_hetero.cli.report", "who waited for whom in a run, and why, out of its trace"),
-    "plan": ("hvd_hetero.cli.plan", "what uneven shares, or fewer ranks, would make of a job, out of a run's trace"),
+    "plan": ("hvd_hetero.cli.plan", "what uneven shares, or fewer ranks, would make: from a trace, or from speeds"),
 }
 
 

@@ -1,19 +1,20 @@
-"""`hvd-hetero plan`: what a job's hardware would make of it otherwise, predicted from the trace of a short run.
+"""`hvd-hetero plan`: what hardware would make of a job, predicted from the trace of a short run or from speeds alone.
 
-It answers what one asks before a long run: what do uneven shares gain, which rank is worth having, does it pay that
-nobody waits?
+It answers what one asks before a long run, or before there is a cluster: what do uneven shares gain, which rank is
+worth having, does it pay that nobody waits?
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from hvd_hetero.cli.console import rich_console, seconds_text, table
-from hvd_hetero.cli.error import CommandError
+from hvd_hetero.cli.error import CommandError, UsageError
 from hvd_hetero.cli.report import SKIP, TO_STDOUT, report_of, shares_text, write
 from hvd_hetero.policy.forecast import Forecast, advice, forecasts
 from hvd_hetero.policy.jitter import Jitter, synchronous_step_s
@@ -24,16 +25,17 @@ from hvd_hetero.trace.waiting import Timed, apart, timed
 
 NEWEST = 256  # steps that a rank's speed is fitted to: a machine drifts
 LEAST = 5
+USUAL_VARIATION = 0.03  # of a rank's steps, where only speeds are given
 
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """What a run says of its ranks, in the order of their numbers."""
+    """What is known of ranks, in the order of their numbers."""
 
     ranks: tuple[int, ...]
     models: tuple[SpeedModel, ...]
     jitters: tuple[Jitter, ...]
-    shares: tuple[int, ...]  # the newest
+    shares: tuple[int, ...]  # the newest; none without a run
     step_s: float | None  # of a synchronous step with these shares; None where there was none
     exchange_s: float  # of that, beside computing
 
@@ -68,6 +70,20 @@ def seen_in(run: Run, *, skip: int) -> Seen:
                 exchange_s=exchange_s)
 
 
+def told(speeds: str, *, exchange_ms: float) -> Seen:
+    """Ranks of these samples per second each, "800,800,320". Raises CommandError where they are no such numbers."""
+    try:
+        rates = [float(word) for word in speeds.split(",")]
+        models = tuple(SpeedModel(overhead_s=0.0, seconds_per_sample=1.0 / rate) for rate in rates)
+    except (ValueError, ZeroDivisionError) as error:
+        raise CommandError("--speeds: expected samples per second of each rank, above 0, as in 800,800,320. Received: "
+                           f"{speeds}.") from error
+    if not (math.isfinite(exchange_ms) and exchange_ms >= 0.0):
+        raise CommandError(f"--exchange-ms: expected 0 or more. Received: {exchange_ms}.")
+    return Seen(ranks=tuple(range(len(models))), models=models, shares=(), step_s=None, exchange_s=1e-3 * exchange_ms,
+                jitters=(Jitter(variation=USUAL_VARIATION),) * len(models))
+
+
 def _step_s(rank: RankRun, *, skip: int) -> float | None:
     """The seconds of a synchronous step with the newest share: the median, as pauses are no steps."""
     alone = apart(rank, [step.step for step in rank.steps])
@@ -79,10 +95,10 @@ def _step_s(rank: RankRun, *, skip: int) -> float | None:
     return statistics.median(spans) if spans else None
 
 
-def show(seen: Seen, found: Sequence[Forecast], folder: str) -> None:
+def show(seen: Seen, found: Sequence[Forecast], folder: str | None) -> None:
     """None; prints the table and what follows from it."""
     console, make = rich_console()
-    if seen.step_s is not None:
+    if folder is not None and seen.step_s is not None:
         words = f"{folder}: {seconds_text(seen.step_s)} a step with shares {shares_text(seen.shares)}, of which "
         console.print(f"{words}{seconds_text(seen.exchange_s)} beside computing.", markup=False, soft_wrap=True)
     rows = [[each.title, shares_text(each.shares), "–" if each.step_s is None else seconds_text(each.step_s),
@@ -116,8 +132,11 @@ def _bounds(words: Sequence[str], ranks: int) -> list[Bound]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command's options."""
-    parser.add_argument("run", help="the folder with a run's trace: of hvd.Balancer(run=...) or HVD_HETERO_RUN; a "
-                                    "hundred steps do")
+    parser.add_argument("run", nargs="?", help="the folder with a run's trace: of hvd.Balancer(run=...) or "
+                                               "HVD_HETERO_RUN; a hundred steps do")
+    parser.add_argument("--speeds", metavar="A,B,...", help="without a run: samples per second of each rank by itself")
+    parser.add_argument("--exchange-ms", type=float, default=0.0, metavar="MS",
+                        help="with --speeds: what the exchange of gradients adds to a step (default: %(default)g)")
     parser.add_argument("--global-batch-size", type=int, metavar="N", help="of the job (default: the run's)")
     parser.add_argument("--max-share", action="append", default=[], metavar="RANK:N",
                         help="the most samples that this rank's memory holds; may be given for several ranks")
@@ -129,9 +148,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def command(arguments: argparse.Namespace) -> int:
     """Prints the forecasts; 0."""
-    report = report_of(arguments.run, skip=arguments.skip)
-    seen = seen_in(report.run, skip=arguments.skip)
+    if (arguments.run is None) == (arguments.speeds is None):
+        raise UsageError("expected the folder of a run, or --speeds. Received: "
+                         f"{'neither' if arguments.run is None else 'both'}.")
+    if arguments.run is not None:
+        seen = seen_in(report_of(arguments.run, skip=arguments.skip).run, skip=arguments.skip)
+    else:
+        seen = told(arguments.speeds, exchange_ms=arguments.exchange_ms)
     whole = arguments.global_batch_size if arguments.global_batch_size is not None else sum(seen.shares)
+    if whole < 1:
+        raise CommandError(f"--global-batch-size: expected 1 or more, and one with --speeds. Received: {whole}.")
     try:
         found = forecasts(seen.models, whole, bounds=_bounds(arguments.max_share, len(seen.ranks)),
                           jitters=seen.jitters, exchange_s=seen.exchange_s)
