@@ -1,5 +1,5 @@
 """What tests simulate: an engine whose transfers take simulated time (`World(n)` with a virtual clock for each rank),
-and a stopwatch of a rank of a given speed."""
+a stopwatch of a rank of a given speed, and the traces of ranks that do as they are told."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import numpy as np
 from hvd_hetero.engine.device import Device
 from hvd_hetero.engine.local import LocalEngine
 from hvd_hetero.policy.link import Link
+from hvd_hetero.trace import Run, Trace, read
 
 SMALL_COLLECTIVE_S = 2e-4
 
@@ -118,3 +119,30 @@ class Speed:
         # Two segments a step, compute and update; the second is the overhead.
         part, self.samples = self.samples * self.seconds_per_sample, 0.0
         return part or 0.001
+
+
+class RecordedRanks:
+    """Ranks that step together, as their traces in `folder` tell: a step ends for all when the last has come, and the
+    exchange is over."""
+
+    def __init__(self, folder, size: int) -> None:
+        self.now, self.folder = 1000.0, folder
+        self.traces = [Trace(folder, rank=rank, clock=lambda: self.now, host=f"host{rank}") for rank in range(size)]
+        self.waits: list[list[float]] = [[] for _ in range(size)]
+
+    def step(self, step: int, *, compute, data=None, rest=None, shares=None, exchange: float = 0.01) -> None:
+        """What each rank does in a step, in seconds."""
+        size = len(self.traces)
+        data, rest, shares = data or [0.0] * size, rest or [0.0] * size, shares or [4] * size
+        busy = [a + b + c for a, b, c in zip(compute, data, rest, strict=True)]
+        self.now += max(busy) + exchange
+        for rank, trace in enumerate(self.traces):
+            self.waits[rank].append(max(busy) - busy[rank] + exchange)
+            trace.step(step=step, samples=shares[rank], compute_s=compute[rank], data_s=data[rank], bytes=100,
+                       wait_s=self.waits[rank][-1], share=shares[rank])
+
+    def read(self) -> Run:
+        """The run so far."""
+        for trace in self.traces:
+            trace.flush()
+        return read(self.folder)

@@ -4,7 +4,7 @@ import json
 import random
 
 import pytest
-from test_waiting import Ranks
+from simulated import RecordedRanks
 
 from hvd_hetero.cli.main import main
 from hvd_hetero.policy.replan import Plan
@@ -12,21 +12,14 @@ from hvd_hetero.policy.replan import Plan
 
 def record(folder, *, late=0.0, steps=60, speeds=(0.001, 0.004), shares=(32, 32), exchange=0.01, data=0.0):
     """A run of ranks that need `speeds` seconds for a sample; `late`: what rank 0 does beside, in every fifth step."""
-    dice, ranks = random.Random(1), Ranks(folder, len(speeds))
+    dice, ranks = random.Random(1), RecordedRanks(folder, len(speeds))
     for trace in ranks.traces:
         trace.plan(Plan(version=0, step=0, shares=shares, reason="first plan"))
     for step in range(steps):
         compute = [speed * share * dice.uniform(0.99, 1.01) for speed, share in zip(speeds, shares, strict=True)]
         rest = [late if step % 5 == 0 else 0.0] + [0.0] * (len(speeds) - 1)
-        size = len(speeds)
-        busy = [a + b + data for a, b in zip(compute, rest, strict=True)]
-        ranks.now += max(busy) + exchange
-        for rank, trace in enumerate(ranks.traces):
-            trace.step(step=step, samples=shares[rank], compute_s=compute[rank], data_s=data, bytes=1000,
-                       wait_s=max(busy) - busy[rank] + exchange, share=shares[rank])
-    for trace in ranks.traces:
-        trace.close()
-    return size
+        ranks.step(step, compute=compute, data=[data] * len(speeds), rest=rest, shares=shares, exchange=exchange)
+    ranks.read()
 
 
 def test_a_report_names_who_was_waited_for_and_why(tmp_path, capsys):

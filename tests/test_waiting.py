@@ -3,39 +3,13 @@
 import random
 
 import pytest
+from simulated import RecordedRanks
 
-from hvd_hetero.trace import Trace, read
 from hvd_hetero.trace.waiting import parts, timed, waiting
 
 
-class Ranks:
-    """Ranks that step together, as their traces tell: each step ends for all when the last has come, and the exchange
-    is over."""
-
-    def __init__(self, folder, size):
-        self.now, self.folder = 1000.0, folder
-        self.traces = [Trace(folder, rank=rank, clock=lambda: self.now, host=f"host{rank}") for rank in range(size)]
-        self.waits = [[] for _ in range(size)]
-
-    def step(self, step, *, compute, data=None, rest=None, exchange=0.01, samples=4):
-        size = len(self.traces)
-        data, rest = data or [0.0] * size, rest or [0.0] * size
-        busy = [a + b + c for a, b, c in zip(compute, data, rest, strict=True)]
-        self.now += max(busy) + exchange
-        for rank, trace in enumerate(self.traces):
-            wait_s = max(busy) - busy[rank] + exchange
-            self.waits[rank].append(wait_s)
-            trace.step(step=step, samples=samples, compute_s=compute[rank], data_s=data[rank], wait_s=wait_s,
-                       bytes=100, share=samples)
-
-    def read(self):
-        for trace in self.traces:
-            trace.flush()
-        return read(self.folder)
-
-
 def test_every_second_of_waiting_is_the_exchanges_or_a_ranks_and_has_a_cause(tmp_path):
-    dice, ranks = random.Random(3), Ranks(tmp_path, 4)
+    dice, ranks = random.Random(3), RecordedRanks(tmp_path, 4)
     for step in range(200):
         busy = [[dice.uniform(0.1, 0.2) for _ in range(4)] for _ in range(3)]
         ranks.step(step, compute=busy[0], data=busy[1], rest=busy[2], exchange=dice.uniform(0.01, 0.02))
@@ -51,7 +25,7 @@ def test_every_second_of_waiting_is_the_exchanges_or_a_ranks_and_has_a_cause(tmp
 
 @pytest.mark.parametrize("cause", ["compute", "data", "rest"])
 def test_a_late_rank_is_found_with_what_it_does_for_longer(tmp_path, cause):
-    ranks = Ranks(tmp_path, 3)
+    ranks = RecordedRanks(tmp_path, 3)
     for step in range(40):
         busy = {"compute": [0.1] * 3, "data": [0.0] * 3, "rest": [0.0] * 3}
         if step % 4 == 3:
@@ -67,7 +41,7 @@ def test_a_late_rank_is_found_with_what_it_does_for_longer(tmp_path, cause):
 
 
 def test_steps_apart_are_left_out_and_the_merge_that_ends_them_is_a_wait(tmp_path):
-    ranks = Ranks(tmp_path, 2)
+    ranks = RecordedRanks(tmp_path, 2)
     for step in range(30):
         if step == 10:
             for trace in ranks.traces:
@@ -86,11 +60,11 @@ def test_steps_apart_are_left_out_and_the_merge_that_ends_them_is_a_wait(tmp_pat
 
 
 def test_between_two_sessions_nothing_is_known(tmp_path):
-    ranks = Ranks(tmp_path, 2)
+    ranks = RecordedRanks(tmp_path, 2)
     for step in range(10):
         ranks.step(step, compute=[0.1, 0.1])
     ranks.now += 3600.0
-    again = Ranks(tmp_path, 2)
+    again = RecordedRanks(tmp_path, 2)
     again.now = ranks.now
     for trace in ranks.traces:
         trace.close()
