@@ -91,7 +91,8 @@ class Fragment:
         x' = z' + (x - z)
 
     Where nobody who contributes has had a sample, as when a rank without one in a short last batch comes alone, nothing
-    says which way to go: what they have worked off stays with them, for the next merge.
+    says which way to go: what they have worked off stays with them, for the next merge. Progress that is given up, as
+    it is not finite, is not: where that is all there is, the merge moves nothing, as a step that is left out.
 
     Args:
         index: of this fragment in `store`.
@@ -163,7 +164,7 @@ class Fragment:
             own = self.z
             self.store.write(self.index, own)
         done, self.work = self.work, Work()
-        self._submit(lane, own, done)
+        self._submit(lane, own, done if finite else Work())  # what is given up is not owed, either
         return finite
 
     def miss(self) -> None:

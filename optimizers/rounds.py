@@ -177,7 +177,8 @@ class Rounds:
 
     def _send(self, fragment: Fragment) -> None:
         if not fragment.send(self._weigh):
-            self._on_merge({"fragment": fragment.index, "dropped_steps": fragment.work.steps, "why": "not finite"})
+            _, given_up, _ = self._sending
+            self._on_merge({"fragment": fragment.index, "dropped_steps": given_up.steps, "why": "not finite"})
         self._sending, self._missing = (NOTHING, Work(), 0.0), True
         try:
             for _ in range(self._missed):

@@ -659,7 +659,22 @@ def test_progress_that_is_not_finite_is_given_up_by_its_rank_alone():
     found = World(2).run(program)
     for rank, (values, told) in enumerate(found):
         np.testing.assert_array_equal(values, START + 3.0)
-        assert len(told) == rank
+        assert [fields["dropped_steps"] for fields in told] == [1] * rank
+
+
+def test_a_merge_of_nothing_finite_moves_nothing_and_neither_the_next_one_for_it():
+    rule = LocalSGD(round_steps=2, bound_rounds=0, warmup_steps=0)
+
+    def program(engine):
+        rounds, store, balancer = rounds_of(engine, rule, START)
+        for step in range(6):
+            balancer.begin(1)
+            store.values += math.nan if step == 3 else 1.0
+            rounds.after_step(1.0)
+        return store.values
+
+    for values in World(2).run(program):
+        np.testing.assert_array_equal(values, START + 4.0)
 
 
 def test_a_rank_that_fails_is_heard_of():
