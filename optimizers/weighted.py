@@ -115,6 +115,11 @@ class WeightedExchange:
             if isinstance(handle, Chain):
                 handle.done()  # starts what may follow on what is done
 
+    def submit_nothing(self) -> None:
+        """Sends the control vector alone, where there is no bucket: nothing is trained, for now."""
+        if not self._buckets:
+            self._send_control()
+
     def _send_control(self) -> None:
         """Sends the control vector in an operation of its own, once per step."""
         if self._control_handle is None:
@@ -171,8 +176,6 @@ class WeightedExchange:
         missing = set(range(len(self._buckets))) - set(self._handles)
         if missing:
             raise RuntimeError(f"Expected every bucket submitted before finish(). Received: {sorted(missing)} missing.")
-        if not self._buckets:  # nothing is trained, for now
-            self._send_control()
         handles, self._handles = self._handles, {}
         control_handle, self._control_handle = self._control_handle, None
         said: Any = None if control_handle is None else control_handle.wait()

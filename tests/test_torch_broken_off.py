@@ -119,3 +119,18 @@ def test_an_optimizer_that_trains_nothing_steps() -> None:
         return balancer.step
 
     assert World(2).run(program, timeout_s=30) == [2, 2]
+
+
+def test_a_rank_that_fails_is_heard_of_where_nothing_is_trained() -> None:
+    def program(engine: Any) -> None:
+        model = copy.deepcopy(MODEL).requires_grad_(False)
+        balancer = hvd.Balancer(4, engine=engine, adaptive=False)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), balancer=balancer)
+        if engine.rank == 0:
+            balancer.fail()
+            return
+        balancer.begin(2)
+        with pytest.raises(hvd.PeerError, match="rank 0"):
+            optimizer.step()
+
+    World(2).run(program, timeout_s=20)

@@ -109,6 +109,7 @@ class ReducedStep:
         for parameter in self._parameters:
             if parameter not in self._ready:
                 self.take(parameter)
+        self._exchange.submit_nothing()
         return self._exchange.done
 
     def finish(self, *, deliver: bool = True) -> tuple[float, int, Callable[[], None]]:
