@@ -304,3 +304,25 @@ def test_a_last_pass_that_a_rank_skips():
         optimizer.synchronize()
 
     assert relative_error(run((9, 3), program, backward_passes_per_step=2), reference(factor=2.0)) <= 1e-12
+
+
+@pytest.mark.parametrize("made", [torch.optim.SparseAdam, torch.optim.Adagrad])
+def test_sparse_gradients_of_a_rank_that_has_no_sample_yet(made):
+    """Rank 1's batch is empty in the first step, and its gradient is sparse all the same."""
+    prototype = nn.Embedding(6, 3, sparse=True).double()
+
+    def rank_program(engine):
+        model = copy.deepcopy(prototype)
+        balancer = hvd.Balancer(4, engine=engine, min_share=0, adaptive=False)
+        optimizer = hvd.DistributedOptimizer(made(model.parameters(), lr=0.1), balancer=balancer, sparse_as_dense=True)
+        for size in (2, 0), (3, 1):
+            rows = torch.arange(4)[: size[engine.rank]] + engine.rank
+            optimizer.zero_grad()
+            balancer.begin(len(rows))
+            model(rows).sum(1).square().sum().div(max(1, len(rows))).backward()
+            assert model.weight.grad.is_sparse
+            optimizer.step()
+        return model.weight.detach()
+
+    first, second = World(2).run(rank_program, timeout_s=30)
+    assert torch.equal(first, second) and not torch.equal(first, prototype.weight)

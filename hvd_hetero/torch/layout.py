@@ -96,7 +96,7 @@ class BucketLayout:
                     view.zero_()
                 else:
                     views.append(view)
-                    grads.append(self._dense(parameter, grad) if grad.is_sparse else grad)
+                    grads.append(self._dense(grad) if grad.is_sparse else grad)
             if grads:  # one call for all of them, since each costs Python time
                 torch._foreach_copy_(views, grads)
             if weight != 1.0:
@@ -120,13 +120,12 @@ class BucketLayout:
             view.data = memory.as_strided(view.shape, view.stride(), view.storage_offset())
         flat.data = memory
 
-    def _dense(self, parameter: torch.nn.Parameter, grad: torch.Tensor) -> torch.Tensor:
+    def _dense(self, grad: torch.Tensor) -> torch.Tensor:
         if not self._sparse_as_dense:
             raise RuntimeError(
                 "Expected dense gradients with a balancer, a topology or a codec of hvd.Compression. Received: a "
                 "sparse one. Pass sparse_as_dense=True."
             )
-        self._sparse[parameter] = grad.sparse_dim()
         return grad.to_dense()
 
     def deliver(self, index: int, flat: torch.Tensor) -> None:
@@ -139,6 +138,8 @@ class BucketLayout:
                 if not parameter.requires_grad:
                     continue
                 view, grad = self.slot[parameter][1], parameter.grad
+                if grad is not None and grad.is_sparse:
+                    self._sparse[parameter] = grad.sparse_dim()
                 if parameter in self._sparse:  # as autograd makes them, also where this rank had no sample
                     parameter.grad = view.to_sparse(self._sparse[parameter])
                 elif view.dtype == parameter.dtype and view.stride() == parameter.stride():
