@@ -53,7 +53,7 @@ class ShareSampler:
             block=block,
         )
         self.position = 0  # global batches of this epoch that were used
-        self._resumed = False  # and nobody has said of which epoch
+        self._resumed = False  # and nothing of it was dealt yet
         self._dealt: deque[int] = deque()  # sizes of batches dealt and not yet used
         self._next = 0  # the step in which the batch after them will be used: the plan is looked up by it
         self._lock = threading.RLock()
@@ -78,9 +78,8 @@ class ShareSampler:
         its end: then nothing of it is left."""
         if self._resumed and (epoch + 1, 0) == (self.dealer.epoch, self.position):
             self.dealer.epoch, self.position = epoch, len(self.dealer)
-        elif epoch != self.dealer.epoch:
-            self.dealer.epoch, self.position = epoch, 0
-        self._resumed = False
+        elif epoch != self.dealer.epoch or not self._resumed:
+            self.dealer.epoch, self.position, self._resumed = epoch, 0, False
 
     def rewind(self) -> None:
         """Deals again what was dealt and not used, from the next step on."""

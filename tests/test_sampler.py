@@ -137,6 +137,20 @@ def test_a_state_saved_anywhere_goes_on_from_there():
         sampler.used()
 
 
+def test_an_epoch_that_is_chosen_anew_starts_at_its_beginning_wherever_it_was_broken_off():
+    sampler = ShareSampler(12, balancer=Balancer(SoloEngine(), global_batch_size=4), shuffle=True, seed=5, drop_last=False)
+    order = sampler.dealer.order(0).tolist()
+    for used in range(4):
+        sampler.set_epoch(0)
+        sampler.rewind()
+        for _ in range(used):
+            sampler.deal()
+            sampler.used()
+        sampler.set_epoch(0)
+        sampler.rewind()
+        assert sampler.deal().indices.tolist() == order[:4], used
+
+
 def test_an_epoch_that_was_over_is_over_after_a_restore_and_may_be_repeated_on_purpose():
     _, sampler, _ = make(SoloEngine(), WHOLE * 3)
     sampler.set_epoch(4)
