@@ -103,3 +103,24 @@ def test_what_waits_for_an_exchange_is_of_its_own_balancer():
         assert (exchange.kept, take(first, "tape").kept) == (2.0, 1.0)
 
     World(1).run(program)
+
+
+def test_a_checkpoint_keeps_the_types_of_an_optimizers_state():
+    """PyTorch gives what it loads the parameters' type, and NAdam's product of momenta is more precise than bfloat16."""
+
+    def job():
+        model = torch.nn.Linear(2, 1).to(torch.bfloat16)
+        optimizer = torch.optim.NAdam(model.parameters(), lr=0.1)
+        return model, optimizer, TorchState(model, optimizer)
+
+    model, optimizer, state = job()
+    for _ in range(3):
+        model(torch.ones(4, 2, dtype=torch.bfloat16)).sum().backward()
+        optimizer.step()
+    content = state.shared_content()
+    _, again, resumed = job()
+    resumed.load_shared_content(content)
+    for mine, theirs in zip(optimizer.state.values(), again.state.values(), strict=True):
+        assert {key: (value.dtype, value.tolist()) for key, value in mine.items()} == {
+            key: (value.dtype, value.tolist()) for key, value in theirs.items()
+        }

@@ -236,7 +236,7 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
             if set(state[kind]) != set(mine):
                 raise ValueError(f"Expected the state of a job with {kind} {mine}. Received: {list(state[kind])}.")
         for name, part in self._parts.items():
-            part.load_state_dict(state["parts"][name])
+            self._restore_part(part, state["parts"][name])
             late = part.unknown(state["parts"][name]) if hasattr(part, "unknown") else ()
             if late and self._horovod.rank() == 0:
                 text = f"hvd_hetero: not made before the checkpoint was restored, so begun anew: {', '.join(late)}."
