@@ -84,7 +84,7 @@ class Balancer:
         self.departure = Departure()
         self.strategies = Strategies()
         self._settle()
-        self.record.plan(self.plan)
+        self.record.plans(self.plans_ahead)
         self.record.waits(engine)
         engine.remember(self.rebuild)
 
@@ -124,11 +124,11 @@ class Balancer:
             self._asked = replace(self._asked, shares=None)
         self._settle()
         self._load(state)
-        self.record.ranks(self.engine, step=self.step, plan=self.plan)
+        self.record.ranks(self.engine, step=self.step, plans=self.plans_ahead)
 
     def _hear(self, plan: Plan) -> None:
         """Takes in a plan that all ranks have heard of."""
-        self.record.plan(plan)
+        self.record.plans((plan,))
         self.ladder.hear_shares(plan.shares, plan.reason)
 
     def _moved(self, move: Move) -> None:
@@ -159,6 +159,11 @@ class Balancer:
     def plans(self) -> Sequence[Plan]:
         """All plans so far, and one that is yet to hold, oldest first."""
         return tuple(self.planner.plans)
+
+    @property
+    def plans_ahead(self) -> Sequence[Plan]:
+        """The plan of the batch begun last, and one that is yet to hold."""
+        return tuple(self.planner.plans[self.planner.plans.index(self.plan) :])
 
     @property
     def share(self) -> int:
@@ -302,7 +307,7 @@ class Balancer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from `state`. On another number of ranks the plan starts anew; the step stays."""
         self._load(state)
-        self.record.plan(self.plan)
+        self.record.plans(self.plans_ahead)
 
     def _load(self, state: dict[str, Any]) -> None:
         if state["global_batch_size"] != self.global_batch_size:

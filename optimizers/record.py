@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -22,16 +23,19 @@ class Record:
     def start(self, trace: Any) -> None:
         """This trace is told from here on."""
         self.trace = trace
-        self._plan: Plan | None = None  # that it was told last
+        self._told: set[Plan] = set()
 
     def event(self, kind: str, /, **fields: Any) -> None:
         if self.trace is not None:
             self.trace.event(kind, **fields)
 
-    def plan(self, plan: Plan) -> None:
-        if self.trace is not None and plan != self._plan:
-            self._plan = plan
-            self.trace.plan(plan)
+    def plans(self, plans: Sequence[Plan]) -> None:
+        """Tells of those that it was not told yet."""
+        if self.trace is not None:
+            for plan in plans:
+                if plan not in self._told:
+                    self._told.add(plan)
+                    self.trace.plan(plan)
 
     def step(self, entry: Entry, *, step: int, wait_s: float, bytes_sent: int, share: int) -> None:
         if self.trace is not None:
@@ -55,10 +59,10 @@ class Record:
         self.event("wait", **what)
         self.trace.flush()  # it may be the last word
 
-    def ranks(self, engine: Engine, *, step: int, plan: Plan) -> None:
+    def ranks(self, engine: Engine, *, step: int, plans: Sequence[Plan]) -> None:
         """The ranks are others now."""
         if self.trace is not None:
             self.trace.restart(engine.rank)
             self.trace.event("ranks", rank=engine.rank, size=engine.size, step=step)
-            self._plan = None
-            self.plan(plan)
+            self._told.clear()
+            self.plans(plans)

@@ -7,6 +7,9 @@ import warnings
 
 import pytest
 
+from hvd_hetero.engine.local import SoloEngine
+from hvd_hetero.optimizers.balancer import Balancer
+from hvd_hetero.optimizers.control import Announcement
 from hvd_hetero.policy.replan import Plan
 from hvd_hetero.trace import NewerFormatError, NullTrace, Trace, read
 from hvd_hetero.trace.record import FIELDS
@@ -164,6 +167,24 @@ def test_the_plans_of_a_resumed_run_are_those_that_held(tmp_path):
         trace.plan(third_party := Plan(version=0, step=0, shares=(2, 6), reason=""))
         trace.step(step=0, samples=4)
     assert read(tmp_path).plans == (third_party,)
+
+
+def test_a_plan_that_was_yet_to_hold_at_a_checkpoint_is_among_those_of_the_resumed_run(tmp_path):
+    announced = Announcement(version=1, shares=(4,), reason="", predicted_step_s=0.5, strategy="synchronous")
+
+    def job(state=None):
+        with Trace(tmp_path, rank=0, clock=Clock()) as trace:
+            balancer = Balancer(SoloEngine(), global_batch_size=4, trace=trace)
+            if state is not None:
+                balancer.load_state_dict(state)
+            trace.step(step=balancer.step + 1, samples=4)
+            balancer.step += 1
+            if state is None:
+                balancer.record.plans([balancer.planner.accept(announced, balancer.step, dealt_ahead=5)])
+            return balancer
+
+    plans = job(job().state_dict()).plans
+    assert [plan.step for plan in plans] == [0, 6] and read(tmp_path).plans == plans
 
 
 def test_files_and_lines_that_are_none_of_a_trace_are_passed_over(tmp_path):
