@@ -126,7 +126,8 @@ def broadcast_optimizer_state(
     places = {p.device.type: p.device for group in optimizer.param_groups for p in group["params"]}
 
     def described(value: torch.Tensor) -> Any:
-        inline = value.detach().cpu() if value.numel() <= INLINE else None
+        # Horovod's broadcast takes no sparse tensors, such as momenta of sparse gradients are.
+        inline = value.detach().cpu() if value.numel() <= INLINE or value.is_sparse else None
         if inline is None:
             tensors.append(value.detach())
         return _Described(value.shape, value.dtype, value.device.type, inline)

@@ -219,6 +219,14 @@ def law_5_bfloat16_and_broadcast():
     hvd.broadcast_optimizer_state(optimizer, root_rank=0, model=table)
     assert optimizer.state[table.weight]["exp_avg"].shape == (4, 2)
     assert optimizer.state[table.weight]["exp_avg"][1, 0] > 0 and optimizer.state[table.weight]["step"] == 1
+    table = nn.Embedding(30, 2, sparse=True)
+    optimizer = torch.optim.SGD(table.parameters(), lr=0.1, momentum=0.9)
+    if hvd.rank() == 0:
+        table(torch.tensor([1])).sum().backward()
+        optimizer.step()
+    hvd.elastic.TorchState(table, optimizer).sync()
+    momentum = optimizer.state[table.weight]["momentum_buffer"]
+    assert momentum.is_sparse and momentum.to_dense().sum() == 2.0
 
 
 def law_5_what_rank_0_alone_has_loaded():
