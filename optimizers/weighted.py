@@ -167,8 +167,11 @@ class WeightedExchange:
         control_done = self._control_handle is None or self._control_handle.done()
         return control_done and all([handle.done() for handle in self._handles.values()])
 
-    def finish(self, scale: Callable[[list[float]], float]) -> tuple[list[Any], list[float]]:
-        """The buckets, multiplied by `scale(control)`, and the control vector summed over the ranks.
+    def finish(
+        self, scale: Callable[[list[float]], float], *, counts: bool = True
+    ) -> tuple[list[Any], list[float]]:
+        """The buckets, multiplied by `scale(control)`, and the control vector summed over the ranks. Of a step that
+        does not count, as of one that is not finite, codecs keep nothing.
 
         Every bucket must have been submitted. Raises the engine's failure when a collective failed; nothing is
         under way afterwards either way.
@@ -181,10 +184,10 @@ class WeightedExchange:
         said: Any = None if control_handle is None else control_handle.wait()
         results = [handle.wait() for _, handle in sorted(handles.items())]
         if self._keeps:
-            finite = all(math.isfinite(verbs_of(result).largest(result)) for result in results)
+            counts = counts and all(math.isfinite(verbs_of(result).largest(result)) for result in results)
             for route in self._routes:
-                route.settle(finite)
-            self._carry.settle(finite)
+                route.settle(counts)
+            self._carry.settle(counts)
         if self._rides_in is not None:
             said = results[self._rides_in][-len(self._control) :]
         sums = [float(value) for value in said.tolist()]

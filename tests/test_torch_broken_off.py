@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any
 
@@ -71,6 +72,33 @@ def test_a_pass_that_all_ranks_break_off_leaves_no_trace(bucket_bytes: int | Non
     for ours in trained:
         for found, wanted in zip(ours, _without(steps=(0, 1, 4)), strict=True):
             torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["int8", "topk"])
+def test_codecs_keep_nothing_of_a_pass_that_all_ranks_break_off(name: str) -> None:
+    torch.manual_seed(0)
+    prototype = nn.Sequential(nn.Linear(4, 60), nn.Tanh(), nn.Linear(60, 50))
+    codec = hvd.Compression.topk(warmup_steps=0) if name == "topk" else hvd.Compression.int8
+
+    def program(engine: Any, steps: tuple[int, ...], fails: tuple[int, ...] = ()) -> torch.Tensor:
+        model = copy.deepcopy(prototype)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), compression=codec, bucket_bytes=64,
+            balancer=hvd.Balancer(4, engine=engine, adaptive=False),
+        )  # fmt: skip
+        for step in steps:
+            optimizer._balancer.begin(2)
+            optimizer.zero_grad()
+            generator = torch.Generator().manual_seed(10 * step + engine.rank)
+            hidden = model[1](model[0](torch.randn(2, 4, generator=generator)))
+            with contextlib.suppress(ValueError):
+                model[2](Failing.apply(hidden) if step in fails else hidden).square().mean().backward()
+                optimizer.step()
+        return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
+
+    found = World(2).run(lambda engine: program(engine, (0, 1, 2, 3, 4), fails=(2, 3)), timeout_s=30)
+    wanted = World(2).run(lambda engine: program(engine, (0, 1, 4)), timeout_s=30)
+    assert all(map(torch.equal, found, wanted))
 
 
 def _step_after(engine: Any, bucket_bytes: int | None) -> list[torch.Tensor]:

@@ -121,7 +121,7 @@ class ReducedStep:
         balancer.pause()
         try:
             with _full_precision(self._device):
-                results, total = self._exchange.finish(weighing.factor)
+                results, total = self._exchange.finish(weighing.factor, counts=deliver)
         finally:
             self._begin()
             self._passes.clear()
