@@ -167,9 +167,7 @@ class WeightedExchange:
         control_done = self._control_handle is None or self._control_handle.done()
         return control_done and all([handle.done() for handle in self._handles.values()])
 
-    def finish(
-        self, scale: Callable[[list[float]], float], *, counts: bool = True
-    ) -> tuple[list[Any], list[float]]:
+    def finish(self, scale: Callable[[list[float]], float], *, counts: bool = True) -> tuple[list[Any], list[float]]:
         """The buckets, multiplied by `scale(control)`, and the control vector summed over the ranks. Of a step that
         does not count, as of one that is not finite, codecs keep nothing.
 

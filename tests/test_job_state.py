@@ -106,7 +106,7 @@ def test_what_waits_for_an_exchange_is_of_its_own_balancer():
 
 
 def test_a_checkpoint_keeps_the_types_of_an_optimizers_state():
-    """PyTorch gives what it loads the parameters' type, and NAdam's product of momenta is more precise than bfloat16."""
+    """PyTorch gives what it loads the parameters' types; NAdam's product of momenta is more precise than bfloat16."""
 
     def job():
         model = torch.nn.Linear(2, 1).to(torch.bfloat16)

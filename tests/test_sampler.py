@@ -138,7 +138,8 @@ def test_a_state_saved_anywhere_goes_on_from_there():
 
 
 def test_an_epoch_that_is_chosen_anew_starts_at_its_beginning_wherever_it_was_broken_off():
-    sampler = ShareSampler(12, balancer=Balancer(SoloEngine(), global_batch_size=4), shuffle=True, seed=5, drop_last=False)
+    balancer = Balancer(SoloEngine(), global_batch_size=4)
+    sampler = ShareSampler(12, balancer=balancer, shuffle=True, seed=5, drop_last=False)
     order = sampler.dealer.order(0).tolist()
     for used in range(4):
         sampler.set_epoch(0)
