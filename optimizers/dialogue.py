@@ -81,14 +81,16 @@ class Dialogue:
         *,
         leads: bool,
         count: float,
+        measured: bool = False,
         noise: NoiseMeter | None = None,
         ahead: int = 0,
         answers: int = 1,
         look: control.Look | None = None,
     ) -> list[float]:
         """This rank's control vector. Before it hears the answer – or so many `answers`, since it says the next ones
-        in advance – it begins at most `ahead` further batches."""
-        samples, seconds = self._timesheet.reported if leads else (0.0, 0.0)
+        in advance – it begins at most `ahead` further batches. With `measured`, it says what its batches take where it
+        does not lead as well."""
+        samples, seconds = self._timesheet.reported if leads or measured else (0.0, 0.0)
         dealt_ahead = 0
         if leads:
             place = self._place

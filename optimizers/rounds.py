@@ -38,7 +38,7 @@ class Rounds:
 
     Args:
         rule: the strategy.
-        balancer: deals the batches; its measurements and plans travel with fragment 0.
+        balancer: deals the batches; its measurements and plans travel with fragment 0 of one optimizer.
         store: this rank's parameters.
         lanes: of each fragment, see `Fragment`; as many merges in a row as there are further lanes can be missed. The
             control vector is of `merge_control.length(ranks)`. A function makes them, given what `outgoing` calls.
@@ -85,6 +85,7 @@ class Rounds:
 
     def begin(self) -> None:
         """Before the first local step: this rank's parameters, the same on all ranks, are the model."""
+        self.balancer.strategies.begins(self)
         for fragment in self.fragments:
             fragment.begin()
         self._stepped = 0
@@ -168,8 +169,10 @@ class Rounds:
                 self._serve(lambda fragment: fragment.index not in self._ended)
                 if len(self._ended) < len(self.fragments):
                     self._serve(lambda fragment: False, wait=True)
-            self.balancer.departure.heard_by_all()
+            if self._leads:
+                self.balancer.departure.heard_by_all()
         finally:
+            self.balancer.strategies.ends(self)
             self._finishing = False
             self._stepped = 0
 
@@ -215,18 +218,25 @@ class Rounds:
 
     def _outgoing(self, index: int) -> list[float]:
         """The control vector of fragment `index`, right before it is sent."""
-        (contribution, work, spread), leads = self._sending, index == 0
-        if leads and self._recent and not self._missing:
+        (contribution, work, spread), measured = self._sending, index == 0
+        leads = measured and self._leads
+        if measured and self._recent and not self._missing:
             # The median: a stall is no property of the share.
             samples, seconds = sorted(self._recent, key=lambda each: each[1] / each[0])[len(self._recent) // 2]
             self.balancer.timesheet.reported, self._recent = (samples, seconds), []
         return merge_control.pack(
             contribution, spread=spread, finishing=self._finishing, rank=self.rank, ranks=self.size,
             own=(work.steps, work.samples, self.balancer.step),
-            balancer=self.balancer.dialogue.outgoing_in_advance() if self._missing else self.balancer.dialogue.outgoing(
-                leads=leads, count=work.samples, ahead=self.most_ahead, answers=1 + self._missed
+            balancer=self.balancer.dialogue.outgoing_in_advance() if self._missing and leads
+            else self.balancer.dialogue.outgoing(
+                leads=leads, measured=measured, count=work.samples, ahead=self.most_ahead, answers=1 + self._missed
             ),
         )  # fmt: skip
+
+    @property
+    def _leads(self) -> bool:
+        """Whether measurements and plans travel with these merges, and not with another optimizer's."""
+        return self.balancer.strategies.leads(self)
 
     def _merge(self, fragment: Fragment) -> None:
         merge = fragment.merge(merge_control.scale)
@@ -240,7 +250,9 @@ class Rounds:
             at = int(max(said.positions))
             self.lengths.hear(self.balancer.planner.steadiness.alone_s(report.compute_s))
             self.balancer.ladder.hear_intervals(self.lengths.intervals, self.lengths.reason)
-            self.balancer.dialogue.staleness = merge.carried.steps / self.rule.round_steps
+            leads = self._leads
+            if leads:
+                self.balancer.dialogue.staleness = merge.carried.steps / self.rule.round_steps
             self._on_merge({
                 "merge": self.merges, "step": self.balancer.step, "behind": at - self.balancer.step,
                 "samples": sum(said.samples), "carried_steps": merge.carried.steps, "waits": self.waits,
@@ -248,7 +260,7 @@ class Rounds:
             })
             steps = (at - self._heard) // self._batches()
             self._heard += steps * self._batches()
-            self.balancer.dialogue.incoming(said.balancer, leads=True, step=at, ahead=self.most_ahead, steps=steps)
+            self.balancer.dialogue.incoming(said.balancer, leads=leads, step=at, ahead=self.most_ahead, steps=steps)
         elif report.failed:
             raise PeerError(f"Expected every rank to go on. Received: rank {report.failed[0]} could not.")
 

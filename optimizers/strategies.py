@@ -27,6 +27,7 @@ class Strategies:
     def __init__(self) -> None:
         self._live: dict[str, Strategy] = {}
         self._waiting: dict[str, Any] = {}
+        self._leader: Strategy | None = None
 
     def add(self, number: int, strategy: Strategy) -> None:
         """Goes on with `strategy` for the optimizer of this number."""
@@ -37,11 +38,26 @@ class Strategies:
 
     def remove(self, number: int) -> None:
         """Says that this optimizer has no part in what follows."""
-        self._live.pop(str(number), None)
+        if (removed := self._live.pop(str(number), None)) is not None:
+            self.ends(removed)
+
+    def begins(self, strategy: Strategy) -> None:
+        """Steps apart begin, which all ranks do together. The first to begin leads: its merges carry measurements and
+        plans. Of two, each rank may hear first of another, and a plan would hold from another batch there."""
+        self._leader = self._leader or strategy
+
+    def leads(self, strategy: Strategy) -> bool:
+        """Whether its merges carry measurements and plans."""
+        return self._leader is strategy
+
+    def ends(self, strategy: Strategy) -> None:
+        """Steps apart are over, on all ranks."""
+        if self._leader is strategy:
+            self._leader = None
 
     def restart(self) -> None:
         """Says that strategies will be made anew."""
-        self._waiting, self._live = self.state_dict(), {}
+        self._waiting, self._live, self._leader = self.state_dict(), {}, None
 
     def state_dict(self) -> dict[str, Any]:
         """The states by number."""

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import random
 import time
 
 import pytest
@@ -12,6 +13,7 @@ pytest.importorskip("horovod.torch", reason="build it with hvd-hetero build-horo
 
 import hvd_hetero.torch as hvd
 from hvd_hetero.engine.local import World
+from hvd_hetero.optimizers.control import Announcement
 from hvd_hetero.torch.buffers import average_buffers
 from hvd_hetero.torch.state import average_state
 
@@ -60,7 +62,7 @@ def trained(engine, steps, strategy, *, shares, optimizer=torch.optim.SGD, micro
     return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
 
 
-PROTOTYPE = make_model()
+PROTOTYPE, SMALL = make_model(), nn.Linear(2, 1)
 EVERY_STEP = hvd.LocalSGD(round_steps=1, bound_rounds=0, warmup_steps=0)
 
 
@@ -150,6 +152,40 @@ def test_the_loader_ends_an_epoch_with_one_model_and_each_sample_counts_once():
         # Whatever a sample weighs in its merge, it is in the model: no entry is left at what it was.
         before = found[0][epoch - 1] if epoch else torch.zeros(50, dtype=torch.float64)
         assert (found[0][epoch] < before).all()
+
+
+def test_with_two_optimizers_a_plan_holds_for_the_same_batches_on_all_ranks():
+    """Of two that come at unlike batches, a rank may hear first of the one and another rank first of the other."""
+    rule = hvd.LocalSGD(round_steps=2, bound_rounds=8, warmup_steps=0, drift_limit=None)
+
+    def program(engine):
+        models = [copy.deepcopy(SMALL) for _ in range(2)]
+        balancer = hvd.Balancer(8, engine=engine, adaptive=False)
+        optimizers = [
+            hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), balancer=balancer, strategy=rule)
+            for model in models
+        ]
+        planner, used, pauses = balancer.planner, [], random.Random(engine.rank)
+        for step in range(300):
+            used.append(balancer.deal(step).shares)
+            balancer.begin(used[-1][engine.rank])
+            if engine.rank == 0 and planner.announcement is None:
+                version = planner.plans[-1].version + 1
+                share = 1 + version % 7  # never that of the plan before
+                planner.announcement = Announcement(
+                    version=version, shares=(share, 8 - share), reason="", predicted_step_s=0.0, strategy="synchronous"
+                )
+            for model, optimizer in list(zip(models, optimizers, strict=True))[: 1 if step % 3 else 2]:
+                optimizer.zero_grad()
+                model(torch.ones(1, 2)).sum().backward()
+                optimizer.step()
+                time.sleep(pauses.choice([0, 0, 0.0003, 0.001]) * (2 - engine.rank))
+        for optimizer in optimizers:
+            optimizer.merge()
+        return used, len(planner.plans)
+
+    (mine, plans), (theirs, _) = World(2).run(program)
+    assert plans > 10 and mine == theirs
 
 
 def test_parameters_that_differ_are_told_on_every_rank():

@@ -143,6 +143,19 @@ def test_who_has_submitted_is_not_missing(ranks):
     assert two.watches[0].explain((0, 1)) == "", "who answers explains no failure"
 
 
+def test_who_has_not_taken_in_an_operation_is_missing_in_the_next_of_its_name(ranks):
+    """As merges of one optimizer, while those of another are waited for."""
+    two = ranks(2, patience=TALKS)
+    two.watches[0].submitted("merge", over=lambda: True)
+    seen = threading.Event()
+    waiter = threading.Thread(target=two.wait, args=(1, "merge", 0.0, (0, 1), seen.is_set))
+    waiter.start()
+    give_up = time.monotonic() + LIMIT_S / 2
+    assert not two.watches[0].wait_unless_awaited(lambda: time.monotonic() > give_up, "another", (0, 1))
+    seen.set()
+    waiter.join()
+
+
 def until(condition):
     deadline = time.monotonic() + LIMIT_S
     while not condition() and time.monotonic() < deadline:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,10 +32,10 @@ class Absence:
 
 
 def absence_of(
-    peer: Peer, operation: str, ranks: Sequence[int], *, me: Peer | None, submitted: Container[str]
+    peer: Peer, operation: str, ranks: Sequence[int], *, me: Peer | None, submitted: Callable[[], Container[str]]
 ) -> Absence | None:
-    """Why a rank is missing in an operation of these ranks; None when it is not. `submitted`: the operations that `me`
-    takes part in."""
+    """Why a rank is missing in an operation of these ranks; None when it is not. `submitted` says in which operations
+    `me` takes part."""
     try:
         state = ask(peer, {"kind": "state"})
     except GoneError:
@@ -52,6 +52,6 @@ def absence_of(
             f'{peer} waits in "{state["waits"][0]}", at {state["where"]}: all ranks must call the same operations, in '
             "the same order"
         )
-        return Absence(peer, text, answers=True, elsewhere=True, mutual=waits_for(me, state, submitted))
+        return Absence(peer, text, answers=True, elsewhere=True, mutual=waits_for(me, state, submitted()))
     text = f"{peer} has not come: it is at {state['where']}, for {state['s']:.0f} s outside of any operation"
     return Absence(peer, text, answers=True)

@@ -20,10 +20,10 @@ class Company:
     """The ranks beside this one.
 
     Args:
-        submitted: the operations that this rank takes part in.
+        submitted: says in which operations this rank takes part.
     """
 
-    def __init__(self, submitted: Container[str]) -> None:
+    def __init__(self, submitted: Callable[[], Container[str]]) -> None:
         self._submitted = submitted
         self._peers: dict[int, Peer] = {}
         self.awaited = False  # by one of them, who said so since this rank waited last
@@ -79,5 +79,5 @@ class Company:
     def _is_waiting(self, peer: Peer) -> bool:
         """Whether a peer waits for this rank. One that does not answer waits for nobody."""
         with contextlib.suppress(ConnectionError):
-            return waits_for(self.me, ask(peer, {"kind": "state"}), self._submitted)
+            return waits_for(self.me, ask(peer, {"kind": "state"}), self._submitted())
         return False

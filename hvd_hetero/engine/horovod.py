@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Sequence
 from typing import Any
@@ -16,12 +17,22 @@ from .sleep import wait_until
 _OPS = {"sum": "Sum", "min": "Min", "max": "Max"}
 
 
+def _over(binding: Any, handle: int) -> bool:
+    """Whether an operation is over, asked by any thread: the one that waits for it may be taking in what it returned.
+    """
+    try:
+        return bool(binding.poll(handle))
+    except ValueError:  # of a handle that Horovod has let go
+        return True
+
+
 class HorovodHandle:
     """A Horovod operation under way."""
 
     def __init__(self, engine: HorovodEngine, handle: int, like: Any, name: str) -> None:
         self._binding, self._handle, self._like = engine._binding, handle, like
-        self._failure, self._tracked = engine._internal_error, engine._track(name)
+        self._failure = engine._internal_error
+        self._tracked = engine._track(name, functools.partial(_over, self._binding, handle))
         self._synchronize = engine.synchronize
 
     def done(self) -> bool:

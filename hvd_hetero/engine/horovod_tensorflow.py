@@ -9,6 +9,7 @@ host memory.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import re
 import sys
@@ -55,9 +56,12 @@ class ThreadHandle:
 
     _threads: ClassVar[_Threads] = _Threads()
 
-    def __init__(self, call: Callable[[], Any], tracked: Tracked, failure: type[Exception]) -> None:
-        self._call, self._tracked, self._failure = call, tracked, failure
+    def __init__(
+        self, call: Callable[[], Any], track: Callable[[Callable[[], bool]], Tracked], failure: type[Exception]
+    ) -> None:
+        self._call, self._failure = call, failure
         self._ready = threading.Event()
+        self._tracked = track(self._ready.is_set)
         self._result: Any = None
         self._error: BaseException | None = None
         self._threads.run(self._main)
@@ -172,7 +176,7 @@ class TensorflowEngine(ProcessSetEngine):
             np.copyto(into, result)
             return into
 
-        return ThreadHandle(call, self._track(name), self._internal_error)
+        return ThreadHandle(call, functools.partial(self._track, name), self._internal_error)
 
     def _as(self, name: str, scope: str) -> dict[str, Any]:
         """The arguments of an operation of this name.

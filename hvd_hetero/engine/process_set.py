@@ -64,10 +64,16 @@ def checked_splits(splits: Sequence[int], *, rows: int, size: int, name: str) ->
 class Tracked:
     """An operation that this rank has submitted, as the watchdog sees it."""
 
-    def __init__(self, operation: str, ranks: tuple[int, ...], watch: Watch | None) -> None:
+    def __init__(
+        self,
+        operation: str,
+        ranks: tuple[int, ...],
+        watch: Watch | None,
+        over: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._operation, self._ranks, self._watch = operation, ranks, watch
         if watch is not None:
-            watch.submitted(operation)
+            watch.submitted(operation, over)
 
     @contextlib.contextmanager
     def waiting(self, failure: type[Exception]) -> Iterator[None]:
@@ -189,9 +195,9 @@ class ProcessSetEngine:
             return wait_until(done)
         return self._watch.wait_unless_awaited(done, name, self.ranks)
 
-    def _track(self, operation: str) -> Tracked:
-        """Notes that this rank takes part in an operation."""
-        return Tracked(operation, self.ranks, self._watch)
+    def _track(self, operation: str, over: Callable[[], bool] = lambda: False) -> Tracked:
+        """Notes that this rank takes part in an operation; `over()` tells whether all have."""
+        return Tracked(operation, self.ranks, self._watch, over)
 
     @classmethod
     def tracked(cls, operation: str, process_set: Any = None) -> Tracked:

@@ -43,12 +43,11 @@ class Waits:
     """The operations that this rank takes part in, and its waits for some of them.
 
     Attributes:
-        submitted: operations, and how often each is under way.
         step_s: seconds from one wait for an operation to the next for the same, of the last ones.
     """
 
     def __init__(self) -> None:
-        self.submitted: dict[str, int] = {}
+        self._submitted: dict[str, deque[Callable[[], bool]]] = {}  # what tells of each time whether it is over
         self.step_s: deque[float] = deque(maxlen=STEPS)
         self._waits: dict[Hashable, Wait] = {}  # by thread, or by the operation that a framework waits for
         self._began: dict[str, float] = {}
@@ -66,24 +65,30 @@ class Waits:
 
     def forget(self) -> None:
         """What was under way is of other ranks."""
-        self.submitted.clear()
+        self._submitted.clear()
         self.step_s.clear()
         self._began.clear()
         for wait in self.now():
             self._waits.pop(wait.operation, None)
             wait.let_go()
 
-    def submit(self, operation: str) -> None:
-        """This rank takes part in an operation."""
-        self.submitted[operation] = self.submitted.get(operation, 0) + 1
+    @property
+    def submitted(self) -> list[str]:
+        """The operations under way. One that is over, and that this rank has not waited for yet, is none: ranks may be
+        in the next one of its name."""
+        return [name for name, times in list(self._submitted.items()) if not all(over() for over in list(times))]
+
+    def submit(self, operation: str, over: Callable[[], bool] = lambda: False) -> None:
+        """This rank takes part in an operation; `over()` tells whether all have, as far as that can be seen."""
+        self._submitted.setdefault(operation, deque()).append(over)
 
     def end(self, operation: str) -> None:
         """The operation is over for this rank, well or not."""
-        left = self.submitted.get(operation, 0) - 1
-        if left > 0:
-            self.submitted[operation] = left
+        times = self._submitted.get(operation, deque())
+        if len(times) > 1:
+            times.popleft()
         else:
-            self.submitted.pop(operation, None)
+            self._submitted.pop(operation, None)
 
     @contextlib.contextmanager
     def of_thread(self, operation: str, ranks: tuple[int, ...]) -> Iterator[None]:

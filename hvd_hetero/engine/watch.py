@@ -56,15 +56,15 @@ class Watch:
         self._say = say or _to_stderr
         self.hearers = Remembered()  # of each story, besides people
         self._waits = Waits()
-        self._company = Company(self._waits.submitted)
+        self._company = Company(lambda: self._waits.submitted)
         self._ear: Ear | None = None
         self._closed = threading.Event()
 
     # What the engine tells ------------------------------------------------------------------------------------------
 
-    def submitted(self, operation: str) -> None:
-        """This rank takes part in an operation."""
-        self._waits.submit(operation)
+    def submitted(self, operation: str, over: Callable[[], bool] = lambda: False) -> None:
+        """This rank takes part in an operation; `over()` tells whether all have, as far as that can be seen."""
+        self._waits.submit(operation, over)
 
     def ended(self, operation: str) -> None:
         """The operation is over for this rank, well or not."""
@@ -229,7 +229,7 @@ class Watch:
             return {}
         waits = self._waits.now()
         return {
-            "submitted": list(self._waits.submitted),
+            "submitted": self._waits.submitted,
             "waits": [wait.operation for wait in waits],
             "among": [wait.ranks for wait in waits],
             "s": time.monotonic() - self._waits.since,
