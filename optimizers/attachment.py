@@ -42,9 +42,11 @@ class Exchanges:
         self._ever = 0  # so many
         self._ran: list[tuple[Attached, int]] | None = None  # in this batch; None: the next to run begins another
         self._again = False  # the one that runs has run in the present batch before
+        self._over: list[Attached] = []  # in this batch, where batches are told of
 
     def attach(self, exchange: Attached) -> int:
-        """The number of exchanges attached before. The first that is left leads: it carries measurements and plans."""
+        """The number of exchanges attached before. The first that is left leads, while it takes part in batches: it
+        carries measurements and plans."""
         self._attached.append(exchange)
         self._ever += 1
         if self._ran is not None:  # it may be the first of another batch, as one is that has run in this one
@@ -55,6 +57,8 @@ class Exchanges:
         """Says that an exchange has no part in what follows; on all ranks, between the same batches."""
         if exchange in self._attached:
             self._attached.remove(exchange)
+        if exchange in self._over:
+            self._over.remove(exchange)
 
     def leads(self, exchange: Attached) -> bool:
         """Whether it is this one that carries measurements and plans: once in a batch, however often it runs."""
@@ -84,11 +88,26 @@ class Exchanges:
             self._attached.insert(0, exchange)
         self._ran = [*(ran or []), (exchange, part)]
 
+    def ended(self, exchange: Attached) -> None:
+        """Says that `exchange` has had its part in the present batch, which `on_begin` ends."""
+        if exchange not in self._over:
+            self._over.append(exchange)
+
+    def _pass_on(self) -> None:
+        """Where the one that leads had no part in the batch before, as that of a model whose training is over, the
+        first of those that had leads from here on. All ranks are told of the same batches, and so of the same parts."""
+        over, self._over = self._over, []
+        if over and self._attached[0] not in over:
+            first = next(each for each in self._attached if each in over)
+            self._attached.remove(first)
+            self._attached.insert(0, first)
+
     # What is said to all of them ------------------------------------------------------------------------------------
 
     def on_begin(self) -> None:
         """A global batch begins."""
-        for exchange in self._attached:
+        self._pass_on()
+        for exchange in list(self._attached):
             exchange.on_begin()
 
     def on_count(self, terms: float) -> None:

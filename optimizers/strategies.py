@@ -46,6 +46,11 @@ class Strategies:
         plans. Of two, each rank may hear first of another, and a plan would hold from another batch there."""
         self._leader = self._leader or strategy
 
+    @property
+    def lead(self) -> bool:
+        """Whether the merges of one of them carry measurements and plans."""
+        return self._leader is not None
+
     def leads(self, strategy: Strategy) -> bool:
         """Whether its merges carry measurements and plans."""
         return self._leader is strategy

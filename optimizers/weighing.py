@@ -65,8 +65,12 @@ class Weighing:
 
     @property
     def leads(self) -> bool:
-        """Whether this exchange carries measurements and plans."""
+        """Whether this exchange carries measurements and plans, unless merges do."""
         return self.balancer.exchanges.leads(self._attached)
+
+    @property
+    def _carries(self) -> bool:
+        return self.leads and not self.balancer.strategies.lead
 
     @property
     def engine(self) -> Engine:
@@ -127,7 +131,7 @@ class Weighing:
         """The control vector of a rank whose gradient is over `terms` loss terms."""
         found, interval = self._guard.outgoing()
         look = Look(hash=found, interval=interval)
-        return self.balancer.dialogue.outgoing(leads=self.leads, count=terms, noise=self.noise, look=look)
+        return self.balancer.dialogue.outgoing(leads=self._carries, count=terms, noise=self.noise, look=look)
 
     def incoming(
         self, total: Sequence[float], *, norms: Callable[[], Sequence[Any]], terms: float, batches: int
@@ -143,7 +147,7 @@ class Weighing:
             PeerError: a rank cannot go on.
             DivergedError: ranks hold different parameters.
         """
-        report = self.balancer.dialogue.incoming(total, leads=self.leads, noise=self.noise)
+        report = self.balancer.dialogue.incoming(total, leads=self._carries, noise=self.noise)
         self._guard.incoming(report.hashes, report.interval)
         self.noise.end(
             terms=terms, weight=self.weight(terms), merged=norms() if self.engine.rank == 0 else (),

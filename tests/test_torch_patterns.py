@@ -26,6 +26,7 @@ def make_model():
 
 
 PROTOTYPE, WIDE = make_model(), nn.Sequential(nn.Linear(40, 64), nn.Linear(64, 40))
+HEAD = nn.Linear(6, 3)
 
 
 def part_of(rank, shares=SHARES):
@@ -343,3 +344,34 @@ def test_a_model_on_a_gpu_needs_a_horovod_for_gpus(balanced, monkeypatch):
             hvd.DistributedOptimizer(optimizer, balancer=hvd.Balancer(4, engine=engine) if balanced else None)
 
     World(1).run(body)
+
+
+@pytest.mark.parametrize("strategy", ["synchronous", hvd.LocalSGD(warmup_steps=0, round_steps=1)])
+def test_a_balancer_serves_one_model_after_another(strategy):
+    """What ranks say to each other comes with the gradients of the model that is trained."""
+
+    def program(engine):
+        balancer = hvd.Balancer(WHOLE, engine=engine, adaptive=False)
+        optimizers, spoken = [], []
+        for _ in range(2):
+            model = nn.Linear(6, 3)
+            model.load_state_dict(HEAD.state_dict())
+            optimizer = torch.optim.SGD(model.parameters())
+            optimizers.append(hvd.DistributedOptimizer(optimizer, balancer=balancer, strategy=strategy))
+            for _ in range(8):
+                balancer.begin(4)
+                model(torch.ones(4, 6)).sum().backward()
+                optimizers[-1].step()
+                spoken.append(balancer.timesheet.reported[0])
+            optimizers[-1].merge()
+        if engine.rank == 1:
+            balancer.ask_to_stop()
+        while not balancer.stopping and len(spoken) < 32:
+            balancer.begin(4)
+            model(torch.ones(4, 6)).sum().backward()
+            optimizers[-1].step()
+            spoken.append(4.0)
+        optimizers[-1].merge()
+        assert balancer.stopping == (1,) and all(samples == 4.0 for samples in spoken[10:])
+
+    World(2).run(program)

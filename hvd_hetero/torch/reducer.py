@@ -303,6 +303,7 @@ class GradientReducer:
 
     def _finish(self) -> None:
         self._terms, self._untouched = self._passes.terms, True
+        self._balancer.exchanges.ended(self)
         if self.apart:
             self._finish_apart()
             return
