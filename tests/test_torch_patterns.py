@@ -5,12 +5,14 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.rnn import pack_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("horovod.torch", reason="build it with hvd-hetero build-horovod")
 
 import hvd_hetero.torch as hvd
 from hvd_hetero.engine.local import SoloEngine, World
+from hvd_hetero.torch.row import cut
 
 WHOLE, SHARES = 8, (5, 2, 1)
 
@@ -203,6 +205,23 @@ def test_parts_are_of_the_samples_that_were_begun():
     balancer.begin(3)
     with pytest.raises(TypeError, match=r"3 as the batch that was begun. Received: \[\[4\], \[4\]"):
         next(balancer.micro_batches([torch.zeros(4), torch.zeros(4)]))
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+@pytest.mark.parametrize("lengths", [(4, 4, 4, 4), (4, 2, 2, 1), (1, 1, 1, 1), (6, 3, 3, 1)])
+def test_parts_of_packed_sequences_are_those_of_their_samples(lengths, in_order):
+    """Also where the longest is as long as there are sequences, and a tensor in there has as many rows by chance."""
+    torch.manual_seed(0)
+    model = nn.LSTM(2, 3)
+    sequences = [torch.randn(length, 2) for length in lengths]
+    packed = pack_sequence(sequences, enforce_sorted=in_order)
+    whole = model(packed)[1][0][0]
+    for part in (slice(0, 3), slice(3, 4), slice(0)):
+        found, rows = cut((packed, torch.arange(4)), part, 4)
+        output, (last, _) = model(found)
+        assert rows.tolist() == list(range(4))[part]
+        torch.testing.assert_close(last[0], whole[part])
+        assert len(pad_packed_sequence(output, batch_first=True)[1]) == len(rows)
 
 
 def test_a_rank_without_samples_has_a_batch_of_none_whatever_it_is_made_of():

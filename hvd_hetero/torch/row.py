@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 import torch
+from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequence
 from torch.utils import _pytree as pytree
 
 Batch = TypeVar("Batch")
@@ -22,16 +23,40 @@ def is_listed(node: Any, samples: int) -> bool:
     return not any(has_rows(leaf, samples) for leaf in pytree.tree_leaves(node))
 
 
+def is_packed(node: Any, samples: int) -> bool:
+    """Whether it is so many sequences of unlike lengths."""
+    return isinstance(node, PackedSequence) and int(node.batch_sizes[0]) == samples
+
+
 def has_samples(batch: Any, samples: int) -> bool:
     """Whether anything in `batch` is of so many samples."""
-    leaves = pytree.tree_leaves(batch, is_leaf=lambda node: is_listed(node, samples))
-    return any(has_rows(leaf, samples) or is_listed(leaf, samples) for leaf in leaves)
+    leaves = pytree.tree_leaves(batch, is_leaf=lambda node: _is_leaf(node, samples))
+    return any(is_of(leaf, samples) for leaf in leaves for is_of in (has_rows, is_listed, is_packed))
+
+
+def _is_leaf(node: Any, samples: int) -> bool:
+    return isinstance(node, PackedSequence) or is_listed(node, samples)
+
+
+def _cut_packed(packed: PackedSequence, part: slice) -> PackedSequence:
+    """Its sequences of `part`. Where there are none, which cannot be packed, those that are there have no place in what
+    comes out."""
+    rows, lengths = pad_packed_sequence(packed, batch_first=True)
+    chosen = [row[:length] for row, length in zip(rows[part], lengths[part].tolist(), strict=True)]
+    if not chosen:
+        none = torch.empty(0, dtype=torch.int64, device=packed.data.device)
+        return PackedSequence(packed.data, packed.batch_sizes, none, none)
+    return pack_sequence(chosen, enforce_sorted=packed.sorted_indices is None)
 
 
 def cut(batch: Batch, part: slice, samples: int) -> Batch:
     """`batch`, of so many samples, with those of `part` alone. What is not of so many samples stays whole."""
+
+    def cut_leaf(leaf: Any) -> Any:
+        if is_packed(leaf, samples):
+            return _cut_packed(leaf, part)
+        return leaf[part] if has_rows(leaf, samples) or is_listed(leaf, samples) else leaf
+
     return pytree.tree_map(  # type: ignore[no-any-return]
-        lambda leaf: leaf[part] if has_rows(leaf, samples) or is_listed(leaf, samples) else leaf,
-        batch,
-        is_leaf=lambda node: is_listed(node, samples),
+        cut_leaf, batch, is_leaf=lambda node: _is_leaf(node, samples)
     )
