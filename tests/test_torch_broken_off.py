@@ -74,6 +74,29 @@ def test_a_pass_that_all_ranks_break_off_leaves_no_trace(bucket_bytes: int | Non
             torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
 
 
+def test_a_pass_that_all_ranks_break_off_one_of_them_without_a_sample() -> None:
+    def program(engine: Any, steps: tuple[int, ...]) -> list[torch.Tensor]:
+        model = copy.deepcopy(MODEL)
+        balancer = hvd.Balancer(4, engine=engine, min_share=0, adaptive=False)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), balancer=balancer, bucket_bytes=64
+        )
+        for step in steps:
+            rows = torch.full((0 if (step, engine.rank) == (1, 1) else 2, 4), 0.1 * step + engine.rank).double()
+            balancer.begin(len(rows))
+            optimizer.zero_grad()
+            hidden = model[1](model[0](rows))
+            with contextlib.suppress(ValueError):
+                model[2](Failing.apply(hidden) if step == 1 else hidden).square().sum().backward()
+                optimizer.step()
+        return [parameter.detach() for parameter in model.parameters()]
+
+    found = World(2).run(lambda engine: program(engine, (0, 1, 2)), timeout_s=20)
+    wanted = World(2).run(lambda engine: program(engine, (0, 2)), timeout_s=20)
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert all(map(torch.equal, ours, theirs))
+
+
 @pytest.mark.parametrize("name", ["int8", "topk"])
 def test_codecs_keep_nothing_of_a_pass_that_all_ranks_break_off(name: str) -> None:
     torch.manual_seed(0)

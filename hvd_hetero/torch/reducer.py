@@ -221,7 +221,9 @@ class GradientReducer:
     def _hook(self, parameter: torch.nn.Parameter) -> None:
         if not self._callback_queued:
             self._begin_pass()
-        if self._final and self._balancer.count_now and not self.apart:
+        # Without a term in an earlier pass either, zeros are sent: like the others, also of a pass that all break off.
+        counts = self._balancer.count_now or not self._passes.terms
+        if self._final and counts and not self.apart:
             self._step.take(parameter)
 
     @property
