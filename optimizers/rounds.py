@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from hvd_hetero.codecs.verbs import arrays_like
@@ -31,6 +32,15 @@ from .local_sgd import LocalSGD
 
 Lanes = tuple[Sequence[Lane], Callable[[int], Lane] | None]  # of a fragment, and what gives one a buffer of its own
 POLL_S = 1e-3  # between two looks at several merges; a single one is waited for without
+
+
+@dataclass(frozen=True)
+class Sending:
+    """What a rank contributes to the merge that it is about to send for, and how far its gradients were apart."""
+
+    contribution: Contribution = NOTHING
+    work: Work = field(default_factory=Work)
+    spread: float = 0.0
 
 
 class Rounds:
@@ -68,7 +78,7 @@ class Rounds:
         self._finishing = False
         self._ended: set[int] = set()  # fragments whose last merge came while all ranks were finishing
         self._recent: list[tuple[float, float]] = []
-        self._sending: tuple[Contribution, Work, float] = (NOTHING, Work(), 0.0)
+        self._sending = Sending()
         self._missing = False  # what is sent is nothing, said in advance
         self.fragments = [
             Fragment(index=index, store=store, lanes=list(own), spare=spare, outer=rule.outer,
@@ -180,9 +190,9 @@ class Rounds:
 
     def _send(self, fragment: Fragment) -> None:
         if not fragment.send(self._weigh):
-            _, given_up, _ = self._sending
-            self._on_merge({"fragment": fragment.index, "dropped_steps": given_up.steps, "why": "not finite"})
-        self._sending, self._missing = (NOTHING, Work(), 0.0), True
+            given_up = self._sending.work.steps
+            self._on_merge({"fragment": fragment.index, "dropped_steps": given_up, "why": "not finite"})
+        self._sending, self._missing = Sending(), True
         try:
             for _ in range(self._missed):
                 fragment.miss()
@@ -208,29 +218,32 @@ class Rounds:
             norm, reach = work.lr_sum, work.rate_batches
         weight = self._part if self.rule.weights == "fednova" else work.samples / self.unit
         chosen = contribution(weight, norm if math.isfinite(square) else 0.0, reach)
-        self._sending = (chosen, work, chosen.spread(square) if chosen.weight else 0.0)
+        self._sending = Sending(chosen, work, chosen.spread(square) if chosen.weight else 0.0)
         return chosen
 
     @property
     def weight(self) -> float:
         """What this rank's progress is multiplied by in the contribution that is being sent."""
-        return self._sending[0].before
+        return self._sending.contribution.before
 
     def _outgoing(self, index: int) -> list[float]:
         """The control vector of fragment `index`, right before it is sent."""
-        (contribution, work, spread), measured = self._sending, index == 0
+        sending, measured = self._sending, index == 0
         leads = measured and self._leads
         if measured and self._recent and not self._missing:
             # The median: a stall is no property of the share.
             samples, seconds = sorted(self._recent, key=lambda each: each[1] / each[0])[len(self._recent) // 2]
             self.balancer.timesheet.reported, self._recent = (samples, seconds), []
-        return merge_control.pack(
-            contribution, spread=spread, finishing=self._finishing, rank=self.rank, ranks=self.size,
-            own=(work.steps, work.samples, self.balancer.step),
-            balancer=self.balancer.dialogue.outgoing_in_advance() if self._missing and leads
-            else self.balancer.dialogue.outgoing(
+        dialogue, work = self.balancer.dialogue, sending.work
+        if self._missing and leads:
+            said = dialogue.outgoing_in_advance()
+        else:
+            said = dialogue.outgoing(
                 leads=leads, measured=measured, count=work.samples, ahead=self.most_ahead, answers=1 + self._missed
-            ),
+            )
+        return merge_control.pack(
+            sending.contribution, spread=sending.spread, finishing=self._finishing, rank=self.rank, ranks=self.size,
+            own=(work.steps, work.samples, self.balancer.step), balancer=said,
         )  # fmt: skip
 
     @property

@@ -125,7 +125,7 @@ def present(found: Mapping[str, Mapping[str, object]], flags: Sequence[str], cud
 
 def compiler() -> tuple[str, str]:
     """The C++ compiler's command and version; raises `MissingTool`."""
-    chosen = os.environ.get("CXX")
+    chosen = os.environ.get("CXX", "").strip()
     for command in (chosen,) if chosen else ("c++", "g++", "clang++"):
         program = shutil.which(command.split()[0])
         if program and (version := first_line(output([program, "--version"]))):

@@ -71,7 +71,7 @@ class GradientReducer:
         # With op=Sum, what `p.grad` held before is to be multiplied as what is added.
         self._hooks = Hooks(self, after=self._hook, before=None if scale == 1.0 else self._before_gradient)
         self._passes = Passes(self._parameters)  # since the last exchange
-        self._callback_queued = False  # a backward pass has begun, and its end has not come
+        self._in_pass = False  # a backward pass has begun, and its end has not come
         self._broken_off = False  # an exception ended the last pass when part of its gradients were sent
         self._terms = 0.0  # of the last step, on this rank
         self._untouched = True  # no gradient was added to `p.grad` since the last exchange
@@ -183,13 +183,13 @@ class GradientReducer:
         What was sent of them is a part of an exchange, which is brought to its end and left. That is a collective call,
         for ranks that have had the exception alike. Of ranks where one alone had it, that one has missed a step.
         """
-        if not self._callback_queued:
+        if not self._in_pass:
             return
-        self._callback_queued, self._untouched = False, True
+        self._in_pass, self._untouched = False, True
         self._broken_off = self._step.sent
         if self._broken_off:
             self._step.take_rest()
-            _, _, hear = self._step.finish(deliver=False)
+            _, _, hear = self._step.finish(counts=False)
             hear()
             self._weighing.noise.forget()
         self._step.drop()
@@ -207,7 +207,7 @@ class GradientReducer:
                 "hvd.BalancedDataLoader, or call balancer.begin(samples) for each batch."
             )
         torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)
-        self._callback_queued, self._broken_off = True, False
+        self._in_pass, self._broken_off = True, False
         self.reduced = False
         self._passes.begin(terms)
         self._final = self._balancer.last_pass and self._weighing.complete
@@ -219,7 +219,7 @@ class GradientReducer:
             self._passes.keep(self._weighing.scale)
 
     def _hook(self, parameter: torch.nn.Parameter) -> None:
-        if not self._callback_queued:
+        if not self._in_pass:
             self._begin_pass()
         # Without a term in an earlier pass either, zeros are sent: like the others, also of a pass that all break off.
         counts = self._balancer.count_now or not self._passes.terms
@@ -232,7 +232,7 @@ class GradientReducer:
         return self.local is not None and self.local.steps.apart()
 
     def _after_backward(self) -> None:
-        self._callback_queued = False
+        self._in_pass = False
         if torch._C._current_autograd_node() is not None:  # its end is not that of the backward pass around it
             raise RuntimeError(REENTRANT.format("some in a backward pass within another"))
         self._passes.end(final=self._final)

@@ -112,23 +112,23 @@ class ReducedStep:
         self._exchange.submit_nothing()
         return self._exchange.done
 
-    def finish(self, *, deliver: bool = True) -> tuple[float, int, Callable[[], None]]:
-        """Makes every `p.grad` the global one, once all are taken – unless it is not to `deliver` them. Returns the
-        seconds waited, the bytes sent, and what takes in what all ranks said with them: `Weighing.incoming`."""
+    def finish(self, *, counts: bool = True) -> tuple[float, int, Callable[[], None]]:
+        """Makes every `p.grad` the global one, once all are taken – unless the step does not count. Returns the seconds
+        waited, the bytes sent, and what takes in what all ranks said with them: `Weighing.incoming`."""
         start = time.perf_counter()
         weighing, balancer = self._weighing, self._weighing.balancer
         terms, batches = self._passes.terms, weighing.batches
         balancer.pause()
         try:
             with _full_precision(self._device):
-                results, total = self._exchange.finish(weighing.factor, counts=deliver)
+                results, total = self._exchange.finish(weighing.factor, counts=counts)
         finally:
             self._begin()
             self._passes.clear()
             weighing.end()
         waited_s = time.perf_counter() - start
         balancer.resume()
-        if deliver:
+        if counts:
             for index, flat in enumerate(results):
                 self.layout.deliver(index, flat)
         norms = functools.partial(weighing.noise.of, self.layout, results)
