@@ -393,11 +393,14 @@ def test_the_child_ends_when_told(ranks, child):
     assert "in loads" in told and '"gradient"' in told, "with what it was doing"
 
 
-def test_nobody_watches_where_the_stall_check_is_off():
-    off = Watch(None)
-    assert off.introduce(0) == ""
-    off.meet(["", ""])
-    off.submitted("a")
-    with off.waiting("a", (0, 1)):
-        pass
-    assert off.explain((0, 1)) == ""
+def test_nobody_watches_where_the_stall_check_is_off(ranks):
+    """But who is awaited goes on: the bound of a local strategy is no place to wait for good."""
+    two = ranks(2, patience=None)
+    seen = threading.Event()
+    waiter = threading.Thread(target=two.wait, args=(1, "metric", 0.6, (0, 1), seen.is_set))
+    waiter.start()
+    give_up = time.monotonic() + LIMIT_S / 2
+    assert not two.watches[0].wait_unless_awaited(lambda: time.monotonic() > give_up, "merge", (0, 1))
+    seen.set()
+    waiter.join()
+    assert not two.watches[0].watches and not two.said and not two.left

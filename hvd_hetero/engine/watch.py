@@ -40,7 +40,7 @@ class Watch:
     """What one rank does and waits for.
 
     Args:
-        patience: how long a wait may be; None: nobody watches.
+        patience: how long a wait may be; None: nobody watches, but this rank can be asked, and asks, who is awaited.
         say: prints.
         leave: ends this process at once, with a status.
     """
@@ -92,20 +92,19 @@ class Watch:
     @property
     def watches(self) -> bool:
         """Whether anybody looks at what this rank waits for."""
-        return self._ear is not None
+        return self._ear is not None and self._patience is not None
 
     def introduce(self, rank: int) -> str:
         """Listens for questions to this rank; what the others have to know for that, as one line of text."""
-        if self._patience is None:
-            return ""
         if self._ear is None:
             try:
                 self._ear = Ear(self._answer)
             except OSError as error:
                 self._say(f"hvd_hetero: no port to be asked at ({error}): waits are not explained.")
                 return ""
-            threading.Thread(target=self._watch, name="hvd_hetero.watch", daemon=True).start()
-            atexit.register(self._look_aside)
+            if self.watches:
+                threading.Thread(target=self._watch, name="hvd_hetero.watch", daemon=True).start()
+                atexit.register(self._look_aside)
         self._company.me = me = self._ear.peer(rank)
         return me.to_text()
 
