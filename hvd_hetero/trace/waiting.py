@@ -88,12 +88,13 @@ class Timed(NamedTuple):
 
 def timed(run: RankRun) -> list[Timed]:
     """The steps of one rank. Between two sessions of a resumed run nothing is known."""
-    spans = [b.t_s - a.t_s if b.step == a.step + 1 and b.t_s >= a.t_s else None for a, b in pairwise(run.steps)]
-    starts = run.session_starts
-    return [
-        Timed(step, None if step.step in starts else span)
-        for step, span in zip(run.steps, [None, *spans], strict=True)
-    ] if run.steps else []
+
+    def span_s(before: Step, step: Step) -> float | None:
+        follows = step.step == before.step + 1 and step.step not in run.session_starts
+        return step.t_s - before.t_s if follows and step.t_s >= before.t_s else None
+
+    first = [Timed(step, None) for step in run.steps[:1]]
+    return first + [Timed(step, span_s(before, step)) for before, step in pairwise(run.steps)]
 
 
 def apart(run: RankRun, steps: Sequence[int]) -> set[int]:
