@@ -76,6 +76,7 @@ def test_a_plan_needs_no_run_where_speeds_are_told(capsys):
     (["report", "{run}", "--picture", "{run}/report.nonsense"], 1, "--picture: expected a file"),
     (["report", "{run}", "--json", "{run}/missing/file"], 1, "--json: expected a file"),
     (["plan", "missing"], 1, "HVD_HETERO_RUN"),
+    (["plan", "{run}", "--skip", "-3"], 1, "--skip: expected 0 or more"),
     (["plan", "{run}", "--max-share", "7:4"], 1, "RANK:SAMPLES, of ranks 0 to 1"),
     (["plan", "{run}", "--max-share", "0:4", "--max-share", "1:4"], 1, "--global-batch-size or --max-share"),
     (["plan", "{run}", "--skip", "58"], 1, "expected 5 steps of rank 0"),

@@ -1,14 +1,17 @@
-"""Tables for people, by rich."""
+"""What commands print: tables for people, by rich, and JSON for programs."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from hvd_hetero.cli.error import CommandError
 from hvd_hetero.engine.environment import under_mpi
 
+TO_STDOUT = "-"
 WIDTH = 132  # of the tables where output is no terminal: horovodrun's prefix comes on top
 
 
@@ -43,3 +46,17 @@ def table(make: Any, title: str, columns: Sequence[str], rows: Sequence[Sequence
     for row in rows:
         made.add_row(*row)
     return made
+
+
+def write(found: dict[str, Any], place: str | None, *, otherwise: Callable[[], None]) -> None:
+    """None; writes `found` as JSON to the output or a file, and prints tables by `otherwise` unless it went to the
+    output. Raises CommandError where the file cannot be written."""
+    if place == TO_STDOUT:
+        print(json.dumps(found), flush=True)
+        return
+    otherwise()
+    if place is not None:
+        try:
+            Path(place).write_text(json.dumps(found) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise CommandError(f"--json: expected a file that can be written. Received: {error}.") from error

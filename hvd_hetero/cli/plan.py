@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hvd_hetero.cli.console import rich_console, seconds_text, table
+from hvd_hetero.cli.console import TO_STDOUT, rich_console, seconds_text, table, write
 from hvd_hetero.cli.error import CommandError, UsageError
-from hvd_hetero.cli.report import SKIP, TO_STDOUT, report_of, shares_text, write
+from hvd_hetero.cli.report_content import SKIP, report_of, shares_text
 from hvd_hetero.policy.forecast import Forecast, advice, forecasts
 from hvd_hetero.policy.jitter import Jitter, synchronous_step_s
 from hvd_hetero.policy.partition import Bound, InfeasibleError

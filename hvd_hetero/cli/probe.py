@@ -14,7 +14,7 @@ from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
-from hvd_hetero.cli.console import rich_console, seconds_text
+from hvd_hetero.cli.console import TO_STDOUT, rich_console, seconds_text
 from hvd_hetero.cli.error import CommandError, MissingFramework
 from hvd_hetero.engine.environment import launched
 from hvd_hetero.engine.finding import Probe
@@ -26,7 +26,6 @@ from hvd_hetero.policy.algorithm import expected_s
 
 MOST_ROWS = 16          # of links; of a larger cluster each level has one row
 HOW_TO_START = "one rank: to see links, start it on several, such as `horovodrun -np 4 -H a:2,b:2 hvd-hetero probe`"
-TO_STDOUT = "-"
 NOTEWORTHY_STALLS = 0.02
 EXPECTED_BYTES = 2**24
 

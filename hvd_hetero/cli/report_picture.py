@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from hvd_hetero.cli.error import CommandError
-from hvd_hetero.cli.report import Report
+from hvd_hetero.cli.report_content import MOST_RANKS, Report
 from hvd_hetero.trace.waiting import parts, timed
 
 COLOURS = {"compute": "#4c78a8", "data": "#f2a541", "exchange": "#9d9d9d", "waiting": "#d1495b", "rest": "#c9b79c"}
-MOST_LABELS = 16  # ranks: with more, numbers in the squares would hide one another
 POINTS = 400  # of a line: steps beyond are taken together
 
 
@@ -59,7 +58,7 @@ def _time(axes: Any, report: Report) -> None:
         axes.barh(range(len(ranks)), widths, left=left, color=COLOURS[name], label=name, height=0.7)
         left = [a + b for a, b in zip(left, widths, strict=True)]
     names = [f"rank {rank.rank}" + (f" ({rank.host})" if rank.host else "") for rank in ranks]
-    if len(ranks) <= MOST_LABELS:
+    if len(ranks) <= MOST_RANKS:
         axes.set_yticks(range(len(ranks)), names, fontsize=8)
     else:
         axes.set_ylabel("rank")
@@ -78,7 +77,7 @@ def _who(axes: Any, report: Report, figure: Any) -> None:
     image = axes.imshow(waits.waited_s, cmap="Reds", vmin=0.0)
     figure.colorbar(image, ax=axes, label="seconds", shrink=0.8)
     axes.set(xlabel="for rank", ylabel="rank", title=f"Who waited for whom, {waits.steps} synchronous steps")
-    if len(waits.ranks) <= MOST_LABELS:
+    if len(waits.ranks) <= MOST_RANKS:
         axes.set_xticks(range(len(waits.ranks)), waits.ranks)
         axes.set_yticks(range(len(waits.ranks)), waits.ranks)
         most = max(map(max, waits.waited_s))
@@ -95,7 +94,7 @@ def _shares(axes: Any, report: Report) -> None:
         axes.step(steps, [step.share for step in rank.steps], where="post", linewidth=1.2, label=f"rank {rank.rank}")
     axes.set(ylabel="samples", title="Shares of the global batch", ylim=(0, None))
     axes.yaxis.get_major_locator().set_params(integer=True)
-    if len(report.run.ranks) <= MOST_LABELS:
+    if len(report.run.ranks) <= MOST_RANKS:
         axes.legend(ncols=4, fontsize=7)
 
 

@@ -1,0 +1,143 @@
+"""What there is to say of a run, out of its trace: numbers, and what follows from them in words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hvd_hetero.cli.console import seconds_text
+from hvd_hetero.cli.error import CommandError
+from hvd_hetero.trace.reader import NewerFormatError, Run, read
+from hvd_hetero.trace.waiting import Waiting, parts, waiting
+
+SKIP = 5  # steps in which frameworks compile, and caches fill
+MOST_RANKS = 16  # that are told of one by one
+
+# Parts of the time from which on something is worth a word.
+WORTH_WAITING, WORTH_EXCHANGE, WORTH_DATA = 0.10, 0.15, 0.05
+ONE_RANK = 0.6  # of all waiting was for one rank
+ONE_CAUSE = 0.5  # of the waiting for it has one cause
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What there is to say of a run."""
+
+    run: Run
+    skip: int
+    waits: Waiting
+
+    @property
+    def steps(self) -> int:
+        """The most that a rank recorded."""
+        return max(len(rank.steps) for rank in self.run.ranks.values())
+
+    @property
+    def together(self) -> float:
+        """The part of the steps that were synchronous."""
+        return self.waits.steps / max(1, self.steps - self.skip)
+
+    @property
+    def merges(self) -> int:
+        """How often ranks merged that made steps apart."""
+        return max(sum(event.kind == "merge" and "merge" in event.fields for event in rank.events)
+                   for rank in self.run.ranks.values())
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything, as JSON takes it."""
+        ranks = []
+        for rank, summary in zip(self.run.ranks.values(), self.run.summaries(skip=self.skip), strict=True):
+            numbers = {"rank": rank.rank, "host": rank.host, "parts": parts(rank, skip=self.skip), **asdict(summary)}
+            ranks.append({**numbers, "dropped": rank.dropped, "unreadable": rank.unreadable})
+        waits = {**asdict(self.waits), "causes": [cause._asdict() for cause in self.waits.causes]}
+        return {
+            "folder": self.run.folder, "steps": self.steps, "skipped": self.skip, "merges": self.merges,
+            "ranks": ranks, "waiting": waits, "plans": [asdict(plan) for plan in self.run.plans],
+            "advice": advice(self),
+        }
+
+
+def report_of(folder: str, *, skip: int = SKIP) -> Report:
+    """The report of the run in `folder`. Raises CommandError where there is none that can be read."""
+    if skip < 0:
+        raise CommandError(f"--skip: expected 0 or more. Received: {skip}.")
+    try:
+        run = read(folder)
+    except (FileNotFoundError, NewerFormatError) as error:
+        raise CommandError(f"{error}\n  What to do: name the folder that hvd.Balancer(run=...) or HVD_HETERO_RUN "
+                           "named, of one job.") from error
+    if not any(rank.steps[skip:] for rank in run.ranks.values()):
+        raise CommandError(f"expected a run of more than {skip} steps. Received: {folder}, of "
+                           f"{max(len(rank.steps) for rank in run.ranks.values())}.\n"
+                           "  What to do: train for longer, or take --skip 0.")
+    return Report(run=run, skip=skip, waits=waiting(run, skip=skip))
+
+
+# In words -------------------------------------------------------------------------------------------------------------
+
+
+def percent(part: float) -> str:
+    """A part of a whole for people."""
+    return f"{100 * part:.0f} %" if part >= 0.0995 or part == 0 else f"{100 * part:.1f} %"
+
+
+def shares_text(shares: Sequence[int]) -> str:
+    """Shares for people; of many ranks the least and the most."""
+    return ":".join(map(str, shares)) if len(shares) <= MOST_RANKS else f"{min(shares)} to {max(shares)}"
+
+
+def headline(report: Report) -> str:
+    """What run this is."""
+    summaries = report.run.summaries(skip=report.skip)
+    samples_per_s = sum(summary.samples_per_s for summary in summaries)
+    words = f"{report.run.folder}: {len(summaries)} ranks, {report.steps} steps, {samples_per_s:,.4g} samples/s"
+    if report.together >= 0.5:
+        exchange = percent(report.waits.exchange_part)
+        words += f"; {seconds_text(report.waits.step_s)} a step, of which the exchange {exchange}"
+    if report.merges:
+        words += f"; {report.merges} merges of steps apart"
+    return words + f". Without the first {report.skip} steps." * bool(report.skip)
+
+
+def advice(report: Report) -> list[str]:
+    """What to look at, most important first."""
+    waits, said = report.waits, []
+    if waits.waited_part * report.together >= WORTH_WAITING:
+        said.append(_of_waiting(waits))
+    for rank in report.run.ranks.values():
+        data = parts(rank, skip=report.skip)["data"]
+        if data >= WORTH_DATA:
+            said.append(f"Rank {rank.rank} waits for its data for {percent(data)} of its time: more num_workers (in "
+                        "Keras, workers), or a quicker disk.")
+    if waits.exchange_part * report.together >= WORTH_EXCHANGE:
+        said.append(f"Exchanges take {percent(waits.exchange_part)} of a step once all ranks have come: "
+                    'topology="auto" and hvd.Compression.auto try what is faster; larger global batches need fewer.')
+    for rank in report.run.ranks.values():
+        if rank.dropped or rank.unreadable:
+            said.append(f"The record of rank {rank.rank} lacks {rank.dropped} lines that could not be written, and "
+                        f"{rank.unreadable} that cannot be read.")
+    return said or ["Nothing stands out: ranks hardly wait for each other, for data or for the exchange."]
+
+
+def _of_waiting(waits: Waiting) -> str:
+    """For whom ranks waited, why, and what helps."""
+    total = sum(map(sum, waits.waited_s))
+    index = max(range(len(waits.ranks)), key=waits.waited_for)
+    words = f"Ranks wait for each other for {percent(waits.waited_part)} of the time"
+    if waits.waited_for(index) < ONE_RANK * total:
+        return (f"{words}, for one rank now and for another then: where each rank's steps vary, "
+                'strategy="local" waits for nobody.')
+    causes = waits.causes[index]
+    name, seconds = max(causes._asdict().items(), key=lambda each: each[1])
+    words += f", {percent(waits.waited_for(index) / total)} of that for rank {waits.ranks[index]}"
+    if seconds < ONE_CAUSE * causes.whole:
+        return words + "."
+    help_with = {
+        "data": ", whose data comes late: more num_workers there (in Keras, workers), or a quicker disk.",
+        "compute": ", which computes for longer: see its max_share and quantum, whether the plan is adaptive, and "
+                   "whether its speed varies (`hvd-hetero plan` says what other shares would make).",
+        "rest": ", for what it does beside training (validation, saving, printing): share that out, or do it more "
+                "rarely.",
+    }
+    return words + help_with[name]

@@ -1,0 +1,98 @@
+"""The tables of a run's report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hvd_hetero.cli.console import rich_console, seconds_text, table
+from hvd_hetero.cli.report_content import MOST_RANKS, Report, advice, headline, percent, shares_text
+from hvd_hetero.policy.strategy import SYNCHRONOUS
+from hvd_hetero.trace.reader import Run
+from hvd_hetero.trace.waiting import Waiting, parts
+
+MOST_PLANS = 12
+
+
+def show(report: Report) -> None:
+    """None; prints the tables and what follows from them."""
+    console, make = rich_console()
+
+    def say(line: str) -> None:
+        console.print(line, markup=False, soft_wrap=True)
+
+    say(headline(report))
+    console.print(_of_ranks(report, make))
+    if any(map(any, report.waits.waited_s)):
+        console.print(_who_waited(report.waits, make))
+    if plans := report.run.plans:
+        console.print(_of_plans(report, make))
+        if len(plans) > MOST_PLANS:
+            say(f"… of {len(plans)} plans, the last {MOST_PLANS}.")
+    for event in _noteworthy(report.run):
+        say(event)
+    for line in advice(report):
+        say(line)
+
+
+def _of_ranks(report: Report, make: Any) -> Any:
+    rows = []
+    for rank, summary in zip(report.run.ranks.values(), report.run.summaries(skip=report.skip), strict=True):
+        part = parts(rank, skip=report.skip)
+        share = str(rank.steps[-1].share) if rank.steps else "–"
+        index = report.waits.ranks.index(rank.rank)
+        last = percent(report.waits.last[index] / report.waits.steps) if report.waits.steps else "–"
+        rows.append([str(rank.rank), rank.host or "–", share, f"{summary.samples_per_s:,.4g}",
+                     *(percent(part[name]) for name in ("compute", "data", "wait", "rest")), last])
+    columns = ["rank", "host", "last share", "samples/s", "compute", "data", "waiting", "rest", "came last in"]
+    return table(make, "Where the time of each rank went", columns, rows, left=["host"])
+
+
+def _who_waited(waits: Waiting, make: Any) -> Any:
+    indices = sorted(range(len(waits.ranks)), key=waits.waited_for, reverse=True)[:MOST_RANKS]
+    indices = sorted(i for i in indices if waits.waited_for(i) > 0)
+    rows = []
+    for i in sorted(range(len(waits.ranks)), key=lambda i: -sum(waits.waited_s[i]))[:MOST_RANKS]:
+        cells = ["–" if i == j else seconds_text(waits.waited_s[i][j]) for j in indices]
+        rows.append([f"rank {waits.ranks[i]}", *cells, seconds_text(sum(waits.waited_s[i]))])
+    rows.sort(key=lambda row: int(row[0].split()[1]))
+    total = seconds_text(sum(map(sum, waits.waited_s)))
+    rows.append(["all", *(seconds_text(waits.waited_for(j)) for j in indices), total])
+    for name in ("compute", "data", "rest"):
+        whole = [waits.causes[j].whole for j in indices]
+        values = [getattr(waits.causes[j], name) / w if w else 0.0 for j, w in zip(indices, whole, strict=True)]
+        rows.append([f"because of its {name}", *map(percent, values), ""])
+    columns = ["", *(f"for rank {waits.ranks[j]}" for j in indices), "in all"]
+    return table(make, f"Who waited for whom, in {waits.steps} synchronous steps", columns, rows, left=[""])
+
+
+def _of_plans(report: Report, make: Any) -> Any:
+    plans = report.run.plans[-MOST_PLANS:]
+    changes = any(plan.strategy != SYNCHRONOUS for plan in plans)  # else the script has fixed it
+    rows = []
+    for plan in plans:
+        expected = seconds_text(plan.predicted_step_s) if plan.predicted_step_s else "–"
+        strategy = [plan.strategy] if changes else []
+        rows.append([str(plan.step), shares_text(plan.shares), *strategy, expected, plan.reason])
+    columns = ["from step", "shares", *(["strategy"] if changes else []), "expected step", "why"]
+    return table(make, "Plans", columns, rows, left=["shares", "strategy", "why"])
+
+
+def _ranks(numbers: Sequence[int]) -> str:
+    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}" if numbers else "others"
+
+
+def _noteworthy(run: Run) -> list[str]:
+    """Changes of ranks and long waits, as they were recorded; each once, however many ranks tell of it."""
+    lines: list[str] = []
+    for rank in run.ranks.values():
+        for event in rank.events:
+            fields = event.fields
+            if event.kind == "ranks":
+                lines.append(f"From step {fields.get('step', '?')} on there were {fields.get('size', '?')} ranks.")
+            elif event.kind == "parameters":
+                lines.append(f"Parameters of {_ranks(fields.get('ranks', []))} were off by rounding, and mended.")
+            elif event.kind == "wait":
+                lines.append(f"Rank {rank.rank} waited {seconds_text(float(fields.get('waited_s', 0)))} for "
+                             f"{_ranks(fields.get('missing', []))}, at {fields.get('line', 'an unknown line')}.")
+    return list(dict.fromkeys(lines))[:MOST_PLANS]
