@@ -35,11 +35,15 @@ class Balancer(FrameworkFree):
         super().__init__(engine, global_batch_size=WHOLE, shares=shares if engine.size > 1 else None, **options)
         self.announced, self.ended_epochs = [], 0
 
-    def announce(self, samples):
+    def announce(self, samples, *, by):
         self.announced.append(samples)
 
-    def forget(self, *, ahead):
+    def forget(self, *, ahead, by):
         self.announced.clear()
+
+    def withdraw(self, by): ...
+
+    def trained(self, by): ...
 
     def end_epoch(self):
         self.ended_epochs += 1
@@ -470,6 +474,23 @@ def test_parts_of_an_exchange_are_of_one_batch_whatever_is_announced():
     assert seen == [
         (step, float(samples), leads) for step, samples in enumerate((8, 7, 6)) for leads in (True, False, False)
     ]
+
+
+@pytest.mark.parametrize("prefetch", [None, 0, 1])
+def test_an_evaluation_in_the_midst_of_an_epoch_of_another_dataset_takes_nothing_from_it(prefetch):
+    from hvd_hetero.keras.balancer import Balancer as OfKeras
+
+    balancer, exchange = OfKeras(WHOLE, engine=SoloEngine()), Exchange()
+    balancer.exchanges.attach(exchange)
+    trained, looked_at = Keras(make(balancer), prefetch=prefetch), Keras(make(balancer), prefetch=prefetch)
+    seen = []
+    for _ in range(2):
+        for batch in trained.epoch():
+            balancer.exchanges.runs(exchange)
+            assert balancer.count_now == len(batch[0])
+            seen += numbers(batch)
+            list(looked_at.epoch())
+    assert sorted(seen[:LENGTH]) == sorted(seen[LENGTH:]) == list(range(LENGTH)) and balancer.step == 5
 
 
 class Stream:

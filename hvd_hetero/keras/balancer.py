@@ -18,6 +18,19 @@ from . import backend
 from .factor import Factors
 
 
+class Announced:
+    """Batches that were announced and are not in use yet: samples of each, and terms where these are others.
+
+    Args:
+        ahead: they are announced while others are in use.
+    """
+
+    def __init__(self, *, ahead: bool = False) -> None:
+        self.samples: deque[int] = deque()
+        self.terms: deque[float] = deque()
+        self.ahead = ahead
+
+
 class Balancer(framework_free.Balancer):
     """Shares of the global batch in proportion to each rank's measured speed; one per training loop.
 
@@ -64,28 +77,46 @@ class Balancer(framework_free.Balancer):
             trace=trace_of(run or run_folder(), rank=engine.rank, clock=time.time, host=host_identity()[0]),
         )
         self.factors = Factors()  # of the optimizers' learning rates
-        self._announced: deque[int] = deque()
-        self._announced_terms: deque[float] = deque()  # of the first of them, where they are no samples
+        # By who announces them (None: the script); what comes next is of the last one. A dataset that is evaluated in
+        # the midst of another one's epoch comes after that, and goes again.
+        self._queues: dict[Any, Announced] = {None: Announced()}
         self._told = False  # the script itself has begun the batch that is to be exchanged next
         self._instead = False  # and it begins those that are announced as well
-        self._ahead = False  # batches are announced while others are in use
 
-    def announce(self, samples: int) -> None:
+    @property
+    def _next(self) -> Announced:
+        """What was announced by who is to announce the batch that comes next."""
+        return next(reversed(self._queues.values()))
+
+    def announce(self, samples: int, *, by: Any = None) -> None:
         """Says that a batch of `samples` follows those announced before; may be called from a thread that loads."""
         if samples < 0:
             raise ValueError(f"samples: expected 0 or more. Received: {samples}.")
-        self._announced.append(samples)
+        if (queue := self._queues.get(by)) is not None:  # a thread may still load for a fit that was interrupted
+            queue.samples.append(samples)
 
-    def announce_terms(self, terms: float) -> None:
+    def announce_terms(self, terms: float, *, by: Any = None) -> None:
         """Says over how many loss terms the loss of the next batch announced is a mean, where these are no samples."""
-        self._announced_terms.append(terms)
+        if (queue := self._queues.get(by)) is not None:
+            queue.terms.append(terms)
 
-    def forget(self, *, ahead: bool = False) -> None:
-        """Drops announcements: an epoch begins, or a fit was interrupted. The time since the last step, in which there
-        may have been a validation, is not measured. `ahead`: batches will be announced while others are in use."""
-        self._drop()
-        self._ahead = ahead
+    def forget(self, *, ahead: bool = False, by: Any = None) -> None:
+        """Drops what was announced `by` one whose batches come next: an epoch begins, or a fit was interrupted. The
+        time since the last step, in which there may have been a validation, is not measured. `ahead`: batches will be
+        announced while others are in use."""
+        self._queues.pop(by, None)
+        self._queues[by] = Announced(ahead=ahead)
+        self._between()
         self.resume()
+
+    def withdraw(self, by: Any) -> None:
+        """Says that what was announced `by` a dataset was no training: what was announced before it comes next."""
+        self._queues.pop(by, None)
+        self._between()
+
+    def trained(self, by: Any) -> None:
+        """Says that what was announced `by` a dataset was trained on: what was announced before it never comes."""
+        self._queues = {None: Announced(), **{each: queue for each, queue in self._queues.items() if each is by}}
 
     def state_dict(self) -> dict[str, Any]:
         """What any balancer keeps, and where the factors of learning rates are."""
@@ -95,14 +126,14 @@ class Balancer(framework_free.Balancer):
         """Goes on from `state`; what was announced for batches after it is dropped."""
         super().load_state_dict(state)
         self.factors.load_state_dict(state.get("factors", {}))
-        self._drop()
+        self._queues = {by: Announced() for by in self._queues}
+        self._between()
         self._told = False
 
-    def _drop(self) -> None:
-        self._announced.clear()
-        self._announced_terms.clear()
+    def _between(self) -> None:
+        """No batch is in use."""
         self.exchanges.end_batch()
-        self._instead, self._ahead = False, False
+        self._instead = False
 
     def end_epoch(self) -> None:
         """Says that the samples of an epoch are used up: what is exchanged next is of another batch."""
@@ -112,25 +143,25 @@ class Balancer(framework_free.Balancer):
     @property
     def idle(self) -> bool:
         """Whether this rank has no sample in the batch whose gradients come next: what it holds is another rank's."""
-        return (self._announced[0] if self._may_begin else self.count_now) == 0
+        return (self._next.samples[0] if self._may_begin else self.count_now) == 0
 
     @property
     def terms_due(self) -> float | None:
         """Over how many terms the loss of the batch is a mean whose gradients come next; None: nobody said."""
         if not self._may_begin:
             return self.count_now
-        return self._announced_terms[0] if self._announced_terms else self._announced[0]
+        return (self._next.terms or self._next.samples)[0]
 
     @property
     def _may_begin(self) -> bool:
         """Whether the batch to be exchanged next may be one that is announced."""
-        return bool(self._announced) and not self._told and not self._instead
+        return bool(self._next.samples) and not self._told and not self._instead
 
     def begin(self, samples: int) -> None:
         """Starts a global batch of which this rank has `samples`, in a loop without a `BalancedDataset`."""
         super().begin(samples)
         self.exchanges.end_batch()
-        self._told, self._instead = True, bool(self._announced)
+        self._told, self._instead = True, bool(self._next.samples)
 
     def begin_unseen(self) -> bool:
         """Whether an announced batch begins: the exchange asks, whose gradients are there. One that comes again is of
@@ -144,7 +175,7 @@ class Balancer(framework_free.Balancer):
             return False
         if not self._may_begin:
             if self.exchanges.ran:
-                if self._instead or not self._ahead:
+                if self._instead or not self._next.ahead:
                     return False
                 self.fail()  # a rank that loads more slowly may not see it, and would wait for this one
             raise RuntimeError(
@@ -156,8 +187,9 @@ class Balancer(framework_free.Balancer):
             )
         if not self.timesheet.running:  # the first step of all: nobody was there when it began
             self.discard()
-        self._begin(self._announced.popleft())
-        self._ahead = self._ahead or bool(self._announced)
-        if self._announced_terms:
-            self.count(self._announced_terms.popleft())
+        queue = self._next
+        self._begin(queue.samples.popleft())
+        queue.ahead = queue.ahead or bool(queue.samples)
+        if queue.terms:
+            self.count(queue.terms.popleft())
         return True

@@ -130,8 +130,10 @@ class BalancedDataset(keras.utils.PyDataset):
         used = self._settle()
         if self._at is not None and not self._fresh:
             if used:
+                self.balancer.trained(self)
                 self.balancer.end_epoch()
             else:  # an evaluation: its batches were no training
+                self.balancer.withdraw(self)
                 self._fresh = True
         self._at = None
 
@@ -183,7 +185,7 @@ class BalancedDataset(keras.utils.PyDataset):
         for _, loading in self._loading:
             loading.cancel()
         self._loading.clear()
-        self.balancer.forget(ahead=ahead)
+        self.balancer.forget(ahead=ahead, by=self)
         self.sampler.rewind()
         self._fresh = False
 
@@ -202,18 +204,20 @@ class BalancedDataset(keras.utils.PyDataset):
         try:
             if self._pool is None:
                 dealt = self.sampler.deal()
-                self.balancer.announce(dealt.used)
+                self.balancer.announce(dealt.used, by=self)
                 self._last = self._load(dealt)
             else:
                 while len(self._loading) <= self._ahead:
                     dealt = self.sampler.deal()
                     self._loading.append((dealt, self._submit(dealt)))
                 dealt, loading = self._loading.popleft()
-                self.balancer.announce(dealt.used)  # not before: where Keras reads nothing ahead, it is the next batch
+                # Not before: where Keras reads nothing ahead, it is the next batch.
+                self.balancer.announce(dealt.used, by=self)
                 self._last = loading.result()
             if self._terms is not None:
                 parts = self._last if isinstance(self._last, tuple) else (self._last,)
-                self.balancer.announce_terms(float(self._terms(*parts)) if dealt.used else 0.0)
+                terms = float(self._terms(*parts)) if dealt.used else 0.0
+                self.balancer.announce_terms(terms, by=self)
         except Exception as error:
             # The batches before this one are still to be used, so the others hear of it when this rank gets there.
             self.balancer.stop(error)
