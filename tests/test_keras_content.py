@@ -38,6 +38,17 @@ def test_variables_of_narrow_types_come_back_bit_for_bit():
         assert keras.ops.all(keras.ops.equal(owner.variables[0].value, values)), dtype
 
 
+def test_a_model_computes_with_the_variables_that_it_was_given():
+    def model():
+        return keras.Sequential([keras.Input((2,)), keras.layers.Normalization()])
+
+    x = np.array([[1.0, 2.0], [3.0, 7.0]], "float32")
+    adapted, fresh = model(), model()
+    adapted.layers[0].adapt(x)
+    _Variables(fresh).load_state_dict(_Variables(adapted).state_dict())
+    np.testing.assert_array_equal(fresh.predict(x, verbose=0), adapted.predict(x, verbose=0))
+
+
 def test_other_variables_are_refused():
     owner = type("Owner", (), {"variables": [keras.Variable(np.zeros(3))]})()
     with pytest.raises(ValueError, match=r"Expected 1 variables of the shapes \[\(3,\)\]. Received: \[\(4,\)\]"):

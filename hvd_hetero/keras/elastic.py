@@ -22,6 +22,7 @@ from .callbacks.elastic import CommitStateCallback, UpdateBatchStateCallback, Up
 from .content import loaded, saved
 from .dataset import BalancedDataset
 from .function import broadcast_object, broadcast_variables
+from .normalization import take_in_statistics
 from .place import EndOfBatch, Place
 from .randomness import load_random_state, random_state
 from .resumption import Resumed
@@ -67,6 +68,12 @@ class _Variables:
             )
         for at, variable in enumerate(variables):
             variable.assign(state[str(at)])
+        self.written()
+
+    def written(self) -> None:
+        """To be called after they were assigned."""
+        if isinstance(self.owner, keras.Model):
+            take_in_statistics(self.owner)
 
 
 class KerasState(JobState):
@@ -171,6 +178,7 @@ class KerasState(JobState):
     def _sync_part(self, part: Any, root: int) -> None:
         if isinstance(part, _Variables):
             broadcast_variables(part.variables, root)
+            part.written()
         else:
             super()._sync_part(part, root)
 
@@ -209,6 +217,7 @@ class KerasState(JobState):
         for name, values in state["variables"].items():
             for variable, value in zip(self._parts[name].own, values, strict=True):
                 variable.assign(value)
+            self._parts[name].written()
         self.load_codec_states(state.get("kept", ()))
         self.load_sum_states(state.get("added", ()))
         self.save()

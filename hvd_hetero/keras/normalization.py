@@ -1,4 +1,5 @@
-"""`SyncBatchNormalization`: batch normalisation over the rows of all ranks, however many each has."""
+"""`SyncBatchNormalization`: batch normalisation over the rows of all ranks, however many each has. And what
+`Normalization` needs where ranks get its variables from elsewhere."""
 
 from __future__ import annotations
 
@@ -13,6 +14,14 @@ from hvd_hetero.optimizers.moments import RowSum, merged
 
 from . import backend
 from .balancer import Balancer
+
+
+def take_in_statistics(model: keras.Model) -> None:
+    """To be called after the variables of `model` were written: `Normalization` computes with what it has made of its
+    own at its last `adapt()`, and makes that anew here."""
+    for layer in model._flatten_layers():
+        if isinstance(layer, keras.layers.Normalization):
+            layer.finalize_state()
 
 
 @keras.saving.register_keras_serializable(package="hvd_hetero")

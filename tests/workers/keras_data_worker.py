@@ -171,6 +171,14 @@ def broadcast_makes_ranks_alike():
     callback.set_model(model)
     callback.on_train_begin()
     assert worst([model.weights[0].numpy()], [first[0] + hvd.rank()]) == 0.0
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Normalization(), keras.layers.Dense(1)])
+    if hvd.rank() == 0:
+        model.layers[0].adapt(np.arange(8.0).reshape(2, 4))
+    model.compile(hvd.DistributedOptimizer(sgd()), "mse")
+    callback = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    callback.set_model(model)
+    callback.on_train_begin()
+    assert spread([keras.ops.convert_to_numpy(model(np.ones((1, 4))))]) == 0.0
 
 
 def other_variables_or_optimizers_are_told():

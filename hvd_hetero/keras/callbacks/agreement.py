@@ -16,6 +16,7 @@ from hvd_hetero.optimizers.agreement import agree_text
 
 from .. import backend
 from ..function import broadcast_variables
+from ..normalization import take_in_statistics
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
@@ -60,6 +61,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             optimizer.build(self.model.trainable_variables)
         variables = [v for v in [*self.model.weights, *optimizer.variables] if id(v) not in self._local]
         broadcast_variables(variables, self.root_rank, self._process_set)
+        take_in_statistics(self.model)
         self.broadcast_done = True
 
 
