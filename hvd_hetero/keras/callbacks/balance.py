@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 import keras
+import numpy as np
 
 from hvd_hetero.engine.host import host_identity
 from hvd_hetero.engine.port import gather_text, in_turn
@@ -197,8 +198,8 @@ class TraceCallback(keras.callbacks.Callback):
         self.trace.event("epoch begins", epoch=epoch)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Records the logs of an epoch."""
-        numbers = {key: float(value) for key, value in (logs or {}).items()}
+        """Records the logs of an epoch, but for metrics that are no single number, as F1Score is."""
+        numbers = {key: float(value) for key, value in (logs or {}).items() if np.ndim(value) == 0}
         self.trace.event("epoch ends", epoch=epoch, **numbers)
 
     def on_train_end(self, logs: Any = None) -> None:
