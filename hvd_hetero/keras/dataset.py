@@ -16,7 +16,7 @@ from .balancer import Balancer
 from .ending import free_at_exit
 from .loading import processes, take
 from .randomness import Aside
-from .source import Batch, StreamSource, source_of
+from .source import Batch, StreamSource, source_of, with_texts
 
 AHEAD = 2  # batches loaded ahead by each worker
 
@@ -111,9 +111,7 @@ class BalancedDataset(keras.utils.PyDataset):
     def __getitem__(self, index: int) -> Batch:
         """The next batch in an epoch, whatever `index` is; outside of one a look at batch `index`."""
         self.aside.end()
-        if self._fresh:
-            return self._load(self.sampler.peek(index))
-        return self._next()
+        return with_texts(self._load(self.sampler.peek(index)) if self._fresh else self._next())
 
     def on_epoch_begin(self) -> None:
         """Before the first batch of an epoch."""

@@ -10,14 +10,15 @@ import numpy as np
 from hvd_hetero.optimizers.balancer import Balancer
 from hvd_hetero.optimizers.dealer import evaluation_part
 
-from .source import Batch, source_of
+from .source import Batch, source_of, with_texts
 
 
 class EvaluationDataset(keras.utils.PyDataset):
     """Every sample on one rank: as many on each as its share says, in their order.
 
-    For `validation_data` and `evaluate`; `MetricAverageCallback` then makes the metrics those of all samples. Ranks may
-    have different numbers of batches, since nothing is exchanged.
+    For `validation_data`: `MetricAverageCallback` then makes the metrics those of all samples; and for `predict`, whose
+    results are, one rank's after the other's, in the order of the samples. What `evaluate` returns is of this rank's
+    samples alone. Ranks may have different numbers of batches, since nothing is exchanged.
 
     Args:
         x, y, sample_weight: as of `BalancedDataset`.
@@ -49,4 +50,4 @@ class EvaluationDataset(keras.utils.PyDataset):
 
     def __getitem__(self, index: int) -> Batch:
         mine, size = self._mine()
-        return self._source.take(np.array(mine[index * size : (index + 1) * size]))
+        return with_texts(self._source.take(np.array(mine[index * size : (index + 1) * size])))

@@ -70,6 +70,16 @@ def _as_floatx(leaf: np.ndarray) -> np.ndarray:
     return leaf.astype(keras.config.floatx(), copy=False) if leaf.dtype.kind == "f" else leaf
 
 
+def with_texts(batch: Batch) -> Batch:
+    """The batch, with its texts as the tensors that TensorFlow, which alone has any, makes of them: Keras takes no
+    arrays of them from a PyDataset."""
+    if keras.backend.backend() != "tensorflow":
+        return batch
+    return keras.tree.map_structure(
+        lambda leaf: keras.ops.convert_to_tensor(leaf, "string") if leaf.dtype.kind in "OSU" else leaf, batch
+    )
+
+
 def packed(sample: Any) -> Batch:
     """`sample` as a PyDataset's batches are: a tuple or a dictionary."""
     if isinstance(sample, list):
