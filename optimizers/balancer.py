@@ -166,6 +166,11 @@ class Balancer:
         return tuple(self.planner.plans[self.planner.plans.index(self.plan) :])
 
     @property
+    def batch(self) -> int | None:
+        """The global batch begun last, which has to be the same on all ranks; None where nobody tells of batches."""
+        return self.step
+
+    @property
     def share(self) -> int:
         """This rank's samples of the next global batch."""
         return self.plan_at(self.step + 1).shares[self.rank]

@@ -86,10 +86,11 @@ class Dialogue:
         ahead: int = 0,
         answers: int = 1,
         look: control.Look | None = None,
+        batch: int | None = None,
     ) -> list[float]:
         """This rank's control vector. Before it hears the answer – or so many `answers`, since it says the next ones
         in advance – it begins at most `ahead` further batches. With `measured`, it says what its batches take where it
-        does not lead as well."""
+        does not lead as well. `batch`: the one that it is at, where ranks have to be at the same one."""
         samples, seconds = self._timesheet.reported if leads or measured else (0.0, 0.0)
         dealt_ahead = 0
         if leads:
@@ -111,6 +112,7 @@ class Dialogue:
             ran=self._timesheet.take_stops() if leads else None,
             announcement=self._planner.announcement if leads and self._engine.rank == 0 else None,
             norms=None if noise is None else noise.outgoing(),
+            batch=batch,
         )
 
     def outgoing_in_advance(self) -> list[float]:

@@ -16,6 +16,11 @@ class EqualWeights(Balancer):
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine, global_batch_size=engine.size, adaptive=False)
 
+    @property
+    def batch(self) -> None:
+        """None: ranks count their own passes, and one that joins begins anew."""
+        return None
+
     def rebuild(self) -> None:
         """Goes on with one term for each rank that there is now. A collective call."""
         self._asked = replace(self._asked, global_batch_size=self.engine.size)

@@ -33,6 +33,26 @@ class DivergedError(RuntimeError):
     """Ranks hold different parameters where they must hold the same."""
 
 
+def check_together(batches: Sequence[int], ranks: Sequence[int]) -> None:
+    """Raises DivergedError, on all ranks alike, where they have exchanged gradients of different global batches.
+
+    Args:
+        batches: the one of each rank.
+        ranks: their numbers.
+    """
+    if len(set(batches)) <= 1:
+        return
+    at: dict[int, list[str]] = {}
+    for rank, batch in zip(ranks, batches, strict=True):
+        at.setdefault(batch, []).append(str(rank))
+    found = "; ".join(f"batch {batch} on rank {', '.join(which)}" for batch, which in sorted(at.items()))
+    raise DivergedError(
+        f"Expected gradients of the same global batch from every rank. Received: {found}. A rank that cannot compute "
+        "its part of a batch (out of memory, say) takes part without it: balancer.count(0), optimizer.step(). A state "
+        "of the balancer is loaded on all ranks or on none."
+    )
+
+
 class ParameterGuard:
     """Looks whether all ranks hold the same parameters.
 

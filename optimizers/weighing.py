@@ -15,7 +15,7 @@ from .balancer import Balancer
 from .control import Look, length
 from .local_step import ParameterStore
 from .noise import Buckets, GradientNoise
-from .parameter_guard import ParameterGuard
+from .parameter_guard import ParameterGuard, check_together
 from .ways import Ways
 from .weighted import WeightedExchange
 
@@ -131,10 +131,13 @@ class Weighing:
         """The control vector of a rank whose gradient is over `terms` loss terms."""
         found, interval = self._guard.outgoing()
         look = Look(hash=found, interval=interval)
-        return self.balancer.dialogue.outgoing(leads=self._carries, count=terms, noise=self.noise, look=look)
+        return self.balancer.dialogue.outgoing(
+            leads=self._carries, count=terms, noise=self.noise, look=look, batch=self.balancer.batch
+        )
 
     def incoming(
-        self, total: Sequence[float], *, norms: Callable[[], Sequence[Any]], terms: float, batches: int
+        self, total: Sequence[float], *, norms: Callable[[], Sequence[Any]], terms: float, batches: int,
+        counts: bool = True,
     ) -> None:
         """Takes in what all ranks said with the gradients of a step of `batches` global batches.
 
@@ -142,12 +145,15 @@ class Weighing:
             total: the sum of the control vectors.
             norms: the squared norms of the merged buckets: see `NoiseMeter.end`.
             terms: this rank's.
+            counts: whether the step does; a rank that leaves it out may be between two batches.
 
         Raises:
             PeerError: a rank cannot go on.
-            DivergedError: ranks hold different parameters.
+            DivergedError: ranks are at different batches, or hold different parameters.
         """
         report = self.balancer.dialogue.incoming(total, leads=self._carries, noise=self.noise)
+        if counts:
+            check_together(report.batches, self.engine.ranks)
         self._guard.incoming(report.hashes, report.interval)
         self.noise.end(
             terms=terms, weight=self.weight(terms), merged=norms() if self.engine.rank == 0 else (),

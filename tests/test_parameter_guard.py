@@ -53,6 +53,36 @@ def program(engine, *, change, at=0, rank=1, **options):
     return [p.detach().clone() for p in model.parameters()], events.seen
 
 
+def short_of_memory(engine, *, takes_part):
+    """Trains, while rank 1 cannot compute its part of batch 3; the parameters."""
+    model = copy.deepcopy(PROTOTYPE)
+    balancer = hvd.Balancer(8, engine=engine, shares=(4, 3, 1), adaptive=False)
+    loader = hvd.BalancedDataLoader(DATA, balancer=balancer)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), balancer=balancer)
+    for x, y in loader:
+        optimizer.zero_grad()
+        if balancer.step == 3 and engine.rank == 1:
+            if not takes_part:
+                continue
+            balancer.count(0)
+        else:
+            nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def test_a_rank_that_leaves_a_step_out_alone_ends_all_before_gradients_of_two_batches_are_mixed():
+    for error in World(3).run(lambda engine: short_of_memory(engine, takes_part=False), errors="return"):
+        assert isinstance(error, DivergedError), error
+        assert "Received: batch 3 on rank 0, 2; batch 4 on rank 1." in str(error)
+
+
+def test_a_rank_that_cannot_compute_its_part_takes_part_without_it():
+    first, second, third = World(3).run(lambda engine: short_of_memory(engine, takes_part=True))
+    assert torch.equal(first, second) and torch.equal(first, third)
+    assert not torch.equal(first, torch.cat([p.detach().flatten() for p in PROTOTYPE.parameters()]))
+
+
 def test_a_rank_with_other_parameters_ends_all_with_its_name():
     outcome = World(3).run(lambda engine: program(engine, change=lambda p: p.add_(1.0)), errors="return")
     for error in outcome:

@@ -132,7 +132,7 @@ class ReducedStep:
             for index, flat in enumerate(results):
                 self.layout.deliver(index, flat)
         norms = functools.partial(weighing.noise.of, self.layout, results)
-        hear = functools.partial(weighing.incoming, total, norms=norms, terms=terms, batches=batches)
+        hear = functools.partial(weighing.incoming, total, norms=norms, terms=terms, batches=batches, counts=counts)
         return waited_s, sum(flat.numel() * flat.element_size() for flat in results), hear
 
 
