@@ -144,7 +144,7 @@ def an_optimizer_applied_twice_in_a_batch():
         return
     if hvd.rank() == 1:  # its batches come so late that none is announced when the optimizer is applied again
         announce = balancer.announce
-        balancer.announce = lambda samples: (time.sleep(0.3), announce(samples))
+        balancer.announce = lambda samples, **by: (time.sleep(0.3), announce(samples, **by))
     found = None
     try:
         trained(lambda model: model.fit(dataset, verbose=0), balancer, run_eagerly=True)
