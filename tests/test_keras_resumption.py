@@ -237,3 +237,16 @@ def test_learning_rates_are_those_of_the_same_batches(name, at, monkeypatch):
     job.fit(SCHEDULES[name]())
     assert job.diary.rates == expected[at:], "each of its batch, and not of its place in the rest of an epoch"
     assert job.weights() == undisturbed.weights(), "so is the velocity that follows it"
+
+
+def test_velocities_follow_the_rate_where_they_are_sums_of_steps():
+    """Those of Muon are sums of gradients."""
+    for optimizer, factor in ((keras.optimizers.SGD(0.1, momentum=0.9), 0.5), (keras.optimizers.Muon(0.1), 1.0)):
+        model = Job(optimizer).model
+        for velocity in model.optimizer.momentums:
+            velocity.assign(keras.ops.ones(velocity.shape))
+        callback = hvd.callbacks.LearningRateScheduleCallback(0.05, 1.0)
+        callback.set_model(model)
+        callback.on_train_begin()
+        callback.on_train_batch_begin(0)
+        assert all(np.all(keras.ops.convert_to_numpy(v) == factor) for v in model.optimizer.momentums), optimizer

@@ -106,8 +106,10 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         optimizer = self.model.optimizer
         old, new = learning_rate(optimizer), self.initial_lr * self.multiplier(epoch)
         set_learning_rate(optimizer, new)
-        if self.momentum_correction and old > 0 and new != old and getattr(inner(optimizer), "momentum", None):
-            for velocity in getattr(inner(optimizer), "momentums", ()):
+        updates = inner(optimizer)
+        # Muon has momentums as well, which are sums of gradients.
+        if self.momentum_correction and old > 0 and new != old and isinstance(updates, keras.optimizers.SGD):
+            for velocity in getattr(updates, "momentums", ()):
                 velocity.assign(velocity * (new / old))
 
 
