@@ -196,18 +196,6 @@ def test_a_saved_state_goes_on_in_the_middle_of_an_epoch():
     assert sorted(sum(World(3).run(program), [])) == list(range(LENGTH))
 
 
-@pytest.mark.skipif(keras.backend.backend() != "tensorflow", reason="TensorFlow alone has texts")
-@pytest.mark.parametrize("dtype", [str, object, bytes])
-def test_texts_come_as_keras_takes_them(dtype):
-    texts = np.array(["a", "bb", "c"]).astype(dtype)
-    balancer = Balancer(SoloEngine())
-    for dataset in (
-        BalancedDataset(texts, shuffle=False, balancer=balancer), EvaluationDataset(texts, balancer=balancer)
-    ):  # fmt: skip
-        (batch,) = dataset[0]
-        assert batch.dtype == "string" and batch.numpy().tolist() == [b"a", b"bb", b"c"]
-
-
 def test_a_loop_of_ones_own_and_looking_at_a_batch():
     balancer = Balancer(SoloEngine())
     dataset = make(balancer)

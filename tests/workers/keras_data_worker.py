@@ -511,6 +511,22 @@ def samples_of_tf_data():
         assert "assert_cardinality" in str(error)
     else:
         raise AssertionError("a length that nobody knows was taken")
+    if keras.backend.backend() == "tensorflow":
+        texts_come_as_keras_takes_them()
+
+
+def texts_come_as_keras_takes_them():
+    texts, y = np.array(["a", "bb", "c"] * WHOLE), np.arange(3.0 * WHOLE)[:, None]
+    for given in (texts, texts.astype(bytes), texts.astype(object)):
+        balancer = make_balancer()
+        inputs = keras.Input((), dtype="string")
+        number = keras.layers.StringLookup(vocabulary=["a", "bb", "c"])(inputs)
+        model = keras.Model(inputs, keras.layers.Embedding(4, 1, embeddings_initializer="zeros")(number))
+        model.compile(hvd.DistributedOptimizer(sgd(), balancer=balancer), "mse", jit_compile=False)
+        validation = hvd.EvaluationDataset(given, y, balancer=balancer)
+        model.fit(hvd.BalancedDataset(given, y, balancer=balancer), validation_data=validation, verbose=0)
+        unknown, *known = model.get_weights()[0][:, 0]
+        assert unknown == 0.0 and all(known), "each text has its own number"
 
 
 def main() -> None:
