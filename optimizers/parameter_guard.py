@@ -37,14 +37,15 @@ def check_together(batches: Sequence[int], ranks: Sequence[int]) -> None:
     """Raises DivergedError, on all ranks alike, where they have exchanged gradients of different global batches.
 
     Args:
-        batches: the one of each rank.
+        batches: the one of each rank; below 0 for one that says nothing, as after `hvd.join()`.
         ranks: their numbers.
     """
-    if len(set(batches)) <= 1:
-        return
     at: dict[int, list[str]] = {}
     for rank, batch in zip(ranks, batches, strict=True):
-        at.setdefault(batch, []).append(str(rank))
+        if batch >= 0:
+            at.setdefault(batch, []).append(str(rank))
+    if len(at) <= 1:
+        return
     found = "; ".join(f"batch {batch} on rank {', '.join(which)}" for batch, which in sorted(at.items()))
     raise DivergedError(
         f"Expected gradients of the same global batch from every rank. Received: {found}. A rank that cannot compute "

@@ -12,7 +12,7 @@ pytest.importorskip("horovod.torch", reason="build it with hvd-hetero build-horo
 import hvd_hetero.torch as hvd
 from hvd_hetero.engine.local import World
 from hvd_hetero.optimizers import parameter_guard
-from hvd_hetero.optimizers.parameter_guard import DivergedError, ParameterGuard
+from hvd_hetero.optimizers.parameter_guard import DivergedError, ParameterGuard, check_together
 
 torch.manual_seed(0)
 PROTOTYPE = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
@@ -75,6 +75,12 @@ def test_a_rank_that_leaves_a_step_out_alone_ends_all_before_gradients_of_two_ba
     for error in World(3).run(lambda engine: short_of_memory(engine, takes_part=False), errors="return"):
         assert isinstance(error, DivergedError), error
         assert "Received: batch 3 on rank 0, 2; batch 4 on rank 1." in str(error)
+
+
+def test_who_says_nothing_of_its_batch_is_at_none():
+    check_together((7, -1, 7), (0, 1, 2))
+    with pytest.raises(DivergedError, match="batch 7 on rank 0, 4; batch 8 on rank 3"):
+        check_together((7, -1, 8, 7), (0, 1, 3, 4))
 
 
 def test_a_rank_that_cannot_compute_its_part_takes_part_without_it():
