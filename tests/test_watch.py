@@ -143,17 +143,23 @@ def test_who_has_submitted_is_not_missing(ranks):
     assert two.watches[0].explain((0, 1)) == "", "who answers explains no failure"
 
 
+def hears_that_it_is_awaited(two, operation, seconds, *, at):
+    """Whether rank 0, which waits `at` another operation, goes on because rank 1 waits for it in `operation`."""
+    seen = threading.Event()
+    waiter = threading.Thread(target=two.wait, args=(1, operation, seconds, (0, 1), seen.is_set))
+    waiter.start()
+    give_up = time.monotonic() + LIMIT_S / 2
+    alone = two.watches[0].wait_unless_awaited(lambda: time.monotonic() > give_up, at, (0, 1))
+    seen.set()
+    waiter.join()
+    return not alone
+
+
 def test_who_has_not_taken_in_an_operation_is_missing_in_the_next_of_its_name(ranks):
     """As merges of one optimizer, while those of another are waited for."""
     two = ranks(2, patience=TALKS)
     two.watches[0].submitted("merge", over=lambda: True)
-    seen = threading.Event()
-    waiter = threading.Thread(target=two.wait, args=(1, "merge", 0.0, (0, 1), seen.is_set))
-    waiter.start()
-    give_up = time.monotonic() + LIMIT_S / 2
-    assert not two.watches[0].wait_unless_awaited(lambda: time.monotonic() > give_up, "another", (0, 1))
-    seen.set()
-    waiter.join()
+    assert hears_that_it_is_awaited(two, "merge", 0.0, at="another")
 
 
 def until(condition):
@@ -396,11 +402,5 @@ def test_the_child_ends_when_told(ranks, child):
 def test_nobody_watches_where_the_stall_check_is_off(ranks):
     """But who is awaited goes on: the bound of a local strategy is no place to wait for good."""
     two = ranks(2, patience=None)
-    seen = threading.Event()
-    waiter = threading.Thread(target=two.wait, args=(1, "metric", 0.6, (0, 1), seen.is_set))
-    waiter.start()
-    give_up = time.monotonic() + LIMIT_S / 2
-    assert not two.watches[0].wait_unless_awaited(lambda: time.monotonic() > give_up, "merge", (0, 1))
-    seen.set()
-    waiter.join()
+    assert hears_that_it_is_awaited(two, "metric", 0.6, at="merge")
     assert not two.watches[0].watches and not two.said and not two.left
