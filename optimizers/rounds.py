@@ -144,22 +144,23 @@ class Rounds:
         under_way = [fragment for fragment in self.fragments if fragment.under_way]
         return self.balancer.engine.wait_unless_awaited(lambda: any(each.done() for each in under_way), name=name)
 
-    def _serve(self, due: Callable[[Fragment], bool], *, wait: bool = False) -> bool:
-        """Takes in the merges that came and sends what is due. True if one came; with `wait`, one comes.
-
-        Whoever waits goes on serving all fragments: ranks may wait for different ones.
-        """
+    def _serve(self, due: Callable[[Fragment], bool]) -> bool:
+        """Takes in the merges that came and sends what is due. True if one came."""
         came = False
-        while True:
-            for fragment in self.fragments:
-                alone = wait and len(self.fragments) == 1 and not came
-                while fragment.under_way and (fragment.done() or alone):
-                    self._merge(fragment)
-                    came, alone = True, False
-                if not fragment.under_way and due(fragment):
-                    self._send(fragment)
-            if came or not wait:
-                return came
+        for fragment in self.fragments:
+            while fragment.under_way and fragment.done():
+                self._merge(fragment)
+                came = True
+            if not fragment.under_way and due(fragment):
+                self._send(fragment)
+        return came
+
+    def _take_next(self) -> None:
+        """Takes in at least one of the merges under way, whichever comes: ranks may wait for different ones."""
+        if len(self.fragments) == 1:
+            self._merge(self.fragments[0])
+            return
+        while not self._serve(lambda fragment: False):
             if not self._wait_for_merge(next(each.operation for each in self.fragments if each.under_way)):
                 time.sleep(POLL_S)  # another rank waits for this one elsewhere, and says so
 
@@ -178,7 +179,7 @@ class Rounds:
             while len(self._ended) < len(self.fragments):
                 self._serve(lambda fragment: fragment.index not in self._ended)
                 if len(self._ended) < len(self.fragments):
-                    self._serve(lambda fragment: False, wait=True)
+                    self._take_next()
             if self._leads:
                 self.balancer.departure.heard_by_all()
         finally:

@@ -6,6 +6,7 @@ split of the global batch): one that is too slow to take a single sample within 
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,13 +16,29 @@ from .speed import SpeedModel
 from .strategy import LOCAL, Prediction, predict_local, predict_synchronous
 
 
+class Way(enum.Enum):
+    """A way to train."""
+
+    EQUAL = "equal shares"
+    BEST = "best shares"
+    LOCAL = "best shares, local steps"
+    FEWER = "without the slowest ranks"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
     """One way to train, and what it should achieve."""
 
-    title: str
+    way: Way
     shares: tuple[int, ...]  # of all ranks; 0 for one that takes no part
     prediction: Prediction
+
+    @property
+    def title(self) -> str:
+        """The way in words."""
+        if self.way is not Way.FEWER:
+            return self.way.value
+        return f"without rank{'s' if len(self.without) > 1 else ''} {', '.join(map(str, self.without))}"
 
     @property
     def step_s(self) -> float | None:
@@ -65,22 +82,22 @@ def forecasts(
     limits = [Bound()] * len(models) if bounds is None else list(bounds)
     steady = [Jitter()] * len(models) if jitters is None else list(jitters)
 
-    def together(title: str, shares: Sequence[int]) -> Forecast:
+    def together(way: Way, shares: Sequence[int]) -> Forecast:
         some = [rank for rank in ranks if shares[rank]]
         prediction = predict_synchronous(
             [models[rank] for rank in some], [shares[rank] for rank in some], jitters=[steady[rank] for rank in some],
             exchange_s=exchange_s if len(some) > 1 else 0.0,
         )  # fmt: skip
-        return Forecast(title=title, shares=tuple(shares), prediction=prediction)
+        return Forecast(way=way, shares=tuple(shares), prediction=prediction)
 
     found = []
     equal = equal_shares(global_batch_size, len(models))
     if all(map(Bound.allows, limits, equal)):
-        found.append(together("equal shares", equal))
+        found.append(together(Way.EQUAL, equal))
     best = split(models, global_batch_size, limits)
-    found.append(together("best shares", best))
+    found.append(together(Way.BEST, best))
     local = predict_local(models, best, round_steps=round_steps, merge_s=exchange_s, jitters=steady)
-    found.append(Forecast(title="best shares, local steps", shares=best, prediction=local))
+    found.append(Forecast(way=Way.LOCAL, shares=best, prediction=local))
     usual = max(1, global_batch_size // len(models))
     slowest = sorted(ranks, key=lambda rank: -models[rank].time_s(usual))
     for count in range(1, len(models)):
@@ -90,15 +107,14 @@ def forecasts(
             shares = split(models, global_batch_size, narrowed)
         except InfeasibleError:  # what is left has no room for the batch
             break
-        words = ", ".join(map(str, sorted(out)))
-        found.append(together(f"without rank{'s' if count > 1 else ''} {words}", shares))
+        found.append(together(Way.FEWER, shares))
     return found
 
 
 def advice(found: Sequence[Forecast], *, worth: float = 0.02) -> str:
     """Which ranks to have, in a sentence; `worth`: less of a gain is none."""
-    whole = next(each for each in found if each.title == "best shares")
-    fewer = [each for each in found if each.title.startswith("without")]
+    whole = next(each for each in found if each.way is Way.BEST)
+    fewer = [each for each in found if each.way is Way.FEWER]
     if not fewer:
         return "No rank can be done without."
     other = max(fewer, key=lambda each: each.samples_per_s)

@@ -104,10 +104,9 @@ def broadcast_parameters(
     as pairs, and what is not contiguous, such as the weights of a model in channels_last, as a copy."""
     pairs: list[Any] = sorted(params.items()) if isinstance(params, Mapping) else list(params)
     named: list[tuple[str | None, Any]] = [pair if isinstance(pair, tuple) else (None, pair) for pair in pairs]
-    sent = [tensor if _is_contiguous(tensor) else tensor.data.contiguous() for _, tensor in named]
-    as_sent = [(name, _as_sent(tensor)) for (name, _), tensor in zip(named, sent, strict=True)]
-    horovod.torch.broadcast_parameters(as_sent, root_rank)
-    for (_, given), received in zip(named, sent, strict=True):
+    plain = [(name, _plain(value)) for name, value in named]
+    horovod.torch.broadcast_parameters([(name, _as_sent(value)) for name, value in plain], root_rank)
+    for (_, given), (_, received) in zip(named, plain, strict=True):
         if received is not given:
             given.data.copy_(received)
 
@@ -225,12 +224,15 @@ def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
     return list(map(_pickle.loads, pickled))
 
 
-def _is_contiguous(value: Any) -> bool:
-    return not isinstance(value, torch.Tensor) or value.is_contiguous()
+def _plain(value: Any) -> Any:
+    """`value` itself, or a copy where a tensor's memory is not its elements in their order."""
+    if not isinstance(value, torch.Tensor) or value.is_contiguous() and not value.is_conj() and not value.is_neg():
+        return value
+    return value.data.resolve_conj().resolve_neg().contiguous()
 
 
 def _as_sent(value: Any) -> Any:
-    """The memory of a contiguous tensor, as one of a type that Horovod has."""
+    """The memory of a plain tensor, as one of a type that Horovod has."""
     if not isinstance(value, torch.Tensor) or value.dtype in SENDS:
         return value
     tensor = torch.view_as_real(value.data) if value.is_complex() else value.data

@@ -23,6 +23,7 @@ class Passes:
         self._counts: list[float] = []
         self._stash: dict[torch.nn.Parameter, torch.Tensor | None] | None = None
         self._said = False  # over how many terms the next pass is
+        self._kept = False  # whether gradients have been added since the last exchange
         self.unit = 0.0  # n; 0 while `p.grad` holds nothing
 
     @property
@@ -74,8 +75,11 @@ class Passes:
             self._stash = None
 
     def keep(self, scale: float) -> None:
-        """Before the first pass: what `p.grad` holds already, as of a backward pass that no step has followed, stays as
-        it is when means are multiplied by `scale`."""
+        """Before gradients are added: what `p.grad` holds before the first one, as of a backward pass that no step has
+        followed, stays as it is when means are multiplied by `scale`."""
+        if self._kept:
+            return
+        self._kept = True
         for parameter in self._parameters:
             if parameter.grad is not None:
                 parameter.grad.mul_(1.0 / scale)
@@ -93,4 +97,4 @@ class Passes:
         """Starts anew: what `p.grad` holds is the global gradient, or will not count."""
         self._stash = None
         self._counts.clear()
-        self.unit = 0.0
+        self._kept, self.unit = False, 0.0

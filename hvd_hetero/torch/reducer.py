@@ -6,6 +6,7 @@ DistributedDataParallel – so clipping, `GradScaler` and whatever else looks at
 
 from __future__ import annotations
 
+import enum
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -25,6 +26,16 @@ from .loss import mean_over_ranks
 from .passes import Passes
 from .step import BROKEN_OFF, REENTRANT, ReducedStep
 from .stopwatch import stopwatch_of
+
+
+class Phase(enum.Enum):
+    """Where a step is, from one update to the next."""
+
+    BETWEEN = "no backward pass is under way; what `p.grad` holds is of this rank alone"
+    PASS = "a backward pass is under way, and others follow before the exchange"
+    LAST_PASS = "the last backward pass before the exchange is under way"
+    BROKEN_OFF = "an exception ended the last pass when part of its gradients were sent"
+    READY = "what `p.grad` holds is what the update takes"
 
 
 class GradientReducer:
@@ -71,12 +82,8 @@ class GradientReducer:
         # With op=Sum, what `p.grad` held before is to be multiplied as what is added.
         self._hooks = Hooks(self, after=self._hook, before=None if scale == 1.0 else self._before_gradient)
         self._passes = Passes(self._parameters)  # since the last exchange
-        self._in_pass = False  # a backward pass has begun, and its end has not come
-        self._broken_off = False  # an exception ended the last pass when part of its gradients were sent
+        self._phase = Phase.BETWEEN
         self._terms = 0.0  # of the last step, on this rank
-        self._untouched = True  # no gradient was added to `p.grad` since the last exchange
-        self._final = False  # this backward pass is the last before the exchange
-        self.reduced = False  # gradients are the global ones
         self.replaced = False  # another optimizer reduces these gradients
         self.wait_s = 0.0  # for communication, in the last step
         self.bytes_sent = 0
@@ -166,8 +173,7 @@ class GradientReducer:
     def on_begin(self) -> None:
         """A global batch begins."""
         self.break_off()
-        self._broken_off = False
-        self.reduced = False  # where a script skipped the last step
+        self._phase = Phase.BETWEEN  # also where a script skipped the last step
         if self.local is not None and self.local.steps.over:
             self.local.come_together()  # so did this rank, with the last step apart
         self._weighing.begin()
@@ -185,9 +191,8 @@ class GradientReducer:
         """
         if not self._in_pass:
             return
-        self._in_pass, self._untouched = False, True
-        self._broken_off = self._step.sent
-        if self._broken_off:
+        self._phase = Phase.BROKEN_OFF if self._step.sent else Phase.BETWEEN
+        if self._phase is Phase.BROKEN_OFF:
             self._step.take_rest()
             _, _, hear = self._step.finish(counts=False)
             hear()
@@ -196,6 +201,10 @@ class GradientReducer:
         self._passes.clear()
         for parameter in self._parameters:
             parameter.grad = None
+
+    @property
+    def _in_pass(self) -> bool:
+        return self._phase in (Phase.PASS, Phase.LAST_PASS)
 
     def _begin_pass(self) -> None:
         """At the first gradient of a backward pass."""
@@ -207,23 +216,20 @@ class GradientReducer:
                 "hvd.BalancedDataLoader, or call balancer.begin(samples) for each batch."
             )
         torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)
-        self._in_pass, self._broken_off = True, False
-        self.reduced = False
+        last = self._balancer.last_pass and self._weighing.complete
+        self._phase = Phase.LAST_PASS if last else Phase.PASS
         self._passes.begin(terms)
-        self._final = self._balancer.last_pass and self._weighing.complete
 
     def _before_gradient(self, gradients: Any) -> None:
-        """Before the first gradient since the last exchange is added to `p.grad`."""
-        if self._untouched:
-            self._untouched = False
-            self._passes.keep(self._weighing.scale)
+        """Before a gradient is added to `p.grad`."""
+        self._passes.keep(self._weighing.scale)
 
     def _hook(self, parameter: torch.nn.Parameter) -> None:
         if not self._in_pass:
             self._begin_pass()
         # Without a term in an earlier pass either, zeros are sent: like the others, also of a pass that all break off.
         counts = self._balancer.count_now or not self._passes.terms
-        if self._final and counts and not self.apart:
+        if self._phase is Phase.LAST_PASS and counts and not self.apart:
             self._step.take(parameter)
 
     @property
@@ -232,11 +238,11 @@ class GradientReducer:
         return self.local is not None and self.local.steps.apart()
 
     def _after_backward(self) -> None:
-        self._in_pass = False
+        last, self._phase = self._phase is Phase.LAST_PASS, Phase.BETWEEN
         if torch._C._current_autograd_node() is not None:  # its end is not that of the backward pass around it
             raise RuntimeError(REENTRANT.format("some in a backward pass within another"))
-        self._passes.end(final=self._final)
-        if self._final:
+        self._passes.end(final=last)
+        if last:
             self._finish()
         else:
             self._balancer.pause()
@@ -245,10 +251,10 @@ class GradientReducer:
 
     def flush(self) -> None:
         """Reduces what has not been: a rank without a sample, or one that stops, still takes part."""
-        if self.reduced:
+        if self._phase is Phase.READY:
             return
         self.break_off()
-        if self._broken_off:
+        if self._phase is Phase.BROKEN_OFF:
             raise RuntimeError(BROKEN_OFF)
         if not self._passes.begun and (self._balancer.begin_unseen() or self._set_by_hand()):
             self._passes.begin(self._balancer.count_now or 0.0)
@@ -264,7 +270,8 @@ class GradientReducer:
 
     def finished(self, *, lr: float) -> None:
         """Ends the step, after the update; `lr`: its learning rate."""
-        self.reduced = False
+        if self._phase is Phase.READY:
+            self._phase = Phase.BETWEEN
         if self._weighing.leads:
             self._balancer.finished(wait_s=self.wait_s, bytes_sent=self.bytes_sent)
         self.wait_s, self.bytes_sent = 0.0, 0
@@ -299,12 +306,12 @@ class GradientReducer:
         """
         loss = closure()
         self.flush()  # backward() has done it, but for a rank without samples
-        self.reduced = False  # it may be called again
+        self._phase = Phase.BETWEEN  # it may be called again
         name, terms = f"{self._weighing.name}.loss", self._balancer.batch_terms
         return mean_over_ranks(loss, terms=terms, engine=self._weighing.engine, name=name)
 
     def _finish(self) -> None:
-        self._terms, self._untouched = self._passes.terms, True
+        self._terms = self._passes.terms
         self._balancer.exchanges.ended(self)
         if self.apart:
             self._finish_apart()
@@ -313,7 +320,7 @@ class GradientReducer:
         waited_s, bytes_sent, hear = self._step.finish()
         self.wait_s += waited_s
         self.bytes_sent += bytes_sent
-        self.reduced = True
+        self._phase = Phase.READY
         hear()
 
     def _finish_apart(self) -> None:
@@ -321,4 +328,4 @@ class GradientReducer:
         self._passes.average(self._weighing.gain)
         self._passes.clear()
         self._weighing.end()
-        self.reduced = True
+        self._phase = Phase.READY

@@ -203,10 +203,12 @@ def law_5_bfloat16_and_broadcast():
     kinds = (torch.bool, torch.complex64, torch.uint16, torch.bfloat16)
     own = [torch.full((2, 3), hvd.rank(), dtype=kind) for kind in kinds]
     own += [torch.arange(6.0).view(2, 3).t() + hvd.rank(), torch.tensor(hvd.rank() == 1)]
+    own += [torch.full((2,), 1j * hvd.rank()).conj(), torch.full((2,), 1j * hvd.rank()).conj().imag]  # views, negated
     hvd.broadcast_parameters(own, root_rank=1)
     for received, kind in zip(own, kinds, strict=False):
         assert received.dtype == kind and (received.to(torch.complex64) == 1).all()
     assert torch.equal(own[4], torch.arange(6.0).view(2, 3).t() + 1) and own[5].item() is True
+    assert own[6].tolist() == [-1j, -1j] and own[7].tolist() == [-1.0, -1.0]
     linear = nn.Linear(2, 2)
     nn.init.constant_(linear.weight, hvd.rank())
     hvd.broadcast_parameters(linear.parameters(), root_rank=1)
