@@ -12,6 +12,8 @@ from .agreement import agree_on
 from .balancer import Balancer
 from .dealer import Dealer, cut
 
+SAME_DATA = "checksum of the data (every rank needs all of it, and the same seed for a random split)"
+
 
 class Dealt(NamedTuple):
     """This rank's part of a global batch."""
@@ -31,17 +33,27 @@ class ShareSampler:
         length: samples in the dataset, the same on all ranks.
         shuffle, seed: the order of epoch e depends on the seed and e alone.
         block: so many neighbouring samples stay together in it.
+        checksum: of the data, as far as it is to be the same on all ranks.
 
     Raises:
         ValueError: on every rank, when the arguments differ between ranks.
     """
 
     def __init__(
-        self, length: int, *, balancer: Balancer, shuffle: bool, seed: int, drop_last: bool, block: int = 1
+        self,
+        length: int,
+        *,
+        balancer: Balancer,
+        shuffle: bool,
+        seed: int,
+        drop_last: bool,
+        block: int = 1,
+        checksum: int = 0,
     ) -> None:
         self.balancer = balancer
         self._alike = {
             "dataset length": length, "shuffle": shuffle, "seed": seed, "drop_last": drop_last, "block": block,
+            SAME_DATA: checksum,
         }
         self._agree()
         self.dealer = Dealer(

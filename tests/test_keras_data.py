@@ -277,6 +277,21 @@ def test_wrong_arguments(x, y, options, message):
         BalancedDataset(x, y, balancer=Balancer(SoloEngine()), **options)
 
 
+def test_ranks_that_have_other_samples_each():
+    x, y = np.random.default_rng(0).normal(size=(LENGTH, 2)), np.arange(LENGTH)
+
+    def program(engine):
+        mine = slice(engine.rank, None, engine.size)
+        BalancedDataset(x, y, balancer=Balancer(engine))
+        BalancedDataset(x + 1e-6 * engine.rank, y, balancer=Balancer(engine))  # rounded on each host
+        BalancedDataset(x[mine][:7], balancer=Balancer(engine))  # no whole numbers to go by
+        with pytest.raises(ValueError, match="every rank needs all of it"):
+            BalancedDataset({"x": x[mine][:7]}, y[mine][:7], balancer=Balancer(engine))
+        return True
+
+    assert all(World(3).run(program))
+
+
 def test_a_pydataset_of_uneven_batches_is_refused_when_its_odd_one_comes():
     class Uneven(Batches):
         def __getitem__(self, index):

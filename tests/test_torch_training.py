@@ -7,6 +7,7 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import ConcatDataset, Subset, TensorDataset, random_split
 
 pytest.importorskip("horovod.torch", reason="build it with hvd-hetero build-horovod")
 
@@ -414,6 +415,32 @@ def test_ranks_that_disagree_about_the_dataset():
     def program(engine):
         with pytest.raises(ValueError, match="dataset length.*rank 0: 20, rank 1: 21"):
             hvd.BalancedDataLoader(Data(20 + engine.rank), balancer=hvd.Balancer(8, engine=engine))
+        return True
+
+    assert World(2).run(program, timeout_s=10) == [True, True]
+
+
+PARTS = {
+    "a part of the data": lambda data, rank, size: TensorDataset(*(each[rank::size] for each in data.tensors)),
+    "every other sample": lambda data, rank, size: Subset(data, range(rank, len(data), size)),
+    "a split drawn anew": lambda data, rank, size: random_split(
+        data, [14, 6], generator=torch.Generator().manual_seed(rank)
+    )[0],
+    "within another": lambda data, rank, size: ConcatDataset([Data(), Subset(data, [rank, 5])]),
+}
+
+
+@pytest.mark.parametrize("part", PARTS.values(), ids=PARTS)
+def test_ranks_that_have_other_samples_each(part):
+    data = TensorDataset(Data().x, Data().y)
+    alike = {"all": data, "one split": part(data, 0, 2), "of no known kind": Data()}
+
+    def program(engine):
+        balancer = hvd.Balancer(8, engine=engine)
+        for each in alike.values():
+            hvd.BalancedDataLoader(each, balancer=balancer)
+        with pytest.raises(ValueError, match="every rank needs all of it.*rank 0: .*, rank 1: "):
+            hvd.BalancedDataLoader(part(data, engine.rank, 2), balancer=balancer)
         return True
 
     assert World(2).run(program, timeout_s=10) == [True, True]

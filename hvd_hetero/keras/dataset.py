@@ -9,6 +9,7 @@ from typing import Any
 
 import keras
 
+from hvd_hetero.optimizers.content import checksum
 from hvd_hetero.optimizers.sampler import Dealt, ShareSampler
 
 from . import backend
@@ -76,6 +77,7 @@ class BalancedDataset(keras.utils.PyDataset):
             seed=seed,
             drop_last=drop_last,
             block=self._source.block,
+            checksum=checksum(self._source.arrays),
         )
         self._pool: Executor | None = None
         if workers and use_multiprocessing:

@@ -15,6 +15,7 @@ class Source(Protocol):
     """Samples that can be taken by number."""
 
     block: int  # neighbouring samples that are loaded together
+    arrays: Sequence[np.ndarray]  # with all samples, where they are in memory
 
     def __len__(self) -> int: ...
 
@@ -97,10 +98,10 @@ class ArraySource:
             raise ValueError("sample_weight: expected none without y. Received: some.")
         given = (x,) if y is None else (x, y) if sample_weight is None else (x, y, sample_weight)
         self._arrays = keras.tree.map_structure(_array, given)
-        leaves = keras.tree.flatten(self._arrays)
-        if any(leaf.ndim == 0 for leaf in leaves):
+        self.arrays: Sequence[np.ndarray] = keras.tree.flatten(self._arrays)
+        if any(leaf.ndim == 0 for leaf in self.arrays):
             raise ValueError("Expected arrays with samples along the first axis. Received: a scalar.")
-        lengths = sorted({len(leaf) for leaf in leaves})
+        lengths = sorted({len(leaf) for leaf in self.arrays})
         if len(lengths) != 1:
             raise ValueError(f"Expected arrays of the same number of samples. Received: {lengths}.")
         self._length = lengths[0]
@@ -117,6 +118,7 @@ class SampleSource:
     """A sequence whose items are samples: x, (x, y), (x, y, sample_weight), or a dictionary."""
 
     block = 1
+    arrays: Sequence[np.ndarray] = ()
 
     def __init__(self, samples: Sequence[Any]) -> None:
         self._samples = samples
@@ -135,6 +137,8 @@ class BatchSource:
     All batches but the last have to be of one size. Samples of a batch stay together in the order of an epoch, so that
     a rank loads few of them. Which samples a batch has must not change between epochs: shuffling is the balancer's.
     """
+
+    arrays: Sequence[np.ndarray] = ()
 
     def __init__(self, batches: keras.utils.PyDataset) -> None:
         if batches.num_batches is None:
@@ -170,6 +174,7 @@ class StreamSource:
     """
 
     block = 1
+    arrays: Sequence[np.ndarray] = ()
 
     def __init__(self, samples: Any, *, global_batch_size: int) -> None:
         self._length = int(samples.cardinality())

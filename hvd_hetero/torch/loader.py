@@ -14,9 +14,11 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from hvd_hetero.engine.loading import Loaders, loaders
 from hvd_hetero.optimizers.balancer import Balancer
+from hvd_hetero.optimizers.content import checksum
 from hvd_hetero.optimizers.sampler import ShareSampler
 
 from .row import cut
+from .whole import whole_numbers
 
 
 class BalancedBatchSampler(Sampler[list[int]]):
@@ -30,6 +32,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
         shuffle, seed: the order of epoch e depends on the seed and e alone; call `set_epoch(e)`.
         lookahead: batches that may be dealt before they are used, `num_workers * prefetch_factor` of the `DataLoader`.
             A plan holds for batches that no rank has dealt.
+        checksum: of the data, where ranks are to compare it.
 
     With a `DataLoader` of your own, begin each batch with `balancer.begin(sampler.used())`. Where `used()` is 0, this
     rank has no sample in a short last batch: the batch then holds one that is another rank's, to be cut off.
@@ -44,9 +47,12 @@ class BalancedBatchSampler(Sampler[list[int]]):
         seed: int = 0,
         drop_last: bool = False,
         lookahead: int = 0,
+        checksum: int = 0,
     ) -> None:
         self.balancer = balancer
-        self.sampler = ShareSampler(length, balancer=balancer, shuffle=shuffle, seed=seed, drop_last=drop_last)
+        self.sampler = ShareSampler(
+            length, balancer=balancer, shuffle=shuffle, seed=seed, drop_last=drop_last, checksum=checksum
+        )
         balancer.lookahead = max(balancer.lookahead, lookahead)
         balancer.dependents.add(self)
         self._first = 0  # where the next iteration starts: not 0 after load_state_dict()
@@ -167,6 +173,7 @@ class BalancedDataLoader:
         self._bar = _progress_bar() if progress and balancer.rank == 0 else None
         self.batch_sampler = BalancedBatchSampler(
             len(dataset),
+            checksum=checksum(whole_numbers(dataset)),
             balancer=balancer,
             shuffle=shuffle,
             seed=seed,

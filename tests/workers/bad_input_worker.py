@@ -30,6 +30,11 @@ def data_of(length=WHOLE * 3):
     return torch.utils.data.TensorDataset(torch.zeros(length, 4), torch.zeros(length, dtype=torch.int64))
 
 
+def split_of(seed):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.utils.data.random_split(data_of(), [WHOLE * 2, WHOLE], generator=generator)[0]
+
+
 def optimizer_of(balancer=None, width=4, kind=torch.optim.SGD, **options):
     balancer = balancer or hvd.Balancer(WHOLE)
     return hvd.DistributedOptimizer(kind(model_of(width).parameters(), lr=0.1), balancer=balancer, **options)
@@ -129,6 +134,8 @@ def table(folder):
         ("some adapt", lambda: hvd.Balancer(WHOLE, adaptive=first), "adaptive: expected the same"),
         ("datasets of unlike length", lambda: hvd.BalancedDataLoader(data_of(WHOLE * 3 + last), balancer=hvd.Balancer(WHOLE)),
          "dataset length: expected the same"),
+        ("a random split on each rank", lambda: hvd.BalancedDataLoader(split_of(seed=int(last)), balancer=hvd.Balancer(WHOLE)),
+         "every rank needs all of it, and the same seed for a random split"),
         ("seeds differ", lambda: hvd.BalancedDataLoader(data_of(), balancer=hvd.Balancer(WHOLE), seed=int(last)),
          "seed: expected the same"),
         ("some shuffle", lambda: hvd.BalancedDataLoader(data_of(), balancer=hvd.Balancer(WHOLE), shuffle=first),

@@ -1,0 +1,47 @@
+"""Checksums of data: they tell other samples, cost little, and bear what hosts may do differently."""
+
+import numpy as np
+import pytest
+
+from hvd_hetero.optimizers.content import ROWS, checksum
+
+TOKENS = np.arange(50_000).reshape(5000, 10)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        [TOKENS[::-1]],
+        [TOKENS[:2500]],
+        [np.roll(TOKENS, 1, axis=0)],
+        [TOKENS, TOKENS[:, 0] % 2 == 0],
+        [TOKENS + 1],
+    ],
+    ids=["another order", "half", "shifted", "labels as well", "other numbers"],
+)
+def test_other_samples_have_another_checksum(other):
+    assert checksum([TOKENS]) != checksum(other)
+    assert checksum(other) == checksum([each.copy() for each in other])
+
+
+def test_what_hosts_may_do_differently_is_left_out():
+    pictures = np.random.default_rng(0).integers(0, 256, size=(20, 8, 8), dtype=np.uint8)
+    noise = np.random.default_rng(1).normal(size=(20, 8))
+    texts = np.array(["a", "b"] * 10)
+    plain = checksum([TOKENS])
+    assert checksum([TOKENS, pictures, noise, texts, np.zeros((0, 3), int)]) == plain
+    assert checksum([TOKENS.astype(">i8"), ]) == plain  # a host of the other order of bytes
+
+
+def test_of_large_data_some_rows_are_looked_at():
+    class Watched(np.ndarray):
+        rows = 0
+
+        def __getitem__(self, key):
+            Watched.rows = len(np.atleast_1d(key))
+            return np.asarray(self)[key]
+
+    checksum([TOKENS.view(Watched)])
+    assert Watched.rows == ROWS
+    checksum([np.lib.stride_tricks.as_strided(np.zeros(1, int), (10, 100_000), (0, 0)).view(Watched)])  # 8 MB
+    assert Watched.rows == 1
