@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 
 ROWS, BYTES = 1024, 1 << 20  # of one array, at most: a look at the data is to cost no time
 
 
-def checksum(arrays: Iterable[np.ndarray]) -> int:
+def checksum(arrays: Iterable[Any]) -> int:
     """A checksum of whole numbers such as labels, tokens and indices, in arrays with samples along the first axis, or
     of evenly spaced rows of them.
 
@@ -22,7 +23,7 @@ def checksum(arrays: Iterable[np.ndarray]) -> int:
     them in other versions of a library, which round differently.
     """
     value = 0
-    for array in arrays:
+    for array in map(np.asarray, arrays):
         picture = array.dtype.itemsize == 1 and array.ndim > 2
         if array.dtype.kind not in "biu" or picture or not array.size:
             continue

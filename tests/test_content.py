@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from hvd_hetero.optimizers.content import ROWS, checksum
+from hvd_hetero.optimizers.content import checksum
 
 TOKENS = np.arange(50_000).reshape(5000, 10)
 
@@ -12,7 +12,7 @@ TOKENS = np.arange(50_000).reshape(5000, 10)
     "other",
     [
         [TOKENS[::-1]],
-        [TOKENS[:2500]],
+        [TOKENS[:2500].tolist()],
         [np.roll(TOKENS, 1, axis=0)],
         [TOKENS, TOKENS[:, 0] % 2 == 0],
         [TOKENS + 1],
@@ -21,7 +21,7 @@ TOKENS = np.arange(50_000).reshape(5000, 10)
 )
 def test_other_samples_have_another_checksum(other):
     assert checksum([TOKENS]) != checksum(other)
-    assert checksum(other) == checksum([each.copy() for each in other])
+    assert checksum(other) == checksum([np.array(each) for each in other])
 
 
 def test_what_hosts_may_do_differently_is_left_out():
@@ -34,14 +34,8 @@ def test_what_hosts_may_do_differently_is_left_out():
 
 
 def test_of_large_data_some_rows_are_looked_at():
-    class Watched(np.ndarray):
-        rows = 0
-
-        def __getitem__(self, key):
-            Watched.rows = len(np.atleast_1d(key))
-            return np.asarray(self)[key]
-
-    checksum([TOKENS.view(Watched)])
-    assert Watched.rows == ROWS
-    checksum([np.lib.stride_tricks.as_strided(np.zeros(1, int), (10, 100_000), (0, 0)).view(Watched)])  # 8 MB
-    assert Watched.rows == 1
+    between = TOKENS.copy()
+    between[1] = 0
+    assert checksum([between]) == checksum([TOKENS])
+    vast = np.lib.stride_tricks.as_strided(np.zeros(1, int), (10**6, 10**6), (0, 0))  # as if of 8 TB
+    assert checksum([vast]) == checksum([np.zeros((1, 10**6), int)])

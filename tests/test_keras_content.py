@@ -11,7 +11,8 @@ pytest.importorskip("horovod.torch", reason="build it with hvd-hetero build-horo
 from hvd_hetero.engine.randomness import load_random_state, random_state
 from hvd_hetero.keras import randomness
 from hvd_hetero.keras.content import loaded, saved
-from hvd_hetero.keras.elastic import KerasState, _is_gone, _Variables
+from hvd_hetero.keras.elastic import KerasState, _is_gone
+from hvd_hetero.keras.variables import Variables
 
 
 def test_what_was_saved_is_loaded():
@@ -32,9 +33,9 @@ def test_variables_of_narrow_types_come_back_bit_for_bit():
     for dtype in ("float16", "bfloat16", "float32", "float64", "int32"):
         values = keras.ops.cast(np.linspace(-3.0, 3.0, 7), dtype)
         owner = type("Owner", (), {"variables": [keras.Variable(values, dtype=dtype, trainable=False)]})()
-        state = loaded(saved(_Variables(owner).state_dict()))
+        state = loaded(saved(Variables(owner).state_dict()))
         owner.variables[0].assign(keras.ops.zeros(7, dtype))
-        _Variables(owner).load_state_dict(state)
+        Variables(owner).load_state_dict(state)
         assert keras.ops.all(keras.ops.equal(owner.variables[0].value, values)), dtype
 
 
@@ -45,14 +46,14 @@ def test_a_model_computes_with_the_variables_that_it_was_given():
     x = np.array([[1.0, 2.0], [3.0, 7.0]], "float32")
     adapted, fresh = model(), model()
     adapted.layers[0].adapt(x)
-    _Variables(fresh).load_state_dict(_Variables(adapted).state_dict())
+    Variables(fresh).load_state_dict(Variables(adapted).state_dict())
     np.testing.assert_array_equal(fresh.predict(x, verbose=0), adapted.predict(x, verbose=0))
 
 
 def test_other_variables_are_refused():
     owner = type("Owner", (), {"variables": [keras.Variable(np.zeros(3))]})()
     with pytest.raises(ValueError, match=r"Expected 1 variables of the shapes \[\(3,\)\]. Received: \[\(4,\)\]"):
-        _Variables(owner).load_state_dict({"0": np.zeros(4)})
+        Variables(owner).load_state_dict({"0": np.zeros(4)})
 
 
 def test_models_and_optimizers_that_are_not_built_are_told_by_name():

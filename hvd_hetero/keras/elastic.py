@@ -6,11 +6,10 @@ hardware it knows keep their speeds), datasets (each sample of an epoch once in 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import keras
-import numpy as np
 
 from hvd_hetero.engine import binding
 from hvd_hetero.engine.job_state import JobState
@@ -22,58 +21,15 @@ from .callbacks.elastic import CommitStateCallback, UpdateBatchStateCallback, Up
 from .content import loaded, saved
 from .dataset import BalancedDataset
 from .function import broadcast_object, broadcast_variables
-from .normalization import take_in_statistics
 from .place import EndOfBatch, Place
 from .randomness import load_random_state, random_state
 from .resumption import Resumed
+from .variables import Variables, array_of, check_built
 
 __all__ = ["CommitStateCallback", "KerasState", "UpdateBatchStateCallback", "UpdateEpochStateCallback", "run"]
 
 T = TypeVar("T")
 GONE = ("HorovodInternalError", "PeerError")  # by their names: TensorFlow passes on the text of an error alone
-SEED = "seed_generator_state"  # the name of the variable that a layer draws random numbers from
-
-
-class _Variables:
-    """Variables of a model or an optimizer, whose number does not change."""
-
-    def __init__(self, owner: Any) -> None:
-        self.owner = owner
-
-    @property
-    def variables(self) -> list[Any]:
-        """Those that ranks share: of a model its weights, and not what each rank draws random numbers from."""
-        return list(self.owner.weights if isinstance(self.owner, keras.Model) else self.owner.variables)
-
-    @property
-    def own(self) -> list[Any]:
-        """Those of a model that are each rank's own: statistics of its samples, and where its random numbers are."""
-        if not isinstance(self.owner, keras.Model):
-            return []
-        seeds = [v for v in self.owner.non_trainable_variables if v.path.endswith(SEED)]
-        return [*self.owner.non_trainable_weights, *seeds]
-
-    def state_dict(self) -> dict[str, np.ndarray]:
-        """Copies of them, by place."""
-        return {str(at): _array(v) for at, v in enumerate(self.variables)}
-
-    def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
-        """Assigns what `state_dict` returned. Raises ValueError for other variables."""
-        variables = self.variables
-        shapes = [tuple(state[str(at)].shape) for at in range(len(state))]
-        if shapes != [tuple(v.shape) for v in variables]:
-            raise ValueError(
-                f"Expected {len(variables)} variables of the shapes {[tuple(v.shape) for v in variables]}. Received: "
-                f"{shapes}."
-            )
-        for at, variable in enumerate(variables):
-            variable.assign(state[str(at)])
-        self.written()
-
-    def written(self) -> None:
-        """To be called after they were assigned."""
-        if isinstance(self.owner, keras.Model):
-            take_in_statistics(self.owner)
 
 
 class KerasState(JobState):
@@ -102,10 +58,10 @@ class KerasState(JobState):
     batch: int
 
     def __init__(self, model: keras.Model, optimizer: Any = None, **values: Any) -> None:
-        _check_built("model", model)
+        check_built("model", model)
         for name, value in values.items():
             if isinstance(value, (keras.Model, keras.optimizers.Optimizer)):
-                _check_built(name, value)
+                check_built(name, value)
         optimizer = model.optimizer if optimizer is None else optimizer
         given = {"model": model}
         if optimizer is not None:
@@ -162,21 +118,21 @@ class KerasState(JobState):
 
     def _part(self, value: Any) -> Any:
         if isinstance(value, (keras.Model, keras.optimizers.Optimizer)):
-            return _Variables(value)
+            return Variables(value)
         return super()._part(value)
 
     def _balancer_of(self, part: Any) -> Any:
-        if not isinstance(part, _Variables):
+        if not isinstance(part, Variables):
             return super()._balancer_of(part)
         reducer = vars(part.owner).get("_reducer")
         return None if reducer is None else reducer.balancer
 
     def _merge(self, part: Any) -> None:
-        if isinstance(part, _Variables) and hasattr(part.owner, "merge"):
+        if isinstance(part, Variables) and hasattr(part.owner, "merge"):
             part.owner.merge()
 
     def _sync_part(self, part: Any, root: int) -> None:
-        if isinstance(part, _Variables):
+        if isinstance(part, Variables):
             broadcast_variables(part.variables, root)
             part.written()
         else:
@@ -188,7 +144,7 @@ class KerasState(JobState):
     def reset(self) -> None:
         """Forgets functions that were traced for the ranks before."""
         for part in self._parts.values():
-            if isinstance(part, _Variables) and isinstance(part.owner, keras.Model):
+            if isinstance(part, Variables) and isinstance(part.owner, keras.Model):
                 part.owner.train_function = part.owner.test_function = part.owner.predict_function = None
 
     # Checkpoints ----------------------------------------------------------------------------------------------------
@@ -200,8 +156,8 @@ class KerasState(JobState):
     def own_content(self) -> bytes:
         """What is this rank's own, for a checkpoint: statistics of its samples, random numbers, what codecs keep,
         and gradients that are added up."""
-        parts = {name: part for name, part in self._parts.items() if isinstance(part, _Variables)}
-        variables = {name: [_array(v) for v in part.own] for name, part in parts.items()}
+        parts = {name: part for name, part in self._parts.items() if isinstance(part, Variables)}
+        variables = {name: [array_of(v) for v in part.own] for name, part in parts.items()}
         kept = {"kept": self.codec_states(), "added": self.sum_states()}
         return saved({"random": random_state(), "variables": variables, **kept})
 
@@ -224,38 +180,6 @@ class KerasState(JobState):
 
 
 TensorFlowKerasState = KerasState  # as `horovod.tensorflow.elastic` calls it
-
-
-def _check_built(name: str, owner: Any) -> None:
-    """Raises ValueError for a model or an optimizer whose variables are not known yet."""
-    received, unknown = "one that is not", []
-    if isinstance(owner, keras.optimizers.Optimizer):
-        what, how = "an optimizer", f"Call {name}.build(model.trainable_variables), of the model that it trains."
-    else:
-        what, how = "a model", f"Begin it with keras.Input(...), or call it once on a batch: {name}(x[:1])."
-        unknown = _unbuilt(owner)
-    if getattr(owner, "built", False):
-        if not unknown:
-            return
-        received = f"one that says so, but whose layers are not: {', '.join(unknown)}"
-    raise ValueError(f"{name}: expected {what} that is built, whose variables are known. Received: {received}. {how}")
-
-
-def _unbuilt(model: keras.Model) -> list[str]:
-    """The layers, by their names, that may still make variables. `build(shape)` of a subclass of keras.Model makes none
-    of those of its layers, and says that it is built.
-
-    What a model that was called has not built, it has no use for. Keras has no public name for whether it was.
-    """
-    if getattr(model, "_called", False):
-        return []
-    makes_none = (keras.layers.Layer.build, keras.Model.build)
-    layers = model._flatten_layers(include_self=False)
-    return [layer.name for layer in layers if not layer.built and type(layer).build not in makes_none]
-
-
-def _array(variable: Any) -> np.ndarray:
-    return np.array(keras.ops.convert_to_numpy(variable))
 
 
 def _is_gone(error: Exception) -> bool:

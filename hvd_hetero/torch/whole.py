@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
 
-def whole_numbers(dataset: Any) -> Iterator[np.ndarray]:
-    """Which samples a `Subset` has, as of `random_split`, and what a `TensorDataset` holds; none of other datasets."""
+def whole_numbers(dataset: Any) -> Iterator[Any]:
+    """Which samples a `Subset` has, as of `random_split`, and what a `TensorDataset` holds; none of other datasets. As
+    arrays, or what they can be made of."""
     if isinstance(dataset, Subset):
-        yield np.asarray(dataset.indices)
+        yield dataset.indices
         yield from whole_numbers(dataset.dataset)
     elif isinstance(dataset, TensorDataset):
         yield from (each.detach().cpu().numpy() for each in dataset.tensors if not _has_fractions(each))
