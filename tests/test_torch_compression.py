@@ -194,6 +194,7 @@ def _optimizer(**options):
     (lambda: hvd.Topology(nodes=None), "nodes: expected the ranks of each node"),
     (lambda: hvd.Topology(nodes=((0.0,), (1,))), "nodes: expected the ranks of each node"),
     (lambda: _optimizer(compression="int8"), "compression: expected an object with compress"),
+    (lambda: _optimizer(compression=hvd.Compression.int4), "int4.*Call it: what it returns is one"),
     (lambda: _optimizer(compression=None), "compression: expected an object with compress"),
     (lambda: _optimizer(topology="flat", bucket_bytes=1.5), "bucket_bytes: expected an integer of at least 1"),
     (lambda: _optimizer(topology="flat", op=hvd.Adasum), "Received: hvd.Adasum"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, Protocol
 
 
@@ -31,9 +32,10 @@ class HorovodCompressor:
     def __init__(self, compression: Any) -> None:
         for method in ("compress", "decompress"):
             if not callable(getattr(compression, method, None)):
+                hint = " Call it: what it returns is one." if inspect.isroutine(compression) else ""
                 raise TypeError(
                     f"compression: expected an object with compress(tensor) and decompress(tensor, context), such as "
-                    f"hvd.Compression.fp16. Received: {compression!r}, which has no {method}()."
+                    f"hvd.Compression.fp16. Received: {compression!r}, which has no {method}().{hint}"
                 )
         self.compression = compression
 
