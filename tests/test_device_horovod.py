@@ -19,9 +19,24 @@ CHECKS = (
 )  # fmt: skip
 
 
-@pytest.mark.horovod
-@pytest.mark.skipif(not other_device.AVAILABLE, reason="this PyTorch has no back ends in Python")
-def test_training_on_another_device_is_what_it_is_in_host_memory():
-    launched = horovodrun(2, "device_worker.py", *CHECKS)
+KERAS_CHECKS = ("sgd", "adamw", "int8", "local")
+
+pytestmark = [
+    pytest.mark.horovod,
+    pytest.mark.skipif(not other_device.AVAILABLE, reason="this PyTorch has no back ends in Python"),
+]
+
+
+def holds(worker, checks, **env):
+    launched = horovodrun(2, worker, *checks, **env)
     assert launched.returncode == 0, launched.output[-6000:]
-    assert all(f"OK {name} " in launched.output for name in CHECKS), launched.output[-6000:]
+    assert all(f"OK {name} " in launched.output for name in checks), launched.output[-6000:]
+
+
+def test_training_on_another_device_is_what_it_is_in_host_memory():
+    holds("device_worker.py", CHECKS)
+
+
+def test_fit_on_another_device_is_what_it_is_in_host_memory():
+    pytest.importorskip("keras", reason="pip install keras")
+    holds("keras_device_worker.py", KERAS_CHECKS, KERAS_BACKEND="torch", TF_CPP_MIN_LOG_LEVEL="3")
