@@ -15,19 +15,33 @@ import numpy as np
 ROWS, BYTES = 1024, 1 << 20  # of one array, at most: a look at the data is to cost no time
 
 
+def places(rows: int, nbytes: int = 0) -> list[int]:
+    """Which of so many rows, of so many bytes together, are looked at: evenly spaced ones."""
+    some = min(rows, ROWS, BYTES * rows // nbytes if nbytes else ROWS)
+    return np.linspace(0, rows - 1, max(1, some)).astype(np.int64).tolist() if rows else []
+
+
 def checksum(arrays: Iterable[Any]) -> int:
     """A checksum of whole numbers such as labels, tokens and indices, in arrays with samples along the first axis, or
-    of evenly spaced rows of them.
+    in lists of samples; where there are many, of evenly spaced rows of them.
 
     Fractions are left out, and so are pictures (bytes in two dimensions and more): hosts may have computed or decoded
     them in other versions of a library, which round differently.
     """
     value = 0
-    for array in map(np.asarray, arrays):
-        picture = array.dtype.itemsize == 1 and array.ndim > 2
-        if array.dtype.kind not in "biu" or picture or not array.size:
+    for some in map(_some_rows, arrays):
+        picture = some.dtype.itemsize == 1 and some.ndim > 2
+        if some.dtype.kind not in "biu" or picture or not some.size:
             continue
-        rows = max(1, min(len(array), ROWS, BYTES * len(array) // array.nbytes))
-        some = array[np.linspace(0, len(array) - 1, rows).astype(np.int64)]
         value = zlib.crc32(some.astype(some.dtype.newbyteorder("<")).tobytes(), value)
     return value
+
+
+def _some_rows(rows: Any) -> np.ndarray:
+    """Those that are looked at; none of what makes no array. Chosen first: a range may be of a billion indices."""
+    if isinstance(rows, np.ndarray):
+        return rows[places(len(rows), rows.nbytes)]
+    try:
+        return np.asarray([rows[place] for place in places(len(rows))])
+    except (TypeError, ValueError, LookupError):  # as of rows of unlike lengths
+        return np.empty(0)

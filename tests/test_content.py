@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from hvd_hetero.optimizers.content import checksum
+from hvd_hetero.optimizers.content import checksum, places
 
 TOKENS = np.arange(50_000).reshape(5000, 10)
 
@@ -39,3 +39,13 @@ def test_of_large_data_some_rows_are_looked_at():
     assert checksum([between]) == checksum([TOKENS])
     vast = np.lib.stride_tricks.as_strided(np.zeros(1, int), (10**6, 10**6), (0, 0))  # as if of 8 TB
     assert checksum([vast]) == checksum([np.zeros((1, 10**6), int)])
+
+
+def test_rows_are_chosen_before_they_become_an_array():
+    assert checksum([range(10**12)]) == checksum([np.array(places(10**12))])
+    assert checksum([range(1, 10**12)]) != checksum([range(10**12)])
+
+
+@pytest.mark.parametrize("rows", [[[1, 2], [3]], {1, 2}, [None, 1], ["a"], [10**30], [], {"a": 1}], ids=str)
+def test_what_makes_no_array_of_whole_numbers_is_left_out(rows):
+    assert checksum([rows]) == checksum([])

@@ -8,19 +8,32 @@ from typing import Any
 import torch
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
+from hvd_hetero.optimizers.content import places
+
+WHOLE = {
+    torch.bool, torch.int8, torch.int16, torch.int32, torch.int64,
+    torch.uint8, torch.uint16, torch.uint32, torch.uint64,
+}  # fmt: skip
+
 
 def whole_numbers(dataset: Any) -> Iterator[Any]:
-    """Which samples a `Subset` has, as of `random_split`, and what a `TensorDataset` holds; none of other datasets. As
-    arrays, or what they can be made of."""
+    """Which samples a `Subset` has, as of `random_split`, and what a `TensorDataset` holds; none of other datasets, nor
+    of one that derives from these and holds something else. For `checksum`."""
     if isinstance(dataset, Subset):
-        yield dataset.indices
-        yield from whole_numbers(dataset.dataset)
+        yield from _rows(getattr(dataset, "indices", ()))
+        yield from whole_numbers(getattr(dataset, "dataset", None))
     elif isinstance(dataset, TensorDataset):
-        yield from (each.detach().cpu().numpy() for each in dataset.tensors if not _has_fractions(each))
+        for tensor in getattr(dataset, "tensors", ()):
+            yield from _rows(tensor)
     elif isinstance(dataset, ConcatDataset):
-        for part in dataset.datasets:
+        for part in getattr(dataset, "datasets", ()):
             yield from whole_numbers(part)
 
 
-def _has_fractions(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
+def _rows(values: Any) -> Iterator[Any]:
+    """Them, or of those on a device the rows that are looked at; no fractions, and no sparse or quantized tensors."""
+    if not isinstance(values, torch.Tensor):
+        yield values
+    elif values.dtype in WHOLE and values.layout is torch.strided:
+        here = values.device.type == "cpu"
+        yield (values if here else values[places(len(values), values.nbytes)].cpu()).numpy()
