@@ -80,6 +80,31 @@ def law_2_gradient():
         assert spread([p.grad for p in model.parameters()]) == 0.0
 
 
+def law_2_contrastive_losses():
+    """Over the samples of all ranks: computed whole on each rank, or each for its own rows against those of all."""
+    (x,), _ = make_data(torch.float64)
+    shares = UNEVEN[hvd.size()]
+    mine, rows = block(shares, hvd.rank()), torch.arange(WHOLE)
+    one = make_model(torch.float64)
+    nn.functional.cross_entropy(one(x) @ one(-x).t(), rows).backward()
+    for whole in (True, False):
+        model = make_model(torch.float64)
+        balancer = hvd.Balancer(WHOLE, min_share=0, shares=shares)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), balancer=balancer)
+        balancer.begin(shares[hvd.rank()])
+        queries, every = model(x[mine]), hvd.allgather(model(-x[mine]))
+        balancer.count(1)
+        if whole:
+            loss = nn.functional.cross_entropy(hvd.allgather(queries) @ every.t(), rows)
+        else:
+            every.register_hook(lambda gradient: gradient * hvd.size())
+            loss = nn.functional.cross_entropy(queries @ every.t(), rows[mine], reduction="sum") / WHOLE
+        (loss * hvd.size()).backward()
+        optimizer.step()
+        for p, q in zip(model.parameters(), one.parameters(), strict=True):
+            assert (p.grad - q.grad).abs().max() <= 1e-12 * q.grad.abs().max(), whole
+
+
 def law_1_identical_to_plain_horovod():
     """Equal shares, 50 steps: the same bits as horovod.torch alone."""
     for make in (
