@@ -49,8 +49,9 @@ def check_together(batches: Sequence[int], ranks: Sequence[int]) -> None:
     found = "; ".join(f"batch {batch} on rank {', '.join(which)}" for batch, which in sorted(at.items()))
     raise DivergedError(
         f"Expected gradients of the same global batch from every rank. Received: {found}. A rank that cannot compute "
-        "its part of a batch (out of memory, say) takes part without it: balancer.count(0), optimizer.step(). A state "
-        "of the balancer is loaded on all ranks or on none."
+        "its part of a batch (out of memory, say) takes part without it: balancer.count(0), optimizer.step(). One that "
+        "wants to stop says balancer.ask_to_stop(). All ranks make as many backward passes over a batch, and all or "
+        "none load a state of the balancer."
     )
 
 
