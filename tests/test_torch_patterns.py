@@ -1,6 +1,9 @@
 """What scripts do besides the ordinary: memory formats, a second optimizer, skipped steps, batches of odd things."""
 
 import copy
+import dataclasses
+from collections import OrderedDict, UserDict
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -12,7 +15,7 @@ pytest.importorskip("horovod.torch", reason="build it with hvd-hetero build-horo
 
 import hvd_hetero.torch as hvd
 from hvd_hetero.engine.local import SoloEngine, World
-from hvd_hetero.torch.row import cut
+from hvd_hetero.torch.row import cut, has_samples
 
 WHOLE, SHARES = 8, (5, 2, 1)
 
@@ -234,6 +237,37 @@ def test_a_rank_without_samples_has_a_batch_of_none_whatever_it_is_made_of():
         return [[len(part) for part in batch.values()] for batch in loader][0]
 
     assert World(2).run(program) == [[8, 8, 10], [0, 0, 10]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Fields:
+    x: torch.Tensor
+    names: list
+
+
+@pytest.mark.parametrize("kind", [UserDict, MappingProxyType, OrderedDict, lambda batch: Fields(**batch)])
+def test_mappings_and_dataclasses_are_cut_as_dictionaries_are(kind):
+    """A tokenizer gives the first; whole, they would have a sample of another rank's, and it would be counted."""
+    batch = kind({"x": torch.arange(3), "names": [*"abc"]})
+    part = cut((batch, 1), slice(1, 3), 3)[0]
+    found = vars(part) if isinstance(part, Fields) else dict(part)
+    assert type(part) is type(batch) and found["x"].tolist() == [1, 2] and found["names"] == [*"bc"]
+    assert len((batch if isinstance(batch, Fields) else Fields(**batch)).x) == 3, "the batch itself stays"
+    assert has_samples(batch, 3) and not has_samples(batch, 2)
+    assert len(cut([batch] * 3, slice(1), 3)) == 3, "a list of batches is none of samples"
+
+
+def test_a_batch_that_cannot_be_cut_is_warned_of():
+    class Own:
+        def __init__(self, samples):
+            self.samples = samples
+
+    def program(engine):
+        balancer = hvd.Balancer(WHOLE, engine=engine, shares=(8, 0), min_share=0)
+        return len(list(hvd.BalancedDataLoader(Numbered(), balancer=balancer, collate_fn=Own)))
+
+    with pytest.warns(RuntimeWarning, match="Received: Own, which keeps one of another rank"):
+        assert World(2).run(program) == [2, 2]
 
 
 def test_a_mean_is_over_all_parts_of_a_batch():

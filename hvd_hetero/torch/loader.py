@@ -17,7 +17,7 @@ from hvd_hetero.optimizers.balancer import Balancer
 from hvd_hetero.optimizers.content import checksum
 from hvd_hetero.optimizers.sampler import ShareSampler
 
-from .row import cut
+from .row import none_of
 from .whole import whole_numbers
 
 
@@ -220,7 +220,7 @@ class BalancedDataLoader:
                 batch = next(source)
                 samples = self.batch_sampler.used()
                 if samples == 0:
-                    batch = cut(batch, slice(0), 1)  # what was loaded is another rank's
+                    batch = none_of(batch)
             except Exception:
                 self.balancer.fail()
                 raise

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import warnings
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any, TypeVar
 
 import torch
@@ -20,7 +24,7 @@ def is_listed(node: Any, samples: int) -> bool:
     """Whether it is a list with one element for each sample, as of names or of images of unlike sizes."""
     if type(node) is not list or len(node) != samples:
         return False
-    return not any(has_rows(leaf, samples) for leaf in pytree.tree_leaves(node))
+    return not any(has_rows(leaf, samples) for leaf in _leaves(node))
 
 
 def is_packed(node: Any, samples: int) -> bool:
@@ -30,12 +34,44 @@ def is_packed(node: Any, samples: int) -> bool:
 
 def has_samples(batch: Any, samples: int) -> bool:
     """Whether anything in `batch` is of so many samples."""
-    leaves = pytree.tree_leaves(batch, is_leaf=lambda node: _is_leaf(node, samples))
+    leaves = _leaves(batch, lambda node: _is_leaf(node, samples))
     return any(is_of(leaf, samples) for leaf in leaves for is_of in (has_rows, is_listed, is_packed))
+
+
+def _leaves(node: Any, is_leaf: Callable[[Any], bool] | None = None) -> Iterator[Any]:
+    for leaf in pytree.tree_leaves(node, is_leaf=is_leaf):
+        held = _held(leaf)
+        if held is None:
+            yield leaf
+        else:
+            yield from _leaves(held, is_leaf)
 
 
 def _is_leaf(node: Any, samples: int) -> bool:
     return isinstance(node, PackedSequence) or is_listed(node, samples)
+
+
+def _held(node: Any) -> dict[Any, Any] | None:
+    """What a mapping (as a tokenizer returns) or a dataclass holds, which PyTorch's trees take for one; else None."""
+    if isinstance(node, Mapping):
+        return dict(node)
+    if dataclasses.is_dataclass(node) and not isinstance(node, type):
+        names = [field.name for field in dataclasses.fields(node)]
+        return {name: getattr(node, name) for name in names if hasattr(node, name)}
+    return None
+
+
+def _holding(node: Any, parts: dict[Any, Any]) -> Any:
+    """A copy of `node` that holds `parts`."""
+    if isinstance(node, Mapping) and not isinstance(node, MutableMapping):
+        return type(node)(parts)  # type: ignore[call-arg]
+    made = copy.copy(node)
+    if isinstance(made, MutableMapping):
+        made.update(parts)
+    else:
+        for name, part in parts.items():
+            object.__setattr__(made, name, part)  # also of a frozen one
+    return made
 
 
 def _cut_packed(packed: PackedSequence, part: slice) -> PackedSequence:
@@ -55,8 +91,23 @@ def cut(batch: Batch, part: slice, samples: int) -> Batch:
     def cut_leaf(leaf: Any) -> Any:
         if is_packed(leaf, samples):
             return _cut_packed(leaf, part)
+        if (held := _held(leaf)) is not None:
+            return _holding(leaf, cut(held, part, samples))
         return leaf[part] if has_rows(leaf, samples) or is_listed(leaf, samples) else leaf
 
     return pytree.tree_map(  # type: ignore[no-any-return]
         cut_leaf, batch, is_leaf=lambda node: _is_leaf(node, samples)
     )
+
+
+def none_of(batch: Batch) -> Batch:
+    """A batch of no samples in the form of `batch`, whose one is another rank's."""
+    if not has_samples(batch, 1):
+        warnings.warn(
+            "Expected a batch of tensors, in containers, mappings or dataclasses, which is cut where a rank has no "
+            f"sample. Received: {type(batch).__name__}, which keeps one of another rank. It weighs nothing in the "
+            "gradient; a script that counts by itself is to count none where balancer.samples is 0.",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+    return cut(batch, slice(0), 1)
