@@ -277,6 +277,22 @@ def test_wrong_arguments(x, y, options, message):
         BalancedDataset(x, y, balancer=Balancer(SoloEngine()), **options)
 
 
+@pytest.mark.parametrize("kind", ["arrays", "samples", "batches"])
+def test_lists_of_inputs_come_as_tuples_of_which_tf_data_takes_some(kind):
+    x, y = arrays()
+
+    class Listed(Batches if kind == "batches" else Samples):
+        def __getitem__(self, index):
+            x, y = super().__getitem__(index)
+            return [[x, x + 0.5], y]
+
+    balancer = Balancer(SoloEngine())
+    given = ([x, x + 0.5], y) if kind == "arrays" else (Listed(),)
+    for data in (BalancedDataset(*given, balancer=balancer), EvaluationDataset(*given, balancer=balancer)):
+        inputs, _ = data[0]
+        assert isinstance(inputs, tuple) and np.array_equal(inputs[0] + 0.5, inputs[1])
+
+
 def test_ranks_that_have_other_samples_each():
     x, y = np.random.default_rng(0).normal(size=(LENGTH, 2)), np.arange(LENGTH)
 

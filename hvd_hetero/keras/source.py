@@ -82,9 +82,9 @@ def with_texts(batch: Batch) -> Batch:
 
 
 def packed(sample: Any) -> Batch:
-    """`sample` as a PyDataset's batches are: a tuple or a dictionary."""
-    if isinstance(sample, list):
-        return tuple(sample)
+    """`sample` as a PyDataset's batches are: a tuple or a dictionary, with tuples for lists within it, of which tf.data
+    takes none."""
+    sample = keras.tree.lists_to_tuples(sample)
     return sample if isinstance(sample, (tuple, dict)) else (sample,)
 
 
@@ -97,7 +97,7 @@ class ArraySource:
         if y is None and sample_weight is not None:
             raise ValueError("sample_weight: expected none without y. Received: some.")
         given = (x,) if y is None else (x, y) if sample_weight is None else (x, y, sample_weight)
-        self._arrays = keras.tree.map_structure(_array, given)
+        self._arrays = keras.tree.map_structure(_array, packed(given))
         self.arrays: Sequence[np.ndarray] = keras.tree.flatten(self._arrays)
         if any(leaf.ndim == 0 for leaf in self.arrays):
             raise ValueError("Expected arrays with samples along the first axis. Received: a scalar.")
