@@ -55,3 +55,17 @@ def test_a_metric_that_one_rank_alone_has_later_on_raises_on_every_rank(who):
         return True
 
     assert World(2).run(program, timeout_s=10) == [True, True]
+
+
+def test_ranks_that_began_at_other_epochs_hear_of_it_at_the_end_of_the_first():
+    """As with a BackupAndRestore that one of them has: that one would end before the others."""
+
+    def program(engine):
+        callback = hvd.callbacks.MetricAverageCallback(engine=engine)
+        callback.set_model(SimpleNamespace(metrics=[]))
+        callback.on_train_begin()
+        with pytest.raises(ValueError, match="rank 0: epoch 3 with loss; rank 1: epoch 1 with loss"):
+            callback.on_epoch_end(0 if engine.rank else 2, {"loss": 1.0})
+        return True
+
+    assert World(2).run(program, timeout_s=10) == [True, True]

@@ -74,6 +74,8 @@ class MetricAverageCallback(keras.callbacks.Callback):
     batches, in Keras itself: it is exact where these are of one size. Metrics of a validation are weighted by its
     samples: with an `hvd.EvaluationDataset`, which deals them out, or with all of them on each rank.
 
+    Ranks that are at the ends of unlike epochs, or have unlike metrics there, all raise.
+
     Args:
         device: of no effect; Horovod's argument.
         process_set: the ranks (default: all).
@@ -108,7 +110,9 @@ class MetricAverageCallback(keras.callbacks.Callback):
         trained, self._trained = now if self._trained is None else self._trained, None
         keys = tuple(sorted(key for key, value in logs.items() if np.ndim(value) == 0))
         # In each epoch: a rank whose metrics are the ones it had before cannot know that another's are not.
-        agree_text(self._engine, lambda: ", ".join(keys), title="metrics", name=f"{self._name}.keys")
+        # And one that began at another epoch, as Keras's BackupAndRestore makes it, ends before or after the others.
+        what = f"epoch {epoch + 1} with {', '.join(keys)}"
+        agree_text(self._engine, lambda: what, title="epoch and metrics", name=f"{self._name}.keys")
         weights = [
             _weight(now, key.removeprefix("val_")) if key.startswith("val_") else _weight(trained, key) for key in keys
         ]
