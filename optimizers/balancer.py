@@ -80,6 +80,7 @@ class Balancer:
         self.record = Record(trace)
         self.lookahead = 0  # batches that this rank may deal before they are used
         self.step = -1  # index of the global batch begun last, counted over all epochs
+        self.origin: int | None = None  # stands for where in its epoch a loader dealt that batch; None: not told
         self.dependents = Dependents()
         self.departure = Departure()
         self.strategies = Strategies()

@@ -3,9 +3,9 @@
 It is summed like a gradient. Each rank writes into its own slots and leaves the others' zero, so the sum is a gather:
 the number of loss terms, of every rank last step's share and compute time, how long it ran and was stopped, whether it
 has failed, was told to end or wants all to stop, how many batches it has dealt ahead, at times a hash of its
-parameters, which batch it is at, and – written by rank 0 alone – the next plan. All ranks read the identical sum, and
-therefore hold the identical plan. The slots for the noise of the gradient are there whether or not anybody measures it,
-so that all ranks' vectors have one length.
+parameters, which batch it is at and where in an epoch that was dealt, and – written by rank 0 alone – the next plan.
+All ranks read the identical sum, and therefore hold the identical plan. The slots for the noise of the gradient are
+there whether or not anybody measures it, so that all ranks' vectors have one length.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hvd_hetero.policy.strategy import LOCAL, SYNCHRONOUS
 REASON_LENGTH = 80  # characters of a plan's reason that travel
 STRATEGIES = (SYNCHRONOUS, LOCAL)  # by the number that travels
 LEAVES, STOPS = 1, 2  # in one slot
-BATCHES = 1 << 20  # are told apart
+BATCHES, ORIGINS = 1 << 20, 15  # are told apart, in one slot: at most 2**24 together
 PER_RANK, PER_PLAN = 10, 3  # slots of a rank, and of a plan beside its shares and reason
 
 
@@ -72,6 +72,7 @@ class Report:
     norms: Norms
     hashes: tuple[int, ...]
     batches: tuple[int, ...]  # the global batch that each rank is at, `BATCHES` and more counted from 0; none where -1
+    origins: tuple[int, ...]  # where in its epoch each rank's batch was dealt, below `ORIGINS`; not said where -1
     interval: int
 
 
@@ -97,6 +98,7 @@ def pack(
     staleness: float = 0.0,
     norms: Norms | None = None,
     batch: int | None = None,
+    origin: int | None = None,
 ) -> list[float]:
     """This rank's vector. Integers stay exact in fp32 up to 2**24."""
     vector = [0.0] * length(ranks)
@@ -105,7 +107,8 @@ def pack(
     vector[1 + ranks + rank] = samples
     vector[1 + 2 * ranks + rank] = float(failed)
     vector[1 + 3 * ranks + rank] = dealt_ahead
-    look, ends, at = look or Look(), LEAVES * leaves + STOPS * stops, 0 if batch is None else batch % BATCHES + 1
+    look, ends = look or Look(), LEAVES * leaves + STOPS * stops
+    at = 0 if batch is None else batch % BATCHES + 1 + (0 if origin is None else (origin + 1) * BATCHES)
     for place, value in enumerate((*(ran or Ran()), ends, look.hash, at), start=4):
         vector[1 + place * ranks + rank] = value
     if announcement is not None:
@@ -138,7 +141,8 @@ def unpack(total: Sequence[float], *, ranks: int) -> Report:
             predicted_step_s=predicted_step_s,
             strategy=STRATEGIES[int(strategy)],
         )
-    *ran, ends, hashes, batches = (total[1 + place * ranks : 1 + (place + 1) * ranks] for place in range(4, PER_RANK))
+    *ran, ends, hashes, said = (total[1 + place * ranks : 1 + (place + 1) * ranks] for place in range(4, PER_RANK))
+    at_batch = [int(value) - 1 for value in said]
     return Report(
         count=total[0],
         compute_s=tuple(total[1 : 1 + ranks]),
@@ -147,7 +151,8 @@ def unpack(total: Sequence[float], *, ranks: int) -> Report:
         leaving=tuple(rank for rank in range(ranks) if int(ends[rank]) & LEAVES),
         stopping=tuple(rank for rank in range(ranks) if int(ends[rank]) & STOPS),
         hashes=tuple(int(value) for value in hashes),
-        batches=tuple(int(value) - 1 for value in batches),
+        batches=tuple(value % BATCHES if value >= 0 else -1 for value in at_batch),
+        origins=tuple(value // BATCHES - 1 if value >= 0 else -1 for value in at_batch),
         interval=int(total[-NORMS - 2]),
         dealt_ahead=tuple(int(total[1 + 3 * ranks + rank]) for rank in range(ranks)),
         ran=tuple(Ran(*values) for values in zip(*ran, strict=True)),

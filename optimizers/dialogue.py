@@ -87,10 +87,12 @@ class Dialogue:
         answers: int = 1,
         look: control.Look | None = None,
         batch: int | None = None,
+        origin: int | None = None,
     ) -> list[float]:
         """This rank's control vector. Before it hears the answer – or so many `answers`, since it says the next ones
         in advance – it begins at most `ahead` further batches. With `measured`, it says what its batches take where it
-        does not lead as well. `batch`: the one that it is at, where ranks have to be at the same one."""
+        does not lead as well. `batch`: the one that it is at, where ranks have to be at the same one; `origin`: where
+        that was dealt."""
         samples, seconds = self._timesheet.reported if leads or measured else (0.0, 0.0)
         dealt_ahead = 0
         if leads:
@@ -113,6 +115,7 @@ class Dialogue:
             announcement=self._planner.announcement if leads and self._engine.rank == 0 else None,
             norms=None if noise is None else noise.outgoing(),
             batch=batch,
+            origin=origin,
         )
 
     def outgoing_in_advance(self) -> list[float]:

@@ -55,6 +55,22 @@ def check_together(batches: Sequence[int], ranks: Sequence[int]) -> None:
     )
 
 
+def check_origins(origins: Sequence[int], ranks: Sequence[int]) -> None:
+    """Raises DivergedError, on all ranks alike, where their loaders are at different places of the data.
+
+    Args:
+        origins: a number of each rank that stands for the place; below 0 for one that says nothing.
+        ranks: their numbers.
+    """
+    said = [origin for origin in origins if origin >= 0]
+    if others := [str(rank) for rank, origin in zip(ranks, origins, strict=True) if origin >= 0 and origin != said[0]]:
+        raise DivergedError(
+            "Expected the same batch of the same epoch from the loader of every rank. Received: another one on rank "
+            f"{', '.join(others)} than on the first that told, so that samples are used twice or never. Pass the same "
+            "epoch to set_epoch() on all ranks, and load a loader's state on all or none."
+        )
+
+
 class ParameterGuard:
     """Looks whether all ranks hold the same parameters.
 

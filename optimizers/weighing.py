@@ -15,7 +15,7 @@ from .balancer import Balancer
 from .control import Look, length
 from .local_step import ParameterStore
 from .noise import Buckets, GradientNoise
-from .parameter_guard import ParameterGuard, check_together
+from .parameter_guard import ParameterGuard, check_origins, check_together
 from .ways import Ways
 from .weighted import WeightedExchange
 
@@ -132,8 +132,9 @@ class Weighing:
         found, interval = self._guard.outgoing()
         look = Look(hash=found, interval=interval)
         return self.balancer.dialogue.outgoing(
-            leads=self._carries, count=terms, noise=self.noise, look=look, batch=self.balancer.batch
-        )
+            leads=self._carries, count=terms, noise=self.noise, look=look, batch=self.balancer.batch,
+            origin=self.balancer.origin,
+        )  # fmt: skip
 
     def incoming(
         self, total: Sequence[float], *, norms: Callable[[], Sequence[Any]], terms: float, batches: int,
@@ -154,6 +155,7 @@ class Weighing:
         report = self.balancer.dialogue.incoming(total, leads=self._carries, noise=self.noise)
         if counts:
             check_together(report.batches, self.engine.ranks)
+            check_origins(report.origins, self.engine.ranks)
         self._guard.incoming(report.hashes, report.interval)
         self.noise.end(
             terms=terms, weight=self.weight(terms), merged=norms() if self.engine.rank == 0 else (),

@@ -12,7 +12,10 @@ pytest.importorskip("horovod.torch", reason="build it with hvd-hetero build-horo
 import hvd_hetero.torch as hvd
 from hvd_hetero.engine.local import World
 from hvd_hetero.optimizers import parameter_guard
+from hvd_hetero.optimizers.control import BATCHES, ORIGINS, pack, unpack
+from hvd_hetero.optimizers.dealer import Dealer
 from hvd_hetero.optimizers.parameter_guard import DivergedError, ParameterGuard, check_together
+from hvd_hetero.optimizers.sampler import ShareSampler
 
 torch.manual_seed(0)
 PROTOTYPE = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
@@ -81,6 +84,55 @@ def test_who_says_nothing_of_its_batch_is_at_none():
     check_together((7, -1, 7), (0, 1, 2))
     with pytest.raises(DivergedError, match="batch 7 on rank 0, 4; batch 8 on rank 3"):
         check_together((7, -1, 8, 7), (0, 1, 3, 4))
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_ranks_whose_loaders_are_in_different_epochs_end_before_samples_are_used_twice(shuffle):
+    """As where one rank alone knows in which epoch a job goes on. Where all epochs have one order, they may differ."""
+
+    def program(engine):
+        model, balancer = copy.deepcopy(PROTOTYPE), hvd.Balancer(8, engine=engine)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), balancer=balancer)
+        data = torch.utils.data.TensorDataset(torch.ones(40, *model[0].weight.shape[1:]))
+        loader = hvd.BalancedDataLoader(data, balancer=balancer, shuffle=shuffle)
+        for epoch in (0, 5) if engine.rank == 2 else (0, 1):
+            loader.set_epoch(epoch)
+            for (x,) in loader:
+                optimizer.zero_grad()
+                model(x).sum().backward()
+                optimizer.step()
+        return balancer.step
+
+    for outcome in World(3).run(program, errors="return"):
+        if shuffle:
+            assert isinstance(outcome, DivergedError) and "another one on rank 2" in str(outcome), outcome
+        else:
+            assert outcome == 9
+
+
+def test_places_that_differ_are_told_soon():
+    dealers = [Dealer(80, global_batch_size=8, shuffle=True, seed=0, drop_last=False) for _ in range(2)]
+    for epoch in range(1, 200):
+        samplers = [ShareSampler.__new__(ShareSampler) for _ in dealers]
+        for sampler, dealer, its in zip(samplers, dealers, (0, epoch), strict=True):
+            sampler.dealer, dealer.epoch = dealer, its
+        met = 0
+        for position in range(1, 11):
+            for sampler in samplers:
+                sampler.position = position
+            met += samplers[0].origin == samplers[1].origin
+        assert met < 6, epoch
+
+
+def test_a_batch_and_where_it_was_dealt_are_one_number():
+    for batch, origin in ((None, None), (0, None), (0, 0), (BATCHES - 1, ORIGINS - 1), (BATCHES + 3, 2)):
+        vector = pack(
+            ranks=2, rank=1, count=1.0, compute_s=0.0, samples=0.0, failed=False, announcement=None, batch=batch,
+            origin=origin,
+        )  # fmt: skip
+        report = unpack(torch.tensor(vector, dtype=torch.float32).tolist(), ranks=2)
+        assert report.batches == (-1, -1 if batch is None else batch % BATCHES)
+        assert report.origins == (-1, -1 if origin is None else origin)
 
 
 def test_a_rank_that_cannot_compute_its_part_takes_part_without_it():

@@ -225,6 +225,7 @@ class BalancedDataLoader:
                 self.balancer.fail()
                 raise
             self.balancer.timesheet.data_s += time.perf_counter() - start
+            self.balancer.origin = self.batch_sampler.sampler.origin
             self.balancer.begin(samples)
             yield batch
             if bar is not None:
