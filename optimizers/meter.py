@@ -12,7 +12,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 
 class Stopwatch(Protocol):
@@ -34,6 +34,13 @@ class WallClock:
 
     def seconds(self, start: float, end: float) -> float:
         return end - start
+
+
+class Moment(NamedTuple):
+    """A moment of a rank's time."""
+
+    mark: Any  # of the stopwatch
+    processor_s: float
 
 
 class ComputeMeter:
@@ -83,6 +90,26 @@ class ComputeMeter:
                 self._computing_s += now_s - self._mark_s
             self._mark_s = now_s
         self._start = None
+
+    def now(self) -> Moment:
+        """This moment, as any thread may ask."""
+        return Moment(self.stopwatch.mark(), self._processor_s())
+
+    def leave_out(self, since: Moment, until: Moment) -> None:
+        """Takes the time between two moments of the open segment out of it: what was done then was no compute."""
+        if self._start is None:
+            return
+        self._segments.append((self._start, since.mark))
+        if self._mark_s is not None:
+            self._computing_s += since.processor_s - self._mark_s
+        self._start, self._mark_s = until
+
+    def begin_at(self, moment: Moment) -> float:
+        """Lets the open segment begin at a moment, if that is later; the seconds by which it is."""
+        later_s = 0.0 if self._start is None else self.stopwatch.seconds(self._start, moment.mark)
+        if later_s > 0.0:
+            self._start, self._mark_s = moment
+        return max(0.0, later_s)
 
     def take_s(self) -> float:
         """The seconds of all segments since the last call."""

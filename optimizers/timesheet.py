@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import time
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from hvd_hetero.policy.jitter import Ran
 
-from .meter import ComputeMeter, Pace, Stopwatch, WallClock
+from .meter import ComputeMeter, Moment, Pace, Stopwatch, WallClock
 from .stop import StopMeter
 
 
@@ -63,6 +65,24 @@ class Timesheet:
     def pause(self) -> None:
         """Compute ends; what follows is waiting."""
         self._meter.pause()
+
+    @contextlib.contextmanager
+    def loading(self) -> Iterator[None]:
+        """While this rank waits for data, between two of its computations."""
+        start, since = time.perf_counter(), self._meter.now()
+        try:
+            yield
+        finally:
+            self._meter.leave_out(since, self._meter.now())
+            self.data_s += time.perf_counter() - start
+
+    def now(self) -> Moment:
+        """This moment, for `loaded`; also for another thread, which loads ahead."""
+        return self._meter.now()
+
+    def loaded(self, at: Moment) -> None:
+        """Says that the batch that begins was there at a moment: where this rank was ready before, it waited."""
+        self.data_s += self._meter.begin_at(at)
 
     def discard(self) -> None:
         """Says that what is done now takes longer than it will ever again."""

@@ -38,6 +38,8 @@ class Balancer(FrameworkFree):
     def announce(self, samples, *, by):
         self.announced.append(samples)
 
+    def announce_loaded(self, *, by): ...
+
     def forget(self, *, ahead, by):
         self.announced.clear()
 

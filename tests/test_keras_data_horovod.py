@@ -29,6 +29,7 @@ CHECKS = [
     "the_learning_rate_is_scheduled_and_follows_the_batch",
     "the_factor_is_in_updates_alone",
     "elastic_states_and_a_trace_are_kept",
+    "waiting_for_data_is_no_compute",
     "an_error_of_loading_reaches_every_rank",
     "a_callback_of_one_rank_stops_all_after_the_same_batch",
     "samples_of_tf_data",

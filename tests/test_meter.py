@@ -65,6 +65,35 @@ def test_what_lies_between_batches_is_neither():
     assert rank.step(compute=0.4, service=0.1, link_s=0.1) == pytest.approx((0.4, 0.1))
 
 
+def test_what_was_loaded_in_between_is_neither():
+    rank = Rank(0.5)
+    rank.meter.run()
+    rank.passes(0.1)  # the update
+    since = rank.meter.now()
+    rank.passes(3.0, wall_s=7.0)
+    rank.meter.leave_out(since, rank.meter.now())
+    rank.passes(0.3)
+    rank.meter.pause()
+    rank.passes(0.02, wall_s=0.0)
+    rank.meter.run()
+    compute_s = rank.meter.take_s()
+    assert compute_s == pytest.approx(0.8) and rank.meter.take_service_s(compute_s) == pytest.approx(0.04)
+
+
+def test_a_segment_begins_when_what_it_needs_was_there():
+    rank = Rank(1.0)
+    early = rank.meter.now()
+    rank.passes(1.0)
+    assert rank.meter.begin_at(early) == 0.0, "nothing is measured yet"
+    rank.meter.run()
+    rank.passes(2.0)
+    there = rank.meter.now()  # as the thread that loads ahead saw it
+    rank.passes(0.5)
+    assert rank.meter.begin_at(early) == 0.0 and rank.meter.begin_at(there) == pytest.approx(2.0)
+    rank.meter.pause()
+    assert rank.meter.take_s() == pytest.approx(0.5)
+
+
 def test_another_stopwatch_begins_anew():
     """A batch may have begun before anybody knew on which device it is computed: marks of two kinds do not mix."""
 

@@ -11,6 +11,7 @@ from hvd_hetero.engine.environment import run_folder
 from hvd_hetero.engine.host import host_identity
 from hvd_hetero.engine.port import Engine
 from hvd_hetero.optimizers import balancer as framework_free
+from hvd_hetero.optimizers.meter import Moment
 from hvd_hetero.policy.replan import ReplanRule
 from hvd_hetero.trace.record import trace_of
 
@@ -28,6 +29,7 @@ class Announced:
     def __init__(self, *, ahead: bool = False) -> None:
         self.samples: deque[int] = deque()
         self.terms: deque[float] = deque()
+        self.loaded: deque[Moment] = deque()  # when each was there, of those that are loaded ahead
         self.ahead = ahead
 
 
@@ -99,6 +101,11 @@ class Balancer(framework_free.Balancer):
         """Says over how many loss terms the loss of the next batch announced is a mean, where these are no samples."""
         if (queue := self._queues.get(by)) is not None:
             queue.terms.append(terms)
+
+    def announce_loaded(self, *, by: Any = None) -> None:
+        """Says that the next batch announced, which is loaded while others are in use, is there."""
+        if (queue := self._queues.get(by)) is not None:
+            queue.loaded.append(self.timesheet.now())
 
     def forget(self, *, ahead: bool = False, by: Any = None) -> None:
         """Drops what was announced `by` one whose batches come next: an epoch begins, or a fit was interrupted. The
@@ -188,6 +195,8 @@ class Balancer(framework_free.Balancer):
         if not self.timesheet.running:  # the first step of all: nobody was there when it began
             self.discard()
         queue = self._next
+        if queue.loaded:
+            self.timesheet.loaded(queue.loaded.popleft())
         self._begin(queue.samples.popleft())
         queue.ahead = queue.ahead or bool(queue.samples)
         if queue.terms:

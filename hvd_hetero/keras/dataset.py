@@ -88,6 +88,7 @@ class BalancedDataset(keras.utils.PyDataset):
         self._ahead = AHEAD * workers
         self._loading: deque[tuple[Dealt, Future[Batch]]] = deque()
         self._fresh = True  # nobody has begun to use what is dealt
+        self._ahead_of_use = False  # TensorFlow reads batches while others are in use
         self._at: int | None = None  # the step up to which use is accounted for, within an epoch
         self._last: Batch = None
         self.aside = Aside()
@@ -187,7 +188,7 @@ class BalancedDataset(keras.utils.PyDataset):
         self._loading.clear()
         self.balancer.forget(ahead=ahead, by=self)
         self.sampler.rewind()
-        self._fresh = False
+        self._fresh, self._ahead_of_use = False, ahead
 
     def _settle(self) -> int:
         """Tells the sampler what was used since the last time; the number of batches."""
@@ -201,6 +202,14 @@ class BalancedDataset(keras.utils.PyDataset):
         return used
 
     def _next(self) -> Batch:
+        if self._ahead_of_use:
+            batch = self._fetched()
+            self.balancer.announce_loaded(by=self)
+            return batch
+        with self.balancer.timesheet.loading():
+            return self._fetched()
+
+    def _fetched(self) -> Batch:
         try:
             if self._pool is None:
                 dealt = self.sampler.deal()

@@ -90,6 +90,8 @@ class ReducedStep:
         self._passes += 1
         flats = [bucket[:length] for bucket, length in zip(self.layout.buckets, self.layout.lengths, strict=True)]
         if not last:
+            self._balancer.pause()
+            self._balancer.resume()  # the next batch, which may have to be waited for
             return [self._form.zeros_like(flat) for flat in flats]
         self._balancer.pause()
         results = self._own(flats) if self._apart else self._exchanged()

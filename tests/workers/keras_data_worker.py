@@ -437,6 +437,46 @@ def elastic_states_and_a_trace_are_kept():
     assert [event.kind for event in run.events if "epoch" in event.kind] == ["epoch begins", "epoch ends"] * 2
 
 
+WHAT = ("data", "compute", "wait")
+
+
+class Unhurried:
+    """Samples that take their time to load."""
+
+    def __len__(self):
+        return 6 * WHOLE
+
+    def __getitem__(self, index):
+        time.sleep(0.03)
+        return np.float32([index, 1.0]), np.float32(0.0)
+
+
+def waiting_for_data_is_no_compute():
+    """Neither where TensorFlow reads ahead nor in a loop of one's own, nor where an update takes several batches."""
+    for passes, own_loop in [(1, False), (1, True), (2, False)]:
+        folder = hvd.broadcast_object(tempfile.mkdtemp(), 0)
+        balancer = make_balancer(run=folder, shares=(WHOLE // hvd.size(),) * hvd.size())
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        optimizer = keras.optimizers.SGD(1e-6, gradient_accumulation_steps=passes if passes > 1 else None)
+        model.compile(optimizer=hvd.DistributedOptimizer(optimizer, balancer=balancer), loss="mse", jit_compile=False)
+        data = hvd.BalancedDataset(Unhurried(), balancer=balancer, shuffle=False)
+        for _ in range(2):  # in the first epoch there is compilation, while TensorFlow reads ahead
+            if own_loop:
+                for x, y in data:
+                    model.train_on_batch(x, y)
+            else:
+                model.fit(data, epochs=1, verbose=0)
+        balancer.trace.close()
+        steps = reader.read(folder).ranks[hvd.rank()].steps
+        steps = steps[len(steps) // 2 + 1 :]
+        data_s, compute_s, wait_s = (sum(getattr(step, f"{what}_s") for step in steps) for what in WHAT)
+        loading_s = 0.03 * (WHOLE // hvd.size()) * passes * len(steps)
+        assert data_s + wait_s > 0.6 * loading_s > 2 * compute_s, (passes, own_loop, data_s, compute_s, wait_s)
+        # In each step somebody waited for data, and the others for that rank, while more was loaded for them.
+        assert float(hvd.allreduce(np.float64(data_s), op=hvd.Sum)) > 0.6 * loading_s, (passes, own_loop, data_s)
+
+
 def an_error_of_loading_reaches_every_rank():
     class Broken:
         def __len__(self):
