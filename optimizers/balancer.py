@@ -12,6 +12,7 @@ from hvd_hetero.policy.ladder import Move
 from hvd_hetero.policy.replan import Plan, ReplanRule
 
 from .agreement import Terms, agree
+from .argument import check_whole
 from .attachment import Exchanges
 from .departure import Departure, Flag
 from .dependent import Dependents
@@ -191,8 +192,7 @@ class Balancer:
         self.timesheet.run()
 
     def _begin(self, samples: int) -> None:
-        if samples < 0:
-            raise ValueError(f"samples: expected 0 or more. Received: {samples}.")
+        check_whole("samples", samples, least=0)
         self.step += 1
         self.samples, self._counted = samples, 0.0
         self.timesheet.begin(samples)

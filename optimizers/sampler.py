@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .agreement import agree_on
+from .argument import check_whole
 from .balancer import Balancer
 from .control import ORIGINS
 from .dealer import Dealer, cut
@@ -52,6 +53,8 @@ class ShareSampler:
         block: int = 1,
         checksum: int = 0,
     ) -> None:
+        if not isinstance(balancer, Balancer):
+            raise TypeError(f"balancer: expected an hvd.Balancer. Received: {balancer!r}.")
         self.balancer = balancer
         self._alike = {
             "dataset length": length, "shuffle": shuffle, "seed": seed, "drop_last": drop_last, "block": block,
@@ -90,6 +93,7 @@ class ShareSampler:
     def set_epoch(self, epoch: int) -> None:
         """Chooses the order of `epoch`, and starts at its beginning – unless it was resumed in the middle of it, or at
         its end: then nothing of it is left."""
+        check_whole("epoch", epoch, least=0)
         if self._resumed and (epoch + 1, 0) == (self.dealer.epoch, self.position):
             self.dealer.epoch, self.position = epoch, len(self.dealer)
         elif epoch != self.dealer.epoch or not self._resumed:

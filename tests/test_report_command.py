@@ -84,7 +84,8 @@ def test_a_plan_needs_no_run_where_speeds_are_told(capsys):
     (["plan", "{run}", "--speeds", "1,2"], 2, "Received: both"),
     (["plan", "--speeds", "800,fast", "--global-batch-size", "64"], 1, "--speeds: expected samples per second"),
     (["plan", "--speeds", "800,0", "--global-batch-size", "64"], 1, "--speeds: expected samples per second"),
-    (["plan", "--speeds", "800,320"], 1, "--global-batch-size: expected 1 or more"),
+    (["plan", "--speeds", "800,320"], 2, "--speeds: expected --global-batch-size N with it"),
+    (["plan", "--speeds", "800,320", "--global-batch-size", "0"], 1, "--global-batch-size: expected 1 or more"),
     (["plan", "--speeds", "8,3", "--global-batch-size", "1"], 1, "--global-batch-size or --max-share"),
     (["plan", "--speeds", "8,3", "--exchange-ms", "-1", "--global-batch-size", "8"], 1, "--exchange-ms: expected 0"),
 ])  # fmt: skip

@@ -194,3 +194,15 @@ def test_a_rank_without_a_sample_gets_one_of_another_to_look_at():
 def test_ranks_that_disagree_all_hear_of_it():
     errors = World(2).run(lambda engine: make(engine, WHOLE + engine.rank), errors="return")
     assert all("dataset length: expected the same" in str(error) for error in errors)
+
+
+@pytest.mark.parametrize("call, words", [
+    (lambda sampler: sampler.set_epoch(-1), "epoch: expected an integer of at least 0. Received: -1"),
+    (lambda sampler: sampler.set_epoch("1"), "epoch: expected an integer"),
+    (lambda sampler: sampler.balancer.begin(2.5), "samples: expected an integer of at least 0. Received: 2.5"),
+    (lambda sampler: ShareSampler(8, balancer=8, shuffle=True, seed=0, drop_last=False), "an hvd.Balancer. Received: 8"),
+])  # fmt: skip
+def test_wrong_arguments(call, words):
+    sampler = make(SoloEngine(), WHOLE)[1]
+    with pytest.raises((TypeError, ValueError), match=words):
+        call(sampler)

@@ -151,13 +151,15 @@ def command(arguments: argparse.Namespace) -> int:
     if (arguments.run is None) == (arguments.speeds is None):
         raise UsageError("expected the folder of a run, or --speeds. Received: "
                          f"{'neither' if arguments.run is None else 'both'}.")
+    if arguments.run is None and arguments.global_batch_size is None:
+        raise UsageError("--speeds: expected --global-batch-size N with it. Received: none.")
     if arguments.run is not None:
         seen = seen_in(report_of(arguments.run, skip=arguments.skip).run, skip=arguments.skip)
     else:
         seen = told(arguments.speeds, exchange_ms=arguments.exchange_ms)
     whole = arguments.global_batch_size if arguments.global_batch_size is not None else sum(seen.shares)
     if whole < 1:
-        raise CommandError(f"--global-batch-size: expected 1 or more, and one with --speeds. Received: {whole}.")
+        raise CommandError(f"--global-batch-size: expected 1 or more. Received: {whole}.")
     try:
         found = forecasts(seen.models, whole, bounds=_bounds(arguments.max_share, len(seen.ranks)),
                           jitters=seen.jitters, exchange_s=seen.exchange_s)

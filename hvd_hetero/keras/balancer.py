@@ -11,6 +11,7 @@ from hvd_hetero.engine.environment import run_folder
 from hvd_hetero.engine.host import host_identity
 from hvd_hetero.engine.port import Engine
 from hvd_hetero.optimizers import balancer as framework_free
+from hvd_hetero.optimizers.argument import check_whole
 from hvd_hetero.optimizers.meter import Moment
 from hvd_hetero.policy.replan import ReplanRule
 from hvd_hetero.trace.record import trace_of
@@ -92,8 +93,7 @@ class Balancer(framework_free.Balancer):
 
     def announce(self, samples: int, *, by: Any = None) -> None:
         """Says that a batch of `samples` follows those announced before; may be called from a thread that loads."""
-        if samples < 0:
-            raise ValueError(f"samples: expected 0 or more. Received: {samples}.")
+        check_whole("samples", samples, least=0)
         if (queue := self._queues.get(by)) is not None:  # a thread may still load for a fit that was interrupted
             queue.samples.append(samples)
 

@@ -168,7 +168,7 @@ def table(folder):
                                                            base_batch_size=WHOLE + last), "the same on every rank"),
         ("backward without a batch", lambda: train(begin=False), "BalancedDataLoader"),
         ("a negative count", lambda: train(terms=-1), "terms: expected"),
-        ("a negative batch", lambda: hvd.Balancer(WHOLE).begin(-1), "samples: expected 0 or more"),
+        ("a negative batch", lambda: hvd.Balancer(WHOLE).begin(-1), "samples: expected an integer of at least 0"),
         ("a loader that raises on a rank", lambda: train(data=Burning()),
          "disk on fire" if hvd.rank() == 1 else "rank 1 could not"),
         ("parameters that differ", lambda: train(spoil=shift), "others than rank 0's on rank 1"),
