@@ -200,7 +200,7 @@ def test_ranks_that_disagree_all_hear_of_it():
     (lambda sampler: sampler.set_epoch(-1), "epoch: expected an integer of at least 0. Received: -1"),
     (lambda sampler: sampler.set_epoch("1"), "epoch: expected an integer"),
     (lambda sampler: sampler.balancer.begin(2.5), "samples: expected an integer of at least 0. Received: 2.5"),
-    (lambda sampler: ShareSampler(8, balancer=8, shuffle=True, seed=0, drop_last=False), "an hvd.Balancer. Received: 8"),
+    (lambda sampler: ShareSampler(8, balancer=8, shuffle=True, seed=0, drop_last=False), "an hvd.Balancer"),
 ])  # fmt: skip
 def test_wrong_arguments(call, words):
     sampler = make(SoloEngine(), WHOLE)[1]
