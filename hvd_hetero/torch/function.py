@@ -119,7 +119,8 @@ def broadcast_optimizer_state(
 
     No step is made. Horovod makes one with gradients of zero where a rank has no state yet, to have tensors to receive
     into, and weight decay moves the parameters of those ranks: after a checkpoint that rank 0 alone has loaded, they
-    would differ from its.
+    would differ from its. And Adam, which counts its steps, begins here as it does in one process; after Horovod's, the
+    first step of a job counts as the second, and is shorter.
     """
     tensors: list[torch.Tensor] = []
     places = {p.device.type: p.device for group in optimizer.param_groups for p in group["params"]}
