@@ -62,8 +62,8 @@ def check_origins(origins: Sequence[int], ranks: Sequence[int]) -> None:
         origins: a number of each rank that stands for the place; below 0 for one that says nothing.
         ranks: their numbers.
     """
-    said = [origin for origin in origins if origin >= 0]
-    if others := [str(rank) for rank, origin in zip(ranks, origins, strict=True) if origin >= 0 and origin != said[0]]:
+    first = next((origin for origin in origins if origin >= 0), -1)
+    if others := [str(rank) for rank, origin in zip(ranks, origins, strict=True) if origin not in (-1, first)]:
         raise DivergedError(
             "Expected the same batch of the same epoch from the loader of every rank. Received: another one on rank "
             f"{', '.join(others)} than on the first that told, so that samples are used twice or never. Pass the same "

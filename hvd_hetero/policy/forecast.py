@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from .jitter import Jitter
 from .partition import Bound, InfeasibleError, equal_shares, split
 from .speed import SpeedModel
-from .strategy import LOCAL, Prediction, predict_local, predict_synchronous
+from .strategy import Prediction, predict_local, predict_synchronous
 
 
 class Way(enum.Enum):
@@ -43,7 +43,7 @@ class Forecast:
     @property
     def step_s(self) -> float | None:
         """Seconds of a step, where ranks step together."""
-        return None if self.prediction.strategy == LOCAL else self.prediction.period_s
+        return None if self.way is Way.LOCAL else self.prediction.period_s
 
     @property
     def samples_per_s(self) -> float:

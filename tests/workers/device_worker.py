@@ -31,7 +31,12 @@ def model_on(device, *, synchronised=True):
     model = nn.Sequential(nn.Linear(8, 64), nn.BatchNorm1d(64), nn.Tanh(), nn.Linear(64, 64), nn.Linear(64, 3))
     if synchronised:
         model = hvd.SyncBatchNorm.convert_sync_batchnorm(model)
-    for module in model.modules():  # `model.to(device)`, which PyTorch does not do for tensors of a subclass
+    return moved(model, device)
+
+
+def moved(model, device):
+    """`model.to(device)`, which PyTorch does not do for tensors of a subclass."""
+    for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             setattr(module, name, nn.Parameter(parameter.detach().to(device)))
         for name, buffer in list(module.named_buffers(recurse=False)):
@@ -116,10 +121,7 @@ def alike(program=trained, **options):
 def with_a_loader(device):
     """Batches from a loader, in parts, of a model partly in bfloat16; the mean of a validation."""
     torch.manual_seed(0)
-    table, layer = nn.Embedding(40, 64), nn.Linear(64, 3).bfloat16()
-    for module in (table, layer):
-        for name, parameter in list(module.named_parameters()):
-            setattr(module, name, nn.Parameter(parameter.detach().to(device)))
+    table, layer = moved(nn.ModuleList([nn.Embedding(40, 64), nn.Linear(64, 3).bfloat16()]), device)
     tokens = torch.arange(40).repeat(2)
     data = torch.utils.data.TensorDataset(tokens, tokens % 3)
     balancer = hvd.Balancer(WHOLE, shares=(8, 4), adaptive=False, max_micro_batch=3)

@@ -24,6 +24,7 @@ AVAILABLE = hasattr(backend_registration, "_setup_privateuseone_for_python_backe
 # What takes tensors of several devices, on a GPU as well.
 BETWEEN = {"copy_", "_to_copy", "_foreach_copy_", "index", "index_put", "index_put_", "_index_put_impl_"}
 looks: list[str] = []  # operations that told the host a value
+_libraries: list[Any] = []  # what is made known to PyTorch lasts as long as these
 
 
 class OnDevice(torch.Tensor):
@@ -118,7 +119,7 @@ def install() -> None:
     """Makes the device known to PyTorch, and lets Horovod take its tensors, as it takes those of a GPU."""
     backend_registration._setup_privateuseone_for_python_backend(rename=NAME)
     library = torch.library.Library("aten", "IMPL")
-    kept.append(library)
+    _libraries.append(library)
 
     def empty(size: Any, *, dtype: Any = None, **others: Any) -> OnDevice:
         return OnDevice(torch.empty(size, dtype=dtype))
@@ -148,5 +149,3 @@ def install() -> None:
     mpi_ops._broadcast_async = functools.wraps(broadcast)(lambda *arguments: broadcast(*map(inner_of, arguments)))
     engine.HorovodEngine._tensor, engine.HorovodHandle.wait = passed, waited  # type: ignore[method-assign]
 
-
-kept: list[Any] = []
