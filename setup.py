@@ -18,7 +18,10 @@ EXTRAS = {
     "mpi": ["mpi4py>=4.0"],
     "gpu": ["nvidia-ml-py>=12"],
     "report": ["rich>=13", "matplotlib>=3.8", "tqdm>=4.60"],
-    "dev": ["pytest>=8", "ruff>=0.6", "mypy>=1.11", "matplotlib>=3.8", "scikit-learn>=1.3", "griffe>=2"],
+    "dev": [
+        "pytest>=8", "pytest-xdist>=3.5", "ruff>=0.6", "mypy>=1.11", "matplotlib>=3.8", "scikit-learn>=1.3",
+        "griffe>=2",
+    ],
 }
 
 setup(

@@ -256,7 +256,7 @@ def _epoch(
         rank.balancer.begin(len(mine))
         lr = task.update(rank.model, rank.optimizer, mine, step)
         seconds = PACE[index] * clock.lognormvariate(0.0, NOISE) if clock else 1.0
-        rank.balancer.timesheet.reported = (float(len(mine)), seconds)
+        rank.balancer.timesheet.known = (float(len(mine)), seconds)
         merges = rank.local.rounds.merges
         rank.local.after_step(len(mine), lr=lr)
         if way.reset and rank.local.rounds.merges > merges:

@@ -203,6 +203,7 @@ class Balancer:
     def end_epoch(self) -> None:
         """Says that the samples of an epoch are used up; `BalancedDataLoader` does."""
         self.exchanges.on_epoch_end()
+        self.timesheet.read()
 
     def begin_unseen(self) -> bool:
         """Whether a batch begins that nothing announced: never, for a balancer that is told of its batches."""
@@ -294,9 +295,8 @@ class Balancer:
     def finished(self, *, wait_s: float, bytes_sent: int) -> None:
         """Ends a step, after the update: its compute time goes out with the next gradient."""
         self.pause()
-        entry = self.timesheet.end()
         share = self.plan.shares[self.rank]
-        self.record.step(entry, step=self.step, wait_s=wait_s, bytes_sent=bytes_sent, share=share)
+        self.timesheet.end(self.record.step(step=self.step, wait_s=wait_s, bytes_sent=bytes_sent, share=share))
         self.resume()
 
     # State ----------------------------------------------------------------------------------------------------------

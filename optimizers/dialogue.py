@@ -81,7 +81,7 @@ class Dialogue:
         *,
         leads: bool,
         count: float,
-        measured: bool = False,
+        measured: tuple[float, float] | None = None,
         noise: NoiseMeter | None = None,
         ahead: int = 0,
         answers: int = 1,
@@ -90,10 +90,10 @@ class Dialogue:
         origin: int | None = None,
     ) -> list[float]:
         """This rank's control vector. Before it hears the answer – or so many `answers`, since it says the next ones
-        in advance – it begins at most `ahead` further batches. With `measured`, it says what its batches take where it
-        does not lead as well. `batch`: the one that it is at, where ranks have to be at the same one; `origin`: where
-        that was dealt."""
-        samples, seconds = self._timesheet.reported if leads or measured else (0.0, 0.0)
+        in advance – it begins at most `ahead` further batches. `measured`: samples and seconds of its batches, where
+        they are not those of the last one. `batch`: the one that it is at, where ranks have to be at the same one;
+        `origin`: where that was dealt."""
+        samples, seconds = measured or (self._timesheet.reported if leads else (0.0, 0.0))
         dealt_ahead = 0
         if leads:
             place = self._place

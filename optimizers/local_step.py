@@ -168,7 +168,7 @@ class LocalSteps:
         """The bytes that this rank has sent after an update over `samples`."""
         self.samples += samples
         before = [fragment.sends for fragment in self.rounds.fragments]
-        self.rounds.after_step(samples, lr=lr, compute=self._balancer.timesheet.reported)
+        self.rounds.after_step(samples, lr=lr, compute=self._balancer.timesheet.known)
         sends = [fragment.sends - first for fragment, first in zip(self.rounds.fragments, before, strict=True)]
         return sum(number * size for number, size in zip(sends, self._bytes, strict=True))
 

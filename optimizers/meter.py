@@ -20,6 +20,9 @@ class Stopwatch(Protocol):
 
     def mark(self) -> Any: ...
 
+    def passed(self, mark: Any) -> bool:
+        """Whether the time until `mark` is known; never waits for it, as `seconds` does."""
+
     def seconds(self, start: Any, end: Any) -> float: ...
 
 
@@ -32,6 +35,9 @@ class WallClock:
     def mark(self) -> float:
         return self._clock()
 
+    def passed(self, mark: float) -> bool:
+        return True
+
     def seconds(self, start: float, end: float) -> float:
         return end - start
 
@@ -41,6 +47,21 @@ class Moment(NamedTuple):
 
     mark: Any  # of the stopwatch
     processor_s: float
+
+
+class Taken(NamedTuple):
+    """Segments in which a rank computed."""
+
+    stopwatch: Stopwatch  # whose marks these are
+    segments: list[tuple[Any, Any]]
+
+    def known(self) -> bool:
+        """Whether `seconds` can be told without waiting."""
+        return not self.segments or self.stopwatch.passed(self.segments[-1][1])
+
+    def seconds(self) -> float:
+        """Their sum; where the device is still at them, this waits for it."""
+        return sum(self.stopwatch.seconds(start, end) for start, end in self.segments)
 
 
 class ComputeMeter:
@@ -111,10 +132,10 @@ class ComputeMeter:
             self._start, self._mark_s = moment
         return max(0.0, later_s)
 
-    def take_s(self) -> float:
-        """The seconds of all segments since the last call."""
+    def take(self) -> Taken:
+        """The segments since the last call."""
         segments, self._segments = self._segments, []
-        return sum(self.stopwatch.seconds(start, end) for start, end in segments)
+        return Taken(self._stopwatch, segments)
 
     def take_service_s(self, compute_s: float) -> float:
         """The seconds that serving the communication took of this rank's cores since the last call, which followed

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -37,12 +37,20 @@ class Record:
                     self._told.add(plan)
                     self.trace.plan(plan)
 
-    def step(self, entry: Entry, *, step: int, wait_s: float, bytes_sent: int, share: int) -> None:
-        if self.trace is not None:
-            self.trace.step(
+    def step(self, *, step: int, wait_s: float, bytes_sent: int, share: int) -> Callable[[Entry], None]:
+        """A step ends now; the rest of it is told to what this returns."""
+        trace = self.trace
+        if trace is None:
+            return _nobody
+        t_s = trace.now()
+
+        def tell(entry: Entry) -> None:
+            trace.step(
                 step=step, samples=entry.samples, data_s=entry.data_s, compute_s=entry.compute_s, wait_s=wait_s,
-                bytes=bytes_sent, share=share,
+                bytes=bytes_sent, share=share, t_s=t_s,
             )  # fmt: skip
+
+        return tell
 
     def route(self, bucket: str, choice: Choice) -> None:
         self.event("route", bucket=bucket, **asdict(choice))
@@ -66,3 +74,7 @@ class Record:
             self.trace.event("ranks", rank=engine.rank, size=engine.size, step=step)
             self._told.clear()
             self.plans(plans)
+
+
+def _nobody(entry: Entry) -> None:
+    """Nothing is recorded."""

@@ -77,7 +77,8 @@ class Rounds:
         self._stepped = self._heard = 0  # in this phase
         self._finishing = False
         self._ended: set[int] = set()  # fragments whose last merge came while all ranks were finishing
-        self._recent: list[tuple[float, float]] = []
+        self._recent: list[tuple[float, float]] = []  # samples and seconds of steps since the last contribution
+        self._usual: tuple[float, float] | None = None  # of those before it
         self._sending = Sending()
         self._missing = False  # what is sent is nothing, said in advance
         self.fragments = [
@@ -98,7 +99,7 @@ class Rounds:
         self.balancer.strategies.begins(self)
         for fragment in self.fragments:
             fragment.begin()
-        self._stepped = 0
+        self._stepped, self._usual = 0, None
         self._heard = self.balancer.step - self._batches()  # the last batch that the model of all ranks has seen
 
     @property
@@ -229,19 +230,20 @@ class Rounds:
 
     def _outgoing(self, index: int) -> list[float]:
         """The control vector of fragment `index`, right before it is sent."""
-        sending, measured = self._sending, index == 0
-        leads = measured and self._leads
-        if measured and self._recent and not self._missing:
+        sending, first = self._sending, index == 0
+        leads = first and self._leads
+        if first and self._recent and not self._missing:
             # The median: a stall is no property of the share.
-            samples, seconds = sorted(self._recent, key=lambda each: each[1] / each[0])[len(self._recent) // 2]
-            self.balancer.timesheet.reported, self._recent = (samples, seconds), []
+            self._usual = sorted(self._recent, key=lambda each: each[1] / each[0])[len(self._recent) // 2]
+            self._recent = []
         dialogue, work = self.balancer.dialogue, sending.work
         if self._missing and leads:
             said = dialogue.outgoing_in_advance()
         else:
             said = dialogue.outgoing(
-                leads=leads, measured=measured, count=work.samples, ahead=self.most_ahead, answers=1 + self._missed
-            )
+                leads=leads, measured=(self._usual or self.balancer.timesheet.known) if first else (0.0, 0.0),
+                count=work.samples, ahead=self.most_ahead, answers=1 + self._missed,
+            )  # fmt: skip
         return merge_control.pack(
             sending.contribution, spread=sending.spread, finishing=self._finishing, rank=self.rank, ranks=self.size,
             own=(work.steps, work.samples, self.balancer.step), balancer=said,

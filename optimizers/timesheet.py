@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import time
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from hvd_hetero.policy.jitter import Ran
 
-from .meter import ComputeMeter, Moment, Pace, Stopwatch, WallClock
+from .meter import ComputeMeter, Moment, Pace, Stopwatch, Taken, WallClock
 from .stop import StopMeter
 
 
@@ -21,8 +23,22 @@ class Entry(NamedTuple):
     compute_s: float
 
 
+class Ended(NamedTuple):
+    """What was done, before it is known how long it took."""
+
+    taken: Taken
+    samples: int
+    batches: int
+    data_s: float
+    discarded: bool
+    tell: Callable[[Entry], None]
+
+
 class Timesheet:
     """The batches of this rank, as the next exchange tells the others of them.
+
+    A GPU is still at an update when Python is done with it. Nobody waits for it there: how long a step took is read
+    when the next exchange asks, or the next step ends.
 
     Args:
         stopwatch: measures compute; None: wall time, until somebody knows better (see `measure_with`).
@@ -31,16 +47,19 @@ class Timesheet:
     def __init__(self, stopwatch: Stopwatch | None) -> None:
         self._meter = ComputeMeter(stopwatch or WallClock())
         self._given = stopwatch is not None
+        self._ended: Ended | None = None  # whose time is not read yet
+        self._late = False  # whether there ever was one
         self.restart()
 
     def restart(self) -> None:
         """Forgets what was done: it was for other ranks."""
+        self.read()
         self._pace = Pace()
         self._stops = StopMeter()
         self._samples = self._batches = 0
         self._discarded = False
         self.data_s = 0.0
-        self.reported: tuple[float, float] = (0.0, 0.0)  # samples and seconds per batch, for the next exchange
+        self.known: tuple[float, float] = (0.0, 0.0)  # samples and seconds per batch, as they were read last
 
     def measure_with(self, stopwatch: Stopwatch) -> None:
         """Measures compute with what suits the device, unless the constructor was told."""
@@ -88,21 +107,40 @@ class Timesheet:
         """Says that what is done now takes longer than it will ever again."""
         self._discarded = True
 
-    def end(self) -> Entry:
-        """What was done since the last call; `reported` tells the others."""
-        compute_s = self._meter.take_s()
-        service_s = self._meter.take_service_s(compute_s)
-        batches = max(self._batches, 1)
-        if self._discarded:
-            compute_s = service_s = 0.0
-        self._stops.add(self._samples / batches, compute_s / batches, batches=batches)
-        self.reported = (self._samples / batches, (compute_s + service_s) / batches)
-        entry = Entry(samples=self._samples, data_s=self.data_s, compute_s=compute_s)
+    def end(self, tell: Callable[[Entry], None]) -> None:
+        """Ends what was done since the last call; `tell` hears of it as soon as it is known how long it took."""
+        self.read()
+        ended = Ended(self._meter.take(), self._samples, self._batches, self.data_s, self._discarded, tell)
         self._samples, self._batches, self.data_s, self._discarded = 0, 0, 0.0, False
-        return entry
+        self._ended = ended
+        if ended.taken.known():
+            self.read()
+        elif not self._late:
+            self._late = True
+            atexit.register(_read_at_exit, weakref.ref(self))  # the last step is known as well
+
+    def read(self) -> None:
+        """Reads how long it took what has ended; where the device is still at it, this waits for it."""
+        if self._ended is None:
+            return
+        ended, self._ended = self._ended, None
+        compute_s = ended.taken.seconds()
+        service_s = self._meter.take_service_s(compute_s)
+        batches = max(ended.batches, 1)
+        if ended.discarded:
+            compute_s = service_s = 0.0
+        self._stops.add(ended.samples / batches, compute_s / batches, batches=batches)
+        self.known = (ended.samples / batches, (compute_s + service_s) / batches)
+        ended.tell(Entry(samples=ended.samples, data_s=ended.data_s, compute_s=compute_s))
+
+    @property
+    def reported(self) -> tuple[float, float]:
+        """Samples and seconds per batch, for the next exchange: of what ended last."""
+        self.read()
+        return self.known
 
     def take_stops(self) -> Ran:
-        """How long this rank ran and was stopped since the last call."""
+        """How long this rank ran and was stopped since the last call, as far as it is read."""
         return self._stops.take()
 
     @property
@@ -123,6 +161,13 @@ class Timesheet:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from `state`, of this rank of as many."""
-        self.reported = (state["samples"], 0.0)
+        self.known = (state["samples"], 0.0)
         self._samples, self._batches = state["begun"]
         self._discarded = self._batches > 0  # it is not known how long these took
+
+
+def _read_at_exit(timesheet: weakref.ref[Timesheet]) -> None:
+    found = timesheet()
+    if found is not None:
+        with contextlib.suppress(Exception):  # the device may be gone by now
+            found.read()

@@ -85,7 +85,7 @@ def test_what_waits_for_an_exchange_is_of_its_own_balancer():
 
         state, (first, _), exchange = job()
         exchange.kept, tape = 2.0, take(first, "tape")
-        tape.kept, first.timesheet.reported = 1.0, (3.0, 0.5)
+        tape.kept, first.timesheet.known = 1.0, (3.0, 0.5)
         codecs, sums = state.codec_states(), state.sum_states()
         state, (first, second), exchange = job()
         state.load_codec_states(codecs)

@@ -35,6 +35,9 @@ class Events:
 
     def step(self, **fields): ...
 
+    def now(self):
+        return 0.0
+
 
 def program(engine, *, change, at=0, rank=1, **options):
     """Trains, while `change(parameter)` happens on one rank before step `at`; parameters, events, steps made."""

@@ -17,6 +17,9 @@ class CudaStopwatch:
         event.record(self._cuda.current_stream(self._device))
         return event
 
+    def passed(self, mark: Any) -> bool:
+        return bool(mark.query())
+
     def seconds(self, start: Any, end: Any) -> float:
         end.synchronize()
         return float(start.elapsed_time(end)) / 1e3

@@ -53,7 +53,9 @@ class Recorder(Protocol):
     """What can be told to a trace."""
 
     def step(self, *, step: int, samples: int, data_s: float = 0.0, compute_s: float = 0.0, wait_s: float = 0.0,
-             bytes: int = 0, share: int = 0) -> None: ...
+             bytes: int = 0, share: int = 0, t_s: float | None = None) -> None: ...
+
+    def now(self) -> float: ...
 
     def plan(self, plan: Plan) -> None: ...
 
@@ -70,8 +72,12 @@ class NullTrace:
     """A trace that keeps nothing."""
 
     def step(self, *, step: int, samples: int, data_s: float = 0.0, compute_s: float = 0.0, wait_s: float = 0.0,
-             bytes: int = 0, share: int = 0) -> None:
+             bytes: int = 0, share: int = 0, t_s: float | None = None) -> None:
         """None; nothing is recorded."""
+
+    def now(self) -> float:
+        """0.0; nobody asks for the time."""
+        return 0.0
 
     def plan(self, plan: Plan) -> None:
         """None; nothing is recorded."""
@@ -159,13 +165,18 @@ class Trace:
         self.flush()
 
     def step(self, *, step: int, samples: int, data_s: float = 0.0, compute_s: float = 0.0, wait_s: float = 0.0,
-             bytes: int = 0, share: int = 0) -> None:
-        """None; records one step as it ends: seconds of each kind, and the bytes this rank gave to be exchanged."""
-        now = self._clock()
+             bytes: int = 0, share: int = 0, t_s: float | None = None) -> None:
+        """None; records one step: seconds of each kind, and the bytes this rank gave to be exchanged. It ended at
+        `t_s`, or now."""
+        now = self._clock() if t_s is None else t_s
         line = LINE % (step, now, samples, data_s, compute_s, wait_s, bytes, share)
         if "n" in line:      # nan or inf, which JSON does not know
             line = line.replace("nan", "null").replace("-inf", "null").replace("inf", "null")
         self._add(line, now, room=0.875)
+
+    def now(self) -> float:
+        """This moment, in seconds since the epoch."""
+        return self._clock()
 
     def plan(self, plan: Plan) -> None:
         """None; records a new plan."""

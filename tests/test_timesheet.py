@@ -1,0 +1,134 @@
+"""What a rank says of its steps where the device that computes them is behind Python, as a GPU is."""
+
+import copy
+
+import torch
+from simulated import Speed
+from torch import nn
+
+import hvd_hetero.torch as hvd
+from hvd_hetero.engine.local import World
+from hvd_hetero.optimizers.timesheet import Timesheet
+
+SIZE, WHOLE, STEPS = 2, 12, 40
+torch.manual_seed(0)
+PROTOTYPE = nn.Linear(3, 1)
+DATA = torch.utils.data.TensorDataset(torch.randn(STEPS * WHOLE, 3), torch.randn(STEPS * WHOLE, 1))
+
+
+class Late:
+    """A stopwatch of a device that comes to a mark only when somebody waits for it, or when it is told to."""
+
+    def __init__(self):
+        self.now_s, self.marks, self.done, self.waits = 0.0, 0, 0, []
+
+    def mark(self):
+        self.marks += 1
+        return self.marks, self.now_s
+
+    def passed(self, mark):
+        return mark[0] <= self.done
+
+    def seconds(self, start, end):
+        if not self.passed(end):
+            self.waits.append(end[0])
+        self.done = max(self.done, end[0])
+        return end[1] - start[1]
+
+
+def steps(watch, timesheet, numbers, heard):
+    for number in numbers:
+        timesheet.begin(samples=4)
+        timesheet.run()
+        watch.now_s += number
+        timesheet.pause()
+        timesheet.end(lambda entry, number=number: heard.append((number, entry.samples, entry.compute_s)))
+
+
+def test_who_ends_a_step_waits_for_none_but_the_one_before_it():
+    watch, heard = Late(), []
+    timesheet = Timesheet(watch)
+    steps(watch, timesheet, [1.0], heard)
+    assert not heard and not watch.waits and timesheet.known == (0.0, 0.0)
+    steps(watch, timesheet, [2.0], heard)
+    assert heard == [(1.0, 4, 1.0)] and len(watch.waits) == 1 and timesheet.known == (4.0, 1.0)
+    assert timesheet.reported == (4.0, 2.0) and heard[1:] == [(2.0, 4, 2.0)], "who asks is told of the last step"
+    watch.done = 10**6
+    waits = len(watch.waits)
+    steps(watch, timesheet, [3.0, 4.0], heard)
+    assert [each[0] for each in heard] == [1.0, 2.0, 3.0, 4.0], "each once, in order"
+    assert len(watch.waits) == waits, "what the device has done is read at once"
+
+
+def test_what_was_not_read_is_neither_lost_nor_another_step_s():
+    watch, heard = Late(), []
+    timesheet = Timesheet(watch)
+    timesheet.begin(samples=4)
+    timesheet.discard()
+    timesheet.data_s = 0.5
+    timesheet.end(heard.append)
+    timesheet.begin(samples=6)
+    timesheet.run()
+    watch.now_s += 7.0
+    timesheet.data_s = 0.25
+    timesheet.pause()
+    timesheet.end(heard.append)
+    assert timesheet.reported == (6.0, 7.0) and timesheet.take_stops().running_s == 7.0
+    assert [(each.samples, each.data_s, each.compute_s) for each in heard] == [(4, 0.5, 0.0), (6, 0.25, 7.0)]
+    steps(watch, timesheet, [2.0], told := [])
+    timesheet.measure_with(Speed(1.0))  # it was told: its own stays
+    timesheet.restart()
+    assert told == [(2.0, 4, 2.0)] and timesheet.reported == (0.0, 0.0)
+
+
+class Moments:
+    """A trace of which step ended when."""
+
+    def __init__(self, watch):
+        self.watch, self.steps = watch, []
+
+    def now(self):
+        return self.watch.now_s
+
+    def step(self, *, step, compute_s, t_s, **rest):
+        self.steps.append((step, compute_s, t_s))
+
+    def plan(self, plan): ...
+
+    def event(self, kind, **fields): ...
+
+
+def train(engine, strategy, done):
+    """One rank whose device is behind (`done` 0) or never; a sample takes rank 1 twice as long."""
+    watch = Late()
+    watch.done = done
+    model = copy.deepcopy(PROTOTYPE)
+    balancer = hvd.Balancer(WHOLE, engine=engine)
+    balancer.trace = trace = Moments(watch)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), balancer=balancer, strategy=strategy)
+    balancer.measure_with(watch)
+    for x, y in hvd.BalancedDataLoader(DATA, balancer=balancer):
+        optimizer.zero_grad()
+        begun, waits = watch.marks, len(watch.waits)
+        loss = ((model(x) - y) ** 2).mean()
+        watch.now_s += 0.01 * len(x) * (1 + engine.rank)
+        loss.backward()
+        optimizer.step()
+        assert all(mark <= begun for mark in watch.waits[waits:]), "a step waits for nothing that it began itself"
+    optimizer.merge()
+    return [plan.shares for plan in balancer.plans], trace.steps, model.weight.detach()
+
+
+def test_plans_and_traces_are_what_they_are_where_nothing_is_late():
+    late, prompt = (
+        World(SIZE).run(lambda engine, done=done: train(engine, "synchronous", done)) for done in (0, 10**9)
+    )
+    for ours, theirs in zip(late, prompt, strict=True):
+        assert ours[0] == theirs[0] and ours[0][-1] == (8, 4)
+        assert ours[1] == theirs[1] and len(ours[1]) == STEPS, "the last step is read at the end of the epoch"
+        assert torch.equal(ours[2], theirs[2])
+
+
+def test_steps_apart_are_measured_without_waiting():
+    for shares, told, _ in World(SIZE).run(lambda engine: train(engine, hvd.LocalSGD(round_steps=4), 0)):
+        assert shares[-1] == (8, 4) and len(told) == STEPS
