@@ -56,7 +56,7 @@ def test_laws_under_gloo(ranks):
 @pytest.mark.skipif(
     not (installed_build() or {}).get("mpi") or not shutil.which("mpirun"), reason="Horovod was built without MPI"
 )
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_laws_under_mpi(ranks):
     checks = [check for check in checks_for(ranks, "mpi") if check != "waiting_does_not_spin"]
     run_checks(ranks, checks, controller="mpi")
@@ -98,7 +98,6 @@ def run_pattern(name, tmp_path, *, ours, **options):
     return result[0]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["pattern_basic.py", "pattern_accumulation.py"])
 def test_a_horovod_script_gives_the_same_with_its_import_line_changed(name, tmp_path):
     assert run_pattern(name, tmp_path, ours=True) == run_pattern(name, tmp_path, ours=False)

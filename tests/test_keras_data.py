@@ -253,7 +253,7 @@ def test_worker_processes_load_what_they_are_asked_for():
     balancer = Balancer(SoloEngine())
     dataset = make(balancer, "samples", workers=2, use_multiprocessing=True)
     assert sorted(train(balancer, Keras(dataset).epoch())) == list(range(LENGTH))
-    assert os.getpid() not in dataset._pool._processes
+    assert os.getpid() not in dataset._ahead.pool._processes
 
 
 def test_samples_of_one_source_batch_stay_together():
@@ -563,7 +563,7 @@ from hvd_hetero.keras.dataset import BalancedDataset
 balancer = Balancer(4, engine=SoloEngine())
 data = BalancedDataset(np.arange(40.0), balancer=balancer, workers=2, use_multiprocessing=True)
 next(iter(data))
-print("WORKERS", *data._pool._processes, flush=True)
+print("WORKERS", *data._ahead.pool._processes, flush=True)
 time.sleep(60)
 """
 

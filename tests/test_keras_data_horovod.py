@@ -81,8 +81,7 @@ def test_a_sum_in_the_graph_that_fails_is_explained_and_the_job_ends():
     assert re.search(f"{told} stopped", launched.output), launched.output[-6000:]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("back_end", ["tensorflow", "torch"])
+@pytest.mark.parametrize("back_end", ["tensorflow", pytest.param("torch", marks=pytest.mark.slow)])
 def test_the_digits_example_is_good_and_says_so_alike_on_both_ranks(back_end):
     output = run(2, back_end, "../../examples/keras_digits.py", "--shares", "96", "32")
     found = re.findall(r"rank (\d): test accuracy (0\.\d+)", output)

@@ -29,7 +29,6 @@ def test_local_sgd_under_gloo():
     run_checks(3, CHECKS, options=("-H", "localhost:2,127.0.0.1:1"))
 
 
-@pytest.mark.slow
 def test_a_rank_that_is_stopped_for_twenty_seconds():
     run_checks(3, ["a_rank_stopped_for_long"])
 

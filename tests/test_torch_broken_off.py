@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -72,6 +73,37 @@ def test_a_pass_that_all_ranks_break_off_leaves_no_trace(bucket_bytes: int | Non
     for ours in trained:
         for found, wanted in zip(ours, _without(steps=(0, 1, 4)), strict=True):
             torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+def _backward_in_a_thread(loss: torch.Tensor) -> None:
+    """As a GPU's autograd runs hooks: in a thread of the device's; what they raise comes to the caller."""
+    with ThreadPoolExecutor(1) as device:
+        device.submit(loss.backward).result()
+
+
+def test_loading_goes_on_after_a_pass_that_all_ranks_break_off_in_the_thread_of_a_device() -> None:
+    data = torch.utils.data.TensorDataset(torch.randn(24, 4, generator=torch.Generator().manual_seed(1)).double())
+
+    def program(engine: Any, backward: Any) -> tuple[torch.Tensor, int]:
+        model = copy.deepcopy(MODEL)
+        balancer = hvd.Balancer(4, engine=engine)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), balancer=balancer, bucket_bytes=64
+        )
+        for (rows,) in hvd.BalancedDataLoader(data, balancer=balancer):
+            optimizer.zero_grad()
+            hidden = model[1](model[0](rows))
+            with contextlib.suppress(ValueError):
+                backward(model[2](Failing.apply(hidden) if balancer.step in (1, 2) else hidden).square().mean())
+                optimizer.step()
+        return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()]), balancer.step
+
+    found, wanted = (
+        World(2).run(lambda engine, backward=backward: program(engine, backward), timeout_s=20)
+        for backward in (_backward_in_a_thread, torch.Tensor.backward)
+    )
+    for (ours, steps), (theirs, _) in zip(found, wanted, strict=True):
+        assert torch.equal(ours, theirs) and steps == 5
 
 
 def test_a_pass_that_all_ranks_break_off_one_of_them_without_a_sample() -> None:

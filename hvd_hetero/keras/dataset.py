@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Any
 
 import keras
 
 from hvd_hetero.optimizers.content import checksum
-from hvd_hetero.optimizers.sampler import Dealt, ShareSampler
+from hvd_hetero.optimizers.sampler import ShareSampler
 
 from . import backend
+from .ahead import Ahead
 from .balancer import Balancer
 from .ending import free_at_exit
-from .loading import processes, take
 from .randomness import Aside
 from .source import Batch, StreamSource, source_of, with_texts
 
-AHEAD = 2  # batches loaded ahead by each worker
+READ_AHEAD = 2  # batches, by TensorFlow
 
 
 class BalancedDataset(keras.utils.PyDataset):
@@ -79,14 +77,7 @@ class BalancedDataset(keras.utils.PyDataset):
             block=self._source.block,
             checksum=checksum(self._source.arrays),
         )
-        self._pool: Executor | None = None
-        if workers and use_multiprocessing:
-            self._pool = processes(workers, self._source)
-        elif workers:
-            self._pool = ThreadPoolExecutor(workers, thread_name_prefix="hvd_hetero.loader")
-        self._processes = use_multiprocessing
-        self._ahead = AHEAD * workers
-        self._loading: deque[tuple[Dealt, Future[Batch]]] = deque()
+        self._ahead = Ahead(self._source, workers=workers, use_processes=use_multiprocessing)
         self._fresh = True  # nobody has begun to use what is dealt
         self._ahead_of_use = False  # TensorFlow reads batches while others are in use
         self._at: int | None = None  # the step up to which use is accounted for, within an epoch
@@ -114,7 +105,7 @@ class BalancedDataset(keras.utils.PyDataset):
     def __getitem__(self, index: int) -> Batch:
         """The next batch in an epoch, whatever `index` is; outside of one a look at batch `index`."""
         self.aside.end()
-        return with_texts(self._load(self.sampler.peek(index)) if self._fresh else self._next())
+        return with_texts(self._ahead.load(self.sampler.peek(index)) if self._fresh else self._next())
 
     def on_epoch_begin(self) -> None:
         """Before the first batch of an epoch."""
@@ -162,14 +153,14 @@ class BalancedDataset(keras.utils.PyDataset):
         import tensorflow as tf
 
         spec = keras.tree.map_structure(
-            lambda leaf: tf.TensorSpec((None, *leaf.shape[1:]), leaf.dtype), self._load(self.sampler.peek(0))
+            lambda leaf: tf.TensorSpec((None, *leaf.shape[1:]), leaf.dtype), self._ahead.load(self.sampler.peek(0))
         )
         dataset = tf.data.Dataset.from_generator(lambda: self._epoch(len(self), ahead=True), output_signature=spec)
         options = tf.data.Options()
         # There is nothing to tune, and TensorFlow now and then waits for its tuner when an iterator goes: that thread
         # may miss that it is to end, and sleep on, a minute at most.
         options.autotune.enabled = False
-        dataset = dataset.apply(tf.data.experimental.assert_cardinality(len(self))).prefetch(AHEAD)
+        dataset = dataset.apply(tf.data.experimental.assert_cardinality(len(self))).prefetch(READ_AHEAD)
         return dataset.with_options(options)
 
     def _epoch(self, batches: int, *, ahead: bool) -> Iterator[Batch]:
@@ -183,9 +174,7 @@ class BalancedDataset(keras.utils.PyDataset):
 
     def _rewind(self, *, ahead: bool) -> None:
         """What was dealt and not used is dealt again. `ahead`: TensorFlow reads batches while others are in use."""
-        for _, loading in self._loading:
-            loading.cancel()
-        self._loading.clear()
+        self._ahead.forget()
         self.balancer.forget(ahead=ahead, by=self)
         self.sampler.rewind()
         self._fresh, self._ahead_of_use = False, ahead
@@ -211,18 +200,10 @@ class BalancedDataset(keras.utils.PyDataset):
 
     def _fetched(self) -> Batch:
         try:
-            if self._pool is None:
-                dealt = self.sampler.deal()
-                self.balancer.announce(dealt.used, by=self)
-                self._last = self._load(dealt)
-            else:
-                while len(self._loading) <= self._ahead:
-                    dealt = self.sampler.deal()
-                    self._loading.append((dealt, self._submit(dealt)))
-                dealt, loading = self._loading.popleft()
-                # Not before: where Keras reads nothing ahead, it is the next batch.
-                self.balancer.announce(dealt.used, by=self)
-                self._last = loading.result()
+            dealt, loaded = self._ahead.next(self.sampler.deal)
+            # Not as it is dealt, which may be long before: where Keras reads nothing ahead, it is the next batch.
+            self.balancer.announce(dealt.used, by=self)
+            self._last = loaded()
             if self._terms is not None:
                 parts = self._last if isinstance(self._last, tuple) else (self._last,)
                 terms = float(self._terms(*parts)) if dealt.used else 0.0
@@ -234,15 +215,6 @@ class BalancedDataset(keras.utils.PyDataset):
                 self.balancer.fail()
                 raise
         return self._last
-
-    def _load(self, dealt: Dealt) -> Batch:
-        return self._source.take(dealt.indices)
-
-    def _submit(self, dealt: Dealt) -> Future[Batch]:
-        assert self._pool is not None
-        if self._processes:
-            return self._pool.submit(take, dealt.indices)
-        return self._pool.submit(self._load, dealt)
 
     # State ----------------------------------------------------------------------------------------------------------
 
