@@ -161,6 +161,7 @@ class Timesheet:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from `state`, of this rank of as many."""
+        self.read()
         self.known = (state["samples"], 0.0)
         self._samples, self._batches = state["begun"]
         self._discarded = self._batches > 0  # it is not known how long these took

@@ -75,6 +75,10 @@ def test_what_was_not_read_is_neither_lost_nor_another_step_s():
     timesheet.end(heard.append)
     assert timesheet.reported == (6.0, 7.0) and timesheet.take_stops().running_s == 7.0
     assert [(each.samples, each.data_s, each.compute_s) for each in heard] == [(4, 0.5, 0.0), (6, 0.25, 7.0)]
+    state = timesheet.state_dict()
+    steps(watch, timesheet, [3.0], told := [])
+    timesheet.load_state_dict(state)
+    assert told == [(3.0, 4, 3.0)] and timesheet.reported == (6.0, 0.0), "of the state, not of the step before it"
     steps(watch, timesheet, [2.0], told := [])
     timesheet.measure_with(Speed(1.0))  # it was told: its own stays
     timesheet.restart()
