@@ -529,6 +529,26 @@ def test_an_evaluation_in_the_midst_of_an_epoch_of_another_dataset_takes_nothing
     assert sorted(seen[:LENGTH]) == sorted(seen[LENGTH:]) == list(range(LENGTH)) and balancer.step == 5
 
 
+@pytest.mark.parametrize(("prefetch", "workers"), [(None, 0), (None, 2), (0, 0), (1, 2)])
+def test_training_on_another_dataset_between_two_epochs_takes_nothing_from_them(prefetch, workers):
+    """As a callback does that fits another model, a probe, at the end of each epoch."""
+    from hvd_hetero.keras.balancer import Balancer as OfKeras
+
+    balancer, exchange = OfKeras(WHOLE, engine=SoloEngine()), Exchange()
+    balancer.exchanges.attach(exchange)
+    outer = Keras(make(balancer, workers=workers), prefetch=prefetch)
+    for _ in range(3):
+        inner = Keras(make(balancer, workers=workers), prefetch=prefetch)
+        for reader in (outer, inner):
+            seen = []
+            for batch in reader.epoch():
+                balancer.exchanges.runs(exchange)
+                assert balancer.count_now == len(batch[0])
+                seen += numbers(batch)
+            assert sorted(seen) == list(range(LENGTH))
+    assert balancer.step == 17
+
+
 class Stream:
     """What a tf.data.Dataset is to its source: batches in one order, from the start each time."""
 

@@ -35,6 +35,10 @@ class Ahead:
         self._take = take if use_processes else source.take
         self._loading: deque[tuple[Dealt, Future[Batch]]] = deque()
 
+    def __len__(self) -> int:
+        """Batches that were dealt and not asked for yet."""
+        return len(self._loading)
+
     def load(self, dealt: Dealt) -> Batch:
         """What was dealt, now."""
         return self._source.take(dealt.indices)

@@ -111,6 +111,9 @@ class BalancedDataset(keras.utils.PyDataset):
         """Before the first batch of an epoch."""
         if self._fresh:
             self._rewind(ahead=backend.NAME == "tensorflow")
+        elif self.sampler.pending == len(self._ahead):
+            # Nothing that was announced is unused; and another dataset may have been trained on since the last epoch.
+            self.balancer.forget(ahead=self._ahead_of_use, by=self)
         if self._at is None:
             self._at = self.balancer.step
         self.balancer.resume()  # what went before, such as a validation, is no part of a step
