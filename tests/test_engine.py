@@ -29,6 +29,20 @@ def test_world_keeps_the_contract(size):
     World(size).run(check_engine)
 
 
+def test_of_two_ranks_that_wait_for_each_other_one_goes_on():
+    """As at the bounds of two optimizers' local steps, each at that of another one."""
+
+    def program(engine):
+        mine, theirs = (engine.rank, 1 - engine.rank)
+        first = engine.allreduce_async(np.zeros(1), name=f"of rank {mine}")
+        waited = engine.wait_unless_awaited(first.done, name=f"of rank {mine}")
+        engine.allreduce_async(np.zeros(1), name=f"of rank {theirs}").wait()
+        first.wait()
+        return waited
+
+    assert not all(World(2).run(program, timeout_s=5))
+
+
 def test_solo_engine_is_an_engine_and_the_identity():
     engine = SoloEngine()
     assert isinstance(engine, Engine)

@@ -31,12 +31,9 @@ class _Pending:
         return self.call.ready.is_set()
 
     def wait(self) -> Any:
-        self.group.waited_for.append(self.call)
-        try:
+        with self.group.waiting(self.call):
             while not self.call.ready.wait(0.05):
                 self.group.check(self.name)
-        finally:
-            self.group.waited_for.remove(self.call)
         if self.call.error is not None:
             raise CollectiveError(self.call.error)
         if self.in_place:
@@ -84,12 +81,13 @@ class LocalEngine:
         """None; nobody watches."""
 
     def wait_unless_awaited(self, done: Callable[[], bool], *, name: str) -> bool:
-        while not done():
-            self._group.check(name)
-            if any(self._rank not in call.arrays for call in list(self._group.waited_for)):
-                return False
-            time.sleep(0.001)
-        return True
+        with self._group.waiting(self._group.calls.get(name)):
+            while not done():
+                self._group.check(name)
+                if any(self._rank not in call.arrays for call in list(self._group.waited_for)):
+                    return False
+                time.sleep(0.001)
+            return True
 
     def rebuild(self) -> None:
         """What an elastic job does when its ranks have changed."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +43,17 @@ class Group:
         """Raises CollectiveError where what is called `name` cannot end any more."""
         if self.world is not None and self.world.failed.is_set():
             raise CollectiveError(f"{name!r}: another rank stopped before it took part.")
+
+    @contextlib.contextmanager
+    def waiting(self, call: Call | None) -> Iterator[None]:
+        """While a rank waits for `call`; None: for one that is over."""
+        waited_for = [] if call is None else [call]
+        self.waited_for += waited_for
+        try:
+            yield
+        finally:
+            for each in waited_for:
+                self.waited_for.remove(each)
 
     def enter(self, rank: int, name: str, array: np.ndarray, signature: tuple[Any, ...]) -> Call:
         with self.lock:
