@@ -428,3 +428,31 @@ def test_a_balancer_serves_one_model_after_another(strategy):
         assert balancer.stopping == (1,) and all(samples == 4.0 for samples in spoken[10:])
 
     World(2).run(program)
+
+
+def test_a_compiled_function_that_calls_backward_compiles_nothing_of_ours():
+    """PyTorch would compile hooks anew in each step, for a second and more."""
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    def program(engine):
+        model = copy.deepcopy(HEAD)
+        balancer = hvd.Balancer(4, engine=engine, adaptive=False)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), balancer=balancer, op=hvd.Sum)
+
+        @torch.compile(backend=count)
+        def forth_and_back(x):
+            loss = model(x).square().mean()
+            loss.backward()
+
+        for _ in range(3):
+            balancer.begin(4)
+            optimizer.zero_grad()
+            forth_and_back(torch.ones(4, 6))
+            optimizer.step()
+
+    World(1).run(program, timeout_s=60)
+    assert len(graphs) == 1, "that of the loss"

@@ -220,10 +220,12 @@ class GradientReducer:
         self._phase = Phase.LAST_PASS if last else Phase.PASS
         self._passes.begin(terms)
 
+    @torch.compiler.disable  # these three run within backward(), which may be within what a script compiles
     def _before_gradient(self, gradients: Any) -> None:
         """Before a gradient is added to `p.grad`."""
         self._passes.keep(self._weighing.scale)
 
+    @torch.compiler.disable
     def _hook(self, parameter: torch.nn.Parameter) -> None:
         if not self._in_pass:
             self._begin_pass()
@@ -237,6 +239,7 @@ class GradientReducer:
         """Whether this step's gradient stays this rank's own."""
         return self.local is not None and self.local.steps.apart()
 
+    @torch.compiler.disable
     def _after_backward(self) -> None:
         last, self._phase = self._phase is Phase.LAST_PASS, Phase.BETWEEN
         if torch._C._current_autograd_node() is not None:  # its end is not that of the backward pass around it
