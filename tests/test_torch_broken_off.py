@@ -217,3 +217,23 @@ def test_a_rank_that_fails_is_heard_of_where_nothing_is_trained() -> None:
             optimizer.step()
 
     World(2).run(program, timeout_s=20)
+
+
+@pytest.mark.parametrize("call", ["step", "zero_grad"])
+def test_a_step_within_a_backward_pass_says_so(call: str) -> None:
+    """As with an optimizer for each parameter that steps in a hook."""
+
+    def program(engine: Any) -> None:
+        weight = nn.Parameter(torch.ones(2))
+        balancer = hvd.Balancer(4, engine=engine, adaptive=False)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=0.1), balancer=balancer)
+
+        def within(parameter: torch.Tensor) -> None:
+            getattr(optimizer, call)()
+
+        weight.register_post_accumulate_grad_hook(within)
+        balancer.begin(2)
+        weight.sum().backward()
+
+    errors = World(2).run(program, timeout_s=10, errors="return")
+    assert any("after backward(). Received: one of them within it" in str(error) for error in errors)

@@ -24,7 +24,7 @@ from .layout import WIRE
 from .local import LocalTraining, ParameterStore
 from .loss import mean_over_ranks
 from .passes import Passes
-from .step import BROKEN_OFF, REENTRANT, ReducedStep
+from .step import BROKEN_OFF, REENTRANT, WITHIN, ReducedStep
 from .stopwatch import stopwatch_of
 
 
@@ -191,6 +191,8 @@ class GradientReducer:
         """
         if not self._in_pass:
             return
+        if torch._C._current_autograd_node() is not None:
+            raise RuntimeError(WITHIN)
         self._phase = Phase.BROKEN_OFF if self._step.sent else Phase.BETWEEN
         if self._phase is Phase.BROKEN_OFF:
             self._step.take_rest()

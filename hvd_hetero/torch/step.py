@@ -27,6 +27,11 @@ BROKEN_OFF = (
     "again from a checkpoint."
 )
 
+WITHIN = (
+    "Expected step(), zero_grad() and begin() after backward(). Received: one of them within it, as from a hook, when "
+    "not all gradients are reduced."
+)
+
 
 class ReducedStep:
     """Reduces the gradients of `parameters` in one step after the other. Making one is a collective call.
