@@ -294,6 +294,27 @@ def test_parameters_added_later_are_reduced():
     assert World(2).run(program) == [([[0.25, 0.25]], [[0.25, 0.25]])] * 2
 
 
+def test_parameters_added_between_backward_and_step_are_told():
+    """Their gradients would be each rank's own."""
+    prototype = nn.Linear(2, 1).double(), nn.Linear(2, 1).double()
+
+    def program(engine, how):
+        old, new = copy.deepcopy(prototype)
+        balancer = hvd.Balancer(4, engine=engine, shares=(3, 1), adaptive=False)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(old.parameters(), lr=0.1), balancer=balancer)
+        balancer.begin(3 if engine.rank == 0 else 1)
+        x = torch.full((1, 2), float(engine.rank), dtype=torch.float64)
+        (old(x) + new(x)).sum().backward()
+        if how == "forgotten":
+            new.zero_grad()
+        optimizer.add_param_group({"params": new.parameters()})
+        optimizer.step()
+
+    with pytest.raises(RuntimeError, match="before backward.. or after step"):
+        World(2).run(lambda engine: program(engine, "kept"))
+    World(2).run(lambda engine: program(engine, "forgotten"))
+
+
 def test_a_rank_whose_loader_raises_stops_all_ranks_with_the_cause():
     torch.set_num_threads(1)
 

@@ -113,8 +113,17 @@ class GradientReducer:
     # Layout ---------------------------------------------------------------------------------------------------------
 
     def add(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Takes further parameters; every rank adds the same."""
+        """Takes further parameters; every rank adds the same.
+
+        Raises:
+            RuntimeError: between backward() and step(), where they have gradients already, which nobody would reduce.
+        """
         new = self._hooks.add(parameters)
+        if self._phase is Phase.READY and any(parameter.grad is not None for parameter in new):
+            raise RuntimeError(
+                "Expected add_param_group() before backward() or after step(). Received: parameters with gradients "
+                "between them, which are each rank's own."
+            )
         if self._weighing.leads and new:
             self._balancer.measure_with(stopwatch_of(new[0].device))
         self._parameters += new
