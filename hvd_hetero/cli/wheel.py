@@ -69,10 +69,8 @@ def unpack(sdist: Path, folder: Path) -> Path:
     """The root of the unpacked source; raises `DownloadFailed` where the archive is not what it should be."""
     try:
         with tarfile.open(sdist) as archive:
-            if hasattr(tarfile, "data_filter"):
-                archive.extractall(folder, filter="data")
-            else:  # Python before 3.10.12 and 3.11.4
-                archive.extractall(folder)
+            archive.extraction_filter = getattr(tarfile, "data_filter", None)  # not in Python before 3.10.12 and 3.11.4
+            archive.extractall(folder)
     except (tarfile.TarError, OSError, EOFError) as error:
         raise DownloadFailed(f"expected {sdist.name} to be a whole archive. Received: {error}.") from error
     root = folder / f"horovod-{HOROVOD_VERSION}"
