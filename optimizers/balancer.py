@@ -14,6 +14,7 @@ from hvd_hetero.policy.replan import Plan, ReplanRule
 from .agreement import Terms, agree
 from .argument import check_whole
 from .attachment import Exchanges
+from .batch_order import BatchOrder
 from .departure import Departure, Flag
 from .dependent import Dependents
 from .dialogue import Dialogue
@@ -82,6 +83,7 @@ class Balancer:
         self.lookahead = 0  # batches that this rank may deal before they are used
         self.step = -1  # index of the global batch begun last, counted over all epochs
         self.origin: int | None = None  # stands for where in its epoch a loader dealt that batch; None: not told
+        self.batch_order = BatchOrder()
         self.dependents = Dependents()
         self.departure = Departure()
         self.strategies = Strategies()

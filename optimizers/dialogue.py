@@ -88,11 +88,12 @@ class Dialogue:
         look: control.Look | None = None,
         batch: int | None = None,
         origin: int | None = None,
+        lays_out: bool = False,
     ) -> list[float]:
         """This rank's control vector. Before it hears the answer – or so many `answers`, since it says the next ones
         in advance – it begins at most `ahead` further batches. `measured`: samples and seconds of its batches, where
         they are not those of the last one. `batch`: the one that it is at, where ranks have to be at the same one;
-        `origin`: where that was dealt."""
+        `origin`: where that was dealt. `lays_out`: whether it wants all to lay out their buckets anew."""
         samples, seconds = measured or (self._timesheet.reported if leads else (0.0, 0.0))
         dealt_ahead = 0
         if leads:
@@ -110,6 +111,7 @@ class Dialogue:
             failed=self._departure.failed,
             leaves=self._departure.leaving.said,
             stops=self._departure.stopping.said,
+            lays_out=lays_out,
             look=look,
             ran=self._timesheet.take_stops() if leads else None,
             announcement=self._planner.announcement if leads and self._engine.rank == 0 else None,

@@ -29,14 +29,14 @@ class NoiseMeter:
 
     def __init__(self) -> None:
         self.measuring = False
-        self._buckets: dict[int, Any] = {}  # squared norms of this rank's buckets as they are sent
+        self._buckets: dict[Any, Any] = {}  # squared norms of this rank's buckets as they are sent, by what they are of
         self._next: tuple[Sequence[Any], float, float, Sequence[Any], float] | None = None  # to be said
         self._terms, self._batches = 0.0, 1  # of the step that will be heard of next
         self._sums: NoiseSums | None = None
 
-    def add(self, index: int, squared_norm: Any) -> None:
-        """Takes in bucket `index` of this rank before it is sent."""
-        self._buckets[index] = squared_norm
+    def add(self, of: Any, squared_norm: Any) -> None:
+        """Takes in what this rank is about to send: `of` a bucket, by its index, or of what is in none."""
+        self._buckets[of] = squared_norm
 
     def end(
         self, *, terms: float, weight: float, merged: Sequence[Any], gain: float, all_terms: float, batches: int
@@ -131,9 +131,21 @@ class GradientNoise(NoiseMeter):
         if self.measuring:
             self.add(index, _squared_norm(layout, index, layout.buckets[index]))
 
-    def of(self, layout: Buckets, results: Sequence[Any]) -> list[Any]:
-        """The squared norms of merged buckets, where they are measured."""
-        return [_squared_norm(layout, index, flat) for index, flat in enumerate(results)] if self.measuring else []
+    def sees_values(self, of: Any, values: Any) -> None:
+        """`values` of this rank's gradients, which lie in no bucket, are about to be sent; `of`: whose they are."""
+        if self.measuring:
+            self.add(of, _squared_values(values))
+
+    def of(self, layout: Buckets, results: Sequence[Any], values: Sequence[Any] = ()) -> list[Any]:
+        """The squared norms of merged buckets, and of `values` in none, where they are measured."""
+        if not self.measuring:
+            return []
+        merged = [_squared_norm(layout, index, flat) for index, flat in enumerate(results)]
+        return merged + [_squared_values(each) for each in values]
+
+
+def _squared_values(values: Any) -> Any:
+    return verbs_of(values).squared_norm(values.reshape(-1))
 
 
 def _squared_norm(layout: Buckets, index: int, flat: Any) -> Any:

@@ -34,7 +34,11 @@ class Weighing:
         scale: multiplies the weighted mean (the number of ranks for op=Sum).
         predivide: divides before the sum and multiplies after it, for narrow wires.
         parameters: those that the gradients are of, once they are known; see `ParameterGuard`.
+        lays_out: tells whether this rank has come to want another layout of buckets.
         kind: of what exchanges them: see `Places`.
+
+    Attributes:
+        relayout: whether a rank has said so with the last exchange: then all agree on one.
     """
 
     def __init__(
@@ -47,8 +51,10 @@ class Weighing:
         scale: float = 1.0,
         predivide: float = 1.0,
         parameters: Callable[[], ParameterStore | None],
+        lays_out: Callable[[], bool] = lambda: False,
         kind: str = "optimizer",
     ) -> None:
+        self._lays_out, self.relayout = lays_out, False
         self.balancer, self.passes, self._ways = balancer, passes, ways
         self.scale, self._predivide = scale, predivide
         self.number, self._attached = balancer.exchanges.attach(attached), attached
@@ -133,7 +139,7 @@ class Weighing:
         look = Look(hash=found, interval=interval)
         return self.balancer.dialogue.outgoing(
             leads=self._carries, count=terms, noise=self.noise, look=look, batch=self.balancer.batch,
-            origin=self.balancer.origin,
+            origin=self.balancer.origin, lays_out=self._lays_out(),
         )  # fmt: skip
 
     def incoming(
@@ -153,6 +159,7 @@ class Weighing:
             DivergedError: ranks are at different batches, or hold different parameters.
         """
         report = self.balancer.dialogue.incoming(total, leads=self._carries, noise=self.noise)
+        self.relayout = report.lays_out
         if counts:
             check_together(report.batches, self.engine.ranks)
             check_origins(report.origins, self.engine.ranks)

@@ -78,7 +78,7 @@ class WeightedExchange:
         write: Callable[[Any, Sequence[float]], None] = _write,
     ) -> None:
         self._engine, self._buckets, self._control = engine, list(buckets), control
-        self._rides_in, self._outgoing, self._name = rides_in, outgoing, name
+        self._rides_in, self._outgoing, self.name = rides_in, outgoing, name
         self._routes, self._keeps, self._weight, self._write = list(routes), keeps, weight, write
         self._handles: dict[int, Handle] = {}
         self._control_handle: Handle | None = None
@@ -96,7 +96,7 @@ class WeightedExchange:
 
     def name_of(self, index: int) -> str:
         """The name of the operation that sums bucket `index`."""
-        return f"{self._name}.bucket.{index}"
+        return f"{self.name}.bucket.{index}"
 
     def outgoing(self) -> Sequence[float]:
         """The control vector, for who sends the buckets without `submit`."""
@@ -124,7 +124,7 @@ class WeightedExchange:
         """Sends the control vector in an operation of its own, once per step."""
         if self._control_handle is None:
             self._write(self._control, self._outgoing())
-            self._control_handle = self._engine.allreduce_async(self._control, name=f"{self._name}.control")
+            self._control_handle = self._engine.allreduce_async(self._control, name=f"{self.name}.control")
 
     # What codecs keep back ------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ CHECKS = [
     "law_contract",
     "record_tells_the_truth",
     "law_2_gradient",
+    "law_2_sparse_gradients",
     "law_2_contrastive_losses",
     "law_1_identical_to_plain_horovod",
     "law_4_every_sample_once",

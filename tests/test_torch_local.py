@@ -356,7 +356,7 @@ def test_a_rank_that_skips_the_last_step_apart_comes_back_with_the_others():
 TABLE = nn.EmbeddingBag(20, 3, sparse=True, mode="sum").double()
 
 
-def trained_sparse(engine, strategy, *, shares, optimizer=torch.optim.SGD, sparse=True, steps=12):
+def trained_sparse(engine, strategy, *, shares, optimizer=torch.optim.SGD, sparse=True, steps=12, as_dense=False):
     """A rank's parameters, and how many sparse dimensions each step's gradient had."""
     model, seen = copy.deepcopy(TABLE), []
     model.sparse = sparse
@@ -364,7 +364,7 @@ def trained_sparse(engine, strategy, *, shares, optimizer=torch.optim.SGD, spars
     settings = {"momentum": 0.9} if optimizer is torch.optim.SGD else {}
     wrapped = hvd.DistributedOptimizer(
         optimizer(model.parameters(), lr=0.1, **settings), model.named_parameters(), balancer=balancer,
-        sparse_as_dense=True, strategy=strategy,
+        sparse_as_dense=as_dense, strategy=strategy,
     )  # fmt: skip
     begin = sum(shares[: engine.rank])
     for step in range(steps):
@@ -379,11 +379,12 @@ def trained_sparse(engine, strategy, *, shares, optimizer=torch.optim.SGD, spars
     return model.weight.detach().clone(), seen
 
 
+@pytest.mark.parametrize("as_dense", [False, True])
 @pytest.mark.parametrize("shares", [(6, 6), (7, 0, 5)])
 @pytest.mark.parametrize("strategy", ["synchronous", hvd.LocalSGD(round_steps=1, bound_rounds=0, warmup_steps=3)])
-def test_sparse_gradients_stay_as_autograd_makes_them(strategy, shares):
+def test_sparse_gradients_stay_as_autograd_makes_them(strategy, shares, as_dense):
     """Steps together deliver what steps apart go on with: momentum is sparse as well."""
-    found = World(len(shares)).run(lambda engine: trained_sparse(engine, strategy, shares=shares))
+    found = World(len(shares)).run(lambda engine: trained_sparse(engine, strategy, shares=shares, as_dense=as_dense))
     dense = World(len(shares)).run(lambda engine: trained_sparse(engine, strategy, shares=shares, sparse=False))
     for (weight, seen), (expected, _), share in zip(found, dense, shares, strict=True):
         torch.testing.assert_close(weight, expected, rtol=1e-10, atol=1e-12)

@@ -36,9 +36,9 @@ class BucketLayout:
         bucket_bytes: at most so many bytes in a bucket, unless a single gradient is larger.
         groups: parameters that share a bucket instead, or the number of buckets.
         tail: so many more elements at the end of the last bucket.
-        sparse_as_dense: whether sparse gradients are taken, as dense ones.
         lossy: whether a parameter's gradient goes through a codec. Those that do share no bucket with the others, and
             the tail is never among them.
+        sparse: parameters whose gradients are sparse, with their sparse dimensions. Gets those that are seen to be.
 
     Attributes:
         buckets: flat tensors.
@@ -56,10 +56,9 @@ class BucketLayout:
         bucket_bytes: int,
         groups: Groups,
         tail: int,
-        sparse_as_dense: bool = False,
         lossy: Callable[[torch.nn.Parameter], bool] = lambda parameter: False,
+        sparse: dict[torch.nn.Parameter, int] | None = None,
     ) -> None:
-        self._sparse_as_dense = sparse_as_dense
         self.members = _grouped(list(reversed(parameters)), bucket_bytes, groups, lossy)
         self.lossy = [lossy(members[0]) for members in self.members]
         exact = [index for index, through in enumerate(self.lossy) if not through]
@@ -79,7 +78,7 @@ class BucketLayout:
                 self.tail = flat[elements:]
             self.buckets.append(flat)
         self._shares = [_sharing(flat) for flat in self.buckets]
-        self._sparse: dict[torch.nn.Parameter, int] = {}  # whose gradients are: sparse dimensions
+        self._sparse = {} if sparse is None else sparse
 
     def fill(self, index: int, weight: float) -> None:
         """Writes the gradients of bucket `index` into it, times `weight`; zeros where there are none."""
@@ -94,9 +93,12 @@ class BucketLayout:
                 view, grad = self.slot[parameter][1], parameter.grad
                 if grad is None:
                     view.zero_()
-                else:
-                    views.append(view)
-                    grads.append(self._dense(grad) if grad.is_sparse else grad)
+                    continue
+                if grad.is_sparse:
+                    self._sparse[parameter] = grad.sparse_dim()
+                    grad = grad.to_dense()
+                views.append(view)
+                grads.append(grad)
             if grads:  # one call for all of them, since each costs Python time
                 torch._foreach_copy_(views, grads)
             if weight != 1.0:
@@ -120,14 +122,6 @@ class BucketLayout:
             view.data = memory.as_strided(view.shape, view.stride(), view.storage_offset())
         flat.data = memory
 
-    def _dense(self, grad: torch.Tensor) -> torch.Tensor:
-        if not self._sparse_as_dense:
-            raise RuntimeError(
-                "Expected dense gradients with a balancer, a topology or a codec of hvd.Compression. Received: a "
-                "sparse one. Pass sparse_as_dense=True."
-            )
-        return grad.to_dense()
-
     def deliver(self, index: int, flat: torch.Tensor) -> None:
         """Makes `flat`, what the exchange returned for bucket `index`, its parameters' gradients; but for those that
         were frozen since, which an optimizer of one process would leave alone."""
@@ -141,7 +135,7 @@ class BucketLayout:
                 if grad is not None and grad.is_sparse:
                     self._sparse[parameter] = grad.sparse_dim()
                 if parameter in self._sparse:  # as autograd makes them, also where this rank had no sample
-                    parameter.grad = view.to_sparse(self._sparse[parameter])
+                    parameter.grad = view.to(parameter.dtype).to_sparse(self._sparse[parameter])
                 elif view.dtype == parameter.dtype and view.stride() == parameter.stride():
                     if grad is None or grad.data_ptr() != view.data_ptr():
                         parameter.grad = view.detach()  # whoever keeps it shares the bucket's memory: see `_kept`

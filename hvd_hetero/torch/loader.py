@@ -211,7 +211,7 @@ class BalancedDataLoader:
 
     def _batches(self, batches: int, bar: Any) -> Iterator[Any]:
         source: Iterator[Any] | None = None
-        for _ in range(batches):
+        for index in range(batches):
             start = time.perf_counter()
             try:
                 if source is None:
@@ -226,6 +226,7 @@ class BalancedDataLoader:
                 raise
             self.balancer.timesheet.data_s += time.perf_counter() - start
             self.balancer.origin = self.batch_sampler.sampler.origin
+            self.balancer.batch_order.begins(samples, first=index == 0)
             self.balancer.begin(samples)
             yield batch
             if bar is not None:

@@ -24,6 +24,7 @@ from .layout import WIRE
 from .local import LocalTraining, ParameterStore
 from .loss import mean_over_ranks
 from .passes import Passes
+from .sparse import SparseParameters
 from .step import BROKEN_OFF, REENTRANT, WITHIN, ReducedStep
 from .stopwatch import stopwatch_of
 
@@ -78,6 +79,7 @@ class GradientReducer:
             scale=scale,
             predivide=predivide,
             parameters=lambda: ParameterStore(self._parameters),
+            lays_out=lambda: self._sparse.asks,
         )
         # With op=Sum, what `p.grad` held before is to be multiplied as what is added.
         self._hooks = Hooks(self, after=self._hook, before=None if scale == 1.0 else self._before_gradient)
@@ -87,7 +89,12 @@ class GradientReducer:
         self.replaced = False  # another optimizer reduces these gradients
         self.wait_s = 0.0  # for communication, in the last step
         self.bytes_sent = 0
-        self.add(parameters)
+        self._take_in(parameters)
+        self._sparse = SparseParameters(self._parameters)
+        self._weighing.keeping.put_saying("sparse", self._sparse)
+        self._step = self._laid_out()
+        if not sparse_as_dense:
+            self._sparse.changed = self._lay_out_anew
         if strategy is not None:
             self.local = LocalTraining(strategy, self._parameters, self._weighing, ways=ways)
 
@@ -118,6 +125,10 @@ class GradientReducer:
         Raises:
             RuntimeError: between backward() and step(), where they have gradients already, which nobody would reduce.
         """
+        self._take_in(parameters)
+        self._lay_out_anew()
+
+    def _take_in(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         new = self._hooks.add(parameters)
         if self._phase is Phase.READY and any(parameter.grad is not None for parameter in new):
             raise RuntimeError(
@@ -127,7 +138,6 @@ class GradientReducer:
         if self._weighing.leads and new:
             self._balancer.measure_with(stopwatch_of(new[0].device))
         self._parameters += new
-        self._lay_out()
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
         """Says whose gradients these are."""
@@ -162,20 +172,28 @@ class GradientReducer:
         if self.local is not None:
             self.local.steps.abandon()
 
-    def _lay_out(self) -> None:
+    def _laid_out(self) -> ReducedStep:
+        """A collective call."""
         if self._bucket_bytes is None and self._parameters:
             first = self._parameters[0]
             like = torch.empty(0, dtype=WIRE[first.dtype], device=first.device)
             self._bucket_bytes = self._ways.bucket_bytes(like, most=BUCKET_BYTES)
-        self._step = ReducedStep(
+        return ReducedStep(
             self._parameters,
             weighing=self._weighing,
             ways=self._ways,
             passes=self._passes,
             bucket_bytes=self._bucket_bytes or BUCKET_BYTES,
             groups=self._groups,
-            sparse_as_dense=self._sparse_as_dense,
+            seen=self._sparse.seen,
+            rows={} if self._sparse_as_dense else self._sparse.dimensions,
         )
+
+    def _lay_out_anew(self) -> None:
+        """Between two steps. What codecs have kept back goes with the next sums."""
+        kept = self._step.kept_back()
+        self._step = self._laid_out()
+        self._step.give_back(kept)
 
     # During backward ------------------------------------------------------------------------------------------------
 
@@ -183,6 +201,7 @@ class GradientReducer:
         """A global batch begins."""
         self.break_off()
         self._phase = Phase.BETWEEN  # also where a script skipped the last step
+        self._sparse.hear()
         if self.local is not None and self.local.steps.over:
             self.local.come_together()  # so did this rank, with the last step apart
         self._weighing.begin()
@@ -206,7 +225,7 @@ class GradientReducer:
         if self._phase is Phase.BROKEN_OFF:
             self._step.take_rest()
             _, _, hear = self._step.finish(counts=False)
-            hear()
+            self._take_in_said(hear)
             self._weighing.noise.forget()
         self._step.drop()
         self._passes.clear()
@@ -226,6 +245,7 @@ class GradientReducer:
                 "Expected the number of samples of this batch before backward(). Received: none. Iterate over "
                 "hvd.BalancedDataLoader, or call balancer.begin(samples) for each batch."
             )
+        self._balancer.batch_order.passes()
         torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)
         last = self._balancer.last_pass and self._weighing.complete
         self._phase = Phase.LAST_PASS if last else Phase.PASS
@@ -326,6 +346,7 @@ class GradientReducer:
 
     def _finish(self) -> None:
         self._terms = self._passes.terms
+        self._balancer.batch_order.passes()
         self._balancer.exchanges.ended(self)
         if self.apart:
             self._finish_apart()
@@ -335,7 +356,19 @@ class GradientReducer:
         self.wait_s += waited_s
         self.bytes_sent += bytes_sent
         self._phase = Phase.READY
+        self._take_in_said(hear)
+
+    def _take_in_said(self, hear: Callable[[], None]) -> None:
+        """Takes in what all ranks said with an exchange, with `hear`."""
         hear()
+        if self._weighing.relayout:
+            engine, name = self._weighing.engine, f"{self._weighing.name}.sparse"
+            told = self._sparse.tell(engine, name=name)
+            # Where this rank had no backward pass, the others alone know whose gradients are sparse.
+            if not self._terms and engine.wait_unless_awaited(told, name=name):
+                for parameter, dimensions in self._sparse.told().items():
+                    if parameter.grad is not None and not parameter.grad.is_sparse:
+                        parameter.grad = parameter.grad.to_sparse(dimensions)
 
     def _finish_apart(self) -> None:
         """Ends the passes of a step whose gradient stays this rank's own."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from hvd_hetero.optimizers.weighing import Weighing
 
 from .layout import BucketLayout, Groups
 from .passes import Passes
+from .sparse import SparseExchange
 
 REENTRANT = (
     "Expected each parameter's gradient once per backward pass. Received: {}, as reentrant checkpointing does. Use "
@@ -38,7 +39,9 @@ class ReducedStep:
 
     Args:
         passes: of the step under way; their gradients are there.
-        bucket_bytes, groups, sparse_as_dense: see `BucketLayout`.
+        bucket_bytes, groups: see `BucketLayout`.
+        seen: whose gradients are known to be sparse: see `BucketLayout`.
+        rows: the parameters whose gradients are sparse, and are not summed as dense ones: see `SparseExchange`.
     """
 
     def __init__(
@@ -50,19 +53,20 @@ class ReducedStep:
         passes: Passes,
         bucket_bytes: int,
         groups: Groups,
-        sparse_as_dense: bool,
+        seen: dict[torch.nn.Parameter, int],
+        rows: Mapping[torch.nn.Parameter, int],
     ) -> None:
         self._parameters, self._weighing, self._passes = parameters, weighing, passes
         self._device = parameters[0].device if parameters else torch.device("cpu")
         # The control vector rides in a bucket unless a codec would round it.
         tail = weighing.tail
         self.layout = BucketLayout(
-            parameters,
+            [parameter for parameter in parameters if parameter not in rows],
             bucket_bytes=bucket_bytes,
             groups=groups,
             tail=tail,
-            sparse_as_dense=sparse_as_dense,
             lossy=lambda parameter: ways.takes(tuple(parameter.shape)),
+            sparse=seen,
         )
         self._exchange = weighing.exchange(
             self.layout,
@@ -71,12 +75,14 @@ class ReducedStep:
             terms=lambda: passes.terms,
             write=lambda view, values: view.copy_(torch.tensor(values, dtype=view.dtype)),
         )
+        self._sparse = SparseExchange(weighing.engine, rows, name=f"{self._exchange.name}.sparse")
         self._begin()
 
     def _begin(self) -> None:
         self._pending = [len(members) for members in self.layout.members]  # gradients that are yet to come, by bucket
         self._ready: set[torch.nn.Parameter] = set()
         self._weight: float | None = None
+        self._sparse.clear()
 
     def take(self, parameter: torch.nn.Parameter) -> None:
         """Notes that a gradient is ready, and sends its bucket when that was the last one."""
@@ -84,8 +90,13 @@ class ReducedStep:
             raise RuntimeError(REENTRANT.format("one twice"))
         if self._weight is None:
             self._weight = self._weight_now()
-        index, _ = self.layout.slot[parameter]
         self._ready.add(parameter)
+        if parameter in self._sparse:
+            with _full_precision(parameter.device):
+                values = self._sparse.submit(parameter, self._weight)
+                self._weighing.noise.sees_values(parameter, values)
+            return
+        index, _ = self.layout.slot[parameter]
         self._pending[index] -= 1
         if self._pending[index] == 0:
             with _full_precision(parameter.device):
@@ -96,7 +107,7 @@ class ReducedStep:
     @property
     def sent(self) -> bool:
         """Whether part of this step is with the other ranks."""
-        return bool(self._exchange.submitted)
+        return bool(self._exchange.submitted) or self._sparse.submitted
 
     def drop(self) -> None:
         """Forgets the gradients that were taken, where nothing is sent."""
@@ -115,7 +126,7 @@ class ReducedStep:
             if parameter not in self._ready:
                 self.take(parameter)
         self._exchange.submit_nothing()
-        return self._exchange.done
+        return lambda: self._exchange.done() and self._sparse.done()
 
     def finish(self, *, counts: bool = True) -> tuple[float, int, Callable[[], None]]:
         """Makes every `p.grad` the global one, once all are taken – unless the step does not count. Returns the seconds
@@ -127,6 +138,8 @@ class ReducedStep:
         try:
             with _full_precision(self._device):
                 results, total = self._exchange.finish(weighing.factor, counts=counts)
+                bytes_sent = sum(flat.numel() * flat.element_size() for flat in results) + self._sparse.bytes_sent
+                sums = self._sparse.finish(weighing.factor(total))
         finally:
             self._begin()
             self._passes.clear()
@@ -136,9 +149,30 @@ class ReducedStep:
         if counts:
             for index, flat in enumerate(results):
                 self.layout.deliver(index, flat)
-        norms = functools.partial(weighing.noise.of, self.layout, results)
+            self._sparse.deliver(sums)
+        norms = functools.partial(weighing.noise.of, self.layout, results, [each.values() for each in sums.values()])
         hear = functools.partial(weighing.incoming, total, norms=norms, terms=terms, batches=batches, counts=counts)
-        return waited_s, sum(flat.numel() * flat.element_size() for flat in results), hear
+        return waited_s, bytes_sent, hear
+
+    # What codecs keep back, from one layout to the next ---------------------------------------------------------------
+
+    def kept_back(self) -> dict[torch.nn.Parameter, torch.Tensor]:
+        """What is not sent yet of this rank's gradients, weighted."""
+        kept: dict[torch.nn.Parameter, torch.Tensor] = {}
+        for members, flat in zip(self.layout.members, self._exchange.kept_back(), strict=True):
+            parts = [] if flat is None else flat.split([parameter.numel() for parameter in members])
+            kept.update(zip(members, parts, strict=False))
+        return kept
+
+    def give_back(self, kept: Mapping[torch.nn.Parameter, torch.Tensor]) -> None:
+        """Sends what `kept_back` returned with the next sums."""
+        arrays = []
+        for members, flat in zip(self.layout.members, self.layout.buckets, strict=True):
+            parts = [kept.get(parameter, flat.new_zeros(parameter.numel())) for parameter in members]
+            arrays.append(torch.cat(parts) if any(parameter in kept for parameter in members) else None)
+        self._exchange.give_back(arrays, 1.0)
+        for parameter in kept.keys() & self._sparse.parameters:
+            self._sparse.carry(parameter, kept[parameter])
 
 
 def _full_precision(device: torch.device) -> contextlib.AbstractContextManager[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import os
@@ -78,6 +79,35 @@ def law_2_gradient():
             error = (p.grad - q.grad).abs().max() / q.grad.abs().max()
             assert error <= bound, (dtype, error)
         assert spread([p.grad for p in model.parameters()]) == 0.0
+
+
+def law_2_sparse_gradients():
+    """From the second step on rows alone travel; in the third there are none, and one of three ranks has no sample."""
+    torch.manual_seed(0)
+    one = nn.EmbeddingBag(1000, 3, sparse=True, mode="sum", dtype=torch.float64)
+    shares, words = UNEVEN[hvd.size()], torch.randint(0, 15, (WHOLE, 2))
+    hvd.broadcast_(words, root_rank=0, name="words")
+    hvd.broadcast_parameters(one.state_dict(), root_rank=0)
+    model, mine = copy.deepcopy(one), block(shares, hvd.rank())
+    balancer = hvd.Balancer(WHOLE, min_share=0, shares=shares)
+    alone, optimizer = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (one, model))
+    optimizer = hvd.DistributedOptimizer(optimizer, balancer=balancer)
+    sent = []
+    for step in range(5):
+        if step != 2:
+            alone.zero_grad()
+            one(words + step).square().sum(1).mean().backward()
+            alone.step()
+        balancer.begin(shares[hvd.rank()])
+        optimizer.zero_grad()
+        if step != 2 and shares[hvd.rank()]:
+            model(words[mine] + step).square().sum(1).mean().backward()
+        optimizer.synchronize()
+        sent.append(optimizer._reducer.bytes_sent)
+        optimizer.step()
+        assert (one.weight - model.weight).abs().max() <= 1e-12 and model.weight.grad.is_sparse, step
+        assert spread([model.weight]) == 0.0, step
+    assert sent[0] >= 24_000 and max(sent[1:]) <= 15 * 32 and sent[2] == 0, sent
 
 
 def law_2_contrastive_losses():

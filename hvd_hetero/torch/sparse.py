@@ -1,0 +1,175 @@
+"""Sparse gradients, as of `nn.Embedding(sparse=True)`: what travels are the rows that a batch has touched.
+
+No rank knows from the parameters whose gradients will be sparse, and one without a sample has none to look at. So the
+first sparse gradient of a parameter travels as a dense one; with it its rank asks, in the control vector, for another
+layout, and all ranks tell each other which parameters it is about. No rank waits for that: where there are several
+optimizers, ranks may come to their exchanges in unlike orders. The next batch begins with the other layout.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from hvd_hetero.engine.port import Engine, Handle
+
+from .layout import WIRE
+
+
+class SparseParameters:
+    """Whose gradients are sparse.
+
+    Args:
+        parameters: all, in the same order on all ranks; may grow.
+
+    Attributes:
+        seen: as far as this rank knows: sparse dimensions of their gradients.
+        dimensions: as far as all ranks know.
+        changed: is called, on all ranks, when there are others of these.
+    """
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        self._parameters = parameters
+        self.seen: dict[torch.nn.Parameter, int] = {}
+        self.dimensions: dict[torch.nn.Parameter, int] = {}
+        self.changed: Callable[[], None] = lambda: None
+        self._told: Handle | None = None
+        self._heard: dict[torch.nn.Parameter, int] | None = None
+
+    @property
+    def asks(self) -> bool:
+        """Whether this rank knows of one that not all ranks know of."""
+        return len(self.seen) > len(self.dimensions)
+
+    def tell(self, engine: Engine, *, name: str) -> Callable[[], bool]:
+        """Tells all ranks what this one has seen; they do as well. What it returns says whether all have."""
+        if self._told is None:
+            line = f"{json.dumps(self._numbered(self.seen))}\n".encode()
+            self._told = engine.allgather_async(torch.tensor([*line], dtype=torch.uint8), name=name)
+        return self._told.done
+
+    def hear(self) -> None:
+        """Takes in what all ranks have told, if they have. A batch begins."""
+        if self._told is not None:
+            told, self._told, self._heard = self.told(), None, None
+            self._add(told)
+
+    def told(self) -> dict[torch.nn.Parameter, int]:
+        """What all ranks have told: sparse dimensions."""
+        assert self._told is not None
+        if self._heard is None:
+            lines = bytes(self._told.wait().tolist()).decode().splitlines()
+            pairs = [pair for line in lines for pair in json.loads(line).items()]
+            self._heard = {self._parameters[int(number)]: dimensions for number, dimensions in pairs}
+        return self._heard
+
+    def _numbered(self, dimensions: Mapping[torch.nn.Parameter, int]) -> dict[str, int]:
+        return {str(number): dimensions[p] for number, p in enumerate(self._parameters) if p in dimensions}
+
+    def _add(self, dimensions: Mapping[torch.nn.Parameter, int]) -> None:
+        before = len(self.dimensions)
+        self.dimensions.update(dimensions)
+        self.seen.update(dimensions)
+        if len(self.dimensions) > before:
+            self.changed()
+
+    def state_dict(self) -> dict[str, int]:
+        """Sparse dimensions by the parameter's number."""
+        return self._numbered(self.dimensions)
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Goes on from `state`. All ranks do, or none."""
+        self._add({self._parameters[int(number)]: n for number, n in state.items()})
+
+
+class _UnderWay(NamedTuple):
+    indices: Handle
+    values: Handle
+
+
+class SparseExchange:
+    """Sums sparse gradients over the ranks: all gather all ranks' rows, and add those of one index in rank order.
+
+    Args:
+        dimensions: the parameters, and how many dimensions of their gradients are sparse.
+        name: prefix of the operations' names, the same on all ranks and different from any other exchange's.
+    """
+
+    def __init__(self, engine: Engine, dimensions: Mapping[torch.nn.Parameter, int], *, name: str) -> None:
+        self._engine, self._dimensions, self._name = engine, dict(dimensions), name
+        self._numbers = {parameter: number for number, parameter in enumerate(self._dimensions)}
+        self._under_way: dict[torch.nn.Parameter, _UnderWay] = {}
+        self._carried: dict[torch.nn.Parameter, torch.Tensor] = {}
+        self.bytes_sent = 0  # in this step
+
+    @property
+    def parameters(self) -> Collection[torch.nn.Parameter]:
+        """Those whose gradients these are."""
+        return self._dimensions.keys()
+
+    def __contains__(self, parameter: torch.nn.Parameter) -> bool:
+        return parameter in self._dimensions
+
+    @property
+    def submitted(self) -> bool:
+        """Whether any is under way."""
+        return bool(self._under_way)
+
+    def carry(self, parameter: torch.nn.Parameter, kept: torch.Tensor) -> None:
+        """Sends with the next sum what a codec had kept back, dense and weighted, before this exchange was made."""
+        self._carried[parameter] = kept
+
+    def submit(self, parameter: torch.nn.Parameter, weight: float) -> torch.Tensor:
+        """Sends the gradient times `weight`; nothing where there is none, or the weight is 0. Returns the values sent.
+        """
+        with torch.no_grad():
+            mine = self._weighted(parameter, weight)
+            if (kept := self._carried.pop(parameter, None)) is not None:
+                mine = (mine + self._sparse(parameter, kept.view(parameter.shape))).coalesce()
+        indices, values = mine.indices().t().contiguous(), mine.values()
+        name = f"{self._name}.{self._numbers[parameter]}"
+        self._under_way[parameter] = _UnderWay(
+            self._engine.allgather_async(indices, name=f"{name}.indices"),
+            self._engine.allgather_async(values, name=f"{name}.values"),
+        )
+        self.bytes_sent += sum(part.numel() * part.element_size() for part in (indices, values))
+        return values
+
+    def _weighted(self, parameter: torch.nn.Parameter, weight: float) -> torch.Tensor:
+        wire, grad = WIRE[parameter.dtype], parameter.grad
+        if grad is None or weight == 0.0:  # nothing counts, not even a NaN
+            dimensions = self._dimensions[parameter]
+            indices = torch.zeros((dimensions, 0), dtype=torch.int64, device=parameter.device)
+            values = torch.zeros((0, *parameter.shape[dimensions:]), dtype=wire, device=parameter.device)
+            return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=False).coalesce()
+        grad = (grad if grad.is_sparse else self._sparse(parameter, grad)).to(wire).coalesce()
+        return grad if weight == 1.0 else grad * weight
+
+    def _sparse(self, parameter: torch.nn.Parameter, dense: torch.Tensor) -> torch.Tensor:
+        return dense.to_sparse(self._dimensions[parameter])
+
+    def done(self) -> bool:
+        """True when nothing is under way."""
+        return all([part.done() for both in self._under_way.values() for part in both])
+
+    def finish(self, factor: float) -> dict[torch.nn.Parameter, torch.Tensor]:
+        """The sums times `factor`, coalesced. Raises the engine's failure when a collective failed."""
+        sums = {}
+        for parameter, both in self._under_way.items():
+            indices, values = both.indices.wait(), both.values.wait()
+            whole = torch.sparse_coo_tensor(indices.t(), values, parameter.shape, check_invariants=False).coalesce()
+            sums[parameter] = whole if factor == 1.0 else whole * factor
+        return sums
+
+    def clear(self) -> None:
+        """Begins another step: nothing is under way."""
+        self._under_way, self.bytes_sent = {}, 0
+
+    def deliver(self, sums: Mapping[torch.nn.Parameter, torch.Tensor]) -> None:
+        """Makes what `finish` returned the parameters' gradients; but for those that were frozen since."""
+        for parameter, whole in sums.items():
+            if parameter.requires_grad:
+                parameter.grad = whole.to(parameter.dtype)
