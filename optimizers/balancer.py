@@ -190,6 +190,7 @@ class Balancer:
 
     def begin(self, samples: int) -> None:
         """Starts a global batch of which this rank has `samples`; `BalancedDataLoader` calls it for each batch."""
+        self.batch_order.begins_elsewhere()
         self._begin(samples)
         self.timesheet.run()
 

@@ -203,3 +203,33 @@ def _optimizer(**options):
 def test_wrong_arguments_say_what_was_expected(call, message):
     with pytest.raises((TypeError, ValueError), match=message):
         call()
+
+
+def test_what_a_codec_kept_back_outlives_parameters_that_are_added():
+    """Steps without a gradient of their own bring it."""
+    prototype, (x, y) = make_model(), make_data()
+    expected = [grad.clone() for grad in reference()]
+
+    def program(engine):
+        model, added = copy.deepcopy(prototype), nn.Parameter(torch.zeros(3, dtype=torch.float64))
+        balancer = hvd.Balancer(WHOLE, engine=engine, adaptive=False)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.0), balancer=balancer,
+            compression=hvd.Compression.topk(0.4, warmup_steps=0),
+        )  # fmt: skip
+        mine, total = slice(6 * engine.rank, 6 * engine.rank + 6), [torch.zeros_like(p) for p in model.parameters()]
+        for step in range(8):
+            optimizer.zero_grad()
+            balancer.begin(6)
+            (nn.functional.cross_entropy(model(x[mine]), y[mine]) * float(step == 0)).backward()
+            for sum_, parameter in zip(total, model.parameters(), strict=True):
+                sum_ += parameter.grad
+            optimizer.step()
+            if step == 0:
+                assert any((a - b).abs().max() > 1e-6 for a, b in zip(total, expected, strict=True)), "some is left"
+                optimizer.add_param_group({"params": [added]})
+        return total
+
+    for found in World(2).run(program):
+        for one, other in zip(found, expected, strict=True):
+            assert (one - other).abs().max() <= 1e-12

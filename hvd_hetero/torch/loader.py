@@ -207,6 +207,7 @@ class BalancedDataLoader:
         with self._bar(total=left, unit="samples") if self._bar else contextlib.nullcontext() as bar:
             yield from self._batches(len(self), bar)
         self.batch_sampler.end_epoch()
+        self.balancer.batch_order.ends()
         self.balancer.end_epoch()
 
     def _batches(self, batches: int, bar: Any) -> Iterator[Any]:
@@ -226,8 +227,8 @@ class BalancedDataLoader:
                 raise
             self.balancer.timesheet.data_s += time.perf_counter() - start
             self.balancer.origin = self.batch_sampler.sampler.origin
-            self.balancer.batch_order.begins(samples, first=index == 0)
             self.balancer.begin(samples)
+            self.balancer.batch_order.begins(samples, first=index == 0)
             yield batch
             if bar is not None:
                 bar.set_postfix_str("shares " + ":".join(map(str, self.balancer.plan.shares)), refresh=False)

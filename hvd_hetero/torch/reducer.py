@@ -291,6 +291,7 @@ class GradientReducer:
         if self._phase is Phase.BROKEN_OFF:
             raise RuntimeError(BROKEN_OFF)
         if not self._passes.begun and (self._balancer.begin_unseen() or self._set_by_hand()):
+            self._balancer.batch_order.passes()
             self._passes.begin(self._balancer.count_now or 0.0)
             self._passes.end(final=True)
         self._finish()
@@ -346,7 +347,7 @@ class GradientReducer:
 
     def _finish(self) -> None:
         self._terms = self._passes.terms
-        self._balancer.batch_order.passes()
+        self._balancer.batch_order.steps()
         self._balancer.exchanges.ended(self)
         if self.apart:
             self._finish_apart()
