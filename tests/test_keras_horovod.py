@@ -36,6 +36,7 @@ CHECKS = [
     "another_optimizer",
     "nothing_of_a_rank_without_samples",
     "overflow_on_one_rank",
+    "layers_that_a_batch_leaves_out",
     "half_precision_types",
     "codecs_and_topology",
     "saved_and_loaded",
@@ -97,7 +98,8 @@ def test_the_tensorflow_engine_keeps_the_contract():
 
 # Each launch costs a minute. The torch back end differs in what is around the exchange: a few checks always show that.
 FIRST = ["functions", "reductions_as_horovod_has_them", "passes_of_horovod", "law_2:sgd,float32,1e-5",
-         "law_2:embedding,float64,1e-11", "law_1", "overflow_on_one_rank", "other_parameters_are_found"]
+         "law_2:embedding,float64,1e-11", "law_1", "overflow_on_one_rank", "layers_that_a_batch_leaves_out",
+         "other_parameters_are_found"]
 
 
 def marked(backend):

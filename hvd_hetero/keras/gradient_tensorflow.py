@@ -47,6 +47,16 @@ def dense(gradient: Any, variable: Any) -> Any:
     return gradient if gradient.shape.is_fully_defined() else tf.ensure_shape(gradient, variable.shape)
 
 
+def none_of(variable: Any) -> tf.Tensor | None:
+    """A gradient of zeros, of what can have one."""
+    return tf.zeros(variable.shape, variable.dtype) if tf.as_dtype(variable.dtype).is_floating else None
+
+
+def constant(values: Sequence[float], like: tf.Tensor) -> tf.Tensor:
+    """A vector of the type in which a gradient travels."""
+    return tf.constant(values, dtype=spec(like).wire)
+
+
 def spec(gradient: Any) -> Spec:
     """Its shape, which has to be known, and its type."""
     if not gradient.shape.is_fully_defined():

@@ -21,6 +21,17 @@ def dense(gradient: Any, variable: Any) -> Any:
     return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
 
 
+def none_of(variable: Any) -> torch.Tensor | None:
+    """A gradient of zeros, of what can have one."""
+    value = getattr(variable, "value", variable)
+    return torch.zeros_like(value, requires_grad=False) if value.is_floating_point() else None
+
+
+def constant(values: Sequence[float], like: torch.Tensor) -> torch.Tensor:
+    """A vector on the device of a gradient, of the type in which that travels."""
+    return torch.tensor(values, dtype=_TYPES[spec(like).wire], device=like.device)
+
+
 def spec(gradient: torch.Tensor) -> Spec:
     """Its shape and type."""
     return Spec(tuple(gradient.shape), str(gradient.dtype).removeprefix("torch."))

@@ -19,6 +19,7 @@ from hvd_hetero.optimizers.weighing import BUCKET_BYTES, Weighing
 from . import backend
 from .layout import Spec
 from .local import LocalTraining, ParameterStore
+from .presence import marked, unmarked
 from .step import ReducedStep
 
 
@@ -81,16 +82,17 @@ class GradientReducer:
         return self.weighing.passes
 
     def reduced(self, gradients: Sequence[Any], variables: Sequence[Any], iterations: Any) -> list[Any]:
-        """The gradients of the mean loss over the global batch, where there is one; None stays None.
+        """The gradients of the mean loss over the global batch; None where no rank has one.
 
         With several `passes`, those of their mean times their number, at each `passes`-th of the `iterations`; zeros
         in between. The first call for gradients of these shapes is a collective one.
         """
-        # What a tape is asked for may be a tensor as well.
-        self._variables = [
-            v for g, v in zip(gradients, variables, strict=True) if g is not None and hasattr(v, "assign")
-        ]
         found = [self.form.dense(g, v) for g, v in zip(gradients, variables, strict=True)]
+        tracing = self.form.tracing()
+        if not tracing:  # or the program decides which there are, and all ranks run the same one
+            found = marked(found, variables, self.form)
+        # What a tape is asked for may be a tensor as well.
+        self._variables = [v for g, v in zip(found, variables, strict=False) if g is not None and hasattr(v, "assign")]
         specs = tuple(None if g is None else self.form.spec(g) for g in found)
         if self.strategy is not None:
             if self.local is None:
@@ -98,20 +100,22 @@ class GradientReducer:
             self.local.check(variables)
         if specs not in self._steps:
             self._steps[specs] = ReducedStep(self, specs)
-        if tracing := self.form.tracing():
+        if tracing:
             self.balancer.discard()
             self.form.traced(self.balancer.engine)
         step = self._steps[specs]
         present = [g for g in found if g is not None]
         if not present:
-            return found
+            return list(gradients)
         part = self.form.part_of(self)
+        last = True
         if tracing and step.in_graph:
             reduced = iter(self._graph.through(step, present, part, self._variables))
         else:
             last = self.form.last_of(iterations, self.passes)
             reduced = iter(self.form.through(step, present, last, part, self._variables))
-        return [None if g is None else next(reduced) for g in found]
+        every = [None if g is None else next(reduced) for g in found]
+        return every if tracing else unmarked(every, last=last)
 
     def bucket_bytes(self, specs: Sequence[Spec]) -> int:
         """At most so much of what has these shapes travels in one operation. The first call may be a collective one."""

@@ -241,6 +241,66 @@ def nothing_of_a_rank_without_samples():
     same_on_all(weights_of(model))
 
 
+class LeftOut(keras.layers.Layer):
+    """Adds a layer's outputs in some batches, as LayerDrop does; `used` says in which."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer, self.used = layer, True
+
+    def call(self, inputs):
+        return inputs + self.layer(inputs) if self.used else inputs
+
+
+def eager_gradients(model, inputs, outputs):
+    inputs, outputs = (keras.ops.convert_to_tensor(part.astype("float32")) for part in (inputs, outputs))
+    if TENSORFLOW:
+        import tensorflow as tf
+
+        with tf.GradientTape() as tape:
+            loss = mean_squared_error(outputs, model(inputs))
+        return tape.gradient(loss, [variable.value for variable in model.trainable_variables])
+    model.zero_grad()
+    mean_squared_error(outputs, model(inputs)).backward()
+    return [None if v.value.grad is None else v.value.grad.clone() for v in model.trainable_variables]
+
+
+def layers_that_a_batch_leaves_out():
+    """Each rank's batch decides, where functions run eagerly. What no rank has used stays as it is: no decay moves it.
+    """
+
+    def make():
+        keras.utils.set_random_seed(0)
+        return keras.Sequential([keras.Input((3,)), *(LeftOut(Dense(3)) for _ in range(3)), Dense(3)])
+
+    one, model, shares = make(), make(), UNEVEN[hvd.size()]
+    balancer = hvd.Balancer(WHOLE, shares=shares, adaptive=False)
+    alone, optimizer = (keras.optimizers.SGD(0.05, momentum=0.9, weight_decay=0.1) for _ in range(2))
+    optimizer = hvd.DistributedOptimizer(optimizer, balancer=balancer)
+    x, y, _ = data()
+    for step in range(6):
+        found, start = [], step * WHOLE
+        for rank, share in enumerate(shares):
+            # Layer 0 on rank 0 alone; layer 1 by turns; layer 2 on no rank in some steps, the first among them.
+            used = [rank == 0, (rank + step) % 2 == 0, step % 3 == 2]
+            rows, start = slice(start, start + share), start + share
+            for tried in (one, model) if rank == hvd.rank() else (one,):
+                for layer, now in zip(tried.layers, used, strict=False):
+                    layer.used = now
+                gradients = eager_gradients(tried, x[rows, :3], y[rows])
+                if tried is one:
+                    found.append(gradients)
+                else:
+                    mine = gradients
+        there = [[g * (n / WHOLE) for g, n in zip(each, shares, strict=True) if g is not None]
+                 for each in zip(*found, strict=True)]  # fmt: skip
+        alone.apply([sum(each) if each else None for each in there], one.trainable_variables)
+        balancer.begin(shares[hvd.rank()])
+        optimizer.apply(mine, model.trainable_variables)
+        assert distance(weights_of(model), weights_of(one)) <= 1e-5, step
+    same_on_all(weights_of(model))
+
+
 def overflow_on_one_rank():
     """mixed_float16: an infinite gradient on one rank, and all skip the same step and halve the same scale."""
     keras.config.set_dtype_policy("mixed_float16")
