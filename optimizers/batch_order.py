@@ -41,8 +41,14 @@ class BatchOrder:
         """A loop ends."""
         self._over = True
 
+    def leaves(self) -> None:
+        """A loop is left in the middle."""
+        self._samples = self._unused = 0
+
     def begins_elsewhere(self) -> None:
-        """A batch of no loop begins."""
+        """A batch begins, of a loop or of none."""
+        if self._over:  # a loop within another, as an evaluation's, used none of its batches if no pass followed
+            self.leaves()
         self._over = False
 
     def passes(self) -> None:

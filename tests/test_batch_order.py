@@ -71,6 +71,14 @@ def with_a_last_one_of_its_own(loader, train):
     train(next(iter(DataLoader(make_data(), batch_size=WHOLE))))
 
 
+def looking_in_between(loader, train):
+    other = hvd.BalancedDataLoader(make_data(), balancer=loader.balancer)
+    for index, batch in enumerate(loader):
+        train(batch)
+        for _ in other if index else zip(range(2), other, strict=False):  # to its end, and left in the middle
+            pass
+
+
 def with_some_left_out(loader, train):
     for index, batch in enumerate(loader):
         if index:
@@ -80,8 +88,9 @@ def with_some_left_out(loader, train):
 @pytest.mark.parametrize(
     "loop, told",
     [
-        (in_order, None), (after_looking, None), (with_a_last_one_of_its_own, None), (in_advance, "before the next"),
-        (in_pairs, "before the next"), (with_some_left_out, "before the next"), (over_and_over, "itertools.cycle"),
+        (in_order, None), (after_looking, None), (looking_in_between, None), (with_a_last_one_of_its_own, None),
+        (in_advance, "before the next"), (in_pairs, "before the next"), (with_some_left_out, "before the next"),
+        (over_and_over, "itertools.cycle"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("by_hand", [False, True])

@@ -204,8 +204,12 @@ class BalancedDataLoader:
 
     def __iter__(self) -> Iterator[Any]:
         left = self.batch_sampler.left
-        with self._bar(total=left, unit="samples") if self._bar else contextlib.nullcontext() as bar:
-            yield from self._batches(len(self), bar)
+        try:
+            with self._bar(total=left, unit="samples") if self._bar else contextlib.nullcontext() as bar:
+                yield from self._batches(len(self), bar)
+        except GeneratorExit:
+            self.balancer.batch_order.leaves()
+            raise
         self.batch_sampler.end_epoch()
         self.balancer.batch_order.ends()
         self.balancer.end_epoch()
