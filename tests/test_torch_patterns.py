@@ -456,3 +456,29 @@ def test_a_compiled_function_that_calls_backward_compiles_nothing_of_ours():
 
     World(1).run(program, timeout_s=60)
     assert len(graphs) == 1, "that of the loss"
+
+
+def test_a_rank_without_samples_waits_for_optimizers_in_an_order_of_its_own():
+    """It sends zeros for one after the other, in the order of `step()`; others' hooks see the last layer first, and of
+    the first optimizer not all parameters have a gradient."""
+    first = nn.Module()
+    first.layer, first.unused = nn.Linear(6, 6), nn.Parameter(torch.ones(6))
+
+    def program(engine):
+        modules = [copy.deepcopy(first), copy.deepcopy(HEAD)]
+        balancer = hvd.Balancer(4, engine=engine, min_share=0, shares=(4, 0), adaptive=False)
+        optimizers = [
+            hvd.DistributedOptimizer(torch.optim.SGD(each.parameters(), lr=0.1), balancer=balancer) for each in modules
+        ]
+        for _ in range(2):
+            balancer.begin((4, 0)[engine.rank])
+            if engine.rank == 0:
+                modules[1](modules[0].layer(torch.ones(4, 6))).sum().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        return [p.detach() for each in modules for p in each.parameters()]
+
+    one, other = World(2).run(program, timeout_s=20)
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    assert not torch.equal(one[-1], HEAD.bias)

@@ -19,13 +19,14 @@ from hvd_hetero.optimizers.noise import GradientNoise
 from hvd_hetero.optimizers.ways import Ways
 from hvd_hetero.optimizers.weighing import BUCKET_BYTES, Weighing
 
+from .backward import backward_pass
 from .hooks import Hooks
 from .layout import WIRE
 from .local import LocalTraining, ParameterStore
 from .loss import mean_over_ranks
 from .passes import Passes
 from .sparse import SparseParameters
-from .step import BROKEN_OFF, REENTRANT, WITHIN, ReducedStep
+from .step import BROKEN_OFF, WITHIN, ReducedStep
 from .stopwatch import stopwatch_of
 
 
@@ -85,6 +86,7 @@ class GradientReducer:
         self._hooks = Hooks(self, after=self._hook, before=None if scale == 1.0 else self._before_gradient)
         self._passes = Passes(self._parameters)  # since the last exchange
         self._phase = Phase.BETWEEN
+        self._last = False  # whether the exchange follows the backward pass that has ended
         self._terms = 0.0  # of the last step, on this rank
         self.replaced = False  # another optimizer reduces these gradients
         self.wait_s = 0.0  # for communication, in the last step
@@ -246,12 +248,12 @@ class GradientReducer:
                 "hvd.BalancedDataLoader, or call balancer.begin(samples) for each batch."
             )
         self._balancer.batch_order.passes()
-        torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)
+        backward_pass().add(self)
         last = self._balancer.last_pass and self._weighing.complete
         self._phase = Phase.LAST_PASS if last else Phase.PASS
         self._passes.begin(terms)
 
-    @torch.compiler.disable  # these three run within backward(), which may be within what a script compiles
+    @torch.compiler.disable  # these four run within backward(), which may be within what a script compiles
     def _before_gradient(self, gradients: Any) -> None:
         """Before a gradient is added to `p.grad`."""
         self._passes.keep(self._weighing.scale)
@@ -271,12 +273,18 @@ class GradientReducer:
         return self.local is not None and self.local.steps.apart()
 
     @torch.compiler.disable
-    def _after_backward(self) -> None:
-        last, self._phase = self._phase is Phase.LAST_PASS, Phase.BETWEEN
-        if torch._C._current_autograd_node() is not None:  # its end is not that of the backward pass around it
-            raise RuntimeError(REENTRANT.format("some in a backward pass within another"))
-        self._passes.end(final=last)
-        if last:
+    def end_pass(self, *, sends: bool) -> None:
+        """All gradients of a backward pass are there."""
+        self._last, self._phase = self._phase is Phase.LAST_PASS, Phase.BETWEEN
+        if sends:
+            self._passes.end(final=self._last)
+            if self._last and not self.apart:
+                self._step.take_rest()
+
+    @torch.compiler.disable
+    def after_pass(self) -> None:
+        """Others' gradients of the same backward pass are sent as well."""
+        if self._last:
             self._finish()
         else:
             self._balancer.pause()
