@@ -104,6 +104,7 @@ class Balancer:
         self._counted = 0.0  # loss terms of this batch's passes before the present one
         self.samples = 0  # of this rank's batch
         self.last_pass = True  # False while micro-batches are to follow
+        self.passed = False  # whether this batch had a backward pass on this rank, of whichever optimizer
         self.exchanges = Exchanges(self.begin_unseen)
         self.keepers = Places(lambda: Keeping(sayings={"samples": self.timesheet}))  # of optimizers and tapes
         self.sums = Places(PartialSums)  # of those that add up batches
@@ -201,6 +202,7 @@ class Balancer:
         self.timesheet.begin(samples)
         self.last_pass = True
         self.exchanges.on_begin()
+        self.passed = False
         self._set_count(float(samples))
 
     def end_epoch(self) -> None:

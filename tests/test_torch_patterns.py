@@ -482,3 +482,47 @@ def test_a_rank_without_samples_waits_for_optimizers_in_an_order_of_its_own():
     one, other = World(2).run(program, timeout_s=20)
     assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
     assert not torch.equal(one[-1], HEAD.bias)
+
+
+class Sometimes(nn.Module):
+    """A table for those of the samples that have a word, and a layer for all."""
+
+    def __init__(self, sparse):
+        super().__init__()
+        self.table, self.head = nn.Embedding(9, 6, sparse=sparse), nn.Linear(6, 3)
+
+    def forward(self, words):
+        known = words >= 0
+        found = torch.ones(len(words), 6, dtype=torch.float64)
+        return self.head(found + self.table(words.clamp(min=0)) * known[:, None] if known.any() else found)
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("passes", [1, 2])
+def test_of_several_optimizers_one_whose_parameters_a_ranks_batch_did_not_use(sparse, passes):
+    """Its gradient is zero there, over as many samples as the rank has."""
+    torch.manual_seed(0)
+    prototype = Sometimes(sparse).double()
+    batches = [[1, 2, -1, -1], [-1, -1, -1, -1], [-1, -1, -1, 3], [4, 1, -1, -1]]
+
+    def train(engine):
+        model = copy.deepcopy(prototype)
+        optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (model.table, model.head)]
+        if engine is not None:
+            balancer = hvd.Balancer(4, engine=engine, adaptive=False)
+            optimizers = [
+                hvd.DistributedOptimizer(each, balancer=balancer, backward_passes_per_step=passes)
+                for each in optimizers
+            ]
+        for index, words in enumerate(torch.tensor(batches)):
+            if engine is not None:
+                words = words[2 * engine.rank : 2 * engine.rank + 2]
+                balancer.begin(2)
+            model(words).square().mean().backward()
+            if index % passes == passes - 1:
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        return [p.detach() for p in model.parameters()]
+
+    same(World(2).run(train, timeout_s=20), train(None), most=1e-12)

@@ -86,6 +86,7 @@ class GradientReducer:
         self._hooks = Hooks(self, after=self._hook, before=None if scale == 1.0 else self._before_gradient)
         self._passes = Passes(self._parameters)  # since the last exchange
         self._phase = Phase.BETWEEN
+        self._passed = False  # whether this batch had a backward pass, on this rank
         self._last = False  # whether the exchange follows the backward pass that has ended
         self._terms = 0.0  # of the last step, on this rank
         self.replaced = False  # another optimizer reduces these gradients
@@ -202,7 +203,9 @@ class GradientReducer:
     def on_begin(self) -> None:
         """A global batch begins."""
         self.break_off()
-        self._phase = Phase.BETWEEN  # also where a script skipped the last step
+        if self._passes_by and self._weighing.passes > 1:
+            self._pass_by(final=False)
+        self._phase, self._passed = Phase.BETWEEN, False  # also where a script skipped the last step
         self._sparse.hear()
         if self.local is not None and self.local.steps.over:
             self.local.come_together()  # so did this rank, with the last step apart
@@ -252,6 +255,7 @@ class GradientReducer:
         last = self._balancer.last_pass and self._weighing.complete
         self._phase = Phase.LAST_PASS if last else Phase.PASS
         self._passes.begin(terms)
+        self._passed = self._balancer.passed = True
 
     @torch.compiler.disable  # these four run within backward(), which may be within what a script compiles
     def _before_gradient(self, gradients: Any) -> None:
@@ -298,11 +302,23 @@ class GradientReducer:
         self.break_off()
         if self._phase is Phase.BROKEN_OFF:
             raise RuntimeError(BROKEN_OFF)
-        if not self._passes.begun and (self._balancer.begin_unseen() or self._set_by_hand()):
+        if self._passes_by:
+            self._pass_by(final=True)
+        elif not self._passes.begun and (self._balancer.begin_unseen() or self._set_by_hand()):
             self._balancer.batch_order.passes()
-            self._passes.begin(self._balancer.count_now or 0.0)
-            self._passes.end(final=True)
+            self._pass_by(final=True)
         self._finish()
+
+    @property
+    def _passes_by(self) -> bool:
+        """Whether this batch, with which the exchange is yet to come, had backward passes on this rank, but none with a
+        gradient of these parameters. It is zero then, over as many terms."""
+        return self._balancer.passed and not self._passed and self._weighing.begun > 0
+
+    def _pass_by(self, *, final: bool) -> None:
+        """Counts a pass that leaves `p.grad` as it is."""
+        self._passes.begin(self._balancer.count_now or 0.0)
+        self._passes.end(final=final)
 
     def _set_by_hand(self) -> bool:
         """Whether a script has put gradients of this batch's samples where no backward pass did."""
