@@ -135,6 +135,7 @@ def DistributedOptimizer(
             scale=float(weights.size) if op == horovod.Sum else 1.0,
             predivide=gradient_predivide_factor,
             sparse_as_dense=sparse_as_dense,
+            all_sparse=isinstance(optimizer, torch.optim.SparseAdam),
             bucket_bytes=bucket_bytes,
             groups=groups if groups is not None else (num_groups or None),
             strategy=local,

@@ -49,6 +49,7 @@ class GradientReducer:
         scale: multiplies the weighted mean (the number of ranks for op=Sum).
         ways: how buckets travel.
         predivide: divides before the sum and multiplies after it, for narrow wires.
+        all_sparse: whether the gradients of all parameters are sparse.
         bucket_bytes: at most so much in one operation; None: what suits the links.
         groups: parameters that travel together, instead of buckets by size.
         strategy: a local one, where ranks make steps apart.
@@ -64,6 +65,7 @@ class GradientReducer:
         scale: float,
         predivide: float,
         sparse_as_dense: bool,
+        all_sparse: bool,
         bucket_bytes: int | None,
         groups: Sequence[Sequence[torch.nn.Parameter]] | int | None,
         strategy: LocalSGD | None = None,
@@ -93,7 +95,7 @@ class GradientReducer:
         self.wait_s = 0.0  # for communication, in the last step
         self.bytes_sent = 0
         self._take_in(parameters)
-        self._sparse = SparseParameters(self._parameters)
+        self._sparse = SparseParameters(self._parameters, known=all_sparse)
         self._weighing.keeping.put_saying("sparse", self._sparse)
         self._step = self._laid_out()
         if not sparse_as_dense:
@@ -129,6 +131,7 @@ class GradientReducer:
             RuntimeError: between backward() and step(), where they have gradients already, which nobody would reduce.
         """
         self._take_in(parameters)
+        self._sparse.grow()
         self._lay_out_anew()
 
     def _take_in(self, parameters: Sequence[torch.nn.Parameter]) -> None:

@@ -3,7 +3,8 @@
 No rank knows from the parameters whose gradients will be sparse, and one without a sample has none to look at. So the
 first sparse gradient of a parameter travels as a dense one; with it its rank asks, in the control vector, for another
 layout, and all ranks tell each other which parameters it is about. No rank waits for that: where there are several
-optimizers, ranks may come to their exchanges in unlike orders. The next batch begins with the other layout.
+optimizers, ranks may come to their exchanges in unlike orders. The next batch begins with the other layout. What
+`SparseAdam` updates is known beforehand: it refuses dense gradients, also where a rank's batch has used no row.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ class SparseParameters:
 
     Args:
         parameters: all, in the same order on all ranks; may grow.
+        known: whether all of them have sparse gradients, by row.
 
     Attributes:
         seen: as far as this rank knows: sparse dimensions of their gradients.
@@ -31,13 +33,21 @@ class SparseParameters:
         changed: is called, on all ranks, when there are others of these.
     """
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        self._parameters = parameters
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], *, known: bool) -> None:
+        self._parameters, self._known = parameters, known
         self.seen: dict[torch.nn.Parameter, int] = {}
         self.dimensions: dict[torch.nn.Parameter, int] = {}
         self.changed: Callable[[], None] = lambda: None
         self._told: Handle | None = None
         self._heard: dict[torch.nn.Parameter, int] | None = None
+        self.grow()
+
+    def grow(self) -> None:
+        """Takes in parameters that are new, where it is known of them beforehand."""
+        if self._known:
+            new = {parameter: 1 for parameter in self._parameters if parameter not in self.dimensions}
+            self.seen.update(new)
+            self.dimensions.update(new)
 
     @property
     def asks(self) -> bool:
@@ -145,7 +155,9 @@ class SparseExchange:
             indices = torch.zeros((dimensions, 0), dtype=torch.int64, device=parameter.device)
             values = torch.zeros((0, *parameter.shape[dimensions:]), dtype=wire, device=parameter.device)
             return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=False).coalesce()
-        grad = (grad if grad.is_sparse else self._sparse(parameter, grad)).to(wire).coalesce()
+        if not grad.is_sparse or grad.sparse_dim() != self._dimensions[parameter]:
+            grad = self._sparse(parameter, grad.to_dense())
+        grad = grad.to(wire).coalesce()
         return grad if weight == 1.0 else grad * weight
 
     def _sparse(self, parameter: torch.nn.Parameter, dense: torch.Tensor) -> torch.Tensor:
