@@ -416,3 +416,19 @@ def test_a_resumed_job_goes_on_as_bits(loads):
 
     for difference, asks in World(3).run(program, timeout_s=30):
         assert difference == 0.0 and not asks
+
+
+def test_a_gradient_is_sparse_on_all_ranks_where_it_is_on_one():
+    """Also where a rank has samples, but none that uses the table: optimizers round sparse gradients otherwise."""
+
+    def program(engine):
+        model = copy.deepcopy(PROTOTYPE)
+        balancer = hvd.Balancer(4, engine=engine, adaptive=False)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), balancer=balancer)
+        balancer.begin(2)
+        found = model.table(torch.arange(2)) if engine.rank == 0 else torch.ones(2, WIDTH, dtype=torch.float64)
+        model.head(found).sum().backward()
+        optimizer.step()
+        return model.table.weight.grad.is_sparse
+
+    assert World(2).run(program, timeout_s=20) == [True, True]

@@ -392,8 +392,8 @@ class GradientReducer:
         if self._weighing.relayout:
             engine, name = self._weighing.engine, f"{self._weighing.name}.sparse"
             told = self._sparse.tell(engine, name=name)
-            # Where this rank had no backward pass, the others alone know whose gradients are sparse.
-            if not self._terms and engine.wait_unless_awaited(told, name=name):
+            # Where this rank has not used a parameter, the others alone know that its gradient is sparse.
+            if engine.wait_unless_awaited(told, name=name):
                 for parameter, dimensions in self._sparse.told().items():
                     if parameter.grad is not None and not parameter.grad.is_sparse:
                         parameter.grad = parameter.grad.to_sparse(dimensions)
