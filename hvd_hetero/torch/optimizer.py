@@ -57,7 +57,7 @@ def DistributedOptimizer(
         compression: one of `hvd.Compression`, or an object with Horovod's `compress` and `decompress`.
         sparse_as_dense: sums sparse gradients as dense ones. Without, with a balancer, a topology or a codec of ours,
             what travels are the rows that a batch has touched, gathered from all ranks, and through no codec; but for
-            a parameter's first one or two, which travel as dense ones.
+            a parameter's first one, which travels as a dense one.
         balancer: deals the shares and carries the counts.
         topology: how gradients are summed. "flat" (and None): over all ranks at once. "rails", "scatter", "leader":
             within nodes and between them, by that algorithm (see `hvd_hetero.engine.hierarchy`). "auto": whichever is

@@ -132,6 +132,10 @@ class SparseExchange:
         """Sends with the next sum what a codec had kept back, dense and weighted, before this exchange was made."""
         self._carried[parameter] = kept
 
+    def carried(self) -> dict[torch.nn.Parameter, torch.Tensor]:
+        """What is yet to be sent of that."""
+        return dict(self._carried)
+
     def submit(self, parameter: torch.nn.Parameter, weight: float) -> torch.Tensor:
         """Sends the gradient times `weight`; nothing where there is none, or the weight is 0. Returns the values sent.
         """

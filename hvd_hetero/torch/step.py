@@ -85,7 +85,8 @@ class ReducedStep:
         self._sparse.clear()
 
     def take(self, parameter: torch.nn.Parameter) -> None:
-        """Notes that a gradient is ready, and sends its bucket when that was the last one."""
+        """Notes that a gradient is ready, and sends its bucket when that was the last one. The bucket with the control
+        vector stays: what that says is of all gradients."""
         if parameter in self._ready:
             raise RuntimeError(REENTRANT.format("one twice"))
         if self._weight is None:
@@ -98,11 +99,15 @@ class ReducedStep:
             return
         index, _ = self.layout.slot[parameter]
         self._pending[index] -= 1
-        if self._pending[index] == 0:
-            with _full_precision(parameter.device):
-                self.layout.fill(index, self._weight)
-                self._weighing.noise.sees(self.layout, index)
-                self._exchange.submit(index)
+        if self._pending[index] == 0 and index != self.layout.tail_in:
+            self._send(index)
+
+    def _send(self, index: int) -> None:
+        assert self._weight is not None  # something is taken
+        with _full_precision(self.layout.buckets[index].device):
+            self.layout.fill(index, self._weight)
+            self._weighing.noise.sees(self.layout, index)
+            self._exchange.submit(index)
 
     @property
     def sent(self) -> bool:
@@ -125,6 +130,8 @@ class ReducedStep:
         for parameter in self._parameters:
             if parameter not in self._ready:
                 self.take(parameter)
+        if self.layout.tail_in is not None and self.layout.tail_in not in self._exchange.submitted:
+            self._send(self.layout.tail_in)
         self._exchange.submit_nothing()
         return lambda: self._exchange.done() and self._sparse.done()
 
@@ -158,7 +165,7 @@ class ReducedStep:
 
     def kept_back(self) -> dict[torch.nn.Parameter, torch.Tensor]:
         """What is not sent yet of this rank's gradients, weighted."""
-        kept: dict[torch.nn.Parameter, torch.Tensor] = {}
+        kept = self._sparse.carried()
         for members, flat in zip(self.layout.members, self._exchange.kept_back(), strict=True):
             parts = [] if flat is None else flat.split([parameter.numel() for parameter in members])
             kept.update(zip(members, parts, strict=False))
