@@ -104,7 +104,8 @@ class Balancer:
         self._counted = 0.0  # loss terms of this batch's passes before the present one
         self.samples = 0  # of this rank's batch
         self.last_pass = True  # False while micro-batches are to follow
-        self.passed = False  # whether this batch had a backward pass on this rank, of whichever optimizer
+        self.part = 0  # number of the present batch, or part of one, on this rank
+        self.passed = -1  # that of the last backward pass, of whichever optimizer
         self.exchanges = Exchanges(self.begin_unseen)
         self.keepers = Places(lambda: Keeping(sayings={"samples": self.timesheet}))  # of optimizers and tapes
         self.sums = Places(PartialSums)  # of those that add up batches
@@ -202,7 +203,7 @@ class Balancer:
         self.timesheet.begin(samples)
         self.last_pass = True
         self.exchanges.on_begin()
-        self.passed = False
+        self.part += 1
         self._set_count(float(samples))
 
     def end_epoch(self) -> None:
@@ -234,6 +235,12 @@ class Balancer:
         """A backward pass over `terms` loss terms begins, of several of this batch."""
         self._counted = 0.0 if first else self.batch_terms
         self._set_count(terms)
+        self.part += 1
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether the present pass is one of several over this batch, and not the first."""
+        return self._counted > 0
 
     @property
     def batch_terms(self) -> float:

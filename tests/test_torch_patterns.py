@@ -526,3 +526,30 @@ def test_of_several_optimizers_one_whose_parameters_a_ranks_batch_did_not_use(sp
         return [p.detach() for p in model.parameters()]
 
     same(World(2).run(train, timeout_s=20), train(None), most=1e-12)
+
+
+@pytest.mark.parametrize("most", [1, 2])
+def test_of_several_optimizers_one_whose_parameters_a_part_of_a_batch_did_not_use(most):
+    """Parts are of `most` samples; rank 0 has three, of which each has a part without a word."""
+    torch.manual_seed(0)
+    prototype, shares = Sometimes(False).double(), (3, 1)
+    batches = torch.tensor([[1, 2, -1, -1], [-1, -1, 3, 3], [-1, 4, -1, 1]])
+
+    def train(engine):
+        model, balancer = copy.deepcopy(prototype), None
+        optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (model.table, model.head)]
+        if engine is not None:
+            balancer = hvd.Balancer(4, engine=engine, shares=shares, adaptive=False, max_micro_batch=most)
+            optimizers = [hvd.DistributedOptimizer(each, balancer=balancer) for each in optimizers]
+        for words in batches:
+            if balancer is not None:
+                words = words[:3] if engine.rank == 0 else words[3:]
+                balancer.begin(len(words))
+            for part in [words] if balancer is None else balancer.micro_batches(words):
+                model(part).square().mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        return [p.detach() for p in model.parameters()]
+
+    same(World(2).run(train, timeout_s=20), train(None), most=1e-12)

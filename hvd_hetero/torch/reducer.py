@@ -88,7 +88,7 @@ class GradientReducer:
         self._hooks = Hooks(self, after=self._hook, before=None if scale == 1.0 else self._before_gradient)
         self._passes = Passes(self._parameters)  # since the last exchange
         self._phase = Phase.BETWEEN
-        self._passed = False  # whether this batch had a backward pass, on this rank
+        self._passed = -1  # the part of a batch that the last backward pass was over: see `Balancer.part`
         self._last = False  # whether the exchange follows the backward pass that has ended
         self._terms = 0.0  # of the last step, on this rank
         self.replaced = False  # another optimizer reduces these gradients
@@ -208,7 +208,7 @@ class GradientReducer:
         self.break_off()
         if self._passes_by and self._weighing.passes > 1:
             self._pass_by(final=False)
-        self._phase, self._passed = Phase.BETWEEN, False  # also where a script skipped the last step
+        self._phase = Phase.BETWEEN  # also where a script skipped the last step
         self._sparse.hear()
         if self.local is not None and self.local.steps.over:
             self.local.come_together()  # so did this rank, with the last step apart
@@ -217,6 +217,8 @@ class GradientReducer:
     def on_count(self, terms: float) -> None:
         """Before a pass over `terms` loss terms."""
         self.break_off()
+        if self._passes_by and self._balancer.in_parts:
+            self._pass_by(final=False)
         self._passes.expect(terms)
 
     def break_off(self) -> None:
@@ -258,7 +260,7 @@ class GradientReducer:
         last = self._balancer.last_pass and self._weighing.complete
         self._phase = Phase.LAST_PASS if last else Phase.PASS
         self._passes.begin(terms)
-        self._passed = self._balancer.passed = True
+        self._passed = self._balancer.passed = self._balancer.part
 
     @torch.compiler.disable  # these four run within backward(), which may be within what a script compiles
     def _before_gradient(self, gradients: Any) -> None:
@@ -314,9 +316,9 @@ class GradientReducer:
 
     @property
     def _passes_by(self) -> bool:
-        """Whether this batch, with which the exchange is yet to come, had backward passes on this rank, but none with a
-        gradient of these parameters. It is zero then, over as many terms."""
-        return self._balancer.passed and not self._passed and self._weighing.begun > 0
+        """Whether the present batch, or part of one, whose exchange is yet to come, had backward passes on this rank,
+        but none with a gradient of these parameters. It is zero then, over as many terms."""
+        return self._balancer.passed == self._balancer.part != self._passed and self._weighing.begun > 0
 
     def _pass_by(self, *, final: bool) -> None:
         """Counts a pass that leaves `p.grad` as it is."""
