@@ -384,13 +384,16 @@ def test_the_noise_of_the_gradient_is_that_of_dense_ones():
 
 
 @pytest.mark.parametrize("loads", ["before", "after"])
-def test_a_resumed_job_goes_on_as_bits(loads):
-    """It knows from the state which gradients are sparse: a dense sum would round otherwise."""
+@pytest.mark.parametrize("stops", [1, 3])
+@pytest.mark.parametrize("compression", [hvd.Compression.none, hvd.Compression.topk(0.01, warmup_steps=0)])
+def test_a_resumed_job_goes_on_as_bits(loads, stops, compression):
+    """It knows from the state which gradients are sparse: a dense sum would round otherwise. After the first step that
+    is what ranks have told each other, and the next batch begins with."""
     shares = (4, 3, 1)
 
     def program(engine):
-        whole, _, _ = train(engine, sgd, shares)
-        model, balancer, (optimizer,) = train(engine, sgd, shares, steps=3)
+        whole, _, _ = train(engine, sgd, shares, compression=compression)
+        model, balancer, (optimizer,) = train(engine, sgd, shares, steps=stops, compression=compression)
         state = {name: each.state_dict() for name, each in
                  {"model": model, "optimizer": optimizer, "balancer": balancer, "kept": balancer.keepers}.items()}
         state = copy.deepcopy(state)
@@ -398,14 +401,14 @@ def test_a_resumed_job_goes_on_as_bits(loads):
         balancer = hvd.Balancer(WHOLE, engine=engine, min_share=0, shares=shares, adaptive=False)
         if loads == "before":
             balancer.keepers.load_state_dict(state["kept"])
-        optimizer = hvd.DistributedOptimizer(sgd(again)[0], balancer=balancer)
+        optimizer = hvd.DistributedOptimizer(sgd(again)[0], balancer=balancer, compression=compression)
         again.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         balancer.load_state_dict(state["balancer"])
         if loads == "after":
             balancer.keepers.load_state_dict(state["kept"])
         begin = sum(shares[: engine.rank])
-        for step in range(3, STEPS):
+        for step in range(stops, STEPS):
             words, classes = (part[begin : begin + shares[engine.rank]] for part in make_batch(step))
             balancer.begin(len(words))
             optimizer.zero_grad()

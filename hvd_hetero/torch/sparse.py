@@ -63,18 +63,19 @@ class SparseParameters:
 
     def hear(self) -> None:
         """Takes in what all ranks have told, if they have. A batch begins."""
-        if self._told is not None:
-            told, self._told, self._heard = self.told(), None, None
-            self._add(told)
+        told, self._told, self._heard = self.told(), None, None
+        self._add(told)
 
     def told(self) -> dict[torch.nn.Parameter, int]:
-        """What all ranks have told: sparse dimensions."""
-        assert self._told is not None
-        if self._heard is None:
+        """What all ranks have told, if they have, and the next batch begins with: sparse dimensions."""
+        if self._heard is None and self._told is not None:
             lines = bytes(self._told.wait().tolist()).decode().splitlines()
             pairs = [pair for line in lines for pair in json.loads(line).items()]
-            self._heard = {self._parameters[int(number)]: dimensions for number, dimensions in pairs}
-        return self._heard
+            self._heard = self._of_numbers(dict(pairs))
+        return self._heard or {}
+
+    def _of_numbers(self, dimensions: Mapping[str, int]) -> dict[torch.nn.Parameter, int]:
+        return {self._parameters[int(number)]: n for number, n in dimensions.items()}
 
     def _numbered(self, dimensions: Mapping[torch.nn.Parameter, int]) -> dict[str, int]:
         return {str(number): dimensions[p] for number, p in enumerate(self._parameters) if p in dimensions}
@@ -86,13 +87,14 @@ class SparseParameters:
         if len(self.dimensions) > before:
             self.changed()
 
-    def state_dict(self) -> dict[str, int]:
-        """Sparse dimensions by the parameter's number."""
-        return self._numbered(self.dimensions)
+    def state_dict(self) -> dict[str, dict[str, int]]:
+        """Sparse dimensions by the parameter's number. A collective call where ranks are about to tell each other."""
+        return {"dimensions": self._numbered(self.dimensions), "told": self._numbered(self.told())}
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
+    def load_state_dict(self, state: Mapping[str, Mapping[str, int]]) -> None:
         """Goes on from `state`. All ranks do, or none."""
-        self._add({self._parameters[int(number)]: n for number, n in state.items()})
+        self._told, self._heard = None, self._of_numbers(state["told"]) or None
+        self._add(self._of_numbers(state["dimensions"]))
 
 
 class _UnderWay(NamedTuple):
