@@ -299,6 +299,13 @@ def layers_that_a_batch_leaves_out():
         optimizer.apply(mine, model.trainable_variables)
         assert distance(weights_of(model), weights_of(one)) <= 1e-5, step
     same_on_all(weights_of(model))
+    nothing, before = [None] * len(mine), weights_of(model)
+    for samples in (shares, [WHOLE, *[0] * (hvd.size() - 1)]):  # and what a rank without samples has is nobody's
+        balancer.begin(samples[hvd.rank()])
+        given = nothing if samples[hvd.rank()] or samples is shares else mine
+        raises("No gradients", lambda given=given: optimizer.apply(given, model.trainable_variables))
+        assert distance(weights_of(model), before) == 0.0
+    same_on_all(weights_of(model))
 
 
 def overflow_on_one_rank():
