@@ -24,13 +24,19 @@ def marked(gradients: Sequence[Any], variables: Sequence[Any], form: Any) -> lis
     return [*every, None if like is None else form.constant(marks, like)]
 
 
-def unmarked(reduced: Sequence[Any], *, last: bool, apart: bool) -> list[Any]:
+def unmarked(reduced: Sequence[Any], *, last: bool, apart: bool, keeps: bool) -> list[Any]:
     """What became of `marked`: the gradients, and None where no rank has had one. Zeros where passes are to follow, or
-    no rank has had samples; and of a step apart that has none at all, which others may have."""
+    no rank has had samples; and of a step apart that has none at all, which others may have.
+
+    With codecs that keep something back, what was kept of earlier gradients may come where there is none.
+    """
     *gradients, marks = reduced
     if not last or marks is None:
         return gradients
     *there, samples = keras.ops.convert_to_numpy(marks).tolist()
     if not any(there) and (apart or not samples):
         return gradients
-    return [gradient if mark else None for gradient, mark in zip(gradients, there, strict=True)]
+    return [
+        gradient if mark or (keeps and gradient is not None and keras.ops.any(gradient)) else None
+        for gradient, mark in zip(gradients, there, strict=True)
+    ]

@@ -115,7 +115,7 @@ class GradientReducer:
             last = self.form.last_of(iterations, self.passes)
             reduced = iter(self.form.through(step, present, last, part, self._variables))
         every = [None if g is None else next(reduced) for g in found]
-        return every if tracing else unmarked(every, last=last, apart=self.apart)
+        return every if tracing else unmarked(every, last=last, apart=self.apart, keeps=self.ways.keeps)
 
     def bucket_bytes(self, specs: Sequence[Spec]) -> int:
         """At most so much of what has these shapes travels in one operation. The first call may be a collective one."""

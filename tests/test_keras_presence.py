@@ -1,0 +1,70 @@
+"""Which gradients there are, where a batch decides that and each rank has another one."""
+
+import numpy as np
+import pytest
+
+pytest.importorskip("keras", reason="pip install keras with TensorFlow or torch")
+pytest.importorskip("horovod", reason="build it with hvd-hetero build-horovod")
+
+import keras
+
+if keras.backend.backend() != "torch":
+    pytest.skip("ranks that are threads need the torch back end", allow_module_level=True)
+
+from hvd_hetero.engine.local import World
+from hvd_hetero.keras.balancer import Balancer
+from hvd_hetero.keras.compression import Compression
+from hvd_hetero.keras.reducer import GradientReducer
+from hvd_hetero.optimizers.ways import Ways
+
+LARGE = (40, 40)
+
+
+def reducer_of(engine, wire=Compression.none):
+    balancer = Balancer(8, adaptive=False, engine=engine)
+    return GradientReducer(balancer=balancer, ways=Ways(engine, wire=wire, topology=None))
+
+
+def variables_of(*shapes):
+    return [keras.Variable(np.zeros(shape, "float32")) for shape in shapes]
+
+
+def test_where_no_rank_has_any_gradient_there_is_none():
+    def program(engine):
+        reducer, variables = reducer_of(engine), variables_of((3,), (2,))
+        found = []
+        for samples, gradients in (
+            ((4, 4), [None, None]),
+            ((8, 0), [keras.ops.ones(3) if engine.rank else None, None]),  # of a rank without samples
+            ((4, 4), [keras.ops.ones(3) if engine.rank else None, None]),
+            ((0, 0), [None, None]),
+        ):
+            reducer.balancer.begin(samples[engine.rank])
+            reduced = reducer.reduced(gradients, variables, 0)
+            found.append([None if g is None else g.tolist() for g in reduced])
+        return found
+
+    none = [None, None]
+    assert World(2).run(program) == [[none, none, [[0.5] * 3, None], [[0.0] * 3, [0.0] * 2]]] * 2
+
+
+def test_what_a_codec_kept_back_comes_where_no_rank_has_a_gradient():
+    """Law 6: nothing is lost, also of a layer that batches leave out."""
+
+    def program(engine):
+        reducer = reducer_of(engine, Compression.topk(density=0.05, warmup_steps=0))
+        variables = variables_of(LARGE, (3,))
+        draw = np.random.RandomState(engine.rank).standard_normal(LARGE)
+        first = keras.ops.convert_to_tensor(draw.astype("float32"))
+        total, nones = 0.0, 0
+        for step in range(100):
+            reducer.balancer.begin(4)
+            mine = [None if step else first, keras.ops.ones(3)]
+            large, _ = reducer.reduced(mine, variables, 0)
+            nones += large is None
+            total = total + (0.0 if large is None else large.numpy())
+        return total, draw, nones
+
+    (total, mine, nones), (other, others, _) = World(2).run(program)
+    assert np.array_equal(total, other) and nones > 0
+    np.testing.assert_allclose(total, (mine + others) / 2, atol=1e-6)
