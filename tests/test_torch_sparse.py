@@ -434,3 +434,33 @@ def test_a_gradient_is_sparse_on_all_ranks_where_it_is_on_one():
         return model.table.weight.grad.is_sparse
 
     assert World(2).run(program, timeout_s=20) == [True, True]
+
+
+@pytest.mark.parametrize("how", ["loads", "rebuilds", "apart"])
+def test_a_sparse_momentum_meets_no_dense_gradient(how):
+    """Though nobody uses the table in the first batch after it: not all ranks know what its gradients are then."""
+
+    def program(engine):
+        model = copy.deepcopy(PROTOTYPE)
+        balancer = hvd.Balancer(4, engine=engine, adaptive=False)
+        strategy = hvd.LocalSGD(round_steps=1, bound_rounds=0, warmup_steps=0) if how == "apart" else "synchronous"
+        optimizer = hvd.DistributedOptimizer(sgd(model)[0], balancer=balancer, strategy=strategy)
+        if how == "apart":
+            optimizer._reducer.local.steps._phase = lambda step: step < 1
+        for used in (True, False, True):
+            balancer.begin(2)
+            optimizer.zero_grad()
+            if used and (engine.rank == 1 or how != "apart"):
+                loss_of(model, *(part[:2] for part in make_batch(0))).backward()
+            else:
+                model.head.weight.sum().backward()
+            optimizer.step()
+            if how == "loads":
+                kept, optimizer = optimizer.state_dict(), hvd.DistributedOptimizer(sgd(model)[0], balancer=balancer)
+                optimizer.load_state_dict(kept)
+            elif how == "rebuilds":
+                optimizer._rebuild()
+        return model
+
+    first, second = World(2).run(program, timeout_s=30)
+    assert worst(first, second) == 0.0

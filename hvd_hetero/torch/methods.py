@@ -74,6 +74,7 @@ def methods_of(base: type[torch.optim.Optimizer]) -> dict[str, Callable[..., Any
         base.load_state_dict(self, state_dict)
         # It makes new groups; a scheduler made before wrapping must go on seeing ours.
         self._wrapped.state, self._wrapped.param_groups = self.state, self.param_groups
+        self._reducer.follow(self)
 
     def rebuild(self: Any) -> None:
         """Reduces over the ranks that there are now. A collective call."""

@@ -146,7 +146,8 @@ class GradientReducer:
         self._parameters += new
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
-        """Says whose gradients these are."""
+        """Says whose gradients these are, and that its state may be another one."""
+        self._sparse.learn(optimizer)
         if self.local is not None:
             self.local.follow(optimizer)
 
@@ -392,16 +393,11 @@ class GradientReducer:
         """Takes in what all ranks said with an exchange, with `hear`."""
         hear()
         if self._weighing.relayout:
-            engine, name = self._weighing.engine, f"{self._weighing.name}.sparse"
-            told = self._sparse.tell(engine, name=name)
-            # Where this rank has not used a parameter, the others alone know that its gradient is sparse.
-            if engine.wait_unless_awaited(told, name=name):
-                for parameter, dimensions in self._sparse.told().items():
-                    if parameter.grad is not None and not parameter.grad.is_sparse:
-                        parameter.grad = parameter.grad.to_sparse(dimensions)
+            self._sparse.tell(self._weighing.engine, name=f"{self._weighing.name}.sparse")
 
     def _finish_apart(self) -> None:
         """Ends the passes of a step whose gradient stays this rank's own."""
+        self._sparse.see()
         self._passes.average(self._weighing.gain)
         self._passes.clear()
         self._weighing.end()

@@ -2,8 +2,8 @@
 
 No rank knows from the parameters whose gradients will be sparse, and one without a sample has none to look at. So the
 first sparse gradient of a parameter travels as a dense one; with it its rank asks, in the control vector, for another
-layout, and all ranks tell each other which parameters it is about. No rank waits for that: where there are several
-optimizers, ranks may come to their exchanges in unlike orders. The next batch begins with the other layout. What
+layout, and all ranks tell each other which parameters it is about. The next batch begins with that layout: where there
+are several optimizers, ranks may come to their exchanges in unlike orders, and none may wait for all in between. What
 `SparseAdam` updates is known beforehand: it refuses dense gradients, also where a rank's batch has used no row.
 """
 
@@ -49,17 +49,34 @@ class SparseParameters:
             self.seen.update(new)
             self.dimensions.update(new)
 
+    def learn(self, optimizer: torch.optim.Optimizer) -> None:
+        """Looks at what an optimizer keeps: a momentum that is sparse takes no dense gradient."""
+        for parameter in self._parameters:
+            for kept in optimizer.state.get(parameter, {}).values():
+                if isinstance(kept, torch.Tensor) and kept.is_sparse:
+                    self.seen[parameter] = kept.sparse_dim()
+
+    def see(self) -> None:
+        """Looks at gradients that stay this rank's own."""
+        for parameter in self._parameters:
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                self.seen[parameter] = parameter.grad.sparse_dim()
+
     @property
     def asks(self) -> bool:
         """Whether this rank knows of one that not all ranks know of."""
         return len(self.seen) > len(self.dimensions)
 
-    def tell(self, engine: Engine, *, name: str) -> Callable[[], bool]:
-        """Tells all ranks what this one has seen; they do as well. What it returns says whether all have."""
+    def tell(self, engine: Engine, *, name: str) -> None:
+        """Tells all ranks what this one has seen; they do as well. What others have seen to be sparse is, where this
+        rank has not used it – unless one waits for this rank elsewhere before it can tell."""
         if self._told is None:
             line = f"{json.dumps(self._numbered(self.seen))}\n".encode()
             self._told = engine.allgather_async(torch.tensor([*line], dtype=torch.uint8), name=name)
-        return self._told.done
+        if engine.wait_unless_awaited(self._told.done, name=name):
+            for parameter, dimensions in self.told().items():
+                if parameter.grad is not None and not parameter.grad.is_sparse:
+                    parameter.grad = parameter.grad.to_sparse(dimensions)
 
     def hear(self) -> None:
         """Takes in what all ranks have told, if they have. A batch begins."""
