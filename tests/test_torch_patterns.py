@@ -270,6 +270,35 @@ def test_a_batch_that_cannot_be_cut_is_warned_of():
         assert World(2).run(program) == [2, 2]
 
 
+@pytest.mark.parametrize("critic", [1, 2])
+def test_parts_of_another_models_loss_do_not_count(critic):
+    """As in a GAN: one loop over the parts of a batch for each model, or, with n_critic, for one of them alone."""
+
+    def train(engine):
+        weights = [nn.Parameter(torch.full((1,), number, dtype=torch.float64)) for number in (1.0, 2.0)]
+        optimizers = [torch.optim.SGD([weight], lr=0.1, momentum=0.9) for weight in weights]
+        if engine is not None:
+            balancer = hvd.Balancer(8, engine=engine, shares=(5, 3), max_micro_batch=2, adaptive=False)
+            optimizers = [hvd.DistributedOptimizer(each, balancer=balancer) for each in optimizers]
+        for step in range(4):
+            x, y = torch.arange(8.0, dtype=torch.float64) / 8 + step, torch.arange(8.0, dtype=torch.float64).flip(0)
+            if engine is not None:
+                mine = slice(0, 5) if engine.rank == 0 else slice(5, 8)
+                x, y = x[mine], y[mine]
+                balancer.begin(len(x))
+            turn = 2 if step % critic == critic - 1 else 1
+            for weight, optimizer in list(zip(weights, optimizers, strict=True))[:turn]:
+                optimizer.zero_grad()
+                for a, b in [(x, y)] if engine is None else balancer.micro_batches((x, y)):
+                    (weight * a - b).square().mean().backward()
+                optimizer.step()
+        return torch.cat([weight.detach() for weight in weights])
+
+    expected = train(None)
+    for found in World(2).run(train, timeout_s=20):
+        assert (found - expected).abs().max() <= 1e-12
+
+
 def test_a_mean_is_over_all_parts_of_a_batch():
     def program(engine):
         balancer = hvd.Balancer(8, engine=engine, shares=(5, 3), max_micro_batch=2)

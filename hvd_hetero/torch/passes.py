@@ -25,6 +25,7 @@ class Passes:
         self._said = False  # over how many terms the next pass is
         self._kept = False  # whether gradients have been added since the last exchange
         self.unit = 0.0  # n; 0 while `p.grad` holds nothing
+        self._by = 0  # so many of the last passes of this batch left `p.grad` as it was
 
     @property
     def terms(self) -> float:
@@ -56,7 +57,23 @@ class Passes:
         """At the first gradient of a pass."""
         if self._said or not self._counts:
             self._counts.append(terms)
-        self._said = False
+        self._said, self._by = False, 0
+
+    def pass_by(self, terms: float, *, final: bool) -> None:
+        """Counts a pass that leaves `p.grad` as it is; `final`: the exchange follows."""
+        by = self._by + 1
+        self.begin(terms)
+        self.end(final=final)
+        self._by = by
+
+    def end_loss(self, *, counts: bool) -> None:
+        """The passes of a batch over one loss are over; unless it `counts`, those that left `p.grad` as it was to the
+        end are of a loss that is none of these parameters' business."""
+        if self._by and not counts:
+            del self._counts[-self._by :]
+            if not self._counts:
+                self.unit = 0.0
+        self._by = 0
 
     def end(self, *, final: bool) -> None:
         """After a pass; `final`: the exchange follows."""
@@ -97,4 +114,4 @@ class Passes:
         """Starts anew: what `p.grad` holds is the global gradient, or will not count."""
         self._stash = None
         self._counts.clear()
-        self._kept, self.unit = False, 0.0
+        self._kept, self.unit, self._by = False, 0.0, 0

@@ -209,6 +209,7 @@ class GradientReducer:
         self.break_off()
         if self._passes_by and self._weighing.passes > 1:
             self._pass_by(final=False)
+        self._passes.end_loss(counts=self._weighing.passes > 1)
         self._phase = Phase.BETWEEN  # also where a script skipped the last step
         self._sparse.hear()
         if self.local is not None and self.local.steps.over:
@@ -218,7 +219,9 @@ class GradientReducer:
     def on_count(self, terms: float) -> None:
         """Before a pass over `terms` loss terms."""
         self.break_off()
-        if self._passes_by and self._balancer.in_parts:
+        if not self._balancer.in_parts:  # what follows is another loss, as that of a GAN's other model
+            self._passes.end_loss(counts=False)
+        elif self._passes_by:
             self._pass_by(final=False)
         self._passes.expect(terms)
 
@@ -323,8 +326,7 @@ class GradientReducer:
 
     def _pass_by(self, *, final: bool) -> None:
         """Counts a pass that leaves `p.grad` as it is."""
-        self._passes.begin(self._balancer.count_now or 0.0)
-        self._passes.end(final=final)
+        self._passes.pass_by(self._balancer.count_now or 0.0, final=final)
 
     def _set_by_hand(self) -> bool:
         """Whether a script has put gradients of this batch's samples where no backward pass did."""
