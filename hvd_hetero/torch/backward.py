@@ -13,6 +13,10 @@ from .step import REENTRANT
 class Reducer(Protocol):
     """Who reduces gradients, as a backward pass sees it."""
 
+    @property
+    def number(self) -> int:
+        """Its place in the order in which optimizers are made."""
+
     def end_pass(self, *, sends: bool) -> None:
         """All gradients of the pass are there. `sends`: they go out, if it was the last one before the exchange."""
 
@@ -22,7 +26,9 @@ class Reducer(Protocol):
 
 class BackwardPass:
     """The reducers of one backward pass. All of them send what they have before one waits: a rank without a sample,
-    which comes to its exchanges in the order of its `step()`, may wait for any of them, and sends to others later."""
+    which comes to its exchanges in the order of its `step()`, may wait for any of them, and sends to others later. They
+    wait in the order in which they were made, mostly that of `step()`: what ranks tell each other after an exchange,
+    of sparse gradients or of parameters that differ, they then come to together."""
 
     def __init__(self) -> None:
         self._reducers: list[Reducer] = []
@@ -34,7 +40,7 @@ class BackwardPass:
             reducer.end_pass(sends=not within)
         if within:
             raise RuntimeError(REENTRANT.format("some in a backward pass within another"))
-        for reducer in self._reducers:
+        for reducer in sorted(self._reducers, key=lambda reducer: reducer.number):
             reducer.after_pass()
 
     def add(self, reducer: Reducer) -> None:

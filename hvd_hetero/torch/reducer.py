@@ -109,6 +109,11 @@ class GradientReducer:
         return self._weighing.noise
 
     @property
+    def number(self) -> int:
+        """Its place in the order in which the balancer's optimizers are made."""
+        return self._weighing.number
+
+    @property
     def passes(self) -> int:
         """Backward passes per step."""
         return self._weighing.passes
