@@ -192,7 +192,7 @@ class Balancer:
 
     def begin(self, samples: int) -> None:
         """Starts a global batch of which this rank has `samples`; `BalancedDataLoader` calls it for each batch."""
-        self.batch_order.begins_elsewhere()
+        self.batch_order.any_begins()
         self._begin(samples)
         self.timesheet.run()
 

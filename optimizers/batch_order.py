@@ -35,7 +35,7 @@ class BatchOrder:
             self._unused = 0
         elif self._samples:
             self._unused = self._samples
-        self._samples, self._over = samples, False
+        self._samples = samples
 
     def ends(self) -> None:
         """A loop ends."""
@@ -45,7 +45,7 @@ class BatchOrder:
         """A loop is left in the middle."""
         self._samples = self._unused = 0
 
-    def begins_elsewhere(self) -> None:
+    def any_begins(self) -> None:
         """A batch begins, of a loop or of none."""
         if self._over:  # a loop within another, as an evaluation's, used none of its batches if no pass followed
             self.leaves()

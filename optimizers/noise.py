@@ -151,4 +151,4 @@ def _squared_values(values: Any) -> Any:
 def _squared_norm(layout: Buckets, index: int, flat: Any) -> Any:
     """The squared norm of the gradients in bucket `index`: a scalar on its device."""
     tail = len(layout.tail) if layout.tail is not None and index == layout.tail_in else 0
-    return verbs_of(flat).squared_norm(flat[: len(flat) - tail])
+    return _squared_values(flat[: len(flat) - tail])

@@ -296,8 +296,8 @@ class GradientReducer:
         self._last, self._phase = self._phase is Phase.LAST_PASS, Phase.BETWEEN
         if sends:
             self._passes.end(final=self._last)
-            if self._last and not self.apart:
-                self._step.take_rest()
+            if self._last:
+                self._send_rest()
 
     @torch.compiler.disable
     def after_pass(self) -> None:
@@ -321,7 +321,13 @@ class GradientReducer:
         elif not self._passes.begun and (self._balancer.begin_unseen() or self._set_by_hand()):
             self._balancer.batch_order.passes()
             self._pass_by(final=True)
+        self._send_rest()
         self._finish()
+
+    def _send_rest(self) -> None:
+        """Sends what has not been, but for a step whose gradient stays this rank's own."""
+        if not self.apart:
+            self._step.take_rest()
 
     @property
     def _passes_by(self) -> bool:
@@ -389,7 +395,6 @@ class GradientReducer:
         if self.apart:
             self._finish_apart()
             return
-        self._step.take_rest()
         waited_s, bytes_sent, hear = self._step.finish()
         self.wait_s += waited_s
         self.bytes_sent += bytes_sent

@@ -10,7 +10,7 @@ are several optimizers, ranks may come to their exchanges in unlike orders, and 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -133,11 +133,6 @@ class SparseExchange:
         self._under_way: dict[torch.nn.Parameter, _UnderWay] = {}
         self._carried: dict[torch.nn.Parameter, torch.Tensor] = {}
         self.bytes_sent = 0  # in this step
-
-    @property
-    def parameters(self) -> Collection[torch.nn.Parameter]:
-        """Those whose gradients these are."""
-        return self._dimensions.keys()
 
     def __contains__(self, parameter: torch.nn.Parameter) -> bool:
         return parameter in self._dimensions

@@ -178,8 +178,9 @@ class ReducedStep:
             parts = [kept.get(parameter, flat.new_zeros(parameter.numel())) for parameter in members]
             arrays.append(torch.cat(parts) if any(parameter in kept for parameter in members) else None)
         self._exchange.give_back(arrays, 1.0)
-        for parameter in kept.keys() & self._sparse.parameters:
-            self._sparse.carry(parameter, kept[parameter])
+        for parameter, rest in kept.items():
+            if parameter in self._sparse:
+                self._sparse.carry(parameter, rest)
 
 
 def _full_precision(device: torch.device) -> contextlib.AbstractContextManager[Any]:
