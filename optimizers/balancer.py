@@ -100,11 +100,12 @@ class Balancer:
         self.adaptive = self.terms.adaptive and self.size > 1
         self.planner = Planner(self.terms, self._rule)
         self.ladder = Ladder(self.plan.shares, tell=self._moved)
-        self.count_now: float | None = None
-        self._counted = 0.0  # loss terms of this batch's passes before the present one
+        self.count_now: float | None = None  # loss terms of the next backward pass
+        self._counted = 0.0  # those of this batch's passes before the present one
         self.samples = 0  # of this rank's batch
         self.last_pass = True  # False while micro-batches are to follow
         self.part = 0  # number of the present batch, or part of one, on this rank
+        self.part_terms = 0.0  # its loss terms
         self.passed = -1  # that of the last backward pass, of whichever optimizer
         self.exchanges = Exchanges(self.begin_unseen)
         self.keepers = Places(lambda: Keeping(sayings={"samples": self.timesheet}))  # of optimizers and tapes
@@ -227,7 +228,7 @@ class Balancer:
 
     def _set_count(self, terms: float) -> None:
         self.exchanges.on_count(terms)
-        self.count_now = terms
+        self.count_now = self.part_terms = terms
         if not self.timesheet.running:
             self.timesheet.run()
 
@@ -236,6 +237,10 @@ class Balancer:
         self._counted = 0.0 if first else self.batch_terms
         self._set_count(terms)
         self.part += 1
+
+    def _end_passes(self) -> None:
+        """The parts of this batch are over: another backward pass would be over all of it."""
+        self.count_now, self._counted = self.batch_terms, 0.0
 
     @property
     def in_parts(self) -> bool:

@@ -419,7 +419,7 @@ def test_a_resumed_job_goes_on_as_bits(loads, stops, compression):
             optimizer.zero_grad()
             loss_of(again, words, classes).backward()
             optimizer.step()
-        return worst(again, whole), optimizer._reducer._sparse.asks
+        return worst(again, whole), optimizer._reducer._layouts._sparse.asks
 
     for difference, asks in World(3).run(program, timeout_s=30):
         assert difference == 0.0 and not asks

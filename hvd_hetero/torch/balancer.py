@@ -102,3 +102,5 @@ class Balancer(framework_free.Balancer):
             if len(sizes) > 1:
                 self._begin_pass(float(size), first=index == 0)
             yield cut(batch, part, samples)
+        if len(sizes) > 1:
+            self._end_passes()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -27,14 +28,15 @@ class Hooks:
 
     Args:
         after: called with a parameter once a gradient was added to its `p.grad`.
-        before: called with the gradient before it is added; None: not called.
+        before: called with the gradient before it is added, once `look_before` was.
     """
 
     def __init__(
-        self, owner: Owner, *, after: Callable[[torch.Tensor], None], before: Callable[[Any], None] | None
+        self, owner: Owner, *, after: Callable[[torch.Tensor], None], before: Callable[[Any], None]
     ) -> None:
         self._owner, self._after, self._before = weakref.ref(owner), after, before
-        self._known: set[int] = set()  # ids of parameters
+        self._known: dict[int, torch.nn.Parameter] = {}  # by id
+        self._looks_before = False
         self._handles: list[Any] = []
         self._nodes: list[Any] = []  # that add to `p.grad`
 
@@ -45,22 +47,31 @@ class Hooks:
             TypeError: for a parameter of a type that cannot be reduced.
         """
         new = [p for p in parameters if id(p) not in self._known]
-        self._known |= {id(parameter) for parameter in new}
+        self._known |= {id(parameter): parameter for parameter in new}
         for parameter in new:
             check_type(parameter)
             before = _REDUCED_BY.get(parameter, lambda: None)()
             if before is not None:
                 before.replace()
             _REDUCED_BY[parameter] = self._owner
-            frozen = not parameter.requires_grad
-            parameter.requires_grad_(True)  # PyTorch hooks into nothing else
-            self._handles.append(parameter.register_post_accumulate_grad_hook(self._after))
-            if self._before is not None:
-                node = torch.autograd.graph.get_gradient_edge(parameter).node
-                self._nodes.append(node)  # kept, or its hook would go with it
-                self._handles.append(node.register_prehook(self._before))
-            parameter.requires_grad_(not frozen)
+            with _thawed(parameter):
+                self._handles.append(parameter.register_post_accumulate_grad_hook(self._after))
+        if self._looks_before:
+            self._hook_before(new)
         return new
+
+    def look_before(self) -> None:
+        """Calls `before` from now on."""
+        if not self._looks_before:
+            self._looks_before = True
+            self._hook_before(self._known.values())
+
+    def _hook_before(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        for parameter in parameters:
+            with _thawed(parameter):
+                node = torch.autograd.graph.get_gradient_edge(parameter).node
+            self._nodes.append(node)  # kept, or its hook would go with it
+            self._handles.append(node.register_prehook(self._before))
 
     def thawed(self, groups: Sequence[Mapping[str, Any]]) -> int:
         """How many of these parameter groups require a gradient and are not known."""
@@ -70,3 +81,14 @@ class Hooks:
         """Sees no gradient any more."""
         for handle in self._handles:
             handle.remove()
+
+
+@contextlib.contextmanager
+def _thawed(parameter: torch.nn.Parameter) -> Iterator[None]:
+    """Requires a gradient, or PyTorch hooks nothing into it."""
+    frozen = not parameter.requires_grad
+    parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        parameter.requires_grad_(not frozen)

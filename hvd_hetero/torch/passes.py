@@ -12,7 +12,8 @@ class Passes:
 
     `p.grad` is in units of 1 / n: adding the next pass's mean gradient to it then gives the right sum again, whatever
     the passes' sizes. A pass of which no terms are said is over those of the one before it, as another loss of the same
-    batch is: g_j is the sum of their gradients, as without ranks.
+    batch is: g_j is the sum of their gradients, as without ranks. What `p.grad` held before the first pass is in the
+    end what it was, beside the gradient, as without ranks.
 
     Args:
         parameters: a sequence that may grow.
@@ -23,7 +24,9 @@ class Passes:
         self._counts: list[float] = []
         self._stash: dict[torch.nn.Parameter, torch.Tensor | None] | None = None
         self._said = False  # over how many terms the next pass is
-        self._kept = False  # whether gradients have been added since the last exchange
+        self._added = False  # whether there was a pass with gradients since the last exchange
+        self._kept = False  # whether what `p.grad` held before that is seen to
+        self._before: dict[torch.nn.Parameter, torch.Tensor] = {}  # that, where further passes follow
         self.unit = 0.0  # n; 0 while `p.grad` holds nothing
         self._by = 0  # so many of the last passes of this batch left `p.grad` as it was
 
@@ -40,78 +43,114 @@ class Passes:
     def expect(self, terms: float) -> None:
         """Before a pass over `terms` loss terms."""
         self._said = True
-        self.restore()
-        if not self._counts or not self.unit:
+        self._restore()
+        if not self.unit:
             return
         if terms == 0:  # what this pass leaves in p.grad counts for nothing, and may be NaN
             self._stash = {p: p.grad for p in self._parameters}
-            for parameter in self._parameters:
-                parameter.grad = None
+            self._forget()
         elif self.unit != terms:
-            for parameter in self._parameters:
-                if parameter.grad is not None:
-                    parameter.grad.mul_(self.unit / terms)
+            self._multiply(self.unit / terms)
             self.unit = terms
 
-    def begin(self, terms: float) -> None:
-        """At the first gradient of a pass."""
-        if self._said or not self._counts:
+    def begin(self, terms: float, *, earlier: float = 0.0) -> None:
+        """A pass over `terms` loss terms begins; `earlier`: those of this batch's parts before the present one, whose
+        gradients went with an exchange if they are not among these passes."""
+        if not earlier:
+            self.end_loss(counts=False)
+        elif not self._counts and not self._said:
+            self._counts.append(earlier)
+        if self._said or not self._added:
             self._counts.append(terms)
-        self._said, self._by = False, 0
+        self._said, self._added, self._by = False, True, 0
+        self.unit = self.unit or terms
 
-    def pass_by(self, terms: float, *, final: bool) -> None:
-        """Counts a pass that leaves `p.grad` as it is; `final`: the exchange follows."""
-        by = self._by + 1
-        self.begin(terms)
-        self.end(final=final)
-        self._by = by
+    def keep(self, *, last: bool, gain: float) -> None:
+        """Before a gradient is added: sees to what `p.grad` held before the first one, which is to stay as it is when
+        the mean over all terms is multiplied by `gain`. `last`: no pass follows before the exchange."""
+        if self._kept and last:
+            if self._stash is None:
+                self._add_before(gain)
+        elif not self._kept and last and self.unit:
+            self._multiply(self.terms / self.unit / gain)
+        elif not self._kept:
+            self._before = {p: p.grad for p in self._parameters if p.grad is not None and not is_zero(p.grad)}
+            for parameter in self._before:
+                parameter.grad = None
+        self._kept = True
+
+    def pass_by(self, terms: float) -> None:
+        """Counts a pass that leaves `p.grad` as it is."""
+        self._restore()
+        self._counts.append(terms)
+        self._said = False
+        self._by += 1
 
     def end_loss(self, *, counts: bool) -> None:
         """The passes of a batch over one loss are over; unless it `counts`, those that left `p.grad` as it was to the
         end are of a loss that is none of these parameters' business."""
         if self._by and not counts:
             del self._counts[-self._by :]
-            if not self._counts:
-                self.unit = 0.0
         self._by = 0
 
-    def end(self, *, final: bool) -> None:
-        """After a pass; `final`: the exchange follows."""
-        self.restore()
-        if not self.unit:
-            self.unit = self._counts[-1]
-            if not self.unit and not final:  # nothing counted yet, so nothing may be left, not even a NaN
-                for parameter in self._parameters:
-                    parameter.grad = None
+    def end(self) -> None:
+        """After a pass that others follow before the exchange."""
+        self._restore()
+        if not self.unit:  # nothing counted yet, so nothing may be left, not even a NaN
+            self._forget()
 
-    def restore(self) -> None:
+    def complete(self, gain: float) -> None:
+        """After all passes; `gain`: see `keep`."""
+        self._restore()
+        if not self.unit:
+            if self._added:
+                self._forget()  # as above; otherwise what `p.grad` holds was put there, and stays
+            self.unit = self.terms
+        if self.unit:
+            self._add_before(gain)
+
+    def average(self, scale: float) -> None:
+        """Makes `p.grad` the mean over the terms of all passes, times `scale`; None where there were none."""
+        if self.terms:
+            self._multiply(scale * self.unit / self.terms)
+        else:
+            self._forget()
+
+    def clear(self) -> None:
+        """Starts anew: what `p.grad` holds is the global gradient, or will not count."""
+        self._stash = None
+        self._counts.clear()
+        self._before.clear()
+        self._added, self._kept, self.unit, self._by = False, False, 0.0, 0
+
+    def _restore(self) -> None:
         """Puts back what a pass without terms must not touch."""
         if self._stash is not None:
             for parameter, grad in self._stash.items():
                 parameter.grad = grad
             self._stash = None
 
-    def keep(self, scale: float) -> None:
-        """Before gradients are added: what `p.grad` holds before the first one, as of a backward pass that no step has
-        followed, stays as it is when means are multiplied by `scale`."""
-        if self._kept:
-            return
-        self._kept = True
+    def _forget(self) -> None:
         for parameter in self._parameters:
-            if parameter.grad is not None:
-                parameter.grad.mul_(1.0 / scale)
+            parameter.grad = None
 
-    def average(self, scale: float) -> None:
-        """Makes `p.grad` the mean over the terms of all passes, times `scale`; None where there were none."""
-        factor = scale * self.unit / self.terms if self.terms else 0.0
-        for parameter in self._parameters:
-            if not self.terms:
-                parameter.grad = None
-            elif factor != 1.0 and parameter.grad is not None:
-                parameter.grad.mul_(factor)
+    def _multiply(self, factor: float) -> None:
+        if factor != 1.0:
+            for parameter in self._parameters:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(factor)
 
-    def clear(self) -> None:
-        """Starts anew: what `p.grad` holds is the global gradient, or will not count."""
-        self._stash = None
-        self._counts.clear()
-        self._kept, self.unit, self._by = False, 0.0, 0
+    def _add_before(self, gain: float) -> None:
+        """Adds what `p.grad` held before the first pass, with the weight of all terms."""
+        for parameter, before in self._before.items():
+            before.mul_(self.terms / self.unit / gain)
+            if (added := parameter.grad) is None:
+                parameter.grad = before
+            else:
+                parameter.grad = added + before if before.is_sparse else before.add_(added)
+        self._before = {}
+
+
+def is_zero(gradient: torch.Tensor) -> bool:
+    """Whether a gradient, also a sparse one, is zero throughout."""
+    return not (gradient._nnz() if gradient.is_sparse else gradient.any())

@@ -17,15 +17,15 @@ from hvd_hetero.optimizers.balancer import Balancer
 from hvd_hetero.optimizers.local_sgd import LocalSGD
 from hvd_hetero.optimizers.noise import GradientNoise
 from hvd_hetero.optimizers.ways import Ways
-from hvd_hetero.optimizers.weighing import BUCKET_BYTES, Weighing
+from hvd_hetero.optimizers.weighing import Weighing
 
 from .backward import backward_pass
 from .hooks import Hooks
-from .layout import WIRE
+from .layout import Groups
+from .layouts import Layouts
 from .local import LocalTraining, ParameterStore
 from .loss import mean_over_ranks
-from .passes import Passes
-from .sparse import SparseParameters
+from .passes import Passes, is_zero
 from .step import BROKEN_OFF, WITHIN, ReducedStep
 from .stopwatch import stopwatch_of
 
@@ -67,11 +67,10 @@ class GradientReducer:
         sparse_as_dense: bool,
         all_sparse: bool,
         bucket_bytes: int | None,
-        groups: Sequence[Sequence[torch.nn.Parameter]] | int | None,
+        groups: Groups,
         strategy: LocalSGD | None = None,
     ) -> None:
-        self._balancer, self._ways = balancer, ways
-        self._sparse_as_dense, self._bucket_bytes, self._groups = sparse_as_dense, bucket_bytes, groups
+        self._balancer = balancer
         self._parameters: list[torch.nn.Parameter] = []
         self.local: LocalTraining | None = None
         self._weighing = Weighing(
@@ -82,10 +81,9 @@ class GradientReducer:
             scale=scale,
             predivide=predivide,
             parameters=lambda: ParameterStore(self._parameters),
-            lays_out=lambda: self._sparse.asks,
+            lays_out=lambda: self._layouts.asks,
         )
-        # With op=Sum, what `p.grad` held before is to be multiplied as what is added.
-        self._hooks = Hooks(self, after=self._hook, before=None if scale == 1.0 else self._before_gradient)
+        self._hooks = Hooks(self, after=self._hook, before=self._before_gradient)
         self._passes = Passes(self._parameters)  # since the last exchange
         self._phase = Phase.BETWEEN
         self._passed = -1  # the part of a batch that the last backward pass was over: see `Balancer.part`
@@ -95,11 +93,18 @@ class GradientReducer:
         self.wait_s = 0.0  # for communication, in the last step
         self.bytes_sent = 0
         self._take_in(parameters)
-        self._sparse = SparseParameters(self._parameters, known=all_sparse)
-        self._weighing.keeping.put_saying("sparse", self._sparse)
-        self._step = self._laid_out()
-        if not sparse_as_dense:
-            self._sparse.changed = self._lay_out_anew
+        if scale != 1.0 or passes > 1:
+            self._hooks.look_before()
+        self._layouts = Layouts(
+            self._parameters,
+            weighing=self._weighing,
+            ways=ways,
+            passes=self._passes,
+            sparse_as_dense=sparse_as_dense,
+            all_sparse=all_sparse,
+            bucket_bytes=bucket_bytes,
+            groups=groups,
+        )
         if strategy is not None:
             self.local = LocalTraining(strategy, self._parameters, self._weighing, ways=ways)
 
@@ -121,13 +126,18 @@ class GradientReducer:
     @passes.setter
     def passes(self, passes: int) -> None:
         self._weighing.passes = passes
+        self._hooks.look_before()
 
     @property
     def parameters(self) -> Sequence[torch.nn.Parameter]:
         """Those that are trained, also where they are frozen for now."""
         return self._parameters
 
-    # Layout ---------------------------------------------------------------------------------------------------------
+    @property
+    def _step(self) -> ReducedStep:
+        return self._layouts.step
+
+    # Parameters -----------------------------------------------------------------------------------------------------
 
     def add(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Takes further parameters; every rank adds the same.
@@ -136,8 +146,7 @@ class GradientReducer:
             RuntimeError: between backward() and step(), where they have gradients already, which nobody would reduce.
         """
         self._take_in(parameters)
-        self._sparse.grow()
-        self._lay_out_anew()
+        self._layouts.grow()
 
     def _take_in(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         new = self._hooks.add(parameters)
@@ -152,7 +161,7 @@ class GradientReducer:
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
         """Says whose gradients these are, and that its state may be another one."""
-        self._sparse.learn(optimizer)
+        self._layouts.learn(optimizer)
         if self.local is not None:
             self.local.follow(optimizer)
 
@@ -184,39 +193,16 @@ class GradientReducer:
         if self.local is not None:
             self.local.steps.abandon()
 
-    def _laid_out(self) -> ReducedStep:
-        """A collective call."""
-        if self._bucket_bytes is None and self._parameters:
-            first = self._parameters[0]
-            like = torch.empty(0, dtype=WIRE[first.dtype], device=first.device)
-            self._bucket_bytes = self._ways.bucket_bytes(like, most=BUCKET_BYTES)
-        return ReducedStep(
-            self._parameters,
-            weighing=self._weighing,
-            ways=self._ways,
-            passes=self._passes,
-            bucket_bytes=self._bucket_bytes or BUCKET_BYTES,
-            groups=self._groups,
-            seen=self._sparse.seen,
-            rows={} if self._sparse_as_dense else self._sparse.dimensions,
-        )
-
-    def _lay_out_anew(self) -> None:
-        """Between two steps. What codecs have kept back goes with the next sums."""
-        kept = self._step.kept_back()
-        self._step = self._laid_out()
-        self._step.give_back(kept)
-
     # During backward ------------------------------------------------------------------------------------------------
 
     def on_begin(self) -> None:
         """A global batch begins."""
         self.break_off()
         if self._passes_by and self._weighing.passes > 1:
-            self._pass_by(final=False)
+            self._passes.pass_by(self._balancer.part_terms)
         self._passes.end_loss(counts=self._weighing.passes > 1)
         self._phase = Phase.BETWEEN  # also where a script skipped the last step
-        self._sparse.hear()
+        self._layouts.renew()
         if self.local is not None and self.local.steps.over:
             self.local.come_together()  # so did this rank, with the last step apart
         self._weighing.begin()
@@ -227,7 +213,9 @@ class GradientReducer:
         if not self._balancer.in_parts:  # what follows is another loss, as that of a GAN's other model
             self._passes.end_loss(counts=False)
         elif self._passes_by:
-            self._pass_by(final=False)
+            self._passes.pass_by(self._balancer.part_terms)
+        if self._balancer.in_parts or not self._balancer.last_pass:
+            self._hooks.look_before()
         self._passes.expect(terms)
 
     def break_off(self) -> None:
@@ -244,7 +232,7 @@ class GradientReducer:
         if self._phase is Phase.BROKEN_OFF:
             self._step.take_rest()
             _, _, hear = self._step.finish(counts=False)
-            self._take_in_said(hear)
+            self._layouts.take_in(hear)
             self._weighing.noise.forget()
         self._step.drop()
         self._passes.clear()
@@ -268,13 +256,17 @@ class GradientReducer:
         backward_pass().add(self)
         last = self._balancer.last_pass and self._weighing.complete
         self._phase = Phase.LAST_PASS if last else Phase.PASS
-        self._passes.begin(terms)
+        self._passes.begin(terms, earlier=self._balancer.batch_terms - terms)
         self._passed = self._balancer.passed = self._balancer.part
 
     @torch.compiler.disable  # these four run within backward(), which may be within what a script compiles
     def _before_gradient(self, gradients: Any) -> None:
-        """Before a gradient is added to `p.grad`."""
-        self._passes.keep(self._weighing.scale)
+        """Before a gradient is added to `p.grad`; called where that may have to keep what it holds."""
+        if gradients[0] is None:
+            return
+        if not self._in_pass:
+            self._begin_pass()
+        self._passes.keep(last=self._phase is Phase.LAST_PASS, gain=self._weighing.gain)
 
     @torch.compiler.disable
     def _hook(self, parameter: torch.nn.Parameter) -> None:
@@ -294,10 +286,10 @@ class GradientReducer:
     def end_pass(self, *, sends: bool) -> None:
         """All gradients of a backward pass are there."""
         self._last, self._phase = self._phase is Phase.LAST_PASS, Phase.BETWEEN
-        if sends:
-            self._passes.end(final=self._last)
-            if self._last:
-                self._send_rest()
+        if sends and self._last:
+            self._send_rest()
+        elif sends:
+            self._passes.end()
 
     @torch.compiler.disable
     def after_pass(self) -> None:
@@ -317,15 +309,16 @@ class GradientReducer:
         if self._phase is Phase.BROKEN_OFF:
             raise RuntimeError(BROKEN_OFF)
         if self._passes_by:
-            self._pass_by(final=True)
+            self._passes.pass_by(self._balancer.part_terms)
         elif not self._passes.begun and (self._balancer.begin_unseen() or self._set_by_hand()):
             self._balancer.batch_order.passes()
-            self._pass_by(final=True)
+            self._passes.pass_by(self._balancer.batch_terms)
         self._send_rest()
         self._finish()
 
     def _send_rest(self) -> None:
         """Sends what has not been, but for a step whose gradient stays this rank's own."""
+        self._passes.complete(self._weighing.gain)
         if not self.apart:
             self._step.take_rest()
 
@@ -335,16 +328,12 @@ class GradientReducer:
         but none with a gradient of these parameters. It is zero then, over as many terms."""
         return self._balancer.passed == self._balancer.part != self._passed and self._weighing.begun > 0
 
-    def _pass_by(self, *, final: bool) -> None:
-        """Counts a pass that leaves `p.grad` as it is."""
-        self._passes.pass_by(self._balancer.count_now or 0.0, final=final)
-
     def _set_by_hand(self) -> bool:
         """Whether a script has put gradients of this batch's samples where no backward pass did."""
         if not self._balancer.count_now:
             return False
         found = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        return any(bool(g._nnz() if g.is_sparse else g.any()) for g in found)
+        return not all(is_zero(gradient) for gradient in found)
 
     def finished(self, *, lr: float) -> None:
         """Ends the step, after the update; `lr`: its learning rate."""
@@ -399,17 +388,11 @@ class GradientReducer:
         self.wait_s += waited_s
         self.bytes_sent += bytes_sent
         self._phase = Phase.READY
-        self._take_in_said(hear)
-
-    def _take_in_said(self, hear: Callable[[], None]) -> None:
-        """Takes in what all ranks said with an exchange, with `hear`."""
-        hear()
-        if self._weighing.relayout:
-            self._sparse.tell(self._weighing.engine, name=f"{self._weighing.name}.sparse")
+        self._layouts.take_in(hear)
 
     def _finish_apart(self) -> None:
         """Ends the passes of a step whose gradient stays this rank's own."""
-        self._sparse.see()
+        self._layouts.see()
         self._passes.average(self._weighing.gain)
         self._passes.clear()
         self._weighing.end()

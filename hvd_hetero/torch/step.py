@@ -120,11 +120,10 @@ class ReducedStep:
 
     def _weight_now(self) -> float:
         """c_i of this step: `p.grad` is a mean over as many terms as the last pass that had any."""
-        return self._weighing.weight(self._weighing.balancer.count_now or self._passes.unit)
+        return self._weighing.weight(self._passes.unit)
 
     def take_rest(self) -> Callable[[], bool]:
         """Sends what has not been; what it returns tells whether the exchange is over."""
-        self._passes.restore()
         if self._passes.terms == 0:
             self._weight = 0.0  # nothing computed here counts, not even a NaN
         for parameter in self._parameters:

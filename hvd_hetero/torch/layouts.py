@@ -1,0 +1,101 @@
+"""The layouts of one optimizer's gradients: another one when parameters come, or some turn out to be sparse."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from hvd_hetero.optimizers.ways import Ways
+from hvd_hetero.optimizers.weighing import BUCKET_BYTES, Weighing
+
+from .layout import WIRE, Groups
+from .passes import Passes
+from .sparse import SparseParameters
+from .step import ReducedStep
+
+
+class Layouts:
+    """Lays out the gradients of `parameters`, on all ranks alike. Making one is a collective call.
+
+    Args:
+        parameters: a list that may grow: see `grow`.
+        passes: of the step under way.
+        sparse_as_dense: whether sparse gradients are summed as dense ones.
+        all_sparse: whether the gradients of all parameters are sparse.
+        bucket_bytes: at most so much in one operation; None: what suits the links.
+        groups: parameters that travel together, instead of buckets by size.
+
+    Attributes:
+        step: reduces gradients by the present layout.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        *,
+        weighing: Weighing,
+        ways: Ways,
+        passes: Passes,
+        sparse_as_dense: bool,
+        all_sparse: bool,
+        bucket_bytes: int | None,
+        groups: Groups,
+    ) -> None:
+        self._parameters, self._weighing, self._ways, self._passes = parameters, weighing, ways, passes
+        self._sparse_as_dense, self._bucket_bytes, self._groups = sparse_as_dense, bucket_bytes, groups
+        self._sparse = SparseParameters(parameters, known=all_sparse)
+        weighing.keeping.put_saying("sparse", self._sparse)
+        self.step = self._laid_out()
+        if not sparse_as_dense:
+            self._sparse.changed = self._lay_out_anew
+
+    def _laid_out(self) -> ReducedStep:
+        if self._bucket_bytes is None and self._parameters:
+            first = self._parameters[0]
+            like = torch.empty(0, dtype=WIRE[first.dtype], device=first.device)
+            self._bucket_bytes = self._ways.bucket_bytes(like, most=BUCKET_BYTES)
+        return ReducedStep(
+            self._parameters,
+            weighing=self._weighing,
+            ways=self._ways,
+            passes=self._passes,
+            bucket_bytes=self._bucket_bytes or BUCKET_BYTES,
+            groups=self._groups,
+            seen=self._sparse.seen,
+            rows={} if self._sparse_as_dense else self._sparse.dimensions,
+        )
+
+    def _lay_out_anew(self) -> None:
+        """Between two steps. What codecs have kept back goes with the next sums."""
+        kept = self.step.kept_back()
+        self.step = self._laid_out()
+        self.step.give_back(kept)
+
+    def grow(self) -> None:
+        """Takes in parameters that are new. A collective call."""
+        self._sparse.grow()
+        self._lay_out_anew()
+
+    def learn(self, optimizer: torch.optim.Optimizer) -> None:
+        """Learns from an optimizer's state whose gradients are sparse."""
+        self._sparse.learn(optimizer)
+
+    def see(self) -> None:
+        """Looks at gradients that stay this rank's own."""
+        self._sparse.see()
+
+    @property
+    def asks(self) -> bool:
+        """Whether this rank wants another layout."""
+        return self._sparse.asks
+
+    def take_in(self, hear: Callable[[], None]) -> None:
+        """Takes in what all ranks said with an exchange, with `hear`: one of them may want another layout."""
+        hear()
+        if self._weighing.relayout:
+            self._sparse.tell(self._weighing.engine, name=f"{self._weighing.name}.sparse")
+
+    def renew(self) -> None:
+        """Takes the layout that all ranks have agreed on, if they have. A batch begins."""
+        self._sparse.hear()

@@ -1,0 +1,177 @@
+"""In how many parts a batch goes changes no gradient, whatever a script does between and around them."""
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("horovod.torch", reason="build it with hvd-hetero build-horovod")
+
+import hvd_hetero.torch as hvd
+from hvd_hetero.engine.local import World
+
+WHOLE = 9
+SHARES = (6, 3)  # with parts of 4 samples, two on one rank and one on the other
+
+
+def first(weights, part):
+    return (part @ weights[0]).square().mean()
+
+
+def second(weights, part):
+    return (part @ weights[0] * weights[1]).sin().mean()
+
+
+def penalty(weights):
+    return 0.1 * sum(weight.square().sum() for weight in weights)
+
+
+def losses_in_one_loop(weights, parts, x):
+    for part in parts():
+        first(weights, part).backward()
+        second(weights, part).backward()
+
+
+def loops_one_after_the_other(weights, parts, x):
+    for loss in (first, second):
+        for part in parts():
+            loss(weights, part).backward()
+
+
+def loops_of_the_first_part_without_a_gradient(weights, parts, x):
+    """Of the second weight."""
+    for loss in (first, second, first):
+        for part in parts():
+            loss(weights, part).backward()
+
+
+def a_penalty_after_the_loop(weights, parts, x):
+    for part in parts():
+        (first(weights, part) + second(weights, part)).backward()
+    penalty(weights).backward()
+
+
+def a_penalty_before_the_loop(weights, parts, x):
+    penalty(weights).backward()
+    for part in parts():
+        (first(weights, part) + second(weights, part)).backward()
+
+
+def all_of_the_batch_after_the_loop(weights, parts, x):
+    for part in parts():
+        first(weights, part).backward()
+    second(weights, x).backward()
+
+
+def what_was_there_before(weights, parts, x):
+    for weight in weights:
+        weight.grad = torch.full_like(weight, 3.0)
+    for part in parts():
+        (first(weights, part) + second(weights, part)).backward()
+
+
+def zeros_that_were_there_before(weights, parts, x):
+    for weight in weights:
+        weight.grad = torch.zeros_like(weight)
+    losses_in_one_loop(weights, parts, x)
+
+
+PROGRAMS = (
+    losses_in_one_loop,
+    loops_one_after_the_other,
+    loops_of_the_first_part_without_a_gradient,
+    a_penalty_after_the_loop,
+    a_penalty_before_the_loop,
+    all_of_the_batch_after_the_loop,
+    what_was_there_before,
+    zeros_that_were_there_before,
+)
+
+
+def change(engine, program, *, cap, per_weight=False, **options):
+    """By what a step changes the weights; on one process without `engine`. `per_weight`: each has an optimizer."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(WHOLE, 3, generator=generator, dtype=torch.float64)
+    weights = [nn.Parameter(torch.randn(*shape, generator=generator, dtype=torch.float64)) for shape in ((3,), (1,))]
+    before = torch.cat([weight.detach().clone() for weight in weights])
+    if engine is None:
+        program(weights, lambda: [x], x)
+        return torch.cat([weight.grad for weight in weights])
+    balancer = hvd.Balancer(WHOLE, engine=engine, shares=SHARES, adaptive=False, max_micro_batch=cap)
+    optimizers = [
+        hvd.DistributedOptimizer(torch.optim.SGD(each, lr=1.0), balancer=balancer, **options)
+        for each in ([[weight] for weight in weights] if per_weight else [weights])
+    ]
+    x = x[: SHARES[0]] if engine.rank == 0 else x[SHARES[0] :]
+    balancer.begin(len(x))
+    program(weights, lambda: balancer.micro_batches(x), x)
+    for optimizer in optimizers:
+        optimizer.step()
+    return before - torch.cat([weight.detach() for weight in weights])
+
+
+APART = hvd.LocalSGD(round_steps=1, bound_rounds=0, warmup_steps=0)  # and merge after each step
+
+
+@pytest.mark.parametrize("cap", [1, 2, 4, None])
+@pytest.mark.parametrize(
+    "options", [{}, {"per_weight": True}, {"strategy": APART}], ids=["together", "several optimizers", "apart"]
+)
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_parts_change_no_gradient(program, options, cap):
+    expected = change(None, program, cap=None)
+    for found in World(2).run(lambda engine: change(engine, program, cap=cap, **options), timeout_s=20):
+        assert (found - expected).abs().max() <= 1e-12
+
+
+@pytest.mark.parametrize("cap", [2, None])
+def test_a_sum_leaves_what_was_there_before(cap):
+    expected = 2 * (change(None, what_was_there_before, cap=None) - 3.0) + 3.0
+    for found in World(2).run(lambda engine: change(engine, what_was_there_before, cap=cap, op=hvd.Sum), timeout_s=20):
+        assert (found - expected).abs().max() <= 1e-12
+
+
+@pytest.mark.parametrize("op", [hvd.Average, hvd.Sum], ids=["mean", "sum"])
+def test_a_sum_over_batches_leaves_what_was_there_before(op):
+    """As Horovod's: k batches make k times their mean, beside what was there."""
+    x = torch.arange(8.0, dtype=torch.float64)
+    batches = [x[:6], x[6:]]
+
+    def program(engine):
+        weight = nn.Parameter(torch.ones(1, dtype=torch.float64))
+        balancer = hvd.Balancer(6, engine=engine, adaptive=False, max_micro_batch=2, min_share=0)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD([weight], lr=1.0), balancer=balancer, backward_passes_per_step=2, op=op
+        )
+        weight.grad = torch.full_like(weight, 3.0)
+        for batch in batches:
+            mine = batch[:-1] if engine.rank == 0 else batch[-1:]
+            balancer.begin(len(mine))
+            for part in balancer.micro_batches(mine):
+                (weight * part).mean().backward()
+        optimizer.step()
+        return weight.grad.item()
+
+    expected = (2 if op == hvd.Average else 4) * x.mean().item() + 3.0
+    assert World(2).run(program, timeout_s=20) == pytest.approx([expected] * 2, abs=1e-12)
+
+
+@pytest.mark.parametrize("cap", [1, 2, None])
+def test_loops_over_unlike_terms(cap):
+    """Each loop is a mean over terms of its own, of which a part, also the last one, may have none."""
+    x = torch.arange(1.0, 9.0, dtype=torch.float64)
+    masks = torch.tensor([[1, 1, 0, 1, 1, 0, 1, 0], [0, 0, 1, 0, 1, 1, 0, 0]])
+
+    def program(engine):
+        weight = nn.Parameter(torch.ones(1, dtype=torch.float64))
+        balancer = hvd.Balancer(8, engine=engine, adaptive=False, max_micro_batch=cap, shares=(5, 3))
+        hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), balancer=balancer)
+        mine = slice(0, 5) if engine.rank == 0 else slice(5, 8)
+        balancer.begin(mine.stop - mine.start)
+        for mask in masks:
+            for values, chosen in balancer.micro_batches((x[mine], mask[mine])):
+                balancer.count(int(chosen.sum()))
+                (weight * (values * chosen).sum() / chosen.sum()).sum().backward()
+        return weight.grad.item()
+
+    expected = sum(((x * mask).sum() / mask.sum()).item() for mask in masks)
+    assert World(2).run(program, timeout_s=20) == pytest.approx([expected] * 2, abs=1e-12)
