@@ -175,3 +175,24 @@ def test_loops_over_unlike_terms(cap):
 
     expected = sum(((x * mask).sum() / mask.sum()).item() for mask in masks)
     assert World(2).run(program, timeout_s=20) == pytest.approx([expected] * 2, abs=1e-12)
+
+
+def test_what_was_there_before_stays_where_no_batch_uses_the_parameter():
+    def program(engine):
+        used, unused = (nn.Parameter(torch.ones(1, dtype=torch.float64)) for _ in range(2))
+        balancer = hvd.Balancer(4, engine=engine, adaptive=False)
+        optimizers = [
+            hvd.DistributedOptimizer(
+                torch.optim.SGD([weight], lr=1.0), balancer=balancer, backward_passes_per_step=2, op=hvd.Sum
+            )
+            for weight in (used, unused)
+        ]
+        unused.grad = torch.full_like(unused, 3.0)
+        for _ in range(2):
+            balancer.begin(2)
+            (2.0 * used).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        return used.grad.item(), unused.grad.item()
+
+    assert World(2).run(program, timeout_s=20) == [(8.0, 3.0)] * 2

@@ -68,10 +68,10 @@ class Passes:
     def keep(self, *, last: bool, gain: float) -> None:
         """Before a gradient is added: sees to what `p.grad` held before the first one, which is to stay as it is when
         the mean over all terms is multiplied by `gain`. `last`: no pass follows before the exchange."""
-        if self._kept and last:
-            if self._stash is None:
-                self._add_before(gain)
-        elif not self._kept and last and self.unit:
+        counts = self.unit and self._stash is None  # or what this pass leaves in p.grad is thrown away
+        if self._kept and last and counts:
+            self._add_before(gain)
+        elif not self._kept and last and counts:
             self._multiply(self.terms / self.unit / gain)
         elif not self._kept:
             self._before = {p: p.grad for p in self._parameters if p.grad is not None and not is_zero(p.grad)}
@@ -85,6 +85,11 @@ class Passes:
         self._counts.append(terms)
         self._said = False
         self._by += 1
+
+    def put(self, terms: float) -> None:
+        """Counts what a script has put into `p.grad`, without a pass, as the mean gradient over `terms` loss terms."""
+        self.begin(terms)
+        self._kept = True
 
     def end_loss(self, *, counts: bool) -> None:
         """The passes of a batch over one loss are over; unless it `counts`, those that left `p.grad` as it was to the
@@ -104,7 +109,9 @@ class Passes:
         self._restore()
         if not self.unit:
             if self._added:
-                self._forget()  # as above; otherwise what `p.grad` holds was put there, and stays
+                self._forget()  # as above
+            else:
+                self._multiply(1.0 / gain)  # it holds what it held before
             self.unit = self.terms
         if self.unit:
             self._add_before(gain)

@@ -312,7 +312,7 @@ class GradientReducer:
             self._passes.pass_by(self._balancer.part_terms)
         elif not self._passes.begun and (self._balancer.begin_unseen() or self._set_by_hand()):
             self._balancer.batch_order.passes()
-            self._passes.pass_by(self._balancer.batch_terms)
+            self._passes.put(self._balancer.batch_terms)
         self._send_rest()
         self._finish()
 
