@@ -34,6 +34,7 @@ CHECKS = [
     "a_callback_of_one_rank_stops_all_after_the_same_batch",
     "samples_of_tf_data",
 ]
+TEXTS = "texts_come_as_keras_takes_them"  # each compiles a model of its own
 FEW = [CHECKS[0], "metrics_are_those_of_all_samples"]
 
 
@@ -79,6 +80,11 @@ def test_a_sum_in_the_graph_that_fails_is_explained_and_the_job_ends():
     assert launched.returncode == 1, launched.output[-6000:]
     told = r'"hvd_hetero\.balancer1\S+" failed: rank 1 \(host \S+, process \d+\) does not answer: its process is'
     assert re.search(f"{told} stopped", launched.output), launched.output[-6000:]
+
+
+@pytest.mark.slow
+def test_texts_come_as_keras_takes_them():
+    assert f"OK {TEXTS}" in run(2, "tensorflow", "keras_data_worker.py", TEXTS)
 
 
 @pytest.mark.parametrize("back_end", ["tensorflow", pytest.param("torch", marks=pytest.mark.slow)])

@@ -30,7 +30,6 @@ CHECKS = [
     "functions",
     "operations_without_a_name_leave_nothing_behind",
     "reductions_as_horovod_has_them",
-    "passes_of_horovod",
     *LAW_2,
     "law_1",
     "another_optimizer",
@@ -58,14 +57,14 @@ OF_TENSORFLOW = [
     "variables_broadcast_in_a_function",
     "compiled_by_xla",
 ]
+# Several exchanges in a batch.
+REPEATED = ["another_optimizer_in_a_batch", "an_optimizer_applied_twice_in_a_batch"]
 ON_THREE = ["law_2:adam,float64,1e-11", "law_2:weights_and_short_last_batch,float32,1e-5",
             "nothing_of_a_rank_without_samples"]
 LOCAL = [
     "merging_every_step_is_synchronous_training:sgd,float64,1e-11",
-    "merging_every_step_is_synchronous_training:accumulation,float64,1e-11",
     "merging_every_step_is_synchronous_training:scaled_loss,float64,1e-11",
-    "merging_every_step_is_synchronous_training:averages_of_weights,float64,1e-11",
-    "fits_end_with_the_averages_of_all_ranks",
+    "fits_end_with_the_averages_of_all_ranks:1,2",
     "fit_ends_with_one_model",
     "ranks_meet_elsewhere",
     "nobody_waits_for_a_rank_that_stops",
@@ -75,11 +74,18 @@ LOCAL = [
     "local_errors_say_what_to_do",
     "others_hear_of_a_rank_that_fails",
 ]
-LOCAL_OF_TENSORFLOW = [
-    "merging_every_step_is_synchronous_training:many_steps_per_execution,float64,1e-11",
-    "merging_every_step_is_synchronous_training:eager,float64,1e-11",
-]
-REPEATED = ["another_optimizer_in_a_batch", "an_optimizer_applied_twice_in_a_batch"]
+LOCAL_OF_TENSORFLOW = ["merging_every_step_is_synchronous_training:many_steps_per_execution,float64,1e-11"]
+# What a back end has beside all that with `--slow`.
+MORE_LAWS = {"tensorflow": ["passes_of_horovod"], "torch": ["compiled_by_dynamo"]}
+MORE_LOCAL = {
+    "tensorflow": [
+        "merging_every_step_is_synchronous_training:accumulation,float64,1e-11",
+        "merging_every_step_is_synchronous_training:averages_of_weights,float64,1e-11",
+        "merging_every_step_is_synchronous_training:eager,float64,1e-11",
+        "fits_end_with_the_averages_of_all_ranks:0,3",
+    ],
+    "torch": [],
+}
 
 
 def run_checks(backend, ranks, checks, worker="keras_law_worker.py"):
@@ -109,12 +115,25 @@ def marked(backend):
 
 @pytest.mark.parametrize("backend", [marked(backend) for backend in BACKENDS])
 def test_laws_on_two_ranks(backend):
-    run_checks(backend, 2, CHECKS + (OF_TENSORFLOW if backend == "tensorflow" else []))
+    checks = CHECKS + REPEATED + ([*OF_TENSORFLOW, "tapes_of_one_batch"] if backend == "tensorflow" else [])
+    run_checks(backend, 2, checks, "keras_repeat_worker.py")
 
 
 @pytest.mark.parametrize("backend", BACKENDS[1:])
 def test_the_first_laws_on_the_other_back_end(backend):
-    run_checks(backend, 2, FIRST + (["compiled_by_dynamo"] if backend == "torch" else []))
+    run_checks(backend, 2, FIRST + REPEATED, "keras_repeat_worker.py")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_more_laws_on_two_ranks(backend):
+    run_checks(backend, 2, MORE_LAWS[backend])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", [backend for backend in BACKENDS if MORE_LOCAL[backend]])
+def test_more_of_local_sgd_on_two_ranks(backend):
+    run_checks(backend, 2, MORE_LOCAL[backend], "keras_local_worker.py")
 
 
 @pytest.mark.slow
@@ -126,9 +145,3 @@ def test_laws_on_three_ranks(backend):
 @pytest.mark.parametrize("backend", [marked(backend) for backend in BACKENDS])
 def test_local_sgd_on_two_ranks(backend):
     run_checks(backend, 2, LOCAL + (LOCAL_OF_TENSORFLOW if backend == "tensorflow" else []), "keras_local_worker.py")
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_several_exchanges_in_a_batch(backend):
-    tapes = ["tapes_of_one_batch"] if backend == "tensorflow" else []
-    run_checks(backend, 2, REPEATED + tapes, "keras_repeat_worker.py")

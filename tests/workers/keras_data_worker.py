@@ -551,8 +551,6 @@ def samples_of_tf_data():
         assert "assert_cardinality" in str(error)
     else:
         raise AssertionError("a length that nobody knows was taken")
-    if keras.backend.backend() == "tensorflow":
-        texts_come_as_keras_takes_them()
 
 
 def texts_come_as_keras_takes_them():

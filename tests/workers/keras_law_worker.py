@@ -597,7 +597,7 @@ def compiled_by_xla():
 
 
 def compiled_by_dynamo():
-    """jit_compile=True trains as without, with the torch back end."""
+    """jit_compile=True trains as without, with the torch back end. Dynamo needs half a minute for Keras alone."""
     x, y, _ = data(2 * WHOLE)
     results = []
     for compiled in (False, True):

@@ -1,11 +1,12 @@
-"""One real rank of tests/test_keras_horovod.py, with several exchanges in a batch: prints `OK name` for each check that
-holds. Rank 0 compares with what a single process makes of the global batches."""
+"""One real rank of tests/test_keras_horovod.py: `keras_law_worker`'s checks, and those with several exchanges in a batch.
+Rank 0 compares with what a single process makes of the global batches."""
 
 from __future__ import annotations
 
 import time
 
 import keras
+import keras_law_worker
 from keras_law_worker import (
     TENSORFLOW,
     UNEVEN,
@@ -173,4 +174,4 @@ def another_optimizer_in_a_batch():
 
 
 if __name__ == "__main__":
-    main(globals())
+    main({**vars(keras_law_worker), **globals()})
