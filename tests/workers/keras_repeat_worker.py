@@ -1,4 +1,4 @@
-"""One real rank of tests/test_keras_horovod.py: `keras_law_worker`'s checks, and those with several exchanges in a batch.
+"""One real rank of tests/test_keras_horovod.py: all of `keras_law_worker`, and some of several exchanges in a batch.
 Rank 0 compares with what a single process makes of the global batches."""
 
 from __future__ import annotations
