@@ -106,6 +106,7 @@ class Balancer:
         self.last_pass = True  # False while micro-batches are to follow
         self.part = 0  # number of the present batch, or part of one, on this rank
         self.part_terms = 0.0  # its loss terms
+        self.loop = 0  # number of the last loop over parts of a batch
         self.passed = -1  # that of the last backward pass, of whichever optimizer
         self.exchanges = Exchanges(self.begin_unseen)
         self.keepers = Places(lambda: Keeping(sayings={"samples": self.timesheet}))  # of optimizers and tapes
@@ -235,6 +236,7 @@ class Balancer:
     def _begin_pass(self, terms: float, *, first: bool) -> None:
         """A backward pass over `terms` loss terms begins, of several of this batch."""
         self._counted = 0.0 if first else self.batch_terms
+        self.loop += first
         self._set_count(terms)
         self.part += 1
 

@@ -196,3 +196,61 @@ def test_what_was_there_before_stays_where_no_batch_uses_the_parameter():
         return used.grad.item(), unused.grad.item()
 
     assert World(2).run(program, timeout_s=20) == [(8.0, 3.0)] * 2
+
+
+def sum_over_batches(engine, program, *, batches, cap, per_weight=False):
+    """The gradients of steps over so many batches of one size, added up."""
+    generator = torch.Generator().manual_seed(0)
+    xs = [torch.randn(WHOLE, 3, generator=generator, dtype=torch.float64) for _ in range(batches)]
+    weights = [nn.Parameter(torch.full((size,), 0.5, dtype=torch.float64)) for size in (3, 1)]
+    balancer, optimizers = None, []
+    if engine is not None:
+        balancer = hvd.Balancer(WHOLE, engine=engine, shares=SHARES, adaptive=False, max_micro_batch=cap)
+        optimizers = [
+            hvd.DistributedOptimizer(torch.optim.SGD(each, lr=0.0), balancer=balancer, backward_passes_per_step=2)
+            for each in ([[weight] for weight in weights] if per_weight else [weights])
+        ]
+    for x in xs:
+        if balancer is not None:
+            x = x[: SHARES[0]] if engine.rank == 0 else x[SHARES[0] :]
+            balancer.begin(len(x))
+        program(weights, lambda x=x: [x] if balancer is None else balancer.micro_batches(x), x)
+    for optimizer in optimizers:
+        optimizer.step()
+    return torch.cat([weight.grad for weight in weights])
+
+
+@pytest.mark.parametrize("cap", [1, 4, None])
+@pytest.mark.parametrize("per_weight", [False, True])
+@pytest.mark.parametrize("batches", [1, 2])
+@pytest.mark.parametrize("program", PROGRAMS[:6])
+def test_the_samples_of_a_batch_count_once(program, batches, per_weight, cap):
+    """However many loops go over it before the exchange."""
+    expected = sum_over_batches(None, program, batches=batches, cap=None)
+
+    def gradient(engine):
+        return sum_over_batches(engine, program, batches=batches, cap=cap, per_weight=per_weight)
+
+    for found in World(2).run(gradient, timeout_s=20):
+        assert (found - expected).abs().max() <= 1e-12
+
+
+@pytest.mark.parametrize("cap", [1, 2, None])
+def test_two_losses_of_a_part_without_a_term(cap):
+    """Both are means over nothing, NaN."""
+    x, mask = torch.arange(1.0, 9.0, dtype=torch.float64), torch.tensor([1, 0, 0, 0, 1, 1, 1, 1])
+
+    def program(engine):
+        weight = nn.Parameter(torch.ones(1, dtype=torch.float64))
+        balancer = hvd.Balancer(8, engine=engine, adaptive=False, max_micro_batch=cap, shares=(5, 3))
+        hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), balancer=balancer)
+        mine = slice(0, 5) if engine.rank == 0 else slice(5, 8)
+        balancer.begin(mine.stop - mine.start)
+        for values, chosen in balancer.micro_batches((x[mine], mask[mine])):
+            balancer.count(int(chosen.sum()))
+            for factor in (1.0, 2.0):
+                (weight * (factor * values * chosen).sum() / chosen.sum()).sum().backward()
+        return weight.grad.item()
+
+    expected = 3.0 * ((x * mask).sum() / mask.sum()).item()
+    assert World(2).run(program, timeout_s=20) == pytest.approx([expected] * 2, abs=1e-12)

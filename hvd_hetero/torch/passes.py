@@ -29,6 +29,8 @@ class Passes:
         self._before: dict[torch.nn.Parameter, torch.Tensor] = {}  # that, where further passes follow
         self.unit = 0.0  # n; 0 while `p.grad` holds nothing
         self._by = 0  # so many of the last passes of this batch left `p.grad` as it was
+        self._batch = 0  # so many passes were over batches before the present one
+        self._loop = 0  # of the last pass with gradients
 
     @property
     def terms(self) -> float:
@@ -40,30 +42,35 @@ class Passes:
         """Whether there was a pass."""
         return bool(self._counts)
 
-    def expect(self, terms: float) -> None:
-        """Before a pass over `terms` loss terms."""
+    def expect(self) -> None:
+        """It is said over how many loss terms the next pass is."""
         self._said = True
-        self._restore()
+
+    def begin(self, terms: float, *, earlier: float = 0.0, loop: int = 0) -> None:
+        """A pass over `terms` loss terms begins, before it adds to what earlier ones have left.
+
+        Args:
+            earlier: those of this batch's parts before the present one, whose gradients went with an exchange if they
+                are not among these passes.
+            loop: number of the loop over a batch's parts. Each goes over all of the batch, whose terms count once.
+        """
+        if not earlier:
+            self.end_loss()
+        elif not self._counts and not self._said:
+            self._counts.append(earlier)
+        if loop != self._loop:
+            del self._counts[self._batch : len(self._counts) - self._by]
+        if self._said or not self._added:
+            self._counts.append(terms)
+        self._said, self._added, self._by, self._loop = False, True, 0, loop
         if not self.unit:
-            return
-        if terms == 0:  # what this pass leaves in p.grad counts for nothing, and may be NaN
+            self.unit = terms
+        elif terms == 0:  # what this pass leaves in p.grad counts for nothing, and may be NaN
             self._stash = {p: p.grad for p in self._parameters}
             self._forget()
         elif self.unit != terms:
             self._multiply(self.unit / terms)
             self.unit = terms
-
-    def begin(self, terms: float, *, earlier: float = 0.0) -> None:
-        """A pass over `terms` loss terms begins; `earlier`: those of this batch's parts before the present one, whose
-        gradients went with an exchange if they are not among these passes."""
-        if not earlier:
-            self.end_loss(counts=False)
-        elif not self._counts and not self._said:
-            self._counts.append(earlier)
-        if self._said or not self._added:
-            self._counts.append(terms)
-        self._said, self._added, self._by = False, True, 0
-        self.unit = self.unit or terms
 
     def keep(self, *, last: bool, gain: float) -> None:
         """Before a gradient is added: sees to what `p.grad` held before the first one, which is to stay as it is when
@@ -81,7 +88,6 @@ class Passes:
 
     def pass_by(self, terms: float) -> None:
         """Counts a pass that leaves `p.grad` as it is."""
-        self._restore()
         self._counts.append(terms)
         self._said = False
         self._by += 1
@@ -91,12 +97,19 @@ class Passes:
         self.begin(terms)
         self._kept = True
 
-    def end_loss(self, *, counts: bool) -> None:
-        """The passes of a batch over one loss are over; unless it `counts`, those that left `p.grad` as it was to the
-        end are of a loss that is none of these parameters' business."""
-        if self._by and not counts:
+    def end_loss(self) -> None:
+        """The passes of a batch over one loss are over; those that left `p.grad` as it was to the end are of a loss
+        that is none of these parameters' business."""
+        if self._by:
             del self._counts[-self._by :]
         self._by = 0
+
+    def end_batch(self, *, counts: bool, loop: int) -> None:
+        """The passes of a batch are over; `counts`: also where they left `p.grad` as it was. `loop`: the last one."""
+        counted = len(self._counts) - self._by > self._batch and loop != self._loop  # by one before that
+        if counted or not counts:
+            self.end_loss()
+        self._by, self._batch = 0, len(self._counts)
 
     def end(self) -> None:
         """After a pass that others follow before the exchange."""
@@ -128,7 +141,7 @@ class Passes:
         self._stash = None
         self._counts.clear()
         self._before.clear()
-        self._added, self._kept, self.unit, self._by = False, False, 0.0, 0
+        self._added, self._kept, self.unit, self._by, self._batch = False, False, 0.0, 0, 0
 
     def _restore(self) -> None:
         """Puts back what a pass without terms must not touch."""

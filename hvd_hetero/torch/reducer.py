@@ -200,7 +200,7 @@ class GradientReducer:
         self.break_off()
         if self._passes_by and self._weighing.passes > 1:
             self._passes.pass_by(self._balancer.part_terms)
-        self._passes.end_loss(counts=self._weighing.passes > 1)
+        self._passes.end_batch(counts=self._weighing.passes > 1, loop=self._balancer.loop)
         self._phase = Phase.BETWEEN  # also where a script skipped the last step
         self._layouts.renew()
         if self.local is not None and self.local.steps.over:
@@ -211,12 +211,12 @@ class GradientReducer:
         """Before a pass over `terms` loss terms."""
         self.break_off()
         if not self._balancer.in_parts:  # what follows is another loss, as that of a GAN's other model
-            self._passes.end_loss(counts=False)
+            self._passes.end_loss()
         elif self._passes_by:
             self._passes.pass_by(self._balancer.part_terms)
         if self._balancer.in_parts or not self._balancer.last_pass:
             self._hooks.look_before()
-        self._passes.expect(terms)
+        self._passes.expect()
 
     def break_off(self) -> None:
         """Clears up after a backward pass that an exception ended: the gradients since the last exchange do not count.
@@ -256,7 +256,7 @@ class GradientReducer:
         backward_pass().add(self)
         last = self._balancer.last_pass and self._weighing.complete
         self._phase = Phase.LAST_PASS if last else Phase.PASS
-        self._passes.begin(terms, earlier=self._balancer.batch_terms - terms)
+        self._passes.begin(terms, earlier=self._balancer.batch_terms - terms, loop=self._balancer.loop)
         self._passed = self._balancer.passed = self._balancer.part
 
     @torch.compiler.disable  # these four run within backward(), which may be within what a script compiles
@@ -313,6 +313,7 @@ class GradientReducer:
         elif not self._passes.begun and (self._balancer.begin_unseen() or self._set_by_hand()):
             self._balancer.batch_order.passes()
             self._passes.put(self._balancer.batch_terms)
+        self._passes.end_batch(counts=True, loop=self._balancer.loop)
         self._send_rest()
         self._finish()
 
