@@ -254,3 +254,25 @@ def test_two_losses_of_a_part_without_a_term(cap):
 
     expected = 3.0 * ((x * mask).sum() / mask.sum()).item()
     assert World(2).run(program, timeout_s=20) == pytest.approx([expected] * 2, abs=1e-12)
+
+
+@pytest.mark.parametrize(("cap", "shares"), [(None, (8, 0)), (2, (5, 3)), (2, (8, 0))])
+@pytest.mark.parametrize("op", [hvd.Average, hvd.Sum], ids=["mean", "sum"])
+def test_what_a_frozen_parameter_holds_is_left_alone(cap, shares, op):
+    """Its optimizer goes on with that, as in one process."""
+
+    def program(engine):
+        frozen, trained = (nn.Parameter(torch.ones(1, dtype=torch.float64)) for _ in range(2))
+        balancer = hvd.Balancer(8, engine=engine, adaptive=False, min_share=0, max_micro_batch=cap, shares=shares)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([frozen, trained], lr=1.0), balancer=balancer, op=op)
+        frozen.grad = torch.full_like(frozen, 3.0)
+        frozen.requires_grad_(False)
+        x = torch.arange(8.0, dtype=torch.float64)
+        x = x[: shares[0]] if engine.rank == 0 else x[shares[0] :]
+        balancer.begin(len(x))
+        for part in balancer.micro_batches(x):
+            (frozen * trained * part).mean().backward()
+        optimizer.step()
+        return frozen.grad.item() if frozen.grad is not None else None
+
+    assert World(2).run(program, timeout_s=20) == [3.0, 3.0]

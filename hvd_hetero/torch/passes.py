@@ -33,6 +33,11 @@ class Passes:
         self._loop = 0  # of the last pass with gradients
 
     @property
+    def _trained(self) -> list[torch.nn.Parameter]:
+        """But for those that are frozen for now: no exchange would make one of what ranks do to their `p.grad`."""
+        return [parameter for parameter in self._parameters if parameter.requires_grad]
+
+    @property
     def terms(self) -> float:
         """Loss terms of all passes."""
         return sum(self._counts)
@@ -66,7 +71,7 @@ class Passes:
         if not self.unit:
             self.unit = terms
         elif terms == 0:  # what this pass leaves in p.grad counts for nothing, and may be NaN
-            self._stash = {p: p.grad for p in self._parameters}
+            self._stash = {p: p.grad for p in self._trained}
             self._forget()
         elif self.unit != terms:
             self._multiply(self.unit / terms)
@@ -81,7 +86,7 @@ class Passes:
         elif not self._kept and last and counts:
             self._multiply(self.terms / self.unit / gain)
         elif not self._kept:
-            self._before = {p: p.grad for p in self._parameters if p.grad is not None and not is_zero(p.grad)}
+            self._before = {p: p.grad for p in self._trained if p.grad is not None and not is_zero(p.grad)}
             for parameter in self._before:
                 parameter.grad = None
         self._kept = True
@@ -151,12 +156,12 @@ class Passes:
             self._stash = None
 
     def _forget(self) -> None:
-        for parameter in self._parameters:
+        for parameter in self._trained:
             parameter.grad = None
 
     def _multiply(self, factor: float) -> None:
         if factor != 1.0:
-            for parameter in self._parameters:
+            for parameter in self._trained:
                 if parameter.grad is not None:
                     parameter.grad.mul_(factor)
 
