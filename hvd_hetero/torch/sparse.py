@@ -73,7 +73,8 @@ class SparseParameters:
         if self._told is None:
             line = f"{json.dumps(self._numbered(self.seen))}\n".encode()
             self._told = engine.allgather_async(torch.tensor([*line], dtype=torch.uint8), name=name)
-        if engine.wait_unless_awaited(self._told.done, name=name):
+        # With a second exchange in one batch it is heard already, and Horovod's handle gone.
+        if self._heard is not None or engine.wait_unless_awaited(self._told.done, name=name):
             for parameter, dimensions in self.told().items():
                 if parameter.grad is not None and not parameter.grad.is_sparse:
                     parameter.grad = parameter.grad.to_sparse(dimensions)
