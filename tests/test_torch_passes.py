@@ -276,3 +276,21 @@ def test_what_a_frozen_parameter_holds_is_left_alone(cap, shares, op):
         return frozen.grad.item() if frozen.grad is not None else None
 
     assert World(2).run(program, timeout_s=20) == [3.0, 3.0]
+
+
+def test_zero_grad_between_passes_forgets_what_was_there_before():
+    def program(engine):
+        weight = nn.Parameter(torch.ones(1, dtype=torch.float64))
+        balancer = hvd.Balancer(4, engine=engine, adaptive=False)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD([weight], lr=1.0), balancer=balancer, backward_passes_per_step=2
+        )
+        weight.grad = torch.full_like(weight, 3.0)
+        for factor in (7.0, 5.0):
+            balancer.begin(2)
+            optimizer.zero_grad()
+            (factor * weight).backward()
+        optimizer.step()
+        return weight.grad.item()
+
+    assert World(2).run(program, timeout_s=20) == [5.0] * 2

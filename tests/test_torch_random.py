@@ -60,7 +60,7 @@ class Script:
     def valid(self) -> bool:
         """Whether it says what it means: docs/pytorch.md tells what else to do in the other cases."""
         return not (
-            (self.several and (self.batches > 1 or self.skips))
+            (self.several and (self.skips or (self.masked and self.batches > 1)))
             or (self.several and self.optimizers > 1 and (self.unused or self.penalty))
             or (self.masked and (self.penalty or (self.losses > 1 and self.passes != "loops")))
             or (self.skips and self.optimizers > 1)
@@ -72,7 +72,7 @@ class Script:
     def is_linear(self) -> bool:
         """Whether what ranks do apart, each with what it kept, adds up to what they do together."""
         kept = self.kind != "SGD" or self.zero_grad in ("never", "second")
-        return not (kept or self.clip or self.sparse)
+        return not (kept or self.clip or self.sparse or (self.several and self.batches > 1))
 
     def shares(self, batch: int) -> list[int]:
         """Of the ranks, of one of its batches."""

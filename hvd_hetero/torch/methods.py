@@ -52,7 +52,7 @@ def methods_of(base: type[torch.optim.Optimizer]) -> dict[str, Callable[..., Any
     def zero_grad(self: Any, set_to_none: bool = True) -> None:
         """Forgets the gradients. After a backward pass that an exception ended, a collective call: part of its
         gradients may be with the other ranks."""
-        self._reducer.break_off()  # or what a pass that did not end has left would be of the next one
+        self._reducer.forget()
         base.zero_grad(self, set_to_none)
 
     def merge(self: Any, model: torch.nn.Module | None = None) -> None:

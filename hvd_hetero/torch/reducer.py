@@ -218,6 +218,11 @@ class GradientReducer:
             self._hooks.look_before()
         self._passes.expect()
 
+    def forget(self) -> None:
+        """The gradients so far are to be zero. After a pass that did not end, a collective call."""
+        self.break_off()  # or what it has left would be of the next one
+        self._passes.forget_before()
+
     def break_off(self) -> None:
         """Clears up after a backward pass that an exception ended: the gradients since the last exchange do not count.
 
