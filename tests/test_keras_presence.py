@@ -17,9 +17,9 @@ from hvd_hetero.optimizers.ways import Ways
 LARGE = (40, 40)
 
 
-def reducer_of(engine, wire=Compression.none):
+def reducer_of(engine, wire=Compression.none, passes=1):
     balancer = Balancer(8, adaptive=False, engine=engine)
-    return GradientReducer(balancer=balancer, ways=Ways(engine, wire=wire, topology=None))
+    return GradientReducer(balancer=balancer, ways=Ways(engine, wire=wire, topology=None), passes=passes)
 
 
 def variables_of(*shapes):
@@ -65,3 +65,19 @@ def test_what_a_codec_kept_back_comes_where_no_rank_has_a_gradient():
     (total, mine, nones), (other, others, _) = World(2).run(program)
     assert np.array_equal(total, other) and nones > 0
     np.testing.assert_allclose(total, (mine + others) / 2, atol=1e-6)
+
+
+def test_layers_may_be_frozen_and_thawed_between_the_batches_of_an_update():
+    """Nothing of a batch is left for a later update, nor taken for another variable's of the same shape."""
+
+    def program(engine):
+        reducer, (a, b, c) = reducer_of(engine, passes=3), variables_of((2,), (2,), (1,))
+        found = []
+        for step, present in enumerate([(a, b), (a,), (a,), (a, b), (a,), (a, b), (b, c), (a, c), (a, c)]):
+            reducer.balancer.begin((1, 3)[engine.rank])
+            gradients = [keras.ops.full(v.shape, 4.0 * engine.rank + step) for v in present]
+            found.append([keras.ops.convert_to_numpy(g)[0] for g in reducer.reduced(gradients, present, step)])
+        return found[2::3]
+
+    # Means over ranks are 3 + step; of a batch that a variable is not in, 0.
+    assert World(2).run(program) == [[[12.0], [21.0, 14.0], [21.0, 30.0]]] * 2

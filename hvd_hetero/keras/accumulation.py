@@ -1,10 +1,14 @@
-"""Gradients that a plain optimizer has added up over batches, and which no distributed one goes on from."""
+"""Gradients that are added up over batches: those of a plain optimizer, from which no distributed one goes on, and
+those of variables that become others between two updates."""
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import keras
+
+from .layout import BucketLayout, Spec
 
 
 def begin_anew(optimizer: Any, passes: int) -> None:
@@ -17,3 +21,13 @@ def begin_anew(optimizer: Any, passes: int) -> None:
         optimizer._iterations.assign(optimizer._iterations - over)
         for sums in getattr(optimizer, "_accumulated_gradients", ()):
             sums.assign(keras.ops.zeros_like(sums))
+
+
+def places(layout: BucketLayout, specs: Sequence[Spec | None], variables: Sequence[Any]) -> dict[Hashable, Any]:
+    """Where a layout has what is of each variable: its gradient, and its mark (see `presence`), if there are marks."""
+    parts = iter(layout.parts)
+    found: dict[Hashable, Any] = {id(v): next(parts) for v, s in zip(variables, specs, strict=False) if s is not None}
+    for marks in parts:
+        names = [*(("mark", id(v)) for v in variables), "samples"]
+        found.update({name: marks[i : i + 1] for i, name in enumerate(names)})
+    return found

@@ -7,7 +7,7 @@ exchange itself in `step`.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from hvd_hetero.optimizers.balancer import Balancer
@@ -64,7 +64,9 @@ class GradientReducer:
         self.form: Any = importlib.import_module(f"{__package__}.gradient_{backend.NAME}")
         tensorflow = backend.NAME == "tensorflow"
         self._graph: Any = importlib.import_module(f"{__package__}.graph_tensorflow") if tensorflow else None
-        self._steps: dict[tuple[Spec | None, ...], ReducedStep] = {}
+        self.steps: dict[Hashable, ReducedStep] = {}
+        # What was added up since the last exchange of variables that are frozen now: an optimizer may get them again.
+        self.left: dict[Hashable, Any] = {}
         self.last: ReducedStep | None = None  # whose exchange was begun last
         self.strategy = strategy
         self.wait_s = 0.0  # for the exchange, in the last step
@@ -98,12 +100,14 @@ class GradientReducer:
             if self.local is None:
                 self.local = LocalTraining(self.strategy, variables, self.weighing, ways=self.ways, form=self.form)
             self.local.check(variables)
-        if specs not in self._steps:
-            self._steps[specs] = ReducedStep(self, specs)
+        # What is added up is of these variables, and others may have their shapes.
+        key = (specs, tuple(id(v) for v in variables) if self.passes > 1 else ())
+        if key not in self.steps:
+            self.steps[key] = ReducedStep(self, specs, variables)
         if tracing:
             self.balancer.discard()
             self.form.traced(self.balancer.engine)
-        step = self._steps[specs]
+        step = self.steps[key]
         present = [g for g in found if g is not None]
         if not present:
             return list(gradients)

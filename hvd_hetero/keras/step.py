@@ -17,6 +17,7 @@ from hvd_hetero.engine.port import GraphEngine
 from hvd_hetero.optimizers.agreement import agree_text
 from hvd_hetero.optimizers.weighted import WeightedExchange
 
+from .accumulation import places
 from .layout import BucketLayout, Spec
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ TRACED_BEFORE = (
 class ReducedStep:
     """The exchange of gradients of given shapes. Making one is a collective call."""
 
-    def __init__(self, owner: GradientReducer, specs: Sequence[Spec | None]) -> None:
+    def __init__(self, owner: GradientReducer, specs: Sequence[Spec | None], variables: Sequence[Any]) -> None:
         self._owner, self._weighing, self._balancer = owner, owner.weighing, owner.balancer
         engine, form = self._weighing.engine, owner.form
         self._form = form
@@ -54,6 +55,8 @@ class ReducedStep:
             lossy=owner.ways.takes,
             zeros=form.zeros,
         )
+        # Only where something is added up: what a tape is asked for may be tensors, which nobody should keep.
+        self.places = functools.partial(places, self.layout, specs, variables if owner.passes > 1 else ())
         self._terms, self._passes = 0.0, 0  # of this rank since the last exchange
         self._apart: bool | None = None  # these passes; None: to be decided
         self._now = self._weight = 0.0  # terms of this pass, and what its gradients are multiplied by
@@ -109,11 +112,26 @@ class ReducedStep:
         self._balancer.exchanges.runs(self._owner, part)
         terms = self._balancer.count_now
         assert terms is not None  # begun
+        if self._passes == 0 and self._weighing.passes > 1:
+            self._go_on()
         if self._passes == 0 or self._apart is None:
             self._apart = self._owner.apart
         self._now = terms
         self._weight = terms if self._weighing.passes > 1 else self._weighing.weight(terms)
         self._terms += terms
+
+    def _go_on(self) -> None:
+        """Takes over what was added up since the last exchange, where layers were frozen or thawed in between."""
+        left = self._owner.left
+        before = next((step for step in self._owner.steps.values() if step._passes), None)
+        if before is None:
+            left.clear()
+            return
+        left.update(before.places())
+        for name, place in self.places().items():
+            place[:] = left.pop(name, 0.0)
+        self._terms, self._passes, self._apart = before._terms, before._passes, before._apart
+        before._terms, before._passes = 0.0, 0
 
     def _add(self, index: int, flat: Any) -> None:
         """Adds this rank's mean gradient over the terms of this pass to a bucket; one over none counts for nothing,
