@@ -26,11 +26,20 @@ class _Pending:
 
     def __init__(self, group: Group, call: Call, rank: int, name: str, mine: Any, in_place: bool) -> None:
         self.group, self.call, self.rank, self.name, self.mine, self.in_place = group, call, rank, name, mine, in_place
+        self._over = False
 
     def done(self) -> bool:
+        self._check()
         return self.call.ready.is_set()
 
+    def _check(self) -> None:
+        """As strict as Horovod, which knows nothing of an operation once it was waited for."""
+        if self._over:
+            raise RuntimeError(f"{self.name!r}: expected an operation under way. Received: one that was waited for.")
+
     def wait(self) -> Any:
+        self._check()
+        self._over = True
         with self.group.waiting(self.call):
             while not self.call.ready.wait(0.05):
                 self.group.check(self.name)

@@ -23,7 +23,7 @@ class CollectiveError(RuntimeError):
 
 
 class Handle(Protocol):
-    """A collective under way."""
+    """A collective under way, until it is waited for, which is done once."""
 
     def done(self) -> bool:
         """True when `wait` would return at once."""
