@@ -1,5 +1,6 @@
 """Makes `tests/` importable for what several test files share, and chooses the back end of Keras in this process."""
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -48,3 +49,9 @@ def pytest_collection_modifyitems(config, items):
         slow = [item for item in items if item.get_closest_marker("slow")]
         config.hook.pytest_deselected(items=slow)
         items[:] = [item for item in items if item not in slow]
+
+
+def pytest_collection_finish() -> None:
+    """What is loaded by now stays, and is no concern of the collector: ranks that come together collect first."""
+    gc.collect()
+    gc.freeze()

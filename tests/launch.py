@@ -54,6 +54,9 @@ def horovodrun(
         command += ["--mpi-args=--mca mpi_yield_when_idle 1 --oversubscribe"]
     command += [sys.executable, str(WORKERS / worker), *arguments]
     environment = {**os.environ, "PATH": f"{binaries}{os.pathsep}{os.environ.get('PATH', '')}", **env}
+    if "KERAS_BACKEND" in env and (WORKERS / worker).parent == WORKERS:
+        path = os.environ.get("PYTHONPATH")
+        environment["PYTHONPATH"] = os.pathsep.join([str(WORKERS / "without"), *([path] if path else [])])
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
     )

@@ -32,7 +32,9 @@ def records(program: str, *arguments: str, **env: str) -> list[dict]:
     [
         ("bench_worker.py", ("hetero", *SHORT)),
         ("bench_worker.py", ("horovod", *SHORT)),
-        ("bench_keras_worker.py", ("hetero", *SHORT, "--width", "16", "--layers", "1")),
+        pytest.param(
+            "bench_keras_worker.py", ("hetero", *SHORT, "--width", "16", "--layers", "1"), marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_rank_says_how_fast_it_was_and_what_it_waited_for(program: str, arguments: tuple[str, ...]) -> None:
@@ -69,6 +71,7 @@ def test_the_error_of_a_median_ratio_is_that_of_samples() -> None:
     assert statistics.stdev(errors) == pytest.approx(statistics.mean(claimed), rel=0.15)
 
 
+@pytest.mark.slow
 def test_a_rank_among_stragglers_says_what_all_have_learnt() -> None:
     times = ("--seconds", "3", "--settle-s", "1", "--snapshot-s", "1")
     first, second = records("straggler_worker.py", "local", "--shares", "8:8", *times)
@@ -77,6 +80,7 @@ def test_a_rank_among_stragglers_says_what_all_have_learnt() -> None:
     assert after < before - 1
 
 
+@pytest.mark.slow
 def test_the_study_of_local_sgd_learns() -> None:
     from study import CAUSES, DEFAULT
     from training import apart, digits, together

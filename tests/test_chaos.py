@@ -21,6 +21,7 @@ from emulation import network  # noqa: E402
 from held import Held, growth  # noqa: E402
 
 
+@pytest.mark.slow
 @pytest.mark.horovod
 @pytest.mark.skipif(not has_edit("spared_hosts"), reason="this Horovod gives up hosts for one dead rank")
 @pytest.mark.skipif(bool(network.namespaces_missing()), reason=network.namespaces_missing() or "-")

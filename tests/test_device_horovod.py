@@ -37,6 +37,7 @@ def test_training_on_another_device_is_what_it_is_in_host_memory():
     holds("device_worker.py", CHECKS)
 
 
+@pytest.mark.slow
 def test_fit_on_another_device_is_what_it_is_in_host_memory():
     pytest.importorskip("keras", reason="pip install keras")
     holds("keras_device_worker.py", KERAS_CHECKS, KERAS_BACKEND="torch", TF_CPP_MIN_LOG_LEVEL="3")

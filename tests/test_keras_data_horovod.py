@@ -60,6 +60,7 @@ def test_a_job_ends_whose_batches_were_being_read_when_a_rank_failed():
     assert "touched" not in launched.output
 
 
+@pytest.mark.slow
 def test_who_waits_for_a_sum_in_the_graph_says_for_whom():
     launched = horovodrun(
         2, "keras_end_worker.py", "late", timeout_s=150, KERAS_BACKEND="tensorflow", **QUIET,

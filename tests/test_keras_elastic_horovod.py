@@ -35,6 +35,7 @@ def test_fit_goes_on_when_a_rank_goes_and_another_joins(tmp_path, backend, kind)
     assert found["off"] < 1e-9, "the same as one process on the same global batches: each sample of an epoch once"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif("tensorflow" not in BACKENDS, reason="TensorFlow's tapes")
 def test_a_traced_step_goes_on_when_a_rank_goes_and_another_joins(tmp_path):
     """With one tape weighted by a balancer, and another that is not."""
@@ -57,16 +58,18 @@ def test_fit_stopped_and_resumed_is_the_same_bit_for_bit(tmp_path, backend):
     assert result_of(launched)["off"] == [0.0] * 4
 
 
+@pytest.mark.parametrize("which", ["some", pytest.param("all", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("backend", [marked(backend) for backend in BACKENDS])
-def test_what_is_kept_between_two_updates_goes_on_bit_for_bit(tmp_path, backend):
+def test_what_is_kept_between_two_updates_goes_on_bit_for_bit(tmp_path, backend, which):
     """Gradients that are added up, random numbers that were given no seed, and what a tape's codec has not sent. And so
     do averages of the weights, which take their place at the end alone, and a rate that follows the batch."""
     launched = horovodrun(
-        2, "keras_elastic_worker.py", "between", str(tmp_path), timeout_s=180, KERAS_BACKEND=backend, **QUIET
+        2, "keras_elastic_worker.py", "between", str(tmp_path), which, timeout_s=180, KERAS_BACKEND=backend, **QUIET
     )
     found = result_of(launched)
     taped = found.pop("taped")
-    assert found == {"stopped": [0.0] * 3, "gone back": [0.0] * 2, "past an update": [0.0] * 2}
+    assert sorted(found) == ["gone back", "past an update", "stopped"]
+    assert all(off == 0.0 for each in found.values() for off in each), found
     if backend == "tensorflow":
         assert taped.pop("resumed") == 0.0
         assert taped == pytest.approx({"gone back": 0.0, "both": 0.0}, abs=1e-12), "sent with what comes next"

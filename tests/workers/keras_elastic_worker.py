@@ -381,11 +381,12 @@ def taped(path):
     return {"resumed": resumed, "gone back": gone_back, "both": both}
 
 
-def between(folder):
+def between(folder, which):
+    every = which == "all"
     return {
-        "stopped": [stopped(folder, at) for at in (6, BATCHES, 2 * BATCHES + 9)],
-        "gone back": [gone_back(6, 7, rebuilt=rebuilt) for rebuilt in (False, True)],
-        "past an update": [gone_back(6, 9, rebuilt=rebuilt) for rebuilt in (False, True)],
+        "stopped": [stopped(folder, at) for at in ((6, BATCHES, 2 * BATCHES + 9) if every else (2 * BATCHES + 9,))],
+        "gone back": [gone_back(6, 7, rebuilt=rebuilt) for rebuilt in ((False, True) if every else (True,))],
+        "past an update": [gone_back(6, 9, rebuilt=rebuilt) for rebuilt in ((False, True) if every else (False,))],
         "taped": taped(folder / "taped") if backend.NAME == "tensorflow" else {},
     }
 
