@@ -43,6 +43,15 @@ class Terms:
     micro_caps: tuple[int | None, ...] = ()
     first_shares: tuple[int, ...] = ()
 
+    @property
+    def divided(self) -> tuple[int, ...]:
+        """Ranks whose batch may come to be of several micro-batches."""
+        whole = self.global_batch_size
+        uppers = [whole if bound.upper is None else bound.upper for bound in self.bounds]
+        most = uppers if self.adaptive else self.first_shares
+        caps = [whole if cap is None else cap for cap in self.micro_caps]
+        return tuple(rank for rank, (share, cap) in enumerate(zip(most, caps, strict=True)) if share > cap)
+
     def problem(self, size: int) -> str | None:
         """What is wrong with this rank's own arguments, or None."""
         for name in ("global_batch_size", "min_share", "quantum", "max_share", "max_micro_batch"):

@@ -179,3 +179,27 @@ def test_gradients_through_it_are_weighted_by_loss_terms(passes):
     for found in World(2).run(program):
         for grad, parameter in zip(found, expected.parameters(), strict=True):
             assert (grad - parameter.grad).abs().max() <= 1e-12
+
+
+@pytest.mark.parametrize(("options", "divided"), [
+    ({"max_micro_batch": 4}, True),
+    ({"max_micro_batch": 4, "max_share": 8}, True),
+    ({"max_micro_batch": 8, "max_share": 8}, False),
+    ({"max_micro_batch": 6, "shares": (6, 6), "adaptive": False}, False),
+    ({"max_micro_batch": 5, "shares": (6, 6), "adaptive": False}, True),
+])  # fmt: skip
+def test_batches_in_parts_are_refused_on_all_ranks(options, divided):
+    def program(engine):
+        mine = {**options, **({} if engine.rank == 0 else {"max_micro_batch": None})}
+        balancer = hvd.Balancer(12, engine=engine, **mine)
+        layer = hvd.SyncBatchNorm(3, balancer=balancer)
+        balancer.begin(6)
+        try:
+            layer(torch.ones(6, 3))
+        except RuntimeError as error:
+            return str(error)
+        return None
+
+    for said in World(2).run(program, timeout_s=20):
+        assert (said is not None) == divided
+        assert not divided or f"max_micro_batch={options['max_micro_batch']} on rank 0, where" in said

@@ -53,6 +53,17 @@ class _Normalised(torch.autograd.Function):
         return (gradient - of_ones - y * of_y) * scale, None, None
 
 
+def _check_whole(balancer: Balancer) -> None:
+    """Raises RuntimeError on all ranks where one may call a layer more often for a batch than another does."""
+    if divided := balancer.terms.divided:
+        caps = ", ".join(f"{balancer.terms.micro_caps[rank]} on rank {rank}" for rank in divided)
+        raise RuntimeError(
+            "Expected each rank's batch in one piece, because SyncBatchNorm's statistics are over all ranks' rows at "
+            f"once. Received: max_micro_batch={caps}, where a share may be larger. Give max_share instead, or use a "
+            "normalisation within samples (GroupNorm, LayerNorm)."
+        )
+
+
 class SyncBatchNorm(_BatchNorm):
     """Batch normalisation over the rows of all ranks: what BatchNorm of one process does on the global batch.
 
@@ -65,6 +76,9 @@ class SyncBatchNorm(_BatchNorm):
         balancer: knows over how many terms each rank's loss is a mean, where `balancer.count()` says so, as with masked
             samples; without it, gradients are weighted by rows. A rank that has rows and not one term takes part in
             the statistics, and what flows back through them to its rows is left out.
+
+    Raises:
+        RuntimeError: in training, on all ranks, where a rank of `balancer` may have several micro-batches.
     """
 
     def __init__(
@@ -97,6 +111,8 @@ class SyncBatchNorm(_BatchNorm):
             )
         if self._rows is None:  # not before: a model may be made before hvd.init()
             balancer, engine = self._balancer, self._engine
+            if balancer is not None:
+                _check_whole(balancer)
             if engine is None:
                 engine = balancer.engine if balancer is not None else HorovodEngine(self._process_set)
             self._rows = RowSum(
