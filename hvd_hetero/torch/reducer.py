@@ -126,7 +126,8 @@ class GradientReducer:
     @passes.setter
     def passes(self, passes: int) -> None:
         self._weighing.passes = passes
-        self._hooks.look_before()
+        if passes > 1:
+            self._hooks.look_before()
 
     @property
     def parameters(self) -> Sequence[torch.nn.Parameter]:
