@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from numbers import Integral
+from typing import Any
 
 import numpy as np
 
@@ -118,7 +119,7 @@ def agree(engine: Engine, mine: Terms, *, name: str) -> Terms:
     )
 
 
-def agree_on(engine: Engine, values: Mapping[str, int], *, name: str) -> None:
+def agree_on(engine: Engine, values: Mapping[str, Any], *, name: str) -> None:
     """Returns when all ranks passed the same; raises ValueError on every rank otherwise. As text, which also says what
     is no such integer as an array would hold."""
     mine = [str(int(each)) if isinstance(each, (Integral, np.bool_)) else repr(each) for each in values.values()]

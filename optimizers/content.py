@@ -21,20 +21,30 @@ def places(rows: int, nbytes: int = 0) -> list[int]:
     return np.linspace(0, rows - 1, max(1, some)).astype(np.int64).tolist() if rows else []
 
 
-def checksum(arrays: Iterable[Any]) -> int:
+def checksum(arrays: Iterable[Any], start: int = 0) -> int:
     """A checksum of whole numbers such as labels, tokens and indices, in arrays with samples along the first axis, or
-    in lists of samples; where there are many, of evenly spaced rows of them.
+    in lists of samples; where there are many, of evenly spaced rows of them. It goes on from `start`.
 
     Fractions are left out, and so are pictures (bytes in two dimensions and more): hosts may have computed or decoded
     them in other versions of a library, which round differently.
     """
-    value = 0
     for some in map(_some_rows, arrays):
         picture = some.dtype.itemsize == 1 and some.ndim > 2
         if some.dtype.kind not in "biu" or picture or not some.size:
             continue
-        value = zlib.crc32(some.astype(some.dtype.newbyteorder("<")).tobytes(), value)
-    return value
+        start = zlib.crc32(some.astype(some.dtype.newbyteorder("<")).tobytes(), start)
+    return start
+
+
+def checksum_of_one(leaf: Any, start: int = 0) -> int:
+    """The same of a single sample's array, number or text; of an array of fractions, its shape. Others have none."""
+    if isinstance(leaf, str):
+        leaf = leaf.encode(errors="replace")
+    if isinstance(leaf, bytes):
+        leaf = np.frombuffer(leaf, np.uint8)
+    elif isinstance(leaf, np.ndarray) and leaf.dtype.kind not in "biu":
+        leaf = np.array(leaf.shape)
+    return checksum([np.asarray(leaf)[None]], start) if isinstance(leaf, (np.ndarray, np.generic, int)) else start
 
 
 def _some_rows(rows: Any) -> np.ndarray:

@@ -7,6 +7,7 @@ the same samples.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -83,6 +84,18 @@ def cut(batch: np.ndarray, shares: Sequence[int], rank: int) -> np.ndarray:
     parts = tuple(shares) if len(batch) == sum(shares) else proportional(shares, len(batch))
     start = sum(parts[:rank])
     return batch[start : start + parts[rank]]
+
+
+@functools.lru_cache(maxsize=8)
+def owners(shares: tuple[int, ...]) -> np.ndarray:
+    """The rank of each place of a global batch that is read in order, int64 of shape [sum of shares].
+
+    As many for each rank as its share, evenly spread, so that a batch that ends early is split like shares as well, to
+    a sample or two.
+    """
+    ranks: np.ndarray = np.repeat(np.arange(len(shares)), shares)
+    middles = np.concatenate([(np.arange(share) + 0.5) / share for share in shares if share] or [np.empty(0)])
+    return np.asarray(ranks[np.argsort(middles, kind="stable")])
 
 
 def evaluation_part(length: int, shares: Sequence[int], rank: int, *, least: int = 0) -> range:

@@ -1,11 +1,16 @@
-"""Loading processes outlive a SIGTERM to all processes of a job, and end with their rank."""
+"""Loading processes outlive a SIGTERM to all processes of a job, and end with their rank or their loop."""
 
+import gc
+import multiprocessing
 import subprocess
 import sys
 
 import pytest
+import torch
 
-pytest.importorskip("horovod.torch", reason="build it with hvd-hetero build-horovod")
+from hvd_hetero.engine.local import SoloEngine
+
+hvd = pytest.importorskip("hvd_hetero.torch", reason="build it with hvd-hetero build-horovod")
 
 TORCH = """
 import multiprocessing, os, signal, sys
@@ -76,3 +81,45 @@ def test_they_outlive_sigterm_and_end_with_the_rank(program, arguments):
     )
     assert ended.returncode == 0 and ended.stdout.startswith("OK"), ended.stderr[-3000:]
     assert len(ended.stdout.split()) >= 2
+
+
+class Numbers(torch.utils.data.Dataset):
+    def __init__(self, burns):
+        self.burns = burns
+
+    def __len__(self):
+        return 80
+
+    def __getitem__(self, index):
+        if self.burns and index == 20:
+            raise OSError("disk on fire")
+        return torch.tensor([index])
+
+
+class Stream(Numbers, torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return map(self.__getitem__, range(80))
+
+
+@pytest.mark.parametrize("data, make", [
+    (Numbers, hvd.BalancedDataLoader), (Stream, hvd.BalancedDataLoader), (Numbers, hvd.EvaluationDataLoader),
+])
+@pytest.mark.parametrize("burns", ["loader", "loop"])
+def test_they_end_when_an_exception_ends_the_loop(data, make, burns):
+    """Although it holds what loads in a cycle, which makes PyTorch end them by a signal, seconds later."""
+    before = set(multiprocessing.active_children())
+
+    def loop(loader):
+        try:
+            for batch in loader:
+                if burns == "loop":
+                    raise OSError("rank on fire")
+                assert len(batch) == 4
+        except OSError as error:
+            held = error  # in this frame, which it holds
+            return str(held)
+
+    loader = make(data(burns == "loader"), balancer=hvd.Balancer(4, engine=SoloEngine()), num_workers=2)
+    assert "on fire" in loop(loader)
+    gc.collect()
+    assert set(multiprocessing.active_children()) == before

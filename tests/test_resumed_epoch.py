@@ -12,6 +12,14 @@ hvd = pytest.importorskip("hvd_hetero.torch")
 WHOLE, BATCHES, EPOCHS = 8, 3, 3
 
 
+class Stream(torch.utils.data.IterableDataset):
+    def __init__(self, data):
+        self.data = data
+
+    def __iter__(self):
+        return iter(self.data)
+
+
 class Job:
     """A new job, as a new process would make it; `used` is what this rank trained on."""
 
@@ -27,6 +35,7 @@ class Job:
             self.sampler = hvd.BalancedBatchSampler(len(data), balancer=self.balancer)
             self.loader = torch.utils.data.DataLoader(data, batch_sampler=self.sampler)
         else:
+            data = Stream(data) if own_loader is None else data
             self.sampler = self.loader = hvd.BalancedDataLoader(data, balancer=self.balancer)
         self.state = hvd.elastic.TorchState(self.model, self.optimizer, epoch=0)
         self.checkpoint = Checkpoint(path, self.state, engine=engine, every_steps=None)
@@ -49,7 +58,7 @@ class Job:
                 keep()
 
 
-@pytest.mark.parametrize("own_loader", [False, True])
+@pytest.mark.parametrize("own_loader", [False, True, None], ids=["loader", "own loader", "stream"])
 @pytest.mark.parametrize("in_loop", [False, True])
 @pytest.mark.parametrize("how", ["elastic", "checkpoint"])
 def test_an_epoch_that_was_kept_at_its_end_is_not_trained_again(tmp_path, how, in_loop, own_loader):

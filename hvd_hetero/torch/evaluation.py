@@ -10,7 +10,8 @@ from torch.utils.data import DataLoader, Dataset, Subset
 from hvd_hetero.optimizers.balancer import Balancer
 from hvd_hetero.optimizers.dealer import evaluation_part
 
-from .loader import check_map_style, outliving
+from .feed import iterating, outliving
+from .loader import check_map_style
 
 
 class EvaluationDataLoader:
@@ -52,4 +53,5 @@ class EvaluationDataLoader:
         return len(self._loader())
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._loader())
+        with iterating(self._loader()) as source:
+            yield from source

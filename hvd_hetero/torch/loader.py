@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import hashlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import Dataset, IterableDataset, Sampler
 
-from hvd_hetero.engine.loading import Loaders, loaders
 from hvd_hetero.optimizers.balancer import Balancer
 from hvd_hetero.optimizers.content import checksum
 from hvd_hetero.optimizers.sampler import ShareSampler
+from hvd_hetero.optimizers.stream import StreamSampler
 
-from .row import none_of
+from .feed import Feed, NumberedFeed
+from .stream import StreamFeed
 from .whole import whole_numbers
 
 
@@ -89,6 +87,11 @@ class BalancedBatchSampler(Sampler[list[int]]):
         """The number of samples of the oldest batch dealt, which is now in use."""
         return self.sampler.used()
 
+    @property
+    def origin(self) -> int:
+        """A number that stands for the epoch and the place in it of the batch in use."""
+        return self.sampler.origin
+
     def end_epoch(self) -> None:
         """Goes to the next epoch if this one is used up: a script without set_epoch() still sees another order."""
         self.sampler.position = max(self.sampler.position, self._first)
@@ -115,15 +118,12 @@ def check_map_style(dataset: Any) -> None:
         )
 
 
-def outliving(worker_init_fn: Callable[[int], None] | None) -> Callable[[int], None]:
-    """The `worker_init_fn` of a `DataLoader` whose workers outlive a SIGTERM to all processes of a job."""
-    return functools.partial(_begin, loaders(), worker_init_fn)
-
-
-def _begin(those: Loaders, worker_init_fn: Callable[[int], None] | None, worker: int) -> None:
-    those.begin()
-    if worker_init_fn is not None:
-        worker_init_fn(worker)
+def _length_of(stream: IterableDataset[Any]) -> int | None:
+    """Its samples, where it says how many."""
+    try:
+        return len(stream)  # type: ignore[arg-type]
+    except TypeError:
+        return None
 
 
 def _progress_bar() -> Any:
@@ -136,13 +136,19 @@ def _progress_bar() -> Any:
 
 
 class BalancedDataLoader:
-    """Batches of a map-style dataset, each as large as this rank's share at that moment.
+    """Batches of a dataset, each as large as this rank's share at that moment.
 
     Takes what `torch.utils.data.DataLoader` takes, but for `batch_size`, `sampler` and `batch_sampler`, which are the
     balancer's. Each batch tells the balancer its size, so that gradients are weighted by it. When loading raises on
     one rank, the others raise `PeerError` in the same step.
 
-    `progress=True` shows a bar on rank 0, with the global samples per second and the shares (it needs tqdm).
+    Args:
+        dataset: all of it on every rank, in the same order: map-style, or an `IterableDataset`, which every rank reads
+            from beginning to end, keeping its own samples.
+        shuffle: a new order each epoch; by default where samples have numbers. An `IterableDataset` shuffles by itself.
+        seed: of that order, and of what draws at random in loading processes.
+        drop_last: leaves out what does not fill a global batch.
+        progress: shows a bar on rank 0, with the global samples per second and the shares (it needs tqdm).
 
     With `num_workers`, batches are dealt `num_workers * prefetch_factor` steps ahead, and a plan holds that much later.
     """
@@ -152,7 +158,7 @@ class BalancedDataLoader:
         dataset: Dataset[Any],
         *,
         balancer: Balancer,
-        shuffle: bool = True,
+        shuffle: bool | None = None,
         seed: int = 0,
         drop_last: bool = False,
         num_workers: int = 0,
@@ -168,31 +174,40 @@ class BalancedDataLoader:
                 )
         if not arguments.get("in_order", True):
             raise TypeError("in_order: expected True: sizes go with batches in the order dealt. Received: False.")
-        check_map_style(dataset)
         self.balancer, self.dataset = balancer, dataset
         self._bar = _progress_bar() if progress and balancer.rank == 0 else None
-        self.batch_sampler = BalancedBatchSampler(
-            len(dataset),
-            checksum=checksum(whole_numbers(dataset)),
-            balancer=balancer,
-            shuffle=shuffle,
-            seed=seed,
-            drop_last=drop_last,
-            lookahead=num_workers * (2 if prefetch_factor is None else prefetch_factor),
-        )
-        # Of its own: an iteration must not draw from torch's generator, or a resumed job would draw other numbers.
-        self._generator: torch.Generator | None = None
-        if arguments.get("generator") is None:
-            self._generator = arguments["generator"] = torch.Generator()
-        self._seed = seed
-        self.loader = DataLoader(
-            dataset,
-            batch_sampler=self.batch_sampler,
-            num_workers=num_workers,
-            prefetch_factor=prefetch_factor,
-            worker_init_fn=outliving(arguments.pop("worker_init_fn", None)),
-            **arguments,
-        )
+        lookahead = num_workers * (2 if prefetch_factor is None else prefetch_factor)
+        arguments["prefetch_factor"] = prefetch_factor
+        if isinstance(dataset, IterableDataset):
+            if shuffle:
+                raise ValueError(
+                    "shuffle: expected False or none for an IterableDataset, whose samples have no numbers. Received: "
+                    "True. Shuffle in the dataset."
+                )
+            stream = StreamSampler(
+                _length_of(dataset),
+                balancer=balancer,
+                seed=seed,
+                drop_last=drop_last,
+                workers=num_workers,
+                lookahead=lookahead,
+            )
+            self._feed: Feed = StreamFeed(dataset, sampler=stream, workers=num_workers, arguments=arguments)
+        else:
+            check_map_style(dataset)
+            numbered = BalancedBatchSampler(
+                len(dataset),  # type: ignore[arg-type]
+                checksum=checksum(whole_numbers(dataset)),
+                balancer=balancer,
+                shuffle=shuffle is None or shuffle,
+                seed=seed,
+                drop_last=drop_last,
+                lookahead=lookahead,
+            )
+            arguments["num_workers"] = num_workers
+            self._feed = NumberedFeed(dataset, sampler=numbered, seed=seed, arguments=arguments)
+        self.batch_sampler = self._feed.sampler
+        self.loader = self._feed.loader
 
     def __len__(self) -> int:
         return len(self.batch_sampler)
@@ -206,7 +221,7 @@ class BalancedDataLoader:
         left = self.batch_sampler.left
         try:
             with self._bar(total=left, unit="samples") if self._bar else contextlib.nullcontext() as bar:
-                yield from self._batches(len(self), bar)
+                yield from self._batches(bar)
         except GeneratorExit:
             self.balancer.batch_order.leaves()
             raise
@@ -214,36 +229,27 @@ class BalancedDataLoader:
         self.balancer.batch_order.ends()
         self.balancer.end_epoch()
 
-    def _batches(self, batches: int, bar: Any) -> Iterator[Any]:
-        source: Iterator[Any] | None = None
-        for index in range(batches):
+    def _batches(self, bar: Any) -> Iterator[Any]:
+        batches = self._feed.batches()
+        first = True
+        while True:
             start = time.perf_counter()
             try:
-                if source is None:
-                    self._reseed()
-                    source = iter(self.loader)
-                batch = next(source)
-                samples = self.batch_sampler.used()
-                if samples == 0:
-                    batch = none_of(batch)
+                loaded = next(batches, None)
             except Exception:
                 self.balancer.fail()
                 raise
+            if loaded is None:
+                return
             self.balancer.timesheet.data_s += time.perf_counter() - start
-            self.balancer.origin = self.batch_sampler.sampler.origin
-            self.balancer.begin(samples)
-            self.balancer.batch_order.begins(samples, first=index == 0)
-            yield batch
+            self.balancer.origin = self.batch_sampler.origin
+            self.balancer.begin(loaded.samples)
+            self.balancer.batch_order.begins(loaded.samples, first=first)
+            first = False
+            yield loaded.batch
             if bar is not None:
                 bar.set_postfix_str("shares " + ":".join(map(str, self.balancer.plan.shares)), refresh=False)
-                bar.update(min(self.balancer.global_batch_size, bar.total - bar.n))
-
-    def _reseed(self) -> None:
-        """Seeds what seeds the workers: the same in a job that was resumed here, and another on each rank."""
-        if self._generator is not None:
-            sampler = self.batch_sampler.sampler
-            place = (self._seed, sampler.epoch, len(self.batch_sampler), self.balancer.rank)
-            self._generator.manual_seed(int.from_bytes(hashlib.sha256(repr(place).encode()).digest()[:7], "big"))
+                bar.update(loaded.whole)
 
     def state_dict(self) -> dict[str, int]:
         """The position in the epoch."""

@@ -108,6 +108,6 @@ def none_of(batch: Batch) -> Batch:
             f"sample. Received: {type(batch).__name__}, which keeps one of another rank. It weighs nothing in the "
             "gradient; a script that counts by itself is to count none where balancer.samples is 0.",
             RuntimeWarning,
-            stacklevel=4,
+            stacklevel=5,
         )
     return cut(batch, slice(0), 1)

@@ -40,9 +40,11 @@ def optimizer_of(balancer=None, width=4, kind=torch.optim.SGD, **options):
     return hvd.DistributedOptimizer(kind(model_of(width).parameters(), lr=0.1), balancer=balancer, **options)
 
 
-class Endless(torch.utils.data.IterableDataset):
+class Split(torch.utils.data.IterableDataset):
+    """A stream that each rank reads a part of, as for plain Horovod."""
+
     def __iter__(self):
-        return iter(range(10))
+        return ((torch.zeros(4), number % 97 % 2) for number in range(hvd.rank() ** 2, 40 * WHOLE, hvd.size()))
 
 
 class Burning(torch.utils.data.Dataset):
@@ -63,7 +65,8 @@ def train(*, data=None, model=None, spoil=lambda model: None, terms=None, begin=
     if not begin:
         return model(torch.zeros(2, 4)).sum().backward()
     spoil(model)
-    for x, y in hvd.BalancedDataLoader(data or data_of(), balancer=balancer, shuffle=False):
+    data = data_of() if data is None else data
+    for x, y in hvd.BalancedDataLoader(data, balancer=balancer, shuffle=False):
         if terms is not None:
             balancer.count(terms)
         optimizer.zero_grad()
@@ -142,7 +145,9 @@ def table(folder):
          "shuffle: expected the same"),
         ("a dataset below a batch", lambda: hvd.BalancedDataLoader(data_of(WHOLE - 1), balancer=hvd.Balancer(WHOLE),
                                                                    drop_last=True), "drop_last=False"),
-        ("a stream", lambda: hvd.BalancedDataLoader(Endless(), balancer=hvd.Balancer(WHOLE)), "map-style"),
+        ("a stream in parts", lambda: train(data=Split()), "what splits it by rank is to be left out"),
+        ("a shuffled stream", lambda: hvd.BalancedDataLoader(Split(), balancer=hvd.Balancer(WHOLE), shuffle=True),
+         "shuffle: expected False"),
         ("a batch size of one's own", lambda: hvd.BalancedDataLoader(data_of(), balancer=hvd.Balancer(WHOLE), batch_size=4),
          "batch_size: expected none"),
         ("codecs differ", lambda: optimizer_of(compression=hvd.Compression.int8 if last else hvd.Compression.fp16),

@@ -166,6 +166,15 @@ class Numbers(torch.utils.data.Dataset):  # here, so that worker processes may b
         return torch.tensor([float(index)]), index
 
 
+class Shuffled(torch.utils.data.IterableDataset):
+    """Those, as a stream which shuffles as it is read; half of them from each of two processes that load."""
+
+    def __iter__(self):
+        worker = torch.utils.data.get_worker_info()
+        order = torch.randperm(len(Numbers())).tolist()
+        return map(Numbers().__getitem__, order if worker is None else range(worker.id, len(order), 2))
+
+
 def law_4_every_sample_once():
     """Ranks of unequal speed, plans that change, workers that load ahead: each sample exactly once an epoch."""
 
@@ -183,11 +192,11 @@ def law_4_every_sample_once():
         def seconds(self, start, end):
             return end - start
 
-    for workers in (0, 2):
+    for data, workers in ((Numbers(), 0), (Numbers(), 2), (Shuffled(), 0), (Shuffled(), 2)):
         torch.manual_seed(0)
         model = nn.Linear(1, 1)
         balancer, clock = hvd.Balancer(WHOLE), Counted()
-        loader = hvd.BalancedDataLoader(Numbers(), balancer=balancer, num_workers=workers)
+        loader = hvd.BalancedDataLoader(data, balancer=balancer, num_workers=workers)
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1e-9), balancer=balancer)
         balancer.measure_with(clock)
         seen = torch.zeros(3, len(Numbers()))
@@ -195,17 +204,19 @@ def law_4_every_sample_once():
             loader.set_epoch(epoch)
             for x, index in loader:
                 seen[epoch, index] += 1
+                torch.rand(1 + hvd.rank())  # ranks draw unlike numbers
                 optimizer.zero_grad()
                 clock.now_s += len(index) * (0.0005 if hvd.rank() else 0.002)
                 model(x).sum().backward()
                 optimizer.step()
-        hvd.allreduce_(seen, op=hvd.Sum, name=f"seen.{workers}")
+        case = f"{type(data).__name__}.{workers}"
+        hvd.allreduce_(seen, op=hvd.Sum, name=f"seen.{case}")
         assert torch.equal(seen, torch.ones_like(seen)), seen.unique()
         assert len(balancer.plans) > 1, "no plan was made: the test shows nothing"
         first = balancer.plans[-1].shares
         assert first[0] < min(first[1:]), f"the slow rank 0 should have least: {first}"
         plans = [(plan.version, plan.step, *plan.shares) for plan in balancer.plans]
-        assert len(set(hvd.allgather_object(str(plans), name=f"plans.{workers}"))) == 1
+        assert len(set(hvd.allgather_object(str(plans), name=f"plans.{case}"))) == 1
 
 
 def objects_of_any_type():

@@ -1,0 +1,154 @@
+"""What a `BalancedDataLoader` loads with: PyTorch's `DataLoader`, over a dataset whose samples have numbers."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch
+from torch.utils.data import DataLoader, get_worker_info
+
+from hvd_hetero.engine.loading import Loaders, loaders
+
+from .row import none_of
+
+if TYPE_CHECKING:
+    from .loader import BalancedBatchSampler
+
+
+_IN_USE: list[Any] = []  # iterators, so that no collector finds them
+
+
+class Loaded(NamedTuple):
+    """This rank's part of a global batch."""
+
+    batch: Any
+    samples: int  # of this rank
+    whole: int  # samples of the global batch
+
+
+class Sampler(Protocol):
+    """Where in which epoch a loader is."""
+
+    def __len__(self) -> int: ...
+
+    @property
+    def left(self) -> int | None: ...
+
+    @property
+    def origin(self) -> int: ...
+
+    def set_epoch(self, epoch: int) -> None: ...
+
+    def end_epoch(self) -> None: ...
+
+    def state_dict(self) -> dict[str, int]: ...
+
+    def load_state_dict(self, state: dict[str, int]) -> None: ...
+
+
+class Feed(Protocol):
+    """What loads."""
+
+    loader: DataLoader[Any]
+
+    @property
+    def sampler(self) -> Sampler: ...
+
+    def batches(self) -> Iterator[Loaded]:
+        """Those of one iteration."""
+
+
+def outliving(
+    worker_init_fn: Callable[[int], None] | None, dataset: Any = None
+) -> Callable[[int], None]:
+    """The `worker_init_fn` of a `DataLoader` whose workers outlive a SIGTERM to all processes of a job.
+
+    Args:
+        worker_init_fn: a user's, which finds `dataset(of the worker's)` as the dataset, where that is another one.
+    """
+    return functools.partial(_begin, loaders(), worker_init_fn, dataset)
+
+
+def _begin(
+    those: Loaders, worker_init_fn: Callable[[int], None] | None, dataset: Callable[[Any], Any] | None, worker: int
+) -> None:
+    those.begin()
+    info = get_worker_info()
+    if dataset is not None and info is not None:
+        object.__setattr__(info, "dataset", dataset(info.dataset))  # which it lets nobody do otherwise
+    if worker_init_fn is not None:
+        worker_init_fn(worker)
+
+
+@contextlib.contextmanager
+def iterating(loader: DataLoader[Any]) -> Iterator[Iterator[Any]]:
+    """An iterator over `loader`, whose workers end with it, unless they are for its next iteration as well.
+
+    They are told to by a queue, which no longer sends once the garbage collector has found it with the iterator in a
+    cycle, as an exception's traceback makes: PyTorch would wait for each worker until it gives up, and ends it by a
+    signal, which those of ours outlive.
+    """
+    source = iter(loader)
+    _IN_USE.append(source)
+    try:
+        yield source
+    finally:
+        _IN_USE[:] = [each for each in _IN_USE if each is not source]
+        shut_down = getattr(source, "_shutdown_workers", None)
+        if shut_down is not None and not loader.persistent_workers:
+            shut_down()
+
+
+def seed_of(*place: int) -> int:
+    """A seed, another one for each place."""
+    return int.from_bytes(hashlib.sha256(repr(place).encode()).digest()[:7], "big")
+
+
+class WorkerSeed:
+    """The generator that seeds the workers.
+
+    Of its own: an iteration must not draw from torch's generator, or a resumed job would draw other numbers. A user's
+    is left alone.
+    """
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        self._generator: torch.Generator | None = None
+        if arguments.get("generator") is None:
+            self._generator = arguments["generator"] = torch.Generator()
+
+    def begin(self, seed: int) -> None:
+        """For an iteration."""
+        if self._generator is not None:
+            self._generator.manual_seed(seed)
+
+
+class NumberedFeed:
+    """Loads samples by number.
+
+    Args:
+        sampler: deals them.
+        arguments: of `DataLoader`, but for what the sampler is in place of.
+    """
+
+    def __init__(self, dataset: Any, *, sampler: BalancedBatchSampler, seed: int, arguments: dict[str, Any]) -> None:
+        self.sampler, self._seed = sampler, seed
+        self._worker_seed = WorkerSeed(arguments)
+        arguments["worker_init_fn"] = outliving(arguments.get("worker_init_fn"))
+        self.loader = DataLoader(dataset, batch_sampler=sampler, **arguments)
+
+    def batches(self) -> Iterator[Loaded]:
+        """Those of one iteration."""
+        sampler, left = self.sampler, self.sampler.left
+        batches, size = len(sampler), sampler.balancer.global_batch_size
+        if not batches:
+            return
+        # The same in a job that was resumed here, and another on each rank.
+        self._worker_seed.begin(seed_of(self._seed, sampler.sampler.epoch, batches, sampler.balancer.rank))
+        with iterating(self.loader) as source:
+            for index in range(batches):
+                batch, samples = next(source), sampler.used()
+                yield Loaded(none_of(batch) if samples == 0 else batch, samples, min(size, left - index * size))

@@ -1,0 +1,173 @@
+"""Reading an `IterableDataset`: every rank reads all of it, and makes batches of its own samples alone."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader, IterableDataset, Sampler, default_collate, get_worker_info
+
+from hvd_hetero.optimizers.content import checksum_of_one
+from hvd_hetero.optimizers.dealer import owners
+from hvd_hetero.optimizers.draws import Draws, Generator
+from hvd_hetero.optimizers.stream import Order, StreamSampler
+
+from .feed import Loaded, WorkerSeed, iterating, outliving, seed_of
+from .row import none_of
+from .whole import WHOLE
+
+TORCH = Generator(torch.default_generator.manual_seed, torch.get_rng_state, torch.set_rng_state)
+
+
+class _Read(NamedTuple):
+    """A batch of this rank's samples, or what is to be known of one that is not used."""
+
+    batch: Any
+    used: int  # samples of this rank: 0 where it has none, and the one in `batch` is another's
+    whole: int  # samples over all ranks; 0 where the stream has ended
+    content: int  # checksum
+    reader: int  # number of who read it
+
+
+class _Reader:
+    """The stream as a `DataLoader` asks for it: the next global batch, for an order. Each loading process has one.
+
+    Args:
+        size: samples of a global batch.
+        collate: makes a batch of samples.
+        seed: of what is drawn at random while reading.
+    """
+
+    def __init__(
+        self,
+        dataset: IterableDataset[Any],
+        *,
+        size: int,
+        drop_last: bool,
+        collate: Callable[[list[Any]], Any],
+        seed: int,
+    ) -> None:
+        self.dataset = dataset
+        self._size, self._drop_last, self._collate, self._seed = size, drop_last, collate, seed
+        self._run = -1
+        self._stream: Iterator[Any] = iter(())
+        self._draws: Draws | None = None
+        self._told = False  # the content of this run's first batch
+
+    def __getitem__(self, order: Order) -> _Read:
+        if order.run < self._run:
+            raise RuntimeError(
+                "Expected one iteration at a time over hvd.BalancedDataLoader of an IterableDataset. Received: another "
+                "batch of one that a later one has taken over from."
+            )
+        worker = get_worker_info()
+        number = 0 if worker is None else worker.id
+        if self._draws is None or order.run > self._run:
+            self._run, self._told = order.run, False
+            self._draws = Draws(seed_of(self._seed, order.epoch, number), TORCH)
+            with self._draws():
+                if callable(set_epoch := getattr(self.dataset, "set_epoch", None)):
+                    set_epoch(order.epoch)
+                self._stream = iter(self.dataset)
+        with self._draws():
+            mine, first, whole, content = self._read(order)
+        if whole == 0 or (self._drop_last and whole < self._size):
+            return _Read(None, 0, 0, 0, number)
+        if order.shares is None:
+            return _Read(None, 0, whole, 0, number)
+        self._told = True
+        return _Read(self._collate(mine or [first]), len(mine), whole, content, number)
+
+    def _read(self, order: Order) -> tuple[list[Any], Any, int, int]:
+        """This rank's samples, the first of all ranks', the number of theirs, and a checksum."""
+        mine: list[Any] = []
+        first, whole, content = None, 0, 0
+        places = itertools.repeat(-1, self._size) if order.shares is None else owners(order.shares).tolist()
+        for owner, sample in zip(places, self._stream, strict=False):  # takes no sample beyond the last place
+            first = sample if whole == 0 else first
+            if order.shares is not None and (whole == 0 or not self._told):
+                content = _checksum(sample, content)
+            if owner == order.rank:
+                mine.append(sample)
+            whole += 1
+        return mine, first, whole, content
+
+
+def _checksum(sample: Any, start: int) -> int:
+    """Of what has to be the same in a sample on all ranks."""
+    for leaf in pytree.tree_leaves(sample):
+        if isinstance(leaf, torch.Tensor):
+            whole = leaf.dtype in WHOLE and leaf.layout is torch.strided
+            leaf = leaf.detach().cpu().numpy() if whole else str(tuple(leaf.shape))
+        start = checksum_of_one(leaf, start)
+    return start
+
+
+class _Orders(Sampler[Order]):
+    def __init__(self, sampler: StreamSampler) -> None:
+        self._sampler = sampler
+
+    def __iter__(self) -> Iterator[Order]:
+        return self._sampler.orders()
+
+
+class StreamFeed:
+    """Loads from a stream.
+
+    Every loading process makes whole global batches of what it reads, in turns, as a `DataLoader`'s do; so its order is
+    as theirs, and ranks need as many of them.
+
+    Args:
+        arguments: of `DataLoader`, but for what says how samples become batches.
+    """
+
+    def __init__(
+        self, dataset: IterableDataset[Any], *, sampler: StreamSampler, workers: int, arguments: dict[str, Any]
+    ) -> None:
+        self.sampler = sampler
+        self._readers = max(1, workers)
+        self._worker_seed = WorkerSeed(arguments)
+        reader = _Reader(
+            dataset,
+            size=sampler.balancer.global_batch_size,
+            drop_last=sampler.drop_last,
+            collate=arguments.pop("collate_fn", None) or default_collate,
+            seed=sampler.seed,
+        )
+        arguments["worker_init_fn"] = outliving(arguments.get("worker_init_fn"), operator.attrgetter("dataset"))
+        self.loader = DataLoader(
+            reader,  # type: ignore[arg-type]
+            batch_size=None,
+            sampler=_Orders(sampler),
+            num_workers=workers,
+            collate_fn=_as_it_is,
+            **arguments,
+        )
+
+    def batches(self) -> Iterator[Loaded]:
+        """Those of one iteration, until all readers are at the end of the stream."""
+        sampler = self.sampler
+        if not sampler.begin():
+            return
+        passes_over = sampler.position
+        ended: set[int] = set()
+        self._worker_seed.begin(seed_of(sampler.seed, sampler.epoch, sampler.position, sampler.balancer.rank))
+        with iterating(self.loader) as source:
+            for read in source:
+                if not read.whole:
+                    ended.add(read.reader)
+                    if len(ended) == self._readers:
+                        return
+                elif passes_over:
+                    passes_over -= 1
+                else:
+                    sampler.use(read.content)
+                    yield Loaded(read.batch if read.used else none_of(read.batch), read.used, read.whole)
+
+
+def _as_it_is(read: Any) -> Any:
+    return read
