@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch.utils.data import IterableDataset, TensorDataset
+from torch.utils.data import IterableDataset, TensorDataset, get_worker_info
 
 from hvd_hetero.engine.local import World
 from hvd_hetero.optimizers.dealer import evaluation_part
@@ -53,9 +53,34 @@ def test_the_mean_is_that_of_one_process():
         assert count == 37 and loss / count == pytest.approx(float(x.square().mean()), rel=1e-12)
 
 
-class Endless(IterableDataset):
+class Stream(IterableDataset):
+    """Numbers; each of two processes that load gives every other one, shuffled. (Threads share their random numbers.)"""
+
     def __iter__(self):
-        return iter(range(3))
+        worker = get_worker_info()
+        if worker is None:
+            return iter(range(100))
+        return iter((2 * torch.randperm(50) + worker.id).tolist())
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("shares", [(6, 3, 3), (7, 0, 5)])
+def test_a_stream_is_dealt_as_well(shares, workers):
+    def program(engine):
+        balancer = hvd.Balancer(12, engine=engine, shares=shares, min_share=0, adaptive=False)
+        loader = hvd.EvaluationDataLoader(Stream(), balancer=balancer, num_workers=workers)
+        first, again = ([batch.tolist() for batch in loader] for _ in range(2))
+        assert first == again and all(len(batch) <= max(1, shares[engine.rank]) for batch in first)
+        return sum(first, [])
+
+    parts = World(3).run(program)
+    assert sorted(sum(parts, [])) == list(range(100))
+    assert [len(part) for part in parts] == pytest.approx([100 * share / 12 for share in shares], abs=2 * (1 + workers))
+
+
+class Endless:
+    def __getitem__(self, index):
+        return index
 
 
 def test_wrong_arguments_say_what_was_expected():

@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from torch.utils.data import DataLoader, Dataset, Subset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 from hvd_hetero.optimizers.balancer import Balancer
 from hvd_hetero.optimizers.dealer import evaluation_part
 
 from .feed import iterating, outliving
 from .loader import check_map_style
+from .stream import WRAPPED, OwnSamples
 
 
 class EvaluationDataLoader:
-    """Batches of a map-style dataset, every sample on one rank: as many on each as its share says, in their order.
+    """Batches of a dataset, every sample on one rank: as many on each as its share says, in their order.
 
     For validation, which on unlike ranks would else take as long as the slowest one needs for an equal part. Nothing is
     exchanged meanwhile, and ranks may have different numbers of batches, or none: sum what you count, and divide once.
@@ -30,6 +31,7 @@ class EvaluationDataLoader:
     With a local strategy, all ranks call `optimizer.merge()` before it.
 
     Args:
+        dataset: all of it on every rank, in the same order; of an `IterableDataset` every rank reads all.
         balancer: says the shares, and by them the size of a batch.
         arguments: of `torch.utils.data.DataLoader`, but for `batch_size`, `shuffle`, `sampler` and `batch_sampler`.
     """
@@ -40,12 +42,17 @@ class EvaluationDataLoader:
                 raise TypeError(
                     f"{name}: expected none, because the balancer deals the samples. Received: {arguments[name]!r}."
                 )
-        check_map_style(dataset)
-        arguments["worker_init_fn"] = outliving(arguments.get("worker_init_fn"))
+        streams = isinstance(dataset, IterableDataset)
+        if not streams:
+            check_map_style(dataset)
+        arguments["worker_init_fn"] = outliving(arguments.get("worker_init_fn"), WRAPPED if streams else None)
         self.dataset, self._balancer, self._arguments = dataset, balancer, arguments
 
     def _loader(self) -> DataLoader[Any]:
         shares = self._balancer.plan_at(self._balancer.step + 1).shares
+        if isinstance(self.dataset, IterableDataset):
+            own: Dataset[Any] = OwnSamples(self.dataset, shares=shares, rank=self._balancer.rank)
+            return DataLoader(own, batch_size=max(1, self._balancer.share), **self._arguments)
         mine = evaluation_part(len(self.dataset), shares, self._balancer.rank)  # type: ignore[arg-type]
         return DataLoader(Subset(self.dataset, mine), batch_size=max(1, self._balancer.share), **self._arguments)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +21,7 @@ from .row import none_of
 from .whole import WHOLE
 
 TORCH = Generator(torch.default_generator.manual_seed, torch.get_rng_state, torch.set_rng_state)
+WRAPPED = operator.attrgetter("dataset")  # a user's, of what reads it
 
 
 class _Read(NamedTuple):
@@ -97,6 +98,27 @@ class _Reader:
         return mine, first, whole, content
 
 
+class OwnSamples(IterableDataset[Any]):
+    """This rank's samples of a stream that every rank reads once."""
+
+    def __init__(self, dataset: IterableDataset[Any], *, shares: Sequence[int], rank: int) -> None:
+        self.dataset = dataset
+        self._shares, self._rank = tuple(shares), rank
+
+    def __iter__(self) -> Iterator[Any]:
+        worker = get_worker_info()
+        draws = Draws(seed_of(0 if worker is None else worker.id), TORCH)
+        with draws():
+            stream = iter(self.dataset)
+        places = owners(self._shares).tolist()
+        while True:
+            with draws():
+                some = list(zip(places, stream, strict=False))
+            if not some:
+                return
+            yield from (sample for owner, sample in some if owner == self._rank)
+
+
 def _checksum(sample: Any, start: int) -> int:
     """Of what has to be the same in a sample on all ranks."""
     for leaf in pytree.tree_leaves(sample):
@@ -138,7 +160,7 @@ class StreamFeed:
             collate=arguments.pop("collate_fn", None) or default_collate,
             seed=sampler.seed,
         )
-        arguments["worker_init_fn"] = outliving(arguments.get("worker_init_fn"), operator.attrgetter("dataset"))
+        arguments["worker_init_fn"] = outliving(arguments.get("worker_init_fn"), WRAPPED)
         self.loader = DataLoader(
             reader,  # type: ignore[arg-type]
             batch_size=None,
