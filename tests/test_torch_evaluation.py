@@ -54,7 +54,7 @@ def test_the_mean_is_that_of_one_process():
 
 
 class Stream(IterableDataset):
-    """Numbers; each of two processes that load gives every other one, shuffled. (Threads share their random numbers.)"""
+    """Numbers; each of two processes that load gives every other one, shuffled. Threads share random numbers."""
 
     def __iter__(self):
         worker = get_worker_info()
