@@ -8,6 +8,10 @@ from typing import Any, Protocol
 import keras
 import numpy as np
 
+# Kinds of tf.data.Dataset, as TensorFlow calls them.
+KEEPS_ELEMENTS = {"AssertCardinality", "Cache", "Options", "Prefetch", "Repeat", "Shard", "Shuffle", "Skip", "Take"}
+BATCHES = {"Batch", "ParallelBatch", "PaddedBatch"}
+
 Batch = Any  # a tuple (x,), (x, y) or (x, y, sample_weight) of nested arrays, or a dictionary
 
 
@@ -177,6 +181,11 @@ class StreamSource:
     arrays: Sequence[np.ndarray] = ()
 
     def __init__(self, samples: Any, *, global_batch_size: int) -> None:
+        if _ends_in_batches(samples):
+            raise ValueError(
+                "x: expected a tf.data.Dataset of single samples: the balancer makes the batches. Received: one of "
+                "batches. Leave its batch() out, or add unbatch(). Where such a batch is one sample: map(lambda *x: x)."
+            )
         self._length = int(samples.cardinality())
         if self._length < 0:
             raise ValueError(
@@ -201,6 +210,13 @@ class StreamSource:
                 self._batch, self._at = packed(next(self._stream)), self._at + 1
             parts.append(_rows_of(self._batch, indices[indices // self._size == number] - number * self._size))
         return _joined(parts)
+
+
+def _ends_in_batches(dataset: Any) -> bool:
+    """Whether a tf.data.Dataset makes batches, and nothing of them."""
+    while (name := type(dataset).__name__.strip("_").removesuffix("Dataset")) in KEEPS_ELEMENTS:
+        dataset = getattr(dataset, "_input_dataset", None)
+    return name in BATCHES
 
 
 def _rows(batch: Batch) -> int:

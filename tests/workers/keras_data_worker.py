@@ -544,13 +544,16 @@ def samples_of_tf_data():
         model.fit(hvd.BalancedDataset(*given, balancer=balancer, shuffle=False), epochs=2, verbose=0)
         found.append(model.get_weights())
     assert worst(*found) == 0.0
-    try:
-        unknown = tf.data.Dataset.from_tensor_slices(y).filter(lambda label: label > 0)
-        hvd.BalancedDataset(unknown, balancer=balancer, shuffle=False)
-    except ValueError as error:
-        assert "assert_cardinality" in str(error)
-    else:
-        raise AssertionError("a length that nobody knows was taken")
+    samples = tf.data.Dataset.from_tensor_slices((x, y))
+    for given, what in (
+        (samples.filter(lambda x, y: True), "assert_cardinality"),
+        (samples.batch(2, drop_remainder=True).prefetch(1), "unbatch"),
+        (samples.padded_batch(2).shuffle(3, seed=0).repeat(2).take(9).cache(), "unbatch"),
+    ):
+        expect(what, lambda given=given: hvd.BalancedDataset(given, balancer=balancer, shuffle=False))
+    for given in (samples.batch(2).map(lambda x, y: (x, y)), samples.batch(2).unbatch().take(len(x))):
+        given = given.apply(tf.data.experimental.assert_cardinality(len(x)))
+        hvd.BalancedDataset(given, balancer=balancer, shuffle=False)
 
 
 def texts_come_as_keras_takes_them():
