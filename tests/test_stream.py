@@ -10,6 +10,7 @@ import pytest
 import torch
 from simulated import Speed
 from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data.datapipes.iter import IterableWrapper
 
 from hvd_hetero.engine.local import SoloEngine, World
 from hvd_hetero.optimizers.dealer import owners
@@ -261,6 +262,19 @@ def test_a_worker_init_fn_finds_the_dataset():
     batches = Job(SoloEngine(), Split(), num_workers=2, worker_init_fn=by_init).epoch()
     assert sorted(sum(batches, [])) == list(range(40))
     assert {value % 2 for value in batches[0]} == {0}
+
+
+@pytest.mark.parametrize("workers", [0, 1, 3])
+def test_a_data_pipe_is_parted_and_shuffled_as_a_data_loader_does(workers):
+    def program(engine):
+        pipe = IterableWrapper(range(50)).shuffle().sharding_filter()
+        loader = hvd.BalancedDataLoader(pipe, balancer=hvd.Balancer(WHOLE, engine=engine), num_workers=workers)
+        return [[x.tolist() for x in loader] for _ in range(2)]
+
+    first, second = zip(*World(2).run(program), strict=True)
+    for ranks in (first, second):
+        assert sorted(sum(together(ranks), [])) == list(range(50))
+    assert first != second
 
 
 class Labels(IterableDataset):

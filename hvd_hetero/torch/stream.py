@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
-from torch.utils.data import DataLoader, IterableDataset, Sampler, default_collate, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, Sampler, default_collate, get_worker_info
+from torch.utils.data.graph_settings import apply_random_seed, apply_sharding
 
 from hvd_hetero.optimizers.content import checksum_of_one
 from hvd_hetero.optimizers.dealer import owners
@@ -73,6 +74,8 @@ class _Reader:
             with self._draws():
                 if callable(set_epoch := getattr(self.dataset, "set_epoch", None)):
                     set_epoch(order.epoch)
+                if isinstance(self.dataset, IterDataPipe):
+                    _settle(self.dataset, seed_of(self._seed, order.epoch))
                 self._stream = iter(self.dataset)
         with self._draws():
             mine, first, whole, content = self._read(order)
@@ -96,6 +99,14 @@ class _Reader:
                 mine.append(sample)
             whole += 1
         return mine, first, whole, content
+
+
+def _settle(pipe: IterDataPipe[Any], seed: int) -> None:
+    """What a `DataLoader` does for one: all loading processes shuffle alike, and its `sharding_filter` parts them."""
+    apply_random_seed(pipe, torch.Generator().manual_seed(seed))
+    worker = get_worker_info()
+    if worker is not None:
+        apply_sharding(pipe, worker.num_workers, worker.id)
 
 
 class OwnSamples(IterableDataset[Any]):
