@@ -58,6 +58,7 @@ class StreamSampler:
         self._resumed = False  # and not iterated since
         self._over = False  # resumed where nothing is left
         self._run = 0  # number of the last iteration
+        self._answers = 0  # to its orders
         self._content = 0  # checksum of the batch in use
         balancer.lookahead = max(balancer.lookahead, lookahead)
         balancer.dependents.add(self)
@@ -104,16 +105,24 @@ class StreamSampler:
         """Begins an iteration; whether anything of the epoch may be left."""
         over, self._over = self._over, False
         self.position, self._first, self._resumed = self._first, 0, False
-        self._run += 1
+        self._run, self._answers = self._run + 1, 0
         return not over
 
     def orders(self) -> Iterator[Order]:
         """The orders of an iteration, without end: first of what was used before it."""
-        run, epoch, rank = self._run, self.epoch, self.balancer.rank
-        for _ in range(self.position):
-            yield Order(run, epoch, rank, None)
-        for step in itertools.count(self.balancer.step + 1):
-            yield Order(run, epoch, rank, tuple(self.balancer.deal(step).shares))
+        run, epoch, passed_over = self._run, self.epoch, self.position
+        for _ in range(passed_over):
+            yield Order(run, epoch, self.balancer.rank, None)
+        for ordered in itertools.count():
+            # As many may come before it, fewer where a reader has ended; counting those would lead ever further ahead
+            # of the steps that there are, to where a new plan could hold.
+            ahead = ordered - max(0, self._answers - passed_over)
+            shares = self.balancer.deal(self.balancer.step + 1 + ahead).shares
+            yield Order(run, epoch, self.balancer.rank, tuple(shares))
+
+    def answered(self) -> None:
+        """The oldest order is, by a batch or by the end of what its reader reads."""
+        self._answers += 1
 
     def use(self, content: int) -> None:
         """The next batch, of this checksum, is in use now."""

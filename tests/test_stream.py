@@ -126,6 +126,28 @@ def test_every_sample_once_in_the_order_of_the_stream_whatever_the_plan_does(wor
     assert (whole[0] != whole[1]) == (kind is not None)
 
 
+def test_plans_hold_as_soon_where_a_process_has_nothing_to_read():
+    class OneShard(Stream):
+        def __iter__(self):
+            return map(self.form, range(self.length if get_worker_info().id == 0 else 0))
+
+    def program(engine):
+        job = Job(engine, OneShard(120 * WHOLE), adaptive=True, num_workers=2)
+        before, leads = 0, []
+        for number, (x, _) in enumerate(job.loader):
+            if number == 80:  # both ranks change their speed
+                job.watch.seconds_per_sample, before = SECONDS_PER_SAMPLE[1 - engine.rank], len(job.balancer.plans)
+            job.watch.samples = len(x)
+            job.model(x.double()).square().mean().backward()
+            job.optimizer.step()
+            leads.append(job.balancer.plans[-1].step - job.balancer.step)
+        return before, len(job.balancer.plans), max(leads), job.balancer.lookahead
+
+    for before, after, lead, lookahead in World(2).run(program):
+        assert after > before, "the plan never changed: the test shows nothing"
+        assert lead <= lookahead + 2
+
+
 @WORKERS
 @pytest.mark.parametrize("kind", ["torch", "python", "numpy"])
 def test_its_order_depends_on_seed_and_epoch_alone_and_others_draw_what_they_would(workers, kind):

@@ -191,6 +191,7 @@ class StreamFeed:
         self._worker_seed.begin(seed_of(sampler.seed, sampler.epoch, sampler.position, sampler.balancer.rank))
         with iterating(self.loader) as source:
             for read in source:
+                sampler.answered()
                 if not read.whole:
                     ended.add(read.reader)
                     if len(ended) == self._readers:
