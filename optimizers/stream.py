@@ -57,7 +57,7 @@ class StreamSampler:
         self._first = 0  # where the next iteration starts: not 0 after load_state_dict()
         self._resumed = False  # and not iterated since
         self._over = False  # resumed where nothing is left
-        self._run = 0  # number of the last iteration
+        self.run = 0  # number of the last iteration
         self._answers = 0  # to its orders
         self._content = 0  # checksum of the batch in use
         balancer.lookahead = max(balancer.lookahead, lookahead)
@@ -105,12 +105,12 @@ class StreamSampler:
         """Begins an iteration; whether anything of the epoch may be left."""
         over, self._over = self._over, False
         self.position, self._first, self._resumed = self._first, 0, False
-        self._run, self._answers = self._run + 1, 0
+        self.run, self._answers = self.run + 1, 0
         return not over
 
     def orders(self) -> Iterator[Order]:
         """The orders of an iteration, without end: first of what was used before it."""
-        run, epoch, passed_over = self._run, self.epoch, self.position
+        run, epoch, passed_over = self.run, self.epoch, self.position
         for _ in range(passed_over):
             yield Order(run, epoch, self.balancer.rank, None)
         for ordered in itertools.count():

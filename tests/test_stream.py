@@ -247,6 +247,12 @@ def test_its_length():
     with pytest.raises(TypeError, match="without __len__"):
         len(Job(SoloEngine(), Stream(2 * WHOLE + 1)).loader)
 
+    class Unsized(Stream):
+        def __len__(self):
+            raise NotImplementedError
+
+    assert len(Job(SoloEngine(), Unsized(2 * WHOLE + 1)).epoch()) == 3
+
 
 @pytest.mark.parametrize("shares", [(12, 3, 1), (16, 0, 0), (5, 6, 5)])
 def test_a_batch_that_ends_early_is_split_like_shares(shares):
@@ -353,6 +359,41 @@ def test_a_stream_that_raises_on_a_rank_ends_all():
             job.epoch()
 
     World(2).run(program)
+
+
+@WORKERS
+def test_a_stop_iteration_that_is_not_the_streams_is_an_error(workers):
+    def out_of_captions(samples):
+        return next(iter(()))
+
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        Job(SoloEngine(), Stream(40), num_workers=workers, collate_fn=out_of_captions).epoch()
+
+
+@pytest.mark.parametrize("how", ["break", "exception"])
+def test_a_stream_is_closed_when_its_loop_is_left(how):
+    class Open(Stream):
+        opened = 0
+
+        def __iter__(self):
+            self.opened += 1
+            try:
+                yield from super().__iter__()
+            finally:
+                self.opened -= 1
+
+    data = Open(40)
+    loader = Job(SoloEngine(), data).loader
+    for _ in range(2):
+        try:
+            for _ in loader:
+                assert data.opened == 1
+                if how == "break":
+                    break
+                raise OSError("rank on fire")
+        except OSError:
+            pass
+        assert data.opened == 0
 
 
 def test_what_ranks_do_not_agree_about_is_named():

@@ -122,7 +122,7 @@ def _length_of(stream: IterableDataset[Any]) -> int | None:
     """Its samples, where it says how many."""
     try:
         return len(stream)  # type: ignore[arg-type]
-    except TypeError:
+    except (TypeError, NotImplementedError):
         return None
 
 

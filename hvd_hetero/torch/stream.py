@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import operator
 from collections.abc import Callable, Iterator, Sequence
@@ -86,6 +87,11 @@ class _Reader:
         self._told = True
         return _Read(self._collate(mine or [first]), len(mine), whole, content, number)
 
+    def leave(self, run: int) -> None:
+        """Closes the stream, where it was last read for this iteration: what it holds is not to wait for the next."""
+        if run == self._run:
+            self._stream = iter(())
+
     def _read(self, order: Order) -> tuple[list[Any], Any, int, int]:
         """This rank's samples, the first of all ranks', the number of theirs, and a checksum."""
         mine: list[Any] = []
@@ -164,7 +170,7 @@ class StreamFeed:
         self.sampler = sampler
         self._readers = max(1, workers)
         self._worker_seed = WorkerSeed(arguments)
-        reader = _Reader(
+        self._reader = _Reader(
             dataset,
             size=sampler.balancer.global_batch_size,
             drop_last=sampler.drop_last,
@@ -173,7 +179,7 @@ class StreamFeed:
         )
         arguments["worker_init_fn"] = outliving(arguments.get("worker_init_fn"), WRAPPED)
         self.loader = DataLoader(
-            reader,  # type: ignore[arg-type]
+            self._reader,  # type: ignore[arg-type]
             batch_size=None,
             sampler=_Orders(sampler),
             num_workers=workers,
@@ -189,13 +195,14 @@ class StreamFeed:
         passes_over = sampler.position
         ended: set[int] = set()
         self._worker_seed.begin(seed_of(sampler.seed, sampler.epoch, sampler.position, sampler.balancer.rank))
-        with iterating(self.loader) as source:
-            for read in source:
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._reader.leave, sampler.run)
+            source = stack.enter_context(iterating(self.loader))
+            while len(ended) < self._readers:
+                read = next(source)  # always another one: a StopIteration is of what samples are made with, an error
                 sampler.answered()
                 if not read.whole:
                     ended.add(read.reader)
-                    if len(ended) == self._readers:
-                        return
                 elif passes_over:
                     passes_over -= 1
                 else:
