@@ -141,7 +141,7 @@ class StreamSampler:
 
     def state_dict(self) -> dict[str, int]:
         """Where in which epoch: the number of global batches used."""
-        return {"epoch": self.epoch, "position": self.position, **self._order}
+        return {"epoch": self.epoch + self._over, "position": self.position, **self._order}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Goes on where `state` was saved, on any number of ranks."""

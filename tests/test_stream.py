@@ -202,6 +202,8 @@ def test_an_epoch_that_was_kept_at_its_end_is_over():
     again = Job(SoloEngine(), Stream(3 * WHOLE))
     again.loader.load_state_dict(whole.loader.state_dict())
     again.loader.set_epoch(0)  # as a script does that goes on in the epoch it was kept in
+    again.loader.load_state_dict(again.loader.state_dict())  # and it is kept there once more
+    again.loader.set_epoch(0)
     assert again.epoch() == [] and again.epoch() == first
     again.loader.load_state_dict(whole.loader.state_dict())
     again.loader.set_epoch(5)  # on purpose another one
