@@ -4,6 +4,7 @@ import gc
 import multiprocessing
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -105,11 +106,14 @@ class Stream(Numbers, torch.utils.data.IterableDataset):
     (Numbers, hvd.BalancedDataLoader), (Stream, hvd.BalancedDataLoader), (Numbers, hvd.EvaluationDataLoader),
 ])
 @pytest.mark.parametrize("burns", ["loader", "loop"])
-def test_they_end_when_an_exception_ends_the_loop(data, make, burns):
+@pytest.mark.parametrize("persistent", [False, True])
+def test_they_end_when_an_exception_ends_the_loop(data, make, burns, persistent):
     """Although it holds what loads in a cycle, which makes PyTorch end them by a signal, seconds later."""
     before = set(multiprocessing.active_children())
 
-    def loop(loader):
+    def loop():
+        options = dict(num_workers=2, persistent_workers=persistent)
+        loader = make(data(burns == "loader"), balancer=hvd.Balancer(4, engine=SoloEngine()), **options)
         try:
             for batch in loader:
                 if burns == "loop":
@@ -119,7 +123,31 @@ def test_they_end_when_an_exception_ends_the_loop(data, make, burns):
             held = error  # in this frame, which it holds
             return str(held)
 
-    loader = make(data(burns == "loader"), balancer=hvd.Balancer(4, engine=SoloEngine()), num_workers=2)
-    assert "on fire" in loop(loader)
+    assert "on fire" in loop()
+    start = time.monotonic()
     gc.collect()
+    assert time.monotonic() - start < torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL
+    assert set(multiprocessing.active_children()) == before
+
+
+class Stuck(Numbers):
+    def __getitem__(self, index):
+        if index >= 4:
+            time.sleep(3600)
+        return torch.tensor([index])
+
+
+class StuckStream(Stuck, Stream):
+    pass
+
+
+@pytest.mark.parametrize("data", [Stuck, StuckStream])
+def test_one_that_is_stuck_in_what_it_reads_ends_with_the_loop(data, monkeypatch):
+    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.5)
+    before = set(multiprocessing.active_children())
+    loader = hvd.BalancedDataLoader(
+        data(False), balancer=hvd.Balancer(4, engine=SoloEngine()), num_workers=1, shuffle=False
+    )
+    for _ in loader:
+        break
     assert set(multiprocessing.active_children()) == before

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from .loader import BalancedBatchSampler
 
 
-_IN_USE: list[Any] = []  # iterators, so that no collector finds them
+_IN_USE: dict[int, Any] = {}  # iterators, so that no collector finds them
 
 
 class Loaded(NamedTuple):
@@ -89,18 +90,26 @@ def iterating(loader: DataLoader[Any]) -> Iterator[Iterator[Any]]:
     """An iterator over `loader`, whose workers end with it, unless they are for its next iteration as well.
 
     They are told to by a queue, which no longer sends once the garbage collector has found it with the iterator in a
-    cycle, as an exception's traceback makes: PyTorch would wait for each worker until it gives up, and ends it by a
-    signal, which those of ours outlive.
+    cycle, as an exception's traceback makes: PyTorch would wait for each worker until it gives up, and end it.
     """
     source = iter(loader)
-    _IN_USE.append(source)
+    for worker in getattr(source, "_workers", ()):
+        worker.terminate = worker._popen.kill  # where it is stuck in what it reads: ours outlive the SIGTERM of this
+    if id(source) not in _IN_USE:
+        _IN_USE[id(source)] = source
+        if loader.persistent_workers:
+            weakref.finalize(loader, _end, source).atexit = False  # then PyTorch does
     try:
         yield source
     finally:
-        _IN_USE[:] = [each for each in _IN_USE if each is not source]
-        shut_down = getattr(source, "_shutdown_workers", None)
-        if shut_down is not None and not loader.persistent_workers:
-            shut_down()
+        if not loader.persistent_workers:
+            _end(source)
+
+
+def _end(source: Any) -> None:
+    _IN_USE.pop(id(source), None)
+    if hasattr(source, "_shutdown_workers"):
+        source._shutdown_workers()
 
 
 def seed_of(*place: int) -> int:
