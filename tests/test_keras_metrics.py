@@ -42,6 +42,24 @@ def test_a_metric_with_a_count_that_is_no_number_weighs_what_the_loss_does():
     assert "r2_score" not in counts and counts["loss"] == 8 and "r2_score" in logs
 
 
+def test_metrics_with_a_number_for_each_class_are_those_of_all_ranks_and_others_are_left():
+    def program(engine):
+        callback = hvd.callbacks.MetricAverageCallback(engine=engine)
+        loss = SimpleNamespace(name="loss", count=keras.Variable(3.0 - engine.rank))
+        callback.set_model(SimpleNamespace(metrics=[loss]))
+        callback.on_train_begin()
+        own = np.array([[0.0, 1.0], [3.0, 1.0]], "float32")[engine.rank]
+        texts = np.array(["own"])
+        logs = {"loss": float(engine.rank), "f1_score": own, "val_f1_score": own, "texts": texts}
+        callback.on_epoch_end(0, logs)
+        assert logs["loss"] == pytest.approx(0.4) and logs["texts"] is texts
+        for key in ("f1_score", "val_f1_score"):
+            np.testing.assert_allclose(logs[key], [1.2, 1.0])
+        return True
+
+    assert World(2).run(program, timeout_s=10) == [True, True]
+
+
 @pytest.mark.parametrize("who", [0, 1])
 def test_a_metric_that_one_rank_alone_has_later_on_raises_on_every_rank(who):
     def program(engine):

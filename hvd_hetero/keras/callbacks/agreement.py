@@ -108,19 +108,24 @@ class MetricAverageCallback(keras.callbacks.Callback):
         self._name = self._name or self._engine.unique("hvd_hetero.metrics.")
         now = self._counts()
         trained, self._trained = now if self._trained is None else self._trained, None
-        keys = tuple(sorted(key for key, value in logs.items() if np.ndim(value) == 0))
+        own = {key: np.asarray(value, "float64") for key, value in sorted(logs.items()) if _is_numeric(value)}
+        named = ", ".join(key + (str(list(value.shape)) if value.ndim else "") for key, value in own.items())
         # In each epoch: a rank whose metrics are the ones it had before cannot know that another's are not.
         # And one that began at another epoch, as Keras's BackupAndRestore makes it, ends before or after the others.
-        what = f"epoch {epoch + 1} with {', '.join(keys)}"
+        what = f"epoch {epoch + 1} with {named}"
         agree_text(self._engine, lambda: what, title="epoch and metrics", name=f"{self._name}.keys")
         weights = [
-            _weight(now, key.removeprefix("val_")) if key.startswith("val_") else _weight(trained, key) for key in keys
+            _weight(now, key.removeprefix("val_")) if key.startswith("val_") else _weight(trained, key) for key in own
         ]
-        values = [float(logs[key]) for key in keys]
-        weighted = [value * weight if weight else 0.0 for value, weight in zip(values, weights, strict=True)]
-        total = self._engine.allreduce_async(np.array([*weighted, *weights]), name=self._name).wait()
-        for key, value, weight in zip(keys, *total.reshape(2, -1).tolist(), strict=True):
-            logs[key] = value / weight if weight else math.nan
+        weighted = [
+            np.ravel(value * weight if weight else np.zeros_like(value))
+            for value, weight in zip(own.values(), weights, strict=True)
+        ]
+        total = self._engine.allreduce_async(np.concatenate([*weighted, weights]), name=self._name).wait()
+        sums = np.split(total, np.cumsum([value.size for value in own.values()], dtype=int))
+        for (key, value), summed, weight in zip(own.items(), sums[:-1], sums[-1].tolist(), strict=True):
+            mean = summed.reshape(value.shape) / weight if weight else np.full(value.shape, math.nan)
+            logs[key] = mean if mean.ndim else float(mean)
 
     def _counts(self) -> dict[str, float]:
         """What metrics are means over, as far as they are: samples seen since they were reset, by their names."""
@@ -160,6 +165,11 @@ def _by_key(compiled: Any) -> dict[str, Any]:
 
 def _same(metric: Any) -> Any:
     return metric
+
+
+def _is_numeric(value: Any) -> bool:
+    """Whether it is a number, or an array of numbers, as of a metric that has one for each class."""
+    return np.ndim(value) == 0 or isinstance(value, np.ndarray) and np.issubdtype(value.dtype, np.number)
 
 
 def _weight(counts: Mapping[str, float], name: str) -> float:
