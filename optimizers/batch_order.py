@@ -37,6 +37,11 @@ class BatchOrder:
             self._unused = self._samples
         self._samples = samples
 
+    @property
+    def over(self) -> bool:
+        """Whether a loop has ended, and no batch has begun since."""
+        return self._over
+
     def ends(self) -> None:
         """A loop ends."""
         self._over = True

@@ -97,6 +97,10 @@ class Weighing:
         """A global batch begins."""
         self.begun += 1
 
+    def forget(self, *, present: bool) -> None:
+        """The batches before the present one are not to count, nor is that one where it is meant as well."""
+        self.begun = min(self.begun, 0 if present else 1)
+
     def end(self) -> None:
         """An exchange is over."""
         self.begun = 0

@@ -294,3 +294,34 @@ def test_zero_grad_between_passes_forgets_what_was_there_before():
         return weight.grad.item()
 
     assert World(2).run(program, timeout_s=20) == [5.0] * 2
+
+
+@pytest.mark.parametrize("place", ["after the batch", "at the next one", "after the epoch"])
+def test_zero_grad_leaves_batches_out_of_a_step(place):
+    """As those at the end of an epoch that are too few: the next step is over whole batches again, of any sizes."""
+
+    def program(engine):
+        weight = nn.Parameter(torch.ones(1, dtype=torch.float64))
+        balancer = hvd.Balancer(4, engine=engine, shares=(3, 1), adaptive=False)
+        loader = hvd.BalancedDataLoader(torch.arange(1.0, 11.0).double(), balancer=balancer, shuffle=False)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD([weight], lr=0.0), balancer=balancer, backward_passes_per_step=2
+        )
+        found = []
+        for _ in range(2):
+            for index, x in enumerate(loader):
+                if place == "at the next one" and index % 2 == 0:
+                    optimizer.zero_grad()
+                if len(x) or place == "after the batch":  # else a rank without a sample knows as well what is left out
+                    (weight * x).mean().backward()
+                if index % 2:
+                    found.append(weight.grad.item())  # before step(), as clipping sees it
+                    optimizer.step()
+                    optimizer.zero_grad()
+                elif place == "after the batch" and index == 2:
+                    optimizer.zero_grad()
+            if place == "after the epoch":
+                optimizer.zero_grad()
+        return found
+
+    assert World(2).run(program, timeout_s=20) == [pytest.approx([9.0, 9.0])] * 2

@@ -141,10 +141,6 @@ class Passes:
         else:
             self._forget()
 
-    def forget_before(self) -> None:
-        """What `p.grad` held before the first pass does not count."""
-        self._before.clear()
-
     def clear(self) -> None:
         """Starts anew: what `p.grad` holds is the global gradient, or will not count."""
         self._stash = None
