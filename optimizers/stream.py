@@ -38,7 +38,8 @@ class StreamSampler:
         length: samples of an epoch, where the stream knows.
         seed: whatever draws at random while the stream is read begins from it and the epoch.
         workers: how many read, each of which makes whole global batches: part of the order.
-        lookahead: batches that may be ordered before they are used.
+        lookahead: batches that may be ordered before they are used. The step for which one is ordered, and so its plan,
+            depends on it where some of those who read have come to their end.
 
     Raises:
         ValueError: on every rank, when the arguments differ between ranks.
@@ -50,7 +51,7 @@ class StreamSampler:
         if not isinstance(balancer, Balancer):
             raise TypeError(f"balancer: expected an hvd.Balancer. Received: {balancer!r}.")
         self.balancer, self.length, self.seed, self.drop_last = balancer, length, seed, drop_last
-        self._workers = workers
+        self._workers, self._lookahead = workers, lookahead
         self._agree()
         self.epoch = 0
         self.position = 0  # global batches of this epoch that were used
@@ -70,6 +71,7 @@ class StreamSampler:
             "seed": self.seed,
             "drop_last": self.drop_last,
             "num_workers": self._workers,
+            "num_workers * prefetch_factor": self._lookahead,
         }
         agree_on(self.balancer.engine, alike, name=f"hvd_hetero.{self.balancer.name}.dealer")
 

@@ -407,6 +407,7 @@ def test_what_ranks_do_not_agree_about_is_named():
         (Stream(9), [1] * 9, {}, "dataset length"),
         (Sized(9), Sized(10), {}, "dataset length"),
         (Stream(9), Stream(9), {"num_workers": 1}, "num_workers"),
+        (Stream(9), Stream(9), {"num_workers": 0, "seed": 1}, "seed"),
     ):
         with pytest.raises(ValueError, match=named):
             World(2).run(lambda engine, first=first, second=second, options=options: program(

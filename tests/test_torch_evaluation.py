@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch.utils.data import IterableDataset, TensorDataset, get_worker_info
+from torch.utils.data.datapipes.iter import IterableWrapper
 
 from hvd_hetero.engine.local import World
 from hvd_hetero.optimizers.dealer import evaluation_part
@@ -76,6 +77,16 @@ def test_a_stream_is_dealt_as_well(shares, workers):
     parts = World(3).run(program)
     assert sorted(sum(parts, [])) == list(range(100))
     assert [len(part) for part in parts] == pytest.approx([100 * share / 12 for share in shares], abs=2 * (1 + workers))
+
+
+def test_a_pipe_is_parted_between_loading_processes_and_ranks():
+    def program(engine):
+        balancer = hvd.Balancer(12, engine=engine, shares=(9, 3), adaptive=False)
+        pipe = IterableWrapper(range(50)).shuffle().sharding_filter()
+        loader = hvd.EvaluationDataLoader(pipe, balancer=balancer, num_workers=2)
+        return [int(x) for batch in loader for x in batch]
+
+    assert sorted(sum(World(2).run(program), [])) == list(range(50))
 
 
 class Endless:

@@ -75,8 +75,7 @@ class _Reader:
             with self._draws():
                 if callable(set_epoch := getattr(self.dataset, "set_epoch", None)):
                     set_epoch(order.epoch)
-                if isinstance(self.dataset, IterDataPipe):
-                    _settle(self.dataset, seed_of(self._seed, order.epoch))
+                _settle(self.dataset, seed_of(self._seed, order.epoch))
                 self._stream = iter(self.dataset)
         with self._draws():
             mine, first, whole, content = self._read(order)
@@ -107,8 +106,11 @@ class _Reader:
         return mine, first, whole, content
 
 
-def _settle(pipe: IterDataPipe[Any], seed: int) -> None:
-    """What a `DataLoader` does for one: all loading processes shuffle alike, and its `sharding_filter` parts them."""
+def _settle(pipe: Any, seed: int) -> None:
+    """What a `DataLoader` does for an `IterDataPipe`: all loading processes shuffle alike, and its `sharding_filter`
+    parts them."""
+    if not isinstance(pipe, IterDataPipe):
+        return
     apply_random_seed(pipe, torch.Generator().manual_seed(seed))
     worker = get_worker_info()
     if worker is not None:
@@ -126,6 +128,7 @@ class OwnSamples(IterableDataset[Any]):
         worker = get_worker_info()
         draws = Draws(seed_of(0 if worker is None else worker.id), TORCH)
         with draws():
+            _settle(self.dataset, 0)
             stream = iter(self.dataset)
         places = owners(self._shares).tolist()
         while True:
