@@ -6,7 +6,7 @@ HVD_HETERO_SEEDS=40:2000 draws more than those of every run.
 import copy
 import os
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -50,6 +50,7 @@ class Script:
     sparse: bool
     skips: bool  # a rank without a sample leaves backward() out
     options: dict[str, Any]  # of DistributedOptimizer
+    leaves_out: bool = False  # a batch before each step, by zero_grad()
 
     @property
     def several(self) -> bool:
@@ -70,9 +71,9 @@ class Script:
 
     @property
     def is_linear(self) -> bool:
-        """Whether what ranks do apart, each with what it kept, adds up to what they do together."""
+        """Whether what ranks do apart, each with what it kept, adds up to what they do together, by one number each."""
         kept = self.kind != "SGD" or self.zero_grad in ("never", "second")
-        return not (kept or self.clip or self.sparse or (self.several and self.batches > 1))
+        return not (kept or self.clip or self.sparse or (self.several and (self.masked or self.batches > 1)))
 
     def shares(self, batch: int) -> list[int]:
         """Of the ranks, of one of its batches."""
@@ -120,7 +121,8 @@ def drawn(seed: int) -> Script:
             options=options,
         )
         if script.valid:
-            return script
+            whole = script.batches > 1 and not script.several and not script.skips
+            return replace(script, leaves_out=whole and random.Random(-seed - 1).random() < 0.5)
 
 
 class Model(nn.Module):
@@ -231,14 +233,19 @@ def trained(engine, script: Script, prototype: Model) -> torch.Tensor:
         elif script.zero_grad != "never" and (script.zero_grad != "second" or step == 1):
             for optimizer in optimizers:
                 optimizer.zero_grad(set_to_none=script.zero_grad != "zeros")
-        batches = [next(data) for _ in range(script.batches)]
+        batches = [next(data) for _ in range(script.batches + script.leaves_out)]
         if engine is None:
-            taken_by_one(model, batches, script)
+            if script.leaves_out:
+                model.zero_grad()
+            taken_by_one(model, batches[script.leaves_out :], script)
         else:
-            for number, batch in enumerate(batches):
+            for number, batch in enumerate(batches, start=-script.leaves_out):
                 shares = script.shares(step * script.batches + number)
                 mine = slice(sum(shares[: engine.rank]), sum(shares[: engine.rank + 1]))
                 passes_of_a_rank(model, tuple(part[mine] for part in batch), script, balancer)
+                if number < 0:
+                    for optimizer in optimizers:
+                        optimizer.zero_grad()
             for optimizer in optimizers:
                 optimizer.synchronize()
         if script.clip:

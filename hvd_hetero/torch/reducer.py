@@ -223,8 +223,9 @@ class GradientReducer:
         """The gradients so far are to be zero. After a pass that did not end, a collective call."""
         self.break_off()  # or what it has left would be of the next one
         self._passes.clear()
-        over = self._passed == self._balancer.part or self._balancer.batch_order.over
-        self._weighing.forget(present=over)
+        # By any parameters' passes, which all ranks make alike: whether there was one with these depends on samples.
+        passed = self._balancer.passed == self._balancer.part
+        self._weighing.forget(present=passed or self._balancer.batch_order.over)
 
     def break_off(self) -> None:
         """Clears up after a backward pass that an exception ended: the gradients since the last exchange do not count.
