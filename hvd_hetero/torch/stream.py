@@ -131,12 +131,15 @@ class OwnSamples(IterableDataset[Any]):
             _settle(self.dataset, 0)
             stream = iter(self.dataset)
         places = owners(self._shares).tolist()
-        while True:
+        read = len(places)
+        while read == len(places):
+            mine, read = [], 0
             with draws():
-                some = list(zip(places, stream, strict=False))
-            if not some:
-                return
-            yield from (sample for owner, sample in some if owner == self._rank)
+                for owner, sample in zip(places, stream, strict=False):
+                    read += 1
+                    if owner == self._rank:
+                        mine.append(sample)
+            yield from mine
 
 
 def _checksum(sample: Any, start: int) -> int:
