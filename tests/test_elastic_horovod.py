@@ -36,7 +36,8 @@ def elastic_job(tmp_path, ranks, kind, *options):
     pytest.param(3, "KILL", (), marks=pytest.mark.slow),
     pytest.param(3, "KILL", ("strategy=local",), marks=pytest.mark.slow),
     pytest.param(3, "TERM", ("strategy=local",), marks=pytest.mark.slow),
-    pytest.param(4, "KILL", ("topology=leader",), marks=pytest.mark.skipif(
+    pytest.param(3, "KILL", ("stream=yes",), marks=pytest.mark.slow),
+    pytest.param(4, "KILL", ("topology=leader", "stream=yes"), marks=pytest.mark.skipif(
         not (has_edit("peer_death_with_process_sets") and has_edit("spared_hosts")),
         reason="this Horovod ends the survivors of a job with process sets, or those on the host of the dead",
     )),

@@ -1,7 +1,7 @@
 """One rank of tests/test_elastic_horovod.py: trains while ranks die and join, and says what became of the samples.
 
-Arguments: a folder, `KILL` or `TERM`, and `NAME=VALUE` options of DistributedOptimizer. One rank gets that
-signal at step 12, once; later another one takes its place. `RESULT` is printed by rank 0 at the end.
+Arguments: a folder, `KILL` or `TERM`, and `NAME=VALUE` options of DistributedOptimizer, or `stream=yes`. One rank gets
+that signal at step 12, once; later another one takes its place. `RESULT` is printed by rank 0 at the end.
 """
 
 from __future__ import annotations
@@ -37,13 +37,31 @@ class Numbered(torch.utils.data.Dataset):
         return index, self.x[index], self.y[index]
 
 
-def by_one_process():
-    """The parameters of one process that takes the same global batches."""
+class Streamed(torch.utils.data.IterableDataset):
+    """Those, in the order that they would be dealt in; of two processes that load, each gives every other batch."""
+
+    def __init__(self, data):
+        self.data, self.dealer = data, dealer_of_all()
+
+    def set_epoch(self, epoch):
+        self.dealer.epoch = epoch
+
+    def __iter__(self):
+        for batch in list(self.dealer.batches())[torch.utils.data.get_worker_info().id :: 2]:
+            yield from map(self.data.__getitem__, batch.tolist())
+
+
+def dealer_of_all():
     from hvd_hetero.optimizers.dealer import Dealer
 
+    return Dealer(SAMPLES, global_batch_size=WHOLE, shuffle=True, seed=5, drop_last=False)
+
+
+def by_one_process():
+    """The parameters of one process that takes the same global batches."""
     model, data = make_model(), Numbered()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    dealer = Dealer(SAMPLES, global_batch_size=WHOLE, shuffle=True, seed=5, drop_last=False)
+    dealer = dealer_of_all()
     for epoch in range(EPOCHS):
         dealer.epoch = epoch
         for batch in dealer.batches():
@@ -58,7 +76,10 @@ def main(folder, kind, **options):
     torch.set_num_threads(1)
     model, data = make_model(), Numbered()
     balancer = hvd.Balancer(WHOLE, rule=hvd.ReplanRule(minimum_observations=4, warmup_steps=2))
-    loader = hvd.BalancedDataLoader(data, balancer=balancer, seed=5, num_workers=0)
+    streams = options.pop("stream", False)
+    loader = hvd.BalancedDataLoader(
+        Streamed(data) if streams else data, balancer=balancer, seed=5, num_workers=2 if streams else 0
+    )
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), balancer=balancer, **options
     )
