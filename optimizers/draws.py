@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import threading
 from collections.abc import Callable, Iterator
@@ -10,7 +11,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-_ONE_AT_A_TIME = threading.Lock()  # has the process's generators
+_one_at_a_time = threading.Lock()  # has the process's generators
+
+
+def _renew() -> None:
+    """In a forked process, where whoever holds it is not."""
+    global _one_at_a_time
+    _one_at_a_time = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew)
 
 
 class Generator(NamedTuple):
@@ -39,7 +49,7 @@ class Draws:
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
-        with _ONE_AT_A_TIME:
+        with _one_at_a_time:
             before = self._get()
             if self._states is None:
                 for generator in self._generators:

@@ -95,14 +95,12 @@ def together(ranks):
     return [sorted(sum(parts, [])) for parts in zip(*ranks, strict=True)]
 
 
-LENGTHS = pytest.mark.parametrize(
-    "length, drop_last", [(WHOLE * 30, False), (WHOLE * 30 + 9, False), (WHOLE * 30 + 5, True)]
-)
-
-
 # Threads share their random numbers, so that a stream that draws is read by processes here.
-@pytest.mark.parametrize("kind, workers", [(None, 0), (None, 2), ("torch", 2), ("python", 2), ("numpy", 2)])
-@LENGTHS
+@pytest.mark.parametrize("kind, workers, length, drop_last", [
+    (None, 0, WHOLE * 30, False), (None, 0, WHOLE * 30 + 9, False), (None, 0, WHOLE * 30 + 5, True),
+    (None, 2, WHOLE * 30 + 9, False), ("torch", 2, WHOLE * 30 + 5, True),
+    ("python", 2, WHOLE * 30, False), ("numpy", 2, WHOLE * 30 + 9, False),
+])
 def test_every_sample_once_in_the_order_of_the_stream_whatever_the_plan_does(workers, kind, length, drop_last):
     def program(engine):
         job = Job(engine, Stream(length, kind), adaptive=True, num_workers=workers, drop_last=drop_last)
