@@ -79,6 +79,7 @@ from hvd_hetero.policy.topology import Topology
 
 from . import elastic
 from .balancer import Balancer
+from .batch_sampler import BalancedBatchSampler
 from .checkpoint import Checkpoint
 from .compression import Compression
 from .evaluation import EvaluationDataLoader
@@ -92,7 +93,7 @@ from .function import (
     synchronize,
 )
 from .latency_lr import LatencyAwareLR
-from .loader import BalancedBatchSampler, BalancedDataLoader
+from .loader import BalancedDataLoader
 from .optimizer import DistributedOptimizer
 from .sync_batch_norm import SyncBatchNorm
 

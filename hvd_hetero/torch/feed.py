@@ -7,18 +7,15 @@ import functools
 import hashlib
 import weakref
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.utils.data import DataLoader, get_worker_info
 
 from hvd_hetero.engine.loading import Loaders, loaders
 
+from .batch_sampler import BalancedBatchSampler
 from .row import none_of
-
-if TYPE_CHECKING:
-    from .loader import BalancedBatchSampler
-
 
 _IN_USE: dict[int, Any] = {}  # iterators, so that no collector finds them
 
