@@ -325,3 +325,29 @@ def test_zero_grad_leaves_batches_out_of_a_step(place):
         return found
 
     assert World(2).run(program, timeout_s=20) == [pytest.approx([9.0, 9.0])] * 2
+
+
+@pytest.mark.parametrize("synchronizes", [False, True])
+def test_what_is_done_to_gradients_before_an_early_exchange_is_warned_of(synchronizes, recwarn):
+    """After it, it is as in one process."""
+
+    def program(engine):
+        weight, frozen = (nn.Parameter(torch.ones(1, dtype=torch.float64)) for _ in range(2))
+        balancer = hvd.Balancer(4, engine=engine, shares=(3, 1), adaptive=False)
+        inner = torch.optim.SGD([weight, frozen], lr=1.0)
+        optimizer = hvd.DistributedOptimizer(inner, balancer=balancer, backward_passes_per_step=2)
+        x = torch.arange(1.0, 5.0).double()[slice(0, 3) if engine.rank == 0 else slice(3, 4)]
+        balancer.begin(len(x))
+        (weight * frozen * x).mean().backward()
+        frozen.requires_grad_(False)
+        frozen.grad = None
+        if synchronizes:
+            optimizer.synchronize()
+        nn.utils.clip_grad_norm_([weight], 0.5)
+        optimizer.step()
+        return weight.item()
+
+    found = World(2).run(program, timeout_s=20)
+    told = [each for each in recwarn if "optimizer.synchronize()" in str(each.message)]
+    assert bool(told) != synchronizes
+    assert not synchronizes or found == [pytest.approx(0.5, abs=1e-5)] * 2

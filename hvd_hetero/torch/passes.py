@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 
 import torch
+
+CHANGED = (
+    "Expected the p.grad that backward() left, where a step is over fewer passes than were to come and gradients are "
+    "exchanged in step(). Received: others, such as clipped ones, which were each rank's own. Call "
+    "optimizer.synchronize() before what changes or looks at p.grad."
+)
 
 
 class Passes:
@@ -31,6 +38,8 @@ class Passes:
         self._by = 0  # so many of the last passes of this batch left `p.grad` as it was
         self._batch = 0  # so many passes were over batches before the present one
         self._loop = 0  # of the last pass with gradients
+        self._left: dict[torch.nn.Parameter, tuple[int, int]] = {}  # by the last pass, where others were to follow
+        self._warned = False
 
     @property
     def _trained(self) -> list[torch.nn.Parameter]:
@@ -121,6 +130,13 @@ class Passes:
         self._restore()
         if not self.unit:  # nothing counted yet, so nothing may be left, not even a NaN
             self._forget()
+        self._left = {p: _version(p.grad) for p in self._trained}
+
+    def warn_of_changes(self) -> None:
+        """Before an exchange that comes early: warns, once, where `p.grad` is not what the last pass left."""
+        if not self._warned and any(_version(p.grad) != left for p, left in self._left.items() if p.requires_grad):
+            self._warned = True
+            warnings.warn(CHANGED, stacklevel=5)
 
     def complete(self, gain: float) -> None:
         """After all passes; `gain`: see `keep`."""
@@ -147,6 +163,7 @@ class Passes:
         self._counts.clear()
         self._before.clear()
         self._added, self._kept, self.unit, self._by, self._batch = False, False, 0.0, 0, 0
+        self._left = {}
 
     def _restore(self) -> None:
         """Puts back what a pass without terms must not touch."""
@@ -174,6 +191,11 @@ class Passes:
             else:
                 parameter.grad = added + before if before.is_sparse else before.add_(added)
         self._before = {}
+
+
+def _version(gradient: torch.Tensor | None) -> tuple[int, int]:
+    """Another one where `p.grad` is another tensor, or holds something else."""
+    return (0, 0) if gradient is None else (id(gradient), gradient._version)
 
 
 def is_zero(gradient: torch.Tensor) -> bool:

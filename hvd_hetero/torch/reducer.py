@@ -317,6 +317,7 @@ class GradientReducer:
         self.break_off()
         if self._phase is Phase.BROKEN_OFF:
             raise RuntimeError(BROKEN_OFF)
+        self._passes.warn_of_changes()
         if self._passes_by:
             self._passes.pass_by(self._balancer.part_terms)
         elif not self._passes.begun and (self._balancer.begin_unseen() or self._set_by_hand()):
