@@ -1,7 +1,5 @@
 """Checksums of data: they tell other samples, cost little, and bear what hosts may do differently."""
 
-import time
-
 import numpy as np
 import pytest
 
@@ -49,11 +47,10 @@ def test_of_a_single_sample_numbers_and_texts_are_told_apart():
 
 
 @pytest.mark.parametrize("leaf", [7, "token"])
-def test_of_a_sample_that_is_a_list_of_thousands_it_costs_little(leaf):
-    start = time.process_time()
-    for _ in range(20_000):
-        checksum_of_one(leaf)
-    assert time.process_time() - start < 0.2  # 0.7 s where each makes an array
+def test_of_a_sample_that_is_a_list_of_thousands_no_arrays_are_made(leaf, monkeypatch):
+    expected = checksum_of_one(leaf)
+    monkeypatch.setattr(np, "asarray", None)  # 26 microseconds each
+    assert checksum_of_one(leaf) == expected
 
 
 def test_of_large_data_some_rows_are_looked_at():
