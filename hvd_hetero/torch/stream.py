@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -57,8 +56,7 @@ class _Reader:
         self.dataset = dataset
         self._size, self._drop_last, self._collate, self._seed = size, drop_last, collate, seed
         self._run = -1
-        self._stream: Iterator[Any] = iter(())
-        self._draws: Draws | None = None
+        self._stream: _Stream | None = None
         self._told = False  # the content of this run's first batch
 
     def __getitem__(self, order: Order) -> _Read:
@@ -67,42 +65,56 @@ class _Reader:
                 "Expected one iteration at a time over hvd.BalancedDataLoader of an IterableDataset. Received: another "
                 "batch of one that a later one has taken over from."
             )
-        worker = get_worker_info()
-        number = 0 if worker is None else worker.id
-        if self._draws is None or order.run > self._run:
-            self._run, self._told = order.run, False
-            self._draws = Draws(seed_of(self._seed, order.epoch, number), TORCH)
-            with self._draws():
-                if callable(set_epoch := getattr(self.dataset, "set_epoch", None)):
-                    set_epoch(order.epoch)
-                _settle(self.dataset, seed_of(self._seed, order.epoch))
-                self._stream = iter(self.dataset)
-        with self._draws():
-            mine, first, whole, content = self._read(order)
+        if self._stream is None or order.run > self._run:
+            self._run, self._told, self._stream = order.run, False, None
+            self._stream = _Stream(self.dataset, seed=self._seed, epoch=order.epoch, tells=True)
+        stream, keeps = self._stream, order.shares is not None
+        places = owners(order.shares).tolist() if order.shares is not None else [-1] * self._size
+        looks = 0 if not keeps else 1 if self._told else self._size
+        mine, first, whole, content = stream.take(places, order.rank, looks=looks)
         if whole == 0 or (self._drop_last and whole < self._size):
-            return _Read(None, 0, 0, 0, number)
-        if order.shares is None:
-            return _Read(None, 0, whole, 0, number)
+            return _Read(None, 0, 0, 0, stream.reader)
+        if not keeps:
+            return _Read(None, 0, whole, 0, stream.reader)
         self._told = True
-        return _Read(self._collate(mine or [first]), len(mine), whole, content, number)
+        return _Read(self._collate(mine or [first]), len(mine), whole, content, stream.reader)
 
     def leave(self, run: int) -> None:
         """Closes the stream, where it was last read for this iteration: what it holds is not to wait for the next."""
         if run == self._run:
-            self._stream = iter(())
+            self._stream = None
 
-    def _read(self, order: Order) -> tuple[list[Any], Any, int, int]:
-        """This rank's samples, the first of all ranks', the number of theirs, and a checksum."""
+
+class _Stream:
+    """One iteration over a stream, in one of those who read it, with random numbers of its own.
+
+    Args:
+        tells: the stream its epoch, if it asks.
+    """
+
+    def __init__(self, dataset: IterableDataset[Any], *, seed: int, epoch: int, tells: bool = False) -> None:
+        worker = get_worker_info()
+        self.reader = 0 if worker is None else worker.id
+        self._draws = Draws(seed_of(seed, epoch, self.reader), TORCH)
+        with self._draws():
+            if tells and callable(set_epoch := getattr(dataset, "set_epoch", None)):
+                set_epoch(epoch)
+            _settle(dataset, seed_of(seed, epoch))
+            self._samples = iter(dataset)
+
+    def take(self, places: Sequence[int], rank: int, *, looks: int = 0) -> tuple[list[Any], Any, int, int]:
+        """The next samples, as many as `places`, of which each says whose it is: this rank's, the first of all, the
+        number of all, and a checksum of the first `looks`."""
         mine: list[Any] = []
         first, whole, content = None, 0, 0
-        places = itertools.repeat(-1, self._size) if order.shares is None else owners(order.shares).tolist()
-        for owner, sample in zip(places, self._stream, strict=False):  # takes no sample beyond the last place
-            first = sample if whole == 0 else first
-            if order.shares is not None and (whole == 0 or not self._told):
-                content = _checksum(sample, content)
-            if owner == order.rank:
-                mine.append(sample)
-            whole += 1
+        with self._draws():
+            for owner, sample in zip(places, self._samples, strict=False):  # takes none beyond the last place
+                first = sample if whole == 0 else first
+                if whole < looks:
+                    content = _checksum(sample, content)
+                if owner == rank:
+                    mine.append(sample)
+                whole += 1
         return mine, first, whole, content
 
 
@@ -125,20 +137,10 @@ class OwnSamples(IterableDataset[Any]):
         self._shares, self._rank = tuple(shares), rank
 
     def __iter__(self) -> Iterator[Any]:
-        worker = get_worker_info()
-        draws = Draws(seed_of(0 if worker is None else worker.id), TORCH)
-        with draws():
-            _settle(self.dataset, 0)
-            stream = iter(self.dataset)
-        places = owners(self._shares).tolist()
-        read = len(places)
-        while read == len(places):
-            mine, read = [], 0
-            with draws():
-                for owner, sample in zip(places, stream, strict=False):
-                    read += 1
-                    if owner == self._rank:
-                        mine.append(sample)
+        stream, places = _Stream(self.dataset, seed=0, epoch=0), owners(self._shares).tolist()
+        whole = len(places)
+        while whole == len(places):
+            mine, _, whole, _ = stream.take(places, self._rank)
             yield from mine
 
 
