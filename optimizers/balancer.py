@@ -78,7 +78,7 @@ class Balancer:
             identity=engine.identity,
         )
         self._rule = rule or ReplanRule()
-        self.timesheet = Timesheet(stopwatch)
+        self.timesheet = Timesheet(stopwatch, quota_cores=engine.quota_cores)
         self.record = Record(trace)
         self.lookahead = 0  # batches that this rank may deal before they are used
         self.step = -1  # index of the global batch begun last, counted over all epochs

@@ -4,6 +4,14 @@ Where compute runs on the cores that also serve the communication (sums, copies,
 longer for that as well, whatever its share: so much time goes to its overhead. It is estimated from processor time,
 
     service = processor time while waiting / processor time per second of compute
+
+A CPU quota, as a container has it, is handed out by the period, and a rank that has waited finds what it has not used:
+it computes faster than it ever would if the others waited for it. What counts for a plan is the long run, in which a
+step takes at least
+
+    processor time of the step / cores of the quota
+
+("CFS Bandwidth Control" in the documentation of Linux.)
 """
 
 from __future__ import annotations
@@ -13,6 +21,9 @@ import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
+
+LOOK_EVERY = 8  # steps between two looks at the quota, which take 0.1 ms
+SMOOTHED = 16  # steps
 
 
 class Stopwatch(Protocol):
@@ -69,10 +80,20 @@ class ComputeMeter:
 
     Args:
         processor_s: seconds of processor time of this process, all threads; for ranks that compute on their cores.
+        quota_cores: the cores that a quota allows this process; None: as many as there are.
     """
 
-    def __init__(self, stopwatch: Stopwatch, *, processor_s: Callable[[], float] = time.process_time) -> None:
+    def __init__(
+        self,
+        stopwatch: Stopwatch,
+        *,
+        processor_s: Callable[[], float] = time.process_time,
+        quota_cores: Callable[[], float | None] = lambda: None,
+    ) -> None:
         self._stopwatch, self._processor_s = stopwatch, processor_s
+        self._quota_cores, self._until_look = quota_cores, 0
+        self._quota: float | None = None
+        self._seen, self._ahead_s = 0, 0.0  # steps since it changed, and how far they were ahead of it
         self._segments: list[tuple[Any, Any]] = []
         self._start: Any = None
         self._mark_s: float | None = None  # of processor time, where the present segment or pause began
@@ -137,14 +158,31 @@ class ComputeMeter:
         segments, self._segments = self._segments, []
         return Taken(self._stopwatch, segments)
 
-    def take_service_s(self, compute_s: float) -> float:
-        """The seconds that serving the communication took of this rank's cores since the last call, which followed
-        `compute_s` of compute; 0 where compute does not run on them."""
+    def take_extra_s(self, compute_s: float) -> float:
+        """The seconds that what was done since the last call takes this rank's cores beyond `compute_s` of compute: for
+        serving the communication, and because of a quota; 0 where compute does not run on them."""
         computing_s, waiting_s = self._computing_s, self._waiting_s
         self._computing_s = self._waiting_s = 0.0
         if not isinstance(self.stopwatch, WallClock) or computing_s <= 0.0:
             return 0.0
-        return min(compute_s, waiting_s * compute_s / computing_s)
+        service_s = min(compute_s, waiting_s * compute_s / computing_s)
+        cores = self._look_at_quota()
+        if cores is None:
+            return service_s
+        # Over some steps: how a step's compute falls into the quota's periods moves it by one of them.
+        ahead_s = (computing_s + waiting_s) / cores - compute_s - service_s
+        self._seen += 1
+        self._ahead_s += (ahead_s - self._ahead_s) / min(self._seen, SMOOTHED)
+        return service_s + max(0.0, self._ahead_s)
+
+    def _look_at_quota(self) -> float | None:
+        """The quota's cores, looked at now and then: files are to be read for that."""
+        self._until_look -= 1
+        if self._until_look < 0:
+            before, self._quota, self._until_look = self._quota, self._quota_cores(), LOOK_EVERY
+            if self._quota != before:
+                self._seen, self._ahead_s = 0, 0.0
+        return self._quota
 
 
 class Pace:

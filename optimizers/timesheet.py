@@ -42,10 +42,13 @@ class Timesheet:
 
     Args:
         stopwatch: measures compute; None: wall time, until somebody knows better (see `measure_with`).
+        quota_cores: the cores that a CPU quota allows this process; None: as many as there are.
     """
 
-    def __init__(self, stopwatch: Stopwatch | None) -> None:
-        self._meter = ComputeMeter(stopwatch or WallClock())
+    def __init__(
+        self, stopwatch: Stopwatch | None, *, quota_cores: Callable[[], float | None] = lambda: None
+    ) -> None:
+        self._meter = ComputeMeter(stopwatch or WallClock(), quota_cores=quota_cores)
         self._given = stopwatch is not None
         self._ended: Ended | None = None  # whose time is not read yet
         self._late = False  # whether there ever was one
@@ -125,12 +128,12 @@ class Timesheet:
             return
         ended, self._ended = self._ended, None
         compute_s = ended.taken.seconds()
-        service_s = self._meter.take_service_s(compute_s)
+        extra_s = self._meter.take_extra_s(compute_s)
         batches = max(ended.batches, 1)
         if ended.discarded:
-            compute_s = service_s = 0.0
+            compute_s = extra_s = 0.0
         self._stops.add(ended.samples / batches, compute_s / batches, batches=batches)
-        self.known = (ended.samples / batches, (compute_s + service_s) / batches)
+        self.known = (ended.samples / batches, (compute_s + extra_s) / batches)
         ended.tell(Entry(samples=ended.samples, data_s=ended.data_s, compute_s=compute_s))
 
     @property

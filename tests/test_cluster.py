@@ -142,6 +142,20 @@ elif int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
     assert 30 < float(done.output.partition(":")[2]) < 107  # Mbit/s; a busy machine may let less through, never more
 
 
+@needs_namespaces
+@needs_cgroup
+def test_a_rank_on_a_node_sees_its_quota_as_in_a_container() -> None:
+    script = (
+        "from emulation_hold import hold, release; from hvd_hetero.engine.machine import CpuQuota\n"
+        "quota = CpuQuota(); before = quota.cores(); hold(); held = quota.cores(); release()\n"
+        "print(before, held, quota.cores())"
+    )
+    ranks = [EmulatedRank(cores=0.5), EmulatedRank(cores=0.25, node=1)]
+    with Cluster(ranks, quota="cgroup") as cluster:
+        done = cluster.processes([sys.executable, "-c", script], timeout_s=30)
+    assert sorted(re.findall(r":(.*)", done.output)) == ["None 0.25 None", "None 0.5 None"], done.output
+
+
 def test_one_failing_rank_ends_all_and_so_does_time() -> None:
     with Cluster([EmulatedRank(cores=0.5), EmulatedRank(cores=0.5)]) as cluster:
         failed = cluster.processes(["sh", "-c", "[ $RANK = 0 ] && exit 7; sleep 60"], timeout_s=30)

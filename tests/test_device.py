@@ -57,6 +57,19 @@ def test_cgroup_v2_limits_and_those_of_its_parents(tmp_path):
     assert limits(tmp_path, V2_MOUNTS, "0::/job/rank\n")[0] == 0.2, "the tighter one holds"
 
 
+def test_a_quota_is_that_of_now(tmp_path):
+    """An orchestrator may change it, or move the process into another cgroup."""
+    write(tmp_path, {"proc/self/mountinfo": "1 2 0:3 / /proc rw - proc proc rw\n" + V2_MOUNTS,
+                     "proc/self/cgroup": "0::/job\n", "sys/fs/cgroup/job/cpu.max": "max 100000\n"})
+    quota = machine.CpuQuota(tmp_path)
+    assert quota.cores() is None
+    write(tmp_path, {"sys/fs/cgroup/job/cpu.max": "25000 100000\n"})
+    assert quota.cores() == 0.25
+    write(tmp_path, {"proc/self/cgroup": "0::/other\n", "sys/fs/cgroup/other/cpu.max": "5000 10000\n"})
+    assert quota.cores() == 0.5
+    assert machine.CpuQuota(tmp_path / "nothing").cores() is None
+
+
 def test_cgroup_v1_limits(tmp_path):
     cpu, memory = "sys/fs/cgroup/cpu/", "sys/fs/cgroup/memory/"
     write(tmp_path, {cpu + "rank/cpu.cfs_quota_us": "2500\n", cpu + "rank/cpu.cfs_period_us": "10000\n",

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hvd_hetero.optimizers.meter import ComputeMeter, WallClock
+from hvd_hetero.optimizers.meter import LOOK_EVERY, SMOOTHED, ComputeMeter, WallClock
 
 
 class Rank:
@@ -25,7 +25,7 @@ class Rank:
         self.meter.run()
         self.meter.pause()
         compute_s = self.meter.take().seconds()
-        return compute_s, self.meter.take_service_s(compute_s)
+        return compute_s, self.meter.take_extra_s(compute_s)
 
 
 @pytest.mark.parametrize("cores", [0.2, 0.8, 1.0, 4.0])
@@ -57,6 +57,67 @@ def test_where_compute_is_on_a_device_service_says_nothing():
     assert Rank(0.5, Device).step(compute=0.1, service=0.1, link_s=1.0) == pytest.approx((0.2, 0.0))
 
 
+class Rationed(Rank):
+    """A rank that gets `cores` of each period at once, and no more of it, as Linux's CFS bandwidth control does."""
+
+    PERIOD_S = 0.01
+
+    def __init__(self, cores, quota_cores):
+        super().__init__(cores)
+        self.meter = ComputeMeter(
+            WallClock(lambda: self.now_s), processor_s=lambda: self.processor_s, quota_cores=quota_cores
+        )
+        self.period, self.used_s = 0, 0.0
+
+    def passes(self, work_s, wall_s=None):
+        end_s = self.now_s if wall_s is None else self.now_s + wall_s
+        while work_s > 1e-9:
+            if (period := int(self.now_s / self.PERIOD_S + 1e-6)) > self.period:
+                self.period, self.used_s = period, 0.0
+            next_s = (self.period + 1) * self.PERIOD_S
+            now_s = min(work_s, self.cores * self.PERIOD_S - self.used_s, next_s - self.now_s)
+            if now_s > 1e-9:
+                self.used_s, self.processor_s = self.used_s + now_s, self.processor_s + now_s
+                self.now_s, work_s = self.now_s + now_s, work_s - now_s
+            else:
+                self.now_s = next_s
+        self.now_s = max(self.now_s, end_s)
+
+
+def long_run(link_s, quota_cores, steps=100, settled=SMOOTHED):
+    """What a step is said to take a rank of 0.2 cores that waits for `link_s`, and what it takes, in seconds."""
+    rank, said = Rationed(0.2, quota_cores), []
+    for step in range(settled + steps):
+        if step == settled:
+            began_s = rank.now_s
+        said.append(sum(rank.step(compute=0.0065, service=0.0005, link_s=link_s)))
+    return sum(said[settled:]) / steps, (rank.now_s - began_s) / steps
+
+
+@pytest.mark.parametrize("link_s", [0.0, 0.0137, 0.031, 0.1])
+def test_under_a_quota_a_step_takes_what_it_would_if_the_others_waited_for_it(link_s):
+    _, alone_s = long_run(0.0, lambda: None)
+    assert alone_s == pytest.approx((0.0065 + 0.0005) / 0.2, rel=0.01)
+    assert long_run(link_s, lambda: 0.2)[0] == pytest.approx(alone_s, rel=0.07)
+
+
+def test_who_has_waited_computes_faster_than_its_quota():
+    """Or the law above would hold without anybody's doing."""
+    assert long_run(0.031, lambda: None)[0] < 0.9 * long_run(0.0, lambda: None)[0]
+
+
+def test_a_quota_that_is_changed_is_heard_of_and_a_wide_one_says_nothing():
+    quota = [None]
+    rank = Rank(1.0)
+    rank.meter = ComputeMeter(
+        WallClock(lambda: rank.now_s), processor_s=lambda: rank.processor_s, quota_cores=lambda: quota[0]
+    )
+    for cores, extra_s in ((None, 0.0), (0.5, 0.1), (4.0, 0.0)):
+        quota[0] = cores
+        said = [rank.step(compute=0.1, service=0.0, link_s=0.0) for _ in range(LOOK_EVERY + 1)]
+        assert said[-1] == pytest.approx((0.1, extra_s))
+
+
 def test_what_lies_between_batches_is_neither():
     """A segment that is begun anew is forgotten: loading data is not this batch's compute."""
     rank = Rank(1.0)
@@ -77,7 +138,7 @@ def test_what_was_loaded_in_between_is_neither():
     rank.passes(0.02, wall_s=0.0)
     rank.meter.run()
     compute_s = rank.meter.take().seconds()
-    assert compute_s == pytest.approx(0.8) and rank.meter.take_service_s(compute_s) == pytest.approx(0.04)
+    assert compute_s == pytest.approx(0.8) and rank.meter.take_extra_s(compute_s) == pytest.approx(0.04)
 
 
 def test_a_segment_begins_when_what_it_needs_was_there():

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from . import leftovers, ssh
+from . import leftovers, quota, ssh
 from .ssh import run, tool
 
 # gethostbyname knows all of these as 127.0.0.1, and Horovod takes different names for different hosts.
@@ -66,6 +66,7 @@ class Namespaces:
 
     def __init__(self, name: str, folder: Path, nodes: int, link_mbit: Sequence[float] | None) -> None:
         """`link_mbit`: of each node's link; two nodes share one, the slower of both."""
+        self._quotas_shown = quota.shown()
         self._name, self._folder, self._mbit = name, folder, link_mbit
         self.names = [f"node{node}" for node in range(nodes)]
         for node in range(nodes):
@@ -85,7 +86,7 @@ class Namespaces:
 
     def inside(self, node: int) -> list[str]:
         # A host name of its own, because MPI, and code that groups ranks by host name, would see a single host.
-        script = f'echo {self.names[node]} > /proc/sys/kernel/hostname && exec "$@"'
+        script = f'echo {self.names[node]} > /proc/sys/kernel/hostname; {self._quotas_shown}exec "$@"'
         return [tool("ip"), "netns", "exec", self._space(node), tool("unshare"), "--uts", "sh", "-c", script, "sh"]
 
     def address(self, node: int) -> str:

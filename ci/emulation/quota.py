@@ -191,3 +191,20 @@ def writable_cgroup() -> tuple[str, Path] | None:
             leftovers.remove(name)
         return kind, root
     return None
+
+
+def shown() -> str:
+    """The shell's words that show the processes of a node their quotas, as a container does: `ip netns exec` has
+    hidden them."""
+    found = writable_cgroup()
+    if found is None:
+        return ""
+    kind, root = found
+    if kind == "cgroup2":
+        return "mount -t cgroup2 cgroup /sys/fs/cgroup; "
+    known = {line.split()[0] for line in Path("/proc/cgroups").read_text().splitlines()[1:]}
+    mounts = (line.split(" ") for line in Path("/proc/mounts").read_text().splitlines())
+    options = next(options for _, where, _, options, *_ in mounts if Path(where) == root)
+    # Of controllers that are mounted together, all have to be named.
+    together = ",".join(option for option in options.split(",") if option in known)
+    return f"mount -t cgroup -o {together} cgroup /sys/fs/cgroup; "

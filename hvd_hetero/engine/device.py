@@ -56,7 +56,7 @@ def describe_device(root: Path = Path("/"), *, affinity: set[int] | None = None)
     """The device of this process. `root` is where /proc and /sys are, `affinity` the cores it may run on."""
     here = affinity if affinity is not None else _affinity()
     mounts, cgroup = (machine.read(root / "proc/self" / name) for name in ("mountinfo", "cgroup"))
-    quota = machine.cpu_quota_cores(machine.cgroup_folders("cpu", mounts, cgroup, root))
+    quota = machine.CpuQuota(root).cores()
     limit = machine.memory_limit_bytes(machine.cgroup_folders("memory", mounts, cgroup, root))
     memory = machine.memory_bytes(machine.read(root / "proc/meminfo")) or _memory_without_proc()
     numa = machine.listed(machine.read(root / "sys/devices/system/node/online"))

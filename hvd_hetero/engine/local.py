@@ -77,6 +77,9 @@ class LocalEngine:
     def identity(self) -> int:
         return self._ranks[self._rank]
 
+    def quota_cores(self) -> float | None:
+        return None  # a quota is for all ranks of this process together
+
     def unique(self, prefix: str) -> str:
         return f"{prefix}{next(self._named)}"
 

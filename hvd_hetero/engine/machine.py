@@ -89,6 +89,21 @@ def cpu_quota_cores(folders: Iterator[Path]) -> float | None:
     return _tightest(folders, _quota)
 
 
+class CpuQuota:
+    """The CPU quota that holds this process, as it is when it is asked for: an orchestrator may change it, or move the
+    process. `root` is where /proc and /sys are."""
+
+    def __init__(self, root: Path = Path("/")) -> None:
+        self._root = root
+        mounts = read(root / "proc/self/mountinfo").splitlines()
+        self._mounts = "\n".join(line for line in mounts if " - cgroup" in line)
+
+    def cores(self) -> float | None:
+        """The cores that the quota allows in the long run, a fraction where it says so; None for no limit."""
+        here = read(self._root / "proc/self/cgroup")
+        return cpu_quota_cores(cgroup_folders("cpu", self._mounts, here, self._root))
+
+
 def memory_limit_bytes(folders: Iterator[Path]) -> int | None:
     """The memory that the tightest of these cgroups allows; None for no limit."""
     found = _tightest(folders, _memory_limit)

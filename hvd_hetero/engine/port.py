@@ -53,6 +53,9 @@ class Engine(Protocol):
     def identity(self) -> int:
         """A number that stands for this rank's hardware: it stays when ranks are numbered anew."""
 
+    def quota_cores(self) -> float | None:
+        """The cores that a CPU quota allows this process in the long run, as it is now; None where there is none."""
+
     def unique(self, prefix: str) -> str:
         """A name that no earlier call returned, and the same on all ranks that call it in the same order."""
 

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, ParamSpec, TypeVar
 from . import farewell, shared_sets
 from .environment import patience
 from .host import host_identity
+from .machine import CpuQuota
 from .port import gather_text
 from .remembered import Rebuilds, Remembered
 from .shared_sets import process_set_of
@@ -114,6 +115,7 @@ class ProcessSetEngine:
     _rebuilds: ClassVar[Rebuilds] = Rebuilds()
     _forgets: ClassVar[Remembered] = Remembered()
     _identity: ClassVar[int | None] = None
+    _quota: ClassVar[CpuQuota | None] = None
     _watch: ClassVar[Watch | None] = None
 
     def __init__(self, process_set: Any = None) -> None:
@@ -150,6 +152,11 @@ class ProcessSetEngine:
             text = f"{host_identity()}/{self._binding.local_rank()}"
             ProcessSetEngine._identity = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
         return ProcessSetEngine._identity
+
+    def quota_cores(self) -> float | None:
+        if ProcessSetEngine._quota is None:
+            ProcessSetEngine._quota = CpuQuota()
+        return ProcessSetEngine._quota.cores()
 
     def unique(self, prefix: str) -> str:
         return f"{prefix}{next(self._named.setdefault(self.ranks, itertools.count(1)))}"
