@@ -93,7 +93,7 @@ class ComputeMeter:
         self._stopwatch, self._processor_s = stopwatch, processor_s
         self._quota_cores, self._until_look = quota_cores, 0
         self._quota: float | None = None
-        self._seen, self._ahead_s = 0, 0.0  # steps since it changed, and how far they were ahead of it
+        self._ahead_s: deque[float] = deque(maxlen=SMOOTHED)  # how far steps were ahead of it, since it changed
         self._segments: list[tuple[Any, Any]] = []
         self._start: Any = None
         self._mark_s: float | None = None  # of processor time, where the present segment or pause began
@@ -169,11 +169,9 @@ class ComputeMeter:
         cores = self._look_at_quota()
         if cores is None:
             return service_s
-        # Over some steps: how a step's compute falls into the quota's periods moves it by one of them.
-        ahead_s = (computing_s + waiting_s) / cores - compute_s - service_s
-        self._seen += 1
-        self._ahead_s += (ahead_s - self._ahead_s) / min(self._seen, SMOOTHED)
-        return service_s + max(0.0, self._ahead_s)
+        # The median of some steps: how compute falls into the quota's periods moves it by one of them.
+        self._ahead_s.append((computing_s + waiting_s) / cores - compute_s - service_s)
+        return service_s + max(0.0, statistics.median(self._ahead_s))
 
     def _look_at_quota(self) -> float | None:
         """The quota's cores, looked at now and then: files are to be read for that."""
@@ -181,7 +179,7 @@ class ComputeMeter:
         if self._until_look < 0:
             before, self._quota, self._until_look = self._quota, self._quota_cores(), LOOK_EVERY
             if self._quota != before:
-                self._seen, self._ahead_s = 0, 0.0
+                self._ahead_s.clear()
         return self._quota
 
 
