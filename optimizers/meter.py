@@ -6,10 +6,10 @@ longer for that as well, whatever its share: so much time goes to its overhead. 
     service = processor time while waiting / processor time per second of compute
 
 A CPU quota, as a container has it, is handed out by the period, and a rank that has waited finds what it has not used:
-it computes faster than it ever would if the others waited for it. What counts for a plan is the long run, in which a
-step takes at least
+it computes faster than it ever would if the others waited for it. What counts for a plan is the long run, in which its
+compute takes at least
 
-    processor time of the step / cores of the quota
+    processor time of the compute / cores of the quota
 
 ("CFS Bandwidth Control" in the documentation of Linux.)
 """
@@ -93,7 +93,7 @@ class ComputeMeter:
         self._stopwatch, self._processor_s = stopwatch, processor_s
         self._quota_cores, self._until_look = quota_cores, 0
         self._quota: float | None = None
-        self._ahead_s: deque[float] = deque(maxlen=SMOOTHED)  # how far steps were ahead of it, since it changed
+        self._ahead_s: deque[float] = deque(maxlen=SMOOTHED)  # of compute, in steps since it changed
         self._segments: list[tuple[Any, Any]] = []
         self._start: Any = None
         self._mark_s: float | None = None  # of processor time, where the present segment or pause began
@@ -165,13 +165,13 @@ class ComputeMeter:
         self._computing_s = self._waiting_s = 0.0
         if not isinstance(self.stopwatch, WallClock) or computing_s <= 0.0:
             return 0.0
-        service_s = min(compute_s, waiting_s * compute_s / computing_s)
-        cores = self._look_at_quota()
-        if cores is None:
-            return service_s
-        # The median of some steps: how compute falls into the quota's periods moves it by one of them.
-        self._ahead_s.append((computing_s + waiting_s) / cores - compute_s - service_s)
-        return service_s + max(0.0, statistics.median(self._ahead_s))
+        cores, head_start_s = self._look_at_quota(), 0.0
+        if cores is not None:
+            # The median of some steps: how compute falls into the quota's periods moves it by one of them.
+            self._ahead_s.append(computing_s / cores - compute_s)
+            head_start_s = max(0.0, statistics.median(self._ahead_s))
+        # Who waits without sleeping, as MPI does, spends much more: that is no service.
+        return head_start_s + min(compute_s, waiting_s * (compute_s + head_start_s) / computing_s)
 
     def _look_at_quota(self) -> float | None:
         """The quota's cores, looked at now and then: files are to be read for that."""

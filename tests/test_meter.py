@@ -101,6 +101,13 @@ def test_under_a_quota_a_step_takes_what_it_would_if_the_others_waited_for_it(li
     assert long_run(link_s, lambda: 0.2)[0] == pytest.approx(alone_s, rel=0.07)
 
 
+def test_under_a_quota_too_who_spins_while_it_waits_is_not_taken_to_serve_all_the_time():
+    rank = Rationed(0.2, lambda: 0.2)
+    for _ in range(10):
+        compute_s, extra_s = rank.step(compute=0.0065, service=0.1, link_s=0.5)
+        assert extra_s < 0.0065 / 0.2 + compute_s
+
+
 def test_who_has_waited_computes_faster_than_its_quota():
     """Or the law above would hold without anybody's doing."""
     assert long_run(0.031, lambda: None)[0] < 0.9 * long_run(0.0, lambda: None)[0]
