@@ -146,7 +146,8 @@ class ParameterGuard:
             raise DivergedError(
                 f"Expected the same parameters on every rank after each step. Received: others than rank 0's on rank "
                 f"{ranks}, by {most:.2g} of their norm. Broadcast them from rank 0 before training "
-                "(hvd.broadcast_parameters; Keras: hvd.broadcast_variables), and change parameters on no rank alone."
+                "(hvd.broadcast_parameters; Keras: hvd.broadcast_variables), and change parameters and gradients on "
+                "all ranks alike (PyTorch: one that leaves backward() out calls optimizer.synchronize() before it clips)."
             )
         for index, flat in enumerate(first):
             parameters.write(index, flat)

@@ -86,7 +86,7 @@ class Namespaces:
 
     def inside(self, node: int) -> list[str]:
         # A host name of its own, because MPI, and code that groups ranks by host name, would see a single host.
-        script = f'echo {self.names[node]} > /proc/sys/kernel/hostname; {self._quotas_shown}exec "$@"'
+        script = f'echo {self.names[node]} > /proc/sys/kernel/hostname && {self._quotas_shown}exec "$@"'
         return [tool("ip"), "netns", "exec", self._space(node), tool("unshare"), "--uts", "sh", "-c", script, "sh"]
 
     def address(self, node: int) -> str:

@@ -201,10 +201,10 @@ def shown() -> str:
         return ""
     kind, root = found
     if kind == "cgroup2":
-        return "mount -t cgroup2 cgroup /sys/fs/cgroup; "
+        return "{ mount -t cgroup2 cgroup /sys/fs/cgroup || true; } && "
     known = {line.split()[0] for line in Path("/proc/cgroups").read_text().splitlines()[1:]}
     mounts = (line.split(" ") for line in Path("/proc/mounts").read_text().splitlines())
     options = next(options for _, where, _, options, *_ in mounts if Path(where) == root)
     # Of controllers that are mounted together, all have to be named.
     together = ",".join(option for option in options.split(",") if option in known)
-    return f"mount -t cgroup -o {together} cgroup /sys/fs/cgroup; "
+    return f"{{ mount -t cgroup -o {together} cgroup /sys/fs/cgroup || true; }} && "
