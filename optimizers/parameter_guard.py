@@ -147,7 +147,7 @@ class ParameterGuard:
                 f"Expected the same parameters on every rank after each step. Received: others than rank 0's on rank "
                 f"{ranks}, by {most:.2g} of their norm. Broadcast them from rank 0 before training "
                 "(hvd.broadcast_parameters; Keras: hvd.broadcast_variables), and change parameters and gradients on "
-                "all ranks alike (PyTorch: one that leaves backward() out calls optimizer.synchronize() before it clips)."
+                "all ranks alike (PyTorch: who leaves backward() out calls optimizer.synchronize() before clipping)."
             )
         for index, flat in enumerate(first):
             parameters.write(index, flat)
