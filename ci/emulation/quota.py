@@ -200,11 +200,10 @@ def shown() -> str:
     if found is None:
         return ""
     kind, root = found
-    if kind == "cgroup2":
-        return "{ mount -t cgroup2 cgroup /sys/fs/cgroup || true; } && "
-    known = {line.split()[0] for line in Path("/proc/cgroups").read_text().splitlines()[1:]}
-    mounts = (line.split(" ") for line in Path("/proc/mounts").read_text().splitlines())
-    options = next(options for _, where, _, options, *_ in mounts if Path(where) == root)
-    # Of controllers that are mounted together, all have to be named.
-    together = ",".join(option for option in options.split(",") if option in known)
-    return f"{{ mount -t cgroup -o {together} cgroup /sys/fs/cgroup || true; }} && "
+    how = "-t cgroup2"
+    if kind == "cgroup1":  # of controllers that are mounted together, all have to be named
+        known = {line.split()[0] for line in Path("/proc/cgroups").read_text().splitlines()[1:]}
+        mounts = (line.split(" ") for line in Path("/proc/mounts").read_text().splitlines())
+        options = next(options for _, where, _, options, *_ in mounts if Path(where) == root)
+        how = f"-t cgroup -o {','.join(option for option in options.split(',') if option in known)}"
+    return f"{{ mount {how} cgroup /sys/fs/cgroup || true; }} && "
