@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from hvd_hetero.codecs.verbs import verbs_of
 from hvd_hetero.policy.staleness import Contribution
 
 from .outer import Outer, compensated
@@ -17,8 +18,8 @@ from .weighted import WeightedExchange
 class Store(Protocol):
     """The parameters of a rank, as one flat array for each fragment."""
 
-    def read(self, index: int) -> Any:
-        """A copy of fragment `index`, flat."""
+    def read(self, index: int, into: Any = None) -> Any:
+        """A copy of fragment `index`, flat; in `into`, what an earlier call returned, if given."""
 
     def write(self, index: int, flat: Any) -> None:
         """Overwrites the parameters of fragment `index`."""
@@ -113,6 +114,7 @@ class Fragment:
     outer_state: dict[str, Any] = field(default_factory=dict)
     sends: int = 0
     _turn: int = 0  # the lane of the next contribution
+    _free: list[Any] = field(default_factory=list)  # copies that are no longer needed: new memory costs page faults
     _pending: deque[tuple[Lane, Any, Work]] = field(default_factory=deque)  # and x when sent, None where it was nothing
 
     @property
@@ -142,6 +144,10 @@ class Fragment:
         self.z, self._turn = self.store.read(self.index), 0
         self._pending.clear()
 
+    def _read(self) -> Any:
+        """A copy of this rank's parameters."""
+        return self.store.read(self.index, self._free.pop() if self._free else None)
+
     def _submit(self, lane: Lane, sent: Any, work: Work) -> None:
         self._turn = (self._turn + 1) % len(self.lanes)
         self._pending.append((lane, sent, work))
@@ -153,15 +159,18 @@ class Fragment:
 
         False where the progress is not finite: it is given up, and this rank goes on from the last merge.
         """
-        own, lane = self.store.read(self.index), self.lanes[self._turn]
-        delta = own - self.z
-        square = float((delta * delta).sum())
+        own, lane = self._read(), self.lanes[self._turn]
+        delta = lane.buffer[: len(own)]
+        delta[:] = own
+        delta -= self.z
+        square = float(delta @ delta)
         contribution = weigh(self.work, square)
         if finite := math.isfinite(square):
-            lane.buffer[: len(own)] = delta * contribution.before if contribution.before != 1.0 else delta
+            if contribution.before != 1.0:
+                delta *= contribution.before
         else:
-            lane.buffer[: len(own)] = 0.0
-            own = self.z
+            delta[:] = 0.0
+            own[:] = self.z
             self.store.write(self.index, own)
         done, self.work = self.work, Work()
         self._submit(lane, own, done if finite else Work())  # what is given up is not owed, either
@@ -182,21 +191,31 @@ class Fragment:
         lane, sent, work = self._pending[0]
         results, total = lane.exchange.finish(scale)
         self._pending.popleft()
-        before = self.z
-        sent = before if sent is None else sent
-        mean = results[0][: len(before)]
+        progress = self._read() if self.work.steps else None
+        before = self.z if sent is None else sent
+        if progress is not None:
+            progress -= before
+            if self.compensation and sent is None:
+                before = verbs_of(self.z).copied(self.z)  # which is about to move
+        mean = results[0][: len(self.z)]
         factor, square = scale(total), 0.0
         if factor > 0.0:
-            self.z = self.outer.moved(before, mean, self.outer_state)
-            square = float((mean * mean).sum())
+            self.outer.move(self.z, mean, self.outer_state)
+            mean *= mean
+            square = float(mean.sum())
         else:
             self.work.owe(work)
-        if self.work.steps == 0:
+        if progress is None:
             self.store.write(self.index, self.z)
         else:
-            progress = self.store.read(self.index) - sent
-            progress = compensated(progress, self.z - sent, strength=self.compensation, lr_sum=self.work.lr_sum)
-            self.store.write(self.index, self.z + progress)
+            if self.compensation:
+                moved = self.z - before
+                progress = compensated(progress, moved, strength=self.compensation, lr_sum=self.work.lr_sum)
+            progress += self.z
+            self.store.write(self.index, progress)
+            self._free.append(progress)
+        if sent is not None:
+            self._free.append(sent)
         return Merge(total=total, square=square, carried=self.work)
 
 

@@ -40,15 +40,15 @@ class Outer:
         if self.nesterov and not self.momentum:
             raise ValueError("nesterov: expected a momentum above 0 with it. Received: momentum 0.")
 
-    def moved(self, z: Any, delta: Any, state: dict[str, Any]) -> Any:
-        """The new z, a new array; `state` holds the momentum between calls and starts empty."""
-        if not self.momentum:
-            return z + delta if self.learning_rate == 1.0 else z + self.learning_rate * delta
-        kept = state.get("momentum")
-        momentum = verbs_of(delta).copied(delta) if kept is None else self.momentum * kept + delta
-        state["momentum"] = momentum
-        step = delta + self.momentum * momentum if self.nesterov else momentum
-        return z + self.learning_rate * step
+    def move(self, z: Any, delta: Any, state: dict[str, Any]) -> None:
+        """Moves `z`, in place; `state` holds the momentum between calls and starts empty."""
+        step = delta
+        if self.momentum:
+            kept = state.get("momentum")
+            momentum = verbs_of(delta).copied(delta) if kept is None else self.momentum * kept + delta
+            state["momentum"] = momentum
+            step = delta + self.momentum * momentum if self.nesterov else momentum
+        z += step if self.learning_rate == 1.0 else self.learning_rate * step
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Returns for a saved state that this optimizer can go on from; else ValueError."""

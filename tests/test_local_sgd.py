@@ -35,8 +35,8 @@ class Arrays:
         self.values = np.array(values, dtype=np.float64)
         self.cuts = np.array_split(np.arange(len(values)), count)
 
-    def read(self, index):
-        return self.values[self.cuts[index]].copy()
+    def read(self, index, into=None):
+        return np.concatenate([self.values[self.cuts[index]]], out=into)
 
     def write(self, index, flat):
         self.values[self.cuts[index]] = flat

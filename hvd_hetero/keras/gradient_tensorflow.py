@@ -199,9 +199,9 @@ def touched(variables: Sequence[Any], *, after: Sequence[Any] = ()) -> list[Any]
         return [tf.raw_ops.IdentityN(input=[variable.handle for variable in variables])[0].op]
 
 
-def flat(variables: Sequence[Any], dtype: str) -> np.ndarray:
-    """A copy of the variables, one after the other; called on the host."""
-    return np.concatenate([v.numpy().reshape(-1).astype(dtype) for v in variables])
+def flat(variables: Sequence[Any], dtype: str, into: np.ndarray | None = None) -> np.ndarray:
+    """A copy of the variables, one after the other, in `into` if given; called on the host."""
+    return np.concatenate([v.numpy().reshape(-1).astype(dtype, copy=False) for v in variables], out=into)
 
 
 def zeros(length: int, dtype: str) -> np.ndarray:

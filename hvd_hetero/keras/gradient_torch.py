@@ -98,9 +98,9 @@ def multiplied(rate: Any, number: torch.Tensor, *, after: Sequence[Any]) -> Any:
     return (rate.detach().double() * factor).to(rate.dtype)
 
 
-def flat(variables: Sequence[Any], dtype: str) -> torch.Tensor:
-    """A copy of the variables, one after the other."""
-    return torch.cat([v.value.detach().reshape(-1).to(_TYPES[dtype]) for v in variables])
+def flat(variables: Sequence[Any], dtype: str, into: torch.Tensor | None = None) -> torch.Tensor:
+    """A copy of the variables, one after the other, in `into` if given."""
+    return torch.cat([v.value.detach().reshape(-1).to(_TYPES[dtype]) for v in variables], out=into)
 
 
 def zeros(length: int, dtype: str) -> torch.Tensor:

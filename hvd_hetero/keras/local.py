@@ -65,8 +65,8 @@ class ParameterStore:
             found = zlib.crc32(bits.data, found)
         return found
 
-    def read(self, index: int) -> Any:
-        return self._form.flat(self._members[index], self._specs[index][0].wire)
+    def read(self, index: int, into: Any = None) -> Any:
+        return self._form.flat(self._members[index], self._specs[index][0].wire, into)
 
     def write(self, index: int, flat: Any) -> None:
         at = 0

@@ -51,15 +51,23 @@ class ParameterStore:
         return checksum(self._members[index])
 
     @torch.no_grad()
-    def read(self, index: int) -> torch.Tensor:
+    def read(self, index: int, into: torch.Tensor | None = None) -> torch.Tensor:
         members = self._members[index]
-        return torch.cat([p.detach().reshape(-1) for p in members]).to(WIRE[members[0].dtype])
+        if into is None:
+            return torch.cat([p.detach().reshape(-1) for p in members]).to(WIRE[members[0].dtype])
+        torch._foreach_copy_(_parts(into, members), list(members))
+        return into
 
     @torch.no_grad()
     def write(self, index: int, flat: torch.Tensor) -> None:
         members = self._members[index]
-        parts = flat.split([p.numel() for p in members])
-        torch._foreach_copy_(list(members), [part.view(p.shape) for part, p in zip(parts, members, strict=True)])
+        torch._foreach_copy_(list(members), _parts(flat, members))
+
+
+def _parts(flat: torch.Tensor, members: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """What `flat` holds of each, in its shape."""
+    parts = flat.split([p.numel() for p in members])
+    return [part.view(p.shape) for part, p in zip(parts, members, strict=True)]
 
 
 class LocalTraining:
