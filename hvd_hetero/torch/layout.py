@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -44,7 +45,8 @@ class BucketLayout:
         buckets: flat tensors.
         lossy: for each bucket, whether it goes through a codec.
         members: the parameters of each bucket.
-        slot: parameter -> its bucket's index, and its view in the bucket, of the parameter's shape.
+        views: their places in it, of their shapes, in the same order.
+        bucket_of: the index of a parameter's bucket, by the parameter's id: a tensor's own hash costs Python time.
         tail: the view of the tail, None without one.
         tail_in: the index of the bucket that has it.
     """
@@ -64,16 +66,16 @@ class BucketLayout:
         exact = [index for index, through in enumerate(self.lossy) if not through]
         self.tail_in = exact[-1] if exact and tail else None
         self.buckets: list[torch.Tensor] = []
-        self.slot: dict[torch.nn.Parameter, tuple[int, torch.Tensor]] = {}
+        self.views: list[list[torch.Tensor]] = []
+        self.bucket_of: dict[int, int] = {}
         self.tail: torch.Tensor | None = None
         for index, members in enumerate(self.members):
             elements = sum(parameter.numel() for parameter in members)
             extra = tail if index == self.tail_in else 0
             flat = torch.zeros(elements + extra, dtype=WIRE[members[0].dtype], device=members[0].device)
-            at = 0
-            for parameter in members:
-                self.slot[parameter] = (index, flat[at : at + parameter.numel()].view(parameter.shape))
-                at += parameter.numel()
+            ends = list(itertools.accumulate(parameter.numel() for parameter in members))
+            self.views.append([flat[at - p.numel() : at].view(p.shape) for at, p in zip(ends, members, strict=True)])
+            self.bucket_of.update((id(parameter), index) for parameter in members)
             if extra:
                 self.tail = flat[elements:]
             self.buckets.append(flat)
@@ -89,8 +91,8 @@ class BucketLayout:
             if weight == 0.0:
                 flat.zero_()
                 return
-            for parameter in self.members[index]:
-                view, grad = self.slot[parameter][1], parameter.grad
+            for parameter, view in zip(self.members[index], self.views[index], strict=True):
+                grad = parameter.grad
                 if grad is None:
                     view.zero_()
                     continue
@@ -108,13 +110,14 @@ class BucketLayout:
         """Whether a script still has gradients of an earlier step that lie in bucket `index`, and `p.grad` does not: as
         with gradients of one process, those that a script keeps stay as they are."""
         return _sharing(self.buckets[index]) > self._shares[index] and not any(
-            _is_at(parameter.grad, self.slot[parameter][1]) for parameter in self.members[index]
+            _is_at(parameter.grad, view)
+            for parameter, view in zip(self.members[index], self.views[index], strict=True)
         )
 
     def _move(self, index: int) -> None:
         """Leaves the memory of bucket `index` to whoever has it, and takes other memory."""
         flat = self.buckets[index]
-        views = [self.slot[parameter][1] for parameter in self.members[index]]
+        views = list(self.views[index])
         if self.tail is not None and index == self.tail_in:
             views.append(self.tail)
         memory = torch.zeros_like(flat)
@@ -128,13 +131,14 @@ class BucketLayout:
         with torch.no_grad():
             if flat is not self.buckets[index]:
                 self.buckets[index].copy_(flat)
-            for parameter in self.members[index]:
+            for parameter, view in zip(self.members[index], self.views[index], strict=True):
                 if not parameter.requires_grad:
                     continue
-                view, grad = self.slot[parameter][1], parameter.grad
+                grad = parameter.grad
                 if grad is not None and grad.is_sparse:
                     self._sparse[parameter] = grad.sparse_dim()
-                if parameter in self._sparse:  # as autograd makes them, also where this rank had no sample
+                if self._sparse and parameter in self._sparse:
+                    # As autograd makes them, also where this rank had no sample.
                     parameter.grad = view.to(parameter.dtype).to_sparse(self._sparse[parameter])
                 elif view.dtype == parameter.dtype and view.stride() == parameter.stride():
                     if grad is None or grad.data_ptr() != view.data_ptr():

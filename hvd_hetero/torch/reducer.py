@@ -40,6 +40,9 @@ class Phase(enum.Enum):
     READY = "what `p.grad` holds is what the update takes"
 
 
+_IN_PASS = (Phase.PASS, Phase.LAST_PASS)
+
+
 class GradientReducer:
     """Reduces the gradients of `parameters` after each backward pass, weighted by `balancer`'s counts.
 
@@ -86,6 +89,7 @@ class GradientReducer:
         self._hooks = Hooks(self, after=self._hook, before=self._before_gradient)
         self._passes = Passes(self._parameters)  # since the last exchange
         self._phase = Phase.BETWEEN
+        self._taker: ReducedStep | None = None  # of the gradients of the backward pass under way
         self._passed = -1  # the part of a batch that the last backward pass was over: see `Balancer.part`
         self._last = False  # whether the exchange follows the backward pass that has ended
         self._terms = 0.0  # of the last step, on this rank
@@ -250,7 +254,7 @@ class GradientReducer:
 
     @property
     def _in_pass(self) -> bool:
-        return self._phase in (Phase.PASS, Phase.LAST_PASS)
+        return self._phase in _IN_PASS
 
     def _begin_pass(self) -> None:
         """At the first gradient of a backward pass."""
@@ -267,6 +271,8 @@ class GradientReducer:
         self._phase = Phase.LAST_PASS if last else Phase.PASS
         self._passes.begin(terms, earlier=self._balancer.batch_terms - terms, loop=self._balancer.loop)
         self._passed = self._balancer.passed = self._balancer.part
+        # Without a term in an earlier pass either, zeros are sent: like the others, also of a pass that all break off.
+        self._taker = self._step if last and (terms or not self._passes.terms) and not self.apart else None
 
     @torch.compiler.disable  # these four run within backward(), which may be within what a script compiles
     def _before_gradient(self, gradients: Any) -> None:
@@ -279,12 +285,10 @@ class GradientReducer:
 
     @torch.compiler.disable
     def _hook(self, parameter: torch.nn.Parameter) -> None:
-        if not self._in_pass:
+        if self._phase not in _IN_PASS:
             self._begin_pass()
-        # Without a term in an earlier pass either, zeros are sent: like the others, also of a pass that all break off.
-        counts = self._balancer.count_now or not self._passes.terms
-        if self._phase is Phase.LAST_PASS and counts and not self.apart:
-            self._step.take(parameter)
+        if self._taker is not None:
+            self._taker.take(parameter)
 
     @property
     def apart(self) -> bool:

@@ -80,24 +80,25 @@ class ReducedStep:
 
     def _begin(self) -> None:
         self._pending = [len(members) for members in self.layout.members]  # gradients that are yet to come, by bucket
-        self._ready: set[torch.nn.Parameter] = set()
+        self._ready: set[int] = set()  # whose gradients are taken, by id
         self._weight: float | None = None
         self._sparse.clear()
 
     def take(self, parameter: torch.nn.Parameter) -> None:
         """Notes that a gradient is ready, and sends its bucket when that was the last one. The bucket with the control
         vector stays: what that says is of all gradients."""
-        if parameter in self._ready:
+        key = id(parameter)
+        if key in self._ready:
             raise RuntimeError(REENTRANT.format("one twice"))
         if self._weight is None:
             self._weight = self._weight_now()
-        self._ready.add(parameter)
-        if parameter in self._sparse:
+        self._ready.add(key)
+        index = self.layout.bucket_of.get(key)
+        if index is None:
             with _full_precision(parameter.device):
                 values = self._sparse.submit(parameter, self._weight)
                 self._weighing.noise.sees_values(parameter, values)
             return
-        index, _ = self.layout.slot[parameter]
         self._pending[index] -= 1
         if self._pending[index] == 0 and index != self.layout.tail_in:
             self._send(index)
@@ -127,7 +128,7 @@ class ReducedStep:
         if self._passes.terms == 0:
             self._weight = 0.0  # nothing computed here counts, not even a NaN
         for parameter in self._parameters:
-            if parameter not in self._ready:
+            if id(parameter) not in self._ready:
                 self.take(parameter)
         if self.layout.tail_in is not None and self.layout.tail_in not in self._exchange.submitted:
             self._send(self.layout.tail_in)
