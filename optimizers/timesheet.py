@@ -21,6 +21,7 @@ class Entry(NamedTuple):
     samples: int
     data_s: float  # waited for data
     compute_s: float
+    extra_s: float  # beyond that, as plans reckon: see `ComputeMeter.take_extra_s`
 
 
 class Ended(NamedTuple):
@@ -134,7 +135,7 @@ class Timesheet:
             compute_s = extra_s = 0.0
         self._stops.add(ended.samples / batches, compute_s / batches, batches=batches)
         self.known = (ended.samples / batches, (compute_s + extra_s) / batches)
-        ended.tell(Entry(samples=ended.samples, data_s=ended.data_s, compute_s=compute_s))
+        ended.tell(Entry(samples=ended.samples, data_s=ended.data_s, compute_s=compute_s, extra_s=extra_s))
 
     @property
     def reported(self) -> tuple[float, float]:

@@ -10,15 +10,20 @@ from hvd_hetero.cli.main import main
 from hvd_hetero.policy.replan import Plan
 
 
-def record(folder, *, late=0.0, steps=60, speeds=(0.001, 0.004), shares=(32, 32), exchange=0.01, data=0.0):
-    """A run of ranks that need `speeds` seconds for a sample; `late`: what rank 0 does beside, in every fifth step."""
+def record(folder, *, late=0.0, steps=60, speeds=(0.001, 0.004), shares=(32, 32), exchange=0.01, data=0.0,
+           ahead=(0.0, 0.0)):
+    """A run of ranks that need `speeds` seconds for a sample; `late`: what rank 0 does beside, in every fifth step;
+    `ahead`: which part of that time a rank is spared for now, by what it did not use of a quota."""
     dice, ranks = random.Random(1), RecordedRanks(folder, len(speeds))
     for trace in ranks.traces:
         trace.plan(Plan(version=0, step=0, shares=shares, reason="first plan"))
     for step in range(steps):
         compute = [speed * share * dice.uniform(0.99, 1.01) for speed, share in zip(speeds, shares, strict=True)]
         rest = [late if step % 5 == 0 else 0.0] + [0.0] * (len(speeds) - 1)
-        ranks.step(step, compute=compute, data=[data] * len(speeds), rest=rest, shares=shares, exchange=exchange)
+        extra = [part * seconds for part, seconds in zip(ahead, compute, strict=True)]
+        compute = [seconds - more for seconds, more in zip(compute, extra, strict=True)]
+        ranks.step(step, compute=compute, extra=extra, data=[data] * len(speeds), rest=rest, shares=shares,
+                   exchange=exchange)
     ranks.read()
 
 
@@ -61,6 +66,14 @@ def test_a_plan_finds_speeds_and_predicts_the_step_that_was_measured(tmp_path, c
     assert main(["plan", str(tmp_path), "--global-batch-size", "128", "--max-share", "0:60"]) == 0
     said = capsys.readouterr().out
     assert "60:68" in said and "No rank can be done without." in said
+
+
+def test_a_plan_rests_on_what_a_quota_allows_in_the_long_run(tmp_path, capsys):
+    record(tmp_path, speeds=(0.001, 0.003), shares=(52, 12), ahead=(0.0, 0.2))
+    assert main(["plan", str(tmp_path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [rank["seconds_per_sample"] for rank in found["ranks"]] == pytest.approx([0.001, 0.003], rel=0.02)
+    assert next(way for way in found["forecasts"] if way["title"] == "best shares")["shares"] == [48, 16]
 
 
 def test_a_plan_needs_no_run_where_speeds_are_told(capsys):

@@ -42,7 +42,7 @@ class Seen:
 
 def speed_of(rank: RankRun, *, skip: int) -> tuple[SpeedModel, Jitter]:
     """The speed of a rank, and how much its steps vary. Raises CommandError where it has too few steps."""
-    seen = [Observation(samples=step.samples, compute_s=step.compute_s) for step in rank.steps[skip:]
+    seen = [Observation(samples=step.samples, compute_s=step.compute_s + step.extra_s) for step in rank.steps[skip:]
             if step.samples > 0 and step.compute_s > 0]
     if len(seen) < LEAST:
         raise CommandError(f"expected {LEAST} steps of rank {rank.rank} with samples, or more. Received: {len(seen)}.\n"

@@ -38,6 +38,7 @@ class Step:
     wait_s: float
     bytes: int
     share: int
+    extra_s: float = 0.0      # beyond compute_s, as plans reckon: service of the communication, and a CPU quota's part
 
 
 @dataclass(frozen=True, kw_only=True)
