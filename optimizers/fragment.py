@@ -148,6 +148,14 @@ class Fragment:
         """A copy of this rank's parameters."""
         return self.store.read(self.index, self._free.pop() if self._free else None)
 
+    def _squared_norm(self, delta: Any) -> float:
+        """|delta|^2, summed pairwise: in a dot product, of as many elements as a model has, much would be lost."""
+        squares = self._free.pop() if self._free else verbs_of(delta).copied(delta)
+        squares[:] = delta
+        squares *= delta
+        self._free.append(squares)
+        return float(squares.sum())
+
     def _submit(self, lane: Lane, sent: Any, work: Work) -> None:
         self._turn = (self._turn + 1) % len(self.lanes)
         self._pending.append((lane, sent, work))
@@ -163,7 +171,7 @@ class Fragment:
         delta = lane.buffer[: len(own)]
         delta[:] = own
         delta -= self.z
-        square = float(delta @ delta)
+        square = self._squared_norm(delta)
         contribution = weigh(self.work, square)
         if finite := math.isfinite(square):
             if contribution.before != 1.0:
