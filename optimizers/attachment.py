@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from typing import Protocol
@@ -43,6 +44,8 @@ class Exchanges:
         self._ran: list[tuple[Attached, int]] | None = None  # in this batch; None: the next to run begins another
         self._again = False  # the one that runs has run in the present batch before
         self._over: list[Attached] = []  # in this batch, where batches are told of
+        self._leaving: list[Attached] = []  # see `runs`
+        self.turn = threading.RLock()  # held while another batch may begin
 
     def attach(self, exchange: Attached) -> int:
         """The number of exchanges attached before. The first that is left leads, while it takes part in batches: it
@@ -72,21 +75,35 @@ class Exchanges:
     def end_batch(self) -> None:
         """Says that the next to run is of another batch."""
         self._ran = None
+        self._leaving.clear()
 
     def runs(self, exchange: Attached, part: int = 0) -> None:
-        """Says that the gradients of `exchange` are there, where nothing else tells when a batch begins.
+        """Says that gradients of `exchange` are there, where nothing else tells when a batch begins; others of it may
+        be yet to come, until it has `left`.
 
         One begins with the first exchange of all, and with one that comes again when another batch is announced; that
         one then leads. What comes again without is of the present batch, and so is another `part` of an exchange that
         is known to have several in each batch.
         """
-        ran = self._ran
-        self._again = ran is not None and any(exchange is one for one, _ in ran)
-        if (ran is None or (exchange, part) in ran) and (self._begin_unseen() or ran is None):
-            ran, self._again = [], False
-            self.detach(exchange)
-            self._attached.insert(0, exchange)
-        self._ran = [*(ran or []), (exchange, part)]
+        with self.turn:
+            ran = self._ran
+            self._again = ran is not None and any(exchange is one for one, _ in ran)
+            if (ran is None or (exchange, part) in ran) and (self._begin_unseen() or ran is None):
+                ran, self._again = [], False
+                self.detach(exchange)
+                self._attached.insert(0, exchange)
+            self._ran = [*(ran or []), (exchange, part)]
+            self._leaving.append(exchange)
+
+    def left(self, exchange: Attached) -> None:
+        """Says that all gradients of `exchange` are there."""
+        with self.turn:
+            self._leaving = [one for one in self._leaving if one is not exchange]
+
+    @property
+    def leaving(self) -> bool:
+        """Whether gradients may be yet to come that are of the batch in use."""
+        return bool(self._leaving)
 
     def ended(self, exchange: Attached) -> None:
         """Says that `exchange` has had its part in the present batch, which `on_begin` ends."""

@@ -415,6 +415,32 @@ def test_a_batch_begins_with_the_exchange_that_comes_first_and_again():
     assert (balancer.step, balancer.count_now, balancer.exchanges.leads(third)) == (4, 3.0, True)
 
 
+def test_gradients_of_a_batch_of_which_some_are_there_are_of_that_batch():
+    """And not of the next one, which may be of another size, or without a sample: what a normalisation asks."""
+    from hvd_hetero.keras.balancer import Balancer as OfKeras
+
+    balancer = OfKeras(WHOLE, min_share=0, engine=SoloEngine())
+    exchange = Exchange()
+    balancer.exchanges.attach(exchange)
+    balancer.forget(ahead=True)
+    seen = []
+    for samples in (8, 0, 3):
+        balancer.announce(samples)
+    for terms in (16.0, 0.0, 9.0):
+        balancer.announce_terms(terms)
+    for _ in range(3):
+        seen.append((balancer.terms_due, balancer.idle))
+        balancer.exchanges.runs(exchange)
+        seen.append((balancer.terms_due, balancer.idle))
+        balancer.exchanges.left(exchange)
+    assert seen == [(16.0, False)] * 2 + [(0.0, True)] * 2 + [(9.0, False)] * 2
+    balancer.announce(4)
+    balancer.exchanges.runs(exchange)
+    balancer.forget(ahead=True)  # it broke off
+    balancer.announce(7)
+    assert balancer.terms_due == 7
+
+
 def test_a_batch_that_the_script_begins_may_have_several_exchanges_although_others_are_announced():
     """As those of `as_tf_dataset()` are, which loads ahead."""
     from hvd_hetero.keras.balancer import Balancer as OfKeras
@@ -446,6 +472,7 @@ def test_an_exchange_that_comes_again_is_of_the_present_batch_until_another_is_a
     def run(*exchanges):
         for each in exchanges:
             balancer.exchanges.runs(each)
+            balancer.exchanges.left(each)
             seen.append((balancer.step, balancer.count_now, balancer.exchanges.leads(each)))
 
     balancer.begin(8)

@@ -150,14 +150,20 @@ class Balancer(framework_free.Balancer):
     @property
     def idle(self) -> bool:
         """Whether this rank has no sample in the batch whose gradients come next: what it holds is another rank's."""
-        return (self._next.samples[0] if self._may_begin else self.count_now) == 0
+        with self.exchanges.turn:
+            return (self._next.samples[0] if self._next_due else self.count_now) == 0
 
     @property
     def terms_due(self) -> float | None:
         """Over how many terms the loss of the batch is a mean whose gradients come next; None: nobody said."""
-        if not self._may_begin:
-            return self.count_now
-        return (self._next.terms or self._next.samples)[0]
+        with self.exchanges.turn:
+            return (self._next.terms or self._next.samples)[0] if self._next_due else self.count_now
+
+    @property
+    def _next_due(self) -> bool:
+        """Whether the gradients that come next are of a batch that has not begun. One begins with the first of its
+        gradients that are there, when others may be yet to come."""
+        return self._may_begin and not self.exchanges.leaving
 
     @property
     def _may_begin(self) -> bool:

@@ -90,6 +90,7 @@ class ReducedStep:
     def finish(self, last: bool) -> list[Any]:
         """See `Step`."""
         self._taken.clear()
+        self._balancer.exchanges.left(self._owner)
         self._passes += 1
         flats = [bucket[:length] for bucket, length in zip(self.layout.buckets, self.layout.lengths, strict=True)]
         if not last:
@@ -233,6 +234,7 @@ class ReducedStep:
         """See `GraphStep`."""
         self._arrived()
         self._taken.clear()
+        self._balancer.exchanges.left(self._owner)
         noise, factor = self._weighing.noise, self._scale(total)
         if noise.measuring:
             for index, squared_norm in enumerate(own):
