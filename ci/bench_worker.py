@@ -56,9 +56,12 @@ class HandShares:
 class Contender:
     """How one contender sets up and makes a step: `step()` trains on one batch and returns when it is done."""
 
+    backend = "gloo"  # of DDP
+    loading: dict[str, Any] = {"drop_last": True}  # options of the loaders
+
     def __init__(self, arguments: argparse.Namespace) -> None:
         torch.set_num_threads(1)
-        self.lm = lm = _load("torch_char_lm", ROOT / "examples" / "torch_char_lm.py")
+        self.lm = _load("torch_char_lm", ROOT / "examples" / "torch_char_lm.py")
         self.arguments = arguments
         self.strategy: Any = arguments.strategy
         self.rank = int(os.environ.get("HOROVOD_RANK", os.environ.get("RANK", "0")))
@@ -66,7 +69,7 @@ class Contender:
         self.shares = [int(share) for share in arguments.shares.split(":")]
         self.windows: Any = self.data()
         torch.manual_seed(0)
-        self.model = lm.CharLM(width=arguments.width, layers=arguments.layers)
+        self.model = self.network()
         self.optimizer: Any = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self.balancer: Any = None
         self.waits: list[float] = []  # hetero: seconds in each step for the others and the exchange
@@ -78,16 +81,20 @@ class Contender:
         """What is trained on."""
         return self.lm.Windows(self.lm.read_text(2.0), 64)
 
+    def network(self) -> Any:
+        """What is trained."""
+        return self.lm.CharLM(width=self.arguments.width, layers=self.arguments.layers)
+
     def set_up_alone(self) -> None:
         batch = self.shares[self.arguments.rank if self.arguments.rank is not None else self.rank]
-        self.batches = forever(DataLoader(self.windows, batch_size=batch, shuffle=True, drop_last=True))
+        self.batches = forever(DataLoader(self.windows, batch_size=batch, shuffle=True, **self.loading))
         self.global_batch = batch
 
     def _equal(self) -> None:
         self.global_batch = sum(self.shares)
         sampler = DistributedSampler(self.windows, self.size, self.rank, drop_last=True)
         self.batches = forever(
-            DataLoader(self.windows, batch_size=self.global_batch // self.size, sampler=sampler, drop_last=True)
+            DataLoader(self.windows, batch_size=self.global_batch // self.size, sampler=sampler, **self.loading)
         )
 
     def set_up_horovod(self) -> None:
@@ -103,7 +110,7 @@ class Contender:
         hvd.broadcast_parameters(self.model.state_dict(), root_rank=0)
 
     def set_up_ddp(self) -> None:
-        torch.distributed.init_process_group("gloo")
+        torch.distributed.init_process_group(self.backend)
         self._equal()
         # Its PowerSGD hook mixes up the collectives of several buckets under Gloo, and aborts: one bucket for it.
         cap = {"bucket_cap_mb": 1000} if self.arguments.codec == "powersgd" else {}
@@ -121,10 +128,11 @@ class Contender:
             self.loss_model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
     def set_up_ddp_hand(self) -> None:
-        torch.distributed.init_process_group("gloo")
+        torch.distributed.init_process_group(self.backend)
         self.global_batch = sum(self.shares)
         sampler: Any = HandShares(len(self.windows), self.shares, self.rank)
-        self.batches = forever(DataLoader(self.windows, batch_sampler=sampler))
+        loading = {name: value for name, value in self.loading.items() if name != "drop_last"}
+        self.batches = forever(DataLoader(self.windows, batch_sampler=sampler, **loading))
         # DDP averages over ranks; weighting the loss by share makes that the mean over samples.
         self.scale = self.shares[self.rank] * self.size / self.global_batch
         self.loss_model = torch.nn.parallel.DistributedDataParallel(self.model, gradient_as_bucket_view=True)
@@ -146,7 +154,7 @@ class Contender:
         self.global_batch = sum(self.shares)
         fixed = {"shares": self.shares, "adaptive": False} if self.arguments.fixed else {}
         self.balancer = hvd.Balancer(global_batch_size=self.global_batch, **fixed)
-        self.batches = forever(hvd.BalancedDataLoader(self.windows, balancer=self.balancer, drop_last=True))
+        self.batches = forever(hvd.BalancedDataLoader(self.windows, balancer=self.balancer, **self.loading))
         self.optimizer = hvd.DistributedOptimizer(
             self.optimizer,
             named_parameters=self.model.named_parameters(),

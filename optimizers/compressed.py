@@ -6,13 +6,12 @@ they do alike, and results are the same on all of them, bit for bit, where their
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any, Protocol
 
 from hvd_hetero.codecs.codec import Codec, Identity
-from hvd_hetero.codecs.half import NOT_FINITE, ScaledHalf, exponent_of, scale_for
-from hvd_hetero.codecs.verbs import verbs_of
+from hvd_hetero.codecs.half import ScaledHalf, scale_for
+from hvd_hetero.codecs.verbs import NOT_FINITE, verbs_of
 from hvd_hetero.engine.port import Engine, Steps
 
 
@@ -82,7 +81,7 @@ class Half(KeepsNothing):
     def steps(self, engine: Engine, array: Any, *, name: str) -> Steps:
         verbs = verbs_of(array)
         slots = verbs.zeros([engine.size], array)
-        slots[engine.rank] = exponent_of(verbs.largest(array))
+        slots[engine.rank] = verbs.exponent(array)
         scale = None if self._exponent is None else scale_for(self._exponent, engine.size)
         if scale is None:
             result = yield engine.allreduce_async(verbs.joined([array, slots]), name=f"{name}.exact")
@@ -90,7 +89,7 @@ class Half(KeepsNothing):
         else:
             result, said = yield from self._scaled(engine, array, slots, scale, name=name)
         exponents = [int(value) for value in said.tolist()]
-        if scale is not None and NOT_FINITE not in exponents and not math.isfinite(verbs.largest(result)):
+        if scale is not None and NOT_FINITE not in exponents and not verbs.all_finite([result]):
             result = yield engine.allreduce_async(verbs.copied(array), name=f"{name}.again")
         now = max(exponents)
         if now != NOT_FINITE:  # a falling scale is followed slowly, since gradients come and go

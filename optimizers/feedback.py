@@ -91,7 +91,7 @@ class Gathered(Feedback):
 
     def _in_one_stage(self, engine: Engine, values: Any, *, name: str) -> Steps:
         codec, result = self._codec, verbs_of(values).empty(values)
-        pieces = pieces_of(len(values), unit=codec.block, least=SHORT_PIECE)
+        pieces = pieces_of(len(values), unit=codec.block, least=None if engine.on_device(values) else SHORT_PIECE)
         under_way: deque[tuple[slice, Any, Handle]] = deque()
         for index, piece in enumerate([*pieces, *[None] * AHEAD]):
             if len(under_way) == AHEAD or (piece is None and under_way):
@@ -217,9 +217,10 @@ class Factored(WarmedUp):
         if "q" not in self._now:
             return codec.first_q(like)
         chosen = codec.split_right(verbs_of(like).copied(self._now["q"]))
+        largest = verbs_of(like).joined([verbs_of(like).row_largest(matrix.T) for matrix in chosen]).tolist()
         for index, matrix in enumerate(chosen):
             for column in range(matrix.shape[1]):
-                if verbs_of(like).largest(matrix[:, column]) == 0.0:
+                if largest.pop(0) == 0.0:
                     seed = (codec.seed + 7919 * self._step + 31 * index + column) % 2**32
                     matrix[:, column] = verbs_of(like).seeded((len(matrix),), seed, like)
         return chosen
@@ -228,7 +229,7 @@ class Factored(WarmedUp):
         verbs, codec = verbs_of(array), self._codec
         values = self._with_kept(array, "residual")
         left = yield engine.allreduce_async(codec.left(values, self._q(array)), name=f"{name}.p")
-        p = [orthonormal(matrix) for matrix in codec.split_left(left)]
+        p = orthonormal(codec.split_left(left))
         own = codec.right(values, p)
         handle = engine.allreduce_async(verbs.copied(own), name=f"{name}.q")
         codec.subtract_product(values, p, codec.split_right(own))

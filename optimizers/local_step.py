@@ -42,9 +42,6 @@ class ParameterStore(Store, Protocol):
     def control(self, length: int) -> Any:
         """Zeros in double precision."""
 
-    def write_control(self, view: Any, values: Sequence[float]) -> None:
-        """Copies numbers into an array."""
-
     def checksum(self, index: int) -> int:
         """A number below 2**63 that stands for the bits of fragment `index`."""
 
@@ -107,7 +104,6 @@ class LocalSteps:
                 name=in_lane(name, number),
                 keeps=self._ways.keeps,
                 weight=lambda: self.rounds.weight,
-                write=self._store.write_control,
             )
             return Lane(exchange, buffer)
 

@@ -181,7 +181,7 @@ class Weighing:
 
     def exchange(
         self, layout: Buckets, shapes: Sequence[Sequence[tuple[int, ...]]], *, control: Any,
-        terms: Callable[[], float], write: Any, kind: str = "gradients",
+        terms: Callable[[], float], kind: str = "gradients",
     ) -> WeightedExchange:
         """The exchange of a layout's buckets, of tensors of these shapes, which are over so many loss `terms` when they
         are sent; `control`: where none of them has a tail. It takes the place of the one before it of its `kind`. A
@@ -198,7 +198,6 @@ class Weighing:
             name=name,
             keeps=self._ways.keeps,
             weight=lambda: self._reference(terms()),
-            write=write,
         )
         self.keeping.put(kind, [exchange], lambda: self.unit)
         return exchange

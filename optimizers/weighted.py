@@ -12,7 +12,6 @@ shares every product is exact; the whole batch makes the divisor 1, and saves go
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -20,10 +19,6 @@ from hvd_hetero.codecs.verbs import arrays_like, verbs_of
 from hvd_hetero.engine.port import Chain, Engine, Handle
 
 from .carry import Carry
-
-
-def _write(array: Any, values: Sequence[float]) -> None:
-    array[...] = values
 
 
 class Way(Protocol):
@@ -60,7 +55,6 @@ class WeightedExchange:
         name: prefix of the operations' names, the same on all ranks and different from any other exchange's.
         keeps: whether a route may keep something back, which a step that is not finite must leave alone.
         weight: what this rank's arrays weigh in the sums, in any unit: see `Carry`. Called as each is sent.
-        write: copies a list of floats into an array.
     """
 
     def __init__(
@@ -75,11 +69,10 @@ class WeightedExchange:
         name: str,
         keeps: bool = False,
         weight: Callable[[], float | None] = lambda: None,
-        write: Callable[[Any, Sequence[float]], None] = _write,
     ) -> None:
         self._engine, self._buckets, self._control = engine, list(buckets), control
         self._rides_in, self._outgoing, self.name = rides_in, outgoing, name
-        self._routes, self._keeps, self._weight, self._write = list(routes), keeps, weight, write
+        self._routes, self._keeps, self._weight = list(routes), keeps, weight
         self._handles: dict[int, Handle] = {}
         self._control_handle: Handle | None = None
         self._carry = Carry(self._routes)
@@ -105,7 +98,7 @@ class WeightedExchange:
     def submit(self, index: int) -> None:
         """Sends bucket `index`; once per step. Buckets may be sent in any order: they are paired by name."""
         if self._rides_in == index:
-            self._write(self._control, self._outgoing())
+            verbs_of(self._control).write(self._control, self._outgoing())
         elif self._rides_in is None:
             self._send_control()
         if self._keeps:
@@ -123,7 +116,7 @@ class WeightedExchange:
     def _send_control(self) -> None:
         """Sends the control vector in an operation of its own, once per step."""
         if self._control_handle is None:
-            self._write(self._control, self._outgoing())
+            verbs_of(self._control).write(self._control, self._outgoing())
             self._control_handle = self._engine.allreduce_async(self._control, name=f"{self.name}.control")
 
     # What codecs keep back ------------------------------------------------------------------------------------------
@@ -182,7 +175,7 @@ class WeightedExchange:
         said: Any = None if control_handle is None else control_handle.wait()
         results = [handle.wait() for _, handle in sorted(handles.items())]
         if self._keeps:
-            counts = counts and all(math.isfinite(verbs_of(result).largest(result)) for result in results)
+            counts = counts and (not results or verbs_of(results[0]).all_finite(results))
             for route in self._routes:
                 route.settle(counts)
             self._carry.settle(counts)

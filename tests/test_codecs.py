@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from hvd_hetero.codecs.block import Brain, Int4, Int8
-from hvd_hetero.codecs.half import GREATEST, ScaledHalf, exponent_of, scale_for
+from hvd_hetero.codecs.half import GREATEST, ScaledHalf, scale_for
 from hvd_hetero.codecs.lowrank import LowRank, orthonormal, pays
 from hvd_hetero.codecs.sparse import TopK
-from hvd_hetero.codecs.verbs import verbs_of
+from hvd_hetero.codecs.verbs import exponent_of, verbs_of
 
 LIBRARIES = {"numpy": np.asarray, "torch": lambda values: torch.from_numpy(np.array(values))}
 
@@ -188,7 +188,7 @@ def test_powersgd_is_the_papers_algorithm(array, rank):
     codec = LowRank(shapes, rank=rank)
     q = codec.first_q(array(workers[0]))
     left = sum(codec.left(array(w), q) for w in workers)
-    p = [orthonormal(matrix) for matrix in codec.split_left(left)]
+    p = orthonormal(codec.split_left(left))
     right = codec.split_right(sum(codec.right(array(w), p) for w in workers))
     result = array(np.zeros(450))
     codec.product_into(result, p, right)
@@ -205,15 +205,26 @@ def test_powersgd_is_the_papers_algorithm(array, rank):
 def test_columns_become_orthonormal_and_dependent_ones_zero(array):
     matrix = np.random.RandomState(0).standard_normal((50, 4))
     matrix[:, 2] = matrix[:, 0] + 2 * matrix[:, 1]
-    done = numbers(orthonormal(array(matrix.copy())))
-    np.testing.assert_allclose(done.T @ done, np.diag([1.0, 1.0, 0.0, 1.0]), atol=1e-12)
+    other = np.random.RandomState(1).standard_normal((30, 2))
+    *alike, last = map(numbers, orthonormal([array(each.copy()) for each in (matrix, 1e-9 * matrix[::-1], other)]))
+    for done in alike:
+        np.testing.assert_allclose(done.T @ done, np.diag([1.0, 1.0, 0.0, 1.0]), atol=1e-12)
+    np.testing.assert_allclose(last.T @ last, np.eye(2), atol=1e-12)
+    np.testing.assert_allclose(last @ (last.T @ other), other, atol=1e-12)
+
+
+def test_zeros_stay_zeros_and_a_nan_spreads_over_its_matrix_alone(array):
+    spoilt = np.ones((5, 2))
+    spoilt[3, 0] = np.nan
+    zeros, bad, good = map(numbers, orthonormal([array(each) for each in (np.zeros((5, 2)), spoilt, np.eye(5)[:, :2])]))
+    assert not zeros.any() and np.isnan(bad).all() and np.array_equal(good, np.eye(5)[:, :2])
 
 
 def test_powersgd_of_a_matrix_of_low_rank_is_exact(array):
     left, right = np.random.RandomState(1).standard_normal((40, 2)), np.random.RandomState(2).standard_normal((30, 2))
     values = array((left @ right.T).reshape(-1))
     codec = LowRank([(40, 30)], rank=2)
-    p = [orthonormal(matrix) for matrix in codec.split_left(codec.left(values, codec.first_q(values)))]
+    p = orthonormal(codec.split_left(codec.left(values, codec.first_q(values))))
     result = array(np.zeros(1200))
     codec.product_into(result, p, codec.split_right(codec.right(values, p)))
     np.testing.assert_allclose(numbers(result), numbers(values), atol=1e-10)

@@ -11,22 +11,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from .verbs import verbs_of
+from .verbs import NOT_FINITE, NOTHING, verbs_of
 
 GREATEST = 65504.0
-NOT_FINITE = 2000  # what stands for the exponent of an infinity or a NaN; float16 holds it exactly
-NOTHING = -2000  # the exponent of zero
-
-
-def exponent_of(largest: float) -> int:
-    """The least e with `largest` <= 2 ** e, an integer that float16 holds exactly."""
-    if not math.isfinite(largest):
-        return NOT_FINITE
-    if largest == 0.0:
-        return NOTHING
-    mantissa, exponent = math.frexp(largest)
-    return exponent - (mantissa == 0.5)
-
 
 def scale_for(exponent: int, ranks: int) -> float | None:
     """The factor for values of at most 2 ** exponent on each of `ranks`; None where no scale helps."""

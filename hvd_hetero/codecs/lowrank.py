@@ -17,21 +17,31 @@ from .verbs import verbs_of
 TINY = 1e-8  # columns shorter than this times the longest are taken for noise of the others
 
 
-def orthonormal(matrix: Any) -> Any:
-    """The columns of `matrix` [n, r] made orthonormal, in place, by Gram and Schmidt's modified method.
+def orthonormal(matrices: Sequence[Any]) -> list[Any]:
+    """The columns of each matrix [n, r] made orthonormal, by Gram and Schmidt's modified method; of arrays of one type.
 
-    A column that depends on those before it becomes zero; what it would have carried stays in the residual.
+    A column that depends on those before it becomes zero; what it would have carried stays in the residual. Matrices of
+    one shape are treated together, and the host is told nothing: what matters on a GPU is how often it is called.
     """
-    columns = matrix.shape[1]
-    longest = max((float((matrix[:, j] @ matrix[:, j]) ** 0.5) for j in range(columns)), default=0.0)
-    for j in range(columns):
-        column = matrix[:, j]
+    done: dict[int, Any] = {}
+    for shape in dict.fromkeys(tuple(matrix.shape) for matrix in matrices):
+        alike = [index for index, matrix in enumerate(matrices) if tuple(matrix.shape) == shape]
+        done.update(zip(alike, _orthonormal(verbs_of(matrices[0]).stacked([matrices[i] for i in alike])), strict=True))
+    return [done[index] for index in range(len(matrices))]
+
+
+def _orthonormal(batch: Any) -> Any:
+    """The same of an array [matrices, n, r], in place."""
+    verbs = verbs_of(batch)
+    tiny = TINY * verbs.row_largest((batch * batch).sum(1) ** 0.5)
+    for j in range(batch.shape[2]):
+        column = batch[:, :, j]
         for _ in range(2):  # once more, since rounding leaves a part of the others ("twice is enough")
             for k in range(j):
-                column -= (matrix[:, k] @ column) * matrix[:, k]
-        norm = float((column @ column) ** 0.5)
-        column *= 1.0 / norm if not norm <= TINY * longest else 0.0
-    return matrix
+                other = batch[:, :, k]
+                column -= (other * column).sum(1).reshape(-1, 1) * other
+        column *= verbs.inverse((column * column).sum(1) ** 0.5, tiny).reshape(-1, 1)
+    return batch
 
 
 class LowRank:

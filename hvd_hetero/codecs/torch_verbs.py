@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from .verbs import NOT_FINITE, NOTHING, exponent_of
+
 _KINDS = {
     "int8": torch.int8,
     "int16": torch.int16,
@@ -34,11 +36,33 @@ class TorchVerbs:
         drawn = np.random.RandomState(seed).standard_normal(tuple(shape))
         return torch.from_numpy(drawn).to(dtype=like.dtype, device=like.device)
 
+    def write(self, array: torch.Tensor, values: Sequence[float]) -> None:
+        # From memory that is not pinned, a copy to a GPU would wait for all that the GPU is at.
+        pinned = array.device.type == "cuda"
+        array.copy_(torch.tensor(values, dtype=array.dtype, pin_memory=pinned), non_blocking=pinned)
+
     def largest(self, array: torch.Tensor) -> float:
-        if not array.numel():
-            return 0.0
-        low, high = torch.aminmax(array)  # of the ways to ask, the fastest by far
-        return float(torch.maximum(-low, high))
+        return float(_largest(array)) if array.numel() else 0.0
+
+    def exponent(self, array: torch.Tensor) -> int | torch.Tensor:
+        if array.device.type == "cpu" or not array.numel():
+            return exponent_of(self.largest(array))
+        largest = _largest(array)  # the host would have to wait for it
+        mantissa, exponent = torch.frexp(largest)
+        found = (exponent - (mantissa == 0.5).int()).where(largest != 0, NOTHING)
+        return found.where(largest.isfinite(), NOT_FINITE).to(array.dtype)
+
+    def all_finite(self, arrays: Sequence[torch.Tensor]) -> bool:
+        found = [_largest(array).isfinite() for array in arrays if array.numel()]
+        if len({array.device for array in found}) == 1:
+            return bool(torch.stack(found).all())  # the host looks once
+        return all(map(bool, found))
+
+    def inverse(self, numbers: torch.Tensor, least: torch.Tensor) -> torch.Tensor:
+        return numbers.reciprocal().where(~(numbers <= least), 0.0)
+
+    def stacked(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        return torch.stack(list(parts))
 
     def squared_norm(self, array: torch.Tensor) -> torch.Tensor:
         return torch.linalg.vector_norm(array, dtype=torch.float64).square()
@@ -85,8 +109,9 @@ class TorchVerbs:
         magnitudes, length = array.abs(), array.numel()
         if count >= length:
             return torch.arange(length, dtype=torch.int32, device=array.device)
-        # Among the few that are not below a sample's quantile there are, nearly always, the largest of all.
-        if length >= SAMPLED_FROM:
+        # Among the few that are not below a sample's quantile there are, nearly always, the largest of all. A GPU is
+        # quicker through all of them than the host in telling how many those few are.
+        if length >= SAMPLED_FROM and array.device.type == "cpu":
             sample = magnitudes[:: length // SAMPLE]
             beyond = min(len(sample), int(SAFETY * len(sample) * count / length) + 32)
             near = (~(magnitudes < sample.kthvalue(len(sample) - beyond + 1).values)).nonzero().reshape(-1)
@@ -99,7 +124,7 @@ class TorchVerbs:
         return array[indices.long()]
 
     def clear_at(self, array: torch.Tensor, indices: torch.Tensor) -> None:
-        array[indices.long()] = 0
+        array.index_fill_(0, indices.long(), 0.0)
 
     def add_at(self, array: torch.Tensor, indices: torch.Tensor, values: torch.Tensor) -> None:
         array[indices.long()] += values
@@ -115,6 +140,11 @@ class TorchVerbs:
 
     def like(self, array: torch.Tensor | np.ndarray, like: torch.Tensor) -> torch.Tensor:
         return torch.as_tensor(array).to(dtype=like.dtype, device=like.device, copy=True)
+
+
+def _largest(array: torch.Tensor) -> torch.Tensor:
+    low, high = torch.aminmax(array)  # of the ways to ask, the fastest by far
+    return torch.maximum(-low, high)
 
 
 VERBS = TorchVerbs()

@@ -7,10 +7,24 @@ Here for numpy; `torch_verbs` has the same for torch. Arrays are float32 or floa
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, cast
 
 import numpy as np
+
+NOT_FINITE = 2000  # what stands for the exponent of an infinity or a NaN; float16 holds it exactly
+NOTHING = -2000  # the exponent of zero
+
+
+def exponent_of(largest: float) -> int:
+    """The least e with `largest` <= 2 ** e, an integer that float16 holds exactly."""
+    if not math.isfinite(largest):
+        return NOT_FINITE
+    if largest == 0.0:
+        return NOTHING
+    mantissa, exponent = math.frexp(largest)
+    return exponent - (mantissa == 0.5)
 
 
 class Verbs(Protocol):
@@ -25,8 +39,20 @@ class Verbs(Protocol):
     def seeded(self, shape: Sequence[int], seed: int, like: Any) -> Any:
         """Standard normal numbers, the same for the same seed on every rank and in every library."""
 
+    def write(self, array: Any, values: Sequence[float]) -> None:
+        """Copies numbers into a flat array, without waiting for what its device is at."""
+
     def largest(self, array: Any) -> float:
         """max |x|; 0 of nothing; NaN where there is a NaN."""
+
+    def exponent(self, array: Any) -> Any:
+        """`exponent_of` max |x|, a number or a scalar on the array's device."""
+
+    def all_finite(self, arrays: Sequence[Any]) -> bool:
+        """Whether no array holds an infinity or a NaN."""
+
+    def inverse(self, numbers: Any, least: Any) -> Any:
+        """1 / x, and 0 where x is at most `least`."""
 
     def squared_norm(self, array: Any) -> Any:
         """The sum of squares of a flat array in float64, a scalar where the array is: differences of such are small."""
@@ -60,6 +86,9 @@ class Verbs(Protocol):
 
     def from_bytes(self, rows: Any, kind: str) -> Any:
         """The reverse of `as_bytes`, for `kind` "int8", "int16", "int32", "float32" or "float64"."""
+
+    def stacked(self, parts: Sequence[Any]) -> Any:
+        """Arrays of one shape, along a new first axis."""
 
     def beside(self, parts: Sequence[Any]) -> Any:
         """Rows of all parts, one beside the other."""
@@ -103,6 +132,23 @@ class NumpyVerbs:
 
     def seeded(self, shape: Sequence[int], seed: int, like: np.ndarray) -> np.ndarray:
         return np.random.RandomState(seed).standard_normal(tuple(shape)).astype(like.dtype)
+
+    def write(self, array: np.ndarray, values: Sequence[float]) -> None:
+        array[...] = values
+
+    def exponent(self, array: np.ndarray) -> int:
+        return exponent_of(self.largest(array))
+
+    def all_finite(self, arrays: Sequence[np.ndarray]) -> bool:
+        return all(math.isfinite(self.largest(array)) for array in arrays)
+
+    def inverse(self, numbers: np.ndarray, least: np.ndarray) -> np.ndarray:
+        inverse = np.zeros_like(numbers)
+        np.divide(1.0, numbers, out=inverse, where=~(numbers <= least))
+        return inverse
+
+    def stacked(self, parts: Sequence[np.ndarray]) -> np.ndarray:
+        return np.stack(parts)
 
     def largest(self, array: np.ndarray) -> float:
         return float(np.abs(array).max()) if array.size else 0.0

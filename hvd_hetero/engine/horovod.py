@@ -62,6 +62,9 @@ class HorovodEngine(ProcessSetEngine):
     def _tensor(self, array: Any) -> Any:
         return self._torch.from_numpy(array) if isinstance(array, np.ndarray) else array
 
+    def on_device(self, array: Any) -> bool:
+        return getattr(array, "is_cuda", False) and bool(self._binding.nccl_built())
+
     @while_there
     def allreduce_async(self, array: Any, *, name: str, op: Op = "sum") -> HorovodHandle:
         handle = self._binding.allreduce_async_(

@@ -80,6 +80,9 @@ class LocalEngine:
     def quota_cores(self) -> float | None:
         return None  # a quota is for all ranks of this process together
 
+    def on_device(self, array: Any) -> bool:
+        return False
+
     def unique(self, prefix: str) -> str:
         return f"{prefix}{next(self._named)}"
 

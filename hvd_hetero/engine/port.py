@@ -56,6 +56,9 @@ class Engine(Protocol):
     def quota_cores(self) -> float | None:
         """The cores that a CPU quota allows this process in the long run, as it is now; None where there is none."""
 
+    def on_device(self, array: Any) -> bool:
+        """Whether an array's collectives go from and to the memory of a GPU, and not through the host's."""
+
     def unique(self, prefix: str) -> str:
         """A name that no earlier call returned, and the same on all ranks that call it in the same order."""
 

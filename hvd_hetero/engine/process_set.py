@@ -158,6 +158,9 @@ class ProcessSetEngine:
             ProcessSetEngine._quota = CpuQuota()
         return ProcessSetEngine._quota.cores()
 
+    def on_device(self, array: Any) -> bool:
+        return False
+
     def unique(self, prefix: str) -> str:
         return f"{prefix}{next(self._named.setdefault(self.ranks, itertools.count(1)))}"
 

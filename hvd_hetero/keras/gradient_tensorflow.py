@@ -224,10 +224,6 @@ def scaled_into(bucket: np.ndarray, flat: np.ndarray, weight: float) -> None:
         np.multiply(flat, flat.dtype.type(weight), out=bucket)
 
 
-def write(view: np.ndarray, values: Sequence[float]) -> None:
-    view[...] = values
-
-
 def stopwatch() -> WallClock:
     """Gradients are in host memory when a step is measured, so the clock is right for a GPU as well."""
     return WallClock()

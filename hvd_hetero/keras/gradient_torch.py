@@ -119,10 +119,6 @@ def scaled_into(bucket: torch.Tensor, flat: torch.Tensor, weight: float) -> None
         bucket.mul_(weight)
 
 
-def write(view: torch.Tensor, values: Sequence[float]) -> None:
-    view.copy_(torch.tensor(values, dtype=view.dtype))
-
-
 def stopwatch() -> Stopwatch:
     """What measures compute where Keras computes."""
     device = zeros(0, "float32").device

@@ -55,9 +55,6 @@ class ParameterStore:
     def control(self, length: int) -> Any:
         return self._form.zeros(length, "float64")
 
-    def write_control(self, view: Any, values: Sequence[float]) -> None:
-        self._form.write(view, values)
-
     def checksum(self, index: int) -> int:
         found = 0
         for variable in self._members[index]:

@@ -69,7 +69,6 @@ class ReducedStep:
             self.layout.shapes,
             control=form.zeros(self._weighing.tail, "float64"),
             terms=lambda: self._terms,
-            write=form.write,
             kind=f"gradients {zlib.crc32(str(present).encode()):08x}",  # those of other shapes keep theirs
         )
         owner.sums.put(f"gradients {zlib.crc32(str(specs).encode()):08x}", self)

@@ -44,9 +44,6 @@ class ParameterStore:
     def control(self, length: int) -> torch.Tensor:
         return torch.zeros(length, dtype=torch.float64)
 
-    def write_control(self, view: torch.Tensor, values: Sequence[float]) -> None:
-        view.copy_(torch.tensor(values, dtype=view.dtype))
-
     def checksum(self, index: int) -> int:
         return checksum(self._members[index])
 

@@ -73,7 +73,6 @@ class ReducedStep:
             [[tuple(p.shape) for p in members] for members in self.layout.members],
             control=torch.zeros(tail, dtype=torch.float64),
             terms=lambda: passes.terms,
-            write=lambda view, values: view.copy_(torch.tensor(values, dtype=view.dtype)),
         )
         self._sparse = SparseExchange(weighing.engine, rows, name=f"{self._exchange.name}.sparse")
         self._begin()

@@ -23,6 +23,9 @@ NAME = "otherdevice"
 AVAILABLE = hasattr(backend_registration, "_setup_privateuseone_for_python_backend")
 # What takes tensors of several devices, on a GPU as well.
 BETWEEN = {"copy_", "_to_copy", "_foreach_copy_", "index", "index_put", "index_put_", "_index_put_impl_"}
+DTYPE = torch.float32  # of what is compared
+EXACT = True  # whether all results are those of the host, bit for bit
+RANDOM = False  # whether it has random numbers
 looks: list[str] = []  # operations that told the host a value
 _libraries: list[Any] = []  # what is made known to PyTorch lasts as long as these
 
@@ -106,6 +109,16 @@ def computed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 def inner_of(value: Any) -> Any:
     """The tensor in host memory that one of the device holds; anything else as it is."""
     return value.inner if isinstance(value, OnDevice) else value
+
+
+def index() -> int:
+    """Which of the devices this rank has."""
+    return 0
+
+
+def alike(there: torch.Tensor, here: torch.Tensor) -> bool:
+    """Whether two results are the same: bit for bit."""
+    return torch.equal(there, here)
 
 
 class Device(TorchDispatchMode):

@@ -1,0 +1,113 @@
+"""One rank of one contender of `ci/gpu`: trains a larger model of the demo's kind on its part of a GPU, and prints how
+fast, as a line of JSON.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import statistics
+import time
+from collections import deque
+from typing import Any
+
+import torch
+from bench_worker import Contender, parser
+
+CONTEXT, STRIDE = 256, 32  # characters of a window, and from one window to the next
+
+
+class OnGpu(Contender):
+    """A contender whose model and gradients are on a GPU, which computes in bfloat16 where autocast says so."""
+
+    backend = "nccl"
+    loading = {"drop_last": True, "num_workers": 2, "pin_memory": True, "persistent_workers": True}
+
+    def data(self) -> Any:
+        class Overlapping(self.lm.Windows):  # type: ignore[name-defined]
+            def __len__(self) -> int:
+                return (len(self.text) - 1 - self.context) // STRIDE
+
+            def __getitem__(self, index: int) -> Any:
+                start = index * STRIDE
+                window = self.text[start : start + self.context + 1]
+                return window[:-1], window[1:]
+
+        return Overlapping(self.lm.read_text(4.0), CONTEXT)
+
+    def network(self) -> Any:
+        heads = self.arguments.width // 64
+        model = self.lm.CharLM(CONTEXT, width=self.arguments.width, layers=self.arguments.layers, heads=heads)
+        return model.cuda()
+
+    def step(self) -> None:
+        x, y = (each.cuda(non_blocking=True).long() for each in next(self.batches))
+        self.optimizer.zero_grad()
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = self.lm.loss_of(self.loss_model, x, y)
+        (loss * self.scale if self.scale != 1.0 else loss).backward()
+        self.optimizer.step()
+
+
+def take_place(percents: list[float]) -> None:
+    """Before CUDA starts: this rank's GPU, or its part of one that ranks share."""
+    rank, local_rank = int(os.environ["HOROVOD_RANK"]), int(os.environ["HOROVOD_LOCAL_RANK"])
+    os.environ.update(RANK=str(rank), WORLD_SIZE=os.environ["HOROVOD_SIZE"], LOCAL_RANK=str(local_rank))
+    if percents:
+        os.environ["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = str(percents[rank])
+        os.environ["NCCL_HOSTID"] = f"rank{rank}"  # NCCL refuses ranks of one host that share a GPU
+        local_rank = 0
+    torch.cuda.set_device(local_rank)
+
+
+def main() -> None:
+    options = parser()
+    options.add_argument("--percents", default="", help="of the GPU's multiprocessors, by rank, where ranks share one")
+    options.add_argument("--dump-after", type=float, default=90.0, help="seconds after which a rank says where it is")
+    options.set_defaults(width=384, layers=6)
+    arguments = options.parse_args()
+    faulthandler.dump_traceback_later(arguments.dump_after)
+    take_place([float(each) for each in arguments.percents.split(":") if each])
+    contender = OnGpu(arguments)
+    began = cpu = samples = 0.0
+    times: list[float] = []
+    ends: deque[Any] = deque()
+    for step in range(arguments.warmup + arguments.steps):
+        if step == arguments.warmup:
+            torch.cuda.synchronize()
+            times.clear()
+            cpu, began = time.process_time(), time.perf_counter()
+        start = time.perf_counter()
+        contender.step()
+        ends.append(torch.cuda.Event())
+        ends[-1].record()
+        if len(ends) > 2:  # a script that prints a loss now and then does not run further ahead either
+            ends.popleft().synchronize()
+        times.append(time.perf_counter() - start)
+        samples += contender.balancer.plan.shares[contender.rank] if contender.balancer else 0
+    torch.cuda.synchronize()
+    faulthandler.cancel_dump_traceback_later()
+    seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
+    balancer = contender.balancer
+    record = {
+        "rank": contender.rank,
+        "samples_per_s": contender.global_batch * arguments.steps / seconds,
+        "apart": arguments.contender == "alone",
+        "step_ms": 1e3 * seconds / arguments.steps,
+        "median_step_ms": 1e3 * statistics.median(times),
+        "cpu_ms": 1e3 * cpu / arguments.steps,
+        "parameters": sum(p.numel() for p in contender.model.parameters()),
+        "processors": torch.cuda.get_device_properties(0).multi_processor_count,
+        "shares": list(balancer.plan.shares) if balancer else None,
+        "compute": balancer.timesheet.reported if balancer else None,
+        "wait_ms": 1e3 * statistics.median(contender.waits[-arguments.steps :]) if contender.waits else None,
+    }
+    print("BENCH " + json.dumps(record), flush=True)
+    with contextlib.suppress(Exception):
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
