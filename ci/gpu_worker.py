@@ -58,6 +58,9 @@ def take_place(percents: list[float]) -> None:
     if percents:
         os.environ["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = str(percents[rank])
         os.environ["NCCL_HOSTID"] = f"rank{rank}"  # NCCL refuses ranks of one host that share a GPU
+        # All of its blocks wait for those of the others: where they are more than the smallest part has room for, the
+        # blocks that are there wait for ever.
+        os.environ.update(NCCL_MAX_NCHANNELS="2", NCCL_CGA_CLUSTER_SIZE="0")
         local_rank = 0
     torch.cuda.set_device(local_rank)
 

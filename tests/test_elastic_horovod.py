@@ -20,11 +20,11 @@ AUTOTUNE = {f"HOROVOD_AUTOTUNE{name}": str(value) for name, value in (
 )}  # fmt: skip
 
 
-def elastic_job(tmp_path, ranks, kind, *options):
+def elastic_job(tmp_path, ranks, kind, *options, **env):
     """What the worker reports of a job on two hosts, of which one comes back soon after it was given up."""
     launched = horovodrun(
         ranks, "elastic_worker.py", str(tmp_path), kind, *options, timeout_s=180, HOROVOD_GLOO_TIMEOUT_SECONDS="10",
-        options=elastic_hosts(tmp_path, ranks), **(AUTOTUNE if kind == "TERM" else {}),
+        options=elastic_hosts(tmp_path, ranks), **(AUTOTUNE if kind == "TERM" else {}), **env,
     )  # fmt: skip
     result = re.findall(r"RESULT (.*)", launched.output)
     assert launched.returncode == 0 and len(result) == 1, launched.output[-6000:]

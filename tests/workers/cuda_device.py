@@ -30,7 +30,7 @@ def install() -> None:
     """Gives this rank its GPU; before `hvd.init()`."""
     local_rank, count = int(os.environ.get("HOROVOD_LOCAL_RANK", "0")), torch.cuda.device_count()
     if int(os.environ.get("HOROVOD_LOCAL_SIZE", "1")) > count:
-        os.environ["NCCL_HOSTID"] = f"rank{os.environ['HOROVOD_RANK']}"
+        os.environ["NCCL_HOSTID"] = f"process{os.getpid()}"  # a rank's number may change
     torch.cuda.set_device(local_rank % count)
 
 

@@ -106,8 +106,6 @@ def equals_one_process(
               **{name: value for name, value in others.items() if name != "take"})  # fmt: skip
         worst = max((a - b).abs().max().item() for a, b in zip(ours.parameters(), alone.parameters(), strict=True))
         moved = max((a - b).abs().max().item() for a, b in zip(start.parameters(), alone.parameters(), strict=True))
-        if hvd.rank() == 0:
-            print(f"worst {worst:.2e} moved {moved:.2e}", flush=True)
         assert worst <= bound < 0.1 * moved, (worst, moved)
         if scaled:
             assert scalers[0].get_scale() == scalers[1].get_scale() == 2.0**9, "not one step was skipped"
@@ -189,12 +187,11 @@ def compute_is_timed_where_it_happens() -> None:
         loss.backward()
         optimizer.step()
         computes.append(balancer.timesheet.reported)
-    told = hvd.allgather_object((asleep_s * times, sorted(launched)[15], computes[-1]))
-    if hvd.rank() == 0:
-        print("timed", told, flush=True)
+    samples, compute_s = computes[-1]
+    assert samples == len(x) and compute_s > 0.8 * asleep_s * times > 2.0 * sorted(launched)[15]
 
 
-def plain_horovod_bits() -> None:
+def identical_to_plain_horovod() -> None:
     """Law 1: equal shares, the same parameters as with horovod.torch alone, bit for bit."""
     import horovod.torch as plain
 
@@ -218,9 +215,7 @@ def plain_horovod_bits() -> None:
             F.cross_entropy(model(X[part].to(DEVICE)), Y[part].to(DEVICE)).backward()
             optimizer.step()
         found.append([p.detach().clone() for p in model.parameters()])
-    worst = max((a - b).abs().max().item() for a, b in zip(*found, strict=True))
-    print(f"worst {worst}", flush=True)
-    assert worst == 0.0, worst
+    assert all(map(torch.equal, *found))
 
 
 def adamw(**options: Any) -> Any:
@@ -243,24 +238,15 @@ CHECKS = {
     "cuda_graphs": equals_one_process(wrap=lambda model: torch.compile(model, mode="reduce-overhead")),
     "loader_with_pinned_memory": loader_with_pinned_memory,
     "compute_is_timed_where_it_happens": compute_is_timed_where_it_happens,
-    "plain_horovod_bits": plain_horovod_bits,
+    "identical_to_plain_horovod": identical_to_plain_horovod,
 }
 
 
 def main() -> None:
     hvd.init()
     torch.set_num_threads(1)
-    failed = []
-    for name in sys.argv[1:] or CHECKS:
-        try:
-            run_checks(hvd, [name], CHECKS)
-        except Exception:
-            import traceback
-
-            traceback.print_exc()
-            failed.append(name)
+    run_checks(hvd, sys.argv[1:] or CHECKS, CHECKS)
     hvd.shutdown()
-    assert not failed, failed
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """One rank of tests/test_elastic_horovod.py: trains while ranks die and join, and says what became of the samples.
 
 Arguments: a folder, `KILL` or `TERM`, and `NAME=VALUE` options of DistributedOptimizer, or `stream=yes`. One rank gets
-that signal at step 12, once; later another one takes its place. `RESULT` is printed by rank 0 at the end.
+that signal at step 12, once; later another one takes its place. `RESULT` is printed by rank 0 at the end. With
+HVD_HETERO_TEST_DEVICE=cuda the model is on a GPU.
 """
 
 from __future__ import annotations
@@ -19,6 +20,12 @@ from torch import nn
 
 import hvd_hetero.torch as hvd
 
+ON_GPU = os.environ.get("HVD_HETERO_TEST_DEVICE") == "cuda"
+if ON_GPU:
+    import cuda_device
+
+    cuda_device.install()
+DEVICE = torch.device("cuda", cuda_device.index()) if ON_GPU else torch.device("cpu")
 SAMPLES, WHOLE, EPOCHS, DIES_AT, WAITS_AT = 250, 20, 3, 12, 26
 
 
@@ -74,7 +81,7 @@ def by_one_process():
 def main(folder, kind, **options):
     hvd.init(**({"process_sets": "dynamic"} if "topology" in options else {}))
     torch.set_num_threads(1)
-    model, data = make_model(), Numbered()
+    model, data = make_model().to(DEVICE), Numbered()
     balancer = hvd.Balancer(WHOLE, rule=hvd.ReplanRule(minimum_observations=4, warmup_steps=2))
     streams = options.pop("stream", False)
     loader = hvd.BalancedDataLoader(
@@ -98,7 +105,7 @@ def main(folder, kind, **options):
                 optimizer.zero_grad()
                 mine += index.tolist()
                 if len(x):
-                    nn.functional.cross_entropy(model(x), y).backward()
+                    nn.functional.cross_entropy(model(x.to(DEVICE)), y.to(DEVICE)).backward()
                 # Of three ranks the one that is alone on its host: the other host alone could not go on.
                 chosen = hvd.local_size() == 1 if hvd.size() == 3 else hvd.rank() == hvd.size() - 1
                 if state.batch == DIES_AT and chosen and not died.exists():
@@ -109,7 +116,10 @@ def main(folder, kind, **options):
                     os.kill(os.getpid(), getattr(signal, f"SIG{kind}"))
                 optimizer.step()
                 # Each rank by itself decides which of these travel together, of which it knows all from steps before.
-                many = [hvd.allreduce_async(torch.full((100_000,), i), op=hvd.Sum, name=f"many.{i}") for i in range(6)]
+                many = [
+                    hvd.allreduce_async(torch.full((100_000,), i, device=DEVICE), op=hvd.Sum, name=f"many.{i}")
+                    for i in range(6)
+                ]
                 for i, handle in enumerate(many):
                     assert (hvd.synchronize(handle) == i * hvd.size()).all(), "a sum of other tensors"
                 time.sleep(0.02)
@@ -128,7 +138,7 @@ def main(folder, kind, **options):
     state = hvd.elastic.TorchState(model, optimizer, epoch=0, batch=0, sizes=[], used=[])
     checkpoint = hvd.Checkpoint(folder / "checkpoint", state)  # by a rank that joins while the others rebuild theirs
     train(state)
-    flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    flat = torch.cat([p.detach().reshape(-1).cpu() for p in model.parameters()])
     every = hvd.allgather(flat[None], name="all")
     if hvd.rank() == 0:
         epochs = [sorted(i for epoch, indices in state.used if epoch == e for i in indices) for e in range(EPOCHS)]
