@@ -22,7 +22,7 @@ CONTEXT, STRIDE = 256, 32  # characters of a window, and from one window to the 
 class OnGpu(Contender):
     """A contender whose model and gradients are on a GPU, which computes in bfloat16 where autocast says so."""
 
-    backend = "nccl"
+    backend = "gloo"
     loading = {"drop_last": True, "num_workers": 2, "pin_memory": True, "persistent_workers": True}
 
     def data(self) -> Any:
@@ -57,10 +57,6 @@ def take_place(percents: list[float]) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=os.environ["HOROVOD_SIZE"], LOCAL_RANK=str(local_rank))
     if percents:
         os.environ["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = str(percents[rank])
-        os.environ["NCCL_HOSTID"] = f"rank{rank}"  # NCCL refuses ranks of one host that share a GPU
-        # All of its blocks wait for those of the others: where they are more than the smallest part has room for, the
-        # blocks that are there wait for ever.
-        os.environ.update(NCCL_MAX_NCHANNELS="2", NCCL_CGA_CLUSTER_SIZE="0")
         local_rank = 0
     torch.cuda.set_device(local_rank)
 
@@ -81,6 +77,7 @@ def main() -> None:
         if step == arguments.warmup:
             torch.cuda.synchronize()
             times.clear()
+            samples = 0.0
             cpu, began = time.process_time(), time.perf_counter()
         start = time.perf_counter()
         contender.step()
@@ -93,11 +90,15 @@ def main() -> None:
     torch.cuda.synchronize()
     faulthandler.cancel_dump_traceback_later()
     seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
+    apart = arguments.strategy != "synchronous"
+    if apart:
+        contender.optimizer.merge()
     balancer = contender.balancer
     record = {
         "rank": contender.rank,
-        "samples_per_s": contender.global_batch * arguments.steps / seconds,
-        "apart": arguments.contender == "alone",
+        "samples_per_s": (samples if apart else contender.global_batch * arguments.steps) / seconds,
+        # then that is what this rank did, and not all of them
+        "apart": apart or arguments.contender == "alone",
         "step_ms": 1e3 * seconds / arguments.steps,
         "median_step_ms": 1e3 * statistics.median(times),
         "cpu_ms": 1e3 * cpu / arguments.steps,

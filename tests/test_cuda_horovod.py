@@ -3,8 +3,8 @@
 import sys
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch", reason="pip install torch")
 pytest.importorskip("horovod.torch", reason="build it with hvd-hetero build-horovod")
 
 from launch import WORKERS, horovodrun

@@ -18,30 +18,26 @@ TINY = 1e-8  # columns shorter than this times the longest are taken for noise o
 
 
 def orthonormal(matrices: Sequence[Any]) -> list[Any]:
-    """The columns of each matrix [n, r] made orthonormal, by Gram and Schmidt's modified method; of arrays of one type.
+    """The columns of each matrix [n, r] made orthonormal, by Gram and Schmidt's method; of arrays of one type.
 
-    A column that depends on those before it becomes zero; what it would have carried stays in the residual. Matrices of
-    one shape are treated together, and the host is told nothing: what matters on a GPU is how often it is called.
+    A column that depends on those before it becomes zero; what it would have carried stays in the residual. All
+    matrices are treated together, with zeros below the shorter ones, and the host is told nothing: what matters on a
+    GPU is how often it is called.
     """
-    done: dict[int, Any] = {}
-    for shape in dict.fromkeys(tuple(matrix.shape) for matrix in matrices):
-        alike = [index for index, matrix in enumerate(matrices) if tuple(matrix.shape) == shape]
-        done.update(zip(alike, _orthonormal(verbs_of(matrices[0]).stacked([matrices[i] for i in alike])), strict=True))
-    return [done[index] for index in range(len(matrices))]
-
-
-def _orthonormal(batch: Any) -> Any:
-    """The same of an array [matrices, n, r], in place."""
-    verbs = verbs_of(batch)
+    verbs = verbs_of(matrices[0])
+    rows, columns = (max(matrix.shape[axis] for matrix in matrices) for axis in range(2))
+    batch = verbs.zeros((len(matrices), rows, columns), matrices[0])
+    parts = [whole[: len(matrix), : matrix.shape[1]] for whole, matrix in zip(batch, matrices, strict=True)]
+    for part, matrix in zip(parts, matrices, strict=True):
+        part[:] = matrix
     tiny = TINY * verbs.row_largest((batch * batch).sum(1) ** 0.5)
-    for j in range(batch.shape[2]):
-        column = batch[:, :, j]
-        for _ in range(2):  # once more, since rounding leaves a part of the others ("twice is enough")
-            for k in range(j):
-                other = batch[:, :, k]
-                column -= (other * column).sum(1).reshape(-1, 1) * other
-        column *= verbs.inverse((column * column).sum(1) ** 0.5, tiny).reshape(-1, 1)
-    return batch
+    for j in range(columns):
+        column, before = batch[:, :, j : j + 1], batch[:, :, :j]
+        for _ in range(2 if j else 0):  # once more, since rounding leaves a part of the others ("twice is enough")
+            column -= before @ (before.swapaxes(1, 2) @ column)
+        norms = (column * column).sum(1).reshape(-1) ** 0.5
+        column *= verbs.inverse(norms, tiny).reshape(-1, 1, 1)
+    return parts
 
 
 class LowRank:

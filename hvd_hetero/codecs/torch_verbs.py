@@ -61,9 +61,6 @@ class TorchVerbs:
     def inverse(self, numbers: torch.Tensor, least: torch.Tensor) -> torch.Tensor:
         return numbers.reciprocal().where(~(numbers <= least), 0.0)
 
-    def stacked(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        return torch.stack(list(parts))
-
     def squared_norm(self, array: torch.Tensor) -> torch.Tensor:
         return torch.linalg.vector_norm(array, dtype=torch.float64).square()
 

@@ -87,9 +87,6 @@ class Verbs(Protocol):
     def from_bytes(self, rows: Any, kind: str) -> Any:
         """The reverse of `as_bytes`, for `kind` "int8", "int16", "int32", "float32" or "float64"."""
 
-    def stacked(self, parts: Sequence[Any]) -> Any:
-        """Arrays of one shape, along a new first axis."""
-
     def beside(self, parts: Sequence[Any]) -> Any:
         """Rows of all parts, one beside the other."""
 
@@ -146,9 +143,6 @@ class NumpyVerbs:
         inverse = np.zeros_like(numbers)
         np.divide(1.0, numbers, out=inverse, where=~(numbers <= least))
         return inverse
-
-    def stacked(self, parts: Sequence[np.ndarray]) -> np.ndarray:
-        return np.stack(parts)
 
     def largest(self, array: np.ndarray) -> float:
         return float(np.abs(array).max()) if array.size else 0.0

@@ -8,6 +8,7 @@ from typing import Any
 import keras
 import torch
 
+from hvd_hetero.codecs.torch_verbs import VERBS
 from hvd_hetero.engine.stopwatch import CudaStopwatch
 from hvd_hetero.optimizers.meter import Stopwatch, WallClock
 
@@ -29,7 +30,9 @@ def none_of(variable: Any) -> torch.Tensor | None:
 
 def constant(values: Sequence[float], like: torch.Tensor) -> torch.Tensor:
     """A vector on the device of a gradient, of the type in which that travels."""
-    return torch.tensor(values, dtype=_TYPES[spec(like).wire], device=like.device)
+    vector = torch.empty(len(values), dtype=_TYPES[spec(like).wire], device=like.device)
+    VERBS.write(vector, values)
+    return vector
 
 
 def spec(gradient: torch.Tensor) -> Spec:
