@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from contest import Contender, Scenario, check, launch
 from emulation import Cluster
@@ -25,8 +25,37 @@ def models_of(records: list[dict[str, Any]], first: int, last: int) -> list[Spee
     ]
 
 
-def adapt(scenario: Scenario, *, picture: str, say: Callable[[str], None]) -> list[dict[str, Any]]:
-    """The checks; writes a picture of shares and step time over steps."""
+class Found(NamedTuple):
+    """What one repeat found."""
+
+    early: float
+    """Compute time with the plan after `FOUND` steps, of that with the best split."""
+    again: float
+    """Step time `FOUND_AGAIN` steps after the slowdown, of that with the best shares."""
+    plans: int
+    """In `CONSTANT` steps."""
+
+
+def adapt(scenario: Scenario, *, repeats: int, picture: str, say: Callable[[str], None]) -> list[dict[str, Any]]:
+    """The checks, by medians of the repeats; writes a picture of the last one's shares and step time over steps."""
+    found = []
+    for repeat in range(repeats):
+        found.append(_once(scenario, picture=picture, say=say if repeat == 0 else lambda line: None))
+        early, again, plans = found[-1]
+        turn = f"repeat {repeat + 1}/{repeats}"
+        say(f"{turn}: {early:.3f} after {FOUND} steps, {again:.3f} after the slowdown, {plans} plans")
+    say(f"picture: {picture}")
+    return [
+        check(f"compute time with the plan after {FOUND} steps / with the best split",
+              statistics.median(each.early for each in found), 1.05, at_most=True),
+        check(f"step time {FOUND_AGAIN} steps after the slowdown / with the best shares",
+              statistics.median(each.again for each in found), 1.10, at_most=True),
+        check(f"plans in {CONSTANT} steps at constant speed, at most", max(each.plans for each in found), 3,
+              at_most=True),
+    ]  # fmt: skip
+
+
+def _once(scenario: Scenario, *, picture: str, say: Callable[[str], None]) -> Found:
     run = Contender(name="hvd_hetero", arguments=("hetero", "--every-step"), warmup=0, steps=CONSTANT + AFTER)
     slow = ["--slow-at", str(CONSTANT), "--slow-rank", str(SLOW_RANK), "--slow-cores", str(SLOW_CORES)]
     with Cluster(scenario.ranks, link_mbit=scenario.link_mbit) as cluster:
@@ -46,14 +75,7 @@ def adapt(scenario: Scenario, *, picture: str, say: Callable[[str], None]) -> li
     settled_s = statistics.median(times[CONSTANT + FOUND_AGAIN :])
     plans = sum(a != b for a, b in zip(shares[:CONSTANT], shares[1:CONSTANT], strict=False))
     _draw(picture, times, shares)
-    say(f"picture: {picture}")
-    found = step_time_s(before, shares[FOUND]) / step_time_s(before, best)
-    return [
-        check(f"compute time with the plan after {FOUND} steps / with the best split", found, 1.05, at_most=True),
-        check(f"step time {FOUND_AGAIN} steps after the slowdown / with the best shares", settled_s / best_s, 1.10,
-              at_most=True),
-        check(f"plans in {CONSTANT} steps at constant speed", plans, 3, at_most=True),
-    ]
+    return Found(step_time_s(before, shares[FOUND]) / step_time_s(before, best), settled_s / best_s, plans)
 
 
 def _draw(picture: str, times: list[float], shares: list[tuple[int, ...]]) -> None:
