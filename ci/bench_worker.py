@@ -56,7 +56,6 @@ class HandShares:
 class Contender:
     """How one contender sets up and makes a step: `step()` trains on one batch and returns when it is done."""
 
-    backend = "gloo"  # of DDP
     loading: dict[str, Any] = {"drop_last": True}  # options of the loaders
 
     def __init__(self, arguments: argparse.Namespace) -> None:
@@ -110,7 +109,7 @@ class Contender:
         hvd.broadcast_parameters(self.model.state_dict(), root_rank=0)
 
     def set_up_ddp(self) -> None:
-        torch.distributed.init_process_group(self.backend)
+        torch.distributed.init_process_group("gloo")
         self._equal()
         # Its PowerSGD hook mixes up the collectives of several buckets under Gloo, and aborts: one bucket for it.
         cap = {"bucket_cap_mb": 1000} if self.arguments.codec == "powersgd" else {}
@@ -128,7 +127,7 @@ class Contender:
             self.loss_model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
     def set_up_ddp_hand(self) -> None:
-        torch.distributed.init_process_group(self.backend)
+        torch.distributed.init_process_group("gloo")
         self.global_batch = sum(self.shares)
         sampler: Any = HandShares(len(self.windows), self.shares, self.rank)
         loading = {name: value for name, value in self.loading.items() if name != "drop_last"}

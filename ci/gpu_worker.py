@@ -22,7 +22,6 @@ CONTEXT, STRIDE = 256, 32  # characters of a window, and from one window to the 
 class OnGpu(Contender):
     """A contender whose model and gradients are on a GPU, which computes in bfloat16 where autocast says so."""
 
-    backend = "gloo"
     loading = {"drop_last": True, "num_workers": 2, "pin_memory": True, "persistent_workers": True}
 
     def data(self) -> Any:

@@ -25,7 +25,7 @@ from .compressed import pieces_of
 
 # Between two ranks so many pieces of so many values are under way at a time. Gathers go through sockets whose buffers
 # the kernel sizes: with more under way than the queue of a slow link holds (1.25 MB at 100 Mbit/s and 100 ms), packets
-# are lost, and TCP waits 200 ms to send them again.
+# are lost, and TCP waits 200 ms to send them again. NCCL cuts what it sends itself, and on a GPU each piece costs.
 SHORT_PIECE = 2**18
 AHEAD = 2
 

@@ -15,6 +15,7 @@ from .verbs import NOT_FINITE, NOTHING, verbs_of
 
 GREATEST = 65504.0
 
+
 def scale_for(exponent: int, ranks: int) -> float | None:
     """The factor for values of at most 2 ** exponent on each of `ranks`; None where no scale helps."""
     if exponent == NOT_FINITE:
