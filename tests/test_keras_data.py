@@ -47,6 +47,9 @@ class Balancer(FrameworkFree):
 
     def trained(self, by): ...
 
+    def begun(self, by):
+        return self.step
+
     def end_epoch(self):
         self.ended_epochs += 1
 
@@ -458,6 +461,28 @@ def test_a_batch_that_the_script_begins_may_have_several_exchanges_although_othe
             balancer.exchanges.runs(tape)
             seen.append((balancer.step, balancer.count_now))
     assert seen == [(0, 8.0)] * 3 + [(1, 7.0)] * 3
+
+
+def test_what_a_script_begins_by_hand_uses_batches_of_its_loop_and_none_of_a_fit_that_was_stopped():
+    from hvd_hetero.keras.balancer import Balancer as OfKeras
+
+    def used(stopped):
+        balancer = OfKeras(WHOLE, engine=SoloEngine(), adaptive=False)
+        dataset = make(balancer)
+        epoch = Keras(dataset, prefetch=2).epoch() if stopped else iter(dataset)
+        next(epoch)
+        if stopped:
+            deadline = time.monotonic() + 20.0
+            while dataset.sampler.pending < 3 and time.monotonic() < deadline:
+                time.sleep(0.01)  # it is read ahead
+            assert balancer.begin_unseen()
+        for _ in range(2):
+            balancer.begin(3)
+            if not stopped:
+                next(epoch)
+        return dataset.state_dict()["position"]
+
+    assert used(stopped=True) == 1 and used(stopped=False) == 2
 
 
 def test_an_exchange_that_comes_again_is_of_the_present_batch_until_another_is_announced():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,6 +32,7 @@ class Announced:
         self.terms: deque[float] = deque()
         self.loaded: deque[Moment] = deque()  # when each was there, of those that are loaded ahead
         self.ahead = ahead
+        self.unseen = False  # whether the exchange takes them, and not a script by hand
 
 
 class Balancer(framework_free.Balancer):
@@ -83,6 +84,7 @@ class Balancer(framework_free.Balancer):
         # By who announces them (None: the script); what comes next is of the last one. A dataset that is evaluated in
         # the midst of another one's epoch comes after that, and goes again.
         self._queues: dict[Any, Announced] = {None: Announced()}
+        self._begun: Counter[int] = Counter()  # batches, by the id of who announced them
         self._told = False  # the script itself has begun the batch that is to be exchanged next
         self._instead = False  # and it begins those that are announced as well
 
@@ -137,6 +139,14 @@ class Balancer(framework_free.Balancer):
         self._between()
         self._told = False
 
+    def begun(self, by: Any) -> int:
+        """How many batches announced `by` a dataset have begun so far, unseen or by hand. After a fit that was stopped
+        there may be some that nobody takes: what a script then begins by hand is none of them."""
+        return self._begun[id(by)]
+
+    def _count(self) -> None:
+        self._begun[id(next(reversed(self._queues)))] += 1
+
     def _between(self) -> None:
         """No batch is in use."""
         self.exchanges.end_batch()
@@ -175,6 +185,8 @@ class Balancer(framework_free.Balancer):
         super().begin(samples)
         self.exchanges.end_batch()
         self._told, self._instead = True, bool(self._next.samples)
+        if self._instead and not self._next.unseen:
+            self._count()
 
     def begin_unseen(self) -> bool:
         """Whether an announced batch begins: the exchange asks, whose gradients are there. One that comes again is of
@@ -204,6 +216,8 @@ class Balancer(framework_free.Balancer):
         if queue.loaded:
             self.timesheet.loaded(queue.loaded.popleft())
         self._begin(queue.samples.popleft())
+        self._count()
+        queue.unseen = True
         queue.ahead = queue.ahead or bool(queue.samples)
         if queue.terms:
             self.count(queue.terms.popleft())

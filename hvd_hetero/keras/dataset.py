@@ -115,7 +115,7 @@ class BalancedDataset(keras.utils.PyDataset):
             # Nothing that was announced is unused; and another dataset may have been trained on since the last epoch.
             self.balancer.forget(ahead=self._ahead_of_use, by=self)
         if self._at is None:
-            self._at = self.balancer.step
+            self._at = self.balancer.begun(self)
         self.balancer.resume()  # what went before, such as a validation, is no part of a step
         self.aside.begin()
 
@@ -169,7 +169,7 @@ class BalancedDataset(keras.utils.PyDataset):
     def _epoch(self, batches: int, *, ahead: bool) -> Iterator[Batch]:
         self._settle()
         self._rewind(ahead=ahead)
-        self._at = self.balancer.step
+        self._at = self.balancer.begun(self)
         for _ in range(batches):
             yield self._next()
 
@@ -186,11 +186,11 @@ class BalancedDataset(keras.utils.PyDataset):
         """Tells the sampler what was used since the last time; the number of batches."""
         if self._at is None:
             return 0
-        used = min(self.balancer.step - self._at, self.sampler.pending)
+        used = min(self.balancer.begun(self) - self._at, self.sampler.pending)
         for _ in range(used):
             self.sampler.used()
         self.sampler.end_epoch()
-        self._at = self.balancer.step
+        self._at = self.balancer.begun(self)
         return used
 
     def _next(self) -> Batch:
