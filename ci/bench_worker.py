@@ -166,10 +166,14 @@ class Contender:
         hvd.broadcast_parameters(self.model.state_dict(), root_rank=0)
         self.balancer.dialogue.subscribe(lambda: self.waits.append(self.optimizer._reducer.wait_s))
 
-    def step(self) -> None:
+    def loss(self) -> Any:
+        """Of the next batch."""
         x, y = next(self.batches)
         self.optimizer.zero_grad()
-        loss = self.lm.loss_of(self.loss_model, x, y)
+        return self.lm.loss_of(self.loss_model, x, y)
+
+    def step(self) -> None:
+        loss = self.loss()
         (loss * self.scale if self.scale != 1.0 else loss).backward()
         self.optimizer.step()
 

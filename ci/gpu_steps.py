@@ -7,7 +7,6 @@ host waits for the device before a step is over. All ranks have equal shares of 
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 import warnings
@@ -20,6 +19,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
 import horovod.torch as plain
+from gpu_worker import take_place
 from torch_char_lm import CharLM, loss_of
 
 import hvd_hetero.torch as hvd
@@ -104,11 +104,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--percents", default="", help="of one GPU's multiprocessors, by rank, where they share it")
     arguments = parser.parse_args()
-    rank = int(os.environ["HOROVOD_RANK"])
-    if arguments.percents:  # NVIDIA's multi-process service has to run: see `ci/gpu`
-        os.environ["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = arguments.percents.split(":")[rank]
-        os.environ["NCCL_HOSTID"] = f"rank{rank}"  # NCCL refuses ranks of one host that share a GPU
-    torch.cuda.set_device(0 if arguments.percents else int(os.environ["HOROVOD_LOCAL_RANK"]))
+    take_place(arguments.percents)  # with percentages NVIDIA's multi-process service has to run: see `ci/gpu`
     torch.set_num_threads(1)
     hvd.init()
     for _ in range(arguments.repeats):

@@ -41,21 +41,20 @@ class OnGpu(Contender):
         model = self.lm.CharLM(CONTEXT, width=self.arguments.width, layers=self.arguments.layers, heads=heads)
         return model.cuda()
 
-    def step(self) -> None:
+    def loss(self) -> Any:
         x, y = (each.cuda(non_blocking=True).long() for each in next(self.batches))
         self.optimizer.zero_grad()
         with torch.autocast("cuda", dtype=torch.bfloat16):
-            loss = self.lm.loss_of(self.loss_model, x, y)
-        (loss * self.scale if self.scale != 1.0 else loss).backward()
-        self.optimizer.step()
+            return self.lm.loss_of(self.loss_model, x, y)
 
 
-def take_place(percents: list[float]) -> None:
-    """Before CUDA starts: this rank's GPU, or its part of one that ranks share."""
+def take_place(percents: str) -> None:
+    """Before CUDA starts: this rank's GPU, or its part of one that ranks share; `percents`: of each, as "75:25"."""
     rank, local_rank = int(os.environ["HOROVOD_RANK"]), int(os.environ["HOROVOD_LOCAL_RANK"])
     os.environ.update(RANK=str(rank), WORLD_SIZE=os.environ["HOROVOD_SIZE"], LOCAL_RANK=str(local_rank))
     if percents:
-        os.environ["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = str(percents[rank])
+        os.environ["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = percents.split(":")[rank]
+        os.environ["NCCL_HOSTID"] = f"rank{rank}"  # NCCL refuses ranks of one host that share a GPU
         local_rank = 0
     torch.cuda.set_device(local_rank)
 
@@ -67,7 +66,7 @@ def main() -> None:
     options.set_defaults(width=384, layers=6)
     arguments = options.parse_args()
     faulthandler.dump_traceback_later(arguments.dump_after)
-    take_place([float(each) for each in arguments.percents.split(":") if each])
+    take_place(arguments.percents)
     contender = OnGpu(arguments)
     began = cpu = samples = 0.0
     times: list[float] = []

@@ -1,17 +1,15 @@
 """Training on a real GPU, on real ranks, which share it where there are fewer GPUs than ranks."""
 
-import sys
-
 import pytest
 import torch
 
 pytest.importorskip("horovod.torch", reason="build it with hvd-hetero build-horovod")
 
-from launch import WORKERS, horovodrun
+from test_device_horovod import CHECKS as WAYS
+from test_device_horovod import KERAS_CHECKS, holds
+from test_elastic_horovod import elastic_job
 
 from hvd_hetero.engine.build import installed_build
-
-sys.path.insert(0, str(WORKERS))
 
 pytestmark = [
     pytest.mark.horovod,
@@ -26,33 +24,21 @@ CHECKS = (
 )  # fmt: skip
 
 
-def holds(worker, checks, ranks=2, **env):
-    launched = horovodrun(ranks, worker, *checks, **env)
-    assert launched.returncode == 0, launched.output[-6000:]
-    assert all(f"OK {name} " in launched.output for name in checks), launched.output[-6000:]
-
-
 def test_what_is_particular_to_a_gpu():
     holds("cuda_worker.py", CHECKS)
 
 
 def test_training_on_a_gpu_is_what_it_is_in_host_memory():
-    from test_device_horovod import CHECKS as WAYS
-
     holds("device_worker.py", WAYS, HVD_HETERO_TEST_DEVICE="cuda")
 
 
 def test_fit_on_a_gpu_is_what_it_is_in_host_memory():
     pytest.importorskip("keras", reason="pip install keras")
-    from test_device_horovod import KERAS_CHECKS
-
     holds("keras_device_worker.py", KERAS_CHECKS, KERAS_BACKEND="torch", HVD_HETERO_TEST_DEVICE="cuda")
 
 
 @pytest.mark.parametrize("kind", ["KILL", "TERM"])
 def test_a_rank_goes_and_another_joins(tmp_path, kind):
-    from test_elastic_horovod import elastic_job
-
     found = elastic_job(tmp_path, 3, kind, HVD_HETERO_TEST_DEVICE="cuda")
     assert found["sizes"] == [3, 2, 3]
     assert found["once"] == [True, True, True] and found["alike"] and found["batches"] == 39

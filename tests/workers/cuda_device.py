@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 NAME = "cuda"
-AVAILABLE = torch.cuda.is_available()
 DTYPE = torch.float64  # of what is compared: rounding changes no decision then, as of a codec
 EXACT = False  # sums come in another order than in host memory
 RANDOM = True
