@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import json
 import os
@@ -154,6 +155,13 @@ def test_sums_of_half_precision_lose_nothing(plain: Launch) -> None:
     ended_well(plain, 2)
     for seen in plain.ranks.values():
         assert seen["half_exact"] and seen["half_few"] == [29488.0] * 3, seen
+
+
+@needs("released_when_done")
+def test_what_a_script_has_dropped_ends_on_its_own_thread(plain: Launch) -> None:
+    ended_well(plain, 2)
+    for seen in plain.ranks.values():
+        assert not seen["ended_aside"], collections.Counter(seen["ended_aside"])
 
 
 def test_without_its_variable_the_cycle_is_as_upstream(plain: Launch) -> None:

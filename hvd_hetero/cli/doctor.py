@@ -41,6 +41,8 @@ WITHOUT = {
     "in_place_copy": "an in-place all-reduce of one tensor under Gloo costs one copy more",
     "gloo_loop": "Gloo's threads wake 100 times a second each, and spin while they wait for one another",
     "gloo_send_buffer": "after sums of a few values other collectives stall, 40 ms to seconds each",
+    "released_when_done": "Horovod's thread waits for Python's lock to free tensors of torch, and on a Python with "
+    "python/cpython#112275 (before 3.12, but for late releases) a DataLoader's workers may never begin",
     "quick_launch": "each horovodrun loads a framework to look at itself, seconds before anything starts",
     "blocking_wait": "waiting takes a whole core: hvd_hetero polls with sleeps, which costs some latency",
     "event_driven_cycle": "the background threads wake every HOROVOD_CYCLE_TIME ms: a trade of CPU time for latency",

@@ -14,9 +14,11 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -78,6 +80,33 @@ def wrong_sums(prefix: str, ranks: list[int], process_set: Any) -> list[str]:
     return wrong
 
 
+def ended_aside() -> list[str]:
+    """The operations after which a tensor that the script had dropped ended on another thread than this one."""
+    aside: list[str] = []
+    here = threading.get_ident()
+
+    def ended(what: str, _: Any) -> None:
+        if threading.get_ident() != here:
+            aside.append(what)
+
+    operations = {
+        "allreduce": hvd.allreduce_async_,
+        "allgather": hvd.allgather_async,
+        "broadcast": functools.partial(hvd.broadcast_async_, root_rank=0),
+        "grouped_allreduce": lambda tensor, name: hvd.grouped_allreduce_async_([tensor, tensor.clone()], name=name),
+    }
+    watched = []
+    for what, begin in operations.items():
+        for repeat in range(50):
+            tensor = torch.ones(3)
+            watched.append(weakref.ref(tensor, functools.partial(ended, what)))
+            handle = begin(tensor, name=f"ended.{what}.{repeat}")
+            del tensor
+            hvd.synchronize(handle)
+    hvd.barrier()
+    return aside
+
+
 def plain(_folder: Path) -> dict[str, Any]:
     """Two ranks, no speed variable: interface, stall inspector, fp16 sums, in-place sums, the ordinary cycle."""
     if interface := os.environ.get("REPAIR_WORKER_IFACE"):
@@ -100,6 +129,7 @@ def plain(_folder: Path) -> dict[str, Any]:
         seen["half_exact"] = bool(torch.equal(hvd.allreduce(wide, op=hvd.Sum, name="wide"), want))
         few = torch.full((3,), 14744.0).half()  # too few for the vectorised sums
         seen["half_few"] = hvd.allreduce(few, op=hvd.Sum, name="few").tolist()
+        seen["ended_aside"] = ended_aside()
         seen["cycles_s"] = sum(seconds(lambda: hvd.allreduce(torch.ones(1), name="cycle"), 10))
     if hvd.rank() == 1:
         time.sleep(4.0)  # longer than HOROVOD_STALL_CHECK_TIME_SECONDS, and its check comes once in so many seconds
