@@ -158,10 +158,11 @@ def test_sums_of_half_precision_lose_nothing(plain: Launch) -> None:
 
 
 @needs("released_when_done")
-def test_what_a_script_has_dropped_ends_on_its_own_thread(plain: Launch) -> None:
+def test_horovods_thread_has_no_business_with_pythons_objects(plain: Launch) -> None:
     ended_well(plain, 2)
     for seen in plain.ranks.values():
         assert not seen["ended_aside"], collections.Counter(seen["ended_aside"])
+        assert seen["ends_under_lock"], "Horovod's thread waits for Python's"
 
 
 def test_without_its_variable_the_cycle_is_as_upstream(plain: Launch) -> None:

@@ -100,4 +100,26 @@ void HandleManager::MarkDone(const Handle& handle, const Status& status) {
         "  // A callback to call with the status.\n  StatusCallback callback;\n",
         replace="  // GPU to do reduction on, or CPU_DEVICE_ID in case of CPU.\n  int device = CPU_DEVICE_ID;\n",
     ),
+    Edit(
+        name=_NAME,
+        reason="an all-reduce holds tensors of its own in the same memory, of which Python does not know: its thread "
+        "need not take the interpreter's lock, nor while others are under way",
+        needs=("torch",),
+        file="horovod/torch/mpi_ops_v2.cc",
+        find="""int DoAllreduce(::torch::Tensor tensor, ::torch::Tensor output, int divisor,
+                const std::string& name, int reduce_op_int,
+                double prescale_factor, double postscale_factor,
+                int process_set_id) {
+  ThrowIfError(common::CheckInitialized());
+""",
+        replace="""int DoAllreduce(::torch::Tensor tensor, ::torch::Tensor output, int divisor,
+                const std::string& name, int reduce_op_int,
+                double prescale_factor, double postscale_factor,
+                int process_set_id) {
+  ThrowIfError(common::CheckInitialized());
+
+  tensor = tensor.detach();
+  output = output.detach();
+""",
+    ),
 )

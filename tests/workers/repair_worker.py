@@ -6,6 +6,7 @@ It ends by itself: with a traceback when it takes too long.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import functools
 import json
@@ -107,6 +108,19 @@ def ended_aside() -> list[str]:
     return aside
 
 
+def ends_under_lock() -> bool:
+    """Whether an all-reduce ends while this thread keeps the interpreter's lock."""
+    asleep = ctypes.PyDLL(None).usleep
+    before = sys.getswitchinterval()
+    handle = hvd.allreduce_async_(torch.ones(3), name="under_lock")
+    sys.setswitchinterval(1000.0)
+    try:
+        return any(hvd.poll(handle) or asleep(20_000) for _ in range(500))
+    finally:
+        sys.setswitchinterval(before)
+        hvd.synchronize(handle)
+
+
 def plain(_folder: Path) -> dict[str, Any]:
     """Two ranks, no speed variable: interface, stall inspector, fp16 sums, in-place sums, the ordinary cycle."""
     if interface := os.environ.get("REPAIR_WORKER_IFACE"):
@@ -130,6 +144,7 @@ def plain(_folder: Path) -> dict[str, Any]:
         few = torch.full((3,), 14744.0).half()  # too few for the vectorised sums
         seen["half_few"] = hvd.allreduce(few, op=hvd.Sum, name="few").tolist()
         seen["ended_aside"] = ended_aside()
+        seen["ends_under_lock"] = ends_under_lock()
         seen["cycles_s"] = sum(seconds(lambda: hvd.allreduce(torch.ones(1), name="cycle"), 10))
     if hvd.rank() == 1:
         time.sleep(4.0)  # longer than HOROVOD_STALL_CHECK_TIME_SECONDS, and its check comes once in so many seconds
