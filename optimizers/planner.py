@@ -28,6 +28,31 @@ APART = 10  # times as many batches take a try where ranks train apart
 EARLY_STEPS = 40  # while the first plans are made it looks at every step
 
 
+class Past:
+    """The speed models of one rank, by what they rest on.
+
+    The prior of a fit rests on what was measured before all of its window. The model of the last look would not do: the
+    same few observations, heard again with every look, would be believed in the end, however little they tell.
+    """
+
+    def __init__(self) -> None:
+        self._models: deque[tuple[int, SpeedModel]] = deque()  # the last step that each rests on
+
+    def fit(self, window: Sequence[tuple[int, Observation]]) -> SpeedModel | None:
+        """The model of what was measured, by step; the last one where that is nothing."""
+        if not window:
+            return self._models[-1][1] if self._models else None
+        first, last = window[0][0], window[-1][0]
+        while len(self._models) > 1 and self._models[1][0] < first:
+            self._models.popleft()
+        prior = self._models[0][1] if self._models and self._models[0][0] < first else None
+        model = fit([seen for _, seen in window], prior=prior)
+        while self._models and self._models[-1][0] >= last:  # heard again, or from before a saved state
+            self._models.pop()
+        self._models.append((last, model))
+        return model
+
+
 class Planner:
     """Plans and what they rest on.
 
@@ -45,6 +70,7 @@ class Planner:
         self._windows: tuple[deque[tuple[int, Observation]], ...] = tuple(
             deque(maxlen=WINDOW) for _ in range(self.size)
         )
+        self._pasts = tuple(Past() for _ in range(self.size))
         self._next_look = 0
         self._ahead = 0  # batches that passed before the last plan held
         self.steadiness = Steadiness(self.size)
@@ -104,11 +130,7 @@ class Planner:
         ):
             self._next_look = step + 1
             return
-        prior = self.models or (None,) * self.size
-        fitted = [
-            fit(window, prior=model) if window else model
-            for window, model in zip(self._comparable(), prior, strict=True)
-        ]
+        fitted = [past.fit(window) for past, window in zip(self._pasts, self._comparable(), strict=True)]
         known = sorted((model for model in fitted if model), key=lambda model: model.seconds_per_sample)
         # A rank that never had a sample is taken for an ordinary one.
         self.models = tuple(model or replace(known[len(known) // 2], observations=0) for model in fitted)
@@ -122,13 +144,17 @@ class Planner:
                 strategy=plan.strategy,
             )
 
-    def _comparable(self) -> list[Sequence[Observation]]:
-        """Of each rank what was measured at its speed of now: since the last plan that changed anybody's, and its own
-        last change. Of a rank that had no sample since that plan, what was measured before it is all there is."""
+    def _comparable(self) -> list[Sequence[tuple[int, Observation]]]:
+        """Of each rank what was measured at its speed of now, and when: since the last plan that changed anybody's, and
+        its own last change. Of a rank that had no sample since that plan, what was measured before it is all there is.
+        """
         shift = last_shift(self._windows, [plan.step for plan in self.plans])
-        since = ([seen for step, seen in window if step >= shift] for window in self._windows)
-        every = ([seen for _, seen in window] for window in self._windows)
-        return [latest_regime(new or old, tolerance=CHANGED) for new, old in zip(since, every, strict=True)]
+        comparable: list[Sequence[tuple[int, Observation]]] = []
+        for window in self._windows:
+            seen = [each for each in window if each[0] >= shift] or list(window)
+            regime = latest_regime([observation for _, observation in seen], tolerance=CHANGED)
+            comparable.append(seen[len(seen) - len(regime) :])
+        return comparable
 
     def _better(
         self, models: Sequence[SpeedModel], recent: Sequence[Sequence[Observation]], step: int, step_s: float | None
@@ -195,6 +221,6 @@ class Planner:
         """The first plan of a new set of ranks; the most equal shares where too little is known of some."""
         if not self._terms.adaptive or min(map(len, self._windows)) < self._rule.minimum_observations:
             return Plan(version=version, step=step, shares=self._terms.first_shares, reason="other ranks than before")
-        self.models = tuple(fit(window) for window in self._comparable())
+        self.models = tuple(fit([seen for _, seen in window]) for window in self._comparable())
         shares = split(self.models, self._terms.global_batch_size, self._terms.bounds)
         return Plan(version=version, step=step, shares=shares, reason="other ranks, all of known speed")

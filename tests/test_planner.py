@@ -10,11 +10,11 @@ import pytest
 
 from hvd_hetero.optimizers import planner as module
 from hvd_hetero.optimizers.agreement import Terms
-from hvd_hetero.optimizers.planner import Planner
+from hvd_hetero.optimizers.planner import Past, Planner
 from hvd_hetero.policy import replan
 from hvd_hetero.policy.partition import Bound, split, step_time_s
 from hvd_hetero.policy.replan import ReplanRule
-from hvd_hetero.policy.speed import SpeedModel
+from hvd_hetero.policy.speed import Observation, SpeedModel
 
 BATCH, STEPS = 64, 300
 # Seconds of overhead and per sample of ranks at 0.8, 0.4, 0.2 and 0.2 cores, as ci/bench mixed measures them.
@@ -137,3 +137,29 @@ def test_a_rank_that_is_out_comes_back_when_it_has_recovered(again: bool) -> Non
     assert 100 < out < 200 and not any(given[out : out + 256])
     assert 1 in given[out + 256 : out + 400], "it was never tried again"
     assert (given[-1] >= 12) if again else (given[-1] == 0 and sum(given[out:]) < 40)
+
+
+def seen(first: int, *times: tuple[int, float]) -> list[tuple[int, Observation]]:
+    """Eight steps of each of these samples and seconds, from step `first` on."""
+    each = [Observation(samples=samples, compute_s=s) for samples, s in times for _ in range(8)]
+    return list(enumerate(each, start=first))
+
+
+def test_what_was_measured_counts_once_however_often_it_is_looked_at() -> None:
+    # The machine became 5 % faster with a plan: two sizes close together show an overhead that is not there.
+    window, past = seen(0, (28, 0.056), (34, 0.0646)), Past()
+    first = past.fit(window)
+    assert first is not None and first.overhead_s < 0.2 * first.time_s(34)
+    assert {past.fit(window) for _ in range(50)} == {first}
+
+
+def test_what_was_measured_before_the_window_is_not_forgotten() -> None:
+    old, new = seen(0, (8, 0.036), (40, 0.100)), seen(16, (20, 0.060))
+    past = Past()
+    for end in range(1, len(old) + 1):
+        past.fit(old[:end])
+    for end in range(1, len(new) + 1):  # overlaps what the last models rest on
+        past.fit([*old[end:], *new[:end]])
+    model = past.fit(new)
+    assert model is not None and model.overhead_s == pytest.approx(0.020, rel=0.05)
+    assert past.fit([]) == model
