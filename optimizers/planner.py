@@ -47,7 +47,7 @@ class Past:
             self._models.popleft()
         prior = self._models[0][1] if self._models and self._models[0][0] < first else None
         model = fit([seen for _, seen in window], prior=prior)
-        while self._models and self._models[-1][0] >= last:  # heard again, or from before a saved state
+        while self._models and self._models[-1][0] >= last:  # heard again
             self._models.pop()
         self._models.append((last, model))
         return model
@@ -206,6 +206,7 @@ class Planner:
         """
         self._next_look = step + 1
         self.announcement = None
+        self._pasts = tuple(Past() for _ in range(self.size))
         windows = [[(at, Observation(**seen)) for at, seen in saved] for saved in state["windows"]]
         before, now = state["identities"], list(self._terms.identities)
         alike = before == now or (len(before) == len(now) and not set(before) & set(now))
