@@ -102,8 +102,8 @@ void HandleManager::MarkDone(const Handle& handle, const Status& status) {
     ),
     Edit(
         name=_NAME,
-        reason="an all-reduce holds tensors of its own in the same memory, of which Python does not know: its thread "
-        "need not take the interpreter's lock, nor while others are under way",
+        reason="an all-reduce holds tensors of its own in the same memory, of which Python does not know: Horovod's "
+        "thread need not take the interpreter's lock to let go of them, also where a script starts a process meanwhile",
         needs=("torch",),
         file="horovod/torch/mpi_ops_v2.cc",
         find="""int DoAllreduce(::torch::Tensor tensor, ::torch::Tensor output, int divisor,
