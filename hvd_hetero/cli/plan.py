@@ -47,7 +47,8 @@ def speed_of(rank: RankRun, *, skip: int) -> tuple[SpeedModel, Jitter]:
     if len(seen) < LEAST:
         raise CommandError(f"expected {LEAST} steps of rank {rank.rank} with samples, or more. Received: {len(seen)}.\n"
                            "  What to do: train for longer, or take a smaller --skip.")
-    model = fit(seen[-NEWEST:], prior=fit(seen))
+    older = seen[:-NEWEST]  # what was measured counts once: the newest are no prior of their own
+    model = fit(seen[-NEWEST:], prior=fit(older) if older else None)
     ratios = sorted(one.compute_s / model.time_s(one.samples) for one in seen[-NEWEST:])
     tenth = len(ratios) // 10  # stops, and a first step, are no noise
     kept = ratios[tenth : len(ratios) - tenth]
