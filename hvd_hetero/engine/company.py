@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 import time
 from collections.abc import Callable, Container, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 
+from . import background
 from .absence import JOIN, Absence, absence_of, waits_for
 from .peer import Peer, ask
 
@@ -68,7 +68,7 @@ class Company:
             waited_s = time.monotonic() - began
             if due_s is not None and waited_s >= due_s:
                 due_s = None
-                threading.Thread(target=inquire, name="hvd_hetero.company", daemon=True).start()
+                background.begin(inquire, name="hvd_hetero.company")
             elif due_s is None and not answers.empty():
                 self.awaited = answers.get()
                 due_s = 1.5 * waited_s

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from . import script
+from . import background, script
 from .port import Op
 from .process_set import ProcessSetEngine, Tracked, checked_splits, while_there
 
@@ -43,7 +43,7 @@ class _Threads:
         """Returns at once. `call` raises nothing."""
         self._calls.put(call)
         if not self._idle.acquire(blocking=False):
-            threading.Thread(target=self._main, daemon=True).start()
+            background.begin(self._main, name="hvd_hetero.call", end=lambda: self._calls.put(sys.exit))
 
     def _main(self) -> None:
         while True:

@@ -16,13 +16,13 @@ import secrets
 import signal
 import socket
 import socketserver
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from . import background
 from .environment import rendezvous_address
 from .host import host_identity
 
@@ -116,8 +116,17 @@ class Ear:
                 if hmac.compare_digest(str(question.pop("token", "")), ear.token):
                     self.wfile.write(json.dumps(answer(question)).encode() + b"\n")
 
-        class Server(socketserver.ThreadingTCPServer):
-            daemon_threads = True
+        class Server(socketserver.TCPServer):
+            def process_request(self, request: Any, client_address: Any) -> None:
+                background.begin(lambda: self._respond(request, client_address), name="hvd_hetero.answer")
+
+            def _respond(self, request: Any, client_address: Any) -> None:
+                try:
+                    self.finish_request(request, client_address)
+                except Exception:
+                    self.handle_error(request, client_address)
+                finally:
+                    self.shutdown_request(request)
 
             def handle_error(self, request: Any, client_address: Any) -> None:
                 """Whoever asked wrongly, or went away, has no answer."""
@@ -133,7 +142,7 @@ class Ear:
         self._server = Server(("", 0), Handler)
         # The workers of a data loader are forks: one that outlives its rank must not keep the port open.
         os.register_at_fork(after_in_child=self._server.socket.close)
-        threading.Thread(target=self._server.serve_forever, name="hvd_hetero.ear", daemon=True).start()
+        background.begin(self._server.serve_forever, name="hvd_hetero.ear", end=self._end)
         # Nobody answers while the interpreter ends, for seconds where there is much to tear down: who asks then is to
         # hear that the process is gone, and not that it is stopped.
         atexit.register(self._end)

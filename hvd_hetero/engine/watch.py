@@ -23,7 +23,7 @@ from typing import Any
 
 from hvd_hetero.policy.patience import Patience
 
-from . import script
+from . import background, script
 from .absence import JOIN, Absence
 from .company import Company
 from .notice import LEFT
@@ -103,7 +103,7 @@ class Watch:
                 self._say(f"hvd_hetero: no port to be asked at ({error}): waits are not explained.")
                 return ""
             if self.watches:
-                threading.Thread(target=self._watch, name="hvd_hetero.watch", daemon=True).start()
+                background.begin(self._watch, name="hvd_hetero.watch", end=self._closed.set)
                 atexit.register(self._look_aside)
         self._company.me = me = self._ear.peer(rank)
         return me.to_text()
