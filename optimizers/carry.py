@@ -96,7 +96,9 @@ class Carry:
 
     def give(self, arrays: Sequence[Any]) -> None:
         """Takes in what `kept_back` returned, of whatever ranks there were."""
-        self._given = {index: array for index, array in enumerate(arrays) if array is not None}
+        for index, array in enumerate(arrays):
+            if array is not None:
+                self._given[index] = self._given[index] + array if index in self._given else array
 
     def state_dict(self) -> dict[str, Any]:
         """What waits, and what arrays weigh."""

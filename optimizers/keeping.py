@@ -17,7 +17,7 @@ class Keeper(Stateful, Protocol):
 
     def kept_back(self) -> Sequence[Any]: ...
 
-    def give_back(self, kept: Sequence[Any], factor: float) -> None: ...
+    def give_back(self, kept: Sequence[Any], factor: float) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -101,5 +101,9 @@ class Keeping:
         if waits and self.keeps and kind not in self._said:
             self._said[kind] = _unsent(group)  # as it was then
         kept, unit = self._given.pop(kind, ((), 1.0))
-        for exchange, arrays in zip(group.exchanges, kept, strict=False):
+        taken = [
             exchange.give_back(arrays, unit / group.unit())
+            for exchange, arrays in zip(group.exchanges, kept, strict=False)
+        ]
+        if taken and not any(taken):  # of other buckets, such as there will be once gradients are seen to be sparse
+            self._given[kind] = (kept, unit)

@@ -20,15 +20,16 @@ class LocalSGD:
     """Local SGD as a strategy: what all ranks must have the same.
 
     Args:
-        round_steps: global batches between two contributions of a rank.
+        round_steps: updates between two contributions of the fastest rank; with several backward passes per step, each
+            is over as many global batches.
         bound_rounds: a rank waits when it has gone on for so many rounds since its last contribution without a merge;
             0 to wait for each merge.
         most_missed: a rank of which one step takes about two rounds of the fastest rank, or more, takes part in fewer
             merges, and misses at most so many in a row. From the first on it needs the memory of so many more copies
             of its parameters as they travel. None is missed where a merge is more than one sum (codecs, topologies),
             with several fragments, with FedNova's weights, and with bound_rounds=0.
-        warmup_steps: so many steps are synchronous first: far from the end of training, progress made apart adds up
-            badly (post-local SGD, Lin et al. 2018, arXiv:1808.07217).
+        warmup_steps: so many global batches are taken in synchronous steps first: far from the end of training,
+            progress made apart adds up badly (post-local SGD, Lin et al. 2018, arXiv:1808.07217).
         fragments: parts of the model that merge one after the other, so that a merge uses the link for a part of it.
         outer: what a merge does to the model.
         weights: whose progress counts for how much; a merge moves the model as far as synchronous steps over its

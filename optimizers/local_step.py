@@ -81,6 +81,7 @@ class LocalSteps:
         self.begun = False  # whether ranks make steps apart
         self._newest = -1  # global batch of the newest step apart
         self.samples = 0.0  # of steps apart, since they were last taken
+        self._gave_up = self._warned = False
         atexit.register(_warn_at_exit, weakref.ref(self))
 
     def _lanes(self, outgoing: Callable[[int], list[float]]) -> list[Lanes]:
@@ -117,6 +118,20 @@ class LocalSteps:
 
     def _record(self, fields: dict[str, Any]) -> None:
         self._balancer.record.event("merge", **fields)
+        self._gave_up |= "dropped_steps" in fields
+
+    def take_gave_up(self) -> bool:
+        """Whether this rank has given up progress since the last call, as it was not finite. Warns, once."""
+        gave_up, self._gave_up = self._gave_up, False
+        if gave_up and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"What rank {self._engine.rank} did apart was not finite, and is given up: it goes on from the last "
+                "merge. The trace has each time that this happens.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return gave_up
 
     def apart(self) -> bool:
         """Whether the global batch begun last is one that ranks take apart."""

@@ -46,6 +46,13 @@ class Places(Generic[T]):
         taken.append(self._make() if waiting is None else waiting)
         return taken[-1]
 
+    def succeed(self, one: T, before: T) -> None:
+        """Gives one the place of another that was taken before; of several such, it keeps the first."""
+        for taken in self._taken.values():
+            if before in taken and one in taken and taken.index(before) < taken.index(one):
+                taken.remove(one)
+                taken[taken.index(before)] = one
+
     def remove(self, one: T) -> None:
         """Says that nobody needs this one any longer."""
         for taken in self._taken.values():

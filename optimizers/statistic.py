@@ -21,7 +21,8 @@ def merged_statistics(
     """The merged `means`, `moments` (one after the other) and `numbers`, in this order, the same on all ranks.
     A collective call.
 
-    Means are weighted by `weight` (this rank's samples; equal where no rank has any). Moments are pairs of a mean and
+    Means are weighted by `weight` (this rank's samples; equal where no rank has any), and are of the ranks on which
+    they are finite, if there is any. Moments are pairs of a mean and
     a variance; the variance becomes that of all samples together: the mean of E[x^2] = variance + mean^2, less the
     square of the merged mean. Whole numbers become the largest.
     """
@@ -48,7 +49,13 @@ def _summed(arrays: Sequence[np.ndarray], weight: float, engine: Engine, name: s
     total = engine.allreduce_async(np.concatenate([[weight], own, [1.0], flat]), name=name).wait()
     weighted, equal = total.reshape(2, -1)
     chosen = weighted if weighted[0] > 0 else equal
-    return _in_shapes(chosen[1:] / chosen[0], arrays)
+    means = chosen[1:] / chosen[0]
+    if not np.isfinite(means).all():  # the same on all ranks
+        counts = np.isfinite(flat) * (weight if weighted[0] > 0 else 1.0)
+        sums = np.concatenate([counts, np.where(counts, flat, 0.0) * counts])
+        counts, sums = engine.allreduce_async(sums, name=f"{name}.finite").wait().reshape(2, -1)
+        means[counts > 0] = sums[counts > 0] / counts[counts > 0]
+    return _in_shapes(means, arrays)
 
 
 def _in_shapes(flat: np.ndarray, like: Sequence[np.ndarray]) -> list[np.ndarray]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hvd_hetero.codecs.codec import HorovodCompressor
-from hvd_hetero.engine.hierarchy import ALGORITHMS, levels_for, topology_now
+from hvd_hetero.engine.hierarchy import ALGORITHMS, IN_PARTS, levels_for, topology_now
 from hvd_hetero.engine.port import Engine
 from hvd_hetero.policy.buckets import cap_bytes
 from hvd_hetero.policy.topology import Topology
@@ -116,6 +116,11 @@ def _described(
         raise ValueError(
             f"compression: expected no codec within nodes without a topology. Received: {wire}. Pass "
             'topology="auto", or one codec for all ranks.'
+        )
+    if isinstance(wire, Wire) and topology in IN_PARTS and all(recipe.whole for recipe in wire.recipes):
+        raise ValueError(
+            f"compression: expected a codec for parts of a bucket with topology={topology!r}. Received: {wire}, which "
+            'takes whole matrices. Pass topology="leader", or "auto".'
         )
     nodes = topology.nodes if isinstance(topology, Topology) else topology
     how = type(wire.compression).__name__ if isinstance(wire, HorovodCompressor) else str(wire)

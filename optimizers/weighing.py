@@ -129,6 +129,12 @@ class Weighing:
         even = min(shares) == max(shares)
         return self._predivide * (whole / self.engine.size if even or not self._ways.exact else whole)
 
+    @property
+    def part_unit(self) -> float:
+        """The part of a global batch that weighs 1. Terms are not the same part of it on other ranks, without a
+        balancer."""
+        return self.unit / self.balancer.global_batch_size
+
     def weight(self, terms: float) -> float:
         """c_i of a mean over `terms` loss terms."""
         return terms / self.unit
@@ -199,8 +205,15 @@ class Weighing:
             keeps=self._ways.keeps,
             weight=lambda: self._reference(terms()),
         )
-        self.keeping.put(kind, [exchange], lambda: self.unit)
+        self.keeping.put(kind, [exchange], lambda: self.part_unit)
         return exchange
+
+    def succeeds(self, before: Weighing) -> bool:
+        """Takes the place of an exchange of some of the same gradients; whether that keeps back what this one can send.
+        """
+        if self.balancer is before.balancer:
+            self.balancer.keepers.succeed(self.keeping, before.keeping)
+        return self.keeping.keeps and before.keeping.keeps and self.engine.ranks == before.engine.ranks
 
     def close(self) -> None:
         """Exchanges no more: what its codecs and its strategy keep is nobody's any longer."""

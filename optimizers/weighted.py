@@ -76,6 +76,7 @@ class WeightedExchange:
         self._handles: dict[int, Handle] = {}
         self._control_handle: Handle | None = None
         self._carry = Carry(self._routes)
+        self.counted = True  # whether the last step did, as far as codecs are concerned
 
     @property
     def submitted(self) -> frozenset[int]:
@@ -129,13 +130,16 @@ class WeightedExchange:
         """For each bucket, what is not sent yet of this rank's; None where that is nothing."""
         return self._carry.kept_back(self._buckets)
 
-    def give_back(self, kept: Sequence[Any], factor: float) -> None:
-        """Adds what `kept_back` returned, times `factor`, to the next sums; nothing where the buckets are others."""
+    def give_back(self, kept: Sequence[Any], factor: float) -> bool:
+        """Adds what `kept_back` returned, times `factor`, to the next sums; False, and nothing, where the buckets are
+        others."""
         lengths = self._lengths
-        if len(kept) == len(lengths) and all(
+        fits = len(kept) == len(lengths) and all(
             array is None or len(array) == length for array, length in zip(kept, lengths, strict=True)
-        ):
+        )
+        if fits:
             self._carry.give([None if array is None else array * factor for array in kept])
+        return fits
 
     def state_dict(self) -> dict[str, Any]:
         """What this rank's routes keep."""
@@ -179,6 +183,7 @@ class WeightedExchange:
             for route in self._routes:
                 route.settle(counts)
             self._carry.settle(counts)
+        self.counted = counts
         if self._rides_in is not None:
             said = results[self._rides_in][-len(self._control) :]
         sums = [float(value) for value in said.tolist()]

@@ -13,6 +13,7 @@ from hvd_hetero.engine.local import World
 from hvd_hetero.engine.notice import LEFT
 from hvd_hetero.engine.remembered import Remembered
 from hvd_hetero.optimizers.agreement import Terms
+from hvd_hetero.optimizers.equal import EqualWeights
 from hvd_hetero.optimizers.planner import Planner
 from hvd_hetero.policy.partition import Bound
 from hvd_hetero.policy.replan import ReplanRule
@@ -116,6 +117,67 @@ def test_what_a_codec_kept_back_goes_on_over_a_rebuild(strategy, handed_over):
     rebuilt = World(3).run(lambda engine: train(engine, rebuilds=True))
     assert torch.allclose(plain[0], rebuilt[0], rtol=0, atol=1e-12) == handed_over
     assert all(torch.equal(one, rebuilt[0]) for one in rebuilt)
+
+
+def test_what_a_codec_kept_back_goes_on_over_a_rebuild_beside_sparse_gradients():
+    """The layout of before, of which the rebuilt optimizer knows only once it sees a sparse gradient."""
+
+    def train(engine):
+        torch.set_num_threads(1)
+        weight, table = nn.Parameter(torch.zeros(64, 64).double()), nn.Embedding(50, 8, sparse=True).double()
+        nn.init.zeros_(table.weight)
+        balancer = hvd.Balancer(WHOLE, engine=engine, adaptive=False)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD([weight, *table.parameters()], lr=1.0), balancer=balancer,
+            compression=hvd.Compression.topk(0.05, warmup_steps=0),
+        )  # fmt: skip
+        whole = torch.zeros(64, 64).double()
+        for step in range(STEPS):
+            if step == 4:
+                kept = {name: keeper.kept_back() for name, keeper in balancer.keepers.named.items()}
+                engine.rebuild()
+                for name, keeper in balancer.keepers.expect(kept).items():
+                    keeper.give_back(kept[name])
+            gradients = torch.randn(engine.size, 64, 64, generator=torch.Generator().manual_seed(step)).double()
+            whole += gradients.mean(0)
+            optimizer.zero_grad()
+            balancer.begin(4)
+            ((weight * gradients[engine.rank]).sum() + table(torch.tensor([step, 49])).sum()).backward()
+            optimizer.step()
+        kept = optimizer._reducer._step.kept_back()[weight].view(64, 64)
+        kept = engine.allreduce_async(kept.clone(), name="kept").wait() * optimizer._reducer._weighing.part_unit
+        return (whole + weight.detach() - kept).norm() / whole.norm()
+
+    assert all(error <= 1e-12 for error in World(3).run(train))
+
+
+@pytest.mark.parametrize("make", [
+    lambda engine: hvd.Balancer(WHOLE, engine=engine, adaptive=False), EqualWeights], ids=["balancer", "none"])
+def test_what_a_codec_kept_back_counts_as_much_on_other_ranks(make):
+    """Two ranks, whose codec keeps back most of one gradient, and a third that joins."""
+
+    def trained(engine, steps, kept=None):
+        weight, balancer = nn.Parameter(torch.zeros(64, 64).double()), make(engine)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD([weight], lr=1.0), balancer=balancer,
+            compression=hvd.Compression.topk(0.3, warmup_steps=0),
+        )  # fmt: skip
+        keeper = next(iter(balancer.keepers.named.values()))
+        if kept is not None and engine.rank < len(kept):
+            keeper.give_back(kept[engine.rank])
+        for _ in range(steps):
+            optimizer.zero_grad()
+            balancer.begin(WHOLE // engine.size if isinstance(balancer.batch, int) else 1)
+            gradient = torch.randn(64, 64, generator=torch.Generator().manual_seed(engine.rank)).double()
+            (weight * gradient * float(kept is None)).sum().backward()
+            optimizer.step()
+        return weight.detach().clone(), keeper.kept_back()
+
+    two = World(2).run(lambda engine: trained(engine, 1))
+    three = World(3).run(lambda engine: trained(engine, 6, [kept for _, kept in two]))
+    whole = sum(torch.randn(64, 64, generator=torch.Generator().manual_seed(rank)).double() for rank in range(2)) / 2
+    assert (two[0][0] + whole).norm() > 0.1 * whole.norm(), "much is kept back"
+    assert (two[0][0] + three[0][0] + whole).norm() <= 1e-12 * whole.norm()
 
 
 @pytest.mark.parametrize("how", ["rebuilt", "loaded", "forgotten"])

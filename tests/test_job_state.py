@@ -105,6 +105,19 @@ def test_what_waits_for_an_exchange_is_of_its_own_balancer():
     World(1).run(program)
 
 
+def test_what_codecs_keep_goes_back_with_what_was_made_of_it():
+    def program(engine):
+        balancer, exchange = Balancer(engine, global_batch_size=4), Exchange(2.0)
+        balancer.keepers.take("optimizer").put("gradients", [exchange], lambda: 1.0)
+        state = JobState({"balancer": balancer}, horovod=Alone())
+        for _ in range(2):
+            exchange.kept = 9.0
+            state.restore()
+            assert exchange.kept == 2.0
+
+    World(1).run(program)
+
+
 def test_a_checkpoint_keeps_the_types_of_an_optimizers_state():
     """PyTorch gives what it loads the parameters' types; NAdam's product of momenta is more precise than bfloat16."""
 

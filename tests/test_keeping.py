@@ -9,8 +9,8 @@ from hvd_hetero.optimizers.strategies import Strategies
 class Exchange:
     """Keeps one number."""
 
-    def __init__(self, kept=0.0):
-        self.kept = kept
+    def __init__(self, kept=0.0, buckets=1):
+        self.kept, self.buckets = kept, buckets
 
     def state_dict(self):
         return {"kept": self.kept}
@@ -22,7 +22,10 @@ class Exchange:
         return [self.kept]
 
     def give_back(self, kept, factor):
+        if len(kept) != self.buckets:
+            return False
         self.kept += kept[0] * factor
+        return True
 
 
 def kept(kinds, unit=1.0):
@@ -52,6 +55,16 @@ def test_what_is_given_back_counts_as_much_in_another_unit():
     keeping.put("merges", found["merges"], lambda: 8.0)
     assert found["merges"][0].kept == 1.0
     keeping.put("merges", [again := Exchange()], lambda: 8.0)
+    assert again.kept == 0.0, "it is given back once"
+
+
+def test_what_fits_no_exchange_waits_for_one_with_such_buckets():
+    keeping = kept({"gradients": [other := Exchange(buckets=2)]}, unit=2.0)
+    keeping.give_back({"gradients": ([[6.0]], 1.0)})
+    assert other.kept == 0.0
+    keeping.put("gradients", [fits := Exchange()], lambda: 2.0)
+    assert fits.kept == 3.0
+    keeping.put("gradients", [again := Exchange()], lambda: 2.0)
     assert again.kept == 0.0, "it is given back once"
 
 
@@ -128,6 +141,16 @@ def test_what_is_removed_leaves_its_place_to_the_next():
     made.remove(first)
     assert made.named == {"optimizer 0": second}
     assert made.take("optimizer") is made.named["optimizer 1"]
+
+
+def test_a_successor_has_the_place_of_the_first_that_it_succeeds():
+    made = Places(Keeping)
+    before = [made.take("optimizer") for _ in range(4)]
+    successor = made.take("optimizer")
+    for one in (before[1], before[2]):
+        made.succeed(successor, one)
+        made.remove(one)
+    assert list(made.named.values()) == [before[0], successor, before[3]]
 
 
 class Momentum:

@@ -198,6 +198,13 @@ def _optimizer(**options):
     (lambda: _optimizer(compression=None), "compression: expected an object with compress"),
     (lambda: _optimizer(topology="flat", bucket_bytes=1.5), "bucket_bytes: expected an integer of at least 1"),
     (lambda: _optimizer(topology="flat", op=hvd.Adasum), "Received: hvd.Adasum"),
+    (lambda: _optimizer(topology="flat", num_groups=-3), "num_groups: expected an integer of at least 0"),
+    (lambda: _optimizer(topology="flat", groups=-1), "groups: expected an integer of at least 0"),
+    (lambda: _optimizer(topology="flat", groups="x"), "groups: expected a whole number or lists of parameters"),
+    (lambda: _optimizer(topology="flat", groups=[nn.Parameter(torch.ones(1))]), "groups: expected a whole number or"),
+    (lambda: _optimizer(topology="flat", groups=[[p := nn.Parameter(torch.ones(1))], [p]]), "each parameter in one"),
+    (lambda: gradients((6, 6), topology="rails", compression=hvd.Compression.powersgd(1)), "takes whole matrices"),
+    (lambda: gradients((6, 6), topology="scatter", compression=hvd.Compression.powersgd(1)), "takes whole matrices"),
     (lambda: hvd.allreduce(torch.ones(3), compression=hvd.Compression.int8), "in Horovod's functions. Received: int8"),
 ])  # fmt: skip
 def test_wrong_arguments_say_what_was_expected(call, message):
@@ -205,7 +212,8 @@ def test_wrong_arguments_say_what_was_expected(call, message):
         call()
 
 
-def test_what_a_codec_kept_back_outlives_parameters_that_are_added():
+@pytest.mark.parametrize("how", ["added", "an optimizer anew", "one around itself", "two in one"])
+def test_what_a_codec_kept_back_outlives_parameters_that_are_added(how):
     """Steps without a gradient of their own bring it."""
     prototype, (x, y) = make_model(), make_data()
     expected = [grad.clone() for grad in reference()]
@@ -213,10 +221,18 @@ def test_what_a_codec_kept_back_outlives_parameters_that_are_added():
     def program(engine):
         model, added = copy.deepcopy(prototype), nn.Parameter(torch.zeros(3, dtype=torch.float64))
         balancer = hvd.Balancer(WHOLE, engine=engine, adaptive=False)
-        optimizer = hvd.DistributedOptimizer(
-            torch.optim.SGD(model.parameters(), lr=0.0), balancer=balancer,
-            compression=hvd.Compression.topk(0.4, warmup_steps=0),
-        )  # fmt: skip
+        added.requires_grad_(how == "added")  # or it is thawed
+
+        def distributed(optimizer):
+            codec = hvd.Compression.topk(0.4, warmup_steps=0)
+            return hvd.DistributedOptimizer(optimizer, balancer=balancer, compression=codec)
+
+        parameters, rest = list(model.parameters()), []
+        if how == "two in one":
+            parameters, rest = parameters[:2], parameters[2:]
+        base = torch.optim.SGD([*parameters, *([] if how == "added" else [added])], lr=0.0)
+        optimizer = distributed(base)
+        others = [distributed(torch.optim.SGD(rest, lr=0.0))] if rest else []
         mine, total = slice(6 * engine.rank, 6 * engine.rank + 6), [torch.zeros_like(p) for p in model.parameters()]
         for step in range(8):
             optimizer.zero_grad()
@@ -224,10 +240,19 @@ def test_what_a_codec_kept_back_outlives_parameters_that_are_added():
             (nn.functional.cross_entropy(model(x[mine]), y[mine]) * float(step == 0)).backward()
             for sum_, parameter in zip(total, model.parameters(), strict=True):
                 sum_ += parameter.grad
-            optimizer.step()
+            for one in (optimizer, *others):
+                one.step()
             if step == 0:
                 assert any((a - b).abs().max() > 1e-6 for a, b in zip(total, expected, strict=True)), "some is left"
-                optimizer.add_param_group({"params": [added]})
+                added.requires_grad_(True)
+                if how == "added":
+                    optimizer.add_param_group({"params": [added]})
+                elif how == "two in one":
+                    base.add_param_group({"params": rest})
+                    optimizer, others = distributed(base), []
+                else:
+                    optimizer = distributed(base if how == "an optimizer anew" else optimizer)
+                assert len(balancer.keepers.named) == 1
         return total
 
     for found in World(2).run(program):

@@ -334,6 +334,59 @@ def test_a_step_with_a_closure_has_the_factor_and_gives_the_learning_rate_back()
     assert inner.seen == [[0.4, 0.2]] * 3 and optimizer.param_groups[0]["lr"] == 0.1
 
 
+@pytest.mark.parametrize("again", [lambda optimizer: optimizer, lambda optimizer: optimizer._wrapped])
+def test_an_optimizer_that_is_wrapped_again_has_the_factor_once(again):
+    """As where layers were thawed, in whichever way a script has kept its optimizer."""
+    model, inner = two_groups()
+    balancer = hvd.Balancer(4, engine=SoloEngine())
+    first = hvd.DistributedOptimizer(inner, balancer=balancer)
+    optimizer = hvd.DistributedOptimizer(again(first), balancer=balancer)
+    hvd.LatencyAwareLR(optimizer, balancer, base_batch_size=1)
+    run(model, optimizer, schedulers.ConstantLR(optimizer, factor=1.0), begin=lambda: balancer.begin(4))
+    assert inner.seen == [[0.4, 0.2]] * STEPS
+    with pytest.raises(RuntimeError, match="that was made last for these parameters"):
+        first.step()
+
+
+def test_a_learning_rate_that_is_written_within_the_step_is_an_error():
+    model, inner = two_groups()
+    balancer = hvd.Balancer(4, engine=SoloEngine())
+    optimizer = hvd.DistributedOptimizer(inner, balancer=balancer)
+    scheduler = schedulers.ExponentialLR(optimizer, 0.5)
+    hvd.LatencyAwareLR(optimizer, balancer, base_batch_size=1)
+    optimizer.register_step_post_hook(lambda *_: scheduler.step())
+    balancer.begin(4)
+    model(torch.ones(4, 3)).sum().backward()
+    with pytest.raises(RuntimeError, match="before optimizer.step\\(\\) or after it"):
+        optimizer.step()
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.05]
+
+
+def test_beside_an_optimizer_whose_ranks_step_apart_a_synchronous_one_has_no_factor():
+    """Its factor would move with the other's merges, which each rank takes in at another step."""
+
+    def program(engine):
+        balancer = hvd.Balancer(8, engine=engine, shares=(5, 3), adaptive=False)
+        weights = [nn.Parameter(torch.zeros(3)) for _ in range(2)]
+        together, apart = (
+            hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=0.1), balancer=balancer, strategy=strategy)
+            for weight, strategy in zip(weights, ("synchronous", hvd.LocalSGD(warmup_steps=2)), strict=True)
+        )
+        hvd.LatencyAwareLR(together, balancer, base_batch_size=4)
+        for step in range(3):
+            balancer.begin(balancer.share)
+            sum(weight.sum() for weight in weights).backward()
+            apart.step()
+            if step == 2:
+                with pytest.raises(RuntimeError, match="each a balancer of its own"):
+                    together.step()
+            else:
+                together.step()
+        apart.merge()
+
+    World(2).run(program)
+
+
 def measured(engine, *, order, stop=None, rebuilds=None, steps=14):
     """Bits of AdaScale's factor in training a model, and of the model; `stop`: other objects go on from there with what
     a checkpoint has; `rebuilds`: the same ones on ranks that are others. `order`: as above, "g": with the inner one."""

@@ -353,6 +353,104 @@ def test_a_rank_that_skips_the_last_step_apart_comes_back_with_the_others():
     assert torch.equal(first, second)
 
 
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.LBFGS])
+def test_a_rank_gets_over_what_was_not_finite(kind, tmp_path):
+    """Of momentum and moments as well, or it would give up all that follows."""
+
+    def program(engine):
+        model = nn.Sequential(nn.BatchNorm1d(6, affine=False), copy.deepcopy(PROTOTYPE)).double()
+        balancer = hvd.Balancer(WHOLE, engine=engine, shares=(6, 6), adaptive=False, run=tmp_path)
+        options = {"momentum": 0.9} if kind is torch.optim.SGD else {}
+        optimizer = hvd.DistributedOptimizer(
+            kind(model.parameters(), lr=0.01, **options), balancer=balancer,
+            strategy=hvd.LocalSGD(warmup_steps=0, round_steps=2, bound_rounds=0),
+        )  # fmt: skip
+        x, y = make_data(24)
+        for step in range(24):
+            mine = slice(12 * step + 6 * engine.rank, 12 * step + 6 * engine.rank + 6)
+            spoilt = float("nan") if engine.rank == 1 and step == 3 else 1.0
+            balancer.begin(6)
+
+            def closure(mine=mine, spoilt=spoilt):
+                optimizer.zero_grad()
+                loss = nn.functional.cross_entropy(model(x[mine] * spoilt), y[mine])
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+        optimizer.merge(model)
+        balancer.trace.close()
+        return [value.clone() for value in model.state_dict().values()]
+
+    with pytest.warns(RuntimeWarning, match="rank 1 did apart was not finite"):
+        first, second = World(2).run(program)
+    assert all(torch.equal(*both) and both[0].isfinite().all() for both in zip(first, second, strict=True))
+    lines = [json.loads(line) for path in tmp_path.iterdir() for line in path.read_text().splitlines()]
+    given_up = [line["fields"]["dropped_steps"] for line in lines if "dropped_steps" in str(line)]
+    assert given_up == [2], "one round"
+
+
+def test_with_fednova_a_rank_that_has_come_to_a_rate_of_0_counts_as_far():
+    def program(engine):
+        weight = nn.Parameter(torch.zeros(2).double())
+        balancer = hvd.Balancer(8, engine=engine, shares=(4, 4), adaptive=False)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD([weight], lr=0.1), balancer=balancer,
+            strategy=hvd.LocalSGD(warmup_steps=0, round_steps=4, bound_rounds=0, weights="fednova"),
+        )  # fmt: skip
+        for step in range(8):
+            balancer.begin(4)
+            optimizer.zero_grad()
+            weight.sum().backward()
+            optimizer.param_groups[0]["lr"] = 0.1 if step < 4 or engine.rank == 0 else 0.0
+            optimizer.step()
+        optimizer.merge()
+        return weight[0].item()
+
+    assert World(2).run(program) == [pytest.approx(-0.6)] * 2, "4 steps of both, and 4 of half of them"
+
+
+def test_a_history_begins_anew_where_ranks_come_together():
+    """That of LBFGS is of each rank's own steps; synchronous ones with it would part the ranks."""
+
+    def program(engine):
+        model = copy.deepcopy(PROTOTYPE)
+        balancer = hvd.Balancer(WHOLE, engine=engine, shares=(8, 4), adaptive=False)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3), balancer=balancer,
+            strategy=hvd.LocalSGD(round_steps=2, warmup_steps=0),
+        )  # fmt: skip
+        optimizer._reducer.local.steps._phase = lambda step: step < 8
+        x, y = make_data(16)
+        for step in range(16):
+            balancer.begin(balancer.share)
+            mine = slice(12 * step, 12 * step + 8) if engine.rank == 0 else slice(12 * step + 8, 12 * step + 12)
+
+            def closure(mine=mine):
+                optimizer.zero_grad()
+                loss = nn.functional.cross_entropy(model(x[mine]), y[mine])
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+        return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+    first, second = World(2).run(program)
+    assert torch.equal(first, second)
+
+
+def test_merge_makes_one_of_buffers_also_where_training_is_synchronous():
+    def program(engine):
+        model = nn.BatchNorm1d(4).double()
+        balancer = hvd.Balancer(8, engine=engine, shares=(6, 2), adaptive=False)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), balancer=balancer)
+        model.running_mean.fill_(engine.rank)
+        optimizer.merge(model)
+        return model.running_mean.tolist()
+
+    assert World(2).run(program) == [[0.25] * 4] * 2, "by their shares"
+
+
 TABLE = nn.EmbeddingBag(20, 3, sparse=True, mode="sum").double()
 
 

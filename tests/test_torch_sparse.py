@@ -347,6 +347,37 @@ def test_what_a_codec_kept_back_of_dense_gradients_is_not_lost(shares):
         assert (sum(found) - sum(expected)).abs().max() <= 1e-12
 
 
+@pytest.mark.parametrize("bad", [None, 1, 2])
+def test_what_a_codec_kept_back_is_sent_again_where_a_step_was_not_finite(bad):
+    """As GradScaler leaves one out. With the rows of the second step goes what the first had kept back."""
+
+    def program(engine):
+        table = torch.nn.Embedding(160, 8, sparse=True, dtype=torch.float64)
+        torch.nn.init.zeros_(table.weight)
+        balancer = hvd.Balancer(4, engine=engine, adaptive=False)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(table.parameters(), lr=1.0), balancer=balancer,
+            compression=hvd.Compression.topk(0.02, warmup_steps=0),
+        )  # fmt: skip
+        expected = torch.zeros(160, 8, dtype=torch.float64)
+        for step in range(5):
+            draw = torch.Generator().manual_seed(step)
+            rows = torch.randint(0, 160, (2, 30), generator=draw)
+            factors = torch.randn(2, 30, 8, generator=draw, dtype=torch.float64)
+            balancer.begin(2)
+            optimizer.zero_grad()
+            loss = (table(rows[engine.rank]) * factors[engine.rank]).sum()
+            (loss * float("nan") if step == bad else loss).backward()
+            optimizer.synchronize()
+            if step != bad:
+                for rank in range(2):
+                    expected.index_add_(0, rows[rank], factors[rank] / 2)
+                optimizer.step()
+        return (table.weight + expected).detach().abs().max()
+
+    assert all(found <= 1e-12 for found in World(2).run(program))
+
+
 @pytest.mark.parametrize("fails", [(0,), (3,)])
 def test_a_pass_that_an_exception_ends_when_rows_are_sent(fails):
     class Failing(torch.autograd.Function):

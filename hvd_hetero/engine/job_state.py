@@ -46,6 +46,7 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
         self._kept: dict[str, Any] = {}
         self._kept_values: dict[str, Any] = {}
         self._kept_back: list[Any] = []  # by codecs, which have not sent it yet
+        self._kept_codecs: list[Any] = []  # what they go on from, that included
         self._kept_sums: list[Any] = []  # of batches whose exchange is yet to come
         self.commits = 0
         self._synced = False
@@ -102,6 +103,7 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
 
     def _keep(self) -> None:
         self._kept_sums = self.sum_states()
+        self._kept_codecs = copy.deepcopy(self.codec_states())
         keepers = [balancer.keepers.named for balancer in self._balancers]
         self._kept_back = [{name: keeper.kept_back() for name, keeper in named.items()} for named in keepers]
         self._kept = {name: copy.deepcopy(part.state_dict()) for name, part in self._parts.items()}
@@ -149,6 +151,7 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
         for name, value in self._kept_values.items():
             setattr(self, name, _copied(value))
         self.load_sum_states(self._kept_sums)
+        self.load_codec_states(copy.deepcopy(self._kept_codecs))
 
     def sync(self) -> None:
         """All ranks get what the rank with the most commits has; of several, the first. A collective call."""

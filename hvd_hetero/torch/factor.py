@@ -50,6 +50,12 @@ def factor_applied(optimizer: Any) -> Iterator[None]:
             "LatencyAwareLR: expected the balancer that the DistributedOptimizer has. Received: another. Construct "
             "both with the same one."
         )
+    if latency_lr.balancer.strategies.lead and not optimizer._reducer.apart:
+        raise RuntimeError(
+            "LatencyAwareLR: expected all optimizers of a balancer to step apart where one does. Received: a "
+            "synchronous step of one with a LatencyAwareLR, whose factor would move with the other's merges, on each "
+            "rank at another step. Give both the same strategy, or each a balancer of its own."
+        )
     with latency_lr.applied(optimizer):
         yield
 
@@ -67,15 +73,22 @@ def multiplied(groups: list[dict[str, Any]], factor: float) -> Iterator[None]:
         yield
         return
     saved = [(group, group["lr"]) for group in groups if "lr" in group]
+    written: list[Any] = []
     # A tensor is changed in place: a captured graph reads its memory. Groups may share one.
     tensors = {id(lr): (lr, lr.clone()) for _, lr in saved if isinstance(lr, torch.Tensor)}
     try:
         for group, lr in saved:
             if not isinstance(lr, torch.Tensor):
                 group["lr"] = lr * factor
+            written.append(group["lr"])
         for lr, _ in tensors.values():
             lr.detach().mul_(factor)
         yield
+        if any(group["lr"] is not lr for (group, _), lr in zip(saved, written, strict=True)):
+            raise RuntimeError(
+                "LatencyAwareLR: expected learning rates to be written before optimizer.step() or after it. Received: "
+                "one written within it, as by a hook of the step, where they are multiplied."
+            )
     finally:
         for group, lr in saved:
             group["lr"] = lr

@@ -19,8 +19,15 @@ _REDUCED_BY: WeakIdKeyDictionary = WeakIdKeyDictionary()
 class Owner(Protocol):
     """Whose hooks these are."""
 
-    def replace(self) -> None:
-        """Gives way to another owner of the same parameters."""
+    def replace(self, by: Any = None) -> None:
+        """Gives way to another owner of the same parameters; None: to somebody else."""
+
+
+def release(parameters: Iterable[torch.Tensor]) -> None:
+    """Somebody else sees to the gradients of these parameters."""
+    for parameter in parameters:
+        if (owner := _REDUCED_BY.pop(parameter, lambda: None)()) is not None:
+            owner.replace()
 
 
 class Hooks:
@@ -52,7 +59,7 @@ class Hooks:
             check_type(parameter)
             before = _REDUCED_BY.get(parameter, lambda: None)()
             if before is not None:
-                before.replace()
+                before.replace(self._owner())
             _REDUCED_BY[parameter] = self._owner
             with _thawed(parameter):
                 self._handles.append(parameter.register_post_accumulate_grad_hook(self._after))

@@ -20,7 +20,7 @@ def methods_of(base: type[torch.optim.Optimizer]) -> dict[str, Callable[..., Any
         self._wrapped._opt_called = True  # for a scheduler made before wrapping
         reducer = self._reducer
         reducer.check_in_use(self.param_groups)
-        lr = 0.0
+        lr = 1.0
         if closure is not None and reducer.apart:
             reducer.local.steps.before_step()
             with factor_applied(self):
@@ -130,8 +130,8 @@ def methods_of(base: type[torch.optim.Optimizer]) -> dict[str, Callable[..., Any
 
 
 def _rate(optimizer: torch.optim.Optimizer) -> float:
-    """The learning rate of the first group, which stands for all."""
-    return float(optimizer.param_groups[0].get("lr", 0.0))
+    """The learning rate of the groups, the largest: of layers that are frozen for now, it may be 0. 1 without any."""
+    return max((float(group["lr"]) for group in optimizer.param_groups if "lr" in group), default=1.0)
 
 
 def _unwrapped(base: type[torch.optim.Optimizer], state: dict[str, Any]) -> torch.optim.Optimizer:

@@ -19,7 +19,9 @@ from hvd_hetero.optimizers.ways import Ways
 from hvd_hetero.policy.topology import Topology
 
 from .compression import is_ours, wire_of
-from .factor import check_no_factor, reduces
+from .factor import check_no_factor, reduces, root_of
+from .hooks import release
+from .layout import Groups
 from .methods import methods_of
 from .plain import plain_optimizer
 from .reducer import GradientReducer
@@ -75,12 +77,14 @@ def DistributedOptimizer(
     Raises:
         ValueError, TypeError: arguments that do not fit together, on the rank that passed them.
     """
+    optimizer = _unwrapped(optimizer)
     _check_devices(p for group in optimizer.param_groups for p in group["params"])
     local, wire = strategy_of(strategy), wire_of(compression)
     ours = is_ours(compression) or topology is not None or local is not None
     if balancer is None:
         check_no_factor(optimizer)
     if balancer is None and not ours:
+        release(p for group in optimizer.param_groups for p in group["params"])
         return plain_optimizer(
             optimizer,
             named_parameters=named_parameters,
@@ -103,6 +107,7 @@ def DistributedOptimizer(
     check_whole("backward_passes_per_step", backward_passes_per_step, least=1)
     if bucket_bytes is not None:
         check_whole("bucket_bytes", bucket_bytes, least=1)
+    together = _groups(groups, num_groups)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if named_parameters is not None:
         _check_names(list(named_parameters), parameters)
@@ -123,6 +128,8 @@ def DistributedOptimizer(
                 "op": "Sum" if op == horovod.Sum else "Average",
                 "gradient_predivide_factor": gradient_predivide_factor,
                 "bucket_bytes": bucket_bytes,
+                "sparse_as_dense": bool(sparse_as_dense),
+                "groups": _numbered(together, trained),
                 "parameters": _described(trained),
             },
             tell=weights.record.route,
@@ -137,7 +144,7 @@ def DistributedOptimizer(
             sparse_as_dense=sparse_as_dense,
             all_sparse=isinstance(optimizer, torch.optim.SparseAdam),
             bucket_bytes=bucket_bytes,
-            groups=groups if groups is not None else (num_groups or None),
+            groups=together,
             strategy=local,
         )
 
@@ -166,6 +173,40 @@ def _described(parameters: Sequence[torch.nn.Parameter]) -> str:
     kinds = [(tuple(p.shape), p.dtype) for p in parameters]
     elements = sum(math.prod(shape) for shape, _ in kinds)
     return f"{len(kinds)} tensors of {elements} elements ({zlib.crc32(str(kinds).encode()):08x})"
+
+
+def _unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer that a script made, where this one wraps it already: as for layers that were thawed since."""
+    if hasattr(optimizer, "_allreduce_grad_async"):
+        raise ValueError(
+            "optimizer: expected one that is not distributed yet. Received: a DistributedOptimizer of Horovod's own. "
+            "Pass the optimizer that it was made of."
+        )
+    return root_of(optimizer)  # type: ignore[no-any-return]
+
+
+def _groups(groups: Any, num_groups: Any) -> Groups:
+    """Which parameters travel together. Raises ValueError or TypeError for what does not say so."""
+    if groups is None or isinstance(groups, int):
+        name, number = ("num_groups", num_groups) if groups is None else ("groups", groups)
+        check_whole(name, number, least=0)
+        return number or None
+    listed = isinstance(groups, (list, tuple)) and all(isinstance(group, (list, tuple)) for group in groups)
+    if not listed or not all(isinstance(p, torch.nn.Parameter) for group in groups for p in group):
+        raise TypeError(f"groups: expected a whole number or lists of parameters. Received: {groups!r}.")
+    ids = [id(parameter) for group in groups for parameter in group]
+    if len(set(ids)) < len(ids):
+        raise ValueError("groups: expected each parameter in one group. Received: one that is in several.")
+    return groups  # type: ignore[no-any-return]
+
+
+def _numbered(groups: Groups, parameters: Sequence[torch.nn.Parameter]) -> str:
+    """Groups in words, the same on ranks where they are alike."""
+    if groups is None or isinstance(groups, int):
+        return str(groups)
+    numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
+    members = [[numbers[id(p)] for p in group if id(p) in numbers] for group in groups]
+    return f"{len(members)} lists ({zlib.crc32(str(members).encode()):08x})"
 
 
 def _check_devices(parameters: Iterable[torch.nn.Parameter]) -> None:

@@ -20,6 +20,7 @@ from hvd_hetero.optimizers.ways import Ways
 from hvd_hetero.optimizers.weighing import Weighing
 
 from .backward import backward_pass
+from .buffers import average_buffers
 from .hooks import Hooks
 from .layout import Groups
 from .layouts import Layouts
@@ -96,6 +97,8 @@ class GradientReducer:
         self.replaced = False  # another optimizer reduces these gradients
         self.wait_s = 0.0  # for communication, in the last step
         self.bytes_sent = 0
+        self._closed = False
+        self._inherited: dict[torch.nn.Parameter, torch.Tensor] = {}  # what optimizers before this one kept back
         self._take_in(parameters)
         if scale != 1.0 or passes > 1:
             self._hooks.look_before()
@@ -109,6 +112,9 @@ class GradientReducer:
             bucket_bytes=bucket_bytes,
             groups=groups,
         )
+        if self._inherited:
+            self._step.give_back(self._inherited)
+            self._inherited = {}
         if strategy is not None:
             self.local = LocalTraining(strategy, self._parameters, self._weighing, ways=ways)
 
@@ -170,8 +176,11 @@ class GradientReducer:
         if self.local is not None:
             self.local.follow(optimizer)
 
-    def replace(self) -> None:
-        """Gives way to another optimizer of the same parameters."""
+    def replace(self, by: GradientReducer | None = None) -> None:
+        """Gives way to another optimizer of the same parameters, which sends what codecs have kept back here."""
+        if by is not None and not self._closed and by._weighing.succeeds(self._weighing):
+            factor = self._weighing.part_unit / by._weighing.part_unit
+            by._inherited.update({p: kept * factor for p, kept in self._step.kept_back().items()})
         self.close()
         self._balancer.exchanges.detach(self)
         self._weighing.close()
@@ -194,6 +203,7 @@ class GradientReducer:
 
     def close(self) -> None:
         """Sees no gradient any more."""
+        self._closed = True
         self._hooks.remove()
         if self.local is not None:
             self.local.steps.abandon()
@@ -373,6 +383,10 @@ class GradientReducer:
         """Returns when all ranks hold one model, and one model's buffers. A collective call."""
         if self.local is not None:
             self.local.merge(model)
+        elif model is not None:
+            share = self._balancer.plan.shares[self._balancer.rank]
+            name = f"{self._weighing.name}.buffers"
+            average_buffers(model, weight=float(share), engine=self._weighing.engine, name=name)
 
     def withdraw(self) -> Callable[[], bool]:
         """Takes part in the next exchange with nothing, without waiting; tells whether it is over."""

@@ -133,6 +133,7 @@ class SparseExchange:
         self._numbers = {parameter: number for number, parameter in enumerate(self._dimensions)}
         self._under_way: dict[torch.nn.Parameter, _UnderWay] = {}
         self._carried: dict[torch.nn.Parameter, torch.Tensor] = {}
+        self._taken: dict[torch.nn.Parameter, torch.Tensor] = {}  # of that, what is under way
         self.bytes_sent = 0  # in this step
 
     def __contains__(self, parameter: torch.nn.Parameter) -> bool:
@@ -149,7 +150,7 @@ class SparseExchange:
 
     def carried(self) -> dict[torch.nn.Parameter, torch.Tensor]:
         """What is yet to be sent of that."""
-        return dict(self._carried)
+        return {**self._taken, **self._carried}
 
     def submit(self, parameter: torch.nn.Parameter, weight: float) -> torch.Tensor:
         """Sends the gradient times `weight`; nothing where there is none, or the weight is 0. Returns the values sent.
@@ -157,6 +158,7 @@ class SparseExchange:
         with torch.no_grad():
             mine = self._weighted(parameter, weight)
             if (kept := self._carried.pop(parameter, None)) is not None:
+                self._taken[parameter] = kept
                 mine = (mine + self._sparse(parameter, kept.view(parameter.shape))).coalesce()
         indices, values = mine.indices().t().contiguous(), mine.values()
         name = f"{self._name}.{self._numbers[parameter]}"
@@ -195,8 +197,15 @@ class SparseExchange:
             sums[parameter] = whole if factor == 1.0 else whole * factor
         return sums
 
+    def settle(self, sums: Mapping[torch.nn.Parameter, torch.Tensor]) -> None:
+        """Says that a step counts that has these sums: what was carried is in it, unless they are not finite."""
+        if all(bool(whole.values().isfinite().all()) for whole in sums.values()):
+            self._taken.clear()
+
     def clear(self) -> None:
-        """Begins another step: nothing is under way."""
+        """Begins another step: nothing is under way. What was carried into one that did not count goes with it."""
+        self._carried.update(self._taken)
+        self._taken.clear()
         self._under_way, self.bytes_sent = {}, 0
 
     def deliver(self, sums: Mapping[torch.nn.Parameter, torch.Tensor]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -15,15 +15,31 @@ from hvd_hetero.optimizers.statistic import merged_statistics
 Place = tuple[int, str]  # a parameter's number and the name of what is kept for it
 
 
+def all_finite(kept: Iterable[Any]) -> bool:
+    """Whether the tensors among what is kept are, also those in lists."""
+    for value in kept:
+        if isinstance(value, (list, tuple)):
+            if not all_finite(value):
+                return False
+        elif isinstance(value, torch.Tensor) and value.is_floating_point():
+            values = value.coalesce().values() if value.is_sparse else value
+            if not bool(values.isfinite().all()):
+                return False
+    return True
+
+
 @torch.no_grad()
 def average_state(optimizer: torch.optim.Optimizer, *, weight: float, engine: Engine, name: str) -> None:
     """Gives all ranks the same moments. A collective call.
 
     Tensors become the mean over ranks, weighted by `weight` (this rank's samples), and counts of steps the largest.
     What a rank does not have yet, because it never had a sample, it gets. Sparse tensors stay sparse. Whatever is no
-    tensor stays.
+    tensor stays; a history, as LBFGS has, is of no use on other ranks, and begins anew with all that is kept beside it.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for p in parameters:
+        if any(isinstance(value, (list, tuple)) for value in optimizer.state.get(p, {}).values()):
+            del optimizer.state[p]
     kept: dict[Place, torch.Tensor] = {}
     for index, p in enumerate(parameters):
         for key, value in optimizer.state.get(p, {}).items():

@@ -146,6 +146,8 @@ class ReducedStep:
                 results, total = self._exchange.finish(weighing.factor, counts=counts)
                 bytes_sent = sum(flat.numel() * flat.element_size() for flat in results) + self._sparse.bytes_sent
                 sums = self._sparse.finish(weighing.factor(total))
+                if self._exchange.counted:
+                    self._sparse.settle(sums)
         finally:
             self._begin()
             self._passes.clear()

@@ -35,9 +35,9 @@ def split_of(seed):
     return torch.utils.data.random_split(data_of(), [WHOLE * 2, WHOLE], generator=generator)[0]
 
 
-def optimizer_of(balancer=None, width=4, kind=torch.optim.SGD, **options):
-    balancer = balancer or hvd.Balancer(WHOLE)
-    return hvd.DistributedOptimizer(kind(model_of(width).parameters(), lr=0.1), balancer=balancer, **options)
+def optimizer_of(balancer=None, width=4, kind=torch.optim.SGD, groups=lambda parameters: None, **options):
+    balancer, parameters = balancer or hvd.Balancer(WHOLE), list(model_of(width).parameters())
+    return hvd.DistributedOptimizer(kind(parameters, lr=0.1), balancer=balancer, groups=groups(parameters), **options)
 
 
 class Split(torch.utils.data.IterableDataset):
@@ -166,6 +166,10 @@ def table(folder):
         ("ops differ", lambda: optimizer_of(op=hvd.Sum if last else hvd.Average), "the same on every rank"),
         ("an op without weights", lambda: optimizer_of(op=hvd.Adasum), "op: expected"),
         ("optimizers differ", lambda: optimizer_of(kind=torch.optim.Adam if last else torch.optim.SGD), "optimizer=SGD"),
+        ("groups differ", lambda: optimizer_of(groups=lambda p: [[p[0]], [p[1]]] if last else [p[:2]]),
+         "the same on every rank"),
+        ("numbers of groups differ", lambda: optimizer_of(num_groups=1 + last), "the same on every rank"),
+        ("sparse gradients differ", lambda: optimizer_of(sparse_as_dense=bool(last)), "the same on every rank"),
         ("models differ", lambda: optimizer_of(width=4 + last), "the same on every rank"),
         ("buckets of nothing", lambda: optimizer_of(bucket_bytes=0), "bucket_bytes"),
         ("an unknown rule", lambda: hvd.LatencyAwareLR(optimizer_of(b := hvd.Balancer(WHOLE)), b, rule="cubic"), "rule"),
