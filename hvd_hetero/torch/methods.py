@@ -32,10 +32,10 @@ def methods_of(base: type[torch.optim.Optimizer]) -> dict[str, Callable[..., Any
         else:
             if self._should_synchronize:
                 self.synchronize()
-            if reducer.apart:
+            if apart := reducer.apart:
                 reducer.local.steps.before_step()
             with factor_applied(self):
-                lr = _rate(self)
+                lr = _rate(self) if apart else 1.0
                 result = base.step(self)
         self._synchronized = False
         reducer.finished(lr=lr)

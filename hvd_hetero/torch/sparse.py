@@ -199,7 +199,7 @@ class SparseExchange:
 
     def settle(self, sums: Mapping[torch.nn.Parameter, torch.Tensor]) -> None:
         """Says that a step counts that has these sums: what was carried is in it, unless they are not finite."""
-        if all(bool(whole.values().isfinite().all()) for whole in sums.values()):
+        if self._taken and all(bool(whole.values().isfinite().all()) for whole in sums.values()):
             self._taken.clear()
 
     def clear(self) -> None:

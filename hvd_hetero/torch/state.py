@@ -38,7 +38,7 @@ def average_state(optimizer: torch.optim.Optimizer, *, weight: float, engine: En
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for p in parameters:
-        if any(isinstance(value, (list, tuple)) for value in optimizer.state.get(p, {}).values()):
+        if any(map(_is_history, optimizer.state.get(p, {}).values())):
             del optimizer.state[p]
     kept: dict[Place, torch.Tensor] = {}
     for index, p in enumerate(parameters):
@@ -66,6 +66,10 @@ def average_state(optimizer: torch.optim.Optimizer, *, weight: float, engine: En
         state = optimizer.state[parameters[index]]
         if isinstance(state[key], int):
             state[key] = int(count)
+
+
+def _is_history(value: Any) -> bool:
+    return isinstance(value, list) and (not value or any(isinstance(each, torch.Tensor) for each in value))
 
 
 def _arrays(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> list[Any]:
