@@ -22,9 +22,9 @@ def merged_statistics(
     A collective call.
 
     Means are weighted by `weight` (this rank's samples; equal where no rank has any), and are of the ranks on which
-    they are finite, if there is any. Moments are pairs of a mean and
-    a variance; the variance becomes that of all samples together: the mean of E[x^2] = variance + mean^2, less the
-    square of the merged mean. Whole numbers become the largest.
+    they are finite, if there is any. Moments are pairs of a mean and a variance; the variance becomes that of all
+    samples together: the mean of E[x^2] = variance + mean^2, less the square of the merged mean. Whole numbers become
+    the largest.
     """
     exact = [np.asarray(mean, dtype=np.float64) for mean in means]
     for mean, variance in moments:

@@ -212,7 +212,7 @@ def test_wrong_arguments_say_what_was_expected(call, message):
         call()
 
 
-@pytest.mark.parametrize("how", ["added", "an optimizer anew", "one around itself", "two in one"])
+@pytest.mark.parametrize("how", ["added", "an optimizer anew", "one around itself", "two in one", "one's to another"])
 def test_what_a_codec_kept_back_outlives_parameters_that_are_added(how):
     """Steps without a gradient of their own bring it."""
     prototype, (x, y) = make_model(), make_data()
@@ -221,14 +221,14 @@ def test_what_a_codec_kept_back_outlives_parameters_that_are_added(how):
     def program(engine):
         model, added = copy.deepcopy(prototype), nn.Parameter(torch.zeros(3, dtype=torch.float64))
         balancer = hvd.Balancer(WHOLE, engine=engine, adaptive=False)
-        added.requires_grad_(how == "added")  # or it is thawed
+        added.requires_grad_(how in ("added", "one's to another"))  # or it is thawed
 
         def distributed(optimizer):
             codec = hvd.Compression.topk(0.4, warmup_steps=0)
             return hvd.DistributedOptimizer(optimizer, balancer=balancer, compression=codec)
 
         parameters, rest = list(model.parameters()), []
-        if how == "two in one":
+        if how in ("two in one", "one's to another"):
             parameters, rest = parameters[:2], parameters[2:]
         base = torch.optim.SGD([*parameters, *([] if how == "added" else [added])], lr=0.0)
         optimizer = distributed(base)
@@ -247,6 +247,9 @@ def test_what_a_codec_kept_back_outlives_parameters_that_are_added(how):
                 added.requires_grad_(True)
                 if how == "added":
                     optimizer.add_param_group({"params": [added]})
+                elif how == "one's to another":
+                    optimizer.add_param_group({"params": rest})
+                    others = []
                 elif how == "two in one":
                     base.add_param_group({"params": rest})
                     optimizer, others = distributed(base), []

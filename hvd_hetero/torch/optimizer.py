@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Iterable, Sequence
+from numbers import Integral
 from typing import Any
 
 import horovod.torch as horovod
@@ -187,10 +188,10 @@ def _unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 def _groups(groups: Any, num_groups: Any) -> Groups:
     """Which parameters travel together. Raises ValueError or TypeError for what does not say so."""
-    if groups is None or isinstance(groups, int):
+    if groups is None or isinstance(groups, Integral):
         name, number = ("num_groups", num_groups) if groups is None else ("groups", groups)
         check_whole(name, number, least=0)
-        return number or None
+        return int(number) or None
     listed = isinstance(groups, (list, tuple)) and all(isinstance(group, (list, tuple)) for group in groups)
     if not listed or not all(isinstance(p, torch.nn.Parameter) for group in groups for p in group):
         raise TypeError(f"groups: expected a whole number or lists of parameters. Received: {groups!r}.")

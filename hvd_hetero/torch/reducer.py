@@ -112,9 +112,7 @@ class GradientReducer:
             bucket_bytes=bucket_bytes,
             groups=groups,
         )
-        if self._inherited:
-            self._step.give_back(self._inherited)
-            self._inherited = {}
+        self._take_over()
         if strategy is not None:
             self.local = LocalTraining(strategy, self._parameters, self._weighing, ways=ways)
 
@@ -158,6 +156,7 @@ class GradientReducer:
         """
         self._take_in(parameters)
         self._layouts.grow()
+        self._take_over()
 
     def _take_in(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         new = self._hooks.add(parameters)
@@ -169,6 +168,12 @@ class GradientReducer:
         if self._weighing.leads and new:
             self._balancer.measure_with(stopwatch_of(new[0].device))
         self._parameters += new
+
+    def _take_over(self) -> None:
+        """Sends what others kept back whose parameters these were."""
+        if self._inherited:
+            self._step.give_back(self._inherited)
+            self._inherited = {}
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
         """Says whose gradients these are, and that its state may be another one."""
