@@ -55,6 +55,7 @@ class LocalSteps:
         store: the parameters that are trained, in the same order on all ranks.
         weighing: of the optimizer's gradients.
         ways: how a fragment's progress travels.
+        on_give_up: is called where this rank gives up what it did, as that is not finite.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class LocalSteps:
         *,
         weighing: Weighing,
         ways: Ways,
+        on_give_up: Callable[[], None] = lambda: None,
     ) -> None:
         engine, balancer = weighing.engine, weighing.balancer
         self.rule, self._engine, self._balancer, self._store, self._ways = rule, engine, balancer, store, ways
@@ -81,7 +83,7 @@ class LocalSteps:
         self.begun = False  # whether ranks make steps apart
         self._newest = -1  # global batch of the newest step apart
         self.samples = 0.0  # of steps apart, since they were last taken
-        self._gave_up = self._warned = False
+        self._on_give_up, self._warned = on_give_up, False
         atexit.register(_warn_at_exit, weakref.ref(self))
 
     def _lanes(self, outgoing: Callable[[int], list[float]]) -> list[Lanes]:
@@ -118,12 +120,13 @@ class LocalSteps:
 
     def _record(self, fields: dict[str, Any]) -> None:
         self._balancer.record.event("merge", **fields)
-        self._gave_up |= "dropped_steps" in fields
+        if "dropped_steps" in fields:
+            self._on_give_up()
+            self._warn()
 
-    def take_gave_up(self) -> bool:
-        """Whether this rank has given up progress since the last call, as it was not finite. Warns, once."""
-        gave_up, self._gave_up = self._gave_up, False
-        if gave_up and not self._warned:
+    def _warn(self) -> None:
+        """Says once that this rank has given up what it did."""
+        if not self._warned:
             self._warned = True
             warnings.warn(
                 f"What rank {self._engine.rank} did apart was not finite, and is given up: it goes on from the last "
@@ -131,7 +134,6 @@ class LocalSteps:
                 RuntimeWarning,
                 stacklevel=2,
             )
-        return gave_up
 
     def apart(self) -> bool:
         """Whether the global batch begun last is one that ranks take apart."""

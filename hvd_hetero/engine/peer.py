@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import hmac
 import json
 import os
@@ -116,17 +117,10 @@ class Ear:
                 if hmac.compare_digest(str(question.pop("token", "")), ear.token):
                     self.wfile.write(json.dumps(answer(question)).encode() + b"\n")
 
-        class Server(socketserver.TCPServer):
+        class Server(socketserver.ThreadingTCPServer):
             def process_request(self, request: Any, client_address: Any) -> None:
-                background.begin(lambda: self._respond(request, client_address), name="hvd_hetero.answer")
-
-            def _respond(self, request: Any, client_address: Any) -> None:
-                try:
-                    self.finish_request(request, client_address)
-                except Exception:
-                    self.handle_error(request, client_address)
-                finally:
-                    self.shutdown_request(request)
+                answer_it = functools.partial(self.process_request_thread, request, client_address)
+                background.begin(answer_it, name="hvd_hetero.answer")
 
             def handle_error(self, request: Any, client_address: Any) -> None:
                 """Whoever asked wrongly, or went away, has no answer."""

@@ -113,7 +113,6 @@ class LocalTraining:
         self._balancer.pause()
         start = time.perf_counter()
         self._bytes_sent = self.steps.after_step(terms, lr=lr)
-        self.steps.take_gave_up()
         if self.steps.ends:
             # Keras tells of a batch when its gradients are there. One model has to be there before they are computed,
             # and one state of the optimizer, or synchronous steps would part the ranks.

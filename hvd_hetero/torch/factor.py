@@ -73,18 +73,16 @@ def multiplied(groups: list[dict[str, Any]], factor: float) -> Iterator[None]:
         yield
         return
     saved = [(group, group["lr"]) for group in groups if "lr" in group]
-    written: list[Any] = []
+    applied = [lr if isinstance(lr, torch.Tensor) else lr * factor for _, lr in saved]
     # A tensor is changed in place: a captured graph reads its memory. Groups may share one.
     tensors = {id(lr): (lr, lr.clone()) for _, lr in saved if isinstance(lr, torch.Tensor)}
     try:
-        for group, lr in saved:
-            if not isinstance(lr, torch.Tensor):
-                group["lr"] = lr * factor
-            written.append(group["lr"])
+        for (group, _), lr in zip(saved, applied, strict=True):
+            group["lr"] = lr
         for lr, _ in tensors.values():
             lr.detach().mul_(factor)
         yield
-        if any(group["lr"] is not lr for (group, _), lr in zip(saved, written, strict=True)):
+        if any(group["lr"] is not lr for (group, _), lr in zip(saved, applied, strict=True)):
             raise RuntimeError(
                 "LatencyAwareLR: expected learning rates to be written before optimizer.step() or after it. Received: "
                 "one written within it, as by a hook of the step, where they are multiplied."

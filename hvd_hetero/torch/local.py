@@ -13,7 +13,6 @@ from hvd_hetero.optimizers.local_step import LocalSteps
 from hvd_hetero.optimizers.ways import Ways
 from hvd_hetero.optimizers.weighing import Weighing
 
-from .buffers import average_buffers
 from .checksum import checksum
 from .layout import WIRE
 from .state import all_finite, average_state
@@ -80,7 +79,7 @@ class LocalTraining:
     ) -> None:
         self._weighing = weighing
         store = ParameterStore(parameters, rule.fragments, lambda p: ways.takes(tuple(p.shape)))
-        self.steps = LocalSteps(rule, store, weighing=weighing, ways=ways)
+        self.steps = LocalSteps(rule, store, weighing=weighing, ways=ways, on_give_up=self._forget_what_is_not_finite)
         self._optimizer: Callable[[], torch.optim.Optimizer | None] = lambda: None
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
@@ -90,7 +89,6 @@ class LocalTraining:
     def after_step(self, terms: float, *, lr: float) -> int:
         """After the update of a step apart over `terms` loss terms: the bytes that it sent."""
         sent = self.steps.after_step(terms, lr=lr)
-        self._forget_what_is_not_finite()
         if self.steps.ends:
             self.come_together()
         return sent
@@ -98,24 +96,15 @@ class LocalTraining:
     def _forget_what_is_not_finite(self) -> None:
         """Of a rank that has given up what it did, what the optimizer keeps of that: all that followed would be the
         same. What it keeps for a parameter begins anew."""
-        optimizer = self._optimizer()
-        if self.steps.take_gave_up() and optimizer is not None:
-            for parameter, kept in list(optimizer.state.items()):
-                if not all_finite(kept.values()):
-                    del optimizer.state[parameter]
+        if (optimizer := self._optimizer()) is None:
+            return
+        for parameter, kept in list(optimizer.state.items()):
+            if not all_finite(kept.values()):
+                del optimizer.state[parameter]
 
     def come_together(self) -> None:
         """Ends steps apart: one model on all ranks, and one state of the optimizer. A collective call."""
         self.steps.merge()
-        self._forget_what_is_not_finite()
         optimizer, name = self._optimizer(), f"{self._weighing.name}.state"
         assert optimizer is not None
         average_state(optimizer, weight=self.steps.samples, engine=self._weighing.engine, name=name)
-
-    def merge(self, model: torch.nn.Module | None) -> None:
-        """Returns when all ranks hold one model, and one model's buffers. A collective call."""
-        self.steps.merge()
-        self._forget_what_is_not_finite()
-        if model is not None:
-            name = f"{self._weighing.name}.buffers"
-            average_buffers(model, weight=self.steps.take_samples(), engine=self._weighing.engine, name=name)

@@ -387,11 +387,12 @@ class GradientReducer:
     def merge(self, model: torch.nn.Module | None) -> None:
         """Returns when all ranks hold one model, and one model's buffers. A collective call."""
         if self.local is not None:
-            self.local.merge(model)
-        elif model is not None:
+            self.local.steps.merge()
+        if model is not None:
             share = self._balancer.plan.shares[self._balancer.rank]
+            weight = float(share) if self.local is None else self.local.steps.take_samples()
             name = f"{self._weighing.name}.buffers"
-            average_buffers(model, weight=float(share), engine=self._weighing.engine, name=name)
+            average_buffers(model, weight=weight, engine=self._weighing.engine, name=name)
 
     def withdraw(self) -> Callable[[], bool]:
         """Takes part in the next exchange with nothing, without waiting; tells whether it is over."""

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 
+from hvd_hetero.codecs.verbs import verbs_of
 from hvd_hetero.engine.port import Engine, Handle
 
 from .layout import WIRE
@@ -199,7 +200,8 @@ class SparseExchange:
 
     def settle(self, sums: Mapping[torch.nn.Parameter, torch.Tensor]) -> None:
         """Says that a step counts that has these sums: what was carried is in it, unless they are not finite."""
-        if self._taken and all(bool(whole.values().isfinite().all()) for whole in sums.values()):
+        values = [whole.values() for whole in sums.values()]
+        if self._taken and verbs_of(values[0]).all_finite(values):
             self._taken.clear()
 
     def clear(self) -> None:

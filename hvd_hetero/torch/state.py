@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
 import torch
 
+from hvd_hetero.codecs.verbs import verbs_of
 from hvd_hetero.engine.port import Engine, gather_text
 from hvd_hetero.optimizers.statistic import merged_statistics
 
@@ -17,15 +18,16 @@ Place = tuple[int, str]  # a parameter's number and the name of what is kept for
 
 def all_finite(kept: Iterable[Any]) -> bool:
     """Whether the tensors among what is kept are, also those in lists."""
+    tensors = list(_tensors(kept))
+    return not tensors or verbs_of(tensors[0]).all_finite(tensors)
+
+
+def _tensors(kept: Iterable[Any]) -> Iterator[torch.Tensor]:
     for value in kept:
         if isinstance(value, (list, tuple)):
-            if not all_finite(value):
-                return False
+            yield from _tensors(value)
         elif isinstance(value, torch.Tensor) and value.is_floating_point():
-            values = value.coalesce().values() if value.is_sparse else value
-            if not bool(values.isfinite().all()):
-                return False
-    return True
+            yield value.coalesce().values() if value.is_sparse else value
 
 
 @torch.no_grad()
