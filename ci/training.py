@@ -32,9 +32,11 @@ import hvd_hetero.torch as hvd
 from hvd_hetero.engine.local import World
 from hvd_hetero.optimizers.dealer import Dealer, cut
 from hvd_hetero.optimizers.keeping import Keeping
+from hvd_hetero.optimizers.local_sgd import strategy_of
 from hvd_hetero.optimizers.recipe import Wire
 from hvd_hetero.optimizers.ways import Ways
 from hvd_hetero.torch.local import LocalTraining
+from hvd_hetero.torch.second_moments import has_second_moments
 
 WHOLE = 64
 EVEN, UNEVEN = (16, 16, 16, 16), (35, 16, 7, 6)
@@ -156,13 +158,17 @@ class Rank:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     balancer: Any = None
-    local: Any = None
+    training: Any = None
     sends: int = 0
     merges: list[dict[str, Any]] = field(default_factory=list)
 
     def event(self, kind: str, **fields: Any) -> None:
         if kind == "merge":
             self.merges.append({**fields, "longest": max(self.local.rounds.lengths.by_rank)})
+
+    @property
+    def local(self) -> Any:
+        return self.training.steps
 
     @property
     def fragment(self) -> Any:
@@ -217,7 +223,8 @@ def apart(task: Task, way: Way, inner: str, seed: int) -> tuple[float, list[dict
 
 
 def _ranks(way: Way, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Rank]:
-    rule = replace(way.rule, most_missed=0)  # who waits for whom is known here only where all are in each merge
+    rule = strategy_of(way.rule, second_moments=has_second_moments(optimizer))
+    rule = replace(rule, most_missed=0)  # who waits for whom is known here only where all are in each merge
 
     def program(engine: Any) -> Rank:
         rank = Rank(*copy.deepcopy((model, optimizer)))
@@ -228,7 +235,8 @@ def _ranks(way: Way, model: nn.Module, optimizer: torch.optim.Optimizer) -> list
             engine=engine, balancer=rank.balancer, passes=1, number=0, keeping=Keeping(keeps=False)
         )
         ways = Ways(engine, wire=Wire(), topology=None)
-        rank.local = LocalTraining(rule, list(rank.model.parameters()), weighing, ways=ways).steps
+        rank.training = LocalTraining(rule, list(rank.model.parameters()), weighing, ways=ways)
+        rank.training.follow(rank.optimizer)
         rank.delay(way.late)
         return rank
 
@@ -258,7 +266,7 @@ def _epoch(
         seconds = PACE[index] * clock.lognormvariate(0.0, NOISE) if clock else 1.0
         rank.balancer.timesheet.known = (float(len(mine)), seconds)
         merges = rank.local.rounds.merges
-        rank.local.after_step(len(mine), lr=lr)
+        rank.training.after_step(len(mine), lr=lr)
         if way.reset and rank.local.rounds.merges > merges:
             rank.forget()
         if at + 1 < len(epoch):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hvd_hetero.policy.guard import Guard
 
@@ -12,6 +12,8 @@ from .outer import Outer
 
 WEIGHTS = ("samples", "fednova")
 WHEN = ("always", "faster")
+SECOND_MOMENTS = ("global", "own")
+ROUND_STEPS, ROUND_STEPS_OF_ADAM = 4, 2
 CALM = Guard(round_steps=1).calm
 
 
@@ -21,7 +23,7 @@ class LocalSGD:
 
     Args:
         round_steps: updates between two contributions of the fastest rank; with several backward passes per step, each
-            is over as many global batches.
+            is over as many global batches. None: 4, or 2 with an optimizer of Adam's kind.
         bound_rounds: a rank waits when it has gone on for so many rounds since its last contribution without a merge;
             0 to wait for each merge.
         most_missed: a rank of which one step takes about two rounds of the fastest rank, or more, takes part in fewer
@@ -36,6 +38,9 @@ class LocalSGD:
             samples (`policy.staleness`). "samples": each sample counts alike, for ranks that draw from one shared order
             (as BalancedDataLoader deals it). "fednova": progress per step counts alike on all ranks that made any, for
             ranks with equal parts of the data as their own (Wang et al. 2020, arXiv:2007.07481).
+        second_moments: of an optimizer of Adam's kind, whose steps get shorter with noise. "global": each rank keeps
+            what the global batch's gradient would have made of them, as estimated from what it keeps itself
+            (`policy.second_moments`), for one copy more of its parameters. "own": what its own gradients make of them.
         compensation: lambda of `outer.compensated`; 0 for none, which is right for all but plain SGD.
         merge_each_epoch: all ranks wait for each other, and hold one model, where `BalancedDataLoader` ends an epoch;
             elsewhere `optimizer.merge()` does that.
@@ -45,13 +50,14 @@ class LocalSGD:
             speeds, stops and exchanges measured while the job runs (`policy.strategy`).
     """
 
-    round_steps: int = 4
+    round_steps: int | None = None
     bound_rounds: float = 4.0
     most_missed: int = 3
     warmup_steps: int = 20
     fragments: int = 1
     outer: Outer = Outer()
     weights: str = "samples"
+    second_moments: str = "global"
     compensation: float = 0.0
     merge_each_epoch: bool = True
     drift_limit: float | None = 1.5
@@ -59,7 +65,7 @@ class LocalSGD:
 
     def __post_init__(self) -> None:
         for name, least in (("round_steps", 1), ("most_missed", 0), ("warmup_steps", 0), ("fragments", 1)):
-            check_whole(name, getattr(self, name), least=least)
+            check_whole(name, getattr(self, name), least=least, optional=name == "round_steps")
         for name in ("bound_rounds", "compensation"):
             value = getattr(self, name)
             if not (isinstance(value, (int, float)) and 0 <= value < math.inf):
@@ -69,22 +75,33 @@ class LocalSGD:
                 "bound_rounds: expected 0, to wait for every merge, or at least 1, since a rank contributes once a "
                 f"round. Received: {self.bound_rounds}."
             )
-        if self.weights not in WEIGHTS:
-            raise ValueError(f"weights: expected one of {', '.join(WEIGHTS)}. Received: {self.weights!r}.")
-        if self.when not in WHEN:
-            raise ValueError(f"when: expected one of {', '.join(WHEN)}. Received: {self.when!r}.")
+        for name, choices in (("weights", WEIGHTS), ("second_moments", SECOND_MOMENTS), ("when", WHEN)):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name}: expected one of {', '.join(choices)}. Received: {getattr(self, name)!r}.")
         if not isinstance(self.outer, Outer):
             raise TypeError(f"outer: expected an Outer. Received: {self.outer!r}.")
         if self.drift_limit is not None and not self.drift_limit > CALM:
             raise ValueError(f"drift_limit: expected a number above {CALM}, or None. Received: {self.drift_limit!r}.")
 
+    @property
+    def longest_round(self) -> int:
+        """`round_steps`, as a number."""
+        return ROUND_STEPS if self.round_steps is None else self.round_steps
 
-def strategy_of(strategy: LocalSGD | str) -> LocalSGD | None:
-    """The local strategy that a user's argument names; None for synchronous training."""
+
+def strategy_of(strategy: LocalSGD | str, *, second_moments: bool) -> LocalSGD | None:
+    """The local strategy that a user's argument names; None for synchronous training.
+
+    `second_moments`: whether it is for an optimizer that keeps some.
+    """
     if isinstance(strategy, LocalSGD):
+        if strategy.round_steps is None and second_moments:
+            return replace(strategy, round_steps=ROUND_STEPS_OF_ADAM)
         return strategy
     if strategy not in ("synchronous", "local", "auto"):
         raise ValueError(
             f'strategy: expected "synchronous", "local", "auto" or an hvd.LocalSGD. Received: {strategy!r}.'
         )
-    return None if strategy == "synchronous" else LocalSGD(when="always" if strategy == "local" else "faster")
+    if strategy == "synchronous":
+        return None
+    return strategy_of(LocalSGD(when="always" if strategy == "local" else "faster"), second_moments=second_moments)

@@ -185,6 +185,10 @@ class LocalSteps:
         sends = [fragment.sends - first for fragment, first in zip(self.rounds.fragments, before, strict=True)]
         return sum(number * size for number, size in zip(sends, self._bytes, strict=True))
 
+    def part(self, samples: float) -> float:
+        """The part that a batch of this rank is of the global one."""
+        return self.rounds.part_of_batch(samples) if samples else 0.0
+
     def withdraw(self) -> Callable[[], bool]:
         """See `Rounds.withdraw`; others may be about to take their first step apart."""
         self.before_step()

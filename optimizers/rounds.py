@@ -110,7 +110,7 @@ class Rounds:
     @property
     def most_ahead(self) -> int:
         """Batches that a rank may begin after it has contributed and before it has to see the merge."""
-        return max(1, math.ceil(self.rule.bound_rounds * self.rule.round_steps)) * self._batches()
+        return max(1, math.ceil(self.rule.bound_rounds * self.rule.longest_round)) * self._batches()
 
     def after_step(self, samples: float, *, lr: float = 1.0, compute: tuple[float, float] = (0.0, 0.0)) -> bool:
         """Ends a local step over `samples`; sends what is due and takes in the merges that came. True if one came.
@@ -123,7 +123,7 @@ class Rounds:
         if compute[0] > 0:
             self._recent.append(compute)
         for fragment in self.fragments:
-            fragment.work.add(samples, lr, self._part_of_batch(samples))
+            fragment.work.add(samples, lr, self.part_of_batch(samples))
         came = self._serve(self._due)
         late = [fragment for fragment in self.fragments if self._at_bound(fragment)]
         self.waits += any(not fragment.done() for fragment in late)
@@ -135,7 +135,7 @@ class Rounds:
             came |= self._serve(self._due)
         return came
 
-    def _part_of_batch(self, samples: float) -> float:
+    def part_of_batch(self, samples: float) -> float:
         """Which part of the global batch begun last was to be this rank's; a script may not keep to the plan."""
         return (self.balancer.plan.shares[self.rank] or samples) / self.balancer.global_batch_size
 
@@ -268,7 +268,7 @@ class Rounds:
             self.balancer.ladder.hear_intervals(self.lengths.intervals, self.lengths.reason)
             leads = self._leads
             if leads:
-                self.balancer.dialogue.staleness = merge.carried.steps / self.rule.round_steps
+                self.balancer.dialogue.staleness = merge.carried.steps / self.rule.longest_round
             self._on_merge({
                 "merge": self.merges, "step": self.balancer.step, "behind": at - self.balancer.step,
                 "samples": sum(said.samples), "carried_steps": merge.carried.steps, "waits": self.waits,
@@ -332,4 +332,4 @@ class Rounds:
         for fragment in self.fragments:
             fragment.outer_state, fragment.work = {}, Work()
         self.merges = 0
-        self.lengths.resume(self.rule.round_steps)
+        self.lengths.resume(self.rule.longest_round)

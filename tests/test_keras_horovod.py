@@ -71,6 +71,7 @@ LOCAL = [
     "back_to_synchronous_steps",
     "a_checkpoint_has_what_merges_keep",
     "statistics_are_those_of_all_samples",
+    "second_moments_are_those_of_synchronous_training",
     "local_errors_say_what_to_do",
     "others_hear_of_a_rank_that_fails",
 ]

@@ -759,12 +759,13 @@ def test_every_tensor_is_in_one_fragment_and_they_are_nearly_even(count):
 
 
 @pytest.mark.parametrize(("wrong", "message"), [
-    ({"round_steps": 0}, "round_steps: expected an integer of at least 1. Received: 0"),
+    ({"round_steps": 0}, "round_steps: expected an integer of at least 1 or None. Received: 0"),
     ({"round_steps": 2.5}, "round_steps: expected an integer"),
     ({"warmup_steps": -1}, "warmup_steps: expected"),
     ({"fragments": 0}, "fragments: expected"),
     ({"bound_rounds": -1}, "bound_rounds: expected a finite number, 0 or more"),
     ({"bound_rounds": 0.5}, "bound_rounds: expected 0, to wait for every merge, or at least 1"),
+    ({"second_moments": "mine"}, "second_moments: expected one of global, own. Received: 'mine'"),
     ({"weights": "equal"}, "weights: expected one of samples, fednova. Received: 'equal'"),
     ({"compensation": math.inf}, "compensation: expected"),
     ({"drift_limit": 0}, "drift_limit: expected"),

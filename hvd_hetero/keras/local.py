@@ -18,11 +18,13 @@ from hvd_hetero.engine.port import Engine
 from hvd_hetero.optimizers.fragment import fragments_by_kind
 from hvd_hetero.optimizers.local_sgd import LocalSGD
 from hvd_hetero.optimizers.local_step import LocalSteps
+from hvd_hetero.optimizers.second_moments import SecondMoments
 from hvd_hetero.optimizers.statistic import merged_statistics
 from hvd_hetero.optimizers.ways import Ways
 from hvd_hetero.optimizers.weighing import Weighing
 
 from .layout import Spec
+from .second_moments import copy, keepers_of, mix, moments_of
 
 
 class ParameterStore:
@@ -87,6 +89,8 @@ class LocalTraining:
         self._variables, self._weighing, self._balancer = list(variables), weighing, weighing.balancer
         store = ParameterStore(variables, form, count=rule.fragments, lossy=ways.takes)
         self.steps = LocalSteps(rule, store, weighing=weighing, ways=ways)
+        find = moments_of if rule.second_moments == "global" else lambda optimizer: ()
+        self._moments = SecondMoments(rule.longest_round, find, copy=copy, mix=mix)
         self._terms: float | None = None  # of the step apart whose update is being made
         self._wait_s, self._bytes_sent = 0.0, 0  # after the last step apart
 
@@ -113,10 +117,13 @@ class LocalTraining:
         self._balancer.pause()
         start = time.perf_counter()
         self._bytes_sent = self.steps.after_step(terms, lr=lr)
+        self._moments.after_step(optimizer, self.steps.part(terms))
         if self.steps.ends:
             # Keras tells of a batch when its gradients are there. One model has to be there before they are computed,
             # and one state of the optimizer, or synchronous steps would part the ranks.
             self.steps.merge()
+            self._moments.catch_up(optimizer)
+            self._moments.end()
             self._merge(optimizer.variables, weight=self.steps.take_samples())
         self._wait_s = time.perf_counter() - start
         self._balancer.resume()
@@ -124,6 +131,7 @@ class LocalTraining:
     def merge(self, model: Any, optimizer: Any) -> None:
         """Returns when all ranks hold one model. A collective call."""
         self.steps.merge()
+        self._moments.catch_up(optimizer)
         if model is not None:
             variables, moments = statistics_of(model)
             self._merge([*variables, *averages_of(optimizer)], moments, weight=self.steps.take_samples())
@@ -145,8 +153,7 @@ class LocalTraining:
 def averages_of(optimizer: Any) -> list[Any]:
     """The averages of the parameters that an optimizer with `use_ema` keeps, or those within it. Keras has no public
     name for them."""
-    keepers = getattr(optimizer, "_inner_optimizers", None) or [getattr(optimizer, "inner_optimizer", optimizer)]
-    kept = chain.from_iterable(getattr(keeper, "_model_variables_moving_average", ()) for keeper in keepers)
+    kept = chain.from_iterable(getattr(each, "_model_variables_moving_average", ()) for each in keepers_of(optimizer))
     return [variable for variable in kept if variable is not None]
 
 

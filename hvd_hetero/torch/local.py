@@ -10,11 +10,13 @@ import torch
 from hvd_hetero.optimizers.fragment import fragments_by_kind
 from hvd_hetero.optimizers.local_sgd import LocalSGD
 from hvd_hetero.optimizers.local_step import LocalSteps
+from hvd_hetero.optimizers.second_moments import SecondMoments
 from hvd_hetero.optimizers.ways import Ways
 from hvd_hetero.optimizers.weighing import Weighing
 
 from .checksum import checksum
 from .layout import WIRE
+from .second_moments import mix, moments_of
 from .state import all_finite, average_state
 
 
@@ -80,6 +82,8 @@ class LocalTraining:
         self._weighing = weighing
         store = ParameterStore(parameters, rule.fragments, lambda p: ways.takes(tuple(p.shape)))
         self.steps = LocalSteps(rule, store, weighing=weighing, ways=ways, on_give_up=self._forget_what_is_not_finite)
+        find = moments_of if rule.second_moments == "global" else lambda optimizer: ()
+        self._moments = SecondMoments(rule.longest_round, find, copy=torch.clone, mix=mix)
         self._optimizer: Callable[[], torch.optim.Optimizer | None] = lambda: None
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
@@ -89,6 +93,7 @@ class LocalTraining:
     def after_step(self, terms: float, *, lr: float) -> int:
         """After the update of a step apart over `terms` loss terms: the bytes that it sent."""
         sent = self.steps.after_step(terms, lr=lr)
+        self._moments.after_step(self._optimizer(), self.steps.part(terms))
         if self.steps.ends:
             self.come_together()
         return sent
@@ -102,9 +107,15 @@ class LocalTraining:
             if not all_finite(kept.values()):
                 del optimizer.state[parameter]
 
+    def merge(self) -> None:
+        """Returns when all ranks hold one model. A collective call."""
+        self.steps.merge()
+        self._moments.catch_up(self._optimizer())
+
     def come_together(self) -> None:
         """Ends steps apart: one model on all ranks, and one state of the optimizer. A collective call."""
-        self.steps.merge()
+        self.merge()
         optimizer, name = self._optimizer(), f"{self._weighing.name}.state"
         assert optimizer is not None
+        self._moments.end()
         average_state(optimizer, weight=self.steps.samples, engine=self._weighing.engine, name=name)

@@ -26,6 +26,7 @@ from .layout import Groups
 from .methods import methods_of
 from .plain import plain_optimizer
 from .reducer import GradientReducer
+from .second_moments import has_second_moments
 
 
 def DistributedOptimizer(
@@ -80,7 +81,8 @@ def DistributedOptimizer(
     """
     optimizer = _unwrapped(optimizer)
     _check_devices(p for group in optimizer.param_groups for p in group["params"])
-    local, wire = strategy_of(strategy), wire_of(compression)
+    local = strategy_of(strategy, second_moments=has_second_moments(optimizer))
+    wire = wire_of(compression)
     ours = is_ours(compression) or topology is not None or local is not None
     if balancer is None:
         check_no_factor(optimizer)

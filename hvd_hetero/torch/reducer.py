@@ -382,12 +382,12 @@ class GradientReducer:
     def on_epoch_end(self) -> None:
         """The samples of an epoch are used up."""
         if self.local is not None and self.local.steps.rule.merge_each_epoch:
-            self.local.steps.merge()
+            self.local.merge()
 
     def merge(self, model: torch.nn.Module | None) -> None:
         """Returns when all ranks hold one model, and one model's buffers. A collective call."""
         if self.local is not None:
-            self.local.steps.merge()
+            self.local.merge()
         if model is not None:
             share = self._balancer.plan.shares[self._balancer.rank]
             weight = float(share) if self.local is None else self.local.steps.take_samples()

@@ -256,6 +256,27 @@ def statistics_are_those_of_all_samples():
     np.testing.assert_allclose(keras.ops.convert_to_numpy(layer.moving_variance), x.var(0), atol=1e-5)
 
 
+def second_moments_are_those_of_synchronous_training():
+    """Of a gradient that is nearly all noise, at a rate of 0, on batches of 30 and 6 or so: and their own would not be."""
+    batches, shares = 80, tuple(6 * share for share in UNEVEN[hvd.size()])
+    whole = sum(shares)
+    generator, found = np.random.default_rng(0), []
+    x, y = (generator.standard_normal((batches * whole, width)).astype("float32") for width in (6, 3))
+    for strategy in ("synchronous", *(hvd.LocalSGD(warmup_steps=4, second_moments=kind) for kind in ("global", "own"))):
+        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3, kernel_initializer="zeros")])
+        balancer = hvd.Balancer(whole, shares=shares, adaptive=False)
+        plain = keras.optimizers.Adam(0.0)
+        optimizer = hvd.DistributedOptimizer(plain, balancer=balancer, strategy=strategy)
+        model.compile(optimizer=optimizer, loss="mse")
+        data = hvd.BalancedDataset(x, y, balancer=balancer)
+        model.fit(data, shuffle=False, verbose=0, callbacks=[hvd.callbacks.LocalSGDCallback()] if found else [])
+        kept = [v for v in optimizer.variables if "velocity" in v.path]
+        found.append(sum(float(keras.ops.sum(v)) for v in kept))
+    together, apart, own = found
+    assert len(kept) == 2 and 0.75 < apart / together < 1.33, found
+    assert 0.75 < own / together * shares[hvd.rank()] / whole < 1.33, found
+
+
 def others_hear_of_a_rank_that_fails():
     """A rank whose data raise: it ends with that error, and the others at the next merge."""
 
