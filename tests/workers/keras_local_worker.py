@@ -257,7 +257,7 @@ def statistics_are_those_of_all_samples():
 
 
 def second_moments_are_those_of_synchronous_training():
-    """Of a gradient that is nearly all noise, at a rate of 0, on batches of 30 and 6 or so: and their own would not be."""
+    """Of a gradient that is nearly all noise, at a rate of 0, on unlike batches; and their own would not be."""
     batches, shares = 80, tuple(6 * share for share in UNEVEN[hvd.size()])
     whole = sum(shares)
     generator, found = np.random.default_rng(0), []

@@ -1,0 +1,254 @@
+"""From backward passes to gradients that an update takes: where a step is, and what is sent when.
+
+Gradients are sent as they come in the last backward pass before the exchange, and the rest at its end. All gradients
+of a step that ranks make apart stay where they are.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from hvd_hetero.optimizers.weighing import Weighing
+
+from .backward import backward_pass
+from .layouts import Layouts
+from .passes import Passes, is_zero
+from .step import BROKEN_OFF, WITHIN, ReducedStep
+
+
+class Phase(enum.Enum):
+    """Where a step is, from one update to the next."""
+
+    BETWEEN = "no backward pass is under way; what `p.grad` holds is of this rank alone"
+    PASS = "a backward pass is under way, and others follow before the exchange"
+    LAST_PASS = "the last backward pass before the exchange is under way"
+    BROKEN_OFF = "an exception ended the last pass when part of its gradients were sent"
+    READY = "what `p.grad` holds is what the update takes"
+
+
+_IN_PASS = (Phase.PASS, Phase.LAST_PASS)
+
+
+class StepPhases:
+    """Where the steps of one optimizer are.
+
+    Args:
+        parameters: those that are trained; there may come more.
+        passes: of the step under way.
+        layouts: what sends and delivers the gradients.
+        apart: whether the present step's gradients stay this rank's own.
+        ended: is called at the end of a step's passes.
+
+    Attributes:
+        terms: of the last step, on this rank.
+        wait_s: for communication, in the last step.
+        bytes_sent: in the last step.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        *,
+        weighing: Weighing,
+        passes: Passes,
+        layouts: Callable[[], Layouts],
+        apart: Callable[[], bool],
+        ended: Callable[[], None],
+    ) -> None:
+        self._parameters, self._weighing, self._passes = parameters, weighing, passes
+        self._balancer = weighing.balancer
+        self._layouts, self._apart, self._ended = layouts, apart, ended
+        self._phase = Phase.BETWEEN
+        self._taker: ReducedStep | None = None  # of the gradients of the backward pass under way
+        self._passed = -1  # the part of a batch that the last backward pass was over: see `Balancer.part`
+        self._last = False  # whether the exchange follows the backward pass that has ended
+        self.terms = 0.0
+        self.wait_s = 0.0
+        self.bytes_sent = 0
+
+    @property
+    def number(self) -> int:
+        """The optimizer's place in the order in which they are made."""
+        return self._weighing.number
+
+    @property
+    def ready(self) -> bool:
+        """Whether what `p.grad` holds is what the update takes."""
+        return self._phase is Phase.READY
+
+    @property
+    def _step(self) -> ReducedStep:
+        return self._layouts().step
+
+    # Between backward passes ----------------------------------------------------------------------------------------
+
+    def begin_batch(self) -> None:
+        """A global batch begins."""
+        self.break_off()
+        if self._passes_by and self._weighing.passes > 1:
+            self._passes.pass_by(self._balancer.part_terms)
+        self._passes.end_batch(counts=self._weighing.passes > 1, loop=self._balancer.loop)
+        self._phase = Phase.BETWEEN  # also where a script skipped the last step
+
+    def begin_part(self) -> None:
+        """A batch, or a part of one, begins."""
+        self.break_off()
+        if not self._balancer.in_parts:  # what follows is another loss, as that of a GAN's other model
+            self._passes.end_loss()
+        elif self._passes_by:
+            self._passes.pass_by(self._balancer.part_terms)
+
+    def begin_anew(self) -> None:
+        """The update is made, or others may be made for the same batch."""
+        if self.ready:
+            self._phase = Phase.BETWEEN
+
+    def forget(self) -> None:
+        """The gradients so far are to be zero. After a pass that did not end, a collective call."""
+        self.break_off()  # or what it has left would be of the next one
+        self._passes.clear()
+        # By any parameters' passes, which all ranks make alike: whether there was one with these depends on samples.
+        passed = self._balancer.passed == self._balancer.part
+        self._weighing.forget(present=passed or self._balancer.batch_order.over)
+
+    def break_off(self) -> None:
+        """Clears up after a backward pass that an exception ended: the gradients since the last exchange do not count.
+
+        What was sent of them is a part of an exchange, which is brought to its end and left. That is a collective call,
+        for ranks that have had the exception alike. Of ranks where one alone had it, that one has missed a step.
+        """
+        if not self._in_pass:
+            return
+        if torch._C._current_autograd_node() is not None:
+            raise RuntimeError(WITHIN)
+        self._phase = Phase.BROKEN_OFF if self._step.sent else Phase.BETWEEN
+        if self._phase is Phase.BROKEN_OFF:
+            self._step.take_rest()
+            _, _, hear = self._step.finish(counts=False)
+            self._layouts().take_in(hear)
+            self._weighing.noise.forget()
+        self._step.drop()
+        self._passes.clear()
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    @property
+    def _passes_by(self) -> bool:
+        """Whether the present batch, or part of one, whose exchange is yet to come, had backward passes on this rank,
+        but none with a gradient of these parameters. It is zero then, over as many terms."""
+        return self._balancer.passed == self._balancer.part != self._passed and self._weighing.begun > 0
+
+    def _set_by_hand(self) -> bool:
+        """Whether a script has put gradients of this batch's samples where no backward pass did."""
+        if not self._balancer.count_now:
+            return False
+        found = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        return not all(is_zero(gradient) for gradient in found)
+
+    # During backward ------------------------------------------------------------------------------------------------
+
+    @property
+    def _in_pass(self) -> bool:
+        return self._phase in _IN_PASS
+
+    def _begin_pass(self) -> None:
+        """At the first gradient of a backward pass."""
+        self._balancer.begin_unseen()
+        terms = self._balancer.count_now
+        if terms is None:
+            raise RuntimeError(
+                "Expected the number of samples of this batch before backward(). Received: none. Iterate over "
+                "hvd.BalancedDataLoader, or call balancer.begin(samples) for each batch."
+            )
+        self._balancer.batch_order.passes()
+        backward_pass().add(self)
+        last = self._balancer.last_pass and self._weighing.complete
+        self._phase = Phase.LAST_PASS if last else Phase.PASS
+        self._passes.begin(terms, earlier=self._balancer.batch_terms - terms, loop=self._balancer.loop)
+        self._passed = self._balancer.passed = self._balancer.part
+        # Without a term in an earlier pass either, zeros are sent: like the others, also of a pass that all break off.
+        self._taker = self._step if last and (terms or not self._passes.terms) and not self._apart() else None
+
+    @torch.compiler.disable  # these four run within backward(), which may be within what a script compiles
+    def before_gradient(self, gradients: Any) -> None:
+        """Before a gradient is added to `p.grad`; called where that may have to keep what it holds."""
+        if gradients[0] is None:
+            return
+        if not self._in_pass:
+            self._begin_pass()
+        self._passes.keep(last=self._phase is Phase.LAST_PASS, gain=self._weighing.gain)
+
+    @torch.compiler.disable
+    def gradient_added(self, parameter: torch.nn.Parameter) -> None:
+        """After a gradient was added to `parameter.grad`."""
+        if self._phase not in _IN_PASS:
+            self._begin_pass()
+        if self._taker is not None:
+            self._taker.take(parameter)
+
+    @torch.compiler.disable
+    def end_pass(self, *, sends: bool) -> None:
+        """All gradients of a backward pass are there."""
+        self._last, self._phase = self._phase is Phase.LAST_PASS, Phase.BETWEEN
+        if sends and self._last:
+            self._send_rest()
+        elif sends:
+            self._passes.end()
+
+    @torch.compiler.disable
+    def after_pass(self) -> None:
+        """Others' gradients of the same backward pass are sent as well."""
+        if self._last:
+            self._finish()
+        else:
+            self._balancer.pause()
+
+    # The exchange ---------------------------------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """Reduces what has not been: a rank without a sample, or one that stops, still takes part."""
+        if self._phase is Phase.READY:
+            return
+        self.break_off()
+        if self._phase is Phase.BROKEN_OFF:
+            raise RuntimeError(BROKEN_OFF)
+        self._passes.warn_of_changes()
+        if self._passes_by:
+            self._passes.pass_by(self._balancer.part_terms)
+        elif not self._passes.begun and (self._balancer.begin_unseen() or self._set_by_hand()):
+            self._balancer.batch_order.passes()
+            self._passes.put(self._balancer.batch_terms)
+        self._passes.end_batch(counts=True, loop=self._balancer.loop)
+        self._send_rest()
+        self._finish()
+
+    def _send_rest(self) -> None:
+        """Sends what has not been, but for a step whose gradient stays this rank's own."""
+        self._passes.complete(self._weighing.gain)
+        if not self._apart():
+            self._step.take_rest()
+
+    def _finish(self) -> None:
+        self.terms = self._passes.terms
+        self._balancer.batch_order.steps()
+        self._ended()
+        if self._apart():
+            self._finish_apart()
+            return
+        waited_s, bytes_sent, hear = self._step.finish()
+        self.wait_s += waited_s
+        self.bytes_sent += bytes_sent
+        self._phase = Phase.READY
+        self._layouts().take_in(hear)
+
+    def _finish_apart(self) -> None:
+        """Ends the passes of a step whose gradient stays this rank's own."""
+        self._layouts().see()
+        self._passes.average(self._weighing.gain)
+        self._passes.clear()
+        self._weighing.end()
+        self._phase = Phase.READY
