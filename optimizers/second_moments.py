@@ -36,44 +36,38 @@ class SecondMoments:
     """Exchanges what steps apart have added to second moments: see `policy.second_moments`.
 
     Args:
-        every: so many steps apart are looked at together.
         find: the moments that an optimizer keeps of the parameters that its last step has moved.
         copy: a copy of a second moment.
         mix: makes second moments their mixtures with copies from before; returns copies of what they are now.
+        exchanges: False to leave them as they are, and only know what they were.
     """
 
     def __init__(
         self,
-        every: int,
         find: Callable[[Any], Iterable[Moments]],
         *,
         copy: Callable[[Any], Any],
         mix: Callable[[Sequence[Moments], Sequence[Any], Sequence[Mixture]], Sequence[Any]],
+        exchanges: bool,
     ) -> None:
-        self._every, self._find, self._copy, self._mix = every, find, copy, mix
+        self._find, self._copy, self._mix, self._exchanges = find, copy, mix, exchanges
         self._known: dict[int, _Known] = {}  # by id of the key
         self._steps = self._with_samples = 0  # since they were known
         self._parts = 0.0
 
-    def after_step(self, optimizer: Any, part: float) -> None:
-        """After its update over this part of the global batch."""
+    def after_step(self, optimizer: Any, part: float, *, sent: bool) -> None:
+        """After its update over this part of the global batch; `sent`: and what was done until then is sent."""
         self._steps += 1
         self._parts += part
         self._with_samples += part > 0
-        if self._steps >= self._every or not self._known:
-            self._look(optimizer)
+        if sent or not self._known:
+            self.catch_up(optimizer)
 
     def catch_up(self, optimizer: Any) -> None:
-        """Before ranks look at what the optimizer keeps."""
-        if self._steps:
-            self._look(optimizer)
-
-    def end(self) -> None:
-        """Ranks step together from now on."""
-        self._known = {}
-
-    def _look(self, optimizer: Any) -> None:
-        part = self._parts / self._with_samples if self._with_samples else 1.0  # or there is nothing to exchange
+        """Exchanges what was not yet."""
+        if not self._steps:
+            return
+        part = self._parts / self._with_samples if self._exchanges and self._with_samples else 1.0
         known: dict[int, _Known] = {}
         old: list[tuple[Moments, _Known]] = []
         for moments in self._find(optimizer):
@@ -89,3 +83,12 @@ class SecondMoments:
         self._known = known
         self._steps = self._with_samples = 0
         self._parts = 0.0
+
+    def before(self, moments: Moments) -> Any:
+        """What a second moment was when progress was last sent; None where that is not known."""
+        was = self._known.get(id(moments.key))
+        return was.before if was is not None and was.key is moments.key else None
+
+    def end(self) -> None:
+        """Ranks step together from now on."""
+        self._known = {}

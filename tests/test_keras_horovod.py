@@ -72,6 +72,7 @@ LOCAL = [
     "a_checkpoint_has_what_merges_keep",
     "statistics_are_those_of_all_samples",
     "second_moments_are_those_of_synchronous_training",
+    "a_rank_gets_over_what_was_not_finite",
     "local_errors_say_what_to_do",
     "others_hear_of_a_rank_that_fails",
 ]

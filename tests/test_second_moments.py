@@ -90,14 +90,14 @@ def test_an_optimizers_second_moments_are_those_of_a_slow_reference(name, every)
     parameters = [nn.Parameter(torch.randn(3, 2, dtype=torch.float64)), nn.Parameter(torch.randn(4).double())]
     optimizer = OF_ADAM[name](parameters, lr=0.0)
     decay = 0.1 if name == "Adam, decay" else 0.0
-    moments = SecondMoments(every, moments_of, copy=torch.clone, mix=mix)
+    moments = SecondMoments(moments_of, copy=torch.clone, mix=mix, exchanges=True)
     gradients = [[], []]
-    for _ in range(1 + 3 * every):  # what is there after the first step is where mixtures begin
+    for number in range(1 + 3 * every):  # what is there after the first step is where mixtures begin
         for parameter, seen in zip(parameters, gradients, strict=True):
             parameter.grad = torch.randn_like(parameter)
             seen.append(parameter.grad + decay * parameter.detach())
         optimizer.step()
-        moments.after_step(optimizer, 0.25)
+        moments.after_step(optimizer, 0.25, sent=number % every == 0)
     for found, seen in zip(state_of(optimizer), gradients, strict=True):
         first, second, before, looked = 0.0, 0.0, None, 0
         for step, gradient in enumerate(seen, 1):
@@ -115,14 +115,14 @@ def stepped(parameters, optimizer, moments, times=1, part=0.25):
         for parameter in parameters:
             parameter.grad = torch.randn_like(parameter) if parameter.requires_grad else None
         optimizer.step()
-        moments.after_step(optimizer, part)
+        moments.after_step(optimizer, part, sent=True)
 
 
 def fresh(optimizer=torch.optim.AdamW):
     torch.manual_seed(0)
     parameters = [nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(2))]
     made = optimizer(parameters, lr=0.1)
-    return parameters, made, SecondMoments(1, moments_of, copy=torch.clone, mix=mix)
+    return parameters, made, SecondMoments(moments_of, copy=torch.clone, mix=mix, exchanges=True)
 
 
 def test_a_state_that_is_another_one_is_not_mixed_with_what_was_before():
@@ -159,8 +159,8 @@ def test_steps_without_samples_change_nothing():
     torch.manual_seed(5)
     stepped(parameters, optimizer, moments, 3, part=0.0)
     torch.manual_seed(5)
-    stepped([p for group in alone.param_groups for p in group["params"]], alone, SecondMoments(
-        1, lambda optimizer: (), copy=torch.clone, mix=mix), 3)  # fmt: skip
+    nothing = SecondMoments(moments_of, copy=torch.clone, mix=mix, exchanges=False)
+    stepped([p for group in alone.param_groups for p in group["params"]], alone, nothing, 3)
     for found, expected in zip(state_of(optimizer), state_of(alone), strict=True):
         assert torch.allclose(found, expected, rtol=1e-6)
 

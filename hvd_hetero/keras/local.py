@@ -6,6 +6,7 @@ All of it runs on the host: inside `numpy_function` with the TensorFlow back end
 from __future__ import annotations
 
 import time
+import weakref
 import zlib
 from collections.abc import Callable, Sequence
 from itertools import chain
@@ -88,9 +89,13 @@ class LocalTraining:
     ) -> None:
         self._variables, self._weighing, self._balancer = list(variables), weighing, weighing.balancer
         store = ParameterStore(variables, form, count=rule.fragments, lossy=ways.takes)
-        self.steps = LocalSteps(rule, store, weighing=weighing, ways=ways)
-        find = moments_of if rule.second_moments == "global" else lambda optimizer: ()
-        self._moments = SecondMoments(rule.longest_round, find, copy=copy, mix=mix)
+        self.steps = LocalSteps(
+            rule, store, weighing=weighing, ways=ways, on_give_up=self._forget_what_is_not_finite
+        )  # fmt: skip
+        self._moments = SecondMoments(
+            moments_of, copy=copy, mix=mix, exchanges=rule.second_moments == "global"
+        )  # fmt: skip
+        self._optimizer: Callable[[], Any] = lambda: None  # whose update was made last
         self._terms: float | None = None  # of the step apart whose update is being made
         self._wait_s, self._bytes_sent = 0.0, 0  # after the last step apart
 
@@ -116,8 +121,9 @@ class LocalTraining:
         terms, self._terms = self._terms, None
         self._balancer.pause()
         start = time.perf_counter()
+        self._optimizer = weakref.ref(optimizer)
         self._bytes_sent = self.steps.after_step(terms, lr=lr)
-        self._moments.after_step(optimizer, self.steps.part(terms))
+        self._moments.after_step(optimizer, self.steps.part(terms), sent=self._bytes_sent > 0)
         if self.steps.ends:
             # Keras tells of a batch when its gradients are there. One model has to be there before they are computed,
             # and one state of the optimizer, or synchronous steps would part the ranks.
@@ -127,6 +133,23 @@ class LocalTraining:
             self._merge(optimizer.variables, weight=self.steps.take_samples())
         self._wait_s = time.perf_counter() - start
         self._balancer.resume()
+
+    def _forget_what_is_not_finite(self) -> None:
+        """Of a rank that has given up what it did, what the optimizer keeps of that: all that followed would be the
+        same. Second moments become what they were, as Keras counts steps for all variables together and small ones
+        would make long steps; averages of the weights become the weights; and all else begins anew, at zero."""
+        if (optimizer := self._optimizer()) is None:
+            return
+        for moments in moments_of(optimizer):
+            before = self._moments.before(moments)
+            if before is not None and not _finite(moments.second) and _finite(before):
+                moments.second.assign(before)
+        for variable, weight in averages_with_weights(optimizer):
+            if not _finite(variable):
+                variable.assign(weight)
+        for variable in optimizer.variables:
+            if not _finite(variable):
+                variable.assign(keras.ops.zeros_like(variable))
 
     def merge(self, model: Any, optimizer: Any) -> None:
         """Returns when all ranks hold one model. A collective call."""
@@ -151,10 +174,22 @@ class LocalTraining:
 
 
 def averages_of(optimizer: Any) -> list[Any]:
-    """The averages of the parameters that an optimizer with `use_ema` keeps, or those within it. Keras has no public
-    name for them."""
-    kept = chain.from_iterable(getattr(each, "_model_variables_moving_average", ()) for each in keepers_of(optimizer))
-    return [variable for variable in kept if variable is not None]
+    """The averages of the parameters that an optimizer with `use_ema` keeps, or those within it."""
+    return [average for average, _ in averages_with_weights(optimizer)]
+
+
+def averages_with_weights(optimizer: Any) -> list[tuple[Any, Any]]:
+    """The same, each with the parameter that it is of. Keras has no public name for them."""
+    found: list[tuple[Any, Any]] = []
+    for keeper in keepers_of(optimizer):
+        averages = getattr(keeper, "_model_variables_moving_average", ())
+        found += zip(averages, getattr(keeper, "_trainable_variables", ()), strict=False)
+    return [(average, weight) for average, weight in found if average is not None]
+
+
+def _finite(variable: Any) -> bool:
+    """Whether no element is an infinity or a NaN."""
+    return bool(keras.ops.all(keras.ops.isfinite(variable)))
 
 
 def statistics_of(model: keras.Model) -> tuple[list[Any], list[tuple[Any, Any]]]:

@@ -83,7 +83,7 @@ class LocalTraining:
         store = ParameterStore(parameters, rule.fragments, lambda p: ways.takes(tuple(p.shape)))
         self.steps = LocalSteps(rule, store, weighing=weighing, ways=ways, on_give_up=self._forget_what_is_not_finite)
         find = moments_of if rule.second_moments == "global" else lambda optimizer: ()
-        self._moments = SecondMoments(rule.longest_round, find, copy=torch.clone, mix=mix)
+        self._moments = SecondMoments(find, copy=torch.clone, mix=mix, exchanges=True)
         self._optimizer: Callable[[], torch.optim.Optimizer | None] = lambda: None
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
@@ -93,7 +93,7 @@ class LocalTraining:
     def after_step(self, terms: float, *, lr: float) -> int:
         """After the update of a step apart over `terms` loss terms: the bytes that it sent."""
         sent = self.steps.after_step(terms, lr=lr)
-        self._moments.after_step(self._optimizer(), self.steps.part(terms))
+        self._moments.after_step(self._optimizer(), self.steps.part(terms), sent=sent > 0)
         if self.steps.ends:
             self.come_together()
         return sent
