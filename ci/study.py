@@ -36,7 +36,8 @@ LONGER = RULES | {
 }
 CAUSES = LONGER | {
     "equal ranks in turn": Way(rule=EIGHT, shares=EVEN, uneven=False),
-    "first moments reset": Way(rule=EIGHT, reset=True),
+    # Second moments are estimated from first ones, which have to be there.
+    "first moments reset, own second moments": Way(rule=replace(EIGHT, second_moments="own"), reset=True),
     "outer Nesterov, 0.7 and 0.5": Way(rule=replace(EIGHT, outer=MILD)),
     "outer Nesterov, 0.7 and 0.9": Way(rule=replace(EIGHT, outer=DILOCO)),
 }

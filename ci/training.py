@@ -215,7 +215,7 @@ def apart(task: Task, way: Way, inner: str, seed: int) -> tuple[float, list[dict
             ranks = _ranks(way, model, optimizer)
         epoch.append((step, batch))
         if last:
-            list(pool.map(lambda rank: rank.local.before_step(), ranks))
+            list(pool.map(lambda rank: rank.training.before_step(), ranks))
             _epoch(task, epoch, ranks, way, pool, clock if way.uneven else None)
             epoch = []
     pool.shutdown()
@@ -262,6 +262,7 @@ def _epoch(
         step, batch = epoch[at]
         mine = cut(batch, way.shares, index)
         rank.balancer.begin(len(mine))
+        rank.training.before_step()
         lr = task.update(rank.model, rank.optimizer, mine, step)
         seconds = PACE[index] * clock.lognormvariate(0.0, NOISE) if clock else 1.0
         rank.balancer.timesheet.known = (float(len(mine)), seconds)
@@ -272,6 +273,6 @@ def _epoch(
         if at + 1 < len(epoch):
             heapq.heappush(queue, (now + seconds, index, at + 1))
         else:
-            ending[index] = pool.submit(rank.local.merge)
+            ending[index] = pool.submit(rank.training.merge)
     for ended in ending.values():
         ended.result(60)

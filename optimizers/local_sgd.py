@@ -40,7 +40,7 @@ class LocalSGD:
             ranks with equal parts of the data as their own (Wang et al. 2020, arXiv:2007.07481).
         second_moments: of an optimizer of Adam's kind, whose steps get shorter with noise. "global": each rank keeps
             what the global batch's gradient would have made of them, as estimated from what it keeps itself
-            (`policy.second_moments`), for one copy more of its parameters. "own": what its own gradients make of them.
+            (`policy.second_moments`), for one copy more of them. "own": what its own gradients make of them.
         compensation: lambda of `outer.compensated`; 0 for none, which is right for all but plain SGD.
         merge_each_epoch: all ranks wait for each other, and hold one model, where `BalancedDataLoader` ends an epoch;
             elsewhere `optimizer.merge()` does that.

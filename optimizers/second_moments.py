@@ -12,22 +12,20 @@ class Moments(NamedTuple):
     """What an optimizer of Adam's kind keeps for one parameter.
 
     Attributes:
-        first, second: what it goes on with.
-        key: the same for the same `second`, as long as that lives.
-        steps: how many it has made; a number, or what `float` makes one.
+        first, second: its moments; `second` is the same object as long as it is not another one's.
+        steps: how many updates are in them.
     """
 
     first: Any
     second: Any
-    key: Any
     betas: tuple[float, float]
-    steps: Any
+    steps: float
 
 
 class _Known(NamedTuple):
-    """A second moment as it was, `steps` steps after its beginning."""
+    """What a second moment was after so many updates."""
 
-    key: Any
+    second: Any
     before: Any
     steps: float
 
@@ -36,7 +34,7 @@ class SecondMoments:
     """Exchanges what steps apart have added to second moments: see `policy.second_moments`.
 
     Args:
-        find: the moments that an optimizer keeps of the parameters that its last step has moved.
+        find: the moments that an optimizer keeps; none for None, an optimizer that is gone.
         copy: a copy of a second moment.
         mix: makes second moments their mixtures with copies from before; returns copies of what they are now.
         exchanges: False to leave them as they are, and only know what they were.
@@ -51,44 +49,46 @@ class SecondMoments:
         exchanges: bool,
     ) -> None:
         self._find, self._copy, self._mix, self._exchanges = find, copy, mix, exchanges
-        self._known: dict[int, _Known] = {}  # by id of the key
-        self._steps = self._with_samples = 0  # since they were known
+        self._known: dict[int, _Known] = {}  # by id of the second moment
+        self._with_samples = 0  # steps since they were known
         self._parts = 0.0
+
+    def before_step(self, optimizer: Any) -> None:
+        """Before an update apart."""
+        if not self._known:
+            self._catch_up(optimizer)
 
     def after_step(self, optimizer: Any, part: float, *, sent: bool) -> None:
         """After its update over this part of the global batch; `sent`: and what was done until then is sent."""
-        self._steps += 1
         self._parts += part
         self._with_samples += part > 0
         if sent or not self._known:
-            self.catch_up(optimizer)
+            self._catch_up(optimizer)
 
-    def catch_up(self, optimizer: Any) -> None:
+    def end(self, optimizer: Any) -> None:
+        """Exchanges the rest, and knows nothing any more: others may look at what the optimizer keeps, or write it."""
+        self._catch_up(optimizer)
+        self._known = {}
+
+    def _catch_up(self, optimizer: Any) -> None:
         """Exchanges what was not yet."""
-        if not self._steps:
-            return
         part = self._parts / self._with_samples if self._exchanges and self._with_samples else 1.0
         known: dict[int, _Known] = {}
-        old: list[tuple[Moments, _Known]] = []
+        mixed: list[tuple[Moments, Any, Mixture]] = []
         for moments in self._find(optimizer):
-            was = self._known.get(id(moments.key))
-            if was is None or was.key is not moments.key:
-                known[id(moments.key)] = _Known(moments.key, self._copy(moments.second), float(moments.steps))
+            key, was = id(moments.second), self._known.get(id(moments.second))
+            new = 0.0 if was is None or was.second is not moments.second else moments.steps - was.steps
+            if was is not None and new > 0 and part < 1:
+                mixed.append((moments, was.before, mixture(part, betas=moments.betas, steps=moments.steps, new=new)))
             else:
-                old.append((moments, was._replace(steps=was.steps + self._steps)))
-        mixtures = [mixture(part, betas=each.betas, steps=was.steps, new=self._steps) for each, was in old]
-        now = self._mix([moments for moments, _ in old], [was.before for _, was in old], mixtures)
-        for (_, was), before in zip(old, now, strict=True):
-            known[id(was.key)] = was._replace(before=before)
+                known[key] = _Known(moments.second, self._copy(moments.second), moments.steps)
+        now = self._mix([each[0] for each in mixed], [each[1] for each in mixed], [each[2] for each in mixed])
+        for (moments, *_), before in zip(mixed, now, strict=True):
+            known[id(moments.second)] = _Known(moments.second, before, moments.steps)
         self._known = known
-        self._steps = self._with_samples = 0
-        self._parts = 0.0
+        self._with_samples, self._parts = 0, 0.0
 
     def before(self, moments: Moments) -> Any:
         """What a second moment was when progress was last sent; None where that is not known."""
-        was = self._known.get(id(moments.key))
-        return was.before if was is not None and was.key is moments.key else None
-
-    def end(self) -> None:
-        """Ranks step together from now on."""
-        self._known = {}
+        was = self._known.get(id(moments.second))
+        return was.before if was is not None and was.second is moments.second else None

@@ -92,9 +92,7 @@ class LocalTraining:
         self.steps = LocalSteps(
             rule, store, weighing=weighing, ways=ways, on_give_up=self._forget_what_is_not_finite
         )  # fmt: skip
-        self._moments = SecondMoments(
-            moments_of, copy=copy, mix=mix, exchanges=rule.second_moments == "global"
-        )  # fmt: skip
+        self._moments = SecondMoments(moments_of, copy=copy, mix=mix, exchanges=rule.second_moments == "global")
         self._optimizer: Callable[[], Any] = lambda: None  # whose update was made last
         self._terms: float | None = None  # of the step apart whose update is being made
         self._wait_s, self._bytes_sent = 0.0, 0  # after the last step apart
@@ -110,6 +108,7 @@ class LocalTraining:
     def before_step(self, terms: float) -> None:
         """Before the update of a step apart over `terms` loss terms. The first one is a collective call."""
         self.steps.before_step()
+        self._moments.before_step(self._optimizer())
         self._terms = terms
         if self._weighing.leads:
             self._balancer.finished(wait_s=self._wait_s, bytes_sent=self._bytes_sent)
@@ -128,8 +127,7 @@ class LocalTraining:
             # Keras tells of a batch when its gradients are there. One model has to be there before they are computed,
             # and one state of the optimizer, or synchronous steps would part the ranks.
             self.steps.merge()
-            self._moments.catch_up(optimizer)
-            self._moments.end()
+            self._moments.end(optimizer)
             self._merge(optimizer.variables, weight=self.steps.take_samples())
         self._wait_s = time.perf_counter() - start
         self._balancer.resume()
@@ -154,7 +152,7 @@ class LocalTraining:
     def merge(self, model: Any, optimizer: Any) -> None:
         """Returns when all ranks hold one model. A collective call."""
         self.steps.merge()
-        self._moments.catch_up(optimizer)
+        self._moments.end(optimizer)
         if model is not None:
             variables, moments = statistics_of(model)
             self._merge([*variables, *averages_of(optimizer)], moments, weight=self.steps.take_samples())

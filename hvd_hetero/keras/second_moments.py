@@ -17,17 +17,23 @@ def keepers_of(optimizer: Any) -> list[Any]:
 
 
 def has_second_moments(optimizer: Any) -> bool:
-    """Whether an optimizer is one of Adam's kind."""
-    return any(hasattr(keeper, "beta_2") for keeper in keepers_of(optimizer))
+    """Whether an optimizer, or one within it, is of Adam's kind: Adam, AdamW, Nadam or Lamb. With `amsgrad` it is none:
+    what divides its steps are the largest second moments that there have been."""
+    return any(_is_adam(keeper) for keeper in keepers_of(optimizer))
+
+
+def _is_adam(keeper: Any) -> bool:
+    kind = keras.optimizers.Adam, keras.optimizers.Nadam, keras.optimizers.Lamb
+    return isinstance(keeper, kind) and not getattr(keeper, "amsgrad", False)
 
 
 def moments_of(optimizer: Any) -> Iterator[Moments]:
-    """Of Adam's kind is who keeps what Adam keeps under the same names; Keras has no public ones."""
-    for keeper in keepers_of(optimizer):
-        firsts, seconds = getattr(keeper, "_momentums", ()), getattr(keeper, "_velocities", ())
-        if hasattr(keeper, "beta_1") and hasattr(keeper, "beta_2") and len(firsts) == len(seconds):
-            for first, second in zip(firsts, seconds, strict=True):
-                yield Moments(first, second, second, (float(keeper.beta_1), float(keeper.beta_2)), keeper.iterations)
+    """Those of all variables. Keras has no public names for them."""
+    for keeper in filter(_is_adam, keepers_of(optimizer)):
+        betas, steps = (float(keeper.beta_1), float(keeper.beta_2)), float(keeper.iterations)
+        for first, second in zip(getattr(keeper, "_momentums", ()), getattr(keeper, "_velocities", ()), strict=True):
+            if second is not None:  # there is none for variables that gradients overwrite
+                yield Moments(first, second, betas, steps)
 
 
 def copy(second: Any) -> Any:
@@ -40,6 +46,9 @@ def mix(moments: Sequence[Moments], before: Sequence[Any], mixtures: Sequence[Mi
     found = []
     for each, was, numbers in zip(moments, before, mixtures, strict=True):
         first, second = keras.ops.convert_to_tensor(each.first), keras.ops.convert_to_tensor(each.second)
+        if bool(keras.ops.all(second == was)):  # there was no gradient, which Keras does not count by variable
+            found.append(was)
+            continue
         new = numbers.after * second + numbers.before * was + numbers.first * first * first
         each.second.assign(new)
         found.append(new)

@@ -19,6 +19,11 @@ has the expectation of synchronous training, if a is at most 1: if the rank's sh
 beta1 = 0.9. Below that m^2 alone is nearest. As v is linear in the squares that it is made of, what n steps have added
 to it can be exchanged for what they should have added afterwards, see `Mixture`. No rank has to hear of the others.
 
+m has to be what v is: a mean over the gradients since the same beginning. And v's memory has to be long, as that of
+beta2 = 0.999 is: a step is divided by a v that holds its own gradient's square as it is, and those that have come since
+the last exchange. With beta2 = 0.95, a sixteenth of the batch, and exchanges at every second step, v is twice too large
+when it is used (16 times without).
+
 A part of mu that turns its sign from step to step is noise here, and makes longer steps than it would in synchronous
 training.
 """

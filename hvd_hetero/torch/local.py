@@ -90,6 +90,11 @@ class LocalTraining:
         """Says whose steps these are."""
         self._optimizer = weakref.ref(optimizer)
 
+    def before_step(self) -> None:
+        """Before the update of a step apart. The first one is a collective call."""
+        self.steps.before_step()
+        self._moments.before_step(self._optimizer())
+
     def after_step(self, terms: float, *, lr: float) -> int:
         """After the update of a step apart over `terms` loss terms: the bytes that it sent."""
         sent = self.steps.after_step(terms, lr=lr)
@@ -110,12 +115,11 @@ class LocalTraining:
     def merge(self) -> None:
         """Returns when all ranks hold one model. A collective call."""
         self.steps.merge()
-        self._moments.catch_up(self._optimizer())
+        self._moments.end(self._optimizer())
 
     def come_together(self) -> None:
         """Ends steps apart: one model on all ranks, and one state of the optimizer. A collective call."""
         self.merge()
         optimizer, name = self._optimizer(), f"{self._weighing.name}.state"
         assert optimizer is not None
-        self._moments.end()
         average_state(optimizer, weight=self.steps.samples, engine=self._weighing.engine, name=name)

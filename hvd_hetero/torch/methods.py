@@ -22,7 +22,7 @@ def methods_of(base: type[torch.optim.Optimizer]) -> dict[str, Callable[..., Any
         reducer.check_in_use(self.param_groups)
         lr = 1.0
         if closure is not None and reducer.apart:
-            reducer.local.steps.before_step()
+            reducer.local.before_step()
             with factor_applied(self):
                 lr = _rate(self)
                 result = base.step(self, closure)
@@ -33,7 +33,7 @@ def methods_of(base: type[torch.optim.Optimizer]) -> dict[str, Callable[..., Any
             if self._should_synchronize:
                 self.synchronize()
             if apart := reducer.apart:
-                reducer.local.steps.before_step()
+                reducer.local.before_step()
             with factor_applied(self):
                 lr = _rate(self) if apart else 1.0
                 result = base.step(self)

@@ -10,26 +10,33 @@ import torch
 from hvd_hetero.optimizers.second_moments import Moments
 from hvd_hetero.policy.second_moments import Mixture
 
-
-def has_second_moments(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer is one of Adam's kind."""
-    return "betas" in optimizer.defaults
+# Others have moments by the same names that are others: of another shape, or not linear in the squares of gradients.
+KIND = (torch.optim.Adam, torch.optim.NAdam, torch.optim.RAdam)
 
 
-def moments_of(optimizer: torch.optim.Optimizer) -> Iterator[Moments]:
-    """Those of parameters with a gradient. Of Adam's kind is who keeps what Adam keeps under the same names. SparseAdam
-    is not: rows without a gradient stay there as they are."""
-    if isinstance(optimizer, torch.optim.SparseAdam):
+def has_second_moments(optimizer: Any) -> bool:
+    """Whether an optimizer is one of Adam's kind: Adam, AdamW, NAdam or RAdam. With `amsgrad` it is none: what divides
+    its steps are the largest second moments that there have been."""
+    return isinstance(optimizer, KIND) and not optimizer.defaults.get("amsgrad", False)
+
+
+def moments_of(optimizer: Any) -> Iterator[Moments]:
+    """Those of all parameters that have been updated."""
+    if not has_second_moments(optimizer):
         return
+    kept: list[tuple[dict[str, Any], tuple[float, float]]] = []
     for group in optimizer.param_groups:
-        betas = group.get("betas", ())
-        if len(betas) != 2:
-            continue
-        for parameter in group["params"]:
-            state: dict[str, Any] = optimizer.state.get(parameter, {})
-            if parameter.grad is not None and {"exp_avg", "exp_avg_sq", "step"} <= state.keys():
-                second = state["exp_avg_sq"]
-                yield Moments(state["exp_avg"], second, second, (float(betas[0]), float(betas[1])), state["step"])
+        betas = float(group["betas"][0]), float(group["betas"][1])
+        kept += [(state, betas) for p in group["params"] if "exp_avg_sq" in (state := optimizer.state.get(p, {}))]
+    for (state, betas), steps in zip(kept, _numbers([state["step"] for state, _ in kept]), strict=True):
+        yield Moments(state["exp_avg"], state["exp_avg_sq"], betas, steps)
+
+
+def _numbers(steps: Sequence[Any]) -> list[float]:
+    """Counts of steps, some of which may be on a GPU: they are waited for once."""
+    distant = [s for s in steps if isinstance(s, torch.Tensor) and s.device.type != "cpu"]
+    told = iter(torch.stack([s.to(distant[0].device) for s in distant]).tolist() if distant else [])
+    return [float(next(told)) if isinstance(s, torch.Tensor) and s.device.type != "cpu" else float(s) for s in steps]
 
 
 @torch.no_grad()
