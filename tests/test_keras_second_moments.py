@@ -51,8 +51,8 @@ def test_second_moments_are_those_of_a_slow_reference(name):
             numbers = mixture(0.25, betas=BETAS, steps=step + 1, new=1)
             second = numbers.after * second + numbers.before * before + numbers.first * first**2
             expected[index] = [first, second, step + 1]
-    for each, (_, second, _) in zip(moments_of(optimizer), expected, strict=True):
-        np.testing.assert_allclose(keras.ops.convert_to_numpy(each.second), second, rtol=1e-6)  # Lamb multiplies in float32
+    for each, (_, second, _) in zip(moments_of(optimizer), expected, strict=True):  # Lamb multiplies in float32
+        np.testing.assert_allclose(keras.ops.convert_to_numpy(each.second), second, rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", list(OTHERS))
