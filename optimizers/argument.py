@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from numbers import Integral
+import math
+from numbers import Integral, Real
 from typing import Any
 
 
@@ -13,3 +14,9 @@ def check_whole(name: str, value: Any, *, least: int, optional: bool = False) ->
     if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
         wanted = f"an integer of at least {least}{' or None' if optional else ''}"
         raise ValueError(f"{name}: expected {wanted}. Received: {value!r}.")
+
+
+def check_divisor(name: str, value: Any) -> None:
+    """Raises ValueError for anything but a finite number other than 0."""
+    if not isinstance(value, Real) or isinstance(value, bool) or not math.isfinite(value) or value == 0:
+        raise ValueError(f"{name}: expected a finite number other than 0. Received: {value!r}.")

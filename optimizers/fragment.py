@@ -31,25 +31,26 @@ class Work:
 
     Attributes:
         steps: all, also those in which it had no sample.
-        lr_sum, gradients: of the others the learning rates, and how many they are.
+        lr_sum, gradients: of the others the learning rates, and how many they are; part of one where its gradient is a
+            mean over batches of which it had a sample in that part.
         batches, rate_batches: the part of each step's global batch that was this rank's, summed, and times the rate.
     """
 
     steps: int = 0
     samples: float = 0.0
     lr_sum: float = 0.0
-    gradients: int = 0
+    gradients: float = 0.0
     batches: float = 0.0
     rate_batches: float = 0.0
 
-    def add(self, samples: float, lr: float, part: float) -> None:
+    def add(self, samples: float, lr: float, part: float, gradients: float = 1.0) -> None:
         self.steps += 1
         self.batches += part
         self.rate_batches += part * lr
         if samples:
             self.samples += samples
-            self.lr_sum += lr
-            self.gradients += 1
+            self.lr_sum += lr * gradients
+            self.gradients += gradients
 
     def owe(self, other: Work) -> None:
         """Takes over what `other` has left to move the model by."""

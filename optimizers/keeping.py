@@ -19,6 +19,8 @@ class Keeper(Stateful, Protocol):
 
     def give_back(self, kept: Sequence[Any], factor: float) -> bool: ...
 
+    def forget(self) -> None: ...
+
 
 @dataclass(frozen=True)
 class _Group:
@@ -35,7 +37,7 @@ class Keeping:
 
     They come in groups of a kind: those of gradients, those of merges; and what is yet to be said with them. A group
     that is put in another one's place, as where ranks have changed, or that is made only when training goes on, takes
-    over what is there for its kind.
+    over what is there for its kind. And what else a rank counts by itself is kept beside them, for checkpoints.
 
     Args:
         keeps: whether any codec keeps something back that is to be sent later. Others may have a state all the same.
@@ -56,7 +58,7 @@ class Keeping:
         self._take_in(kind)
 
     def put_saying(self, kind: str, saying: Stateful) -> None:
-        """Says what rides in the next exchange."""
+        """Says what rides in the next exchange, or is counted on this rank."""
         self._sayings[kind] = saying
         self._take_in(kind)
 
@@ -71,7 +73,10 @@ class Keeping:
         return {**{kind: [saying] for kind, saying in self._sayings.items()}, **groups}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from `state`, of this rank of as many. All ranks do, or none."""
+        """Goes on from `state`, of this rank of as many; exchanges without one begin anew. All ranks do, or none."""
+        for kind in self._groups.keys() - state.keys():
+            for exchange in self._groups[kind].exchanges:
+                exchange.forget()
         self._states = dict(state)
         self._given = dict(self._states.pop(GIVEN, {}))
         for kind in self._parts:

@@ -7,7 +7,7 @@ import sys
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -55,6 +55,7 @@ class LocalSteps:
         store: the parameters that are trained, in the same order on all ranks.
         weighing: of the optimizer's gradients.
         ways: how a fragment's progress travels.
+        batches: global batches per update; None: as many as per exchange.
         on_give_up: is called where this rank gives up what it did, as that is not finite.
     """
 
@@ -65,6 +66,7 @@ class LocalSteps:
         *,
         weighing: Weighing,
         ways: Ways,
+        batches: int | None = None,
         on_give_up: Callable[[], None] = lambda: None,
     ) -> None:
         engine, balancer = weighing.engine, weighing.balancer
@@ -72,7 +74,7 @@ class LocalSteps:
         self._name = f"hvd_hetero.{balancer.name}.{engine.unique('local.')}"
         self._phase = phase_of(rule, balancer)
         self.rounds = Rounds(
-            rule, balancer=balancer, store=store, lanes=self._lanes, batches=lambda: weighing.passes,
+            rule, balancer=balancer, store=store, lanes=self._lanes, batches=lambda: batches or weighing.passes,
             on_merge=self._record,
         )  # fmt: skip
         balancer.strategies.add(weighing.number, self.rounds)
@@ -82,7 +84,8 @@ class LocalSteps:
         self._bytes = [fragment.lanes[0].buffer.nbytes for fragment in self.rounds.fragments]
         self.begun = False  # whether ranks make steps apart
         self._newest = -1  # global batch of the newest step apart
-        self.samples = 0.0  # of steps apart, since they were last taken
+        self._counted = _Samples()
+        weighing.keeping.put_saying("samples apart", self._counted)
         self._on_give_up, self._warned = on_give_up, False
         atexit.register(_warn_at_exit, weakref.ref(self))
 
@@ -177,11 +180,16 @@ class LocalSteps:
                 "optimizer, and load checkpoints on all ranks or before it."
             )
 
-    def after_step(self, samples: float, *, lr: float) -> int:
-        """The bytes that this rank has sent after an update over `samples`."""
-        self.samples += samples
+    @property
+    def samples(self) -> float:
+        """This rank's of steps apart, since they were last taken."""
+        return self._counted.number
+
+    def after_step(self, samples: float, *, lr: float, gradients: float = 1.0) -> int:
+        """The bytes that this rank has sent after an update over `samples`; `gradients`: see `Work`."""
+        self._counted.number += samples
         before = [fragment.sends for fragment in self.rounds.fragments]
-        self.rounds.after_step(samples, lr=lr, compute=self._balancer.timesheet.known)
+        self.rounds.after_step(samples, lr=lr, compute=self._balancer.timesheet.known, gradients=gradients)
         sends = [fragment.sends - first for fragment, first in zip(self.rounds.fragments, before, strict=True)]
         return sum(number * size for number, size in zip(sends, self._bytes, strict=True))
 
@@ -211,8 +219,21 @@ class LocalSteps:
 
     def take_samples(self) -> float:
         """This rank's samples of steps apart since the last call."""
-        taken, self.samples = self.samples, 0.0
+        taken, self._counted.number = self.samples, 0.0
         return taken
+
+
+class _Samples:
+    """A number of samples, which a rank keeps over checkpoints."""
+
+    def __init__(self) -> None:
+        self.number = 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"number": self.number}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.number = float(state["number"])
 
 
 def _warn_at_exit(steps: weakref.ref[LocalSteps]) -> None:

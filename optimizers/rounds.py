@@ -112,18 +112,21 @@ class Rounds:
         """Batches that a rank may begin after it has contributed and before it has to see the merge."""
         return max(1, math.ceil(self.rule.bound_rounds * self.rule.longest_round)) * self._batches()
 
-    def after_step(self, samples: float, *, lr: float = 1.0, compute: tuple[float, float] = (0.0, 0.0)) -> bool:
+    def after_step(
+        self, samples: float, *, lr: float = 1.0, compute: tuple[float, float] = (0.0, 0.0), gradients: float = 1.0
+    ) -> bool:
         """Ends a local step over `samples`; sends what is due and takes in the merges that came. True if one came.
 
         Args:
             lr: the step's learning rate; 1 where there is none, on all ranks.
             compute: samples and seconds of this step, as measured; zeros for not measured.
+            gradients: see `Work`.
         """
         self._stepped += 1
         if compute[0] > 0:
             self._recent.append(compute)
         for fragment in self.fragments:
-            fragment.work.add(samples, lr, self.part_of_batch(samples))
+            fragment.work.add(samples, lr, self.part_of_batch(samples), gradients)
         came = self._serve(self._due)
         late = [fragment for fragment in self.fragments if self._at_bound(fragment)]
         self.waits += any(not fragment.done() for fragment in late)
@@ -215,7 +218,7 @@ class Rounds:
 
     def _weigh(self, work: Work, square: float) -> Contribution:
         """What this rank's progress counts; where it is not finite, it is as if its steps had been without samples."""
-        norm, reach = float(work.gradients), work.batches
+        norm, reach = work.gradients, work.batches
         if self.rule.weights == "fednova":  # all ranks in rates, also who has come to a rate of 0
             norm, reach = work.lr_sum, work.rate_batches
         weight = self._part if self.rule.weights == "fednova" else work.samples / self.unit

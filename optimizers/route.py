@@ -31,6 +31,7 @@ class Route:
         self.local = local
         within = "" if local is None or algorithm == "flat" else f"{local.name} within, "
         self.title = f"{algorithm}, {within}{self.cross.name}{'' if algorithm == 'flat' else ' between'}"
+        self._new = self.state_dict()
 
     @property
     def is_plain(self) -> bool:
@@ -79,9 +80,9 @@ class Route:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from `state`, if it is that of the same kind of route."""
+        """Goes on from `state`, if it is that of the same kind of route; else it begins anew."""
         if state["title"] != self.title:
-            return
+            state = self._new
         self.cross.load_state_dict(state["cross"])
         if self.local is not None:
             self.local.load_state_dict(state["local"])

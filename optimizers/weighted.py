@@ -77,6 +77,7 @@ class WeightedExchange:
         self._control_handle: Handle | None = None
         self._carry = Carry(self._routes)
         self.counted = True  # whether the last step did, as far as codecs are concerned
+        self._new = self.state_dict()
 
     @property
     def submitted(self) -> frozenset[int]:
@@ -140,6 +141,10 @@ class WeightedExchange:
         if fits:
             self._carry.give([None if array is None else array * factor for array in kept])
         return fits
+
+    def forget(self) -> None:
+        """Keeps nothing back."""
+        self.load_state_dict(self._new)
 
     def state_dict(self) -> dict[str, Any]:
         """What this rank's routes keep."""

@@ -18,6 +18,9 @@ class Exchange:
     def load_state_dict(self, state):
         self.kept = state["kept"]
 
+    def forget(self):
+        self.kept = 0.0
+
     def kept_back(self):
         return [self.kept]
 
@@ -251,3 +254,11 @@ def test_partial_sums_on_other_ranks_are_of_steps_that_all_of_them_decide_upon()
     assert adder.held == {"passes": 2} and sums.begun == 3
     sums.load_state_dict({})
     assert adder.held is None and sums.begun == 0
+
+
+def test_exchanges_of_which_a_state_knows_nothing_begin_anew():
+    """As one of before the first exchange, where that is made with the first gradients only."""
+    state = kept({"gradients": [Exchange(1.0)]}).state_dict()
+    found = {"gradients": [Exchange(2.0)], "merges": [Exchange(3.0)]}
+    kept(found).load_state_dict(state)
+    assert [found["gradients"][0].kept, found["merges"][0].kept] == [1.0, 0.0]

@@ -14,6 +14,7 @@ pytest.importorskip("horovod", reason="build it with hvd-hetero build-horovod")
 import keras
 
 import hvd_hetero.keras as hvd
+from hvd_hetero.engine.local import SoloEngine
 
 FOLDER = Path(importlib.util.find_spec("horovod").origin).parent
 NAMES = ["allreduce", "allgather", "broadcast", "reducescatter", "load_model", "DistributedOptimizer"]
@@ -103,3 +104,11 @@ def test_variables_are_left_out_of_a_broadcast():
     callback, variable = hvd.callbacks.BroadcastGlobalVariablesCallback(0), keras.Variable([1.0])
     callback.register_local_var(variable)
     assert id(variable) in callback._local
+
+
+@pytest.mark.parametrize("wrong", [0.0, float("nan"), float("inf"), "2", True])
+def test_a_divisor_that_is_none(wrong):
+    with pytest.raises(ValueError, match="gradient_predivide_factor: expected a finite number other than 0"):
+        hvd.DistributedOptimizer(
+            keras.optimizers.SGD(), balancer=hvd.Balancer(4, engine=SoloEngine()), gradient_predivide_factor=wrong
+        )

@@ -58,18 +58,22 @@ OF_TENSORFLOW = [
     "compiled_by_xla",
 ]
 # Several exchanges in a batch.
-REPEATED = ["another_optimizer_in_a_batch", "an_optimizer_applied_twice_in_a_batch"]
+REPEATED = ["another_optimizer_in_a_batch", "an_optimizer_applied_twice_in_a_batch",
+            "what_codecs_keep_back_is_of_its_variables"]
 ON_THREE = ["law_2:adam,float64,1e-11", "law_2:weights_and_short_last_batch,float32,1e-5",
             "nothing_of_a_rank_without_samples"]
 LOCAL = [
     "merging_every_step_is_synchronous_training:sgd,float64,1e-11",
     "merging_every_step_is_synchronous_training:scaled_loss,float64,1e-11",
+    "merging_every_step_is_synchronous_training:scaled_loss_and_accumulation,float64,1e-11",
     "fits_end_with_the_averages_of_all_ranks:1,2",
     "fit_ends_with_one_model",
     "ranks_meet_elsewhere",
     "nobody_waits_for_a_rank_that_stops",
     "back_to_synchronous_steps",
     "a_checkpoint_has_what_merges_keep",
+    "a_checkpoint_has_averages_and_what_statistics_weigh",
+    "going_back_ends_what_is_under_way",
     "statistics_are_those_of_all_samples",
     "second_moments_are_those_of_synchronous_training",
     "a_rank_gets_over_what_was_not_finite",
@@ -117,7 +121,8 @@ def marked(backend):
 
 @pytest.mark.parametrize("backend", [marked(backend) for backend in BACKENDS])
 def test_laws_on_two_ranks(backend):
-    checks = CHECKS + REPEATED + ([*OF_TENSORFLOW, "tapes_of_one_batch"] if backend == "tensorflow" else [])
+    tapes = ["tapes_of_one_batch", "tapes_of_twins"]
+    checks = CHECKS + REPEATED + ([*OF_TENSORFLOW, *tapes] if backend == "tensorflow" else [])
     run_checks(backend, 2, checks, "keras_repeat_worker.py")
 
 

@@ -1,6 +1,7 @@
 """`LatencyAwareLearningRate` in Keras: the factor is in updates alone, never in what others see, set or save."""
 
 import json
+from types import SimpleNamespace
 
 import keras
 import numpy as np
@@ -10,7 +11,7 @@ from workers.rates import One, Rates
 pytest.importorskip("horovod.torch", reason="build it with hvd-hetero build-horovod")
 
 import hvd_hetero.keras as hvd
-from hvd_hetero.engine.local import SoloEngine
+from hvd_hetero.engine.local import SoloEngine, World
 
 RATE, WHOLE, BATCHES = 0.5, 4, 6
 WARM = [1, 2, 3, 4, 4, 4]  # base_batch_size=1, warmup_steps=3
@@ -120,7 +121,7 @@ def test_steps_apart_are_told_the_rate_that_they_are_made_with():
             local = self.model.optimizer._reducer.local
             if local is not None and "after_step" not in vars(local.steps):
                 after = local.steps.after_step
-                local.steps.after_step = lambda terms, *, lr: seen.append(lr) or after(terms, lr=lr)
+                local.steps.after_step = lambda terms, *, lr, **more: seen.append(lr) or after(terms, lr=lr, **more)
 
     used, shown = fitted(made, latency, Watches())
     assert len(seen) == BATCHES - 1 and used[:4] == [RATE * 4.0] * 4 and set(shown) == {RATE}
@@ -253,3 +254,19 @@ def test_a_job_that_goes_on_with_a_rate_tuned_for_another_batch_is_an_error():
     passed_on(second[2], made[2].state_dict())
     with pytest.raises(ValueError, match="tuned for base_batch_size 2. Received: one for 1"):
         fitted(second, latency_of(second[2], base_batch_size=2))
+
+
+def test_a_schedule_on_one_rank_is_an_error_on_both():
+    """What decides the learning rate there leaves nothing to multiply; nobody waits for the rank that says so."""
+
+    def program(engine):
+        schedule = keras.optimizers.schedules.ExponentialDecay(RATE, 10, 0.5)
+        optimizer = keras.optimizers.SGD(schedule if engine.rank == 1 else RATE)
+        balancer = hvd.Balancer(WHOLE, engine=engine)
+        callback = hvd.callbacks.LatencyAwareLearningRate(balancer, rule="linear", base_batch_size=1)
+        callback.set_model(SimpleNamespace(optimizer=optimizer))
+        with pytest.raises((TypeError, ValueError), match="LearningRateSchedule|wrong arguments"):
+            callback.on_train_begin()
+        return True
+
+    assert World(2).run(program) == [True, True]

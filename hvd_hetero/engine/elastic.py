@@ -32,6 +32,8 @@ class ElasticState(Protocol):
 
     def sync(self) -> None: ...
 
+    def break_off(self) -> None: ...
+
     def restore(self) -> None: ...
 
     def on_reset(self) -> None: ...
@@ -113,6 +115,7 @@ def run(
                         raise
                     why = explain() or str(error)
                     print(f"hvd_hetero: {why}. Going back to the last commit.", file=sys.stderr, flush=True)
+                    state.break_off()
                     state.restore()
                     changed = True
         finally:

@@ -51,6 +51,7 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
         self.commits = 0
         self._synced = False
         self._rebuilt = False  # on other ranks, since the last sync
+        self._broken_off = False  # ranks are gone, until the next sync
         for name, value in given.items():
             if (part := self._part(value)) is not None:
                 self._parts[name] = part
@@ -144,8 +145,15 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
         super().on_reset()
         self._rebuilt = True
 
+    def break_off(self) -> None:
+        """Says that ranks are gone: what is under way with them comes to no end."""
+        self._broken_off = True
+
     def restore(self) -> None:
-        """Goes back to what was kept."""
+        """Goes back to what was kept. With a local strategy a collective call, unless ranks are gone: merges that are
+        under way end, so that none moves the model that is gone back to."""
+        if not self._broken_off:
+            self.settle()
         for name, part in self._parts.items():
             self._restore_part(part, copy.deepcopy(self._kept[name]))
         for name, value in self._kept_values.items():
@@ -182,7 +190,7 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
         for balancer, kept in zip(self._balancers, self._kept_back if self._rebuilt else (), strict=False):
             for name, keeper in balancer.keepers.expect(kept).items():
                 keeper.give_back(kept.get(name, {}))
-        self._rebuilt = False
+        self._rebuilt = self._broken_off = False
         self._synced, self.commits = True, held[root][1]
         self.save()
 
@@ -238,6 +246,7 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
         for kind, mine in (("parts", list(self._parts)), ("values", self._plain)):
             if set(state[kind]) != set(mine):
                 raise ValueError(f"Expected the state of a job with {kind} {mine}. Received: {list(state[kind])}.")
+        self.settle()
         for name, part in self._parts.items():
             self._restore_part(part, state["parts"][name])
             late = part.unknown(state["parts"][name]) if hasattr(part, "unknown") else ()

@@ -130,6 +130,7 @@ class KerasState(JobState):
     def _merge(self, part: Any) -> None:
         if isinstance(part, Variables) and hasattr(part.owner, "merge"):
             part.owner.merge()
+            part.owner._reducer.merge_averages(part.owner)
 
     def _sync_part(self, part: Any, root: int) -> None:
         if isinstance(part, Variables):

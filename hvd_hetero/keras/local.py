@@ -82,19 +82,30 @@ class LocalTraining:
         variables: those that the optimizer trains.
         weighing: of the optimizer's gradients.
         form: what is particular to the back end.
+        batches: global batches per update, where Keras itself adds up the gradients of several.
     """
 
     def __init__(
-        self, rule: LocalSGD, variables: Sequence[Any], weighing: Weighing, *, ways: Ways, form: Any
+        self,
+        rule: LocalSGD,
+        variables: Sequence[Any],
+        weighing: Weighing,
+        *,
+        ways: Ways,
+        form: Any,
+        batches: int | None = None,
     ) -> None:
         self._variables, self._weighing, self._balancer = list(variables), weighing, weighing.balancer
         store = ParameterStore(variables, form, count=rule.fragments, lossy=ways.takes)
         self.steps = LocalSteps(
-            rule, store, weighing=weighing, ways=ways, on_give_up=self._forget_what_is_not_finite
+            rule, store, weighing=weighing, ways=ways, batches=batches, on_give_up=self._forget_what_is_not_finite
         )  # fmt: skip
+        self._batches = batches
         self._moments = SecondMoments(moments_of, copy=copy, mix=mix, exchanges=rule.second_moments == "global")
         self._optimizer: Callable[[], Any] = lambda: None  # whose update was made last
-        self._terms: float | None = None  # of the step apart whose update is being made
+        self._terms: float | None = None  # of the batch apart that the optimizer is given
+        self._given: list[float] = []  # of those that it has been given since its last update
+        self._made = 0  # batches that the optimizer has been given, in all
         self._wait_s, self._bytes_sent = 0.0, 0  # after the last step apart
 
     def check(self, variables: Sequence[Any]) -> None:
@@ -120,17 +131,31 @@ class LocalTraining:
         terms, self._terms = self._terms, None
         self._balancer.pause()
         start = time.perf_counter()
-        self._optimizer = weakref.ref(optimizer)
-        self._bytes_sent = self.steps.after_step(terms, lr=lr)
-        self._moments.after_step(optimizer, self.steps.part(terms), sent=self._bytes_sent > 0)
+        self._optimizer, self._bytes_sent = weakref.ref(optimizer), 0
+        self._given.append(terms)
+        if self._has_updated(optimizer):
+            terms, gradients = sum(self._given), sum(each > 0 for each in self._given) / len(self._given)
+            self._given = []
+            self._bytes_sent = self.steps.after_step(terms, lr=lr, gradients=gradients)
+            self._moments.after_step(optimizer, self.steps.part(terms), sent=self._bytes_sent > 0)
         if self.steps.ends:
             # Keras tells of a batch when its gradients are there. One model has to be there before they are computed,
             # and one state of the optimizer, or synchronous steps would part the ranks.
             self.steps.merge()
             self._moments.end(optimizer)
-            self._merge(optimizer.variables, weight=self.steps.take_samples())
+            self._given = []
+            self._merge(optimizer.variables, weight=self.steps.samples)
         self._wait_s = time.perf_counter() - start
         self._balancer.resume()
+
+    def _has_updated(self, optimizer: Any) -> bool:
+        """Whether the batch given last has ended an update: one of several that Keras accumulates itself, where it
+        scales the loss. A batch that is skipped there is one without progress."""
+        if self._batches is None:
+            return True
+        made = int(keepers_of(optimizer)[0]._iterations)  # Keras has no public name for the batches
+        ended, self._made = made % self._batches == 0 and made != self._made, made
+        return ended
 
     def _forget_what_is_not_finite(self) -> None:
         """Of a rank that has given up what it did, what the optimizer keeps of that: all that followed would be the

@@ -7,7 +7,7 @@ from typing import Any
 
 import keras
 
-from hvd_hetero.optimizers.argument import check_whole
+from hvd_hetero.optimizers.argument import check_divisor, check_whole
 from hvd_hetero.optimizers.balancer import Balancer
 from hvd_hetero.optimizers.equal import EqualWeights
 from hvd_hetero.optimizers.local_sgd import LocalSGD, strategy_of
@@ -107,6 +107,7 @@ def DistributedOptimizer(
         topology=topology,
         bucket_bytes=bucket_bytes,
         passes=passes,
+        batches=steps if steps > passes else None,
         sums=1 if average_aggregated_gradients else backward_passes_per_step,
         strategy=local,
     )
@@ -147,12 +148,14 @@ def make_reducer(
     bucket_bytes: int | None,
     passes: int = 1,
     sums: int = 1,
+    batches: int | None = None,
     strategy: LocalSGD | None = None,
     kind: str = "optimizer",
 ) -> GradientReducer:
-    """What reduces gradients, from a user's arguments, and gives `sums` times their mean; `kind`: see `Places`. A
-    collective call."""
+    """What reduces gradients, from a user's arguments, and gives `sums` times their mean; `batches`: see
+    `GradientReducer`; `kind`: see `Places`. A collective call."""
     reduction = op_of(op, "Average", "Sum")
+    check_divisor("gradient_predivide_factor", predivide)
     if bucket_bytes is not None:
         check_whole("bucket_bytes", bucket_bytes, least=1)
     wire = Compression.named(compression)
@@ -167,7 +170,7 @@ def make_reducer(
             alike={
                 "optimizer": optimizer,
                 "strategy": strategy or "synchronous",
-                "gradient_accumulation_steps": passes,
+                "gradient_accumulation_steps": batches or passes,
                 "op": reduction,
                 "backward_passes_per_step": sums,
                 "gradient_predivide_factor": predivide,
@@ -180,6 +183,7 @@ def make_reducer(
         predivide=predivide,
         bucket_bytes=bucket_bytes,
         strategy=strategy,
+        batches=batches,
         kind=kind,
     )
 

@@ -21,6 +21,7 @@ from .layout import Spec
 from .local import LocalTraining, ParameterStore
 from .presence import marked, unmarked
 from .step import ReducedStep
+from .succession import take_over
 
 
 class GradientReducer:
@@ -32,6 +33,7 @@ class GradientReducer:
         predivide: divides before the sum and multiplies after it, for narrow wires.
         bucket_bytes: at most so much in one operation; None: what suits the links.
         strategy: a local one, where ranks make steps apart.
+        batches: global batches per update, where Keras adds up what was exchanged; else as many as per exchange.
         kind: of what these gradients are for: see `Places`.
     """
 
@@ -45,6 +47,7 @@ class GradientReducer:
         predivide: float = 1.0,
         bucket_bytes: int | None = None,
         strategy: LocalSGD | None = None,
+        batches: int | None = None,
         kind: str = "optimizer",
     ) -> None:
         self.balancer, self.ways, self._bucket_bytes = balancer, ways, bucket_bytes
@@ -64,11 +67,11 @@ class GradientReducer:
         self.form: Any = importlib.import_module(f"{__package__}.gradient_{backend.NAME}")
         tensorflow = backend.NAME == "tensorflow"
         self._graph: Any = importlib.import_module(f"{__package__}.graph_tensorflow") if tensorflow else None
-        self.steps: dict[Hashable, ReducedStep] = {}
+        self.steps: dict[tuple[Hashable, Hashable], ReducedStep] = {}
         # What was added up since the last exchange of variables that are frozen now: an optimizer may get them again.
         self.left: dict[Hashable, Any] = {}
         self.last: ReducedStep | None = None  # whose exchange was begun last
-        self.strategy = strategy
+        self.strategy, self._batches = strategy, batches
         self.wait_s = 0.0  # for the exchange, in the last step
         self.local: LocalTraining | None = None  # made with the first gradients: then the variables are known
         self.closed = False
@@ -83,11 +86,14 @@ class GradientReducer:
         """Global batches per exchange."""
         return self.weighing.passes
 
-    def reduced(self, gradients: Sequence[Any], variables: Sequence[Any], iterations: Any) -> list[Any]:
+    def reduced(
+        self, gradients: Sequence[Any], variables: Sequence[Any], iterations: Any, *, known: Sequence[Any] = ()
+    ) -> list[Any]:
         """The gradients of the mean loss over the global batch; None where no rank has one.
 
         With several `passes`, those of their mean times their number, at each `passes`-th of the `iterations`; zeros
-        in between. The first call for gradients of these shapes is a collective one.
+        in between. The first call for gradients of these shapes is a collective one. `known`: the variables among which
+        these have their places, if there are any.
         """
         found = [self.form.dense(g, v) for g, v in zip(gradients, variables, strict=True)]
         tracing = self.form.tracing()
@@ -98,12 +104,21 @@ class GradientReducer:
         specs = tuple(None if g is None else self.form.spec(g) for g in found)
         if self.strategy is not None:
             if self.local is None:
-                self.local = LocalTraining(self.strategy, variables, self.weighing, ways=self.ways, form=self.form)
+                self.local = LocalTraining(
+                    self.strategy, variables, self.weighing, ways=self.ways, form=self.form, batches=self._batches
+                )
             self.local.check(variables)
-        # What is added up is of these variables, and others may have their shapes.
-        key = (specs, tuple(id(v) for v in variables) if self.passes > 1 else ())
+        # What is added up, or kept back by codecs, is of these variables, and others may have their shapes. What a tape
+        # is asked for may be tensors, which are others each time.
+        adds_up = self.passes > 1 or self.ways.keeps
+        key = (specs, tuple(id(v) if hasattr(v, "assign") else 0 for v in variables) if adds_up else ())
         if key not in self.steps:
-            self.steps[key] = ReducedStep(self, specs, variables)
+            places = {id(v): place for place, v in enumerate(known)}
+            number = sum(earlier == specs for earlier, _ in self.steps)
+            place = [places.get(id(v)) for v in variables] if known else number
+            self.steps[key] = ReducedStep(self, specs, variables, place=place)
+        if self.ways.keeps:
+            take_over(self.steps[key], [v for v in variables if hasattr(v, "assign")])
         if tracing:
             self.balancer.discard()
             self.form.traced(self.balancer.engine)

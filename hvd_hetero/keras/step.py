@@ -19,6 +19,7 @@ from hvd_hetero.optimizers.weighted import WeightedExchange
 
 from .accumulation import places
 from .layout import BucketLayout, Spec
+from .succession import KeptBack
 
 if TYPE_CHECKING:
     from .reducer import GradientReducer
@@ -35,9 +36,15 @@ TRACED_BEFORE = (
 
 
 class ReducedStep:
-    """The exchange of gradients of given shapes. Making one is a collective call."""
+    """The exchange of gradients of given shapes. Making one is a collective call.
 
-    def __init__(self, owner: GradientReducer, specs: Sequence[Spec | None], variables: Sequence[Any]) -> None:
+    Args:
+        place: what tells these gradients from others of the same shapes, in any process.
+    """
+
+    def __init__(
+        self, owner: GradientReducer, specs: Sequence[Spec | None], variables: Sequence[Any], *, place: Any
+    ) -> None:
         self._owner, self._weighing, self._balancer = owner, owner.weighing, owner.balancer
         engine, form = self._weighing.engine, owner.form
         self._form = form
@@ -69,9 +76,10 @@ class ReducedStep:
             self.layout.shapes,
             control=form.zeros(self._weighing.tail, "float64"),
             terms=lambda: self._terms,
-            kind=f"gradients {zlib.crc32(str(present).encode()):08x}",  # those of other shapes keep theirs
+            kind=(kind := f"gradients {zlib.crc32(str((specs, place)).encode()):08x}"),  # each keeps its own
         )
-        owner.sums.put(f"gradients {zlib.crc32(str(specs).encode()):08x}", self)
+        owner.sums.put(kind, self)
+        self.kept = KeptBack(self._exchange, self.layout, specs, variables)
         self._balancer.measure_with(form.stopwatch())
 
     def take(self, index: int, flat: Any, last: bool, part: int) -> None:
@@ -258,6 +266,15 @@ class ReducedStep:
         self._terms, self._passes, self._apart = sums["terms"], sums["passes"], sums.get("apart")
         for part, array in zip(self.layout.parts, sums["arrays"], strict=False):
             part[:] = arrays_like(part, array)
+
+    @property
+    def part_unit(self) -> float:
+        """See `Weighing.part_unit`."""
+        return self._weighing.part_unit
+
+    def gives_to(self, other: ReducedStep) -> bool:
+        """Whether `other` sums over the same ranks."""
+        return not self._owner.closed and self._weighing.engine.ranks == other._weighing.engine.ranks
 
     def withdraw(self) -> Callable[[], bool]:
         """See `GradientReducer.withdraw`."""

@@ -12,7 +12,7 @@ import horovod.torch as horovod
 import torch
 
 from hvd_hetero.engine.horovod import HorovodEngine
-from hvd_hetero.optimizers.argument import check_whole
+from hvd_hetero.optimizers.argument import check_divisor, check_whole
 from hvd_hetero.optimizers.balancer import Balancer
 from hvd_hetero.optimizers.equal import EqualWeights
 from hvd_hetero.optimizers.local_sgd import LocalSGD, strategy_of
@@ -108,6 +108,7 @@ def DistributedOptimizer(
             f"{'hvd.Adasum' if op == horovod.Adasum else repr(op)}."
         )
     check_whole("backward_passes_per_step", backward_passes_per_step, least=1)
+    check_divisor("gradient_predivide_factor", gradient_predivide_factor)
     if bucket_bytes is not None:
         check_whole("bucket_bytes", bucket_bytes, least=1)
     together = _groups(groups, num_groups)

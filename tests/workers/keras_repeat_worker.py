@@ -7,6 +7,7 @@ import time
 
 import keras
 import keras_law_worker
+import numpy as np
 from keras_law_worker import (
     TENSORFLOW,
     UNEVEN,
@@ -32,6 +33,100 @@ def my_rows():
 
 def make_balancer():
     return hvd.Balancer(WHOLE, shares=UNEVEN[hvd.size()], adaptive=False)
+
+
+TOP = hvd.Compression.topk(0.1, warmup_steps=0)
+
+
+def linear(y, p):
+    """Its gradient is that of the data, whatever the weights."""
+    return keras.ops.sum(y * p) / keras.ops.cast(keras.ops.shape(p)[0], p.dtype)
+
+
+class Towers:
+    """Two layers alike, side by side, and steps whose gradients may be zero: what codecs keep back comes out then."""
+
+    def __init__(self, balancer):
+        inputs = keras.Input((40,))
+        layers = [keras.layers.Dense(32, use_bias=False, name=name) for name in ("a", "b")]
+        self.a, self.b = layers
+        self.model = keras.Model(inputs, keras.layers.Add()([layer(inputs) for layer in layers]))
+        self.balancer, self.random = balancer, np.random.RandomState(hvd.rank())
+
+    def distributed(self):
+        return hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), balancer=self.balancer, compression=TOP)
+
+    def compile(self, optimizer, *trainable):
+        self.a.trainable, self.b.trainable = self.a in trainable, self.b in trainable
+        self.model.compile(optimizer=optimizer, loss=linear, jit_compile=False)
+
+    def steps(self, number, zero=False):
+        for _ in range(number):
+            samples = UNEVEN[hvd.size()][hvd.rank()]
+            x, y = (self.random.standard_normal((samples, width)).astype("float32") for width in (40, 32))
+            self.balancer.begin(samples)
+            self.model.train_on_batch(x, y * (not zero))
+
+    def moved(self, layer, before):
+        return float(np.abs(np.array(keras.ops.convert_to_numpy(layer.kernel)) - before).sum())
+
+    def kernel(self, layer):
+        return np.array(keras.ops.convert_to_numpy(layer.kernel))
+
+
+def what_codecs_keep_back_is_of_its_variables():
+    """Not of others of their shapes that the same optimizer is given; it goes with another optimizer of theirs, and is
+    gone in a state from before the first exchange."""
+    keras.utils.set_random_seed(0)
+    towers = Towers(make_balancer())
+    both = towers.distributed()
+    both.build([towers.a.kernel, towers.b.kernel])
+    towers.compile(both, towers.a)
+    towers.steps(5)
+    before = towers.kernel(towers.b)
+    towers.compile(both, towers.b)
+    towers.steps(30, zero=True)
+    assert towers.moved(towers.b, before) == 0.0, "of a layer of the same shape"
+
+    ended = []
+    for anew in (False, True):
+        keras.utils.set_random_seed(0)
+        towers = Towers(make_balancer())
+        before = towers.kernel(towers.a)
+        towers.compile(towers.distributed(), towers.a)
+        towers.steps(5)
+        if anew:  # and with one more layer
+            towers.compile(towers.distributed(), towers.a, towers.b)
+        towers.steps(40, zero=True)
+        ended.append(towers.kernel(towers.a) - before)
+    assert np.abs(ended[1] - ended[0]).sum() < 1e-5 * np.abs(ended[0]).sum() > 0, "of an optimizer before"
+
+    towers = Towers(make_balancer())
+    towers.compile(towers.distributed(), towers.a)
+    state = hvd.elastic.KerasState(towers.model, epoch=0, batch=0)
+    before = towers.kernel(towers.a)
+    towers.steps(5)
+    assert towers.moved(towers.a, before) > 1.0
+    state.restore()
+    towers.steps(30, zero=True)
+    assert towers.moved(towers.a, before) == 0.0, "of steps that are undone"
+
+
+def tapes_of_twins():
+    """Two variables alike, each with a tape of its own."""
+    import tensorflow as tf
+
+    balancer, random = make_balancer(), np.random.RandomState(hvd.rank())
+    one, two = (tf.Variable(tf.zeros([40, 32])) for _ in range(2))
+    samples = UNEVEN[hvd.size()][hvd.rank()]
+    for step in range(30):
+        balancer.begin(samples)
+        x, y = (random.standard_normal((samples, width)).astype("float32") for width in (40, 32))
+        for w, scale in ((one, float(step < 5)), (two, 0.0)):
+            with hvd.DistributedGradientTape(tf.GradientTape(), balancer=balancer, compression=TOP) as tape:
+                loss = tf.reduce_mean(tf.reduce_sum((x @ w) * y * scale, 1))
+            w.assign_sub(0.1 * tape.gradient(loss, w))
+    assert np.abs(one.numpy()).sum() > 1.0 and not two.numpy().any()
 
 
 def steps_finished(balancer):

@@ -113,7 +113,6 @@ class LatencyAwareLearningRate(keras.callbacks.Callback):
         """All ranks agree on the rule, and go on from where the optimizer is on rank 0: the ranks may have become
         others, and this callback may be another one."""
         optimizer, engine = self.model.optimizer, self.balancer.engine
-        set_learning_rate(optimizer, learning_rate(optimizer))
         core = agreed_latency_lr(self.balancer, self._chosen, **self._options)
         if (factor := factor_of(optimizer)) is None:
             factor = ask_from_now_on(optimizer)
@@ -136,8 +135,9 @@ class LatencyAwareLearningRate(keras.callbacks.Callback):
             self._factor.rest()
 
     def _chosen(self) -> str | Rule:
-        """The rule. Raises ValueError for an optimizer that does not fit."""
+        """The rule. Raises ValueError or TypeError for an optimizer that does not fit."""
         optimizer = self.model.optimizer
+        set_learning_rate(optimizer, learning_rate(optimizer))
         reducer = vars(optimizer).get("_reducer")
         if reducer is not None and reducer.balancer is not self.balancer:
             raise ValueError(
