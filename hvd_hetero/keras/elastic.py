@@ -128,7 +128,7 @@ class KerasState(JobState):
         return None if reducer is None else reducer.balancer
 
     def _merge(self, part: Any) -> None:
-        if isinstance(part, Variables) and hasattr(part.owner, "merge"):
+        if isinstance(part, Variables) and "_reducer" in vars(part.owner):
             part.owner.merge()
             part.owner._reducer.merge_averages(part.owner)
 

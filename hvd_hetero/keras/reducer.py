@@ -87,13 +87,13 @@ class GradientReducer:
         return self.weighing.passes
 
     def reduced(
-        self, gradients: Sequence[Any], variables: Sequence[Any], iterations: Any, *, known: Sequence[Any] = ()
+        self, gradients: Sequence[Any], variables: Sequence[Any], iterations: Any, *, among: Sequence[Any] | None = None
     ) -> list[Any]:
         """The gradients of the mean loss over the global batch; None where no rank has one.
 
         With several `passes`, those of their mean times their number, at each `passes`-th of the `iterations`; zeros
-        in between. The first call for gradients of these shapes is a collective one. `known`: the variables among which
-        these have their places, if there are any.
+        in between. The first call for gradients of these shapes is a collective one. `among`: all variables of an
+        optimizer, if it has been given any yet.
         """
         found = [self.form.dense(g, v) for g, v in zip(gradients, variables, strict=True)]
         tracing = self.form.tracing()
@@ -113,10 +113,7 @@ class GradientReducer:
         adds_up = self.passes > 1 or self.ways.keeps
         key = (specs, tuple(id(v) if hasattr(v, "assign") else 0 for v in variables) if adds_up else ())
         if key not in self.steps:
-            places = {id(v): place for place, v in enumerate(known)}
-            number = sum(earlier == specs for earlier, _ in self.steps)
-            place = [places.get(id(v)) for v in variables] if known else number
-            self.steps[key] = ReducedStep(self, specs, variables, place=place)
+            self.steps[key] = ReducedStep(self, specs, variables, place=self._place(specs, variables, among))
         if self.ways.keeps:
             take_over(self.steps[key], [v for v in variables if hasattr(v, "assign")])
         if tracing:
@@ -135,6 +132,14 @@ class GradientReducer:
             reduced = iter(self.form.through(step, present, last, part, self._variables))
         every = [None if g is None else next(reduced) for g in found]
         return every if tracing else unmarked(every, last=last, apart=self.apart, keeps=self.ways.keeps)
+
+    def _place(self, specs: Hashable, variables: Sequence[Any], among: Sequence[Any] | None) -> Any:
+        """What tells gradients from others of the same shapes, in any process: the places of their variables, or of a
+        tape's, how many there were before."""
+        if among is None:
+            return sum(earlier == specs for earlier, _ in self.steps)
+        places = {id(v): place for place, v in enumerate(among or variables)}
+        return [places.get(id(v)) for v in variables]
 
     def bucket_bytes(self, specs: Sequence[Spec]) -> int:
         """At most so much of what has these shapes travels in one operation. The first call may be a collective one."""

@@ -47,7 +47,7 @@ def _methods(base: type) -> dict[str, Any]:
         if len(grads) != len(variables):
             base.apply(self, grads, trainable_variables)  # type: ignore[attr-defined]  # says what is wrong
             return
-        grads = self._reducer.reduced(grads, variables, self._iterations, known=self._trainable_variables)
+        grads = self._reducer.reduced(grads, variables, self._iterations, among=self._trainable_variables)
         with self._factor.applied(self, grads) as rate:
             base.apply(self, grads, trainable_variables)  # type: ignore[attr-defined]
         self._reducer.updated(self, variables, rate)
