@@ -15,7 +15,7 @@ pytestmark = [
 
 CHECKS = [
     "law_1", "ranks_meet_elsewhere", "composes", "a_stopped_rank", "a_rank_that_misses_merges", "a_rank_that_fails",
-    "parameters_that_differ",
+    "going_back_ends_what_is_under_way", "parameters_that_differ",
 ]
 
 
