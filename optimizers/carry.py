@@ -94,6 +94,14 @@ class Carry:
             found.append(kept if verbs.largest(kept) else None)
         return found
 
+    def release(self, likes: Sequence[Any]) -> list[Any]:
+        """What `kept_back` returns, which is kept no longer."""
+        found = self.kept_back(likes)
+        for like, route in zip(likes, self._routes, strict=True):
+            route.release_into(verbs_of(like).zeros([len(like)], like))
+        self._waits, self._given = {}, {}
+        return found
+
     def give(self, arrays: Sequence[Any]) -> None:
         """Takes in what `kept_back` returned, of whatever ranks there were."""
         for index, array in enumerate(arrays):

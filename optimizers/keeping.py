@@ -48,6 +48,7 @@ class Keeping:
         self.keeps = keeps
         self._groups: dict[str, _Group] = {}
         self._sayings: dict[str, Stateful] = dict(sayings or {})
+        self._new: dict[str, Any] = {}  # states of what is counted, at the beginning
         self._states: dict[str, Any] = {}  # for groups that are yet to be made
         self._given: dict[str, tuple[Sequence[Any], float]] = {}
         self._said: dict[str, tuple[Sequence[Any], float]] = {}  # what `kept_back` returned last
@@ -57,10 +58,19 @@ class Keeping:
         self._groups[kind] = _Group(exchanges, unit)
         self._take_in(kind)
 
+    def drop(self, kind: str) -> None:
+        """Forgets a group, and what it keeps."""
+        self._groups.pop(kind, None)
+
     def put_saying(self, kind: str, saying: Stateful) -> None:
-        """Says what rides in the next exchange, or is counted on this rank."""
+        """Says what rides in the next exchange."""
         self._sayings[kind] = saying
         self._take_in(kind)
+
+    def put_count(self, kind: str, count: Stateful) -> None:
+        """Says what is counted on this rank, from now on: without a state it is as it is now."""
+        self._new[kind] = [count.state_dict()]
+        self.put_saying(kind, count)
 
     def state_dict(self) -> dict[str, Any]:
         """What this rank's codecs keep from step to step: residuals, scales, factors; and what is yet to be said."""
@@ -73,11 +83,12 @@ class Keeping:
         return {**{kind: [saying] for kind, saying in self._sayings.items()}, **groups}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from `state`, of this rank of as many; exchanges without one begin anew. All ranks do, or none."""
+        """Goes on from `state`, of this rank of as many; exchanges and counts without one begin anew. All ranks do, or
+        none."""
         for kind in self._groups.keys() - state.keys():
             for exchange in self._groups[kind].exchanges:
                 exchange.forget()
-        self._states = dict(state)
+        self._states = {**self._new, **state}
         self._given = dict(self._states.pop(GIVEN, {}))
         for kind in self._parts:
             self._take_in(kind)

@@ -85,7 +85,7 @@ class LocalSteps:
         self.begun = False  # whether ranks make steps apart
         self._newest = -1  # global batch of the newest step apart
         self._counted = _Samples()
-        weighing.keeping.put_saying("samples apart", self._counted)
+        weighing.keeping.put_count("samples apart", self._counted)
         self._on_give_up, self._warned = on_give_up, False
         atexit.register(_warn_at_exit, weakref.ref(self))
 

@@ -57,6 +57,10 @@ class PartialSums:
         self._adders[kind] = adder
         adder.load_sums(self._waiting.pop(kind, None))
 
+    def drop(self, kind: str) -> None:
+        """Forgets an adder, and what it has added up."""
+        self._adders.pop(kind, None)
+
     def state_dict(self) -> dict[str, Any]:
         """Copies of this rank's sums, and how many batches they are of."""
         live = {kind: sums for kind, adder in self._adders.items() if (sums := adder.sums()) is not None}

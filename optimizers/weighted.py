@@ -131,6 +131,11 @@ class WeightedExchange:
         """For each bucket, what is not sent yet of this rank's; None where that is nothing."""
         return self._carry.kept_back(self._buckets)
 
+    def release(self) -> list[Any]:
+        """What `kept_back` returns, which is kept no longer. All else that codecs go on from, which is alike on all
+        ranks, stays."""
+        return self._carry.release(self._buckets)
+
     def give_back(self, kept: Sequence[Any], factor: float) -> bool:
         """Adds what `kept_back` returned, times `factor`, to the next sums; False, and nothing, where the buckets are
         others."""
@@ -155,12 +160,15 @@ class WeightedExchange:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from `state`, if its buckets are these. All ranks do, or none: some of it has to be alike on all."""
+        """Goes on from `state`, if its buckets are these; else it begins anew. All ranks do, or none: some of it has to
+        be alike on all."""
         if list(state["lengths"]) == self._lengths:
             for bucket, route, one in zip(self._buckets, self._routes, state["routes"], strict=True):
                 route.load_state_dict(arrays_like(bucket, one))
             if "carry" in state:
                 self._carry.load_state_dict(state["carry"], self._buckets)
+        else:
+            self.forget()
 
     # ----------------------------------------------------------------------------------------------------------------
 

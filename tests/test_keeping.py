@@ -262,3 +262,17 @@ def test_exchanges_of_which_a_state_knows_nothing_begin_anew():
     found = {"gradients": [Exchange(2.0)], "merges": [Exchange(3.0)]}
     kept(found).load_state_dict(state)
     assert [found["gradients"][0].kept, found["merges"][0].kept] == [1.0, 0.0]
+
+
+def test_a_count_of_which_a_state_knows_nothing_begins_anew():
+    keeping, count = Keeping(), Exchange(3.0)
+    before = keeping.state_dict()
+    keeping.put_count("samples", count)
+    count.kept = 5.0
+    after = keeping.state_dict()
+    keeping.load_state_dict(before)
+    assert count.kept == 3.0
+    keeping.load_state_dict(after)
+    assert count.kept == 5.0
+    keeping.put_count("samples", later := Exchange())
+    assert later.kept == 0.0, "and takes what waits only where something does"

@@ -59,7 +59,8 @@ OF_TENSORFLOW = [
 ]
 # Several exchanges in a batch.
 REPEATED = ["another_optimizer_in_a_batch", "an_optimizer_applied_twice_in_a_batch",
-            "what_codecs_keep_back_is_of_its_variables"]
+            "what_codecs_keep_back_is_of_its_variables", "what_one_rank_keeps_back_goes_on_without_the_others",
+            "what_is_kept_back_of_a_scaled_loss_goes_to_no_other"]
 ON_THREE = ["law_2:adam,float64,1e-11", "law_2:weights_and_short_last_batch,float32,1e-5",
             "nothing_of_a_rank_without_samples"]
 LOCAL = [

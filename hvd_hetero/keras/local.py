@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 import weakref
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -104,8 +104,9 @@ class LocalTraining:
         self._moments = SecondMoments(moments_of, copy=copy, mix=mix, exchanges=rule.second_moments == "global")
         self._optimizer: Callable[[], Any] = lambda: None  # whose update was made last
         self._terms: float | None = None  # of the batch apart that the optimizer is given
-        self._given: list[float] = []  # of those that it has been given since its last update
-        self._made = 0  # batches that the optimizer has been given, in all
+        self._given = _Given()  # those that it has been given since its last update
+        weighing.keeping.put_count("given apart", self._given)
+        self._before: int | None = None  # batches that it had been given before this one, in all
         self._wait_s, self._bytes_sent = 0.0, 0  # after the last step apart
 
     def check(self, variables: Sequence[Any]) -> None:
@@ -119,23 +120,27 @@ class LocalTraining:
     def before_step(self, terms: float) -> None:
         """Before the update of a step apart over `terms` loss terms. The first one is a collective call."""
         self.steps.before_step()
-        self._moments.before_step(self._optimizer())
+        optimizer = self._optimizer()
+        self._moments.before_step(optimizer)
+        self._before = None if optimizer is None else _batches_of(optimizer)
         self._terms = terms
         if self._weighing.leads:
             self._balancer.finished(wait_s=self._wait_s, bytes_sent=self._bytes_sent)
 
     def after_step(self, lr: float, optimizer: Any) -> None:
         """After the update, if the step was one apart; `lr`: its learning rate."""
+        self._optimizer = weakref.ref(optimizer)
         if self._terms is None:
             return
         terms, self._terms = self._terms, None
         self._balancer.pause()
         start = time.perf_counter()
-        self._optimizer, self._bytes_sent = weakref.ref(optimizer), 0
-        self._given.append(terms)
+        self._bytes_sent = 0
+        given = self._given.terms
+        given.append(terms)
         if self._has_updated(optimizer):
-            terms, gradients = sum(self._given), sum(each > 0 for each in self._given) / len(self._given)
-            self._given = []
+            terms, gradients = sum(given), sum(each > 0 for each in given) / len(given)
+            given.clear()
             self._bytes_sent = self.steps.after_step(terms, lr=lr, gradients=gradients)
             self._moments.after_step(optimizer, self.steps.part(terms), sent=self._bytes_sent > 0)
         if self.steps.ends:
@@ -143,7 +148,7 @@ class LocalTraining:
             # and one state of the optimizer, or synchronous steps would part the ranks.
             self.steps.merge()
             self._moments.end(optimizer)
-            self._given = []
+            given.clear()
             self._merge(optimizer.variables, weight=self.steps.samples)
         self._wait_s = time.perf_counter() - start
         self._balancer.resume()
@@ -153,9 +158,8 @@ class LocalTraining:
         scales the loss. A batch that is skipped there is one without progress."""
         if self._batches is None:
             return True
-        made = int(keepers_of(optimizer)[0]._iterations)  # Keras has no public name for the batches
-        ended, self._made = made % self._batches == 0 and made != self._made, made
-        return ended
+        batches = _batches_of(optimizer)
+        return batches % self._batches == 0 and batches != self._before
 
     def _forget_what_is_not_finite(self) -> None:
         """Of a rank that has given up what it did, what the optimizer keeps of that: all that followed would be the
@@ -187,6 +191,7 @@ class LocalTraining:
         call where it does. It is no end of what is counted for a model's statistics."""
         if averages := averages_of(optimizer):
             self.steps.merge()
+            self._moments.end(optimizer)
             self._merge(averages, weight=self.steps.samples)
 
     def _merge(
@@ -208,6 +213,24 @@ def averages_with_weights(optimizer: Any) -> list[tuple[Any, Any]]:
         averages = getattr(keeper, "_model_variables_moving_average", ())
         found += zip(averages, getattr(keeper, "_trainable_variables", ()), strict=False)
     return [(average, weight) for average, weight in found if average is not None]
+
+
+class _Given:
+    """The loss terms of batches, which a rank keeps over checkpoints."""
+
+    def __init__(self) -> None:
+        self.terms: list[float] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"terms": list(self.terms)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.terms[:] = state["terms"]
+
+
+def _batches_of(optimizer: Any) -> int:
+    """How many batches it has been given. Keras has no public name for that."""
+    return int(keepers_of(optimizer)[0]._iterations)
 
 
 def _finite(variable: Any) -> bool:

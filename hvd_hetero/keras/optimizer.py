@@ -108,6 +108,7 @@ def DistributedOptimizer(
         bucket_bytes=bucket_bytes,
         passes=passes,
         batches=steps if steps > passes else None,
+        succeeds=not _scales(optimizer),  # or what is kept back is of a loss at some scale
         sums=1 if average_aggregated_gradients else backward_passes_per_step,
         strategy=local,
     )
@@ -149,11 +150,12 @@ def make_reducer(
     passes: int = 1,
     sums: int = 1,
     batches: int | None = None,
+    succeeds: bool = False,
     strategy: LocalSGD | None = None,
     kind: str = "optimizer",
 ) -> GradientReducer:
-    """What reduces gradients, from a user's arguments, and gives `sums` times their mean; `batches`: see
-    `GradientReducer`; `kind`: see `Places`. A collective call."""
+    """What reduces gradients, from a user's arguments, and gives `sums` times their mean; `batches`,
+    `succeeds`: see `GradientReducer`; `kind`: see `Places`. A collective call."""
     reduction = op_of(op, "Average", "Sum")
     check_divisor("gradient_predivide_factor", predivide)
     if bucket_bytes is not None:
@@ -184,6 +186,7 @@ def make_reducer(
         bucket_bytes=bucket_bytes,
         strategy=strategy,
         batches=batches,
+        succeeds=succeeds,
         kind=kind,
     )
 

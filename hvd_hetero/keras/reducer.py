@@ -7,6 +7,7 @@ exchange itself in `step`.
 from __future__ import annotations
 
 import importlib
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ from .layout import Spec
 from .local import LocalTraining, ParameterStore
 from .presence import marked, unmarked
 from .step import ReducedStep
-from .succession import take_over
+from .succession import are_gone, number_of, take_over
 
 
 class GradientReducer:
@@ -33,6 +34,7 @@ class GradientReducer:
         predivide: divides before the sum and multiplies after it, for narrow wires.
         bucket_bytes: at most so much in one operation; None: what suits the links.
         strategy: a local one, where ranks make steps apart.
+        succeeds: whether what codecs keep back comes from other optimizers of the same variables, and goes to them.
         batches: global batches per update, where Keras adds up what was exchanged; else as many as per exchange.
         kind: of what these gradients are for: see `Places`.
     """
@@ -47,6 +49,7 @@ class GradientReducer:
         predivide: float = 1.0,
         bucket_bytes: int | None = None,
         strategy: LocalSGD | None = None,
+        succeeds: bool = False,
         batches: int | None = None,
         kind: str = "optimizer",
     ) -> None:
@@ -67,11 +70,12 @@ class GradientReducer:
         self.form: Any = importlib.import_module(f"{__package__}.gradient_{backend.NAME}")
         tensorflow = backend.NAME == "tensorflow"
         self._graph: Any = importlib.import_module(f"{__package__}.graph_tensorflow") if tensorflow else None
-        self.steps: dict[tuple[Hashable, Hashable], ReducedStep] = {}
+        self.steps: dict[tuple[Hashable, tuple[int, ...]], ReducedStep] = {}
+        self._alike: Counter[Hashable] = Counter()  # steps so far, by shapes
         # What was added up since the last exchange of variables that are frozen now: an optimizer may get them again.
         self.left: dict[Hashable, Any] = {}
         self.last: ReducedStep | None = None  # whose exchange was begun last
-        self.strategy, self._batches = strategy, batches
+        self.strategy, self._batches, self.succeeds = strategy, batches, succeeds
         self.wait_s = 0.0  # for the exchange, in the last step
         self.local: LocalTraining | None = None  # made with the first gradients: then the variables are known
         self.closed = False
@@ -108,14 +112,13 @@ class GradientReducer:
                     self.strategy, variables, self.weighing, ways=self.ways, form=self.form, batches=self._batches
                 )
             self.local.check(variables)
-        # What is added up, or kept back by codecs, is of these variables, and others may have their shapes. What a tape
-        # is asked for may be tensors, which are others each time.
-        adds_up = self.passes > 1 or self.ways.keeps
-        key = (specs, tuple(id(v) if hasattr(v, "assign") else 0 for v in variables) if adds_up else ())
+        # What is added up, or kept back by codecs, is of these variables, and others may have their shapes.
+        key = (specs, tuple(map(number_of, variables)) if self.passes > 1 or self.ways.keeps else ())
         if key not in self.steps:
+            self._drop_those_gone()
             self.steps[key] = ReducedStep(self, specs, variables, place=self._place(specs, variables, among))
-        if self.ways.keeps:
-            take_over(self.steps[key], [v for v in variables if hasattr(v, "assign")])
+        if self.ways.keeps and self.succeeds:
+            take_over(self.steps[key], variables)
         if tracing:
             self.balancer.discard()
             self.form.traced(self.balancer.engine)
@@ -133,11 +136,19 @@ class GradientReducer:
         every = [None if g is None else next(reduced) for g in found]
         return every if tracing else unmarked(every, last=last, apart=self.apart, keeps=self.ways.keeps)
 
+    def _drop_those_gone(self) -> None:
+        """Forgets what was of variables that nobody holds any more, as of models before this one."""
+        for key in [key for key in self.steps if are_gone(key[1])]:
+            kind = self.steps.pop(key).kind
+            self.weighing.keeping.drop(kind)
+            self.sums.drop(kind)
+
     def _place(self, specs: Hashable, variables: Sequence[Any], among: Sequence[Any] | None) -> Any:
         """What tells gradients from others of the same shapes, in any process: the places of their variables, or of a
         tape's, how many there were before."""
         if among is None:
-            return sum(earlier == specs for earlier, _ in self.steps)
+            self._alike[specs] += 1
+            return self._alike[specs]
         places = {id(v): place for place, v in enumerate(among or variables)}
         return [places.get(id(v)) for v in variables]
 

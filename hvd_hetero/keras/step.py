@@ -64,6 +64,7 @@ class ReducedStep:
         )
         # Only where something is added up: what a tape is asked for may be tensors, which nobody should keep.
         self.places = functools.partial(places, self.layout, specs, variables if owner.passes > 1 else ())
+        self.kind = f"gradients {zlib.crc32(str((specs, place)).encode()):08x}"  # each keeps its own
         self._terms, self._passes = 0.0, 0  # of this rank since the last exchange
         self._apart: bool | None = None  # these passes; None: to be decided
         self._now = self._weight = 0.0  # terms of this pass, and what its gradients are multiplied by
@@ -76,9 +77,9 @@ class ReducedStep:
             self.layout.shapes,
             control=form.zeros(self._weighing.tail, "float64"),
             terms=lambda: self._terms,
-            kind=(kind := f"gradients {zlib.crc32(str((specs, place)).encode()):08x}"),  # each keeps its own
+            kind=self.kind,
         )
-        owner.sums.put(kind, self)
+        owner.sums.put(self.kind, self)
         self.kept = KeptBack(self._exchange, self.layout, specs, variables)
         self._balancer.measure_with(form.stopwatch())
 
@@ -268,13 +269,14 @@ class ReducedStep:
             part[:] = arrays_like(part, array)
 
     @property
-    def part_unit(self) -> float:
-        """See `Weighing.part_unit`."""
-        return self._weighing.part_unit
+    def unit(self) -> float:
+        """The part of an update's global batches that weighs 1."""
+        return self._weighing.part_unit / self._weighing.passes
 
     def gives_to(self, other: ReducedStep) -> bool:
-        """Whether `other` sums over the same ranks."""
-        return not self._owner.closed and self._weighing.engine.ranks == other._weighing.engine.ranks
+        """Whether `other` may send what this one has kept back: to the same ranks, of a loss that is not scaled."""
+        owner = self._owner
+        return owner.succeeds and not owner.closed and self._weighing.engine.ranks == other._weighing.engine.ranks
 
     def withdraw(self) -> Callable[[], bool]:
         """See `GradientReducer.withdraw`."""

@@ -46,15 +46,19 @@ def linear(y, p):
 class Towers:
     """Two layers alike, side by side, and steps whose gradients may be zero: what codecs keep back comes out then."""
 
-    def __init__(self, balancer):
+    def __init__(self, balancer, compression=TOP):
+        self.compression = compression
         inputs = keras.Input((40,))
         layers = [keras.layers.Dense(32, use_bias=False, name=name) for name in ("a", "b")]
         self.a, self.b = layers
         self.model = keras.Model(inputs, keras.layers.Add()([layer(inputs) for layer in layers]))
         self.balancer, self.random = balancer, np.random.RandomState(hvd.rank())
 
-    def distributed(self):
-        return hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), balancer=self.balancer, compression=TOP)
+    def distributed(self, scale=None):
+        plain = keras.optimizers.SGD(0.1)
+        if scale is not None:
+            plain = keras.optimizers.LossScaleOptimizer(plain, initial_scale=scale)
+        return hvd.DistributedOptimizer(plain, balancer=self.balancer, compression=self.compression)
 
     def compile(self, optimizer, *trainable):
         self.a.trainable, self.b.trainable = self.a in trainable, self.b in trainable
@@ -110,6 +114,42 @@ def what_codecs_keep_back_is_of_its_variables():
     state.restore()
     towers.steps(30, zero=True)
     assert towers.moved(towers.a, before) == 0.0, "of steps that are undone"
+
+
+def what_one_rank_keeps_back_goes_on_without_the_others():
+    """Rank 1 keeps nothing back, and takes part in each warm-up and each exchange as rank 0 does, which it would wait
+    for without end; what codecs have come to does not begin anew with each change."""
+    keras.utils.set_random_seed(0)
+    towers = Towers(make_balancer(), hvd.Compression.topk(0.1, warmup_steps=3))
+    one, two = towers.distributed(), towers.distributed()
+    for optimizer in (one, two):
+        optimizer.build([towers.a.kernel])
+    before = towers.kernel(towers.a)
+    for turn in range(12):
+        towers.compile((one, two)[turn % 2], towers.a)
+        towers.steps(2, zero=hvd.rank() == 1 or turn > 3)
+    moved = towers.kernel(towers.a) - before
+    for turn in range(20):
+        towers.compile((one, two)[turn % 2], towers.a)
+        towers.steps(2, zero=True)
+    assert np.abs(moved).sum() > 1.0, "nothing is kept back any more"
+    assert [len(each._reducer.steps) for each in (one, two)] == [1, 1]
+    steps = [next(iter(each._reducer.steps.values())) for each in (one, two)]
+    routes = [route["cross"] for step in steps for route in step._exchange.state_dict()["routes"]]
+    passed = [route["step"] for route in routes if "step" in route]
+    assert passed == [32, 32], passed
+
+
+def what_is_kept_back_of_a_scaled_loss_goes_to_no_other():
+    """It would count for so many times what it is."""
+    keras.utils.set_random_seed(0)
+    towers = Towers(make_balancer())
+    towers.compile(towers.distributed(scale=64.0), towers.a)
+    towers.steps(5)
+    before = towers.kernel(towers.a)
+    towers.compile(towers.distributed(), towers.a)
+    towers.steps(30, zero=True)
+    assert towers.moved(towers.a, before) == 0.0
 
 
 def tapes_of_twins():
