@@ -122,7 +122,7 @@ class LocalTraining:
         self.steps.before_step()
         optimizer = self._optimizer()
         self._moments.before_step(optimizer)
-        self._before = None if optimizer is None else _batches_of(optimizer)
+        self._before = None if optimizer is None or self._batches is None else _batches_of(optimizer)
         self._terms = terms
         if self._weighing.leads:
             self._balancer.finished(wait_s=self._wait_s, bytes_sent=self._bytes_sent)

@@ -31,7 +31,7 @@ class OfVariables(Generic[T]):
 
     def values(self) -> set[T]:
         """Those of all variables that live."""
-        return {value for _, value in self._found.values()}
+        return {value for _, value in list(self._found.values())}  # one may die meanwhile
 
     def put(self, variable: Any, value: T) -> None:
         key = id(variable)
