@@ -19,7 +19,18 @@ class Keeper(Stateful, Protocol):
 
     def give_back(self, kept: Sequence[Any], factor: float) -> bool: ...
 
-    def forget(self) -> None: ...
+
+@dataclass
+class Count:
+    """What a rank counts by itself: a number, or some, which are not changed in place."""
+
+    value: Any
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.value = state["value"]
 
 
 @dataclass(frozen=True)
@@ -48,26 +59,28 @@ class Keeping:
         self.keeps = keeps
         self._groups: dict[str, _Group] = {}
         self._sayings: dict[str, Stateful] = dict(sayings or {})
-        self._new: dict[str, Any] = {}  # states of what is counted, at the beginning
+        self._new: dict[str, Any] = {}  # states of exchanges and of what is counted, at the beginning
         self._states: dict[str, Any] = {}  # for groups that are yet to be made
         self._given: dict[str, tuple[Sequence[Any], float]] = {}
         self._said: dict[str, tuple[Sequence[Any], float]] = {}  # what `kept_back` returned last
 
     def put(self, kind: str, exchanges: Sequence[Keeper], unit: Callable[[], float]) -> None:
-        """Says what a group's exchanges are, and in which unit they weigh: see `Weighing.unit`."""
+        """Says what a group's exchanges are, which are new, and in which unit they weigh: see `Weighing.unit`."""
+        self._new[kind] = [exchange.state_dict() for exchange in exchanges]
         self._groups[kind] = _Group(exchanges, unit)
         self._take_in(kind)
 
     def drop(self, kind: str) -> None:
         """Forgets a group, and what it keeps."""
         self._groups.pop(kind, None)
+        self._new.pop(kind, None)
 
     def put_saying(self, kind: str, saying: Stateful) -> None:
         """Says what rides in the next exchange."""
         self._sayings[kind] = saying
         self._take_in(kind)
 
-    def put_count(self, kind: str, count: Stateful) -> None:
+    def put_count(self, kind: str, count: Count) -> None:
         """Says what is counted on this rank, from now on: without a state it is as it is now."""
         self._new[kind] = [count.state_dict()]
         self.put_saying(kind, count)
@@ -85,9 +98,6 @@ class Keeping:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from `state`, of this rank of as many; exchanges and counts without one begin anew. All ranks do, or
         none."""
-        for kind in self._groups.keys() - state.keys():
-            for exchange in self._groups[kind].exchanges:
-                exchange.forget()
         self._states = {**self._new, **state}
         self._given = dict(self._states.pop(GIVEN, {}))
         for kind in self._parts:

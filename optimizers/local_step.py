@@ -7,7 +7,7 @@ import sys
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -16,6 +16,7 @@ from hvd_hetero.engine.port import in_lane
 
 from . import merge_control
 from .fragment import Lane, Store
+from .keeping import Count
 from .local_sgd import LocalSGD
 from .phase import phase_of
 from .rounds import Lanes, Rounds
@@ -84,7 +85,7 @@ class LocalSteps:
         self._bytes = [fragment.lanes[0].buffer.nbytes for fragment in self.rounds.fragments]
         self.begun = False  # whether ranks make steps apart
         self._newest = -1  # global batch of the newest step apart
-        self._counted = _Samples()
+        self._counted = Count(0.0)
         weighing.keeping.put_count("samples apart", self._counted)
         self._on_give_up, self._warned = on_give_up, False
         atexit.register(_warn_at_exit, weakref.ref(self))
@@ -183,11 +184,11 @@ class LocalSteps:
     @property
     def samples(self) -> float:
         """This rank's of steps apart, since they were last taken."""
-        return self._counted.number
+        return float(self._counted.value)
 
     def after_step(self, samples: float, *, lr: float, gradients: float = 1.0) -> int:
         """The bytes that this rank has sent after an update over `samples`; `gradients`: see `Work`."""
-        self._counted.number += samples
+        self._counted.value += samples
         before = [fragment.sends for fragment in self.rounds.fragments]
         self.rounds.after_step(samples, lr=lr, compute=self._balancer.timesheet.known, gradients=gradients)
         sends = [fragment.sends - first for fragment, first in zip(self.rounds.fragments, before, strict=True)]
@@ -219,21 +220,8 @@ class LocalSteps:
 
     def take_samples(self) -> float:
         """This rank's samples of steps apart since the last call."""
-        taken, self._counted.number = self.samples, 0.0
+        taken, self._counted.value = self.samples, 0.0
         return taken
-
-
-class _Samples:
-    """A number of samples, which a rank keeps over checkpoints."""
-
-    def __init__(self) -> None:
-        self.number = 0.0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"number": self.number}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.number = float(state["number"])
 
 
 def _warn_at_exit(steps: weakref.ref[LocalSteps]) -> None:

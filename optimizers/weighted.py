@@ -147,10 +147,6 @@ class WeightedExchange:
             self._carry.give([None if array is None else array * factor for array in kept])
         return fits
 
-    def forget(self) -> None:
-        """Keeps nothing back."""
-        self.load_state_dict(self._new)
-
     def state_dict(self) -> dict[str, Any]:
         """What this rank's routes keep."""
         return {
@@ -162,13 +158,12 @@ class WeightedExchange:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from `state`, if its buckets are these; else it begins anew. All ranks do, or none: some of it has to
         be alike on all."""
-        if list(state["lengths"]) == self._lengths:
-            for bucket, route, one in zip(self._buckets, self._routes, state["routes"], strict=True):
-                route.load_state_dict(arrays_like(bucket, one))
-            if "carry" in state:
-                self._carry.load_state_dict(state["carry"], self._buckets)
-        else:
-            self.forget()
+        if list(state["lengths"]) != self._lengths:
+            state = self._new
+        for bucket, route, one in zip(self._buckets, self._routes, state["routes"], strict=True):
+            route.load_state_dict(arrays_like(bucket, one))
+        if "carry" in state:
+            self._carry.load_state_dict(state["carry"], self._buckets)
 
     # ----------------------------------------------------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
 """What codecs and strategies keep goes to what takes their place, whenever that is made."""
 
-from hvd_hetero.optimizers.keeping import Keeping
+from hvd_hetero.optimizers.keeping import Count, Keeping
 from hvd_hetero.optimizers.partial_sum import PartialSums
 from hvd_hetero.optimizers.place import Places
 from hvd_hetero.optimizers.strategies import Strategies
@@ -17,9 +17,6 @@ class Exchange:
 
     def load_state_dict(self, state):
         self.kept = state["kept"]
-
-    def forget(self):
-        self.kept = 0.0
 
     def kept_back(self):
         return [self.kept]
@@ -259,20 +256,22 @@ def test_partial_sums_on_other_ranks_are_of_steps_that_all_of_them_decide_upon()
 def test_exchanges_of_which_a_state_knows_nothing_begin_anew():
     """As one of before the first exchange, where that is made with the first gradients only."""
     state = kept({"gradients": [Exchange(1.0)]}).state_dict()
-    found = {"gradients": [Exchange(2.0)], "merges": [Exchange(3.0)]}
-    kept(found).load_state_dict(state)
+    found = {"gradients": [Exchange()], "merges": [Exchange()]}
+    live = kept(found)
+    found["gradients"][0].kept, found["merges"][0].kept = 2.0, 3.0
+    live.load_state_dict(state)
     assert [found["gradients"][0].kept, found["merges"][0].kept] == [1.0, 0.0]
 
 
 def test_a_count_of_which_a_state_knows_nothing_begins_anew():
-    keeping, count = Keeping(), Exchange(3.0)
+    keeping, count = Keeping(), Count(3.0)
     before = keeping.state_dict()
     keeping.put_count("samples", count)
-    count.kept = 5.0
+    count.value = 5.0
     after = keeping.state_dict()
     keeping.load_state_dict(before)
-    assert count.kept == 3.0
+    assert count.value == 3.0
     keeping.load_state_dict(after)
-    assert count.kept == 5.0
-    keeping.put_count("samples", later := Exchange())
-    assert later.kept == 0.0, "and takes what waits only where something does"
+    assert count.value == 5.0
+    keeping.put_count("samples", later := Count(0.0))
+    assert later.value == 0.0, "and takes what waits only where something does"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 import weakref
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -17,6 +17,7 @@ import numpy as np
 
 from hvd_hetero.engine.port import Engine
 from hvd_hetero.optimizers.fragment import fragments_by_kind
+from hvd_hetero.optimizers.keeping import Count
 from hvd_hetero.optimizers.local_sgd import LocalSGD
 from hvd_hetero.optimizers.local_step import LocalSteps
 from hvd_hetero.optimizers.second_moments import SecondMoments
@@ -104,7 +105,7 @@ class LocalTraining:
         self._moments = SecondMoments(moments_of, copy=copy, mix=mix, exchanges=rule.second_moments == "global")
         self._optimizer: Callable[[], Any] = lambda: None  # whose update was made last
         self._terms: float | None = None  # of the batch apart that the optimizer is given
-        self._given = _Given()  # those that it has been given since its last update
+        self._given = Count([])  # loss terms of those that it has been given since its last update
         weighing.keeping.put_count("given apart", self._given)
         self._before: int | None = None  # batches that it had been given before this one, in all
         self._wait_s, self._bytes_sent = 0.0, 0  # after the last step apart
@@ -136,11 +137,10 @@ class LocalTraining:
         self._balancer.pause()
         start = time.perf_counter()
         self._bytes_sent = 0
-        given = self._given.terms
-        given.append(terms)
+        given = self._given.value = [*self._given.value, terms]
         if self._has_updated(optimizer):
             terms, gradients = sum(given), sum(each > 0 for each in given) / len(given)
-            given.clear()
+            self._given.value = []
             self._bytes_sent = self.steps.after_step(terms, lr=lr, gradients=gradients)
             self._moments.after_step(optimizer, self.steps.part(terms), sent=self._bytes_sent > 0)
         if self.steps.ends:
@@ -148,7 +148,7 @@ class LocalTraining:
             # and one state of the optimizer, or synchronous steps would part the ranks.
             self.steps.merge()
             self._moments.end(optimizer)
-            given.clear()
+            self._given.value = []
             self._merge(optimizer.variables, weight=self.steps.samples)
         self._wait_s = time.perf_counter() - start
         self._balancer.resume()
@@ -213,19 +213,6 @@ def averages_with_weights(optimizer: Any) -> list[tuple[Any, Any]]:
         averages = getattr(keeper, "_model_variables_moving_average", ())
         found += zip(averages, getattr(keeper, "_trainable_variables", ()), strict=False)
     return [(average, weight) for average, weight in found if average is not None]
-
-
-class _Given:
-    """The loss terms of batches, which a rank keeps over checkpoints."""
-
-    def __init__(self) -> None:
-        self.terms: list[float] = []
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"terms": list(self.terms)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.terms[:] = state["terms"]
 
 
 def _batches_of(optimizer: Any) -> int:
