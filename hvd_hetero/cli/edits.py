@@ -56,6 +56,7 @@ def all_edits() -> tuple[Edit, ...]:
     from hvd_hetero.cli import (
         edit_compile,
         edit_cycle,
+        edit_device,
         edit_driver,
         edit_elastic,
         edit_failure,
@@ -72,6 +73,7 @@ def all_edits() -> tuple[Edit, ...]:
         edit_driver,
         edit_failure,
         edit_handle,
+        edit_device,
         edit_wait,
         edit_cycle,
         edit_hierarchy,

@@ -1,0 +1,92 @@
+"""The repair by which what was summed in host memory comes back to a GPU beside the backward pass, not after it."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from hvd_hetero.cli.edits import Edit
+
+_NAME = "copy_beside_backward"
+_FILE = "horovod/torch/mpi_ops_v2.cc"
+
+EDITS: Final = (
+    Edit(
+        name=_NAME,
+        reason="without NCCL, the background thread copies each result to its GPU on the stream that the script computes "
+        "on, hence behind all that is queued there: the rest of the backward pass. It waits for that, and begins no "
+        "other operation meanwhile. The copy needs nothing of that stream: what it writes to was there before the "
+        "operation was asked for, and the operation has waited for all that had been queued then",
+        needs=("torch",),
+        file=_FILE,
+        find="void DivideInPlace(::torch::Tensor& tensor, int divisor) {\n",
+        replace="""void DivideInPlace(::torch::Tensor& tensor, int divisor);
+
+// Returns when the result of an operation in host memory is where it was asked for.
+void CopyToDevice(::torch::Tensor& output, const ::torch::Tensor& result,
+                  int divisor, int device) {
+  with_device device_guard(device);
+#if HAVE_GPU
+  auto aside = c10::cuda::getStreamFromPool(/*isHighPriority=*/true, device);
+  c10::cuda::CUDAStreamGuard stream_guard(aside);
+#endif
+  output.copy_(result);
+  if (divisor > 1) {
+    DivideInPlace(output, divisor);
+  }
+#if HAVE_GPU
+  aside.synchronize();
+#endif
+}
+
+void DivideInPlace(::torch::Tensor& tensor, int divisor) {
+""",
+    ),
+    Edit(
+        name=_NAME,
+        reason="the guard that makes a stream the current one",
+        needs=("torch",),
+        file=_FILE,
+        find="#include <c10/cuda/CUDAException.h>\n",
+        replace="#include <c10/cuda/CUDAException.h>\n#include <c10/cuda/CUDAGuard.h>\n",
+    ),
+    Edit(
+        name=_NAME,
+        reason="an all-reduce's",
+        needs=("torch",),
+        file=_FILE,
+        find="""        with_device device_guard(device);
+        output.copy_(cpu_buffer);
+        if (divisor > 1) {
+          DivideInPlace(output, divisor);
+        }
+""",
+        replace="        CopyToDevice(output, cpu_buffer, divisor, device);\n",
+    ),
+    Edit(
+        name=_NAME,
+        reason="a grouped all-reduce's, which was divided before it was there",
+        needs=("torch",),
+        file=_FILE,
+        find="""        // Will execute in the `device` context.
+        if (divisor > 1) {
+          DivideInPlace(output, divisor);
+        }
+        with_device device_guard(device);
+        output.copy_(cpu_buffer);
+""",
+        replace="        CopyToDevice(output, cpu_buffer, divisor, device);\n",
+    ),
+    Edit(
+        name=_NAME,
+        reason="a broadcast's",
+        needs=("torch",),
+        file=_FILE,
+        find="""        with_device device_guard(device);
+        output.copy_(cpu_buffer);
+        handle_manager.MarkDone(handle, status);
+""",
+        replace="""        CopyToDevice(output, cpu_buffer, /*divisor=*/1, device);
+        handle_manager.MarkDone(handle, status);
+""",
+    ),
+)
