@@ -24,3 +24,22 @@ def test_the_cycle_is_long_where_that_harms_nothing(monkeypatch, elastic, repair
     monkeypatch.setattr(environment, "repairs", lambda: frozenset(repairs))
     environment.prepare_init()
     assert os.environ.get("HOROVOD_CYCLE_TIME") == cycle_ms
+
+
+@pytest.mark.parametrize(("chosen", "repairs", "limit"), [
+    ({}, {"fusion_limit"}, "1048576"),
+    ({}, set(), None),
+    ({"HOROVOD_FUSION_LIMIT": "5"}, {"fusion_limit"}, "5"),
+    ({"HOROVOD_FUSION_THRESHOLD": "67108864"}, {"fusion_limit"}, None),
+    ({"HOROVOD_AUTOTUNE": "1"}, {"fusion_limit"}, None),
+    ({"HOROVOD_AUTOTUNE": "0"}, {"fusion_limit"}, "1048576"),
+])  # fmt: skip
+def test_large_tensors_travel_by_themselves_unless_a_user_has_chosen(monkeypatch, chosen, repairs, limit):
+    for name in ("HOROVOD_FUSION_LIMIT", "HOROVOD_FUSION_THRESHOLD", "HOROVOD_AUTOTUNE", "HOROVOD_CYCLE_TIME"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    for name, value in chosen.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(environment, "repairs", lambda: frozenset(repairs))
+    environment.prepare_init()
+    assert os.environ.get("HOROVOD_FUSION_LIMIT") == limit

@@ -95,6 +95,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Launch:
         HOROVOD_LOG_LEVEL="debug",
         HOROVOD_CYCLE_TIME="25",
         HOROVOD_STALL_CHECK_TIME_SECONDS="1",
+        HOROVOD_TIMELINE="DYNAMIC",
         REPAIR_WORKER_IFACE=_other_interface() or "",
     )
 
@@ -109,6 +110,8 @@ def speed(tmp_path_factory: pytest.TempPathFactory) -> Launch:
         HOROVOD_EVENT_DRIVEN_CYCLE="1",
         HOROVOD_CYCLE_TIME="500",
         HOROVOD_GLOO_ALLREDUCE="hierarchical",
+        HOROVOD_FUSION_LIMIT="1048576",
+        HOROVOD_TIMELINE="DYNAMIC",
         REPAIR_WORKER_NODES="a,a,b,b",
         HOROVOD_DYNAMIC_PROCESS_SETS="1",
     )
@@ -168,6 +171,17 @@ def test_horovods_thread_has_no_business_with_pythons_objects(plain: Launch) -> 
 def test_without_its_variable_the_cycle_is_as_upstream(plain: Launch) -> None:
     for seen in plain.ranks.values():
         assert seen["cycles_s"] > 0.2, seen  # ten cycles of 25 ms
+
+
+def test_without_its_variable_all_tensors_travel_as_one(plain: Launch) -> None:
+    ended_well(plain, 2)
+    assert plain.ranks[0]["fused"] == ["small", "also small", "large", "also large"]
+
+
+@needs("fusion_limit")
+def test_tensors_beyond_the_limit_travel_by_themselves(speed: Launch) -> None:
+    ended_well(speed, 4)
+    assert speed.ranks[0]["fused"] == ["small", "also small"]
 
 
 @needs("gloo_hierarchy")

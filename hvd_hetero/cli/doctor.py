@@ -43,16 +43,18 @@ WITHOUT = {
     "gloo_send_buffer": "after sums of a few values other collectives stall, 40 ms to seconds each",
     "released_when_done": "Horovod's thread waits for Python's lock to free tensors of torch, and on a Python with "
     "python/cpython#112275 (before 3.12, but for late releases) a DataLoader's workers may never begin",
-    "copy_beside_backward": "without NCCL, sums come back to a GPU after the backward pass, one at a time, and not beside it",
+    "copy_beside_backward": "without NCCL, sums come back to a GPU after the backward pass, and not beside it",
     "quick_launch": "each horovodrun loads a framework to look at itself, seconds before anything starts",
     "blocking_wait": "waiting takes a whole core: hvd_hetero polls with sleeps, which costs some latency",
     "event_driven_cycle": "the background threads wake every HOROVOD_CYCLE_TIME ms: a trade of CPU time for latency",
+    "fusion_limit": "large gradients are copied together and travel as one, once a GPU has computed the last of them",
     "gloo_hierarchy": "Gloo reduces in one ring over all ranks: more CPU time, more bytes between nodes, and "
     "sums whose last bits depend on timing",
 }
 _VARIABLES = {
     "blocking_wait": "HOROVOD_BLOCKING_WAIT=1",
     "event_driven_cycle": "HOROVOD_EVENT_DRIVEN_CYCLE=1",
+    "fusion_limit": "HOROVOD_FUSION_LIMIT=1048576",
     "gloo_hierarchy": "HOROVOD_GLOO_ALLREDUCE=hierarchical",
 }
 _PROBE = (

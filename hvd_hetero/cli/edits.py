@@ -60,6 +60,7 @@ def all_edits() -> tuple[Edit, ...]:
         edit_driver,
         edit_elastic,
         edit_failure,
+        edit_fusion,
         edit_handle,
         edit_hierarchy,
         edit_repair,
@@ -76,6 +77,7 @@ def all_edits() -> tuple[Edit, ...]:
         edit_device,
         edit_wait,
         edit_cycle,
+        edit_fusion,
         edit_hierarchy,
     )
     return tuple(edit for module in modules for edit in module.EDITS)

@@ -28,6 +28,7 @@ import horovod.torch as hvd
 import torch
 
 LIMIT_S = 60
+TENSORS = {"small": 1000, "also small": 1500, "large": 300_000, "also large": 400_000}  # float32 elements, of a group
 SIZES = [*range(1, 33), 63, 64, 65, 1000, 1001, 65537, 300_001]
 
 
@@ -121,7 +122,7 @@ def ends_under_lock() -> bool:
         hvd.synchronize(handle)
 
 
-def plain(_folder: Path) -> dict[str, Any]:
+def plain(folder: Path) -> dict[str, Any]:
     """Two ranks, no speed variable: interface, stall inspector, fp16 sums, in-place sums, the ordinary cycle."""
     if interface := os.environ.get("REPAIR_WORKER_IFACE"):
         os.environ["HOROVOD_GLOO_IFACE"] = interface  # horovodrun sets its own choice
@@ -146,13 +147,14 @@ def plain(_folder: Path) -> dict[str, Any]:
         seen["ended_aside"] = ended_aside()
         seen["ends_under_lock"] = ends_under_lock()
         seen["cycles_s"] = sum(seconds(lambda: hvd.allreduce(torch.ones(1), name="cycle"), 10))
+        seen["fused"] = fused(TENSORS, folder)
     if hvd.rank() == 1:
         time.sleep(4.0)  # longer than HOROVOD_STALL_CHECK_TIME_SECONDS, and its check comes once in so many seconds
     hvd.allreduce(torch.ones(1), name="late_tensor")
     return seen
 
 
-def speed(_folder: Path) -> dict[str, Any]:
+def speed(folder: Path) -> dict[str, Any]:
     """Four ranks with all speed variables and a cycle of half a second."""
     sets = {2: hvd.ProcessSet([0, 1]), 3: hvd.ProcessSet([1, 2, 3])}
     hvd.init(process_sets=list(sets.values()))
@@ -177,6 +179,8 @@ def speed(_folder: Path) -> dict[str, Any]:
     cpu, start = time.process_time(), time.perf_counter()
     hvd.allreduce(torch.ones(1), name="wait")
     seen["wait_cpu_s"], seen["wait_s"] = time.process_time() - cpu, time.perf_counter() - start
+
+    seen["fused"] = fused(TENSORS, folder)
 
     # only the first set has work: the other ranks have nothing to wait for, and must not hold it up
     start = time.perf_counter()
@@ -211,6 +215,23 @@ def speed(_folder: Path) -> dict[str, Any]:
     hvd.shutdown()
     seen["shutdown_s"] = time.perf_counter() - start
     return seen
+
+
+def fused(sizes: dict[str, int], folder: Path) -> list[str]:
+    """Which of a group of tensors, of so many elements each, travelled in one operation with others; on rank 0."""
+    timeline = folder / f"timeline.{hvd.rank()}"
+    hvd.allreduce(torch.ones(1), name="before_timeline")
+    hvd.start_timeline(str(timeline))
+    tensors = [torch.ones(size) for size in sizes.values()]
+    totals = hvd.grouped_allreduce(tensors, op=hvd.Sum, name="fused")
+    hvd.stop_timeline()
+    assert all(bool((total == hvd.size()).all()) for total in totals)
+    if hvd.rank():
+        return []
+    events = json.loads(timeline.read_text())
+    names = {event["pid"]: event["args"].get("name") for event in events if event.get("name") == "process_name"}
+    together = {names[event["pid"]] for event in events if event.get("name") == "MEMCPY_IN_FUSION_BUFFER"}
+    return [name for index, name in enumerate(sizes, 1) if f"grouped_allreduce.fused_{index}of4" in together]
 
 
 def in_order_of_nodes(parts: list[torch.Tensor], nodes: list[str]) -> torch.Tensor:

@@ -1,0 +1,86 @@
+"""The speed edit by which large tensors travel by themselves, off until HOROVOD_FUSION_LIMIT says from when on.
+
+Upstream puts all tensors that are asked for at a time into one operation, up to 128 MiB. That saves operations, each of
+which has a latency, and costs two copies of all that travels. It also makes them wait for one another: a GPU is asked
+for the gradients of a whole backward pass before it has computed the first, so none travels before the last is there.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from hvd_hetero.cli.edits import Edit
+
+_NAME = "fusion_limit"
+_CONTROLLER = "horovod/common/controller.cc"
+
+
+def _edit(file: str, find: str, replace: str, reason: str) -> Edit:
+    return Edit(name=_NAME, kind="speed", file=file, find=find, replace=replace, reason=reason)
+
+
+EDITS: Final = (
+    _edit(
+        "horovod/common/global_state.h",
+        "  bool disable_group_fusion = false;\n",
+        """  bool disable_group_fusion = false;
+
+  // Bytes that tensors may have together to travel as one, where that is less
+  // than the threshold, which is the size of the fusion buffer as well. 0: as
+  // many.
+  int64_t fusion_limit = 0;
+""",
+        "the threshold is too coarse: what a single tensor may have, as in a scaled reduce-scatter, depends on it",
+    ),
+    _edit(
+        "horovod/common/operations.cc",
+        "  // Check if group fusion should be disabled\n",
+        """  // As this process found it first: ranks that come together again have to
+  // fuse alike, and one that joins finds what the others did.
+  static const int64_t fusion_limit = [] {
+    const char* text = std::getenv("HOROVOD_FUSION_LIMIT");
+    return text != nullptr ? std::strtoll(text, nullptr, 10) : 0ll;
+  }();
+  state.fusion_limit = fusion_limit;
+
+  // Check if group fusion should be disabled
+""",
+        "the variable is read as others are",
+    ),
+    _edit(
+        _CONTROLLER,
+        "  // Avoid re-allocating these vectors inside loop\n  std::vector<int64_t> allgather_tensor_byte_sizes;\n",
+        """  const int64_t threshold = TensorFusionThresholdBytes();
+  const bool limited = state.fusion_limit > 0 && state.fusion_limit < threshold;
+  const int64_t most = limited ? state.fusion_limit : threshold;
+
+  // Avoid re-allocating these vectors inside loop
+  std::vector<int64_t> allgather_tensor_byte_sizes;
+""",
+        "what may travel as one",
+    ),
+    _edit(
+        _CONTROLLER,
+        "            tensor_size + new_tensor_size <= TensorFusionThresholdBytes() &&\n",
+        "            tensor_size + new_tensor_size <= most &&\n",
+        "what is summed",
+    ),
+    _edit(
+        _CONTROLLER,
+        "          if (tensor_size + skipped_size <= TensorFusionThresholdBytes()) {\n",
+        "          if (tensor_size + skipped_size <= most) {\n",
+        "and what is passed over for it",
+    ),
+    _edit(
+        _CONTROLLER,
+        "                rankwise_padding_bytes) <= TensorFusionThresholdBytes()) {\n",
+        "                rankwise_padding_bytes) <= most) {\n",
+        "what is gathered",
+    ),
+    _edit(
+        _CONTROLLER,
+        "          if (total_byte_size_of_output + skipped_size <=\n              TensorFusionThresholdBytes()) {\n",
+        "          if (total_byte_size_of_output + skipped_size <= most) {\n",
+        "and what is passed over for it",
+    ),
+)
