@@ -14,8 +14,8 @@ EDITS: Final = (
         name=_NAME,
         reason="without NCCL, the background thread copies each result to its GPU on the stream that the script "
         "computes on, hence behind all that is queued there: the rest of the backward pass. It waits for that, and "
-        "begins no other operation meanwhile. The copy needs nothing of that stream: what it writes to was there before "
-        "the operation was asked for, and the operation has waited for all that had been queued then",
+        "begins no other operation meanwhile. The copy needs nothing of that stream: what it writes to was there "
+        "before the operation was asked for, and the operation has waited for all that had been queued then",
         needs=("torch",),
         file=_FILE,
         find="void DivideInPlace(::torch::Tensor& tensor, int divisor) {\n",
