@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, replace
 
 from hvd_hetero.policy.guard import Guard
+from hvd_hetero.policy.staleness import ROUND_STEPS, ROUND_STEPS_OF_ADAM
 
 from .argument import check_whole
 from .outer import Outer
@@ -13,7 +14,6 @@ from .outer import Outer
 WEIGHTS = ("samples", "fednova")
 WHEN = ("always", "faster")
 SECOND_MOMENTS = ("global", "own")
-ROUND_STEPS, ROUND_STEPS_OF_ADAM = 4, 2
 CALM = Guard(round_steps=1).calm
 
 

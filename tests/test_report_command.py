@@ -82,6 +82,16 @@ def test_a_plan_needs_no_run_where_speeds_are_told(capsys):
     assert "200:200:80:80" in said and "140:140:140:140" in said and "2,240" in said and "keep all" in said
 
 
+def test_a_plan_is_for_rounds_as_long_as_one_says(capsys):
+    def local(*more):
+        speeds = ["--speeds", "800,320", "--exchange-ms", "500", "--global-batch-size", "56"]
+        assert main(["plan", *speeds, "--json", *more]) == 0
+        ways = json.loads(capsys.readouterr().out)["forecasts"]
+        return next(way["samples_per_s"] for way in ways if way["title"] == "best shares, local steps")
+
+    assert local("--round-steps", "2") < local() == local("--round-steps", "4"), "a merge takes longer than two steps"
+
+
 @pytest.mark.parametrize("arguments, code, words", [
     (["report", "missing"], 1, "HVD_HETERO_RUN"),
     (["report", "{run}", "--skip", "100"], 1, "of more than 100 steps"),
@@ -100,6 +110,7 @@ def test_a_plan_needs_no_run_where_speeds_are_told(capsys):
     (["plan", "--speeds", "800,320"], 2, "--speeds: expected --global-batch-size N with it"),
     (["plan", "--speeds", "800,320", "--global-batch-size", "0"], 1, "--global-batch-size: expected 1 or more"),
     (["plan", "--speeds", "8,3", "--global-batch-size", "1"], 1, "--global-batch-size or --max-share"),
+    (["plan", "--speeds", "8,3", "--round-steps", "0", "--global-batch-size", "8"], 1, "--round-steps: expected 1"),
     (["plan", "--speeds", "8,3", "--exchange-ms", "-1", "--global-batch-size", "8"], 1, "--exchange-ms: expected 0"),
 ])  # fmt: skip
 def test_what_cannot_be_read_or_written_is_told(tmp_path, capsys, arguments, code, words):

@@ -20,6 +20,7 @@ from hvd_hetero.policy.forecast import Forecast, advice, forecasts
 from hvd_hetero.policy.jitter import Jitter, synchronous_step_s
 from hvd_hetero.policy.partition import Bound, InfeasibleError
 from hvd_hetero.policy.speed import Observation, SpeedModel, fit
+from hvd_hetero.policy.staleness import ROUND_STEPS, ROUND_STEPS_OF_ADAM
 from hvd_hetero.trace.reader import RankRun, Run
 from hvd_hetero.trace.waiting import Timed, apart, timed
 
@@ -139,6 +140,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--exchange-ms", type=float, default=0.0, metavar="MS",
                         help="with --speeds: what the exchange of gradients adds to a step (default: %(default)g)")
     parser.add_argument("--global-batch-size", type=int, metavar="N", help="of the job (default: the run's)")
+    parser.add_argument("--round-steps", type=int, default=ROUND_STEPS, metavar="N",
+                        help="of the fastest rank between two merges, where ranks make steps apart (default: "
+                             f"%(default)s; hvd.LocalSGD's is {ROUND_STEPS_OF_ADAM} with Adam and its like)")
     parser.add_argument("--max-share", action="append", default=[], metavar="RANK:N",
                         help="the most samples that this rank's memory holds; may be given for several ranks")
     parser.add_argument("--json", nargs="?", const=TO_STDOUT, metavar="FILE",
@@ -161,9 +165,11 @@ def command(arguments: argparse.Namespace) -> int:
     whole = arguments.global_batch_size if arguments.global_batch_size is not None else sum(seen.shares)
     if whole < 1:
         raise CommandError(f"--global-batch-size: expected 1 or more. Received: {whole}.")
+    if arguments.round_steps < 1:
+        raise CommandError(f"--round-steps: expected 1 or more. Received: {arguments.round_steps}.")
     try:
         found = forecasts(seen.models, whole, bounds=_bounds(arguments.max_share, len(seen.ranks)),
-                          jitters=seen.jitters, exchange_s=seen.exchange_s)
+                          jitters=seen.jitters, exchange_s=seen.exchange_s, round_steps=arguments.round_steps)
     except InfeasibleError as error:
         raise CommandError(f"{error}\n  What to do: another --global-batch-size or --max-share.") from error
     write(as_dict(seen, found), arguments.json, otherwise=lambda: show(seen, found, arguments.run))

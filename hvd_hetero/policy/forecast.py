@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from .jitter import Jitter
 from .partition import Bound, InfeasibleError, equal_shares, split
 from .speed import SpeedModel
+from .staleness import ROUND_STEPS
 from .strategy import Prediction, predict_local, predict_synchronous
 
 
@@ -63,7 +64,7 @@ def forecasts(
     bounds: Sequence[Bound] | None = None,
     jitters: Sequence[Jitter] | None = None,
     exchange_s: float = 0.0,
-    round_steps: int = 4,
+    round_steps: int = ROUND_STEPS,
 ) -> list[Forecast]:
     """The ways there are, as far as the bounds allow them: equal shares, the best shares, nobody waiting for anybody,
     and the best shares without the slowest rank, the two slowest, and so on.
