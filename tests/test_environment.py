@@ -26,15 +26,18 @@ def test_the_cycle_is_long_where_that_harms_nothing(monkeypatch, elastic, repair
     assert os.environ.get("HOROVOD_CYCLE_TIME") == cycle_ms
 
 
-@pytest.mark.parametrize(("chosen", "repairs", "limit"), [
-    ({}, {"fusion_limit"}, "1048576"),
-    ({}, set(), None),
-    ({"HOROVOD_FUSION_LIMIT": "5"}, {"fusion_limit"}, "5"),
-    ({"HOROVOD_FUSION_THRESHOLD": "67108864"}, {"fusion_limit"}, None),
-    ({"HOROVOD_AUTOTUNE": "1"}, {"fusion_limit"}, None),
-    ({"HOROVOD_AUTOTUNE": "0"}, {"fusion_limit"}, "1048576"),
+@pytest.mark.parametrize(("chosen", "repairs", "limit", "fused"), [
+    ({}, {"fusion_limit"}, "1048576", 2**20),
+    ({}, set(), None, 2**27),
+    ({"HOROVOD_FUSION_LIMIT": "5"}, {"fusion_limit"}, "5", 5),
+    ({"HOROVOD_FUSION_LIMIT": "5"}, set(), "5", 2**27),  # a Horovod without it does not ask
+    ({"HOROVOD_FUSION_LIMIT": "none"}, {"fusion_limit"}, "none", 2**27),
+    ({"HOROVOD_FUSION_LIMIT": "5", "HOROVOD_FUSION_THRESHOLD": "3"}, {"fusion_limit"}, "5", 3),
+    ({"HOROVOD_FUSION_THRESHOLD": "67108864"}, {"fusion_limit"}, None, 2**26),
+    ({"HOROVOD_AUTOTUNE": "1"}, {"fusion_limit"}, None, 2**27),
+    ({"HOROVOD_AUTOTUNE": "0"}, {"fusion_limit"}, "1048576", 2**20),
 ])  # fmt: skip
-def test_large_tensors_travel_by_themselves_unless_a_user_has_chosen(monkeypatch, chosen, repairs, limit):
+def test_large_tensors_travel_by_themselves_unless_a_user_has_chosen(monkeypatch, chosen, repairs, limit, fused):
     for name in ("HOROVOD_FUSION_LIMIT", "HOROVOD_FUSION_THRESHOLD", "HOROVOD_AUTOTUNE", "HOROVOD_CYCLE_TIME"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
@@ -42,4 +45,4 @@ def test_large_tensors_travel_by_themselves_unless_a_user_has_chosen(monkeypatch
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(environment, "repairs", lambda: frozenset(repairs))
     environment.prepare_init()
-    assert os.environ.get("HOROVOD_FUSION_LIMIT") == limit
+    assert os.environ.get("HOROVOD_FUSION_LIMIT") == limit and environment.fused_bytes() == fused

@@ -10,7 +10,7 @@ import pytest
 from hvd_hetero import __version__
 from hvd_hetero.engine import version
 from hvd_hetero.engine.local import World
-from hvd_hetero.engine.version import LOWEST, SUMS, check_lowest, check_versions, horovod_for, versions
+from hvd_hetero.engine.version import FUSED, LOWEST, SUMS, check_lowest, check_versions, horovod_for, versions
 
 SAME = {"hvd_hetero": "1.0", "torch": "2.0"}
 
@@ -31,14 +31,16 @@ def test_another_version_of_ours_is_an_error_on_all():
     }
 
 
-def test_ranks_that_sum_in_unlike_ways_are_an_error_on_all():
+@pytest.mark.parametrize(("what", "first", "second"), [(SUMS, "ring", "hierarchical"), (FUSED, "1048576", "134217728")])
+def test_ranks_that_sum_in_unlike_ways_are_an_error_on_all(what, first, second):
     found = World(2).run(
-        lambda engine: check_versions(engine, {**SAME, SUMS: ("ring", "hierarchical")[engine.rank]}), errors="return"
+        lambda engine: check_versions(engine, {**SAME, what: (first, second)[engine.rank]}), errors="return"
     )
     assert {str(error) for error in found} == {
-        "Gloo's all-reduce: expected one version on all ranks. Received: ring on rank 0, hierarchical on rank 1. Build "
-        "Horovod alike on all hosts, and set variables alike."
+        f"{what}: expected one version on all ranks. Received: {first} on rank 0, {second} on rank 1. Build Horovod "
+        "alike on all hosts, and set variables alike."
     }
+    assert what in versions("torch")
 
 
 def test_another_version_of_others_is_told_once(capsys):

@@ -19,6 +19,7 @@ BLOCKING_WAIT = "HOROVOD_BLOCKING_WAIT"
 CYCLE_TIME_MS = "HOROVOD_CYCLE_TIME"
 GLOO_ALLREDUCE = "HOROVOD_GLOO_ALLREDUCE"
 FUSION_LIMIT = "HOROVOD_FUSION_LIMIT"
+FUSION_THRESHOLD = "HOROVOD_FUSION_THRESHOLD"
 
 # Every cycle in which nothing is agreed costs each rank a small all-reduce. From 20 to 100 ms, Horovod's threads went
 # from 7.4 to 5.2 ms of CPU per step on a rank with 0.2 cores (ci/bench mixed); what is enqueued starts a cycle anyway.
@@ -27,6 +28,7 @@ EVENT_DRIVEN_CYCLE_MS = "100"
 # Bytes. What a step sends is in buckets already. Where the host runs ahead of a GPU they are all asked for at a time,
 # and fused they travel when the last is there: a step of ci/gpu mixed took 91 ms, and 61 without.
 FUSION_LIMIT_BYTES = str(2**20)
+FUSION_THRESHOLD_BYTES = 2**27  # Horovod's own
 
 
 @functools.cache  # every wait asks, and the answer is in a file
@@ -68,7 +70,7 @@ def prepare_init() -> None:
 
 def _fusion_is_chosen() -> bool:
     """Whether the user has said how much travels as one, or that Horovod find it out."""
-    return "HOROVOD_FUSION_THRESHOLD" in os.environ or os.environ.get("HOROVOD_AUTOTUNE", "0") not in ("", "0")
+    return FUSION_THRESHOLD in os.environ or os.environ.get("HOROVOD_AUTOTUNE", "0") not in ("", "0")
 
 
 def came_later() -> bool:
@@ -85,6 +87,21 @@ def under_mpi() -> bool:
 def gloo_allreduce() -> str:
     """How this rank's Gloo sums over all ranks: "ring", or the way that a repaired Horovod was told."""
     return os.environ.get(GLOO_ALLREDUCE, "ring") if "gloo_hierarchy" in repairs() else "ring"
+
+
+def fused_bytes() -> int:
+    """Up to how many bytes this rank's Horovod fuses what it sums, which each rank decides by itself."""
+    threshold = _leading_number(os.environ.get(FUSION_THRESHOLD), FUSION_THRESHOLD_BYTES)
+    limit = _leading_number(os.environ.get(FUSION_LIMIT), 0) if "fusion_limit" in repairs() else 0
+    return min(limit, threshold) if limit > 0 else threshold
+
+
+def _leading_number(text: str | None, default: int) -> int:
+    """What C's strtol makes of a variable."""
+    if text is None:
+        return default
+    found = re.match(r"\s*([+-]?\d+)", text)
+    return int(found[1]) if found else 0
 
 
 def waits_without_spinning() -> bool:

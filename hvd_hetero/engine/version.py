@@ -14,13 +14,15 @@ from typing import Any
 
 from hvd_hetero import __version__
 
-from .environment import gloo_allreduce, repairs
+from .environment import fused_bytes, gloo_allreduce, repairs
 from .port import Engine, gather_text
 
 PACKAGES = ("horovod", "numpy")  # and the framework
 SUMS = "Gloo's all-reduce"
+FUSED = "Bytes that travel as one"
+_BUILT = "Build Horovod alike on all hosts, and set variables alike."
 # What all ranks must have the same: ranks that differ exchange unlike messages, or wait for unlike ones.
-VITAL = {"hvd_hetero": "Install the same on all.", SUMS: "Build Horovod alike on all hosts, and set variables alike."}
+VITAL = {"hvd_hetero": "Install the same on all.", SUMS: _BUILT, FUSED: _BUILT}
 # On which the tests pass; setup.py says the same.
 LOWEST = {"torch": (2, 4), "keras": (3, 10), "tensorflow-cpu": (2, 18), "tensorflow": (2, 18)}
 
@@ -77,6 +79,7 @@ def versions(framework: str) -> dict[str, str]:
     digest = hashlib.sha256("\n".join(edits).encode()).hexdigest()[:8]
     found["Horovod's repairs"] = f"{len(edits)} ({digest})" if edits else "none"
     found[SUMS] = gloo_allreduce()
+    found[FUSED] = str(fused_bytes())
     return found
 
 
