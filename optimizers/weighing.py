@@ -60,6 +60,7 @@ class Weighing:
         self.number, self._attached = balancer.exchanges.attach(attached), attached
         self.noise = GradientNoise()
         self.begun = 0  # global batches since the last exchange, the same on all ranks
+        self._left_out = False  # whether the present one is not among them
         self._generation = 0
         self.keeping = balancer.keepers.take(kind)
         self.keeping.keeps = ways.keeps
@@ -96,14 +97,22 @@ class Weighing:
     def begin(self) -> None:
         """A global batch begins."""
         self.begun += 1
+        self._left_out = False
+
+    def take_up(self) -> None:
+        """The present batch has a pass, hence counts, also where it was left out before."""
+        self.begun += self._left_out
+        self._left_out = False
 
     def forget(self, *, present: bool) -> None:
         """The batches before the present one are not to count, nor is that one where it is meant as well."""
         self.begun = min(self.begun, 0 if present else 1)
+        self._left_out = present
 
     def end(self) -> None:
         """An exchange is over."""
         self.begun = 0
+        self._left_out = False
 
     @property
     def complete(self) -> bool:

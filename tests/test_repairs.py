@@ -55,8 +55,8 @@ def _is_worker(pid: int) -> bool:
         return False
 
 
-def _launch(mode: str, folder: Path, ranks: int, **variables: str) -> Launch:
-    command = [HOROVODRUN, "--gloo", "-np", str(ranks), "-H", f"localhost:{ranks}"]
+def _launch(mode: str, folder: Path, ranks: int, hosts: str = "", **variables: str) -> Launch:
+    command = [HOROVODRUN, "--gloo", "-np", str(ranks), "-H", hosts or f"localhost:{ranks}"]
     command += [sys.executable, WORKER, mode, folder]
     env = {n: v for n, v in os.environ.items() if not n.startswith("HOROVOD_")}
     env.update({"OMP_NUM_THREADS": "1", "HOROVOD_GLOO_TIMEOUT_SECONDS": "20", **variables})
@@ -255,6 +255,13 @@ def test_small_sums_leave_the_send_buffers_alone(hierarchy: Launch) -> None:
     least = int(Path("/proc/sys/net/ipv4/tcp_wmem").read_text().split()[1])  # what the kernel begins with
     for seen in hierarchy.ranks.values():
         assert seen["least_send_buffer"] >= least, seen
+
+
+@needs("cross_scope")
+def test_a_process_set_may_have_some_of_a_nodes_ranks(tmp_path: Path) -> None:
+    launch = _launch("uneven_set", tmp_path, 4, "localhost:2,127.0.0.1:2", HOROVOD_GLOO_TIMEOUT_SECONDS="8")
+    ended_well(launch, 4)
+    assert [launch.ranks[rank]["total"] for rank in range(4)] == [3.0, 3.0, 0.0, 3.0]
 
 
 @needs("peer_death_with_process_sets")

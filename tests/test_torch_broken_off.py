@@ -31,6 +31,18 @@ class Failing(torch.autograd.Function):
         raise ValueError("it does not fit")
 
 
+def _fail_once() -> Any:
+    """A hook that raises when it is called first."""
+    calls: list[Any] = []
+
+    def hook(gradient: Any) -> None:
+        calls.append(gradient)
+        if len(calls) == 1:
+            raise ValueError("it does not fit")
+
+    return hook
+
+
 def _train(engine: Any, *, fails: tuple[int, ...], bucket_bytes: int | None, told: bool) -> list[torch.Tensor]:
     model = copy.deepcopy(MODEL)
     balancer = hvd.Balancer(4, engine=engine, adaptive=False) if told else EqualWeights(engine)
@@ -127,6 +139,69 @@ def test_a_pass_that_all_ranks_break_off_one_of_them_without_a_sample() -> None:
     wanted = World(2).run(lambda engine: program(engine, (0, 2)), timeout_s=20)
     for ours, theirs in zip(found, wanted, strict=True):
         assert all(map(torch.equal, ours, theirs))
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_a_last_pass_that_all_ranks_break_off_one_of_them_without_a_sample(sparse: bool) -> None:
+    """That rank waits with what an earlier pass has left, and still knows what the others have sent."""
+
+    def program(engine: Any, steps: tuple[int, ...]) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        table = nn.EmbeddingBag(5, 4, sparse=sparse, mode="sum").double()
+        model = nn.ModuleList([table, *copy.deepcopy(MODEL)])
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), bucket_bytes=10_000 if sparse else 64,
+            balancer=hvd.Balancer(4, engine=engine, min_share=0, adaptive=False), backward_passes_per_step=2,
+        )  # fmt: skip
+        for step in steps:
+            optimizer.zero_grad()
+            with contextlib.suppress(ValueError):
+                for part in range(2):
+                    fails = (step, part) == (1, 1)
+                    rows = 0 if fails and engine.rank == 1 else 2
+                    optimizer._balancer.begin(rows)
+                    looked_up = table(torch.full((rows, 2), step))  # its gradient comes last
+                    hidden = model[1](torch.full((rows, 4), 0.1 * step + part).double() + looked_up)
+                    if fails and sparse:
+                        table.weight.register_post_accumulate_grad_hook(_fail_once())
+                    elif fails:
+                        hidden = Failing.apply(hidden)
+                    model[3](model[2](hidden)).square().sum().backward()
+                optimizer.step()
+        return [parameter.detach() for parameter in model.parameters()]
+
+    found = World(2).run(lambda engine: program(engine, (0, 1, 2)), timeout_s=20)
+    wanted = World(2).run(lambda engine: program(engine, (0, 2)), timeout_s=20)
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert all(map(torch.equal, ours, theirs))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_batch_may_be_tried_again(fails: bool) -> None:
+    """In a pass that others follow; `zero_grad()` says that what it has left does not count."""
+
+    def program(engine: Any) -> float:
+        weight = nn.Parameter(torch.zeros(1).double())
+        balancer = hvd.Balancer(4, engine=engine, shares=(3, 1), adaptive=False)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD([weight], lr=1.0), balancer=balancer, backward_passes_per_step=2
+        )
+        for _ in range(3):
+            optimizer.zero_grad()
+            for part in range(2):
+                balancer.begin(balancer.share)
+                if part == 0:
+                    with contextlib.suppress(ValueError):
+                        hook = weight.register_post_accumulate_grad_hook(_fail_once()) if fails else None
+                        weight.sum().backward()
+                    if hook is not None:
+                        hook.remove()
+                    optimizer.zero_grad()
+                weight.sum().backward()
+            optimizer.step()
+        return float(weight.detach())
+
+    assert World(2).run(program, timeout_s=20) == [-6.0, -6.0]
 
 
 @pytest.mark.parametrize("name", ["int8", "topk"])

@@ -28,6 +28,8 @@ WITHOUT = {
     "recovery, no reports",
     "fresh_settings": "with HOROVOD_CYCLE_TIME, HOROVOD_FUSION_THRESHOLD or HOROVOD_AUTOTUNE set, ranks that join an "
     "elastic job sum other tensors than those that stay: wrong sums, the end of a process, or a job that stands still",
+    "cross_scope": "process sets that have some of a node's ranks, and elastic jobs that lost a node's first one, may "
+    "never come together",
     "failed_init": "one more death while an elastic job recovers from another ends the whole job",
     "connect_timeout": "where a rank is lost while ranks of an elastic job come together, others wait for it for 150 s",
     "failure_disconnects": "ranks on other nodes hear of a death only after Gloo's time-out, 30 s",

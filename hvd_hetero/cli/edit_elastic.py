@@ -181,4 +181,15 @@ EDITS: Final = (
   void Enable() {
 """,
     ),
+    Edit(
+        name="cross_scope",
+        reason="ranks of one place on several nodes look for each other under their place among their node's ranks in "
+        "the process set, in the order of ranks. Of nodes of two, that of rank 3 in the set of 0, 1 and 3 is the "
+        "first, and that of rank 1, which it is to meet, the second: hvd.init() fails. So it does in an elastic job "
+        "where the rank 0 that goes on is the second of its node. Now they go by the first rank of those that meet",
+        file="horovod/common/gloo/gloo_context.cc",
+        find="                               std::to_string(local_rank) + process_set_suffix,\n",
+        replace="                               std::to_string(global_context_cross_ranks[0]) +\n"
+        "                               process_set_suffix,\n",
+    ),
 )

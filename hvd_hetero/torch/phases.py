@@ -63,7 +63,7 @@ class StepPhases:
         self._balancer = weighing.balancer
         self._layouts, self._apart, self._ended = layouts, apart, ended
         self._phase = Phase.BETWEEN
-        self._taker: ReducedStep | None = None  # of the gradients of the backward pass under way
+        self._taker: Callable[[torch.nn.Parameter], None] | None = None  # of the backward pass's gradients
         self._passed = -1  # the part of a batch that the last backward pass was over: see `Balancer.part`
         self._last = False  # whether the exchange follows the backward pass that has ended
         self.terms = 0.0
@@ -158,6 +158,7 @@ class StepPhases:
     def _begin_pass(self) -> None:
         """At the first gradient of a backward pass."""
         self._balancer.begin_unseen()
+        self._weighing.take_up()
         terms = self._balancer.count_now
         if terms is None:
             raise RuntimeError(
@@ -170,8 +171,11 @@ class StepPhases:
         self._phase = Phase.LAST_PASS if last else Phase.PASS
         self._passes.begin(terms, earlier=self._balancer.batch_terms - terms, loop=self._balancer.loop)
         self._passed = self._balancer.passed = self._balancer.part
-        # Without a term in an earlier pass either, zeros are sent: like the others, also of a pass that all break off.
-        self._taker = self._step if last and (terms or not self._passes.terms) and not self._apart() else None
+        self._taker = None
+        if last and not self._apart():
+            # Without a term in an earlier pass either, zeros are sent: like the others, also of a pass that all break
+            # off. With some, what was added up has to wait for the end.
+            self._taker = self._step.take if terms or not self._passes.terms else self._step.watch
 
     @torch.compiler.disable  # these four run within backward(), which may be within what a script compiles
     def before_gradient(self, gradients: Any) -> None:
@@ -188,7 +192,7 @@ class StepPhases:
         if self._phase not in _IN_PASS:
             self._begin_pass()
         if self._taker is not None:
-            self._taker.take(parameter)
+            self._taker(parameter)
 
     @torch.compiler.disable
     def end_pass(self, *, sends: bool) -> None:

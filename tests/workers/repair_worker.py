@@ -280,6 +280,17 @@ def hierarchy(_folder: Path) -> dict[str, Any]:
     return {"wrong": wrong, "extremes": extremes, "least_send_buffer": least}
 
 
+def uneven_set(_folder: Path) -> dict[str, Any]:
+    """Two nodes of two ranks, and a process set of both of one and the second of the other."""
+    some = hvd.ProcessSet([0, 1, 3])
+    hvd.init(process_sets=[some])
+    total = torch.zeros(1)
+    if some.included():
+        total = hvd.allreduce(torch.ones(1), op=hvd.Sum, name="some", process_set=some)
+    hvd.barrier()
+    return {"total": float(total)}
+
+
 def peer_death(folder: Path) -> dict[str, Any]:
     """Three ranks with process sets; the last one dies. Its parent stays, so that horovodrun lets the others go on."""
     last = int(os.environ["HOROVOD_SIZE"]) - 1
@@ -401,6 +412,7 @@ def main() -> None:
     result = {
         "plain": plain,
         "speed": speed,
+        "uneven_set": uneven_set,
         "peer_death": peer_death,
         "bad_algorithm": bad_algorithm,
         "disconnect": disconnect,
