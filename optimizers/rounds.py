@@ -327,6 +327,7 @@ class Rounds:
         for fragment, saved in zip(self.fragments, state["outer"], strict=True):
             self.rule.outer.check_state(saved)
             fragment.outer_state = arrays_like(fragment.lanes[0].buffer, saved)
+            fragment.work = Work()  # what is owed is of what was done since
         self.merges = int(state["merges"])
         self.lengths.resume(int(state["round_steps"]))
 
