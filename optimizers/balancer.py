@@ -108,6 +108,7 @@ class Balancer:
         self.part_terms = 0.0  # its loss terms
         self.loop = 0  # number of the last loop over parts of a batch
         self.passed = -1  # that of the last backward pass, of whichever optimizer
+        self.backward_passes = 0  # so far, one for each optimizer that a pass has gradients for
         self.exchanges = Exchanges(self.begin_unseen)
         self.keepers = Places(lambda: Keeping(sayings={"samples": self.timesheet}))  # of optimizers and tapes
         self.sums = Places(PartialSums)  # of those that add up batches

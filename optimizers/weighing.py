@@ -60,7 +60,8 @@ class Weighing:
         self.number, self._attached = balancer.exchanges.attach(attached), attached
         self.noise = GradientNoise()
         self.begun = 0  # global batches since the last exchange, the same on all ranks
-        self._left_out = False  # whether the present one is not among them
+        self._left_out: int | None = None  # the present one, once so many backward passes had been made
+        self._over = False  # whether the present one went with an exchange
         self._generation = 0
         self.keeping = balancer.keepers.take(kind)
         self.keeping.keeps = ways.keeps
@@ -97,22 +98,24 @@ class Weighing:
     def begin(self) -> None:
         """A global batch begins."""
         self.begun += 1
-        self._left_out = False
+        self._left_out, self._over = None, False
 
     def take_up(self) -> None:
-        """The present batch has a pass, hence counts, also where it was left out before."""
-        self.begun += self._left_out
-        self._left_out = False
+        """Counts the present batch after all where it was left out and has had another pass since, with gradients of
+        whichever optimizer: which parameters a pass has some for depends on samples."""
+        if self._left_out is not None and self.balancer.backward_passes > self._left_out:
+            self.begun += 1
+            self._left_out = None
 
     def forget(self, *, present: bool) -> None:
         """The batches before the present one are not to count, nor is that one where it is meant as well."""
         self.begun = min(self.begun, 0 if present else 1)
-        self._left_out = present
+        self._left_out = self.balancer.backward_passes if present and not self._over else None
 
     def end(self) -> None:
         """An exchange is over."""
         self.begun = 0
-        self._left_out = False
+        self._left_out, self._over = None, True
 
     @property
     def complete(self) -> bool:

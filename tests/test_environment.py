@@ -36,8 +36,10 @@ def test_the_cycle_is_long_where_that_harms_nothing(monkeypatch, elastic, repair
     ({"HOROVOD_FUSION_THRESHOLD": "67108864"}, {"fusion_limit"}, None, 2**26),
     ({"HOROVOD_AUTOTUNE": "1"}, {"fusion_limit"}, None, 2**27),
     ({"HOROVOD_AUTOTUNE": "0"}, {"fusion_limit"}, "1048576", 2**20),
+    ({"HOROVOD_AUTOTUNE": "false"}, {"fusion_limit"}, "1048576", 2**20),
 ])  # fmt: skip
 def test_large_tensors_travel_by_themselves_unless_a_user_has_chosen(monkeypatch, chosen, repairs, limit, fused):
+    monkeypatch.setattr(environment, "installed_build", lambda: {"edits": [], "gpu": {"cuda": None, "nccl": False}})
     for name in ("HOROVOD_FUSION_LIMIT", "HOROVOD_FUSION_THRESHOLD", "HOROVOD_AUTOTUNE", "HOROVOD_CYCLE_TIME"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
@@ -46,3 +48,13 @@ def test_large_tensors_travel_by_themselves_unless_a_user_has_chosen(monkeypatch
     monkeypatch.setattr(environment, "repairs", lambda: frozenset(repairs))
     environment.prepare_init()
     assert os.environ.get("HOROVOD_FUSION_LIMIT") == limit and environment.fused_bytes() == fused
+
+
+def test_nccl_fuses_as_much_as_ever(monkeypatch):
+    monkeypatch.setenv("HOROVOD_FUSION_LIMIT", "")
+    monkeypatch.delenv("HOROVOD_FUSION_LIMIT")
+    monkeypatch.setenv("HOROVOD_CYCLE_TIME", "5")
+    monkeypatch.setattr(environment, "repairs", lambda: frozenset({"fusion_limit"}))
+    monkeypatch.setattr(environment, "installed_build", lambda: {"edits": [], "gpu": {"cuda": "13.0", "nccl": True}})
+    environment.prepare_init()
+    assert "HOROVOD_FUSION_LIMIT" not in os.environ

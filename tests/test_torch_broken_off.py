@@ -204,6 +204,31 @@ def test_a_batch_may_be_tried_again(fails: bool) -> None:
     assert World(2).run(program, timeout_s=20) == [-6.0, -6.0]
 
 
+def test_a_batch_that_is_tried_again_counts_also_where_no_sample_reaches_some_parameters() -> None:
+    def program(engine: Any) -> list[float]:
+        all_use, some_use = (nn.Parameter(torch.zeros(1).double()) for _ in range(2))
+        balancer = hvd.Balancer(4, engine=engine, shares=(3, 1), adaptive=False)
+        optimizers = [
+            hvd.DistributedOptimizer(torch.optim.SGD([each], lr=1.0), balancer=balancer, backward_passes_per_step=2)
+            for each in (all_use, some_use)
+        ]
+        for _ in range(3):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            for part in range(2):
+                balancer.begin(balancer.share)
+                for again in (True, False) if part == 0 else (False,):
+                    (all_use + (some_use if engine.rank == 0 else 0.0)).sum().backward()
+                    if again:
+                        for optimizer in optimizers:
+                            optimizer.zero_grad()
+            for optimizer in optimizers:
+                optimizer.step()
+        return [float(all_use.detach()), float(some_use.detach())]
+
+    assert World(2).run(program, timeout_s=20) == [[-6.0, -4.5]] * 2  # the samples of rank 0 are three of four
+
+
 @pytest.mark.parametrize("name", ["int8", "topk"])
 def test_codecs_keep_nothing_of_a_pass_that_all_ranks_break_off(name: str) -> None:
     torch.manual_seed(0)

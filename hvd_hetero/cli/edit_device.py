@@ -8,6 +8,11 @@ from hvd_hetero.cli.edits import Edit
 
 _NAME = "copy_beside_backward"
 _FILE = "horovod/torch/mpi_ops_v2.cc"
+# Where an operation failed, nothing has been waited for.
+_COPY = """        if (status.ok()) {{
+          CopyToDevice(output, cpu_buffer, {divisor}, device);
+        }}
+"""
 
 EDITS: Final = (
     Edit(
@@ -21,12 +26,27 @@ EDITS: Final = (
         find="void DivideInPlace(::torch::Tensor& tensor, int divisor) {\n",
         replace="""void DivideInPlace(::torch::Tensor& tensor, int divisor);
 
+#if HAVE_GPU
+// For the background thread alone.
+c10::cuda::CUDAStream StreamAside(int device) {
+  static std::map<int, c10::cuda::CUDAStream> streams;
+  auto found = streams.find(device);
+  if (found == streams.end()) {
+    found = streams
+                .emplace(device, c10::cuda::getStreamFromPool(
+                                     /*isHighPriority=*/true, device))
+                .first;
+  }
+  return found->second;
+}
+#endif
+
 // Returns when the result of an operation in host memory is where it was asked for.
 void CopyToDevice(::torch::Tensor& output, const ::torch::Tensor& result,
                   int divisor, int device) {
   with_device device_guard(device);
 #if HAVE_GPU
-  auto aside = c10::cuda::getStreamFromPool(/*isHighPriority=*/true, device);
+  auto aside = StreamAside(device);
   c10::cuda::CUDAStreamGuard stream_guard(aside);
 #endif
   output.copy_(result);
@@ -47,7 +67,7 @@ void DivideInPlace(::torch::Tensor& tensor, int divisor) {
         needs=("torch",),
         file=_FILE,
         find="#include <c10/cuda/CUDAException.h>\n",
-        replace="#include <c10/cuda/CUDAException.h>\n#include <c10/cuda/CUDAGuard.h>\n",
+        replace="#include <c10/cuda/CUDAException.h>\n#include <c10/cuda/CUDAGuard.h>\n#include <map>\n",
     ),
     Edit(
         name=_NAME,
@@ -60,7 +80,7 @@ void DivideInPlace(::torch::Tensor& tensor, int divisor) {
           DivideInPlace(output, divisor);
         }
 """,
-        replace="        CopyToDevice(output, cpu_buffer, divisor, device);\n",
+        replace=_COPY.format(divisor="divisor"),
     ),
     Edit(
         name=_NAME,
@@ -74,7 +94,7 @@ void DivideInPlace(::torch::Tensor& tensor, int divisor) {
         with_device device_guard(device);
         output.copy_(cpu_buffer);
 """,
-        replace="        CopyToDevice(output, cpu_buffer, divisor, device);\n",
+        replace=_COPY.format(divisor="divisor"),
     ),
     Edit(
         name=_NAME,
@@ -85,8 +105,6 @@ void DivideInPlace(::torch::Tensor& tensor, int divisor) {
         output.copy_(cpu_buffer);
         handle_manager.MarkDone(handle, status);
 """,
-        replace="""        CopyToDevice(output, cpu_buffer, /*divisor=*/1, device);
-        handle_manager.MarkDone(handle, status);
-""",
+        replace=_COPY.format(divisor="/*divisor=*/1") + "        handle_manager.MarkDone(handle, status);\n",
     ),
 )

@@ -45,6 +45,7 @@ def engine_of(framework: str, process_set: Any = None) -> Engine:
 
 Methods = list[Callable[[], None]]
 
+_prepares: dict[str, bool] = {}  # by framework: whether the script left it to this package to initialise
 _again: dict[str, Callable[[], Methods]] = {}  # by framework: initialises as the script did
 
 
@@ -61,7 +62,8 @@ def _come_together(framework: str, *args: Any, **kwargs: Any) -> Methods:
     """`init`; returns what is to be rebuilt where ranks have become others."""
     binding = importlib.import_module(_class(framework).binding)
     prepare_wait()
-    if not binding.is_initialized():  # it reads its settings once: others would be taken for what it does
+    first = not binding.is_initialized()
+    if _prepares.setdefault(framework, first) and first:  # it keeps what it read first, also where ranks have changed
         prepare_init()
     _initialise(binding, *args, **kwargs)
     _again[framework] = functools.partial(_come_together, framework, *args, **kwargs)

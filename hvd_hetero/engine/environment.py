@@ -56,7 +56,7 @@ def prepare_init() -> None:
     """
     if "gloo_hierarchy" in repairs():
         os.environ.setdefault(GLOO_ALLREDUCE, "hierarchical")
-    if "fusion_limit" in repairs() and not _fusion_is_chosen():
+    if "fusion_limit" in repairs() and not (_fusion_is_chosen() or _sums_on_gpus()):
         os.environ.setdefault(FUSION_LIMIT, FUSION_LIMIT_BYTES)
     if under_mpi():
         return
@@ -68,9 +68,14 @@ def prepare_init() -> None:
     os.environ.setdefault(CYCLE_TIME_MS, EVENT_DRIVEN_CYCLE_MS if event_driven else "5")
 
 
+def _sums_on_gpus() -> bool:
+    """Whether the installed Horovod is built with NCCL: the host waits for no gradient there, and copies none."""
+    return bool(((installed_build() or {}).get("gpu") or {}).get("nccl"))
+
+
 def _fusion_is_chosen() -> bool:
     """Whether the user has said how much travels as one, or that Horovod find it out."""
-    return FUSION_THRESHOLD in os.environ or os.environ.get("HOROVOD_AUTOTUNE", "0") not in ("", "0")
+    return FUSION_THRESHOLD in os.environ or _leading_number(os.environ.get("HOROVOD_AUTOTUNE"), 0) > 0
 
 
 def came_later() -> bool:

@@ -81,21 +81,13 @@ class ReducedStep:
         self._pending = [len(members) for members in self.layout.members]  # gradients that are yet to come, by bucket
         self._ready: set[int] = set()  # whose gradients are taken, by id
         self._weight: float | None = None
-        self._awaited = list(self._pending)  # the same, of ranks with samples, where this one has none
-        self._watched: set[int] = set()
-        self._others_sent = False
+        self._watched: set[int] = set()  # whose gradients count on other ranks alone, by id
         self._sparse.clear()
 
     def watch(self, parameter: torch.nn.Parameter) -> None:
         """Notes that a gradient is ready that counts on other ranks alone, which send it now: all of them have to bring
         to its end what some have begun, where they break off a pass."""
-        if (key := id(parameter)) in self._watched:
-            return
-        self._watched.add(key)
-        index = self.layout.bucket_of.get(key)
-        if index is not None:
-            self._awaited[index] -= 1
-        self._others_sent |= index is None or (self._awaited[index] == 0 and index != self.layout.tail_in)
+        self._watched.add(id(parameter))
 
     def take(self, parameter: torch.nn.Parameter) -> None:
         """Notes that a gradient is ready, and sends its bucket when that was the last one. The bucket with the control
@@ -125,8 +117,15 @@ class ReducedStep:
 
     @property
     def sent(self) -> bool:
-        """Whether part of this step is with the other ranks."""
-        return bool(self._exchange.submitted) or self._sparse.submitted or self._others_sent
+        """Whether part of this step is with the other ranks, or what they have sent is with this one."""
+        return bool(self._exchange.submitted) or self._sparse.submitted or self._others_sent()
+
+    def _others_sent(self) -> bool:
+        """Whether ranks with samples have sent part of the gradients that this one has watched."""
+        if any(key not in self.layout.bucket_of for key in self._watched):  # sparse ones go one by one
+            return True
+        whole = [all(id(p) in self._watched for p in members) for members in self.layout.members]
+        return any(done for index, done in enumerate(whole) if index != self.layout.tail_in)
 
     def drop(self) -> None:
         """Forgets the gradients that were taken, where nothing is sent."""
