@@ -258,8 +258,10 @@ def test_small_sums_leave_the_send_buffers_alone(hierarchy: Launch) -> None:
 
 
 @needs("cross_scope")
-def test_a_process_set_may_have_some_of_a_nodes_ranks(tmp_path: Path) -> None:
-    launch = _launch("uneven_set", tmp_path, 4, "localhost:2,127.0.0.1:2", HOROVOD_GLOO_TIMEOUT_SECONDS="8")
+@pytest.mark.parametrize("algorithm", ["ring", "hierarchical"])
+def test_a_process_set_may_have_some_of_a_nodes_ranks(tmp_path: Path, algorithm: str) -> None:
+    settings = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "8", "HOROVOD_GLOO_ALLREDUCE": algorithm}
+    launch = _launch("uneven_set", tmp_path, 4, "localhost:2,127.0.0.1:2", **settings)
     ended_well(launch, 4)
     assert [launch.ranks[rank]["total"] for rank in range(4)] == [3.0, 3.0, 0.0, 3.0]
 
