@@ -45,7 +45,7 @@ def engine_of(framework: str, process_set: Any = None) -> Engine:
 
 Methods = list[Callable[[], None]]
 
-_prepares: dict[str, bool] = {}  # by framework: whether the script left it to this package to initialise
+_prepares: dict[str, bool] = {}  # by framework: whether the script left it to this package
 _again: dict[str, Callable[[], Methods]] = {}  # by framework: initialises as the script did
 
 
@@ -62,8 +62,9 @@ def _come_together(framework: str, *args: Any, **kwargs: Any) -> Methods:
     """`init`; returns what is to be rebuilt where ranks have become others."""
     binding = importlib.import_module(_class(framework).binding)
     prepare_wait()
-    first = not binding.is_initialized()
-    if _prepares.setdefault(framework, first) and first:  # it keeps what it read first, also where ranks have changed
+    waits = not binding.is_initialized()
+    # Of its settings it reads some once in a process, also where ranks change: others would be taken for what it does.
+    if _prepares.setdefault(framework, waits) and waits:
         prepare_init()
     _initialise(binding, *args, **kwargs)
     _again[framework] = functools.partial(_come_together, framework, *args, **kwargs)
