@@ -59,7 +59,7 @@ class Weighing:
         self.scale, self._predivide = scale, predivide
         self.number, self._attached = balancer.exchanges.attach(attached), attached
         self.noise = GradientNoise()
-        self.begun = 0  # global batches since the last exchange, the same on all ranks
+        self._begun = 0  # see `begun`
         self._left_out: int | None = None  # the present one, once so many backward passes had been made
         self._over = False  # whether the present one went with an exchange
         self._generation = 0
@@ -98,14 +98,19 @@ class Weighing:
     def begin(self) -> None:
         """A global batch begins."""
         self.begun += 1
-        self._left_out, self._over = None, False
+        self._over = False
 
-    def take_up(self) -> None:
-        """Counts the present batch after all where it was left out and has had another pass since, with gradients of
-        whichever optimizer: which parameters a pass has some for depends on samples."""
-        if self._left_out is not None and self.balancer.backward_passes > self._left_out:
-            self.begun += 1
-            self._left_out = None
+    @property
+    def begun(self) -> int:
+        """Global batches since the last exchange, the same on all ranks. The present one is among them also where it
+        was left out and has had another pass since, with gradients of whichever optimizer: which parameters a pass has
+        some for depends on samples."""
+        again = self._left_out is not None and self.balancer.backward_passes > self._left_out
+        return self._begun + again
+
+    @begun.setter
+    def begun(self, number: int) -> None:
+        self._begun, self._left_out = number, None
 
     def forget(self, *, present: bool) -> None:
         """The batches before the present one are not to count, nor is that one where it is meant as well."""
@@ -115,7 +120,7 @@ class Weighing:
     def end(self) -> None:
         """An exchange is over."""
         self.begun = 0
-        self._left_out, self._over = None, True
+        self._over = True
 
     @property
     def complete(self) -> bool:

@@ -14,15 +14,17 @@ _COPY = """        if (status.ok()) {{
         }}
 """
 
+
+def _edit(*, reason: str, find: str, replace: str) -> Edit:
+    return Edit(name=_NAME, needs=("torch",), file=_FILE, reason=reason, find=find, replace=replace)
+
+
 EDITS: Final = (
-    Edit(
-        name=_NAME,
+    _edit(
         reason="without NCCL, the background thread copies each result to its GPU on the stream that the script "
         "computes on, hence behind all that is queued there: the rest of the backward pass. It waits for that, and "
         "begins no other operation meanwhile. The copy needs nothing of that stream: what it writes to was there "
         "before the operation was asked for, and the operation has waited for all that had been queued then",
-        needs=("torch",),
-        file=_FILE,
         find="void DivideInPlace(::torch::Tensor& tensor, int divisor) {\n",
         replace="""void DivideInPlace(::torch::Tensor& tensor, int divisor);
 
@@ -61,19 +63,13 @@ void CopyToDevice(::torch::Tensor& output, const ::torch::Tensor& result,
 void DivideInPlace(::torch::Tensor& tensor, int divisor) {
 """,
     ),
-    Edit(
-        name=_NAME,
+    _edit(
         reason="the guard that makes a stream the current one",
-        needs=("torch",),
-        file=_FILE,
         find="#include <c10/cuda/CUDAException.h>\n",
         replace="#include <c10/cuda/CUDAException.h>\n#include <c10/cuda/CUDAGuard.h>\n#include <map>\n",
     ),
-    Edit(
-        name=_NAME,
+    _edit(
         reason="an all-reduce's",
-        needs=("torch",),
-        file=_FILE,
         find="""        with_device device_guard(device);
         output.copy_(cpu_buffer);
         if (divisor > 1) {
@@ -82,11 +78,8 @@ void DivideInPlace(::torch::Tensor& tensor, int divisor) {
 """,
         replace=_COPY.format(divisor="divisor"),
     ),
-    Edit(
-        name=_NAME,
+    _edit(
         reason="a grouped all-reduce's, which was divided before it was there",
-        needs=("torch",),
-        file=_FILE,
         find="""        // Will execute in the `device` context.
         if (divisor > 1) {
           DivideInPlace(output, divisor);
@@ -96,11 +89,8 @@ void DivideInPlace(::torch::Tensor& tensor, int divisor) {
 """,
         replace=_COPY.format(divisor="divisor"),
     ),
-    Edit(
-        name=_NAME,
+    _edit(
         reason="a broadcast's",
-        needs=("torch",),
-        file=_FILE,
         find="""        with_device device_guard(device);
         output.copy_(cpu_buffer);
         handle_manager.MarkDone(handle, status);

@@ -143,8 +143,7 @@ def patience() -> Patience | None:
     Raises:
         ValueError: a time that is none, or below 0.
     """
-    digits = re.match(r"\s*\+?(\d+)", os.environ.get("HOROVOD_STALL_CHECK_DISABLE", ""))  # all that Horovod reads
-    if digits and int(digits[1]) > 0:
+    if _leading_number(os.environ.get("HOROVOD_STALL_CHECK_DISABLE"), 0) > 0:
         return None
     warn_s, bound_s = _seconds("HOROVOD_STALL_CHECK_TIME_SECONDS"), _seconds("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS")
     chosen = Patience(warn_s=warn_s or None)

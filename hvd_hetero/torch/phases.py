@@ -89,7 +89,6 @@ class StepPhases:
     def begin_batch(self) -> None:
         """A global batch begins."""
         self.break_off()
-        self._weighing.take_up()
         if self._passes_by and self._weighing.passes > 1:
             self._passes.pass_by(self._balancer.part_terms)
         self._passes.end_batch(counts=self._weighing.passes > 1, loop=self._balancer.loop)
@@ -98,7 +97,6 @@ class StepPhases:
     def begin_part(self) -> None:
         """A batch, or a part of one, begins."""
         self.break_off()
-        self._weighing.take_up()
         if not self._balancer.in_parts:  # what follows is another loss, as that of a GAN's other model
             self._passes.end_loss()
         elif self._passes_by:
@@ -162,7 +160,6 @@ class StepPhases:
         """At the first gradient of a backward pass."""
         self._balancer.begin_unseen()
         self._balancer.backward_passes += 1
-        self._weighing.take_up()
         terms = self._balancer.count_now
         if terms is None:
             raise RuntimeError(
@@ -225,7 +222,6 @@ class StepPhases:
         if self._phase is Phase.BROKEN_OFF:
             raise RuntimeError(BROKEN_OFF)
         self._passes.warn_of_changes()
-        self._weighing.take_up()
         if self._passes_by:
             self._passes.pass_by(self._balancer.part_terms)
         elif not self._passes.begun and (self._balancer.begin_unseen() or self._set_by_hand()):

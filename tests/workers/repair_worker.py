@@ -231,7 +231,7 @@ def fused(sizes: dict[str, int], folder: Path) -> list[str]:
     events = json.loads(timeline.read_text())
     names = {event["pid"]: event["args"].get("name") for event in events if event.get("name") == "process_name"}
     together = {names[event["pid"]] for event in events if event.get("name") == "MEMCPY_IN_FUSION_BUFFER"}
-    return [name for index, name in enumerate(sizes, 1) if f"grouped_allreduce.fused_{index}of4" in together]
+    return [name for index, name in enumerate(sizes, 1) if f"grouped_allreduce.fused_{index}of{len(sizes)}" in together]
 
 
 def in_order_of_nodes(parts: list[torch.Tensor], nodes: list[str]) -> torch.Tensor:
