@@ -149,11 +149,11 @@ def test_a_pass_that_all_ranks_break_off_one_of_them_without_a_sample() -> None:
 @pytest.mark.parametrize("sparse", [False, True])
 def test_a_last_pass_that_all_ranks_break_off_one_of_them_without_a_sample(sparse: bool) -> None:
     """That rank waits with what an earlier pass has left, and still knows what the others have sent."""
+    prototype = nn.ModuleList([nn.EmbeddingBag(5, 4, sparse=sparse, mode="sum").double(), *MODEL])
 
     def program(engine: Any, steps: tuple[int, ...]) -> list[torch.Tensor]:
-        torch.manual_seed(0)
-        table = nn.EmbeddingBag(5, 4, sparse=sparse, mode="sum").double()
-        model = nn.ModuleList([table, *copy.deepcopy(MODEL)])
+        model = copy.deepcopy(prototype)  # threads share torch's generator
+        table = model[0]
         optimizer = hvd.DistributedOptimizer(
             torch.optim.SGD(model.parameters(), lr=0.1), bucket_bytes=10_000 if sparse else 64,
             balancer=hvd.Balancer(4, engine=engine, min_share=0, adaptive=False), backward_passes_per_step=2,

@@ -235,10 +235,10 @@ def test_a_nan_on_one_rank_is_a_nan_on_all_and_the_counts_stand():
 def test_parameters_without_a_gradient_on_some_or_all_ranks():
     """As in Horovod: a parameter that no rank used gets a zero gradient; one that some used, the weighted mean."""
     torch.set_num_threads(1)
+    prototype = nn.ModuleDict({name: nn.Linear(2, 1) for name in ("used", "some", "never")}).double()
 
     def rank_program(engine):
-        torch.manual_seed(0)
-        model = nn.ModuleDict({"used": nn.Linear(2, 1), "some": nn.Linear(2, 1), "never": nn.Linear(2, 1)}).double()
+        model = copy.deepcopy(prototype)  # threads share torch's generator
         balancer = hvd.Balancer(4, engine=engine, shares=(3, 1))
         hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), balancer=balancer, bucket_bytes=20)
         balancer.begin(3 if engine.rank == 0 else 1)
