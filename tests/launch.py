@@ -21,15 +21,17 @@ class Launched:
 
 
 def elastic_hosts(folder: Path, ranks: int = 3) -> tuple[str, ...]:
-    """Options of an elastic job of two ranks on one host and the others on a second one, which soon comes back after it
-    was given up: with one slot, once there is a file `died` in the folder."""
+    """Options of an elastic job of two ranks on one host and the others, if any, on a second one, which soon comes back
+    after it was given up: with one slot, once there is a file `died` in the folder."""
     script = folder / "hosts.sh"
+    before = f"echo 127.0.0.1:{ranks - 2}" if ranks > 2 else ":"
     script.write_text(
         f"#!/bin/sh\necho localhost:2\n"
-        f"if [ -e {folder}/died ]; then echo 127.0.0.1:1; touch {folder}/told; else echo 127.0.0.1:{ranks - 2}; fi\n"
+        f"if [ -e {folder}/died ]; then echo 127.0.0.1:1; touch {folder}/told; else {before}; fi\n"
     )
     script.chmod(0o755)
-    return ("--min-np", "2", "--max-np", str(ranks), "--host-discovery-script", str(script), "--reset-limit", "5",
+    most = str(max(ranks, 3))
+    return ("--min-np", "2", "--max-np", most, "--host-discovery-script", str(script), "--reset-limit", "5",
             "--blacklist-cooldown-range", "1", "2", "--network-interfaces", "lo")  # fmt: skip
 
 
