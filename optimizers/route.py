@@ -8,7 +8,7 @@ from typing import Any
 from hvd_hetero.engine.hierarchy import ALGORITHMS, IN_PARTS, Levels, part_of
 from hvd_hetero.engine.port import Chain, Handle
 
-from .compressed import Exact, Reduction
+from .compressed import Exact, KeepsNothing, Reduction
 
 
 class Route:
@@ -31,6 +31,7 @@ class Route:
         self.local = local
         within = "" if local is None or algorithm == "flat" else f"{local.name} within, "
         self.title = f"{algorithm}, {within}{self.cross.name}{'' if algorithm == 'flat' else ' between'}"
+        self.keeps = not all(isinstance(level, KeepsNothing) for level in (self.cross, self.local or self.cross))
         self._new = self.state_dict()
 
     @property

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from hvd_hetero.codecs.verbs import verbs_of
 from hvd_hetero.engine.hierarchy import IN_PARTS, Levels
 from hvd_hetero.engine.port import Chain, Engine, Handle, Steps
 from hvd_hetero.policy.algorithm import Choice, choose, confirm, rivals
@@ -134,6 +135,7 @@ class Trial:
         self._times = np.zeros((rounds + 1, len(self._titles)))
         self._step = 0
         self._route = self._routes[self._titles[0]]
+        self._moved: Any = None  # what other routes kept back, until a sum has taken it along that counts
 
     @property
     def is_plain(self) -> bool:
@@ -158,8 +160,13 @@ class Trial:
     def _begin(self, title: str, array: Any, name: str) -> Handle:
         route = self._routes[title]
         if route is not self._route:
-            self._route.release_into(array)
+            if self._route.keeps:
+                moved = verbs_of(array).zeros([len(array)], array)
+                self.release_into(moved)
+                self._moved = moved
             self._route = route
+        if self._moved is not None:
+            array += self._moved
         return route.start(array, name=f"{name}.{self._titles.index(title)}")
 
     def _measure(self, turn: int, index: int, array: Any, name: str) -> Steps:
@@ -179,19 +186,41 @@ class Trial:
     def settle(self, finite: bool) -> None:
         """Ends a step; see `Reduction.settle`."""
         self._route.settle(finite)
+        if finite:
+            self._moved = None
 
     def release_into(self, array: Any) -> None:
-        """Adds what the route in use keeps back to `array`, and keeps it no longer."""
+        """Adds what is kept back to `array`, and keeps it no longer."""
         self._route.release_into(array)
+        if self._moved is not None:
+            array += self._moved
+            self._moved = None
 
     def kept_into(self, array: Any) -> None:
-        """Adds what the route in use keeps back to `array`, and keeps it."""
+        """Adds what is kept back to `array`, and keeps it."""
         self._route.kept_into(array)
+        if self._moved is not None:
+            array += self._moved
 
     def state_dict(self) -> dict[str, Any]:
-        """What the route in use keeps."""
-        return self._route.state_dict()
+        """What the route in use keeps, and how far the trial is."""
+        trial = {
+            "titles": self._titles, "step": self._step, "chosen": self._chosen, "times": self._times.tolist(),
+            **({} if self._moved is None else {"moved": self._moved}),
+        }  # fmt: skip
+        return {**self._route.state_dict(), "trial": trial}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from `state`, if it is that of the route in use."""
-        self._route.load_state_dict(state)
+        """Goes on from `state`: with the trial, where it is of the same routes; else with what is kept, where that is
+        of one of them."""
+        trial = state.get("trial", {})
+        times = np.array(trial.get("times", ()))
+        if trial.get("titles") == self._titles and times.shape == self._times.shape:
+            self._step, self._chosen, self._times = trial["step"], trial["chosen"], times
+        else:
+            self._step = 0
+        self._moved = trial.get("moved")
+        for route in self._routes.values():
+            route.load_state_dict(state)
+            if route.title == state["title"]:
+                self._route = route

@@ -261,40 +261,54 @@ class Ticking:
         return self.now
 
 
-def test_a_trial_finds_the_fastest_route_and_loses_nothing():
+@pytest.mark.parametrize("loaded", [False, True])
+@pytest.mark.parametrize("bad", [(), (1, 4, 18)])
+def test_a_trial_finds_the_fastest_route_and_loses_nothing(loaded, bad):
+    """Also where steps are not finite, and where others take over after each step what is saved."""
     steps, nodes = 30, ((0, 1), (2, 3))
 
     def program(engine):
         clock = Ticking({})
         told = []
-        routes = {
-            "slow": route_of(engine, nodes, "rails", CODECS["int8"]),
-            "fast": route_of(engine, nodes, "flat", CODECS["topk"]),
-        }
-        for title, seconds in (("slow", 2.0), ("fast", 1.0)):
-            start = routes[title].start
 
-            def slowed(array, *, name, start=start, seconds=seconds):
-                clock.now += seconds * (1 + engine.rank)  # other ranks wait longer: they came first
-                return start(array, name=name)
+        def make():
+            routes = {
+                "slow": route_of(engine, nodes, "rails", CODECS["int8"]),
+                "fast": route_of(engine, nodes, "flat", CODECS["topk"]),
+            }
+            for title, seconds in (("slow", 2.0), ("fast", 1.0)):
+                start = routes[title].start
 
-            routes[title].start = slowed
-        # The clock stands still while a route starts, so what passes is what the route says.
-        trial = Trial(routes, chosen="slow", size_bytes=LENGTH * 8, engine=engine, tell=told.append, clock=clock)
+                def slowed(array, *, name, start=start, seconds=seconds):
+                    clock.now += seconds * (1 + engine.rank)  # other ranks wait longer: they came first
+                    return start(array, name=name)
+
+                routes[title].start = slowed
+            # The clock stands still while a route starts, so what passes is what the route says.
+            return Trial(routes, chosen="slow", size_bytes=LENGTH * 8, engine=engine, tell=told.append, clock=clock)
+
+        trial = make()
         total = 0.0
         for step in range(steps):
-            total = total + np.array(trial.start(gradients(4, step)[engine.rank], name="x").wait())
-            trial.settle(True)
+            mine = gradients(4, step)[engine.rank]
+            if step in bad:
+                mine[7] = np.inf
+            found = np.array(trial.start(mine, name="x").wait())
+            trial.settle(step not in bad)
+            if step not in bad:
+                total = total + found
+            if loaded:
+                state, trial = trial.state_dict(), make()
+                trial.load_state_dict(state)
         kept = np.zeros(LENGTH)
-        for route in routes.values():
-            route.release_into(kept)
+        trial.kept_into(kept)
         return trial.title, [choice.route for choice in told], total, kept
 
     ended = World(4).run(program)
     assert {title for title, *_ in ended} == {"fast"}
     assert all(told == ["fast"] for _, told, _, _ in ended)
     assert len({total.tobytes() for _, _, total, _ in ended}) == 1
-    true = sum(sum(gradients(4, step)) for step in range(steps))
+    true = sum(sum(gradients(4, step)) for step in range(steps) if step not in bad)
     np.testing.assert_allclose(ended[0][2] + sum(kept for *_, kept in ended), true, rtol=0, atol=1e-4)
 
 
