@@ -44,6 +44,11 @@ class Terms:
     micro_caps: tuple[int | None, ...] = ()
     first_shares: tuple[int, ...] = ()
 
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():  # numbers of numpy's are no plain ones, as states hold
+            plain = tuple(map(_plain, value)) if isinstance(value, tuple) else _plain(value)
+            object.__setattr__(self, name, plain)
+
     @property
     def divided(self) -> tuple[int, ...]:
         """Ranks whose batch may come to be of several micro-batches."""
@@ -72,6 +77,10 @@ class Terms:
         if any(not isinstance(share, Integral) or not 0 <= share <= MOST for share in self.shares):
             return f"shares: expected integers from 0 to {MOST}. Received: {self.shares}."
         return None
+
+
+def _plain(value: Any) -> Any:
+    return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else value
 
 
 def agree(engine: Engine, mine: Terms, *, name: str) -> Terms:

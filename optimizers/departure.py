@@ -58,15 +58,17 @@ class Departure:
         self.failed, self.error = True, error or self.error
 
     def hear_failed(self, ranks: Sequence[int], step: int) -> None:
-        """Takes in that `ranks`, as Horovod numbers them, could not deliver batch `step`.
+        """Takes in that `ranks`, as Horovod numbers them, could not deliver batch `step`. All have heard it then: who
+        has caught what this raises, on all ranks, can train on.
 
         Raises:
             PeerError: unless this rank is one of them.
             Exception: what this rank failed with, if it was to be raised here.
         """
-        if self.error is not None:
-            raise self.error
-        if not self.failed:
+        (failed, self.failed), (error, self.error) = (self.failed, False), (self.error, None)
+        if error is not None:
+            raise error
+        if not failed:
             names = ", ".join(map(str, ranks))
             raise PeerError(
                 f"Expected every rank to deliver batch {step}. Received: rank {names} could not (its data loader "

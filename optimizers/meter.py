@@ -158,6 +158,11 @@ class ComputeMeter:
         segments, self._segments = self._segments, []
         return Taken(self._stopwatch, segments)
 
+    def forget(self) -> None:
+        """Forgets what was done since the last call of either."""
+        self.take()
+        self._computing_s = self._waiting_s = 0.0
+
     def take_extra_s(self, compute_s: float) -> float:
         """The seconds that what was done since the last call takes this rank's cores beyond `compute_s` of compute: for
         serving the communication, and because of a quota; 0 where compute does not run on them."""

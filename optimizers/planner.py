@@ -11,7 +11,7 @@ from hvd_hetero.policy.ladder import TRY_STEPS, trial
 from hvd_hetero.policy.partition import split
 from hvd_hetero.policy.regime import last_shift, latest_regime
 from hvd_hetero.policy.replan import Plan, ReplanRule, decide
-from hvd_hetero.policy.speed import Observation, SpeedModel, fit
+from hvd_hetero.policy.speed import Observation, SpeedModel, fit, passes_of
 
 from .agreement import Terms
 from .control import Announcement
@@ -86,9 +86,12 @@ class Planner:
         settled = step >= self._rule.warmup_steps and (step - self.plan_at(step).step >= SKIPPED or step < SKIPPED)
         if not settled:
             return
-        for window, number, seconds in zip(self._windows, samples, compute_s, strict=True):
+        for window, number, seconds, cap in zip(
+            self._windows, map(round, samples), compute_s, self._terms.micro_caps, strict=True
+        ):
             if number > 0 and seconds > 0:
-                window.append((step, Observation(samples=round(number), compute_s=seconds)))
+                passes = passes_of(number, cap)
+                window.append((step, Observation(samples=number, compute_s=seconds, passes=passes)))
 
     def accept(self, announced: Announcement, step: int, *, dealt_ahead: int = 0) -> Plan | None:
         """The plan that arrived with the gradient of batch `step`, unless it is known already.
@@ -183,7 +186,7 @@ class Planner:
                 return plan
         if self.selection is None:
             return None
-        choice = self.selection.look(step, current.strategy, models, recent, current.shares)
+        choice = self.selection.look(step, current.strategy, models, recent, current.shares, self._terms.micro_caps)
         if choice is None:
             return None
         return replace(
@@ -223,5 +226,6 @@ class Planner:
         if not self._terms.adaptive or min(map(len, self._windows)) < self._rule.minimum_observations:
             return Plan(version=version, step=step, shares=self._terms.first_shares, reason="other ranks than before")
         self.models = tuple(fit([seen for _, seen in window]) for window in self._comparable())
-        shares = split(self.models, self._terms.global_batch_size, self._terms.bounds)
+        terms = self._terms
+        shares = split(self.models, terms.global_batch_size, terms.bounds, micro_batch=terms.micro_caps)
         return Plan(version=version, step=step, shares=shares, reason="other ranks, all of known speed")

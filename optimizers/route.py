@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from hvd_hetero.engine.hierarchy import ALGORITHMS, IN_PARTS, Levels, part_of
 from hvd_hetero.engine.port import Chain, Handle
 
 from .compressed import Exact, KeepsNothing, Reduction
+from .recipe import Recipe, Shape
 
 
 class Route:
@@ -87,3 +88,25 @@ class Route:
         self.cross.load_state_dict(state["cross"])
         if self.local is not None:
             self.local.load_state_dict(state["local"])
+
+
+class Candidate(NamedTuple):
+    """What may be the way of a bucket: an algorithm, and codecs between nodes and within them."""
+
+    algorithm: str
+    cross: Recipe
+    local: Recipe
+
+    @property
+    def title(self) -> str:
+        """The same on all ranks."""
+        return f"{self.algorithm}, {self.cross}{f', {self.local} within' if self._has_local else ''}"
+
+    @property
+    def _has_local(self) -> bool:
+        return not (self.local.exact or self.algorithm == "flat")
+
+    def route(self, levels: Levels, shapes: Sequence[Shape]) -> Route:
+        """That of a bucket made of tensors of these shapes."""
+        local = self.local.reduction(shapes) if self._has_local else None
+        return Route(levels, self.algorithm, cross=self.cross.reduction(shapes), local=local)

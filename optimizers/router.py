@@ -15,11 +15,13 @@ from hvd_hetero.policy.algorithm import Choice, choose, confirm, rivals
 from hvd_hetero.policy.link import Link
 
 from .recipe import Recipe, Shape, Wire
-from .route import Route
+from .route import Candidate, Route
 from .timing import LARGE_BYTES, timed_curve
 from .weighted import Way
 
 ROUNDS = 8  # steps that each route of a trial gets, besides its first one, which is not counted
+
+EXACT = Recipe(name="none")
 
 Tell = Callable[[str, Choice], None]
 
@@ -50,40 +52,34 @@ class Router:
 
     def line(self, like: Any, *, lossy: bool) -> Link:
         """Time over size of the route that is fastest for large buckets of the type of `like`."""
-        lines = [self._time(like, *candidate) for candidate in self._candidates(lossy)]
+        lines = [self._time(like, candidate) for candidate in self._candidates(lossy)]
         return min(lines, key=lambda line: line.time_s(LARGE_BYTES))
 
-    def _candidates(self, lossy: bool) -> list[tuple[str, Recipe]]:
-        """Algorithms and codecs that may sum a bucket."""
+    def _candidates(self, lossy: bool) -> list[Candidate]:
+        """What may sum a bucket; `lossy`: through the codecs."""
+        local = self._wire.local if lossy else EXACT
         return [
-            (algorithm, recipe)
-            for recipe in (self._wire.recipes if lossy else (Recipe(name="none"),))
-            for algorithm in self._algorithms()
+            Candidate(algorithm, recipe, local)
+            for recipe in (self._wire.recipes if lossy else (EXACT,))
+            for algorithm in self._algorithms(local)
             if not (recipe.whole and algorithm in IN_PARTS)
         ]
 
     def way(self, name: str, array: Any, shapes: Sequence[Shape], *, lossy: bool) -> Way:
-        """The way of the bucket `array`, made of tensors of these shapes; `lossy`: through the codec."""
-        local = self._wire.local if lossy else Recipe(name="none")
-
-        def build(algorithm: str, recipe: Recipe) -> Route:
-            within = None if local.exact or algorithm == "flat" else local.reduction(shapes)
-            return Route(self._levels, algorithm, cross=recipe.reduction(shapes), local=within)
-
-        candidates = self._candidates(lossy)
+        """The way of the bucket `array`, made of tensors of these shapes; `lossy`: through the codecs."""
+        candidates = {candidate.title: candidate for candidate in self._candidates(lossy)}
         if len(candidates) == 1 and self._algorithm != "auto":
-            return build(*candidates[0])
-        routes = {self._title(*candidate): candidate for candidate in candidates}
-        timed = {title: self._time(array, *candidate) for title, candidate in routes.items()}
+            return next(iter(candidates.values())).route(self._levels, shapes)
+        timed = {title: self._time(array, candidate) for title, candidate in candidates.items()}
         size_bytes = len(array) * array.itemsize
-        choice = choose(size_bytes, timed, default=next(iter(routes)))
+        choice = choose(size_bytes, timed, default=next(iter(candidates)))
         self._tell(name, choice)
         near = rivals(size_bytes, timed, choice.route)
         # Steps of a warm-up say nothing of what follows: there the choice rests on the timing.
-        if len(near) == 1 or any(routes[title][1].gentle_steps for title in near):
-            return build(*routes[choice.route])
+        if len(near) == 1 or any(candidates[title].cross.gentle_steps for title in near):
+            return candidates[choice.route].route(self._levels, shapes)
         return Trial(
-            {title: build(*routes[title]) for title in near},
+            {title: candidates[title].route(self._levels, shapes) for title in near},
             chosen=choice.route,
             size_bytes=size_bytes,
             engine=self._levels.everyone,
@@ -91,23 +87,22 @@ class Router:
             clock=self._clock,
         )
 
-    def _algorithms(self) -> list[str]:
+    def _algorithms(self, local: Recipe) -> list[str]:
         """Those that this topology allows, "flat" first."""
         levels = self._levels
         if levels.nodes == 1 or self._algorithm == "flat":
             return ["flat"]
-        if self._algorithm == "auto":
-            return ["flat", *(["rails"] if levels.rails > 1 else []), *(["scatter"] if levels.even else []), "leader"]
-        return [self._algorithm]
+        if self._algorithm != "auto":
+            return [self._algorithm]
+        # What is reduced and scattered goes through no codec: with one it would be "rails" once more.
+        scatters = levels.even and local.exact
+        return ["flat", *(["rails"] if levels.rails > 1 else []), *(["scatter"] if scatters else []), "leader"]
 
-    def _title(self, algorithm: str, recipe: Recipe) -> str:
-        return f"{algorithm}, {recipe}"
-
-    def _time(self, like: Any, algorithm: str, recipe: Recipe) -> Link:
+    def _time(self, like: Any, candidate: Candidate) -> Link:
         """What this route takes for several sizes, the same on all ranks."""
-        key = (self._title(algorithm, recipe), str(like.dtype))
+        key = (candidate.title, str(like.dtype))
         if key not in self._timed:
-            self._timed[key] = timed_curve(self._levels, algorithm, recipe, like, clock=self._clock)
+            self._timed[key] = timed_curve(self._levels, candidate, like, clock=self._clock)
         return self._timed[key]
 
 

@@ -64,26 +64,31 @@ class Selection:
         return statistics.median(self._exchange_s) if self._exchange_s else 0.0
 
     def predict(
-        self, models: Sequence[SpeedModel], windows: Sequence[Sequence[Observation]], shares: Sequence[int]
+        self, models: Sequence[SpeedModel], windows: Sequence[Sequence[Observation]], shares: Sequence[int],
+        micro_batch: Sequence[int | None] | None = None,
     ) -> tuple[Prediction, Prediction]:
-        """What synchronous and local training should achieve with these shares."""
+        """What synchronous and local training should achieve with these shares, of which a pass of each rank holds
+        `micro_batch` samples at most."""
         jitters = self._steadiness.jitters(models, windows)
         return (
-            predict_synchronous(models, shares, jitters=jitters, exchange_s=self.exchange_s),
+            predict_synchronous(
+                models, shares, jitters=jitters, exchange_s=self.exchange_s, micro_batch=micro_batch
+            ),
             predict_local(
-                models, shares, round_steps=self._round_steps, merge_s=self.exchange_s, jitters=jitters
+                models, shares, round_steps=self._round_steps, merge_s=self.exchange_s, jitters=jitters,
+                micro_batch=micro_batch,
             ),
         )
 
     def look(
         self, step: int, current: str, models: Sequence[SpeedModel], windows: Sequence[Sequence[Observation]],
-        shares: Sequence[int],
+        shares: Sequence[int], micro_batch: Sequence[int | None] | None = None,
     ) -> Choice | None:
         """Another strategy that should hold from now on, and why; None where the current one should stay."""
         if step < self._next_look or (current == SYNCHRONOUS and len(self._exchange_s) < LEAST_EXCHANGES):
             return None
         self._next_look = step + EVERY
-        choice = choose(*self.predict(models, windows, shares), current=current, rule=self._rule)
+        choice = choose(*self.predict(models, windows, shares, micro_batch), current=current, rule=self._rule)
         if choice.strategy == current:
             return None
         self._next_look = step + self._hold_steps

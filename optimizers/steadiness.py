@@ -56,5 +56,5 @@ class Steadiness:
 
 def _variation(model: SpeedModel, window: Sequence[Observation]) -> float:
     """Standard deviation of a step's compute over what the model says, from the median so that stops do not count."""
-    ratios = np.array([seen.compute_s / model.time_s(seen.samples) for seen in window])
+    ratios = np.array([model.ratio(seen) for seen in window])
     return float(1.4826 * np.median(np.abs(ratios / np.median(ratios) - 1.0))) if len(ratios) else 0.0

@@ -58,6 +58,7 @@ class Timesheet:
     def restart(self) -> None:
         """Forgets what was done: it was for other ranks."""
         self.read()
+        self._meter.forget()
         self._pace = Pace()
         self._stops = StopMeter()
         self._samples = self._batches = 0
@@ -166,6 +167,7 @@ class Timesheet:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from `state`, of this rank of as many."""
         self.read()
+        self._meter.forget()
         self.known = (state["samples"], 0.0)
         self._samples, self._batches = state["begun"]
         self._discarded = self._batches > 0  # it is not known how long these took

@@ -12,8 +12,7 @@ from hvd_hetero.codecs.verbs import verbs_of
 from hvd_hetero.engine.hierarchy import Levels
 from hvd_hetero.policy.link import Curve, fit_curve
 
-from .recipe import Recipe
-from .route import Route
+from .route import Candidate
 
 SIZES_BYTES = (2**14, 2**18, 2**21)  # timed; what lies beyond follows the line through them
 # Timed as well where it promises to take no longer than this: on quick links, caches and codecs that work by the piece
@@ -26,16 +25,16 @@ QUICK_S, MOST_REPEATS = 0.05, 12
 UNSEEN = 2  # sums before those that count: names are negotiated at their first use, and memory is touched
 
 
-def timed_curve(levels: Levels, algorithm: str, recipe: Recipe, like: Any, *, clock: Callable[[], float]) -> Curve:
+def timed_curve(levels: Levels, candidate: Candidate, like: Any, *, clock: Callable[[], float]) -> Curve:
     """The times of sums of arrays of the type of `like`, the same on all ranks. A collective call.
 
     Sizes are timed in turn: what disturbs the machine for a moment would otherwise spoil one of them alone.
     """
-    sums = {size: _Sum(levels, algorithm, recipe, like, size, clock=clock) for size in SIZES_BYTES}
+    sums = {size: _Sum(levels, candidate, like, size, clock=clock) for size in SIZES_BYTES}
     taken = {size: one.times(REPEATS) for size, one in sums.items()}
     largest = SIZES_BYTES[-1]
     if taken[largest].max() * LARGE_BYTES <= LARGE_S * largest:
-        sums[LARGE_BYTES] = _Sum(levels, algorithm, recipe, like, LARGE_BYTES, clock=clock)
+        sums[LARGE_BYTES] = _Sum(levels, candidate, like, LARGE_BYTES, clock=clock)
         taken[LARGE_BYTES] = sums[LARGE_BYTES].times(REPEATS)
     wanted = {size: min(MOST_REPEATS, int(QUICK_S / float(np.median(times)))) for size, times in taken.items()}
     while more := [size for size, times in taken.items() if len(times) < wanted[size]]:
@@ -50,13 +49,14 @@ class _Sum:
     """A sum of so many bytes, as a bucket's is: over and over in the same memory."""
 
     def __init__(
-        self, levels: Levels, algorithm: str, recipe: Recipe, like: Any, size_bytes: int, *, clock: Callable[[], float]
+        self, levels: Levels, candidate: Candidate, like: Any, size_bytes: int, *, clock: Callable[[], float]
     ) -> None:
         self._engine, self._clock = levels.everyone, clock
         side = max(1, int((size_bytes / like.itemsize) ** 0.5))
         self._source = verbs_of(like).seeded([side * side], 0, like)
         self._array = verbs_of(like).copied(self._source)
-        self._route = Route(levels, algorithm, cross=replace(recipe, warmup_steps=0).reduction([(side, side)]))
+        warm = candidate._replace(cross=replace(candidate.cross, warmup_steps=0))
+        self._route = warm.route(levels, [(side, side)])
         self._name = f"{self._engine.unique('hvd_hetero.timing.')}.{size_bytes}"
         for _ in range(UNSEEN):
             self._seconds()

@@ -9,6 +9,7 @@ from simulated import Speed
 from hvd_hetero.engine.hierarchy import one_level
 from hvd_hetero.engine.local import World
 from hvd_hetero.optimizers import control
+from hvd_hetero.optimizers.attachment import PeerError
 from hvd_hetero.optimizers.balancer import Balancer
 from hvd_hetero.optimizers.dealer import Dealer, cut, proportional
 from hvd_hetero.optimizers.departure import Departure
@@ -192,3 +193,16 @@ def test_what_a_rank_fails_with_is_raised_on_it_however_often_it_says_so():
     departure.fail()
     with pytest.raises(OSError, match="no such file"):
         departure.hear_failed([1], step=3)
+    assert not departure.failed, "all have heard it"
+    departure.fail()
+    departure.hear_failed([1], step=4)
+    with pytest.raises(PeerError, match="rank 0"):  # another one
+        departure.hear_failed([0], step=5)
+
+
+def test_a_state_is_plain_numbers_whatever_numbers_it_was_made_of():
+    def program(engine):
+        balancer = Balancer(engine, global_batch_size=np.int64(12), shares=np.array([8, 4]), max_share=np.int32(8))
+        return json.loads(json.dumps(balancer.state_dict()))["planner"]["plans"][0]["shares"]
+
+    assert World(2).run(program) == [[8, 4]] * 2

@@ -28,6 +28,16 @@ def test_what_was_written_is_read(file):
     assert sorted(path.name for path in file.path.parent.iterdir()) == ["checkpoint", "checkpoint.previous"]
 
 
+def test_what_a_killed_process_has_left_goes_when_it_is_old(file):
+    file.write(b"first")
+    old, new = (file.path.with_name(f".checkpoint.{pid}.new") for pid in (1, 2))
+    for path in (old, new):
+        path.write_bytes(b"half")
+    os.utime(old, (0, 0))
+    file.write(b"second")
+    assert not old.exists() and new.exists() and file.read() == (b"second", "")
+
+
 def tear(path):
     path.write_bytes(path.read_bytes()[:-2])
 

@@ -145,6 +145,26 @@ def seen(first: int, *times: tuple[int, float]) -> list[tuple[int, Observation]]
     return list(enumerate(each, start=first))
 
 
+def test_other_ranks_than_before_get_shares_that_know_of_their_passes() -> None:
+    """What is known of them says that each pass of rank 0, of four samples, costs ten samples' time."""
+
+    def planner(*caps: int | None) -> Planner:
+        ranks = len(caps)
+        terms = Terms(
+            global_batch_size=60, min_share=1, max_share=None, quantum=1, max_micro_batch=None, shares=None,
+            adaptive=True, identities=tuple(range(ranks)), bounds=(Bound(lower=1),) * ranks,
+            first_shares=(60 // ranks,) * ranks, micro_caps=caps,
+        )  # fmt: skip
+        return Planner(terms, ReplanRule())
+
+    before, after = planner(4, None, None), planner(4, None)
+    for step in range(6, 18):
+        samples = (4, 20, 36) if step % 2 else (2, 22, 36)
+        before.observe(step, samples, [0.010 + 0.001 * samples[0], *(0.001 + 0.001 * b for b in samples[1:])])
+    after.load_state_dict(before.state_dict(), 20)
+    assert after.plans[-1].shares == (12, 48)
+
+
 def test_what_was_measured_counts_once_however_often_it_is_looked_at() -> None:
     # The machine became 5 % faster with a plan: two sizes close together show an overhead that is not there.
     window, past = seen(0, (28, 0.056), (34, 0.0646)), Past()

@@ -1,5 +1,6 @@
 """When a new plan pays: quickly from a wrong start, quickly after a change, and hardly ever otherwise."""
 
+import math
 import random
 from collections import deque
 from dataclasses import replace
@@ -124,6 +125,15 @@ def test_a_plan_moves_no_share_beyond_the_trust_region():
     assert decide(out, known(1.0, 1.0, 1.0, 1.0), step=30, global_batch_size=64).shares[0] >= 4
 
 
+def test_without_a_trust_region_a_plan_goes_as_far_as_it_pays():
+    bounds = [Bound(lower=1, quantum=q) for q in (1, 2, 1, 4)]
+    models = known(8.0, 8.0, 8.0, 1.0)
+    rule = ReplanRule(trust_region=math.inf)
+    found = decide(START, models, step=50, global_batch_size=64, bounds=bounds, rule=rule)
+    assert found.shares == split(models, 64, bounds) != decide(
+        START, models, step=50, global_batch_size=64, bounds=bounds).shares
+
+
 def test_a_move_that_turns_back_is_halved_unless_the_speed_changed():
     before, current = replace(START, shares=(8, 24, 16, 16)), replace(START, version=1, shares=(24, 8, 16, 16))
     models = known(1 / 12, 1 / 20, 1 / 16, 1 / 16)
@@ -153,6 +163,7 @@ def test_every_rank_decides_the_same():
     (lambda: Plan(version=0, step=0, shares=(1, -1), reason=""), "Received: \\(1, -1\\)"),
     (lambda: ReplanRule(minimum_gain=-0.1), "minimum_gain: expected 0 or more. Received: -0.1"),
     (lambda: ReplanRule(trust_region=1.0), "trust_region: .* Received: 1.0"),
+    (lambda: ReplanRule(minimum_observations=0), "minimum_observations: expected 1 or more. Received: 0"),
     (lambda: decide(START, known(1.0), step=9, global_batch_size=64), "the plan's 4 ranks. Received: 1"),
 ])
 def test_wrong_arguments_say_what_was_received(make, message):

@@ -330,6 +330,21 @@ def test_the_router_gives_every_rank_the_same_way():
     assert len(set(map(tuple, chosen))) == 1 and len(chosen[0]) == 2
 
 
+def test_a_codec_within_nodes_is_timed_and_leaves_out_what_has_no_place_for_it():
+    def program(engine):
+        names = []
+        levels = levels_of(engine, Topology(nodes=((0, 1), (2, 3))))
+        within = replace(levels, local=Watched(levels.local, lambda name, _: names.append(name)))
+        wire = Wire(cross=Recipe(name="int8"), local=Recipe(name="fp16"))
+        router = Router(within, algorithm="auto", wire=wire)
+        way = router.way("b", np.zeros(2**12), [(2**6, 2**6)], lossy=True)
+        way.start(np.ones(2**12), name="b").wait()
+        return [title.replace(str(wire.cross), "int8") for title, _ in router._timed], any(".half" in n for n in names)
+
+    titles = ["flat, int8", "rails, int8, fp16 within", "leader, int8, fp16 within"]
+    assert World(4).run(program) == [(titles, True)] * 4
+
+
 @pytest.mark.parametrize(("latency_s", "rate", "sizes"), [(8e-3, 12.5e6, 3), (1e-4, 1e9, 4)])
 def test_a_line_is_fitted_to_three_sizes_at_least(latency_s, rate, sizes):
     """Small sums that take long must not end the timing: a line through one size predicts nothing."""

@@ -187,6 +187,11 @@ def test_who_is_of_adams_kind():
         other.step()
         assert not has_second_moments(other) and not list(moments_of(other)), other
     assert not list(moments_of(None)), "an optimizer that is gone"
+    other = nn.Parameter(torch.randn(2))
+    both = torch.optim.Adam([{"params": parameters, "amsgrad": True}, {"params": [other]}], lr=0.1)
+    parameters[0].grad, other.grad = torch.ones(3), torch.ones(2)
+    both.step()
+    assert [each.second for each in moments_of(both)] == [both.state[other]["exp_avg_sq"]]
 
 
 # The strategy ---------------------------------------------------------------------------------------------------------

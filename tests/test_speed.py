@@ -5,7 +5,7 @@ import random
 import pytest
 
 from hvd_hetero.policy.regime import last_shift, latest_regime
-from hvd_hetero.policy.speed import Observation, SpeedModel, fit
+from hvd_hetero.policy.speed import Observation, SpeedModel, fit, passes_of
 
 
 def observe(rng, samples, count, *, overhead=0.0, each=1.0, noise=0.0, spikes=0.0):
@@ -32,6 +32,18 @@ def test_overhead_and_slope_come_out_as_put_in(overhead):
 def test_time_counts_an_overhead_per_micro_batch():
     model = SpeedModel(overhead_s=2.0, seconds_per_sample=1.0)
     assert [model.time_s(10, cap) for cap in (None, 10, 5, 4)] == [12.0, 12.0, 14.0, 16.0]
+
+
+@pytest.mark.parametrize("shares", [(5, 10, 20, 40), (4, 16), (8, 9), (9, 8)])
+def test_what_took_several_passes_shows_the_overhead_of_one(shares):
+    """Ten seconds a pass and one a sample, of which a pass holds eight; and a pass more is no change of speed."""
+    seen = [Observation(samples=b, compute_s=10.0 * passes_of(b, 8) + b, passes=passes_of(b, 8))
+            for b in shares for _ in range(12)]
+    assert latest_regime(seen) == seen and last_shift(windows([seen]), [0, 12]) == 0
+    model = fit(seen)
+    for b in (*shares, 13, 64):
+        assert model.time_s(b, 8) == pytest.approx(10.0 * passes_of(b, 8) + b, rel=0.06)
+    assert all(model.ratio(each) == pytest.approx(1.0, rel=0.06) for each in seen)
 
 
 def test_spikes_do_not_count():
@@ -162,6 +174,7 @@ def test_what_a_plan_does_to_speeds_counts_for_all_ranks(factor):
 @pytest.mark.parametrize(("make", "message"), [
     (lambda: Observation(samples=-1, compute_s=1.0), "samples: expected 0 or more.* Received: -1"),
     (lambda: Observation(samples=1, compute_s=float("nan")), "compute_s: .* Received: nan"),
+    (lambda: Observation(samples=1, compute_s=1.0, passes=0), "passes: expected 1 or more. Received: 0"),
     (lambda: SpeedModel(overhead_s=-1.0, seconds_per_sample=1.0), "overhead_s: .* Received: -1"),
     (lambda: SpeedModel(overhead_s=0.0, seconds_per_sample=0.0), "Bound\\(upper=0\\). Received: 0"),
     (lambda: latest_regime([], minimum=1), "Received: 1, 0.15"),

@@ -60,6 +60,18 @@ def test_who_ends_a_step_waits_for_none_but_the_one_before_it():
     assert len(watch.waits) == waits, "what the device has done is read at once"
 
 
+def test_a_step_that_broke_off_is_no_part_of_the_next_one():
+    for breaks_off in (Timesheet.restart, lambda timesheet: timesheet.load_state_dict(timesheet.state_dict())):
+        watch, heard = Late(), []
+        timesheet = Timesheet(watch)
+        timesheet.run()
+        watch.now_s += 5.0
+        timesheet.pause()
+        breaks_off(timesheet)
+        steps(watch, timesheet, [1.0], heard)
+        assert timesheet.reported == (4.0, 1.0)
+
+
 def test_what_was_not_read_is_neither_lost_nor_another_step_s():
     watch, heard = Late(), []
     timesheet = Timesheet(watch)

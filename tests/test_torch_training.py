@@ -307,11 +307,24 @@ def test_parameters_added_between_backward_and_step_are_told():
         (old(x) + new(x)).sum().backward()
         if how == "forgotten":
             new.zero_grad()
+        if how == "kept":
+            for _ in range(2):  # and then nothing of them is in the optimizer
+                with pytest.raises(RuntimeError, match="before backward.. or after step"):
+                    optimizer.add_param_group({"params": new.parameters()})
+            odd = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+            with pytest.raises(TypeError, match="real floating type"):
+                optimizer.add_param_group({"params": [odd]})
+            optimizer.step()
+            assert len(optimizer.param_groups) == 1
+            optimizer.zero_grad(), new.zero_grad()
         optimizer.add_param_group({"params": new.parameters()})
+        if how == "kept":
+            balancer.begin(3 if engine.rank == 0 else 1)
+            (old(x) + new(x)).sum().backward()
         optimizer.step()
+        return None if new.weight.grad is None else new.weight.grad.tolist()
 
-    with pytest.raises(RuntimeError, match="before backward.. or after step"):
-        World(2).run(lambda engine: program(engine, "kept"))
+    assert World(2).run(lambda engine: program(engine, "kept")) == [[[0.25, 0.25]]] * 2
     World(2).run(lambda engine: program(engine, "forgotten"))
 
 
@@ -332,6 +345,30 @@ def test_a_rank_whose_loader_raises_stops_all_ranks_with_the_cause():
     failed = next(rank for rank, error in enumerate(outcome) if isinstance(error, OSError))
     for error in outcome:
         assert isinstance(error, OSError) or (isinstance(error, PeerError) and f"rank {failed}" in str(error))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_ranks_that_have_all_caught_the_error_of_a_loader_train_on(workers):
+    """The batch that failed, the second, is left out on all ranks; a loop over the loader then begins anew."""
+    prototype, sound = make_model(), Data()
+
+    def program(engine):
+        model, data = copy.deepcopy(prototype), Data(fail_at=13)
+        balancer = hvd.Balancer(WHOLE, engine=engine, shares=SHARES, adaptive=False)
+        loader = hvd.BalancedDataLoader(data, balancer=balancer, shuffle=False, num_workers=workers)
+        optimizer = hvd.DistributedOptimizer(sgd(model), balancer=balancer)
+        with pytest.raises((OSError, PeerError)):
+            train(model, optimizer, loader, 1)
+        data.fail_at = None
+        return train(model, optimizer, loader, 2)
+
+    model = copy.deepcopy(prototype)
+    one = sgd(model)
+    batches = [(sound.x[i : i + WHOLE], sound.y[i : i + WHOLE], None) for i in range(0, LENGTH, WHOLE)]
+    train(model, one, batches[:1], 1)
+    expected = train(model, one, batches, 2)
+    for found in World(3).run(program, timeout_s=30):
+        assert max((p - q).abs().max().item() for p, q in zip(found, expected, strict=True)) <= 1e-12
 
 
 @pytest.mark.parametrize("strategy", ["synchronous", hvd.LocalSGD(round_steps=2, warmup_steps=2, bound_rounds=0)])

@@ -50,7 +50,7 @@ def speed_of(rank: RankRun, *, skip: int) -> tuple[SpeedModel, Jitter]:
                            "  What to do: train for longer, or take a smaller --skip.")
     older = seen[:-NEWEST]  # what was measured counts once: the newest are no prior of their own
     model = fit(seen[-NEWEST:], prior=fit(older) if older else None)
-    ratios = sorted(one.compute_s / model.time_s(one.samples) for one in seen[-NEWEST:])
+    ratios = sorted(model.ratio(one) for one in seen[-NEWEST:])
     tenth = len(ratios) // 10  # stops, and a first step, are no noise
     kept = ratios[tenth : len(ratios) - tenth]
     return model, Jitter(variation=statistics.pstdev(kept) / statistics.fmean(kept))

@@ -178,6 +178,7 @@ class Checkpoint:
             raise CheckpointError(said["error"])
         if not said["parts"]:
             return False
+        self._state.settle()
         shared = broadcast_bytes(engine, parts[0] if parts else b"", root=0, name="hvd_hetero.checkpoint.shared")
         self._load(self._state.load_shared_content, shared)
         if said["parts"] == 1 + engine.size:

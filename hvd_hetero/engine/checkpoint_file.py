@@ -8,13 +8,16 @@ says what the file is, how long, and its SHA-256, so a torn or foreign file is t
 from __future__ import annotations
 
 import contextlib
+import glob
 import hashlib
 import json
 import os
+import time
 from pathlib import Path
 
 KIND = "hvd_hetero checkpoint 1"
 LONGEST_LINE = 4096
+LEFT_S = 3600.0  # a file that nobody has written to for so long was left by a process that was killed
 
 
 class CheckpointError(RuntimeError):
@@ -32,6 +35,7 @@ class CheckpointFile:
         """Takes the place of what was there. Raises OSError, with nothing lost, where it cannot be written."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         new = self.path.with_name(f".{self.path.name}.{os.getpid()}.new")
+        self._clear()
         head = {"kind": KIND, "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
         try:
             with open(new, "wb") as file:
@@ -51,6 +55,13 @@ class CheckpointFile:
             os.fsync(folder)
         finally:
             os.close(folder)
+
+    def _clear(self) -> None:
+        """Removes what processes have left that were killed while they wrote."""
+        for left in self.path.parent.glob(f".{glob.escape(self.path.name)}.*.new"):
+            with contextlib.suppress(OSError):
+                if time.time() - left.stat().st_mtime > LEFT_S:
+                    left.unlink()
 
     def read(self) -> tuple[bytes | None, str]:
         """The content of the newest whole checkpoint, None where there is none; and what is wrong with a newer one.

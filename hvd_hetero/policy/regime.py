@@ -68,7 +68,7 @@ def _surely_changed(before: Sequence[Observation], after: Sequence[Observation],
     return _slowdown(b, middle(old), c, middle(new)) - 1.0 - _error_of_change(noise, old, new)
 
 
-def _slowdown(b: int, first: float, c: int, second: float) -> float:
+def _slowdown(b: float, first: float, c: float, second: float) -> float:
     """How many times as long the slower of two speeds takes at the least: per step *and* per sample; below 1: none."""
     if second < first:      # time runs backwards: a faster speed after is a slower one before
         b, first, c, second = c, second, b, first
@@ -82,29 +82,29 @@ def _error_of_change(noise: float, old: Sequence[float], new: Sequence[float]) -
 
 def _latest_change(seen: Sequence[Observation], minimum: int, tolerance: float) -> int:
     """The index of the first observation after the latest change of speed; 0 if there was none."""
-    steady = sorted(abs(p.compute_s - o.compute_s) / max(o.compute_s, SHORTEST_S)
-                    for o, p in zip(seen, seen[1:], strict=False) if o.samples == p.samples)
+    steady = sorted(abs(p.pass_s - o.pass_s) / max(o.pass_s, SHORTEST_S)
+                    for o, p in zip(seen, seen[1:], strict=False) if o.size == p.size)
     noise = max(1.4826 * middle(steady) / math.sqrt(2.0) if steady else 0.0, LEAST_NOISE)
     noise *= 1.0 + FEW / max(len(steady), 1)
     before, after = by_size(seen[:minimum]), by_size(seen[minimum:minimum + REACH])
-    last, best, size, clearest = 0, 0, 0, 0.0
+    last, best, size, clearest = 0, 0, 0.0, 0.0
     for at in range(minimum, len(seen) - minimum + 1):
         pairs = [(b, b) for b in after if b in before]
-        if seen[at - 1].samples != seen[at].samples:
-            pairs.append((seen[at - 1].samples, seen[at].samples))
+        if seen[at - 1].size != seen[at].size:
+            pairs.append((seen[at - 1].size, seen[at].size))
         for b, c in pairs:
             if min(len(before[b]), len(after[c])) < minimum:
                 continue
             clarity = _change(b, before[b], c, after[c], noise, tolerance)
             if clarity > 0.0 and (at > last + minimum or clarity >= clearest):
-                best, size, clearest = at, b if b == c else 0, clarity
+                best, size, clearest = at, b if b == c else 0.0, clarity
             last = at if clarity > 0.0 else last
         _move(before, seen, add=at, drop=at - REACH)
         _move(after, seen, add=at + REACH, drop=at)
     return _boundary(seen, best, size, minimum) if size else best
 
 
-def _change(b: int, old: Sequence[float], c: int, new: Sequence[float], noise: float, tolerance: float) -> float:
+def _change(b: float, old: Sequence[float], c: float, new: Sequence[float], noise: float, tolerance: float) -> float:
     """How many standard errors lie between the speeds before (size b) and after (size c); 0.0 if that is no change."""
     surely = _slowdown(b, middle(old), c, middle(new))
     if surely <= 1.0 + tolerance:
@@ -116,28 +116,28 @@ def _change(b: int, old: Sequence[float], c: int, new: Sequence[float], noise: f
     return (surely - 1.0) / error if surely > 1.0 + margin and quarter > 1.0 + 0.5 * margin else 0.0
 
 
-def _move(times: dict[int, list[float]], seen: Sequence[Observation], *, add: int, drop: int) -> None:
+def _move(times: dict[float, list[float]], seen: Sequence[Observation], *, add: int, drop: int) -> None:
     """None; slides a window of times by size one observation onwards."""
     if add < len(seen):
-        insort(times.setdefault(seen[add].samples, []), max(seen[add].compute_s, SHORTEST_S))
+        insort(times.setdefault(seen[add].size, []), max(seen[add].pass_s, SHORTEST_S))
     if drop >= 0:
-        of_size = times[seen[drop].samples]
-        del of_size[bisect_left(of_size, max(seen[drop].compute_s, SHORTEST_S))]
+        of_size = times[seen[drop].size]
+        del of_size[bisect_left(of_size, max(seen[drop].pass_s, SHORTEST_S))]
         if not of_size:
-            del times[seen[drop].samples]
+            del times[seen[drop].size]
 
 
-def _boundary(seen: Sequence[Observation], near: int, size: int, minimum: int) -> int:
+def _boundary(seen: Sequence[Observation], near: int, size: float, minimum: int) -> int:
     """The cut close to `near` that leaves the fewest observations of `size` on the wrong side of it."""
     first, stop = max(near - REACH, 0), min(near + REACH, len(seen))
     old = middle(by_size(seen[first:near])[size])
     new = middle(by_size(seen[near:stop])[size])
-    late = [(o.compute_s**2 > old * new) == (new > old) for o in seen[first:stop]]
-    wrong = sum(not is_late for is_late, o in zip(late, seen[first:stop], strict=True) if o.samples == size)
+    late = [(o.pass_s**2 > old * new) == (new > old) for o in seen[first:stop]]
+    wrong = sum(not is_late for is_late, o in zip(late, seen[first:stop], strict=True) if o.size == size)
     fewest, where = len(seen), near
     for at, is_late in enumerate(late, start=first):
         if fewest >= wrong and minimum <= at <= len(seen) - minimum:
             fewest, where = wrong, at
-        if seen[at].samples == size:
+        if seen[at].size == size:
             wrong += 1 if is_late else -1
     return where

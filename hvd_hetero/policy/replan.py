@@ -60,10 +60,11 @@ class ReplanRule:
         dead_band: no plan moves every share by less than this part of it.
         cooldown_steps, early_cooldown_steps: between two plans; the second while plans are few, and after a change of
             speed.
-        trust_region: a share grows in one plan by this factor at most, and shrinks by its square.
+        trust_region: a share grows in one plan by this factor at most, and shrinks by its square; `math.inf`: as far
+            as it pays.
 
     Raises:
-        ValueError: one of them is negative, or the trust region not above 1.
+        ValueError: one of them is negative, there need be no observations, or the trust region is not above 1.
     """
 
     warmup_steps: int = 3
@@ -75,10 +76,10 @@ class ReplanRule:
     trust_region: float = 2.0
 
     def __post_init__(self) -> None:
-        for name in ("warmup_steps", "minimum_observations", "minimum_gain", "dead_band", "cooldown_steps",
-                     "early_cooldown_steps"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name}: expected 0 or more. Received: {getattr(self, name)}.")
+        for name, least in (("warmup_steps", 0), ("minimum_observations", 1), ("minimum_gain", 0), ("dead_band", 0),
+                            ("cooldown_steps", 0), ("early_cooldown_steps", 0)):
+            if not getattr(self, name) >= least:
+                raise ValueError(f"{name}: expected {least} or more. Received: {getattr(self, name)}.")
         if not self.trust_region > 1.0:
             raise ValueError("trust_region: expected more than 1, the factor by which a share may grow. "
                              f"Received: {self.trust_region}.")
@@ -180,6 +181,6 @@ def _reachable(current: Plan, models: Sequence[SpeedModel], whole: int, limits: 
 def _narrowed(bound: Bound, lower: float, upper: float) -> Bound:
     """The bound within [lower, upper], where the rounding (outwards, to the quantum) leaves the bound room."""
     low = max(bound.lower, math.floor(lower / bound.quantum) * bound.quantum)
-    high = math.ceil(upper / bound.quantum) * bound.quantum
-    high = high if bound.upper is None else min(bound.upper, high)
-    return replace(bound, lower=low, upper=high) if low <= high else bound
+    highest = math.inf if bound.upper is None else bound.upper
+    high = min(highest, upper if math.isinf(upper) else math.ceil(upper / bound.quantum) * bound.quantum)
+    return replace(bound, lower=low, upper=None if math.isinf(high) else int(high)) if low <= high else bound

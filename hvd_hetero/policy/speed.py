@@ -1,6 +1,9 @@
 """Speed models: how long one rank computes on b samples, from what it was seen to take.
 
-    t(b) = overhead + b * seconds per sample                 (t(0) = 0: a rank without samples computes nothing)
+    t(b) = passes * overhead + b * seconds per sample        (t(0) = 0: a rank without samples computes nothing)
+
+where one forward and backward pass takes b, or ceil(b / c) of them do, which hold c samples at most. What many passes
+took is that many times what one took on an equal part of the samples, and is seen as that.
 
 Compute time alone goes in. In synchronous training every rank's *step* takes equally long, because waiting hides speed.
 
@@ -38,6 +41,7 @@ class Observation:
 
     samples: int
     compute_s: float
+    passes: int = 1                 # so many times forward and backward
 
     def __post_init__(self) -> None:
         if self.samples < 0:
@@ -45,11 +49,23 @@ class Observation:
         if not (math.isfinite(self.compute_s) and self.compute_s >= 0.0):
             raise ValueError("compute_s: expected a finite number of seconds, 0 or more: the difference of two "
                              f"readings of a monotonic clock. Received: {self.compute_s}.")
+        if self.passes < 1:
+            raise ValueError(f"passes: expected 1 or more. Received: {self.passes}.")
+
+    @property
+    def size(self) -> float:
+        """The samples of one pass, on average."""
+        return self.samples / self.passes
+
+    @property
+    def pass_s(self) -> float:
+        """The seconds of one pass, on average."""
+        return self.compute_s / self.passes
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpeedModel:
-    """How long one rank computes: t(b) = overhead_s + b * seconds_per_sample, and how well that is known."""
+    """How long one pass of a rank computes: overhead_s + b * seconds_per_sample, and how well that is known."""
 
     overhead_s: float
     seconds_per_sample: float
@@ -71,13 +87,21 @@ class SpeedModel:
         """The predicted seconds of compute on `samples`, taken at most `micro_batch` at once; 0.0 for no samples."""
         if samples <= 0:
             return 0.0
-        passes = 1 if micro_batch is None else -(-samples // micro_batch)
-        return passes * self.overhead_s + samples * self.seconds_per_sample
+        return passes_of(samples, micro_batch) * self.overhead_s + samples * self.seconds_per_sample
+
+    def ratio(self, seen: Observation) -> float:
+        """How many times as long as predicted something took."""
+        return seen.pass_s / (self.overhead_s + seen.size * self.seconds_per_sample)
+
+
+def passes_of(samples: int, micro_batch: int | None) -> int:
+    """How many passes `samples` take, of `micro_batch` at most each."""
+    return 1 if micro_batch is None else max(1, -(-samples // micro_batch))
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Size:      # all observations of one size
-    samples: int
+    samples: float
     count: int
     time_s: float
 
@@ -119,12 +143,12 @@ def fit(observations: Sequence[Observation], *, prior: SpeedModel | None = None)
                       observations=sum(len(seen) for seen in times.values()), overhead_error=known)
 
 
-def by_size(observations: Sequence[Observation]) -> dict[int, list[float]]:
-    """The times seen at each size, sorted."""
-    times: dict[int, list[float]] = {}
+def by_size(observations: Sequence[Observation]) -> dict[float, list[float]]:
+    """The times of a pass seen at each size, sorted."""
+    times: dict[float, list[float]] = {}
     for o in observations:
         if o.samples > 0:
-            times.setdefault(o.samples, []).append(max(o.compute_s, SHORTEST_S))
+            times.setdefault(o.size, []).append(max(o.pass_s, SHORTEST_S))
     for seen in times.values():
         seen.sort()
     return times
@@ -136,7 +160,7 @@ def middle(ordered: Sequence[float]) -> float:
     return ordered[half] if len(ordered) % 2 else 0.5 * (ordered[half - 1] + ordered[half])
 
 
-def _typical_times(times: Mapping[int, Sequence[float]]) -> tuple[list[_Size], float]:
+def _typical_times(times: Mapping[float, Sequence[float]]) -> tuple[list[_Size], float]:
     """Per size how many observations are no outliers and their mean time; and the relative noise of one observation.
 
     Sizes seen once or twice (a short last batch) are left out where the others, being the most, can do without them.
@@ -156,7 +180,7 @@ def _typical_times(times: Mapping[int, Sequence[float]]) -> tuple[list[_Size], f
     return sizes, math.sqrt((math.fsum(squares) + USUAL_NOISE**2) / (freedom + 1))
 
 
-def _theil_sen(times: Mapping[int, Sequence[float]]) -> dict[int, float]:
+def _theil_sen(times: Mapping[float, Sequence[float]]) -> dict[float, float]:
     """The time at each size on the line whose slope is the weighted median of all slopes between two sizes."""
     sizes = [_Size(samples=b, count=len(seen), time_s=middle(seen)) for b, seen in sorted(times.items())]
     slopes = sorted(((q.time_s - p.time_s) / (q.samples - p.samples), p.count * q.count)

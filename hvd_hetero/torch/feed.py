@@ -156,5 +156,8 @@ class NumberedFeed:
         self._worker_seed.begin(seed_of(self._seed, sampler.sampler.epoch, batches, sampler.balancer.rank))
         with iterating(self.loader) as source:
             for index in range(batches):
-                batch, samples = next(source), sampler.used()
+                try:
+                    batch = next(source)
+                finally:
+                    samples = sampler.used()  # also where it fails, and all ranks miss this batch
                 yield Loaded(none_of(batch) if samples == 0 else batch, samples, min(size, left - index * size))

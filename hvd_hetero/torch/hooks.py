@@ -47,16 +47,21 @@ class Hooks:
         self._handles: list[Any] = []
         self._nodes: list[Any] = []  # that add to `p.grad`
 
-    def add(self, parameters: Sequence[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
-        """Takes those that are new, which it returns; also what is frozen for now.
+    def new_of(self, parameters: Sequence[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
+        """Those that are not known.
 
         Raises:
             TypeError: for a parameter of a type that cannot be reduced.
         """
         new = [p for p in parameters if id(p) not in self._known]
-        self._known |= {id(parameter): parameter for parameter in new}
         for parameter in new:
             check_type(parameter)
+        return new
+
+    def add(self, new: Sequence[torch.nn.Parameter]) -> None:
+        """Takes what `new_of` returned; also what is frozen for now."""
+        self._known |= {id(parameter): parameter for parameter in new}
+        for parameter in new:
             before = _REDUCED_BY.get(parameter, lambda: None)()
             if before is not None:
                 before.replace(self._owner())
@@ -65,7 +70,6 @@ class Hooks:
                 self._handles.append(parameter.register_post_accumulate_grad_hook(self._after))
         if self._looks_before:
             self._hook_before(new)
-        return new
 
     def look_before(self) -> None:
         """Calls `before` from now on."""

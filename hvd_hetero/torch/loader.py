@@ -148,6 +148,7 @@ class BalancedDataLoader:
                 loaded = next(batches, None)
             except Exception:
                 self.balancer.fail()
+                self.balancer.batch_order.leaves()
                 raise
             if loaded is None:
                 return

@@ -99,7 +99,11 @@ def methods_of(base: type[torch.optim.Optimizer]) -> dict[str, Callable[..., Any
             )
         base.add_param_group(self, param_group)
         if "_reducer" in self.__dict__:
-            self._reducer.add([p for p in self.param_groups[-1]["params"] if p.requires_grad])
+            try:
+                self._reducer.add([p for p in self.param_groups[-1]["params"] if p.requires_grad])
+            except Exception:
+                self.param_groups.pop()  # nobody would reduce its gradients
+                raise
 
     def __reduce__(self: Any) -> Any:
         return (_unwrapped, (base, {k: v for k, v in self.__getstate__().items()}))

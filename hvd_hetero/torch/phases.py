@@ -250,6 +250,18 @@ class StepPhases:
         self._phase = Phase.READY
         self._layouts().take_in(hear)
 
+    def leave(self, over: Callable[[], bool]) -> Callable[[], bool]:
+        """Ends an exchange in which this rank says that it cannot go on, once it is `over`: see `withdraw`."""
+
+        def ended() -> bool:
+            if self._step.sent and over():
+                _, _, hear = self._step.finish()
+                self._phase = Phase.BETWEEN
+                hear()
+            return not self._step.sent
+
+        return ended
+
     def _finish_apart(self) -> None:
         """Ends the passes of a step whose gradient stays this rank's own."""
         self._layouts().see()

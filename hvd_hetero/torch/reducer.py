@@ -156,12 +156,13 @@ class GradientReducer:
         self._take_over()
 
     def _take_in(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        new = self._hooks.add(parameters)
+        new = self._hooks.new_of(parameters)
         if self._phases.ready and any(parameter.grad is not None for parameter in new):
             raise RuntimeError(
                 "Expected add_param_group() before backward() or after step(). Received: parameters with gradients "
                 "between them, which are each rank's own."
             )
+        self._hooks.add(new)
         if self._weighing.leads and new:
             self._balancer.measure_with(stopwatch_of(new[0].device))
         self._parameters += new
@@ -274,7 +275,7 @@ class GradientReducer:
         if self.local is not None and self.apart:
             return self.local.steps.withdraw()
         self._passes.clear()
-        return self._step.take_rest()
+        return self._phases.leave(self._step.take_rest())
 
     def evaluated(self, closure: Callable[[], Any]) -> Any:
         """The mean over all ranks' loss terms of what a closure returns, whose gradients are reduced then.

@@ -15,9 +15,9 @@ KIND = (torch.optim.Adam, torch.optim.NAdam, torch.optim.RAdam)
 
 
 def has_second_moments(optimizer: Any) -> bool:
-    """Whether an optimizer is one of Adam's kind: Adam, AdamW, NAdam or RAdam. With `amsgrad` it is none: what divides
-    its steps are the largest second moments that there have been."""
-    return isinstance(optimizer, KIND) and not optimizer.defaults.get("amsgrad", False)
+    """Whether an optimizer is one of Adam's kind: Adam, AdamW, NAdam or RAdam. Groups with `amsgrad` are not: what
+    divides their steps are the largest second moments that there have been."""
+    return isinstance(optimizer, KIND) and not all(group.get("amsgrad", False) for group in optimizer.param_groups)
 
 
 def moments_of(optimizer: Any) -> Iterator[Moments]:
@@ -26,6 +26,8 @@ def moments_of(optimizer: Any) -> Iterator[Moments]:
         return
     kept: list[tuple[dict[str, Any], tuple[float, float]]] = []
     for group in optimizer.param_groups:
+        if group.get("amsgrad", False):
+            continue
         betas = float(group["betas"][0]), float(group["betas"][1])
         kept += [(state, betas) for p in group["params"] if "exp_avg_sq" in (state := optimizer.state.get(p, {}))]
     for (state, betas), steps in zip(kept, _numbers([state["step"] for state, _ in kept]), strict=True):
