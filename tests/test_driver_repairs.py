@@ -229,6 +229,9 @@ def test_a_worker_has_to_last_longer_each_time(job: Job) -> None:
         assert driver.spare("b", 1, ready, alone) == spared, count
     driver._restarted.clear()
     assert all(driver.spare("b", 1, ready, False) for _ in range(3)), "others failed in the same moment"
+    driver._restarted.clear()
+    last = {("b", 0): "READY"}
+    assert [driver.spare("b", 1, last, True) for _ in range(4)] == [True] * 3 + [False], "nobody else has the state"
 
 
 @needs("failed_job")

@@ -31,6 +31,7 @@ CHECKS = [
     "elastic_states_and_a_trace_are_kept",
     "waiting_for_data_is_no_compute",
     "an_error_of_loading_reaches_every_rank",
+    "the_rest_of_an_epoch_has_the_steps_that_are_left",
     "a_callback_of_one_rank_stops_all_after_the_same_batch",
     "samples_of_tf_data",
 ]

@@ -30,7 +30,8 @@ EDITS: Final = (
     Edit(
         name="spared_hosts",
         reason="a worker that has failed may still be there, frozen: it is ended. Rank 0, from which others take the "
-        "state, has to be one that goes on",
+        "state, has to be one that goes on. One that fails again and again costs its host its place where the job can "
+        "go on without",
         file=_DRIVER,
         find="    def world_size(self):\n",
         replace="""    def spare(self, host, slot, states, alone):
@@ -38,7 +39,8 @@ EDITS: Final = (
         last, count = self._restarted.get((host, slot), (0, 0))
         left = (host, slot) in self._left
         again = not left and now - last < SPARED_AGAIN_SECS * 2 ** max(0, count - 1)
-        if again and (alone or count >= MOST_SPARED_AGAIN):
+        elsewhere = any(state == READY and name != host for (name, _), state in states.items())
+        if again and (alone and elsewhere or count >= MOST_SPARED_AGAIN):
             return False
         first = {}
         for name, ready in sorted(key for key, state in states.items() if state == READY):

@@ -35,15 +35,19 @@ class Resumed(keras.callbacks.CallbackList):
     ) -> None:
         of_fit = {"verbose": verbose, "epochs": epochs, "steps": steps}
         super().__init__(callbacks, add_history=True, add_progbar=verbose != 0, model=model, **of_fit)
-        self._done, self._is_last = done, epoch + 1 >= epochs
+        self._steps, self._done, self._is_last = steps, done, epoch + 1 >= epochs
         self._begun = False
         self._more = False  # epochs, after the fit that there is now
 
     @contextlib.contextmanager
     def rest(self) -> Iterator[None]:
         """For the fit of the first part. Keras ends each fit with averages for weights, where the optimizer keeps any
-        (`use_ema`): here it does so only if training ends as well."""
-        optimizer = self.model.optimizer
+        (`use_ema`): here it does so only if training ends as well. And of several steps an execution, it takes all in
+        the last one too, beyond the end of the epoch: here it is one step at a time, where they do not come out even.
+        """
+        model, optimizer = self.model, self.model.optimizer
+        at_once = model.steps_per_execution
+        uneven = (self._steps - self._done) % at_once > 0
         finalize = optimizer.finalize_variable_values
 
         def finalize_at_the_end(variables: Sequence[Any]) -> None:
@@ -52,10 +56,14 @@ class Resumed(keras.callbacks.CallbackList):
 
         self._more = not self._is_last
         vars(optimizer)["finalize_variable_values"] = finalize_at_the_end
+        if uneven:
+            _execute(model, 1)
         try:
             yield
         finally:
             self._more = False
+            if uneven:
+                _execute(model, at_once)
             del vars(optimizer)["finalize_variable_values"]
 
     def _goes_on(self) -> bool:
@@ -79,3 +87,9 @@ class Resumed(keras.callbacks.CallbackList):
     def on_train_end(self, logs: Any = None) -> None:
         if not self._goes_on():
             super().on_train_end(logs)
+
+
+def _execute(model: keras.Model, steps: int) -> None:
+    """Says how many steps an execution takes."""
+    model.steps_per_execution = steps
+    model.train_function = model.test_function = None  # they are of as many

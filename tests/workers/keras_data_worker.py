@@ -479,28 +479,71 @@ def waiting_for_data_is_no_compute():
         assert float(hvd.allreduce(np.float64(data_s), op=hvd.Sum)) > 0.6 * loading_s, (passes, own_loop, data_s)
 
 
+def the_rest_of_an_epoch_has_the_steps_that_are_left():
+    """Also where an execution has several, which Keras with TensorFlow then takes all."""
+    x, y = arrays(8 * WHOLE)
+    at_once = 3 if keras.backend.backend() == "tensorflow" else 1
+
+    class Breaks(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if state.batch == 3:
+                state.commit()
+                raise KeyError("broken off")
+
+    def make():
+        balancer = make_balancer()
+        optimizer = hvd.DistributedOptimizer(sgd(), balancer=balancer)
+        return compile_model(make_model(), optimizer, steps_per_execution=at_once), hvd.BalancedDataset(
+            x, y, balancer=balancer, shuffle=False
+        )
+
+    model, dataset = make()
+    state = hvd.elastic.KerasState(model, epoch=0, batch=0)
+    try:
+        state.fit(dataset, epochs=2, verbose=0, callbacks=[Breaks()])
+    except KeyError:
+        state.restore()
+    state.fit(dataset, epochs=2, verbose=0)
+    assert int(keras.ops.convert_to_numpy(model.optimizer.iterations)) == 2 * 8
+    assert model.steps_per_execution == at_once
+    undisturbed, dataset = make()
+    undisturbed.fit(dataset, epochs=2, verbose=0)
+    assert worst(model.get_weights(), undisturbed.get_weights()) <= 1e-6
+
+
 def an_error_of_loading_reaches_every_rank():
+    """And ranks that have all caught it train on."""
+
     class Broken:
+        burns = True
+
         def __len__(self):
             return 5 * WHOLE
 
         def __getitem__(self, index):
-            if index >= 3 * WHOLE and hvd.rank() == 1:
+            if self.burns and index >= 3 * WHOLE and hvd.rank() == 1:
                 raise OSError("disk on fire")
             return np.ones(2, "float32"), np.ones(1, "float32")
 
     for workers in (0, 2):
+        keras.utils.set_random_seed(0)
         inputs = keras.Input((2,))
         model = keras.Model(inputs, keras.layers.Dense(1)(inputs))
         balancer = hvd.Balancer(WHOLE)
         model.compile(hvd.DistributedOptimizer(sgd(), balancer=balancer), "mse", jit_compile=False)
+        data = Broken()
+        dataset = hvd.BalancedDataset(data, balancer=balancer, shuffle=False, workers=workers)
         try:
-            model.fit(hvd.BalancedDataset(Broken(), balancer=balancer, shuffle=False, workers=workers), verbose=0)
+            model.fit(dataset, verbose=0)
         except Exception as error:
             expected = "disk on fire" if hvd.rank() == 1 else "rank 1 could not"
             assert expected in str(error), (type(error), str(error)[-2000:])
         else:
             raise AssertionError("nothing was raised")
+        data.burns, done = False, int(keras.ops.convert_to_numpy(model.optimizer.iterations))
+        model.fit(dataset, epochs=2, verbose=0)
+        assert int(keras.ops.convert_to_numpy(model.optimizer.iterations)) == done + 2 * 5
+        assert spread(model.get_weights()) == 0.0
 
 
 def a_callback_of_one_rank_stops_all_after_the_same_batch():
