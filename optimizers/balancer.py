@@ -90,6 +90,7 @@ class Balancer:
         self._settle()
         self.record.plans(self.plans_ahead)
         self.record.waits(engine)
+        engine.during_waits(self.timesheet.waiting)
         engine.remember(self.rebuild)
 
     def _settle(self) -> None:
@@ -315,6 +316,7 @@ class Balancer:
     def finished(self, *, wait_s: float, bytes_sent: int) -> None:
         """Ends a step, after the update: its compute time goes out with the next gradient."""
         self.pause()
+        wait_s += self.timesheet.take_waited_s()
         share = self.plan.shares[self.rank]
         self.timesheet.end(self.record.step(step=self.step, wait_s=wait_s, bytes_sent=bytes_sent, share=share))
         self.resume()

@@ -16,10 +16,11 @@ compute takes at least
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 LOOK_EVERY = 8  # steps between two looks at the quota, which take 0.1 ms
@@ -145,6 +146,19 @@ class ComputeMeter:
         if self._mark_s is not None:
             self._computing_s += since.processor_s - self._mark_s
         self._start, self._mark_s = until
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """While this rank waits for others in the middle of its compute."""
+        start = self._start
+        since = None if start is None else self.now()
+        try:
+            yield
+        finally:
+            if since is not None and self._start is start:
+                until = self.now()
+                self.leave_out(since, until)
+                self._waiting_s += until.processor_s - since.processor_s
 
     def begin_at(self, moment: Moment) -> float:
         """Lets the open segment begin at a moment, if that is later; the seconds by which it is."""

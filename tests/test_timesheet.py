@@ -1,7 +1,9 @@
 """What a rank says of its steps where the device that computes them is behind Python, as a GPU is."""
 
+import contextlib
 import copy
 
+import pytest
 import torch
 from simulated import Speed
 from torch import nn
@@ -70,6 +72,45 @@ def test_a_step_that_broke_off_is_no_part_of_the_next_one():
         breaks_off(timesheet)
         steps(watch, timesheet, [1.0], heard)
         assert timesheet.reported == (4.0, 1.0)
+
+
+@pytest.mark.parametrize("reached_through", ["model", "group"])
+def test_waiting_for_others_in_the_middle_of_a_step_is_no_compute(reached_through):
+    """As in a layer whose statistics are over all ranks, forth and back; or in what a script sends itself."""
+
+    class Waits:
+        def __init__(self, watch):
+            self.watch = watch
+
+        @contextlib.contextmanager
+        def pass_by(self):
+            yield
+            self.watch.now_s += 5.0
+
+    def program(engine):
+        watch = Late()
+        watch.done = 10**6
+        balancer = hvd.Balancer(4, engine=engine, adaptive=False)
+        waits = Waits(watch)
+        engine.during_waits(waits.pass_by)  # entered after the balancer's
+        norm = hvd.SyncBatchNorm(3, balancer=balancer) if reached_through == "model" else nn.BatchNorm1d(3)
+        model, pair = nn.Sequential(norm, copy.deepcopy(PROTOTYPE)), engine.group((0, 1))
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), balancer=balancer)
+        balancer.measure_with(watch)
+        found = []
+        for step in range(4):
+            balancer.begin(2)
+            watch.now_s += 1.0 + engine.rank
+            loss = model(torch.randn(2, 3, generator=torch.Generator().manual_seed(step))).square().mean()
+            if reached_through == "group":
+                pair.allreduce_async(torch.ones(1), name="sent").wait()
+            loss.backward()
+            watch.now_s += 0.5
+            optimizer.step()
+            found.append(balancer.timesheet.reported)
+        return found
+
+    assert World(2).run(program) == [[(2.0, 1.5)] * 4, [(2.0, 2.5)] * 4]
 
 
 def test_what_was_not_read_is_neither_lost_nor_another_step_s():

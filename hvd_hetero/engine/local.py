@@ -6,6 +6,7 @@ testable bit by bit. It works on anything that `numpy.asarray` sees without a co
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 import time
@@ -16,7 +17,7 @@ import numpy as np
 
 from .meeting import Call, Group
 from .port import CollectiveError, Op
-from .remembered import Remembered
+from .remembered import Around, Remembered
 
 T = TypeVar("T")
 
@@ -24,9 +25,11 @@ T = TypeVar("T")
 class _Pending:
     """A handle on a `Call`: `mine`, what the rank passed in, where the operation works in place, else its like."""
 
-    def __init__(self, group: Group, call: Call, rank: int, name: str, mine: Any, in_place: bool) -> None:
+    def __init__(
+        self, group: Group, call: Call, rank: int, name: str, mine: Any, in_place: bool, around: Around
+    ) -> None:
         self.group, self.call, self.rank, self.name, self.mine, self.in_place = group, call, rank, name, mine, in_place
-        self._over = False
+        self._around, self._over = around, False
 
     def done(self) -> bool:
         self._check()
@@ -40,7 +43,7 @@ class _Pending:
     def wait(self) -> Any:
         self._check()
         self._over = True
-        with self.group.waiting(self.call):
+        with self.group.waiting(self.call), self._around.entered():
             while not self.call.ready.wait(0.05):
                 self.group.check(self.name)
         if self.call.error is not None:
@@ -56,8 +59,9 @@ class LocalEngine:
 
     failure: tuple[type[Exception], ...] = (CollectiveError,)
 
-    def __init__(self, group: Group, rank: int, ranks: tuple[int, ...]) -> None:
+    def __init__(self, group: Group, rank: int, ranks: tuple[int, ...], around: Around | None = None) -> None:
         self._group, self._rank, self._ranks = group, rank, ranks
+        self._around = around or Around()  # this rank's waits
         self._named = itertools.count(1)
         self._remembered, self._forgets = Remembered(), Remembered()
 
@@ -92,6 +96,9 @@ class LocalEngine:
     def on_change(self, forget: Callable[[], None]) -> None:
         self._forgets.add(forget)
 
+    def during_waits(self, aside: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+        self._around.add(aside)
+
     def hear_waits(self, hear: Callable[..., None]) -> None:
         """None; nobody watches."""
 
@@ -113,7 +120,7 @@ class LocalEngine:
     def _start(self, name: str, array: Any, signature: tuple[Any, ...], in_place: bool) -> _Pending:
         view = np.asarray(array)
         call = self._group.enter(self._rank, name, view, signature)
-        return _Pending(self._group, call, self._rank, name, array, in_place)
+        return _Pending(self._group, call, self._rank, name, array, in_place, self._around)
 
     def allreduce_async(self, array: Any, *, name: str, op: Op = "sum") -> _Pending:
         return self._start(name, array, ("allreduce", op), self.size == 1)
@@ -141,7 +148,8 @@ class LocalEngine:
         shared = self._group.world.subgroup(tuple(self._ranks[rank] for rank in chosen))
         if self._rank not in chosen:
             return None
-        return LocalEngine(shared, chosen.index(self._rank), tuple(self._ranks[rank] for rank in chosen))
+        ranks = tuple(self._ranks[rank] for rank in chosen)
+        return LocalEngine(shared, chosen.index(self._rank), ranks, self._around)
 
 
 class SoloEngine(LocalEngine):

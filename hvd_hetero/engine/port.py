@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
@@ -72,6 +73,10 @@ class Engine(Protocol):
     def on_change(self, forget: Callable[[], None]) -> None:
         """Calls the method `forget`, as long as its object lives, when the ranks have become others and nothing is
         rebuilt yet: for what is made when it is needed. It must not be a collective call."""
+
+    def during_waits(self, aside: Callable[[], AbstractContextManager[None]]) -> None:
+        """Enters what the method `aside()` returns, as long as its object lives, whenever a thread of this rank waits
+        for an operation, of this group or another."""
 
     def hear_waits(self, hear: Callable[..., None]) -> None:
         """Calls the method `hear(operation=, waited_s=, line=, missing=)`, from a thread of its own and as long as its

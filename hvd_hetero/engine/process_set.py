@@ -15,7 +15,7 @@ from .environment import patience
 from .host import host_identity
 from .machine import CpuQuota
 from .port import gather_text
-from .remembered import Rebuilds, Remembered
+from .remembered import Around, Rebuilds, Remembered
 from .shared_sets import process_set_of
 from .sleep import wait_until
 from .watch import Watch
@@ -62,6 +62,9 @@ def checked_splits(splits: Sequence[int], *, rows: int, size: int, name: str) ->
     return list(splits)
 
 
+AROUND_WAITS = Around()  # of this process
+
+
 class Tracked:
     """An operation that this rank has submitted, as the watchdog sees it."""
 
@@ -80,10 +83,11 @@ class Tracked:
     def waiting(self, failure: type[Exception]) -> Iterator[None]:
         """While this rank waits for the operation, which is over afterwards. A `failure` gets an explanation."""
         if self._watch is None:
-            yield
+            with AROUND_WAITS.entered():
+                yield
             return
         try:
-            with self._watch.waiting(self._operation, self._ranks):
+            with self._watch.waiting(self._operation, self._ranks), AROUND_WAITS.entered():
                 yield
         except failure as error:
             why = self._watch.explain(self._ranks)
@@ -195,6 +199,9 @@ class ProcessSetEngine:
             ProcessSetEngine._watch = Watch(patience())
         here = self._watch.introduce(self.rank)
         self._watch.meet(gather_text(self, here, name="hvd_hetero.watch"))
+
+    def during_waits(self, aside: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+        AROUND_WAITS.add(aside)
 
     def hear_waits(self, hear: Callable[..., None]) -> None:
         if self._watch is not None:

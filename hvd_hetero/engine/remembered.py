@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 Key = tuple[int, int]
@@ -30,6 +31,26 @@ class Remembered:
         for reference in list(self._methods):
             if (method := reference()) is not None:
                 method(**arguments)
+
+
+class Around:
+    """Context managers around something, made by methods of objects that may go away meanwhile."""
+
+    def __init__(self) -> None:
+        self._methods: list[weakref.WeakMethod[Callable[[], contextlib.AbstractContextManager[None]]]] = []
+
+    def add(self, method: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+        """From now on, and as long as its object lives."""
+        self._methods = [*(each for each in self._methods if each() is not None), weakref.WeakMethod(method)]
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Within all of them."""
+        with contextlib.ExitStack() as stack:
+            for reference in self._methods:
+                if (method := reference()) is not None:
+                    stack.enter_context(method())
+            yield
 
 
 class Rebuilds:
