@@ -52,6 +52,18 @@ def test_a_report_says_what_to_look_at(tmp_path, capsys, run, words):
     assert words in " ".join(capsys.readouterr().out.split())
 
 
+def test_a_report_does_not_advise_what_the_run_has_and_says_whose_record_is_missing(tmp_path, capsys):
+    record(tmp_path, speeds=(0.001, 0.001), exchange=0.02)
+    with open(tmp_path / "rank-00000.jsonl", "a") as file:
+        file.write('{"event": "route", "t_s": 1.0, "fields": {"bucket": "b"}}\n')
+    assert main(["report", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "Exchanges take" in said and "Compression.auto" not in said and "no record" not in said
+    (tmp_path / "rank-00001.jsonl").unlink()
+    assert main(["report", str(tmp_path)]) == 0
+    assert "Plans are for 2 ranks, and there is no record of 1." in " ".join(capsys.readouterr().out.split())
+
+
 def test_a_plan_finds_speeds_and_predicts_the_step_that_was_measured(tmp_path, capsys):
     record(tmp_path, speeds=(0.001, 0.003), shares=(40, 24))
     assert main(["plan", str(tmp_path), "--json"]) == 0
@@ -104,6 +116,8 @@ def test_a_plan_is_for_rounds_as_long_as_one_says(capsys):
     (["plan", "{run}", "--max-share", "0:4", "--max-share", "1:4"], 1, "--global-batch-size or --max-share"),
     (["plan", "{run}", "--skip", "58"], 1, "expected 5 steps of rank 0"),
     (["plan"], 2, "Received: neither"),
+    (["plan", "--speeds", "1,2", "--global-batch-size", "8", "--skip", "3"], 2, "--skip: expected with a run alone"),
+    (["plan", "{run}", "--exchange-ms", "3"], 2, "--exchange-ms: expected with --speeds alone"),
     (["plan", "{run}", "--speeds", "1,2"], 2, "Received: both"),
     (["plan", "--speeds", "800,fast", "--global-batch-size", "64"], 1, "--speeds: expected samples per second"),
     (["plan", "--speeds", "800,0", "--global-batch-size", "64"], 1, "--speeds: expected samples per second"),

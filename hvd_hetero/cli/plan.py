@@ -137,8 +137,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", nargs="?", help="the folder with a run's trace: of hvd.Balancer(run=...) or "
                                                "HVD_HETERO_RUN; a hundred steps do")
     parser.add_argument("--speeds", metavar="A,B,...", help="without a run: samples per second of each rank by itself")
-    parser.add_argument("--exchange-ms", type=float, default=0.0, metavar="MS",
-                        help="with --speeds: what the exchange of gradients adds to a step (default: %(default)g)")
+    parser.add_argument("--exchange-ms", type=float, metavar="MS",
+                        help="with --speeds: what the exchange of gradients adds to a step (default: 0)")
     parser.add_argument("--global-batch-size", type=int, metavar="N", help="of the job (default: the run's)")
     parser.add_argument("--round-steps", type=int, default=ROUND_STEPS, metavar="N",
                         help="of the fastest rank between two merges, where ranks make steps apart (default: "
@@ -147,8 +147,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="the most samples that this rank's memory holds; may be given for several ranks")
     parser.add_argument("--json", nargs="?", const=TO_STDOUT, metavar="FILE",
                         help="write it as JSON to FILE, or to the output instead of the table")
-    parser.add_argument("--skip", type=int, default=SKIP, metavar="N",
-                        help="leave out the first N steps, in which frameworks compile (default: %(default)s)")
+    parser.add_argument("--skip", type=int, metavar="N",
+                        help=f"leave out the run's first N steps, in which frameworks compile (default: {SKIP})")
 
 
 def command(arguments: argparse.Namespace) -> int:
@@ -158,10 +158,16 @@ def command(arguments: argparse.Namespace) -> int:
                          f"{'neither' if arguments.run is None else 'both'}.")
     if arguments.run is None and arguments.global_batch_size is None:
         raise UsageError("--speeds: expected --global-batch-size N with it. Received: none.")
+    if arguments.run is None and arguments.skip is not None:
+        raise UsageError(f"--skip: expected with a run alone, whose steps it leaves out. Received: {arguments.skip}.")
+    if arguments.run is not None and arguments.exchange_ms is not None:
+        raise UsageError("--exchange-ms: expected with --speeds alone; a run tells by itself. Received: "
+                         f"{arguments.exchange_ms:g}.")
     if arguments.run is not None:
-        seen = seen_in(report_of(arguments.run, skip=arguments.skip).run, skip=arguments.skip)
+        skip = SKIP if arguments.skip is None else arguments.skip
+        seen = seen_in(report_of(arguments.run, skip=skip).run, skip=skip)
     else:
-        seen = told(arguments.speeds, exchange_ms=arguments.exchange_ms)
+        seen = told(arguments.speeds, exchange_ms=arguments.exchange_ms or 0.0)
     whole = arguments.global_batch_size if arguments.global_batch_size is not None else sum(seen.shares)
     if whole < 1:
         raise CommandError(f"--global-batch-size: expected 1 or more. Received: {whole}.")

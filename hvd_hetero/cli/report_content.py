@@ -111,8 +111,13 @@ def advice(report: Report) -> list[str]:
             said.append(f"Rank {rank.rank} waits for its data for {percent(data)} of its time: more num_workers (in "
                         "Keras, workers), or a quicker disk.")
     if waits.exchange_part * report.together >= WORTH_EXCHANGE:
-        said.append(f"Exchanges take {percent(waits.exchange_part)} of a step once all ranks have come: "
-                    'topology="auto" and hvd.Compression.auto try what is faster; larger global batches need fewer.')
+        chosen = any(event.kind == "route" for rank in report.run.ranks.values() for event in rank.events)
+        tries = "" if chosen else 'topology="auto" and hvd.Compression.auto try what is faster; '
+        said.append(f"Exchanges take {percent(waits.exchange_part)} of a step once all ranks have come: {tries}"
+                    "a larger global batch needs fewer of them, but changes what is learned.")
+    ranks = max((len(plan.shares) for plan in report.run.plans), default=0)
+    if missing := [str(rank) for rank in range(ranks) if rank not in report.run.ranks]:
+        said.append(f"Plans are for {ranks} ranks, and there is no record of {', '.join(missing)}.")
     for rank in report.run.ranks.values():
         if rank.dropped or rank.unreadable:
             said.append(f"The record of rank {rank.rank} lacks {rank.dropped} lines that could not be written, and "
