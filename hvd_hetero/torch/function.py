@@ -40,7 +40,8 @@ INLINE = 16  # elements: a tensor of so few, such as a count of steps, is pickle
 
 
 def init(*args: Any, **kwargs: Any) -> None:
-    """Initialises Horovod, with settings that suit ranks with little CPU where the user has set none."""
+    """Initialises Horovod, with settings that suit ranks with little CPU where the user has set none. A collective
+    call. Its arguments are those of Horovod's: `process_sets="dynamic"` for what has a topology."""
     for module in _WAITING:
         module.synchronize = synchronize
     for name in _STARTING:

@@ -57,6 +57,9 @@ def DistributedOptimizer(
     A topology, or one of our codecs as `compression`, works with a balancer and without; without one, every rank's
     gradient counts alike, as in Horovod, and is there when `backward()` returns.
 
+    It has Horovod's `synchronize()` and `skip_synchronize()`. And `merge(model=None)`, a collective call, with a local
+    strategy brings ranks that train apart to one model, in which every step counts once; of `model` the buffers too.
+
     Args:
         compression: one of `hvd.Compression`, or an object with Horovod's `compress` and `decompress`.
         sparse_as_dense: sums sparse gradients as dense ones. Without, with a balancer, a topology or a codec of ours,
