@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .jitter import Jitter, synchronous_step_s
-from .partition import Bound, split
 from .speed import SpeedModel
 from .staleness import round_lengths
 
@@ -96,20 +95,6 @@ def predict_local(models: Sequence[SpeedModel], samples: Sequence[int], *, round
     round_s = max(computing_s, merge_s)
     rate = math.fsum(b / s for b, s in zip(samples, alone_s, strict=True) if s > 0.0)
     return Prediction(strategy=LOCAL, samples_per_s=rate * computing_s / round_s, period_s=round_s, round_lengths=steps)
-
-
-def predict(models: Sequence[SpeedModel], global_batch_size: int, *, round_steps: int,
-            bounds: Sequence[Bound] | None = None, jitters: Sequence[Jitter] | None = None, exchange_s: float = 0.0,
-            merge_s: float = 0.0, micro_batch: Sequence[int | None] | None = None) -> tuple[Prediction, Prediction]:
-    """What synchronous and what local training should achieve, both with the best split of the global batch.
-
-    Raises:
-        InfeasibleError: no shares within the bounds sum to the global batch.
-    """
-    shares = split(models, global_batch_size, bounds, micro_batch=micro_batch)
-    return (predict_synchronous(models, shares, jitters=jitters, exchange_s=exchange_s, micro_batch=micro_batch),
-            predict_local(models, shares, round_steps=round_steps, merge_s=merge_s, jitters=jitters,
-                          micro_batch=micro_batch))
 
 
 def choose(synchronous: Prediction, local: Prediction, *, current: str | None = None,
