@@ -44,14 +44,14 @@ def merged_statistics(
 def _summed(arrays: Sequence[np.ndarray], weight: float, engine: Engine, name: str) -> list[np.ndarray]:
     """Weighted means over the ranks."""
     flat = np.concatenate([array.reshape(-1) for array in arrays])
+    whole = float(engine.allreduce_async(np.array([float(weight)]), name=f"{name}.weight").wait()[0])
+    if not whole > 0:
+        weight, whole = 1.0, float(engine.size)
     # A weight of 0 leaves nothing of what a rank has, not even a NaN.
     own = flat * weight if weight else np.zeros_like(flat)
-    total = engine.allreduce_async(np.concatenate([[weight], own, [1.0], flat]), name=name).wait()
-    weighted, equal = total.reshape(2, -1)
-    chosen = weighted if weighted[0] > 0 else equal
-    means = chosen[1:] / chosen[0]
+    means = engine.allreduce_async(own, name=name).wait() / whole
     if not np.isfinite(means).all():  # the same on all ranks
-        counts = np.isfinite(flat) * (weight if weighted[0] > 0 else 1.0)
+        counts = np.isfinite(flat) * weight
         sums = np.concatenate([counts, np.where(counts, flat, 0.0) * counts])
         counts, sums = engine.allreduce_async(sums, name=f"{name}.finite").wait().reshape(2, -1)
         means[counts > 0] = sums[counts > 0] / counts[counts > 0]

@@ -176,8 +176,8 @@ class WeightedExchange:
         """The buckets, multiplied by `scale(control)`, and the control vector summed over the ranks. Of a step that
         does not count, as of one that is not finite, codecs keep nothing.
 
-        Every bucket must have been submitted. Raises the engine's failure when a collective failed; nothing is
-        under way afterwards either way.
+        Every bucket must have been submitted. Raises the engine's failure when a collective failed; what is
+        left of the step is forgotten either way.
         """
         missing = set(range(len(self._buckets))) - set(self._handles)
         if missing:
