@@ -262,6 +262,7 @@ class Balancer:
         self.departure.fail()
         self.step += 1
         with contextlib.suppress(Exception):  # whoever is gone need not hear of it
+            self.exchanges.on_begin()  # as on the others
             self.exchanges.withdraw(self.timesheet.usual_step_s or 0.0)
         self.dialogue.unheard()
 

@@ -62,15 +62,14 @@ class Departure:
         has caught what this raises, on all ranks, can train on.
 
         Raises:
-            PeerError: unless this rank is one of them.
+            PeerError: nobody takes in what else comes with it.
             Exception: what this rank failed with, if it was to be raised here.
         """
-        (failed, self.failed), (error, self.error) = (self.failed, False), (self.error, None)
+        error, self.error, self.failed = self.error, None, False
         if error is not None:
             raise error
-        if not failed:
-            names = ", ".join(map(str, ranks))
-            raise PeerError(
-                f"Expected every rank to deliver batch {step}. Received: rank {names} could not (its data loader "
-                f"raised). The cause is in the output of rank {names}; this rank stops with it."
-            )
+        names = ", ".join(map(str, ranks))
+        raise PeerError(
+            f"Expected every rank to deliver batch {step}. Received: rank {names} could not (its data loader "
+            f"raised). The cause is in the output of rank {names}; this rank stops with it."
+        )

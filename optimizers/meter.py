@@ -99,6 +99,9 @@ class ComputeMeter:
         self._start: Any = None
         self._mark_s: float | None = None  # of processor time, where the present segment or pause began
         self._computing_s = self._waiting_s = 0.0  # of processor time
+        self._aside_s = 0.0  # waited for others in the middle of compute
+        self._is_aside = False
+        self._before: tuple[int, float, float, float] = (0, 0.0, 0.0, 0.0)  # of these, when the open segment began
 
     @property
     def stopwatch(self) -> Stopwatch:
@@ -117,12 +120,19 @@ class ComputeMeter:
         return self._start is not None
 
     def run(self) -> None:
-        """A segment begins here; one that is open is forgotten (it was not this batch's)."""
+        """A segment begins here; one that is open is forgotten (it was not this batch's), with what was aside of it."""
         now_s = self._processor_s()
-        if self._start is None and self._mark_s is not None:
+        if self._start is not None:
+            self._forget_open()
+        elif self._mark_s is not None:
             self._waiting_s += now_s - self._mark_s
         self._mark_s = now_s
         self._start = self.stopwatch.mark()
+        self._before = len(self._segments), self._computing_s, self._waiting_s, self._aside_s
+
+    def _forget_open(self) -> None:
+        count, self._computing_s, self._waiting_s, self._aside_s = self._before
+        del self._segments[count:]
 
     def pause(self) -> None:
         """The open segment, if any, ends here."""
@@ -138,50 +148,63 @@ class ComputeMeter:
         """This moment, as any thread may ask."""
         return Moment(self.stopwatch.mark(), self._processor_s())
 
-    def leave_out(self, since: Moment, until: Moment) -> None:
-        """Takes the time between two moments of the open segment out of it: what was done then was no compute."""
-        if self._start is None:
-            return
-        self._segments.append((self._start, since.mark))
-        if self._mark_s is not None:
-            self._computing_s += since.processor_s - self._mark_s
-        self._start, self._mark_s = until
-
     @contextlib.contextmanager
-    def waiting(self) -> Iterator[None]:
-        """While this rank waits for others in the middle of its compute."""
+    def aside(self, *, waits: bool) -> Iterator[None]:
+        """Takes what is done within it out of the open segment: it is no compute. `waits`: for other ranks, and what
+        it takes of the processor is service of the communication."""
         start = self._start
-        since = None if start is None else self.now()
+        if start is None or self._is_aside:  # nothing is open, or that is out of it already
+            yield
+            return
+        since, began = self.now(), time.perf_counter()
+        self._is_aside = True
         try:
             yield
         finally:
-            if since is not None and self._start is start:
-                until = self.now()
-                self.leave_out(since, until)
-                self._waiting_s += until.processor_s - since.processor_s
+            self._is_aside = False
+            if self._start is start:
+                self._leave_out(since, self.now(), time.perf_counter() - began, waits=waits)
+
+    def _leave_out(self, since: Moment, until: Moment, seconds: float, *, waits: bool) -> None:
+        self._segments.append((self._start, since.mark))
+        if self._mark_s is not None:
+            self._computing_s += since.processor_s - self._mark_s
+        if waits:
+            self._waiting_s += until.processor_s - since.processor_s
+            self._aside_s += seconds
+        self._start, self._mark_s = until
+
+    def take_aside_s(self) -> float:
+        """The seconds since the last call that this rank waited for others in the middle of its compute."""
+        seconds, self._aside_s = self._aside_s, 0.0
+        return seconds
 
     def begin_at(self, moment: Moment) -> float:
         """Lets the open segment begin at a moment, if that is later; the seconds by which it is."""
         later_s = 0.0 if self._start is None else self.stopwatch.seconds(self._start, moment.mark)
         if later_s > 0.0:
+            self._forget_open()
             self._start, self._mark_s = moment
         return max(0.0, later_s)
 
     def take(self) -> Taken:
         """The segments since the last call."""
         segments, self._segments = self._segments, []
+        self._before = (0, *self._before[1:])
         return Taken(self._stopwatch, segments)
 
     def forget(self) -> None:
-        """Forgets what was done since the last call of either."""
+        """Forgets what was done and not taken."""
         self.take()
-        self._computing_s = self._waiting_s = 0.0
+        self._computing_s = self._waiting_s = self._aside_s = 0.0
+        self._before = (0, 0.0, 0.0, 0.0)
 
     def take_extra_s(self, compute_s: float) -> float:
         """The seconds that what was done since the last call takes this rank's cores beyond `compute_s` of compute: for
         serving the communication, and because of a quota; 0 where compute does not run on them."""
         computing_s, waiting_s = self._computing_s, self._waiting_s
         self._computing_s = self._waiting_s = 0.0
+        self._before = (self._before[0], 0.0, 0.0, self._before[3])
         if not isinstance(self.stopwatch, WallClock) or computing_s <= 0.0:
             return 0.0
         cores, head_start_s = self._look_at_quota(), 0.0

@@ -63,7 +63,7 @@ class Timesheet:
         self._stops = StopMeter()
         self._samples = self._batches = 0
         self._discarded = False
-        self.data_s = self._waited_s = 0.0
+        self.data_s = 0.0
         self.known: tuple[float, float] = (0.0, 0.0)  # samples and seconds per batch, as they were read last
 
     def measure_with(self, stopwatch: Stopwatch) -> None:
@@ -93,25 +93,20 @@ class Timesheet:
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
         """While this rank waits for data, between two of its computations."""
-        start, since = time.perf_counter(), self._meter.now()
+        start = time.perf_counter()
         try:
-            yield
+            with self._meter.aside(waits=False):
+                yield
         finally:
-            self._meter.leave_out(since, self._meter.now())
             self.data_s += time.perf_counter() - start
 
-    @contextlib.contextmanager
-    def waiting(self) -> Iterator[None]:
+    def waiting(self) -> contextlib.AbstractContextManager[None]:
         """While this rank waits for others in the middle of its computations, as for the statistics of a layer."""
-        running, start = self.running, time.perf_counter()
-        with self._meter.waiting():
-            yield
-        self._waited_s += (time.perf_counter() - start) if running else 0.0
+        return self._meter.aside(waits=True)
 
     def take_waited_s(self) -> float:
         """The seconds of such waits since the last call."""
-        waited_s, self._waited_s = self._waited_s, 0.0
-        return waited_s
+        return self._meter.take_aside_s()
 
     def now(self) -> Moment:
         """This moment, for `loaded`; also for another thread, which loads ahead."""

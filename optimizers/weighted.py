@@ -55,6 +55,7 @@ class WeightedExchange:
         name: prefix of the operations' names, the same on all ranks and different from any other exchange's.
         keeps: whether a route may keep something back, which a step that is not finite must leave alone.
         weight: what this rank's arrays weigh in the sums, in any unit: see `Carry`. Called as each is sent.
+        fails: whether the summed control vector says that the step counts for nobody.
     """
 
     def __init__(
@@ -69,10 +70,11 @@ class WeightedExchange:
         name: str,
         keeps: bool = False,
         weight: Callable[[], float | None] = lambda: None,
+        fails: Callable[[Sequence[float]], bool] = lambda sums: False,
     ) -> None:
         self._engine, self._buckets, self._control = engine, list(buckets), control
         self._rides_in, self._outgoing, self.name = rides_in, outgoing, name
-        self._routes, self._keeps, self._weight = list(routes), keeps, weight
+        self._routes, self._keeps, self._weight, self._fails = list(routes), keeps, weight, fails
         self._handles: dict[int, Handle] = {}
         self._control_handle: Handle | None = None
         self._carry = Carry(self._routes)
@@ -186,15 +188,16 @@ class WeightedExchange:
         control_handle, self._control_handle = self._control_handle, None
         said: Any = None if control_handle is None else control_handle.wait()
         results = [handle.wait() for _, handle in sorted(handles.items())]
+        if self._rides_in is not None:
+            said = results[self._rides_in][-len(self._control) :]
+        sums = [float(value) for value in said.tolist()]
         if self._keeps:
-            counts = counts and (not results or verbs_of(results[0]).all_finite(results))
+            finite = not results or verbs_of(results[0]).all_finite(results)
+            counts = counts and finite and not self._fails(sums)
             for route in self._routes:
                 route.settle(counts)
             self._carry.settle(counts)
         self.counted = counts
-        if self._rides_in is not None:
-            said = results[self._rides_in][-len(self._control) :]
-        sums = [float(value) for value in said.tolist()]
         factor = scale(sums)
         if factor != 1.0:
             for result in results:

@@ -130,6 +130,14 @@ def test_what_lies_between_batches_is_neither():
     rank = Rank(1.0)
     rank.meter.run()
     rank.passes(5.0)  # between the update and the next batch
+    with rank.meter.aside(waits=True):  # as after a validation, for its sums
+        rank.passes(1.0)
+    rank.passes(2.0)
+    there = rank.meter.now()
+    rank.passes(0.1)
+    assert rank.meter.begin_at(there) == pytest.approx(2.0)
+    with rank.meter.aside(waits=True):
+        rank.passes(3.0)
     assert rank.step(compute=0.4, service=0.1, link_s=0.1) == pytest.approx((0.4, 0.1))
 
 
@@ -137,15 +145,28 @@ def test_what_was_loaded_in_between_is_neither():
     rank = Rank(0.5)
     rank.meter.run()
     rank.passes(0.1)  # the update
-    since = rank.meter.now()
-    rank.passes(3.0, wall_s=7.0)
-    rank.meter.leave_out(since, rank.meter.now())
+    with rank.meter.aside(waits=False):
+        rank.passes(1.0)
+        with rank.meter.aside(waits=True):  # for what it loads, which is out of it already
+            rank.passes(2.0, wall_s=6.0)
     rank.passes(0.3)
     rank.meter.pause()
     rank.passes(0.02, wall_s=0.0)
     rank.meter.run()
     compute_s = rank.meter.take().seconds()
     assert compute_s == pytest.approx(0.8) and rank.meter.take_extra_s(compute_s) == pytest.approx(0.04)
+
+
+def test_what_was_waited_for_others_in_the_middle_is_service():
+    rank = Rank(1.0)
+    rank.meter.run()
+    rank.passes(0.5)
+    with rank.meter.aside(waits=True):
+        rank.passes(0.1, wall_s=2.0)
+    rank.passes(0.5)
+    rank.meter.pause()
+    compute_s = rank.meter.take().seconds()
+    assert compute_s == pytest.approx(1.0) and rank.meter.take_extra_s(compute_s) == pytest.approx(0.1)
 
 
 def test_a_segment_begins_when_what_it_needs_was_there():

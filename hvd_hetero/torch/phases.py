@@ -6,12 +6,14 @@ of a step that ranks make apart stay where they are.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from hvd_hetero.optimizers.attachment import PeerError
 from hvd_hetero.optimizers.weighing import Weighing
 
 from .backward import backward_pass
@@ -253,12 +255,17 @@ class StepPhases:
     def leave(self, over: Callable[[], bool]) -> Callable[[], bool]:
         """Ends an exchange in which this rank says that it cannot go on, once it is `over`: see `withdraw`."""
 
+        left = False
+
         def ended() -> bool:
-            if self._step.sent and over():
+            nonlocal left
+            if not left and over():
+                left = True
                 _, _, hear = self._step.finish()
                 self._phase = Phase.BETWEEN
-                hear()
-            return not self._step.sent
+                with contextlib.suppress(PeerError):
+                    hear()
+            return left
 
         return ended
 
