@@ -57,6 +57,11 @@ class Departure:
         """This rank cannot go on. With an `error`, it trains on until the next exchange, which raises it here."""
         self.failed, self.error = True, error or self.error
 
+    def recover(self, error: Exception) -> None:
+        """Takes back that this rank cannot go on, if `error` is why, and no exchange has said it."""
+        if self.error is error:
+            self.failed, self.error = False, None
+
     def hear_failed(self, ranks: Sequence[int], step: int) -> None:
         """Takes in that `ranks`, as Horovod numbers them, could not deliver batch `step`. All have heard it then: who
         has caught what this raises, on all ranks, can train on.

@@ -198,6 +198,12 @@ def test_what_a_rank_fails_with_is_raised_on_it_however_often_it_says_so():
     with pytest.raises(PeerError, match="rank 1"):
         departure.hear_failed([1], step=4)
     assert not departure.failed
+    error = OSError("no such file")
+    departure.fail(error)
+    departure.recover(OSError("another one"))
+    assert departure.failed and departure.error is error
+    departure.recover(error)
+    assert not departure.failed and departure.error is None
 
 
 def test_a_state_is_plain_numbers_whatever_numbers_it_was_made_of():

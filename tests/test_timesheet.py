@@ -108,6 +108,9 @@ def test_waiting_for_others_in_the_middle_of_a_step_is_no_compute(reached_throug
             watch.now_s += 0.5
             optimizer.step()
             found.append(balancer.timesheet.reported)
+            watch.now_s += 3.0  # and between two steps all is: a validation, and its sum
+            pair.allreduce_async(torch.ones(1), name="validated").wait()
+            watch.now_s += 2.0
         return found
 
     assert World(2).run(program) == [[(2.0, 1.5)] * 4, [(2.0, 2.5)] * 4]

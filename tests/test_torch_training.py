@@ -1,5 +1,6 @@
 """The torch face in the ways that scripts use it, on ranks that are threads: training equals one process's (law 2)."""
 
+import contextlib
 import copy
 import io
 import pickle
@@ -369,6 +370,48 @@ def test_ranks_that_have_all_caught_the_error_of_a_loader_train_on(workers):
     expected = train(model, one, batches, 2)
     for found in World(3).run(program, timeout_s=30):
         assert max((p - q).abs().max().item() for p, q in zip(found, expected, strict=True)) <= 1e-12
+
+
+def test_a_batch_that_one_rank_fails_to_load_leaves_all_ranks_alike():
+    """Codecs keep what they had, rates go on from where they were, and who asks to stop just then is heard by all."""
+    prototype = nn.Linear(4, 600, bias=False).double()  # codecs take it
+    nn.init.zeros_(prototype.weight)
+    length = 2 * WHOLE
+    sound = Data(length)
+
+    def program(engine):
+        model, data = copy.deepcopy(prototype), Data(length, fail_at=13)
+        balancer = hvd.Balancer(WHOLE, engine=engine, shares=SHARES, adaptive=False)
+        loader = hvd.BalancedDataLoader(data, balancer=balancer, shuffle=False)
+        inner = torch.optim.SGD(model.parameters(), lr=1.0)
+        optimizer = hvd.DistributedOptimizer(
+            inner, balancer=balancer, compression=hvd.Compression.topk(0.05, warmup_steps=0)
+        )
+
+        def step(x, factor):
+            optimizer.zero_grad()
+            (model(x) @ torch.arange(600.0).double()).mean().mul(factor).backward()
+            optimizer.step()
+
+        stops = []
+        for _ in range(2):
+            with contextlib.suppress(OSError, PeerError):
+                for number, (x, *_) in enumerate(loader):
+                    if engine.rank == 2 and number == 1 and data.fail_at:
+                        balancer.ask_to_stop()
+                    step(x, 1.0 + number)
+                    stops.append(balancer.stopping)
+            data.fail_at = None
+        for _ in range(40):  # until all is sent
+            balancer.begin(SHARES[engine.rank])
+            step(sound.x[: SHARES[engine.rank]], 0.0)
+        return stops, model.weight.detach()
+
+    found = World(3).run(program, timeout_s=30)
+    assert all(stops == [(), (2,), (2,)] and torch.equal(weight, found[0][1]) for stops, weight in found)
+    means = [sound.x[i : i + WHOLE].mean(0) for i in range(0, length, WHOLE)]
+    due = means[0] + sum((1.0 + number) * mean for number, mean in enumerate(means))
+    assert (found[0][1] + torch.arange(600.0).double()[:, None] * due).abs().max() <= 1e-9
 
 
 @pytest.mark.parametrize("strategy", ["synchronous", hvd.LocalSGD(round_steps=2, warmup_steps=2, bound_rounds=0)])

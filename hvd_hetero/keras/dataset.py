@@ -82,6 +82,8 @@ class BalancedDataset(keras.utils.PyDataset):
         self._ahead_of_use = False  # TensorFlow reads batches while others are in use
         self._at: int | None = None  # the step up to which use is accounted for, within an epoch
         self._last: Batch = None
+        self._run = 0  # so many times batches were begun to be read
+        self._unsaid: Exception | None = None  # what loading failed with, of which the others may not have heard
         self.aside = Aside()
         balancer.dependents.add(self)
         free_at_exit(balancer)
@@ -177,6 +179,10 @@ class BalancedDataset(keras.utils.PyDataset):
 
     def _rewind(self, *, ahead: bool) -> None:
         """What was dealt and not used is dealt again. `ahead`: TensorFlow reads batches while others are in use."""
+        self._run += 1
+        if self._unsaid is not None:
+            self.balancer.departure.recover(self._unsaid)
+            self._unsaid = None
         self._ahead.forget()
         self.balancer.forget(ahead=ahead, by=self)
         self.sampler.rewind()
@@ -202,6 +208,7 @@ class BalancedDataset(keras.utils.PyDataset):
             return self._fetched()
 
     def _fetched(self) -> Batch:
+        run = self._run
         try:
             dealt, loaded = self._ahead.next(self.sampler.deal)
             # Not as it is dealt, which may be long before: where Keras reads nothing ahead, it is the next batch.
@@ -212,7 +219,10 @@ class BalancedDataset(keras.utils.PyDataset):
                 terms = float(self._terms(*parts)) if dealt.used else 0.0
                 self.balancer.announce_terms(terms, by=self)
         except Exception as error:
+            if run != self._run:  # of a run that is over, while TensorFlow still read ahead
+                raise
             # The batches before this one are still to be used, so the others hear of it when this rank gets there.
+            self._unsaid = error
             self.balancer.stop(error)
             if self._last is None:
                 self.balancer.fail()
