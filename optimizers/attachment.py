@@ -26,8 +26,9 @@ class Attached(Protocol):
     def on_epoch_end(self) -> None:
         """The samples of an epoch are used up."""
 
-    def withdraw(self) -> Callable[[], bool]:
-        """Takes part with nothing, without waiting; what it returns tells whether the exchange is over."""
+    def withdraw(self) -> Callable[[], bool] | None:
+        """Takes part with nothing, without waiting; what it returns tells whether the exchange is over. None: there is
+        nothing to take part in yet."""
 
 
 class Exchanges:
@@ -142,7 +143,7 @@ class Exchanges:
 
         Which exchange they are in is theirs to know: this rank takes part in all.
         """
-        over = [exchange.withdraw() for exchange in self._attached]
+        over = [done for exchange in self._attached if (done := exchange.withdraw()) is not None]
         deadline = time.monotonic() + max(FAIL_WAIT_S, 10 * usual_step_s)
         while over and not any(done() for done in over) and time.monotonic() < deadline:
             time.sleep(0.01)

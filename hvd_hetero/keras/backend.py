@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -29,6 +30,11 @@ def horovod_error() -> type[Exception]:
     """What Horovod raises where a peer is gone."""
     error: type[Exception] = importlib.import_module("horovod.common.exceptions").HorovodInternalError
     return error
+
+
+def traces() -> bool:
+    """Whether what runs is being made a graph of, and runs only then."""
+    return NAME == "tensorflow" and not sys.modules["tensorflow"].executing_eagerly()
 
 
 def as_written(function: F) -> F:

@@ -181,7 +181,16 @@ class Balancer(framework_free.Balancer):
         return bool(self._next.samples) and not self._told and not self._instead
 
     def begin(self, samples: int) -> None:
-        """Starts a global batch of which this rank has `samples`, in a loop without a `BalancedDataset`."""
+        """Starts a global batch of which this rank has `samples`, in a loop without a `BalancedDataset`.
+
+        Raises:
+            RuntimeError: within a `tf.function`, which would run it only when it is traced.
+        """
+        if backend.traces():
+            raise RuntimeError(
+                "Expected balancer.begin() before each batch. Received: a call within a tf.function, which runs it "
+                "once, when it is traced. Call it outside, in the loop that calls the function."
+            )
         super().begin(samples)
         self.exchanges.end_batch()
         self._told, self._instead = True, bool(self._next.samples)

@@ -107,7 +107,16 @@ class BalancedDataset(keras.utils.PyDataset):
     def __getitem__(self, index: int) -> Batch:
         """The next batch in an epoch, whatever `index` is; outside of one a look at batch `index`."""
         self.aside.end()
-        return with_texts(self._ahead.load(self.sampler.peek(index)) if self._fresh else self._next())
+        return with_texts(self._look(index) if self._fresh else self._next())
+
+    def _look(self, index: int) -> Batch:
+        """Batch `index` from here, or another one, where it cannot be loaded: who reads it tells the others."""
+        try:
+            return self._ahead.load(self.sampler.peek(index))
+        except Exception:
+            if self._last is None:
+                raise
+            return self._last
 
     def on_epoch_begin(self) -> None:
         """Before the first batch of an epoch."""

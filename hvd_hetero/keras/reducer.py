@@ -207,10 +207,10 @@ class GradientReducer:
         if self.local is not None and self.local.steps.rule.merge_each_epoch:
             self.local.steps.merge()
 
-    def withdraw(self) -> Callable[[], bool]:
-        """Takes part in the next exchange with nothing, without waiting; tells whether it is over."""
+    def withdraw(self) -> Callable[[], bool] | None:
+        """See `Attached.withdraw`."""
         if self.local is not None and self.apart:
             return self.local.steps.withdraw()
         if self.last is None:  # the others wait for this rank's shapes, and hear when its process ends
-            return lambda: False
+            return None
         return self.last.withdraw()

@@ -207,7 +207,9 @@ class StreamSource:
             if number < self._at or self._at < 0:
                 self._stream, self._at = self._whole.as_numpy_iterator(), -1
             while self._at < number:
-                self._batch, self._at = packed(next(self._stream)), self._at + 1
+                at, self._at = self._at, -1  # where reading fails, the stream has moved on all the same
+                self._batch = packed(next(self._stream))
+                self._at = at + 1
             parts.append(_rows_of(self._batch, indices[indices // self._size == number] - number * self._size))
         return _joined(parts)
 

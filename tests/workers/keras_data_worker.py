@@ -590,6 +590,21 @@ def samples_of_tf_data():
         found.append(model.get_weights())
     assert worst(*found) == 0.0
     samples = tf.data.Dataset.from_tensor_slices((x, y))
+    fails = [True]
+
+    def read(number):
+        if fails and number == WHOLE + 1:
+            fails.clear()
+            raise OSError("disk on fire")
+        return number
+
+    numbers = tf.data.Dataset.range(3 * WHOLE).map(lambda number: tf.numpy_function(read, [number], tf.int64))
+    source = hvd.BalancedDataset(numbers, balancer=balancer, shuffle=False)._source
+    for begin in (0, WHOLE, 2 * WHOLE):
+        rows = np.arange(begin, begin + WHOLE)
+        if begin == WHOLE:
+            expect("disk on fire", lambda rows=rows: source.take(rows), kind=Exception)
+        assert list(source.take(rows)[0]) == list(rows)
     for given, what in (
         (samples.filter(lambda x, y: True), "assert_cardinality"),
         (samples.batch(2, drop_remainder=True).prefetch(1), "unbatch"),

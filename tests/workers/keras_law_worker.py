@@ -800,6 +800,14 @@ def errors_say_what_to_do():
     raises("BalancedDataset", lambda: model.train_on_batch(x, y))
     balancer.begin(4)
     model.train_on_batch(x, y)
+    plain = keras.models.clone_model(model)
+    plain.compile(optimizer=plain_sgd(), loss="mse")
+    calls = [hvd.callbacks.RebalanceCallback(balancer, verbose=0)]
+    dataset = hvd.BalancedDataset(x, y, balancer=balancer)
+    raises("after clone_model()", lambda: plain.fit(dataset, verbose=0, callbacks=calls), kind=RuntimeError)
+    if TENSORFLOW:
+        traced = sys.modules["tensorflow"].function(lambda: balancer.begin(4))
+        raises("within a tf.function", traced, kind=RuntimeError)
 
 
 def main(checks) -> None:

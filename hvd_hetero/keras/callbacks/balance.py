@@ -34,9 +34,11 @@ class RebalanceCallback(keras.callbacks.Callback):
         super().__init__()
         self.balancer, self.verbose = balancer, verbose
         self._told = 0  # version of the plan
+        self._step = -1  # before the epoch
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """What went before, such as a validation, is no part of a step."""
+        self._step = self.balancer.step
         self.balancer.resume()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -49,7 +51,18 @@ class RebalanceCallback(keras.callbacks.Callback):
                 print(f"\nPlan {plan.version} from step {plan.step}: shares {shares} ({plan.reason})", flush=True)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Logs this rank's share, and ends the epoch."""
+        """Logs this rank's share, and ends the epoch.
+
+        Raises:
+            RuntimeError: nothing was exchanged in it.
+        """
+        if self.balancer.step == self._step and "_reducer" not in vars(self.model.optimizer):
+            raise RuntimeError(
+                "Expected gradients of all ranks in each step. Received: an epoch without an exchange, with a plain "
+                f"{type(self.model.optimizer).__name__} as the model's optimizer, so that each rank trains by itself. "
+                "Compile it with hvd.DistributedOptimizer(..., balancer=balancer), also after clone_model() and "
+                "keras.models.load_model(), which leave a plain one (hvd.load_model does not)."
+            )
         if logs is not None:
             logs["share"] = self.balancer.share
         self.balancer.end_epoch()
