@@ -103,7 +103,7 @@ class LocalEngine:
         """None; nobody watches."""
 
     def wait_unless_awaited(self, done: Callable[[], bool], *, name: str) -> bool:
-        with self._group.waiting(self._group.calls.get(name)):
+        with self._group.waiting(self._group.calls.get(name)), self._around.entered():
             while not done():
                 self._group.check(name)
                 if any(self._rank not in call.arrays for call in list(self._group.waited_for)):

@@ -208,9 +208,10 @@ class ProcessSetEngine:
             self._watch.hearers.add(hear)
 
     def wait_unless_awaited(self, done: Callable[[], bool], *, name: str) -> bool:
-        if self._watch is None:
-            return wait_until(done)
-        return self._watch.wait_unless_awaited(done, name, self.ranks)
+        with AROUND_WAITS.entered():
+            if self._watch is None:
+                return wait_until(done)
+            return self._watch.wait_unless_awaited(done, name, self.ranks)
 
     def _track(self, operation: str, over: Callable[[], bool] = lambda: False) -> Tracked:
         """Notes that this rank takes part in an operation; `over()` tells whether all have."""
