@@ -138,8 +138,9 @@ class Exchanges:
         for exchange in self._attached:
             exchange.on_epoch_end()
 
-    def withdraw(self, usual_step_s: float) -> None:
-        """Takes part in what the others wait for, with nothing, and returns when one exchange is over.
+    def withdraw(self, usual_step_s: float) -> bool:
+        """Takes part in what the others wait for, with nothing, and returns when one exchange is over: whether none is
+        left under way.
 
         Which exchange they are in is theirs to know: this rank takes part in all.
         """
@@ -147,3 +148,4 @@ class Exchanges:
         deadline = time.monotonic() + max(FAIL_WAIT_S, 10 * usual_step_s)
         while over and not any(done() for done in over) and time.monotonic() < deadline:
             time.sleep(0.01)
+        return all(done() for done in over)

@@ -202,6 +202,7 @@ class Balancer:
 
     def _begin(self, samples: int) -> None:
         check_whole("samples", samples, least=0)
+        self.departure.check()
         self.step += 1
         self.samples, self._counted = samples, 0.0
         self.timesheet.begin(samples)
@@ -260,10 +261,12 @@ class Balancer:
         """Tells all ranks, in the exchange they wait in, that this one cannot go on; they raise `PeerError`. Where they
         have ended already, it does nothing."""
         self.departure.fail()
+        self.departure.final = True
         self.step += 1
         with contextlib.suppress(Exception):  # whoever is gone need not hear of it
             self.exchanges.on_begin()  # as on the others
-            self.exchanges.withdraw(self.timesheet.usual_step_s or 0.0)
+            ended = self.exchanges.withdraw(self.timesheet.usual_step_s or 0.0)
+            self.departure.final = not ended or self.planner.apart(self.step)
         self.dialogue.unheard()
 
     def stop(self, error: Exception) -> None:

@@ -45,6 +45,7 @@ class Departure:
         """Forgets who was to leave: the ranks are others now."""
         self.failed = False
         self.error: Exception | None = None  # what the next exchange raises on this rank
+        self.final = False  # it has failed, and is out of step with the others
         self.leaving.forget()
         self.stopping.forget()
 
@@ -56,6 +57,15 @@ class Departure:
     def fail(self, error: Exception | None = None) -> None:
         """This rank cannot go on. With an `error`, it trains on until the next exchange, which raises it here."""
         self.failed, self.error = True, error or self.error
+
+    def check(self) -> None:
+        """Raises RuntimeError where this rank has failed in a way that training cannot go on from."""
+        if self.final:
+            raise RuntimeError(
+                "Expected no further batch of a rank that could not go on. Received: one, after an error that was "
+                "caught, while the others waited for something else than the exchange of one optimizer: of several, of "
+                "steps apart, or of a layer. Go on from a checkpoint, in new processes."
+            )
 
     def recover(self, error: Exception) -> None:
         """Takes back that this rank cannot go on, if `error` is why, and no exchange has said it."""

@@ -131,6 +131,10 @@ class StreamSampler:
         self.position += 1
         self._content = content
 
+    def miss(self, batches: int) -> None:
+        """So many batches are in use on the other ranks that this one cannot load: all miss them."""
+        self.position += batches
+
     @property
     def origin(self) -> int:
         """A number that stands for the place in the epoch and the content of the batch in use: others have other ones,

@@ -372,6 +372,23 @@ def test_ranks_that_have_all_caught_the_error_of_a_loader_train_on(workers):
         assert max((p - q).abs().max().item() for p, q in zip(found, expected, strict=True)) <= 1e-12
 
 
+def test_who_has_failed_apart_is_told_that_it_cannot_go_on():
+    """What it had a part in, with nothing, may be yet to come on the others."""
+    prototype, strategy = make_model(), hvd.LocalSGD(round_steps=2, warmup_steps=0)
+
+    def program(engine):
+        model, data = copy.deepcopy(prototype), Data(fail_at=13)
+        balancer = hvd.Balancer(WHOLE, engine=engine, shares=SHARES, adaptive=False)
+        loader = hvd.BalancedDataLoader(data, balancer=balancer, shuffle=False)
+        optimizer = hvd.DistributedOptimizer(sgd(model), balancer=balancer, strategy=strategy)
+        for _ in range(2):
+            with contextlib.suppress(OSError, PeerError):
+                train(model, optimizer, loader, 1)
+
+    errors = World(3).run(program, timeout_s=30, errors="return")
+    assert "no further batch of a rank that could not go on" in str(errors[1]), errors
+
+
 def test_a_batch_that_one_rank_fails_to_load_leaves_all_ranks_alike():
     """Codecs keep what they had, rates go on from where they were, and who asks to stop just then is heard by all."""
     prototype = nn.Linear(4, 600, bias=False).double()  # codecs take it

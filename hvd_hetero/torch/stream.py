@@ -207,7 +207,11 @@ class StreamFeed:
             stack.callback(self._reader.leave, sampler.run)
             source = stack.enter_context(iterating(self.loader))
             while len(ended) < self._readers:
-                read = next(source)  # always another one: a StopIteration is of what samples are made with, an error
+                try:  # there is always another one: a StopIteration is of what samples are made with, an error
+                    read = next(source)
+                except Exception:
+                    sampler.miss(not passes_over)
+                    raise
                 sampler.answered()
                 if not read.whole:
                     ended.add(read.reader)
