@@ -129,6 +129,11 @@ def pack(
     return vector
 
 
+def failed_in(total: Sequence[float], *, ranks: int) -> tuple[int, ...]:
+    """Who has failed, of a sum of control vectors."""
+    return tuple(rank for rank in range(ranks) if total[1 + 2 * ranks + rank] > 0)
+
+
 def unpack(total: Sequence[float], *, ranks: int) -> Report:
     """What all ranks said, out of the sum of their vectors."""
     at = 1 + PER_RANK * ranks
@@ -150,7 +155,7 @@ def unpack(total: Sequence[float], *, ranks: int) -> Report:
         count=total[0],
         compute_s=tuple(total[1 : 1 + ranks]),
         samples=tuple(total[1 + ranks : 1 + 2 * ranks]),
-        failed=tuple(rank for rank in range(ranks) if total[1 + 2 * ranks + rank] > 0),
+        failed=failed_in(total, ranks=ranks),
         leaving=tuple(rank for rank in range(ranks) if int(ends[rank]) & LEAVES),
         stopping=tuple(rank for rank in range(ranks) if int(ends[rank]) & STOPS),
         lays_out=any(int(value) & LAYS_OUT for value in ends),

@@ -61,6 +61,15 @@ class Moment(NamedTuple):
     processor_s: float
 
 
+class Piece(NamedTuple):
+    """A part of a segment, and what was aside of it: seconds, those of the processor and, at the end, by the clock."""
+
+    segment: tuple[Any, Any]
+    computing_s: float
+    waiting_s: float
+    aside_s: float
+
+
 class Taken(NamedTuple):
     """Segments in which a rank computed."""
 
@@ -101,7 +110,7 @@ class ComputeMeter:
         self._computing_s = self._waiting_s = 0.0  # of processor time
         self._aside_s = 0.0  # waited for others in the middle of compute
         self._is_aside = False
-        self._before: tuple[int, float, float, float] = (0, 0.0, 0.0, 0.0)  # of these, when the open segment began
+        self._pieces: list[Piece] = []  # of the open segment, up to where it begins now
 
     @property
     def stopwatch(self) -> Stopwatch:
@@ -112,6 +121,7 @@ class ComputeMeter:
     def stopwatch(self, stopwatch: Stopwatch) -> None:
         if type(stopwatch) is not type(self._stopwatch):  # their marks do not go together
             self._segments.clear()
+            self._pieces.clear()
             self._start = None if self._start is None else stopwatch.mark()
         self._stopwatch = stopwatch
 
@@ -122,26 +132,23 @@ class ComputeMeter:
     def run(self) -> None:
         """A segment begins here; one that is open is forgotten (it was not this batch's), with what was aside of it."""
         now_s = self._processor_s()
-        if self._start is not None:
-            self._forget_open()
-        elif self._mark_s is not None:
+        if self._start is None and self._mark_s is not None:
             self._waiting_s += now_s - self._mark_s
+        self._pieces.clear()
         self._mark_s = now_s
         self._start = self.stopwatch.mark()
-        self._before = len(self._segments), self._computing_s, self._waiting_s, self._aside_s
-
-    def _forget_open(self) -> None:
-        count, self._computing_s, self._waiting_s, self._aside_s = self._before
-        del self._segments[count:]
 
     def pause(self) -> None:
         """The open segment, if any, ends here."""
         if self._start is not None:
-            self._segments.append((self._start, self.stopwatch.mark()))
-            now_s = self._processor_s()
-            if self._mark_s is not None:
-                self._computing_s += now_s - self._mark_s
-            self._mark_s = now_s
+            end = self.now()
+            for piece in (*self._pieces, self._piece(end, end, aside_s=0.0, waits=False)):
+                self._segments.append(piece.segment)
+                self._computing_s += piece.computing_s
+                self._waiting_s += piece.waiting_s
+                self._aside_s += piece.aside_s
+            self._mark_s = end.processor_s
+        self._pieces.clear()
         self._start = None
 
     def now(self) -> Moment:
@@ -163,16 +170,18 @@ class ComputeMeter:
         finally:
             self._is_aside = False
             if self._start is start:
-                self._leave_out(since, self.now(), time.perf_counter() - began, waits=waits)
+                until = self.now()
+                self._pieces.append(self._piece(since, until, aside_s=time.perf_counter() - began, waits=waits))
+                self._start, self._mark_s = until
 
-    def _leave_out(self, since: Moment, until: Moment, seconds: float, *, waits: bool) -> None:
-        self._segments.append((self._start, since.mark))
-        if self._mark_s is not None:
-            self._computing_s += since.processor_s - self._mark_s
-        if waits:
-            self._waiting_s += until.processor_s - since.processor_s
-            self._aside_s += seconds
-        self._start, self._mark_s = until
+    def _piece(self, since: Moment, until: Moment, *, aside_s: float, waits: bool) -> Piece:
+        """The open segment up to a moment, and what was aside of it until another one."""
+        return Piece(
+            segment=(self._start, since.mark),
+            computing_s=0.0 if self._mark_s is None else since.processor_s - self._mark_s,
+            waiting_s=until.processor_s - since.processor_s if waits else 0.0,
+            aside_s=aside_s if waits else 0.0,
+        )
 
     def take_aside_s(self) -> float:
         """The seconds since the last call that this rank waited for others in the middle of its compute."""
@@ -183,28 +192,26 @@ class ComputeMeter:
         """Lets the open segment begin at a moment, if that is later; the seconds by which it is."""
         later_s = 0.0 if self._start is None else self.stopwatch.seconds(self._start, moment.mark)
         if later_s > 0.0:
-            self._forget_open()
+            self._pieces.clear()
             self._start, self._mark_s = moment
         return max(0.0, later_s)
 
     def take(self) -> Taken:
         """The segments since the last call."""
         segments, self._segments = self._segments, []
-        self._before = (0, *self._before[1:])
         return Taken(self._stopwatch, segments)
 
     def forget(self) -> None:
         """Forgets what was done and not taken."""
         self.take()
+        self._pieces.clear()
         self._computing_s = self._waiting_s = self._aside_s = 0.0
-        self._before = (0, 0.0, 0.0, 0.0)
 
     def take_extra_s(self, compute_s: float) -> float:
         """The seconds that what was done since the last call takes this rank's cores beyond `compute_s` of compute: for
         serving the communication, and because of a quota; 0 where compute does not run on them."""
         computing_s, waiting_s = self._computing_s, self._waiting_s
         self._computing_s = self._waiting_s = 0.0
-        self._before = (self._before[0], 0.0, 0.0, self._before[3])
         if not isinstance(self.stopwatch, WallClock) or computing_s <= 0.0:
             return 0.0
         cores, head_start_s = self._look_at_quota(), 0.0

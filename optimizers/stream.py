@@ -131,9 +131,9 @@ class StreamSampler:
         self.position += 1
         self._content = content
 
-    def miss(self, batches: int) -> None:
-        """So many batches are in use on the other ranks that this one cannot load: all miss them."""
-        self.position += batches
+    def miss(self) -> None:
+        """The next batch is in use on the other ranks, and this one cannot load it: all miss it."""
+        self.position += 1
 
     @property
     def origin(self) -> int:

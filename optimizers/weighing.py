@@ -12,7 +12,7 @@ from hvd_hetero.engine.port import Engine
 
 from .attachment import Attached
 from .balancer import Balancer
-from .control import Look, length, unpack
+from .control import Look, failed_in, length
 from .local_step import ParameterStore
 from .noise import Buckets, GradientNoise
 from .parameter_guard import ParameterGuard, check_origins, check_together
@@ -221,7 +221,7 @@ class Weighing:
             name=name,
             keeps=self._ways.keeps,
             weight=lambda: self._reference(terms()),
-            fails=lambda total: bool(unpack(total, ranks=self.engine.size).failed),
+            fails=lambda total: bool(failed_in(total, ranks=self.engine.size)),
         )
         self.keeping.put(kind, [exchange], lambda: self.part_unit)
         return exchange

@@ -17,7 +17,7 @@ import numpy as np
 
 from .meeting import Call, Group
 from .port import CollectiveError, Op
-from .remembered import Around, Remembered
+from .remembered import Remembered
 
 T = TypeVar("T")
 
@@ -26,7 +26,7 @@ class _Pending:
     """A handle on a `Call`: `mine`, what the rank passed in, where the operation works in place, else its like."""
 
     def __init__(
-        self, group: Group, call: Call, rank: int, name: str, mine: Any, in_place: bool, around: Around
+        self, group: Group, call: Call, rank: int, name: str, mine: Any, in_place: bool, around: Remembered
     ) -> None:
         self.group, self.call, self.rank, self.name, self.mine, self.in_place = group, call, rank, name, mine, in_place
         self._around, self._over = around, False
@@ -59,9 +59,9 @@ class LocalEngine:
 
     failure: tuple[type[Exception], ...] = (CollectiveError,)
 
-    def __init__(self, group: Group, rank: int, ranks: tuple[int, ...], around: Around | None = None) -> None:
+    def __init__(self, group: Group, rank: int, ranks: tuple[int, ...], around: Remembered | None = None) -> None:
         self._group, self._rank, self._ranks = group, rank, ranks
-        self._around = around or Around()  # this rank's waits
+        self._around = around or Remembered()  # this rank's waits
         self._named = itertools.count(1)
         self._remembered, self._forgets = Remembered(), Remembered()
 

@@ -15,7 +15,7 @@ from .environment import patience
 from .host import host_identity
 from .machine import CpuQuota
 from .port import gather_text
-from .remembered import Around, Rebuilds, Remembered
+from .remembered import Rebuilds, Remembered
 from .shared_sets import process_set_of
 from .sleep import wait_until
 from .watch import Watch
@@ -62,7 +62,7 @@ def checked_splits(splits: Sequence[int], *, rows: int, size: int, name: str) ->
     return list(splits)
 
 
-AROUND_WAITS = Around()  # of this process
+AROUND_WAITS = Remembered()  # of this process
 
 
 class Tracked:

@@ -16,9 +16,9 @@ class Remembered:
     """Methods of objects that may go away meanwhile, in the order in which they were first added."""
 
     def __init__(self) -> None:
-        self._methods: list[weakref.WeakMethod[Callable[..., None]]] = []
+        self._methods: list[weakref.WeakMethod[Callable[..., Any]]] = []
 
-    def add(self, method: Callable[..., None]) -> None:
+    def add(self, method: Callable[..., Any]) -> None:
         """Remembers `method`, once however often it is added."""
         self._methods = [each for each in self._methods if each() is not None]
         if (reference := weakref.WeakMethod(method)) not in self._methods:
@@ -28,29 +28,21 @@ class Remembered:
         """Calls those whose objects live. What nothing holds any more is collected first: otherwise it would be called
         on those ranks alone that have not collected it yet."""
         gc.collect()
-        for reference in list(self._methods):
-            if (method := reference()) is not None:
-                method(**arguments)
-
-
-class Around:
-    """Context managers around something, made by methods of objects that may go away meanwhile."""
-
-    def __init__(self) -> None:
-        self._methods: list[weakref.WeakMethod[Callable[[], contextlib.AbstractContextManager[None]]]] = []
-
-    def add(self, method: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
-        """From now on, and as long as its object lives."""
-        self._methods = [*(each for each in self._methods if each() is not None), weakref.WeakMethod(method)]
+        for method in self._living():
+            method(**arguments)
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """Within all of them."""
+        """Within all the context managers that the methods return."""
         with contextlib.ExitStack() as stack:
-            for reference in self._methods:
-                if (method := reference()) is not None:
-                    stack.enter_context(method())
+            for method in self._living():
+                stack.enter_context(method())
             yield
+
+    def _living(self) -> Iterator[Callable[..., Any]]:
+        for reference in list(self._methods):
+            if (method := reference()) is not None:
+                yield method
 
 
 class Rebuilds:

@@ -210,7 +210,8 @@ class StreamFeed:
                 try:  # there is always another one: a StopIteration is of what samples are made with, an error
                     read = next(source)
                 except Exception:
-                    sampler.miss(not passes_over)
+                    if not passes_over:
+                        sampler.miss()
                     raise
                 sampler.answered()
                 if not read.whole:
