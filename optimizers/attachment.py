@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 FAIL_WAIT_S = 30.0  # at least so long a rank that fails waits for the others to hear of it
+END_WAIT_S = 2.0  # and so long for them to end what else they have with it
 
 
 class PeerError(RuntimeError):
@@ -27,8 +28,11 @@ class Attached(Protocol):
         """The samples of an epoch are used up."""
 
     def withdraw(self) -> Callable[[], bool] | None:
-        """Takes part with nothing, without waiting; what it returns tells whether the exchange is over. None: there is
-        nothing to take part in yet."""
+        """Takes part with nothing, without waiting, in what comes next, as a rank that cannot go on; what it returns
+        tells whether that is over. None: there is nothing to take part in yet."""
+
+    def miss(self) -> Callable[[], bool] | None:
+        """The same for the exchange of the present batch alone. None: there is none, or ranks are apart."""
 
 
 class Exchanges:
@@ -145,7 +149,23 @@ class Exchanges:
         Which exchange they are in is theirs to know: this rank takes part in all.
         """
         over = [done for exchange in self._attached if (done := exchange.withdraw()) is not None]
-        deadline = time.monotonic() + max(FAIL_WAIT_S, 10 * usual_step_s)
-        while over and not any(done() for done in over) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        return all(done() for done in over)
+        _wait_for(any, over, max(FAIL_WAIT_S, 10 * usual_step_s))
+        return _wait_for(all, over, max(END_WAIT_S, 10 * usual_step_s))
+
+    def complete(self, usual_step_s: float) -> None:
+        """Takes part with nothing, as the rank does that has failed, in all exchanges of this batch that are yet to
+        come, and returns when they are over: all ranks have heard of it then, and may train on."""
+        rest = [exchange for exchange in self._attached if exchange not in self._over]
+        self._over += rest
+        over = [done for exchange in rest if (done := exchange.miss()) is not None]
+        _wait_for(all, over, max(END_WAIT_S, 10 * usual_step_s))
+
+
+def _wait_for(enough: Callable[[Iterable[bool]], bool], over: Sequence[Callable[[], bool]], most_s: float) -> bool:
+    """Whether enough exchanges are over, once they are, or after so many seconds."""
+    deadline = time.monotonic() + most_s
+    while over and not enough([done() for done in over]):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True

@@ -63,8 +63,8 @@ class Departure:
         if self.final:
             raise RuntimeError(
                 "Expected no further batch of a rank that could not go on. Received: one, after an error that was "
-                "caught, while the others waited for something else than the exchange of one optimizer: of several, of "
-                "steps apart, or of a layer. Go on from a checkpoint, in new processes."
+                "caught, while the others waited for something else than the exchange of a synchronous step: of one "
+                "apart, of a layer, or with Keras of another optimizer. Go on from a checkpoint, in new processes."
             )
 
     def recover(self, error: Exception) -> None:

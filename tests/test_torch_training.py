@@ -372,6 +372,47 @@ def test_ranks_that_have_all_caught_the_error_of_a_loader_train_on(workers):
         assert max((p - q).abs().max().item() for p, q in zip(found, expected, strict=True)) <= 1e-12
 
 
+@pytest.mark.parametrize("how", ["one pass", "a pass each", "one at a time", "the second first"])
+def test_ranks_train_on_after_the_error_of_a_loader_with_several_optimizers(how):
+    """The batch that failed, the second, is left out for all of them, wherever the others hear of it."""
+    prototype = make_model(), make_model()
+
+    def steps(models, optimizers, batches):
+        for number, (x, y, _) in enumerate(batches):
+            losses = [nn.functional.cross_entropy(model(x), y) for model in models]
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            if how == "one pass":
+                sum(losses).backward()
+                for optimizer in optimizers:
+                    optimizer.step()
+            for which in () if how == "one pass" else (1, 0) if how == "the second first" else (0, 1):
+                if how != "one at a time" or which == number % 2:
+                    losses[which].backward()
+                    optimizers[which].step()
+
+    def program(engine):
+        models, data = copy.deepcopy(prototype), Data(fail_at=13)
+        balancer = hvd.Balancer(WHOLE, engine=engine, shares=SHARES, adaptive=False)
+        loader = hvd.BalancedDataLoader(data, balancer=balancer, shuffle=False)
+        optimizers = [hvd.DistributedOptimizer(sgd(model), balancer=balancer) for model in models]
+        with pytest.raises((OSError, PeerError)):
+            steps(models, optimizers, loader)
+        data.fail_at = None
+        for _ in range(2):
+            steps(models, optimizers, loader)
+        return [p.detach() for model in models for p in model.parameters()]
+
+    models, sound = copy.deepcopy(prototype), Data()
+    optimizers = [sgd(model) for model in models]
+    batches = [(sound.x[i : i + WHOLE], sound.y[i : i + WHOLE], None) for i in range(0, LENGTH, WHOLE)]
+    for part in (batches[:1], batches, batches):
+        steps(models, optimizers, part)
+    expected = [p for model in models for p in model.parameters()]
+    for found in World(3).run(program, timeout_s=30):
+        assert max((p - q).abs().max().item() for p, q in zip(found, expected, strict=True)) <= 1e-12
+
+
 def test_who_has_failed_apart_is_told_that_it_cannot_go_on():
     """What it had a part in, with nothing, may be yet to come on the others."""
     prototype, strategy = make_model(), hvd.LocalSGD(round_steps=2, warmup_steps=0)

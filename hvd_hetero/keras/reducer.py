@@ -209,8 +209,10 @@ class GradientReducer:
 
     def withdraw(self) -> Callable[[], bool] | None:
         """See `Attached.withdraw`."""
-        if self.local is not None and self.apart:
-            return self.local.steps.withdraw()
-        if self.last is None:  # the others wait for this rank's shapes, and hear when its process ends
+        return self.local.steps.withdraw() if self.local is not None and self.apart else self.miss()
+
+    def miss(self) -> Callable[[], bool] | None:
+        """See `Attached.miss`."""
+        if self.apart or self.last is None:  # the others wait for this rank's shapes, and hear when its process ends
             return None
         return self.last.withdraw()

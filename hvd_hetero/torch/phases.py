@@ -250,7 +250,11 @@ class StepPhases:
         self.wait_s += waited_s
         self.bytes_sent += bytes_sent
         self._phase = Phase.READY
-        self._layouts().take_in(hear)
+        try:
+            self._layouts().take_in(hear)
+        except PeerError:
+            self._balancer.exchanges.complete(self._balancer.timesheet.usual_step_s or 0.0)
+            raise
 
     def leave(self, over: Callable[[], bool]) -> Callable[[], bool]:
         """Ends an exchange in which this rank says that it cannot go on, once it is `over`: see `withdraw`."""

@@ -270,10 +270,14 @@ class GradientReducer:
             name = f"{self._weighing.name}.buffers"
             average_buffers(model, weight=weight, engine=self._weighing.engine, name=name)
 
-    def withdraw(self) -> Callable[[], bool]:
-        """Takes part in the next exchange with nothing, without waiting; tells whether it is over."""
-        if self.local is not None and self.apart:
-            return self.local.steps.withdraw()
+    def withdraw(self) -> Callable[[], bool] | None:
+        """See `Attached.withdraw`."""
+        return self.local.steps.withdraw() if self.local is not None and self.apart else self.miss()
+
+    def miss(self) -> Callable[[], bool] | None:
+        """See `Attached.miss`."""
+        if self.apart:
+            return None
         self._passes.clear()
         return self._phases.leave(self._step.take_rest())
 
