@@ -88,7 +88,7 @@ class Balancer:
         self.departure = Departure()
         self.strategies = Strategies()
         self._settle()
-        self.record.plans(self.plans_ahead)
+        self._introduce()
         self.record.waits(engine)
         engine.during_waits(self.timesheet.waiting)
         engine.remember(self.rebuild)
@@ -134,7 +134,13 @@ class Balancer:
             self._asked = replace(self._asked, shares=None)
         self._settle()
         self._load(state)
-        self.record.ranks(self.engine, step=self.step, plans=self.plans_ahead)
+        self.record.ranks(self.engine, step=self.step)
+        self._introduce()
+
+    def _introduce(self) -> None:
+        """Tells the trace what holds as it begins."""
+        self.record.limits(self.terms.bounds[self.rank], self.terms.micro_caps[self.rank])
+        self.record.plans(self.plans_ahead)
 
     def _hear(self, plan: Plan) -> None:
         """Takes in a plan that all ranks have heard of."""
@@ -154,6 +160,7 @@ class Balancer:
     @trace.setter
     def trace(self, trace: Any) -> None:
         self.record.start(trace)
+        self._introduce()
 
     @property
     def global_batch_size(self) -> int:

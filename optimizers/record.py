@@ -9,6 +9,7 @@ from typing import Any
 from hvd_hetero.engine.port import Engine
 from hvd_hetero.policy.algorithm import Choice
 from hvd_hetero.policy.ladder import Move
+from hvd_hetero.policy.partition import Bound
 from hvd_hetero.policy.replan import Plan
 
 from .timesheet import Entry
@@ -28,6 +29,10 @@ class Record:
     def event(self, kind: str, /, **fields: Any) -> None:
         if self.trace is not None:
             self.trace.event(kind, **fields)
+
+    def limits(self, bound: Bound, micro_batch: int | None) -> None:
+        """What this rank's shares may be, and the most samples of one of its passes."""
+        self.event("limits", **asdict(bound), micro_batch=micro_batch)
 
     def plans(self, plans: Sequence[Plan]) -> None:
         """Tells of those that it was not told yet."""
@@ -67,13 +72,12 @@ class Record:
         self.event("wait", **what)
         self.trace.flush()  # it may be the last word
 
-    def ranks(self, engine: Engine, *, step: int, plans: Sequence[Plan]) -> None:
-        """The ranks are others now."""
+    def ranks(self, engine: Engine, *, step: int) -> None:
+        """The ranks are others now: nothing was told yet in this one's file."""
         if self.trace is not None:
             self.trace.restart(engine.rank)
             self.trace.event("ranks", rank=engine.rank, size=engine.size, step=step)
             self._told.clear()
-            self.plans(plans)
 
 
 def _nobody(entry: Entry) -> None:

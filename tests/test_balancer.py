@@ -16,6 +16,8 @@ from hvd_hetero.optimizers.departure import Departure
 from hvd_hetero.optimizers.route import Route
 from hvd_hetero.optimizers.weighted import WeightedExchange
 from hvd_hetero.policy.ladder import Rung
+from hvd_hetero.trace.reader import read
+from hvd_hetero.trace.record import Trace
 
 WHOLE = 64
 
@@ -212,3 +214,17 @@ def test_a_state_is_plain_numbers_whatever_numbers_it_was_made_of():
         return json.loads(json.dumps(balancer.state_dict()))["planner"]["plans"][0]["shares"]
 
     assert World(2).run(program) == [[8, 4]] * 2
+
+
+def test_a_trace_tells_what_each_rank_may_have_and_once_more_when_the_ranks_have_changed(tmp_path):
+    def program(engine):
+        trace = Trace(tmp_path, rank=engine.rank, clock=lambda: 0.0)
+        more = {"max_share": 40, "max_micro_batch": 8, "quantum": 2} if engine.rank else {}
+        balancer = Balancer(engine, global_batch_size=WHOLE, trace=trace, **more)
+        balancer.rebuild()
+        trace.close()
+
+    World(2).run(program)
+    told = [[event.fields for event in rank.events if event.kind == "limits"] for rank in read(tmp_path).ranks.values()]
+    assert told[0] == [{"lower": 1, "upper": None, "quantum": 1, "micro_batch": None}] * 2
+    assert told[1] == [{"lower": 1, "upper": 40, "quantum": 2, "micro_batch": 8}] * 2

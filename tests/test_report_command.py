@@ -7,6 +7,8 @@ import pytest
 from simulated import RecordedRanks
 
 from hvd_hetero.cli.main import main
+from hvd_hetero.optimizers.record import Record
+from hvd_hetero.policy.partition import Bound
 from hvd_hetero.policy.replan import Plan
 
 
@@ -78,6 +80,31 @@ def test_a_plan_finds_speeds_and_predicts_the_step_that_was_measured(tmp_path, c
     assert main(["plan", str(tmp_path), "--global-batch-size", "128", "--max-share", "0:60"]) == 0
     said = capsys.readouterr().out
     assert "60:68" in said and "No rank can be done without." in said
+
+
+def test_a_plan_knows_the_bounds_of_a_run_and_the_passes_of_a_share(tmp_path, capsys):
+    """Rank 0 holds 8 samples at a time, each pass of which costs 10 ms more, and rank 1 holds 30 in all."""
+    limits = [(Bound(lower=1), 8), (Bound(lower=1, upper=30), None)]
+    ranks = RecordedRanks(tmp_path, 2)
+    for trace, (bound, cap) in zip(ranks.traces, limits, strict=True):
+        Record(trace).limits(bound, cap)
+
+    def seconds(share):
+        return -(-share // 8) * 0.01 + share * 0.001
+
+    for step in range(60):
+        shares = (10, 30) if step < 30 else (40, 24)
+        ranks.step(step, compute=[seconds(shares[0]), shares[1] * 0.003], shares=shares)
+    ranks.read()
+    assert main(["plan", str(tmp_path), "--json", "--skip", "0"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["ranks"][0]["overhead_s"] == pytest.approx(0.01, rel=0.3)
+    ways = {way["title"]: way for way in found["forecasts"]}
+    assert "equal shares" not in ways
+    assert ways["best shares"]["step_s"] == pytest.approx(0.01 + seconds(36), rel=0.02)  # 28 take rank 1 as long
+    assert ways["without rank 1"]["step_s"] == pytest.approx(seconds(64), rel=0.05)
+    assert main(["plan", str(tmp_path), "--skip", "0", "--max-share", "1:64"]) == 0
+    assert "equal shares" in capsys.readouterr().out
 
 
 def test_a_plan_rests_on_what_a_quota_allows_in_the_long_run(tmp_path, capsys):

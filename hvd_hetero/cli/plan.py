@@ -10,7 +10,7 @@ import argparse
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hvd_hetero.cli.console import TO_STDOUT, rich_console, seconds_text, table, write
@@ -19,7 +19,7 @@ from hvd_hetero.cli.report_content import SKIP, report_of, shares_text
 from hvd_hetero.policy.forecast import Forecast, advice, forecasts
 from hvd_hetero.policy.jitter import Jitter, synchronous_step_s
 from hvd_hetero.policy.partition import Bound, InfeasibleError
-from hvd_hetero.policy.speed import Observation, SpeedModel, fit
+from hvd_hetero.policy.speed import Observation, SpeedModel, fit, passes_of
 from hvd_hetero.policy.staleness import ROUND_STEPS, ROUND_STEPS_OF_ADAM
 from hvd_hetero.trace.reader import RankRun, Run
 from hvd_hetero.trace.waiting import Timed, apart, timed
@@ -39,12 +39,25 @@ class Seen:
     shares: tuple[int, ...]  # the newest; none without a run
     step_s: float | None  # of a synchronous step with these shares; None where there was none
     exchange_s: float  # of that, beside computing
+    bounds: tuple[Bound, ...]
+    micro_batch: tuple[int | None, ...]  # the most samples of one pass
+
+
+def limits_of(rank: RankRun) -> tuple[Bound, int | None]:
+    """What a rank's shares may be, and the most samples of one pass, as its balancer was told last."""
+    said = [dict(event.fields) for event in rank.events if event.kind == "limits"]
+    if not said:  # an older trace does not tell
+        return Bound(lower=1), None
+    micro_batch = said[-1].pop("micro_batch")
+    return Bound(**said[-1]), micro_batch
 
 
 def speed_of(rank: RankRun, *, skip: int) -> tuple[SpeedModel, Jitter]:
     """The speed of a rank, and how much its steps vary. Raises CommandError where it has too few steps."""
-    seen = [Observation(samples=step.samples, compute_s=step.compute_s + step.extra_s) for step in rank.steps[skip:]
-            if step.samples > 0 and step.compute_s > 0]
+    _, cap = limits_of(rank)
+    seen = [Observation(samples=step.samples, compute_s=step.compute_s + step.extra_s,
+                        passes=passes_of(step.samples, cap))
+            for step in rank.steps[skip:] if step.samples > 0 and step.compute_s > 0]
     if len(seen) < LEAST:
         raise CommandError(f"expected {LEAST} steps of rank {rank.rank} with samples, or more. Received: {len(seen)}.\n"
                            "  What to do: train for longer, or take a smaller --skip.")
@@ -60,16 +73,17 @@ def seen_in(run: Run, *, skip: int) -> Seen:
     """What a run says of its ranks. Raises CommandError where it says too little."""
     ranks = list(run.ranks.values())
     models, jitters = zip(*(speed_of(rank, skip=skip) for rank in ranks), strict=True)
+    bounds, micro_batch = zip(*map(limits_of, ranks), strict=True)
     shares = tuple(rank.steps[-1].share for rank in ranks)
     spans = [span for rank in ranks if (span := _step_s(rank, skip=skip)) is not None]
     step_s = statistics.fmean(spans) if spans else None
     exchange_s = 0.0
     if step_s is not None:
         some = [i for i, share in enumerate(shares) if share]
-        times = [models[i].time_s(shares[i]) for i in some]
+        times = [models[i].time_s(shares[i], micro_batch[i]) for i in some]
         exchange_s = max(0.0, step_s - synchronous_step_s(times, [jitters[i] for i in some]))
     return Seen(ranks=tuple(rank.rank for rank in ranks), models=models, jitters=jitters, shares=shares, step_s=step_s,
-                exchange_s=exchange_s)
+                exchange_s=exchange_s, bounds=bounds, micro_batch=micro_batch)
 
 
 def told(speeds: str, *, exchange_ms: float) -> Seen:
@@ -83,7 +97,8 @@ def told(speeds: str, *, exchange_ms: float) -> Seen:
     if not (math.isfinite(exchange_ms) and exchange_ms >= 0.0):
         raise CommandError(f"--exchange-ms: expected 0 or more. Received: {exchange_ms}.")
     return Seen(ranks=tuple(range(len(models))), models=models, shares=(), step_s=None, exchange_s=1e-3 * exchange_ms,
-                jitters=(Jitter(variation=USUAL_VARIATION),) * len(models))
+                jitters=(Jitter(variation=USUAL_VARIATION),) * len(models), bounds=(Bound(lower=1),) * len(models),
+                micro_batch=(None,) * len(models))
 
 
 def _step_s(rank: RankRun, *, skip: int) -> float | None:
@@ -121,15 +136,16 @@ def as_dict(seen: Seen, found: Sequence[Forecast]) -> dict[str, Any]:
             "forecasts": ways, "advice": advice(found)}
 
 
-def _bounds(words: Sequence[str], ranks: int) -> list[Bound]:
-    """Bounds from RANK:SAMPLES; CommandError where they are not that."""
-    bounds = [Bound(lower=1)] * ranks
+def _bounds(words: Sequence[str], bounds: Sequence[Bound]) -> list[Bound]:
+    """Bounds, with upper ones from RANK:SAMPLES; CommandError where they are not that."""
+    found = list(bounds)
     for word in words:
         rank, _, samples = word.partition(":")
-        if not (rank.isdigit() and samples.isdigit() and int(rank) < ranks and int(samples) > 0):
-            raise CommandError(f"--max-share: expected RANK:SAMPLES, of ranks 0 to {ranks - 1}. Received: {word}.")
-        bounds[int(rank)] = Bound(lower=1, upper=int(samples))
-    return bounds
+        if not (rank.isdigit() and samples.isdigit() and int(rank) < len(found) and int(samples) > 0):
+            raise CommandError(f"--max-share: expected RANK:SAMPLES, of ranks 0 to {len(found) - 1}. Received: {word}.")
+        bound, most = found[int(rank)], int(samples)
+        found[int(rank)] = replace(bound, lower=min(bound.lower, most), upper=most)
+    return found
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -144,7 +160,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="of the fastest rank between two merges, where ranks make steps apart (default: "
                              f"%(default)s; hvd.LocalSGD's is {ROUND_STEPS_OF_ADAM} with Adam and its like)")
     parser.add_argument("--max-share", action="append", default=[], metavar="RANK:N",
-                        help="the most samples that this rank's memory holds; may be given for several ranks")
+                        help="the most samples that this rank's memory holds (default: the run's max_share); may be "
+                             "given for several ranks")
     parser.add_argument("--json", nargs="?", const=TO_STDOUT, metavar="FILE",
                         help="write it as JSON to FILE, or to the output instead of the table")
     parser.add_argument("--skip", type=int, metavar="N",
@@ -174,8 +191,8 @@ def command(arguments: argparse.Namespace) -> int:
     if arguments.round_steps < 1:
         raise CommandError(f"--round-steps: expected 1 or more. Received: {arguments.round_steps}.")
     try:
-        found = forecasts(seen.models, whole, bounds=_bounds(arguments.max_share, len(seen.ranks)),
-                          jitters=seen.jitters, exchange_s=seen.exchange_s, round_steps=arguments.round_steps)
+        found = forecasts(seen.models, whole, bounds=_bounds(arguments.max_share, seen.bounds), jitters=seen.jitters,
+                          exchange_s=seen.exchange_s, round_steps=arguments.round_steps, micro_batch=seen.micro_batch)
     except InfeasibleError as error:
         raise CommandError(f"{error}\n  What to do: another --global-batch-size or --max-share.") from error
     write(as_dict(seen, found), arguments.json, otherwise=lambda: show(seen, found, arguments.run))

@@ -65,6 +65,7 @@ def forecasts(
     jitters: Sequence[Jitter] | None = None,
     exchange_s: float = 0.0,
     round_steps: int = ROUND_STEPS,
+    micro_batch: Sequence[int | None] | None = None,
 ) -> list[Forecast]:
     """The ways there are, as far as the bounds allow them: equal shares, the best shares, nobody waiting for anybody,
     and the best shares without the slowest rank, the two slowest, and so on.
@@ -75,6 +76,7 @@ def forecasts(
         jitters: by rank; None: all are steady.
         exchange_s: seconds of a step beside computing, which only one rank alone is taken to be spared.
         round_steps: of local SGD.
+        micro_batch: the most samples of one pass, by rank; None: a share takes one pass.
 
     Raises:
         InfeasibleError: no shares within the bounds sum to the global batch.
@@ -82,17 +84,18 @@ def forecasts(
     ranks = range(len(models))
     limits = [Bound()] * len(models) if bounds is None else list(bounds)
     steady = [Jitter()] * len(models) if jitters is None else list(jitters)
+    caps = [None] * len(models) if micro_batch is None else list(micro_batch)
 
     def together(way: Way, shares: Sequence[int]) -> Forecast:
         some = [rank for rank in ranks if shares[rank]]
         prediction = predict_synchronous(
             [models[rank] for rank in some], [shares[rank] for rank in some], jitters=[steady[rank] for rank in some],
-            exchange_s=exchange_s if len(some) > 1 else 0.0,
+            exchange_s=exchange_s if len(some) > 1 else 0.0, micro_batch=[caps[rank] for rank in some],
         )  # fmt: skip
         return Forecast(way=way, shares=tuple(shares), prediction=prediction)
 
     found = []
-    balanced = split(models, global_batch_size, limits)
+    balanced = split(models, global_batch_size, limits, micro_batch=caps)
     best = together(Way.BEST, balanced)
     equal = equal_shares(global_batch_size, len(models))
     if all(map(Bound.allows, limits, equal)):
@@ -100,15 +103,16 @@ def forecasts(
         # What balances the means of ranks that vary much may let all wait longer: any of them may be the last.
         best = min(best, replace(found[0], way=Way.BEST), key=lambda each: each.prediction.period_s)
     found.append(best)
-    local = predict_local(models, balanced, round_steps=round_steps, merge_s=exchange_s, jitters=steady)
+    local = predict_local(models, balanced, round_steps=round_steps, merge_s=exchange_s, jitters=steady,
+                          micro_batch=caps)
     found.append(Forecast(way=Way.LOCAL, shares=balanced, prediction=local))
     usual = max(1, global_batch_size // len(models))
-    slowest = sorted(ranks, key=lambda rank: -models[rank].time_s(usual))
+    slowest = sorted(ranks, key=lambda rank: -models[rank].time_s(usual, caps[rank]))
     for count in range(1, len(models)):
         out = set(slowest[:count])
         narrowed = [Bound(upper=0) if rank in out else limits[rank] for rank in ranks]
         try:
-            shares = split(models, global_batch_size, narrowed)
+            shares = split(models, global_batch_size, narrowed, micro_batch=caps)
         except InfeasibleError:  # what is left has no room for the batch
             break
         found.append(together(Way.FEWER, shares))

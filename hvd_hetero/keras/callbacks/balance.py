@@ -203,7 +203,6 @@ class TraceCallback(keras.callbacks.Callback):
         super().__init__()
         if balancer.trace is None:
             balancer.trace = trace_of(run, rank=balancer.rank, clock=time.time, host=host_identity()[0])
-            balancer.record.plans(balancer.plans_ahead)
         self.trace = balancer.trace
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
