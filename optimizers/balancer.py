@@ -111,6 +111,7 @@ class Balancer:
         self.passed = -1  # that of the last backward pass, of whichever optimizer
         self.backward_passes = 0  # so far, one for each optimizer that a pass has gradients for
         self.exchanges = Exchanges(self.begin_unseen)
+        self._wait_s, self._bytes_sent = 0.0, 0  # of exchanges since a step ended
         self.keepers = Places(lambda: Keeping(sayings={"samples": self.timesheet}))  # of optimizers and tapes
         self.sums = Places(PartialSums)  # of those that add up batches
         self.strategies.restart()
@@ -324,8 +325,17 @@ class Balancer:
         """Says that the present step's time tells nothing of its samples: compilation was in it, for instance."""
         self.timesheet.discard()
 
+    def exchanged(self, *, wait_s: float, bytes_sent: int, leads: bool) -> None:
+        """What an exchange took, told after the update. With the one that leads a step ends, as the trace has it: its
+        compute time goes out with the next gradient."""
+        self._wait_s += wait_s
+        self._bytes_sent += bytes_sent
+        if leads:
+            self.finished(wait_s=self._wait_s, bytes_sent=self._bytes_sent)
+            self._wait_s, self._bytes_sent = 0.0, 0
+
     def finished(self, *, wait_s: float, bytes_sent: int) -> None:
-        """Ends a step, after the update: its compute time goes out with the next gradient."""
+        """Ends a step, in which all exchanges took so much."""
         self.pause()
         wait_s += self.timesheet.take_waited_s()
         share = self.plan.shares[self.rank]

@@ -526,3 +526,26 @@ def test_buffers_of_any_type_become_one():
         assert model.seen.item() == 6 and model.seen.dtype == torch.int32
 
     World(2).run(program)
+
+
+def test_a_rank_without_samples_that_leaves_a_closure_early_adds_no_samples_apart():
+    def program(engine):
+        weight = nn.Parameter(torch.ones(1))
+        balancer = hvd.Balancer(4, engine=engine, min_share=0)
+        strategy = hvd.LocalSGD(warmup_steps=0, round_steps=100)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=0.1), balancer=balancer, strategy=strategy)
+        for step in range(4):
+            samples = 2 if step < 2 or engine.rank == 0 else 0
+            balancer.begin(samples)
+
+            def closure(samples=samples):
+                optimizer.zero_grad()
+                if samples:
+                    weight.sum().backward()
+
+            optimizer.step(closure)
+        samples = optimizer._reducer.local.steps.samples
+        optimizer.merge()
+        return samples
+
+    assert World(2).run(program) == [8.0, 4.0]

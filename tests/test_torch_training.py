@@ -2,8 +2,11 @@
 
 import contextlib
 import copy
+import gc
 import io
 import pickle
+import time
+import weakref
 
 import pytest
 import torch
@@ -15,6 +18,8 @@ pytest.importorskip("horovod.torch", reason="build it with hvd-hetero build-horo
 import hvd_hetero.torch as hvd
 from hvd_hetero.engine.local import SoloEngine, World
 from hvd_hetero.optimizers.attachment import PeerError
+from hvd_hetero.torch import reducer
+from hvd_hetero.trace.reader import read
 
 LENGTH, WHOLE = 20, 8  # the third batch of an epoch is short
 SHARES = (5, 2, 1)
@@ -812,3 +817,107 @@ def test_gradients_that_a_script_keeps_stay_as_they_are(how):
 
     places = World(1).run(program)[0]
     assert len(set(places)) == 3, "other memory where gradients were kept, the same where they were not"
+
+
+def test_a_gradient_that_a_script_keeps_stays_where_another_stays_in_place():
+    def program(engine):
+        weight, bias = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+        balancer = hvd.Balancer(4, engine=engine, adaptive=False)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight, bias], lr=0.1), balancer=balancer)
+        for factor in (1.0, 5.0):
+            balancer.begin(2)
+            (factor * (weight + bias)).sum().backward()
+            if factor == 1.0:
+                kept, weight.grad = weight.grad, None  # and not the bias's
+            optimizer.step()
+        return kept.tolist(), weight.grad.tolist(), bias.grad.tolist()
+
+    assert World(2).run(program) == [([1.0] * 3, [5.0] * 3, [6.0] * 3)] * 2
+
+
+@pytest.mark.parametrize("options", [{}, {"op": hvd.Sum}, {"compression": hvd.Compression.int8}, {"strategy": "local"}])
+def test_nothing_outlives_an_optimizer_its_model_and_its_balancer(options):
+    """As folds and searches make one after the other."""
+    model = make_model()
+    balancer = hvd.Balancer(WHOLE, engine=SoloEngine())
+    optimizer = hvd.DistributedOptimizer(sgd(model), balancer=balancer, **options)
+    for _ in range(2):
+        balancer.begin(WHOLE)
+        optimizer.zero_grad()
+        model(torch.ones(WHOLE, 4, dtype=torch.float64)).sum().backward()
+        optimizer.step()
+    optimizer.merge()
+    lives = [weakref.ref(each) for each in (model[0].weight, optimizer, balancer)]
+    del model, optimizer, balancer
+    gc.collect()
+    assert [each() for each in lives] == [None] * 3
+
+
+def test_a_schedule_goes_on_where_another_optimizer_took_over_and_a_state_was_loaded():
+    model = make_model()
+    balancer = hvd.Balancer(WHOLE, engine=SoloEngine())
+    first = hvd.DistributedOptimizer(sgd(model), balancer=balancer)
+    schedule = torch.optim.lr_scheduler.StepLR(first, 1, gamma=0.5)
+    optimizer = hvd.DistributedOptimizer(first, balancer=balancer)  # as when layers were thawed
+    rates = []
+    for step in range(3):
+        balancer.begin(WHOLE)
+        model(torch.ones(WHOLE, 4, dtype=torch.float64)).sum().backward()
+        optimizer.step()
+        if step == 1:
+            optimizer.load_state_dict(optimizer.state_dict())
+        schedule.step()
+        rates.append(optimizer.param_groups[0]["lr"])
+    assert rates == [0.05, 0.025, 0.0125]
+    assert len(optimizer.state) == 4 and "momentum_buffer" in optimizer.state[model[0].weight]
+
+
+@pytest.mark.parametrize("how", ["a type", "a group", "ranks", "memory"])
+def test_an_optimizer_that_was_not_made_leaves_the_balancer_as_it_was(how, monkeypatch):
+    prototype, make = make_model(), reducer.Layouts
+
+    def out_of_memory(parameters, **options):
+        if len(parameters) == 2:
+            raise MemoryError
+        return make(parameters, **options)
+
+    monkeypatch.setattr(reducer, "Layouts", out_of_memory if how == "memory" else make)
+
+    def program(engine):
+        model = copy.deepcopy(prototype)
+        balancer = hvd.Balancer(WHOLE, engine=engine, shares=SHARES)
+        odd = nn.Parameter(torch.zeros(2, dtype=torch.complex64 if how == "a type" else torch.float32))
+        parameters = [nn.Parameter(torch.zeros(2).double()), odd]
+        wrong = {"a group": {"groups": [parameters]}, "ranks": {"process_set": hvd.ProcessSet([0])}}.get(how, {})
+        with pytest.raises((TypeError, ValueError, MemoryError)):
+            hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=0.1), balancer=balancer, **wrong)
+        optimizer = hvd.DistributedOptimizer(sgd(model), balancer=balancer)
+        return train(model, optimizer, hvd.BalancedDataLoader(Data(), balancer=balancer), 1)
+
+    found = World(3).run(program)
+    assert all(torch.equal(p, q) for p, q in zip(found[0], found[2], strict=True))
+
+
+def test_the_trace_of_several_optimizers_has_what_each_waited_for_and_sent(tmp_path):
+    def program(engine):
+        small, large = nn.Linear(2, 1), nn.Linear(2, 1000)
+        for model in (small, large):
+            for parameter in model.parameters():
+                nn.init.ones_(parameter)
+        balancer = hvd.Balancer(2, engine=engine, adaptive=False, run=str(tmp_path))
+        optimizers = [hvd.DistributedOptimizer(torch.optim.SGD(each.parameters(), lr=0.0), balancer=balancer)
+                      for each in (small, large)]  # fmt: skip
+        for _ in range(6):
+            balancer.begin(1)
+            for model, optimizer in zip((small, large), optimizers, strict=True):
+                if model is large and engine.rank:
+                    time.sleep(0.1)
+                optimizer.zero_grad()
+                model(torch.ones(1, 2)).sum().backward()
+                optimizer.step()
+        balancer.trace.close()
+
+    World(2).run(program)
+    steps = read(tmp_path).ranks[0].steps[1:]
+    assert min(step.bytes for step in steps) > 4 * 3000
+    assert min(step.wait_s for step in steps) > 0.05, "rank 0 waits in the second optimizer's exchange"

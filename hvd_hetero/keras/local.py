@@ -125,8 +125,8 @@ class LocalTraining:
         self._moments.before_step(optimizer)
         self._before = None if optimizer is None or self._batches is None else _batches_of(optimizer)
         self._terms = terms
-        if self._weighing.leads:
-            self._balancer.finished(wait_s=self._wait_s, bytes_sent=self._bytes_sent)
+        leads = self._weighing.leads
+        self._balancer.exchanged(wait_s=self._wait_s, bytes_sent=self._bytes_sent, leads=leads)
 
     def after_step(self, lr: float, optimizer: Any) -> None:
         """After the update, if the step was one apart; `lr`: its learning rate."""

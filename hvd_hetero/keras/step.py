@@ -198,9 +198,9 @@ class ReducedStep:
         self._owner.wait_s = time.perf_counter() - start
         self._balancer.resume()
         self._weighing.incoming(total, norms=norms, terms=terms, batches=batches)
-        if self._weighing.leads:
-            sent = sum(len(bucket) * bucket.itemsize for bucket in self.layout.buckets)
-            self._balancer.finished(wait_s=self._owner.wait_s, bytes_sent=sent)
+        sent = sum(len(bucket) * bucket.itemsize for bucket in self.layout.buckets)
+        leads = self._weighing.leads
+        self._balancer.exchanged(wait_s=self._owner.wait_s, bytes_sent=sent, leads=leads)
 
     # Where the sums are operations of a graph: see `GraphStep` ------------------------------------------------------
 

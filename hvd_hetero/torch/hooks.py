@@ -34,14 +34,14 @@ class Hooks:
     """The hooks on the parameters of one owner; of a parameter with several, the last one has them.
 
     Args:
-        after: called with a parameter once a gradient was added to its `p.grad`.
-        before: called with the gradient before it is added, once `look_before` was.
+        after: a method, called with a parameter once a gradient was added to its `p.grad`.
+        before: a method, called with the gradient before it is added, once `look_before` was.
     """
 
     def __init__(
         self, owner: Owner, *, after: Callable[[torch.Tensor], None], before: Callable[[Any], None]
     ) -> None:
-        self._owner, self._after, self._before = weakref.ref(owner), after, before
+        self._owner, self._after, self._before = weakref.ref(owner), _while_it_lives(after), _while_it_lives(before)
         self._known: dict[int, torch.nn.Parameter] = {}  # by id
         self._looks_before = False
         self._handles: list[Any] = []
@@ -92,6 +92,19 @@ class Hooks:
         """Sees no gradient any more."""
         for handle in self._handles:
             handle.remove()
+
+
+def _while_it_lives(method: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Calls a method as long as its object lives. A hook is held by its parameter, out of sight of Python's garbage
+    collector: what it holds itself, and what that holds, would live for as long as the process, the model included."""
+    found = weakref.WeakMethod(method)
+
+    @torch.compiler.disable  # it runs within backward(), which may be within what a script compiles
+    def call(gradient: Any) -> None:
+        if (live := found()) is not None:
+            live(gradient)
+
+    return call  # type: ignore[no-any-return]
 
 
 @contextlib.contextmanager

@@ -107,9 +107,10 @@ class BucketLayout:
                 flat.mul_(weight)
 
     def _kept(self, index: int) -> bool:
-        """Whether a script still has gradients of an earlier step that lie in bucket `index`, and `p.grad` does not: as
-        with gradients of one process, those that a script keeps stay as they are."""
-        return _sharing(self.buckets[index]) > self._shares[index] and not any(
+        """Whether a script still has gradients of an earlier step that lie in bucket `index`, beside those that are in
+        `p.grad`: as with gradients of one process, those that a script keeps stay as they are."""
+        others = _sharing(self.buckets[index]) - self._shares[index]
+        return others > 0 and others > sum(
             _is_at(parameter.grad, view)
             for parameter, view in zip(self.members[index], self.views[index], strict=True)
         )
@@ -174,9 +175,6 @@ def _grouped(
     elif groups is not None:
         ours = {id(p) for p in ready_order}
         chosen = [kept for group in groups if (kept := [p for p in group if id(p) in ours])]
-    for group in chosen:
-        if len({(WIRE[p.dtype], p.device) for p in group}) > 1:
-            raise ValueError("groups: expected one type and one device within a group. Received: a mixed group.")
     # A user's group travels together as far as the codec allows.
     parts = [[p for p in group if lossy(p) is through] for group in chosen for through in (True, False)]
     chosen = [part for part in parts if part]

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from .factor import factor_applied, reduces
+from .plain import load_in_place
 
 
 def methods_of(base: type[torch.optim.Optimizer]) -> dict[str, Callable[..., Any]]:
@@ -25,7 +26,7 @@ def methods_of(base: type[torch.optim.Optimizer]) -> dict[str, Callable[..., Any
             reducer.local.before_step()
             with factor_applied(self):
                 lr = _rate(self)
-                result = base.step(self, closure)
+                result = base.step(self, lambda: reducer.passed(closure))
         elif closure is not None:
             with factor_applied(self):
                 result = base.step(self, lambda: reducer.evaluated(closure))
@@ -71,9 +72,7 @@ def methods_of(base: type[torch.optim.Optimizer]) -> dict[str, Callable[..., Any
             self._should_synchronize = True
 
     def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
-        base.load_state_dict(self, state_dict)
-        # It makes new groups; a scheduler made before wrapping must go on seeing ours.
-        self._wrapped.state, self._wrapped.param_groups = self.state, self.param_groups
+        load_in_place(self, lambda: base.load_state_dict(self, state_dict))
         self._reducer.follow(self)
 
     def rebuild(self: Any) -> None:

@@ -22,7 +22,7 @@ from hvd_hetero.policy.topology import Topology
 from .compression import is_ours, wire_of
 from .factor import check_no_factor, reduces, root_of
 from .hooks import release
-from .layout import Groups
+from .layout import WIRE, Groups, check_type
 from .methods import methods_of
 from .plain import plain_optimizer
 from .reducer import GradientReducer
@@ -65,6 +65,7 @@ def DistributedOptimizer(
         sparse_as_dense: sums sparse gradients as dense ones. Without, with a balancer, a topology or a codec of ours,
             what travels are the rows that a batch has touched, gathered from all ranks, and through no codec; but for
             a parameter's first one, which travels as a dense one.
+        process_set: the ranks, where there is no balancer; a balancer has its own.
         balancer: deals the shares and carries the counts.
         topology: how gradients are summed. "flat" (and None): over all ranks at once. "rails", "scatter", "leader":
             within nodes and between them, by that algorithm (see `hvd_hetero.engine.hierarchy`). "auto": whichever is
@@ -118,6 +119,13 @@ def DistributedOptimizer(
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if named_parameters is not None:
         _check_names(list(named_parameters), parameters)
+    for parameter in parameters:
+        check_type(parameter)
+    if balancer is not None and process_set is not horovod.global_process_set:
+        raise ValueError(
+            "process_set: expected none with a balancer, whose ranks share the batch: hvd.Balancer(process_set=...). "
+            "Received: both."
+        )
     if balancer is None:
         balancer = EqualWeights(HorovodEngine(process_set))
     weights = balancer
@@ -204,6 +212,9 @@ def _groups(groups: Any, num_groups: Any) -> Groups:
     ids = [id(parameter) for group in groups for parameter in group]
     if len(set(ids)) < len(ids):
         raise ValueError("groups: expected each parameter in one group. Received: one that is in several.")
+    for group in groups:
+        if len({(WIRE.get(p.dtype, p.dtype), p.device) for p in group}) > 1:
+            raise ValueError("groups: expected one type and one device within a group. Received: a mixed group.")
     return groups  # type: ignore[no-any-return]
 
 

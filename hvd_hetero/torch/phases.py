@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -65,6 +66,7 @@ class StepPhases:
         self._balancer = weighing.balancer
         self._layouts, self._apart, self._ended = layouts, apart, ended
         self._phase = Phase.BETWEEN
+        self._turn = threading.RLock()  # a backward pass has a thread for each device
         self._taker: Callable[[torch.nn.Parameter], None] | None = None  # of the backward pass's gradients
         self._passed = -1  # the part of a batch that the last backward pass was over: see `Balancer.part`
         self._last = False  # whether the exchange follows the backward pass that has ended
@@ -180,24 +182,24 @@ class StepPhases:
             # off. With some, what was added up has to wait for the end.
             self._taker = self._step.take if terms or not self._passes.terms else self._step.watch
 
-    @torch.compiler.disable  # these four run within backward(), which may be within what a script compiles
     def before_gradient(self, gradients: Any) -> None:
         """Before a gradient is added to `p.grad`; called where that may have to keep what it holds."""
         if gradients[0] is None:
             return
-        if not self._in_pass:
-            self._begin_pass()
-        self._passes.keep(last=self._phase is Phase.LAST_PASS, gain=self._weighing.gain)
+        with self._turn:
+            if not self._in_pass:
+                self._begin_pass()
+            self._passes.keep(last=self._phase is Phase.LAST_PASS, gain=self._weighing.gain)
 
-    @torch.compiler.disable
     def gradient_added(self, parameter: torch.nn.Parameter) -> None:
         """After a gradient was added to `parameter.grad`."""
-        if self._phase not in _IN_PASS:
-            self._begin_pass()
-        if self._taker is not None:
-            self._taker(parameter)
+        with self._turn:
+            if self._phase not in _IN_PASS:
+                self._begin_pass()
+            if self._taker is not None:
+                self._taker(parameter)
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # these two, too, run within backward(), which may be within what a script compiles
     def end_pass(self, *, sends: bool) -> None:
         """All gradients of a backward pass are there."""
         self._last, self._phase = self._phase is Phase.LAST_PASS, Phase.BETWEEN

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import horovod.torch as horovod
@@ -26,19 +27,40 @@ class _Widened:
         return self._compression.decompress(tensor, context[0])  # type: ignore[no-any-return]
 
 
+def load_in_place(optimizer: torch.optim.Optimizer, load: Callable[[], None]) -> None:
+    """Calls `load`, which gives an optimizer another state and other groups, and puts them into the dicts that there
+    were: what is within the optimizer shares these with it, and with schedulers."""
+    state, groups = optimizer.state, optimizer.param_groups
+    load()
+    if optimizer.state is not state:
+        loaded, optimizer.state = optimizer.state, state
+        state.clear()
+        state.update(loaded)
+    for group, new in zip(groups, optimizer.param_groups, strict=True):
+        if new is not group:
+            options = dict(new)
+            group.clear()
+            group.update(options)
+    optimizer.param_groups = groups
+
+
 def plain_optimizer(optimizer: torch.optim.Optimizer, *, compression: Any, **arguments: Any) -> torch.optim.Optimizer:
-    """Horovod's own, with three repairs: bfloat16, zero_grad(set_to_none), and a state that survives wrapping."""
+    """Horovod's own, with four repairs: bfloat16, zero_grad(set_to_none), a state that survives wrapping, and learning
+    rates that schedulers go on moving once a state was loaded."""
     if any(p.dtype == torch.bfloat16 for group in optimizer.param_groups for p in group["params"]):
         compression = _Widened(compression)
     distributed = horovod.DistributedOptimizer(optimizer, compression=compression, **arguments)
     distributed.state = optimizer.state  # Horovod starts with none, which loses a loaded state
     cls: Any = type(distributed)  # made by Horovod for this optimizer alone
-    original_zero_grad = cls.zero_grad
+    original_zero_grad, original_load_state_dict = cls.zero_grad, cls.load_state_dict
 
     def zero_grad(self: Any, set_to_none: bool = True) -> None:
         if self._handles:
             original_zero_grad(self)  # raises: gradients are under way
         super(cls, self).zero_grad(set_to_none)
 
-    cls.zero_grad = zero_grad
+    def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
+        load_in_place(self, lambda: original_load_state_dict(self, state_dict))
+
+    cls.zero_grad, cls.load_state_dict = zero_grad, load_state_dict
     return distributed  # type: ignore[no-any-return]

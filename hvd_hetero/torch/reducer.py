@@ -86,22 +86,26 @@ class GradientReducer:
         self.replaced = False  # another optimizer reduces these gradients
         self._closed = False
         self._inherited: dict[torch.nn.Parameter, torch.Tensor] = {}  # what optimizers before this one kept back
-        self._take_in(parameters)
-        if scale != 1.0 or passes > 1:
-            self._hooks.look_before()
-        self._layouts = Layouts(
-            self._parameters,
-            weighing=self._weighing,
-            ways=ways,
-            passes=self._passes,
-            sparse_as_dense=sparse_as_dense,
-            all_sparse=all_sparse,
-            bucket_bytes=bucket_bytes,
-            groups=groups,
-        )
-        self._take_over()
-        if strategy is not None:
-            self.local = LocalTraining(strategy, self._parameters, self._weighing, ways=ways)
+        try:
+            self._take_in(parameters)
+            if scale != 1.0 or passes > 1:
+                self._hooks.look_before()
+            self._layouts = Layouts(
+                self._parameters,
+                weighing=self._weighing,
+                ways=ways,
+                passes=self._passes,
+                sparse_as_dense=sparse_as_dense,
+                all_sparse=all_sparse,
+                bucket_bytes=bucket_bytes,
+                groups=groups,
+            )
+            self._take_over()
+            if strategy is not None:
+                self.local = LocalTraining(strategy, self._parameters, self._weighing, ways=ways)
+        except BaseException:
+            self.replace()  # or the balancer would tell one that was never made of its batches
+            raise
 
     @property
     def noise(self) -> GradientNoise:
@@ -245,8 +249,8 @@ class GradientReducer:
         """Ends the step, after the update; `lr`: its learning rate."""
         phases = self._phases
         phases.begin_anew()
-        if self._weighing.leads:
-            self._balancer.finished(wait_s=phases.wait_s, bytes_sent=phases.bytes_sent)
+        leads = self._weighing.leads
+        self._balancer.exchanged(wait_s=phases.wait_s, bytes_sent=phases.bytes_sent, leads=leads)
         phases.wait_s, phases.bytes_sent = 0.0, 0
         if self.local is not None and self.apart:
             self._balancer.pause()
@@ -281,13 +285,18 @@ class GradientReducer:
         self._passes.clear()
         return self._phases.leave(self._step.take_rest())
 
+    def passed(self, closure: Callable[[], Any]) -> Any:
+        """What a closure returns, whose gradients are what an update takes then."""
+        loss = closure()
+        self.flush()  # backward() has done it, but for a rank without samples
+        return loss
+
     def evaluated(self, closure: Callable[[], Any]) -> Any:
         """The mean over all ranks' loss terms of what a closure returns, whose gradients are reduced then.
 
         The loss is made global as well, because an optimizer that decides by it (LBFGS) must decide alike on all ranks.
         """
-        loss = closure()
-        self.flush()  # backward() has done it, but for a rank without samples
+        loss = self.passed(closure)
         self._phases.begin_anew()  # it may be called again
         name, terms = f"{self._weighing.name}.loss", self._balancer.batch_terms
         return mean_over_ranks(loss, terms=terms, engine=self._weighing.engine, name=name)

@@ -88,8 +88,8 @@ class SyncBatchNorm(_BatchNorm):
         momentum: float | None = 0.1,
         affine: bool = True,
         track_running_stats: bool = True,
-        *,
         process_set: Any = None,
+        *,
         balancer: Balancer | None = None,
         engine: Engine | None = None,
     ) -> None:
