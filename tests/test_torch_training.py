@@ -921,3 +921,18 @@ def test_the_trace_of_several_optimizers_has_what_each_waited_for_and_sent(tmp_p
     steps = read(tmp_path).ranks[0].steps[1:]
     assert min(step.bytes for step in steps) > 4 * 3000
     assert min(step.wait_s for step in steps) > 0.05, "rank 0 waits in the second optimizer's exchange"
+
+
+def test_gradients_are_reduced_as_long_as_the_optimizer_that_a_script_made_lives():
+    def program(engine):
+        weight = nn.Parameter(torch.ones(1))
+        plain = torch.optim.SGD([weight], lr=0.1)
+        balancer = hvd.Balancer(2, engine=engine)
+        hvd.DistributedOptimizer(plain, balancer=balancer)
+        gc.collect()
+        balancer.begin(1)
+        (weight * (1.0 + engine.rank)).sum().backward()
+        plain.step()
+        return weight.item()
+
+    assert World(2).run(program) == [pytest.approx(0.85)] * 2

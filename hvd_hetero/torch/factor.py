@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 PLACE = "_latency_lr"  # the attribute of the innermost optimizer that holds its `LatencyAwareLR`
-BALANCED = "_balanced"  # and of the one that refers to the optimizer made last of those that reduce its gradients
+BALANCED = "_balanced"  # and of the one that holds the optimizer made last of those that reduce its gradients
 
 
 def root_of(optimizer: Any) -> Any:
@@ -26,16 +25,17 @@ def attached(optimizer: Any) -> Any:
 
 
 def reduces(optimizer: Any) -> None:
-    """Says that this balanced optimizer reduces gradients, from the next step on: its noise is measured where its
-    `LatencyAwareLR` asks, from the first exchange on."""
-    vars(root_of(optimizer))[BALANCED] = weakref.ref(optimizer)
+    """Says that this balanced optimizer reduces gradients, from the next step on, and as long as the one that a script
+    made lives, whichever of the two the script steps with. Its noise is measured where its `LatencyAwareLR` asks, from
+    the first exchange on."""
+    vars(root_of(optimizer))[BALANCED] = optimizer
     if (latency_lr := attached(optimizer)) is not None:
         latency_lr.measure()
 
 
 def balanced(optimizer: Any) -> Any:
     """The optimizer that reduces the gradients of this one, which may be the one within it; None where none does."""
-    return vars(root_of(optimizer)).get(BALANCED, lambda: None)()
+    return vars(root_of(optimizer)).get(BALANCED)
 
 
 @contextlib.contextmanager
