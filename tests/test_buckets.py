@@ -12,8 +12,7 @@ def cases(count=300):
     rng = random.Random(7)
     for _ in range(count):
         sizes = [rng.choice([0, 1, rng.randint(1, 50), rng.randint(1, 400)]) for _ in range(rng.randint(0, 40))]
-        yield sizes, {"cap_bytes": rng.randint(1, 200), "first_cap_bytes": rng.choice([None, rng.randint(1, 60)]),
-                      "last_cap_bytes": rng.choice([None, rng.randint(1, 60)])}
+        yield sizes, {"cap_bytes": rng.randint(1, 200), "last_cap_bytes": rng.choice([None, rng.randint(1, 60)])}
 
 
 def test_every_tensor_is_in_exactly_one_bucket_in_the_order_given():
@@ -26,7 +25,6 @@ def test_no_bucket_exceeds_its_cap_unless_it_holds_a_single_tensor():
         buckets = assign(sizes, **caps)
         most = [caps["cap_bytes"]] * len(buckets)
         if buckets:
-            most[0] = caps["first_cap_bytes"] or most[0]
             most[-1] = caps["last_cap_bytes"] or most[-1]
         for bucket, cap in zip(buckets, most, strict=True):
             assert bucket and (len(bucket) == 1 or sum(sizes[i] for i in bucket) <= cap)
@@ -37,12 +35,11 @@ def test_no_bucket_is_closed_before_it_is_full():
         caps["last_cap_bytes"] = None
         buckets = assign(sizes, **caps)
         for k in range(len(buckets) - 1):
-            cap = (caps["first_cap_bytes"] if k == 0 else None) or caps["cap_bytes"]
-            assert sum(sizes[i] for i in buckets[k]) + sizes[buckets[k + 1][0]] > cap
+            assert sum(sizes[i] for i in buckets[k]) + sizes[buckets[k + 1][0]] > caps["cap_bytes"]
 
 
-def test_small_first_and_last_buckets():
-    assert assign([10] * 8, cap_bytes=30, first_cap_bytes=10, last_cap_bytes=20) == ((0,), (1, 2, 3), (4, 5), (6, 7))
+def test_small_last_buckets():
+    assert assign([10] * 8, cap_bytes=30, last_cap_bytes=20) == ((0, 1, 2), (3, 4, 5), (6, 7))
     assert assign([1, 100, 1], cap_bytes=10) == ((0,), (1,), (2,))
     assert assign([], cap_bytes=1) == ()
 

@@ -29,6 +29,20 @@ def test_what_was_saved_is_loaded():
     assert found["c"] == [pytest.approx(0.1), 2**60]
 
 
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ({"names": np.array(["a", None], dtype=object)}, "an array of object"),
+        ({"rows": np.zeros(2, dtype=[("a", int), ("b", float)])}, "an array of"),
+        ({"counts": {(1, 2): 3}}, r"a dict with the key \(1, 2\)"),
+        ({"what": {1, 2}}, "set is not JSON"),
+    ],
+)
+def test_what_could_not_be_loaded_is_not_saved(value, words):
+    with pytest.raises(TypeError, match=words):
+        saved(value)
+
+
 def test_variables_of_narrow_types_come_back_bit_for_bit():
     for dtype in ("float16", "bfloat16", "float32", "float64", "int32"):
         values = keras.ops.cast(np.linspace(-3.0, 3.0, 7), dtype)

@@ -21,6 +21,7 @@ CHECKS = [
     "shares_change_without_retracing",  # on the torch back end nothing is traced
     "every_sample_once_while_shares_change_and_tensorflow_reads_ahead",
     "broadcast_makes_ranks_alike",
+    "a_balancer_that_was_forgotten_is_told",
     "other_variables_or_optimizers_are_told",
     "metrics_are_those_of_all_samples",
     "metrics_of_a_train_step_of_ones_own",

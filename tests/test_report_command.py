@@ -107,6 +107,28 @@ def test_a_plan_knows_the_bounds_of_a_run_and_the_passes_of_a_share(tmp_path, ca
     assert "equal shares" in capsys.readouterr().out
 
 
+def test_ranks_that_have_left_are_not_counted(tmp_path, capsys):
+    """Of four ranks with 16 samples each, the last one leaves after 30 steps."""
+    ranks = RecordedRanks(tmp_path, 4)
+    for trace in ranks.traces:
+        trace.plan(Plan(version=0, step=0, shares=(16,) * 4, reason="first plan"))
+    for step in range(30):
+        ranks.step(step, compute=[0.016] * 4, shares=(16,) * 4)
+    ranks.traces.pop().close()
+    for trace in ranks.traces:
+        trace.plan(Plan(version=1, step=30, shares=(22, 21, 21), reason="other ranks"))
+    for step in range(30, 90):
+        ranks.step(step, compute=[0.022, 0.021, 0.021], shares=(22, 21, 21))
+    ranks.read()
+    assert main(["plan", str(tmp_path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["shares"] == [22, 21, 21] and [rank["rank"] for rank in found["ranks"]] == [0, 1, 2]
+    assert main(["plan", str(tmp_path)]) == 0
+    assert "left the job: ranks 3" in capsys.readouterr().out
+    assert main(["report", str(tmp_path)]) == 0
+    assert "3 ranks (and 1 that left), 90 steps, " in capsys.readouterr().out
+
+
 def test_a_plan_rests_on_what_a_quota_allows_in_the_long_run(tmp_path, capsys):
     record(tmp_path, speeds=(0.001, 0.003), shares=(52, 12), ahead=(0.0, 0.2))
     assert main(["plan", str(tmp_path), "--json"]) == 0

@@ -39,7 +39,6 @@ def test_round_lengths_of_known_speeds():
     assert round_lengths([1.0, 2.0, 4.0, 100.0], 16) == (16, 8, 4, 1)
     assert round_lengths([0.1, 0.3], 30) == (30, 10)          # 30 * 0.1 / 0.3 is below 10 by rounding in some orders
     assert all(round_lengths([s, s * k], k * 7) == (k * 7, 7) for k in range(1, 50) for s in (0.1, 0.3, 1 / 7))
-    assert round_lengths([1.0, 2.0, 100.0], 16, shortest=2, longest=12) == (12, 8, 2)
 
 
 def test_a_merge_of_single_steps_is_the_step_over_all_samples():
@@ -100,8 +99,7 @@ def test_only_fednova_ends_where_the_mean_of_all_shards_is_best(momentum, same_r
 
 
 @pytest.mark.parametrize(("make", "message"), [
-    (lambda: round_lengths([1.0], 0), "round_steps, .* Received: 0, 1 and None"),
-    (lambda: round_lengths([1.0], 4, shortest=5), "Received: 4, 5 and None"),
+    (lambda: round_lengths([1.0], 0), "round_steps: .* Received: 0"),
     (lambda: round_lengths([], 4), "step_s: .* Received: \\[\\]"),
     (lambda: round_lengths([1.0, 0.0], 4), "step_s: .* Received: \\[1.0, 0.0\\]"),
     (lambda: Contribution(weight=-1.0), "weight: .* Received: -1.0"),

@@ -11,8 +11,9 @@ from hvd_hetero.engine.local import SoloEngine
 from hvd_hetero.optimizers.balancer import Balancer
 from hvd_hetero.optimizers.control import Announcement
 from hvd_hetero.policy.replan import Plan
-from hvd_hetero.trace import NewerFormatError, NullTrace, Trace, read
+from hvd_hetero.trace import NewerFormatError, Trace, read
 from hvd_hetero.trace.record import FIELDS
+from hvd_hetero.trace.waiting import apart
 
 PLAN = Plan(version=1, step=3, shares=(6, 2), reason="rank 1 is slowest", predicted_step_s=0.5)
 
@@ -266,14 +267,6 @@ def test_a_bounded_file_stays_within_its_bound_and_keeps_room_for_plans(tmp_path
     assert record.plans and record.dropped > 1000 and len(record.steps) + record.dropped == 2000
 
 
-def test_a_null_trace_takes_everything():
-    with NullTrace() as trace:
-        trace.step(step=0, samples=1)
-        trace.plan(PLAN)
-        trace.event("anything", at="all")
-        trace.flush()
-
-
 def test_wrong_arguments_say_what_was_received(tmp_path):
     with pytest.raises(ValueError, match="Received: -1"):
         Trace(tmp_path, rank=-1, clock=Clock())
@@ -284,3 +277,16 @@ def test_wrong_arguments_say_what_was_received(tmp_path):
     (tmp_path / "rank-00000.jsonl").write_text('{"format": 99, "rank": 0, "fields": []}\n')
     with pytest.raises(NewerFormatError, match="format 1 or older. Received: 99"):
         read(tmp_path)
+
+
+def test_what_was_undone_is_no_event_of_the_run(tmp_path):
+    """Ranks that went apart in steps that were gone back from did not, in the end."""
+    for first, last in ((0, 60), (40, 200)):
+        with Trace(tmp_path, rank=0, clock=lambda: 0.0) as trace:
+            for step in range(first, last):
+                if step in (30, 50) and first == 0:
+                    trace.event("apart" if step == 50 else "kept", step=step)
+                trace.step(step=step, samples=4)
+    run = read(tmp_path).ranks[0]
+    assert len(run.steps) == 200 and [event.kind for event in run.events] == ["kept"]
+    assert apart(run, range(200)) == set()

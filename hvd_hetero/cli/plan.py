@@ -71,7 +71,7 @@ def speed_of(rank: RankRun, *, skip: int) -> tuple[SpeedModel, Jitter]:
 
 def seen_in(run: Run, *, skip: int) -> Seen:
     """What a run says of its ranks. Raises CommandError where it says too little."""
-    ranks = list(run.ranks.values())
+    ranks = list(run.present.values())
     models, jitters = zip(*(speed_of(rank, skip=skip) for rank in ranks), strict=True)
     bounds, micro_batch = zip(*map(limits_of, ranks), strict=True)
     shares = tuple(rank.steps[-1].share for rank in ranks)
@@ -112,11 +112,13 @@ def _step_s(rank: RankRun, *, skip: int) -> float | None:
     return statistics.median(spans) if spans else None
 
 
-def show(seen: Seen, found: Sequence[Forecast], folder: str | None) -> None:
+def show(seen: Seen, found: Sequence[Forecast], run: Run | None) -> None:
     """None; prints the table and what follows from it."""
     console, make = rich_console()
-    if folder is not None and seen.step_s is not None:
-        words = f"{folder}: {seconds_text(seen.step_s)} a step with shares {shares_text(seen.shares)}, of which "
+    if run is not None and (gone := [str(rank) for rank in run.ranks if rank not in run.present]):
+        console.print(f"Not counted, as they have left the job: ranks {', '.join(gone)}.", soft_wrap=True)
+    if run is not None and seen.step_s is not None:
+        words = f"{run.folder}: {seconds_text(seen.step_s)} a step with shares {shares_text(seen.shares)}, of which "
         console.print(f"{words}{seconds_text(seen.exchange_s)} beside computing.", markup=False, soft_wrap=True)
     rows = [[each.title, shares_text(each.shares), "–" if each.step_s is None else seconds_text(each.step_s),
              f"{each.samples_per_s:,.4g}", f"{each.samples_per_s / found[0].samples_per_s:.2f}"] for each in found]
@@ -182,9 +184,10 @@ def command(arguments: argparse.Namespace) -> int:
                          f"{arguments.exchange_ms:g}.")
     if arguments.run is not None:
         skip = SKIP if arguments.skip is None else arguments.skip
-        seen = seen_in(report_of(arguments.run, skip=skip).run, skip=skip)
+        run = report_of(arguments.run, skip=skip).run
+        seen = seen_in(run, skip=skip)
     else:
-        seen = told(arguments.speeds, exchange_ms=arguments.exchange_ms or 0.0)
+        run, seen = None, told(arguments.speeds, exchange_ms=arguments.exchange_ms or 0.0)
     whole = arguments.global_batch_size if arguments.global_batch_size is not None else sum(seen.shares)
     if whole < 1:
         raise CommandError(f"--global-batch-size: expected 1 or more. Received: {whole}.")
@@ -195,5 +198,5 @@ def command(arguments: argparse.Namespace) -> int:
                           exchange_s=seen.exchange_s, round_steps=arguments.round_steps, micro_batch=seen.micro_batch)
     except InfeasibleError as error:
         raise CommandError(f"{error}\n  What to do: another --global-batch-size or --max-share.") from error
-    write(as_dict(seen, found), arguments.json, otherwise=lambda: show(seen, found, arguments.run))
+    write(as_dict(seen, found), arguments.json, otherwise=lambda: show(seen, found, run))
     return 0

@@ -14,6 +14,13 @@ from hvd_hetero.cli.edits import HOROVOD_VERSION, Edit, repairs, text_hash
 FORMAT = 2  # of what a wheel says about itself
 # where libraries are; every other variable of Horovod's build would change the wheel behind the cache's back
 _KEPT_VARIABLES = ("HOROVOD_NCCL_", "HOROVOD_CUDA_HOME", "HOROVOD_ROCM_HOME")
+_FLAGS = ("CFLAGS", "CXXFLAGS", "CPPFLAGS", "LDFLAGS")
+
+
+def _variables() -> dict[str, str]:
+    """The variables that a build reads, but for those that the recipe sets itself."""
+    chosen = [name for name in sorted(os.environ) if name in _FLAGS or name.startswith(_KEPT_VARIABLES)]
+    return {name: os.environ[name] for name in chosen}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +46,7 @@ class Recipe:
             "edits": text_hash(self.edits),
             "frameworks": {name: dict(facts) for name, facts in self.frameworks.items()},
             "compiler": self.compiler_version,
-            "cxxflags": os.environ.get("CXXFLAGS", ""),
+            "variables": _variables(),
             "cpu_flags": list(self.cpu_flags),
             "mpi": self.mpi,
             "gpu": asdict(self.gpu),

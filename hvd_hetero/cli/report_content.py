@@ -89,9 +89,13 @@ def shares_text(shares: Sequence[int]) -> str:
 
 def headline(report: Report) -> str:
     """What run this is."""
-    summaries = report.run.summaries(skip=report.skip)
+    present = report.run.present
+    summaries = [each for each in report.run.summaries(skip=report.skip) if each.rank in present]
     samples_per_s = sum(summary.samples_per_s for summary in summaries)
-    words = f"{report.run.folder}: {len(summaries)} ranks, {report.steps} steps, {samples_per_s:,.4g} samples/s"
+    words = f"{report.run.folder}: {len(summaries)} ranks"
+    if gone := len(report.run.ranks) - len(summaries):
+        words += f" (and {gone} that left)"
+    words += f", {report.steps} steps, {samples_per_s:,.4g} samples/s"
     if report.together >= 0.5:
         exchange = percent(report.waits.exchange_part)
         words += f"; {seconds_text(report.waits.step_s)} a step, of which the exchange {exchange}"

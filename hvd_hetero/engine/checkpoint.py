@@ -98,13 +98,13 @@ class Checkpoint:
 
     # Leaving --------------------------------------------------------------------------------------------------------
 
-    def step(self) -> None:
-        """To be called after each optimizer step, on all ranks: saves when it is due, and where a rank was told to end
-        (SIGTERM) saves and ends the job, with exit status 75 – not an elastic one, where that rank leaves at the next
-        commit. A collective call when it saves."""
-        self._steps += 1
+    def step(self, steps: int = 1) -> None:
+        """To be called after each optimizer step, or after so many, on all ranks: saves when it is due, and where a
+        rank was told to end (SIGTERM) saves and ends the job, with exit status 75 – not an elastic one, where that rank
+        leaves at the next commit. A collective call when it saves."""
+        before, self._steps = self._steps, self._steps + steps
         leaving = () if is_elastic() else self._leaving()
-        if leaving or (self._every and self._steps % self._every == 0):
+        if leaving or (self._every and self._steps // self._every > before // self._every):
             self.save()
         if leaving:
             ranks = ", ".join(map(str, leaving))

@@ -29,6 +29,7 @@ from .host import host_identity
 
 QUESTION_S = 2.0  # for an answer; the thread that gives it may have little CPU
 ENDING_S = (0.5, 1.0)  # before a process is asked again that has closed the connection without a word
+ELSEWHERE = "192.0.2.1"  # of no host (RFC 5737); nothing is sent to it
 LONGEST = 1 << 16  # bytes of a question or an answer
 
 
@@ -85,13 +86,24 @@ def _born(pid: int) -> str:
 
 
 def _address() -> str:
-    """This host's address on the way to the launcher, or what its name stands for."""
+    """This host's address on the way to the launcher, or without one, as under mpirun, what its name stands for, or
+    else its address on the way to other networks: a name may stand for a loopback address, which other hosts take for
+    theirs."""
     launcher = rendezvous_address()
+    if launcher is not None:
+        return _address_to(launcher)
     try:
-        if launcher is None:
-            return socket.gethostbyname(socket.gethostname())
+        named = socket.gethostbyname(socket.gethostname())
+    except OSError:
+        named = ""
+    return named if named and not named.startswith("127.") else _address_to(ELSEWHERE) or named
+
+
+def _address_to(host: str) -> str:
+    """This host's address on the way to another; "" where there is no way."""
+    try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((launcher, 9))  # sends nothing
+            probe.connect((host, 9))  # sends nothing
             return str(probe.getsockname()[0])
     except OSError:
         return ""

@@ -12,12 +12,14 @@ ARRAY, PAIRS = "array", "pairs"  # what stands for an array, and for a dict
 
 
 def saved(value: Any) -> bytes:
-    """The bytes of `value`: numbers, texts, None, arrays, and dicts (of texts), lists and tuples of them; a tuple
-    becomes a list. Raises TypeError for whatever else."""
+    """The bytes of `value`: numbers, texts, None, arrays, and dicts (by texts or numbers), lists and tuples of them; a
+    tuple becomes a list. Raises TypeError for whatever else."""
     arrays: list[np.ndarray] = []
 
     def plain(part: Any) -> Any:
         if isinstance(part, dict):
+            if odd := [key for key in part if not isinstance(key, (str, int, float))]:
+                raise TypeError(f"a dict with the key {odd[0]!r}")
             return {PAIRS: [[key, plain(each)] for key, each in part.items()]}
         if isinstance(part, (list, tuple)):
             return [plain(each) for each in part]
@@ -26,6 +28,8 @@ def saved(value: Any) -> bytes:
         if hasattr(part, "detach"):  # a torch tensor, where that is the back end
             part = part.detach().cpu().numpy()
         if isinstance(part, np.ndarray):
+            if part.dtype.hasobject or part.dtype.names:
+                raise TypeError(f"an array of {part.dtype}")
             # numpy's format does not know bfloat16 and its kin, whose values are all float32 as well.
             arrays.append(part.astype(np.float32) if part.dtype.kind == "V" else part)
             return {ARRAY: len(arrays) - 1}

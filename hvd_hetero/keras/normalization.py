@@ -37,7 +37,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
             rank's, as `BalancedDataset` gives it to a rank that has none; it is then left out here as well. A rank that
             has rows and not one term takes part in the statistics, and what flows back through them to its rows is
             left out. Without a balancer gradients are weighted by rows.
-        process_set: the ranks (default: all).
+        process_set: the ranks (default: the balancer's, or all).
     """
 
     def __init__(
@@ -59,10 +59,16 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         self._rows: RowSum | None = None
         self._form: Any = importlib.import_module(f"{__package__}.row_sum_{backend.NAME}")
 
+    def take(self, balancer: Balancer | None = None, process_set: Any = None) -> None:
+        """Gives a layer a balancer and the ranks, as one that was made from a configuration has none."""
+        self._balancer, self._process_set, self._rows = balancer, process_set, None
+
     def _sum(self, vector: Any, samples: Any) -> Any:
         if self._rows is None:  # not before: a model may be made before hvd.init()
-            engine = self._engine if self._engine is not None else backend.engine(self._process_set)
-            balancer = self._balancer
+            balancer, engine = self._balancer, self._engine
+            if engine is None and balancer is not None and self._process_set is None:
+                engine = balancer.engine
+            engine = engine or backend.engine(self._process_set)
             self._rows = RowSum(
                 engine,
                 name=engine.unique("hvd_hetero.sync_batch_norm."),

@@ -9,7 +9,6 @@ import keras
 
 from hvd_hetero.optimizers.argument import check_divisor, check_whole
 from hvd_hetero.optimizers.balancer import Balancer
-from hvd_hetero.optimizers.equal import EqualWeights
 from hvd_hetero.optimizers.local_sgd import LocalSGD, strategy_of
 from hvd_hetero.optimizers.recipe import Wire
 from hvd_hetero.optimizers.ways import Ways
@@ -18,6 +17,7 @@ from hvd_hetero.policy.topology import Topology
 from . import backend
 from .accumulation import begin_anew
 from .argument import check_unused, op_of
+from .balancer import EqualWeights
 from .compression import Compression
 from .factor import PLACE, RateFactor
 from .reducer import GradientReducer
@@ -121,9 +121,9 @@ def DistributedOptimizer(
     distributed.__dict__[PLACE] = RateFactor(distributed)
     if backward_passes_per_step > 1:
         getattr(distributed, "inner_optimizer", distributed).gradient_accumulation_steps = steps
-    distributed.__dict__["_reducer"] = reducer_of()
     distributed.__dict__["_reducer_of"] = reducer_of
-    balancer.engine.remember(distributed._rebuild)
+    distributed._reduce_anew()
+    balancer.engine.remember(distributed._reduce_anew)
     return distributed  # type: ignore[no-any-return]
 
 

@@ -7,6 +7,7 @@ exchange itself in `step`.
 from __future__ import annotations
 
 import importlib
+import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -79,6 +80,11 @@ class GradientReducer:
         self.wait_s = 0.0  # for the exchange, in the last step
         self.local: LocalTraining | None = None  # made with the first gradients: then the variables are known
         self.closed = False
+        self._of: Callable[[], Any] = lambda: self  # whose gradients these are
+
+    def follow(self, optimizer: Any) -> None:
+        """Says whose gradients these are: once it is gone, as after a model was compiled anew, there will be none."""
+        self._of = weakref.ref(optimizer)
 
     @property
     def noise(self) -> GradientNoise:
@@ -138,7 +144,10 @@ class GradientReducer:
 
     def _drop_those_gone(self) -> None:
         """Forgets what was of variables that nobody holds any more, as of models before this one."""
-        for key in [key for key in self.steps if are_gone(key[1])]:
+        self._drop(lambda key: are_gone(key[1]))
+
+    def _drop(self, chosen: Callable[[tuple[Hashable, tuple[int, ...]]], bool]) -> None:
+        for key in list(filter(chosen, self.steps)):
             kind = self.steps.pop(key).kind
             self.weighing.keeping.drop(kind)
             self.sums.drop(kind)
@@ -198,6 +207,14 @@ class GradientReducer:
     def on_begin(self) -> None:
         """A global batch begins."""
         self.weighing.begin()
+        if self._of() is None:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Keeps nothing of a model that may be gone, but stays attached: others' optimizers may still be there."""
+        self._variables, self.last = (), None
+        self.left.clear()
+        self._drop(lambda key: not self.ways.keeps or are_gone(key[1]))  # or the next optimizer sends what is kept back
 
     def on_count(self, terms: float) -> None:
         """A batch is over so many loss terms; read when its gradients are there."""

@@ -17,8 +17,9 @@ _WORDS = {"Average": "sum", "Sum": "sum", "Min": "min", "Max": "max"}
 
 
 def array_of(value: Any) -> np.ndarray:
-    """A copy of `value` that a collective may write into."""
-    return np.array(keras.ops.convert_to_numpy(value) if keras.ops.is_tensor(value) else value)
+    """A copy of `value` that a collective may write into: its elements lie in order, also where those of `value` do
+    not, as in a transposed array and in what some initializers make."""
+    return np.array(keras.ops.convert_to_numpy(value) if keras.ops.is_tensor(value) else value, order="C")
 
 
 def name_of(engine: Engine, name: str | None, kind: str) -> str:

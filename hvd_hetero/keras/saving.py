@@ -8,6 +8,7 @@ from typing import Any
 import keras
 
 from .compression import Compression
+from .normalization import SyncBatchNormalization
 from .optimizer import DistributedOptimizer
 
 
@@ -19,7 +20,8 @@ def load_model(
     legacy_opts: bool = False,
     **distributed: Any,
 ) -> Any:
-    """The saved model, with its optimizer and the optimizer's state, which is distributed again. A collective call.
+    """The saved model, with its optimizer and the optimizer's state, which is distributed again, and with the balancer
+    and process set in its layers that take part. A collective call.
 
     One that accumulates gradients goes on at its last update: what was added up since then is no part of a model.
 
@@ -37,6 +39,9 @@ def load_model(
     classes = _checked(custom_optimizers)
     objects = {**{cls.__name__: cls for cls in classes}, **(custom_objects or {})}
     model = keras.models.load_model(filepath, custom_objects=objects)
+    for layer in model._flatten_layers():
+        if isinstance(layer, SyncBatchNormalization):
+            layer.take(distributed.get("balancer"), distributed.get("process_set"))
     if model.optimizer is not None:
         model.optimizer = DistributedOptimizer(model.optimizer, compression=compression, **distributed)
     return model

@@ -66,10 +66,12 @@ def _methods(base: type) -> dict[str, Any]:
         self._reducer.merge_averages(self)
         base.finalize_variable_values(self, var_list)  # type: ignore[attr-defined]
 
-    def rebuild(self: Any) -> None:
+    def reduce_anew(self: Any) -> None:
         """Reduces over the ranks that there are now. A collective call."""
-        self._reducer.close()
+        if "_reducer" in vars(self):
+            self._reducer.close()
         self.__dict__["_reducer"] = self._reducer_of()
+        self._reducer.follow(self)
 
     def from_config(cls: type, config: dict[str, Any], **arguments: Any) -> Any:
         """A plain optimizer: what makes one distributed is no part of a configuration."""
@@ -88,7 +90,7 @@ def _methods(base: type) -> dict[str, Any]:
         "apply": backend.uncompiled(apply),
         "merge": merge,
         "finalize_variable_values": finalize_variable_values,
-        "_rebuild": rebuild,
+        "_reduce_anew": reduce_anew,
         "from_config": classmethod(from_config),
         "__setattr__": set_attribute,
     }

@@ -31,17 +31,15 @@ def cap_bytes(line: Link, *, most: int) -> int:
     return min(most, max(LEAST_BYTES, round(enough)))
 
 
-def assign(sizes_bytes: Sequence[int], *, cap_bytes: int, first_cap_bytes: int | None = None,
-           last_cap_bytes: int | None = None) -> Buckets:
+def assign(sizes_bytes: Sequence[int], *, cap_bytes: int, last_cap_bytes: int | None = None) -> Buckets:
     """Consecutive indices, each in exactly one bucket; no bucket beyond its cap unless it holds a single tensor.
 
     Args:
         sizes_bytes: one size per tensor, in the order in which they become ready.
         cap_bytes: the most that travels together.
-        first_cap_bytes, last_cap_bytes: the same for the first and the last bucket (default: `cap_bytes`).
+        last_cap_bytes: the same for the last bucket (default: `cap_bytes`).
     """
-    caps = {"cap_bytes": cap_bytes, "first_cap_bytes": first_cap_bytes, "last_cap_bytes": last_cap_bytes}
-    for name, cap in caps.items():
+    for name, cap in (("cap_bytes", cap_bytes), ("last_cap_bytes", last_cap_bytes)):
         if cap is not None and cap < 1:
             raise ValueError(f"{name}: expected at least 1. Received: {cap}.")
     if sizes_bytes and min(sizes_bytes) < 0:
@@ -52,10 +50,9 @@ def assign(sizes_bytes: Sequence[int], *, cap_bytes: int, first_cap_bytes: int |
         tail -= 1
         held += sizes_bytes[tail]
     buckets: list[list[int]] = []
-    most, held = first_cap_bytes or cap_bytes, 0
+    held = 0
     for i, size in enumerate(sizes_bytes):
-        if not buckets or i == tail or (i < tail and held + size > most):
-            most = cap_bytes if buckets else most
+        if not buckets or i == tail or (i < tail and held + size > cap_bytes):
             buckets.append([])
             held = 0
         buckets[-1].append(i)
@@ -64,10 +61,10 @@ def assign(sizes_bytes: Sequence[int], *, cap_bytes: int, first_cap_bytes: int |
 
 
 def by_dtype(sizes_bytes: Sequence[int], dtypes: Sequence[Hashable], *, cap_bytes: int,
-             first_cap_bytes: int | None = None, last_cap_bytes: int | None = None) -> Buckets:
+             last_cap_bytes: int | None = None) -> Buckets:
     """Buckets of one dtype each, in the order in which they are complete; `dtypes` may be any key per tensor.
 
-    Within each dtype it is `assign`. The first and last caps concern the dtype of the first and of the last tensor.
+    Within each dtype it is `assign`. The last cap concerns the dtype of the last tensor.
     """
     if len(dtypes) != len(sizes_bytes):
         raise ValueError(f"dtypes: expected one for each of {len(sizes_bytes)} tensors. Received: {len(dtypes)}.")
@@ -77,7 +74,6 @@ def by_dtype(sizes_bytes: Sequence[int], dtypes: Sequence[Hashable], *, cap_byte
     buckets = []
     for dtype, members in of_dtype.items():
         chosen = assign([sizes_bytes[i] for i in members], cap_bytes=cap_bytes,
-                        first_cap_bytes=first_cap_bytes if dtype == dtypes[0] else None,
                         last_cap_bytes=last_cap_bytes if dtype == dtypes[-1] else None)
         buckets += [tuple(members[i] for i in bucket) for bucket in chosen]
     return tuple(sorted(buckets, key=lambda bucket: bucket[-1]))

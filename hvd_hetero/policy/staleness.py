@@ -34,25 +34,21 @@ ROUND_STEPS, ROUND_STEPS_OF_ADAM = 4, 2
 SAME = 1e-9      # relative: a quotient this close below a whole number is that number, rounded
 
 
-def round_lengths(step_s: Sequence[float], round_steps: int, *, shortest: int = 1,
-                  longest: int | None = None) -> tuple[int, ...]:
+def round_lengths(step_s: Sequence[float], round_steps: int) -> tuple[int, ...]:
     """The local steps that each rank takes between two merges; the fastest takes `round_steps`.
 
     Every rank has to pass the same seconds (gathered, not its own view of them): the answer is then the same.
 
     Args:
         step_s: seconds of one local step, by rank.
-        shortest, longest: no rank takes fewer or more. A `shortest` above 1 makes slow ranks late for merges.
     """
-    most = round_steps if longest is None else longest
-    if round_steps < 1 or not 1 <= shortest <= most:
-        raise ValueError("round_steps, shortest and longest: expected at least 1, and shortest at most longest. "
-                         f"Received: {round_steps}, {shortest} and {longest}.")
+    if round_steps < 1:
+        raise ValueError(f"round_steps: expected at least 1. Received: {round_steps}.")
     if not step_s or not all(math.isfinite(s) and s > 0.0 for s in step_s):
         raise ValueError("step_s: expected finite seconds above 0, one for each rank. "
                          f"Received: {list(step_s)}.")
     fastest = min(step_s)
-    return tuple(min(max(math.floor(round_steps * (fastest / s) * (1.0 + SAME)), shortest), most) for s in step_s)
+    return tuple(min(max(math.floor(round_steps * (fastest / s) * (1.0 + SAME)), 1), round_steps) for s in step_s)
 
 
 @dataclass(frozen=True, kw_only=True)

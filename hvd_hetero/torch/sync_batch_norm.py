@@ -72,7 +72,7 @@ class SyncBatchNorm(_BatchNorm):
     those of `torch.nn.BatchNorm2d`.
 
     Args:
-        process_set: the ranks (default: all).
+        process_set: the ranks (default: the balancer's, or all).
         balancer: knows over how many terms each rank's loss is a mean, where `balancer.count()` says so, as with masked
             samples; without it, gradients are weighted by rows. A rank that has rows and not one term takes part in
             the statistics, and what flows back through them to its rows is left out.

@@ -7,6 +7,7 @@ what a resumed run does again (it goes back to its checkpoint) takes the place o
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections.abc import Iterable, Sequence
@@ -111,6 +112,14 @@ class Run:
             longest = max(longest, rank.plans, key=len)
         return tuple(longest)
 
+    @property
+    def present(self) -> dict[int, RankRun]:
+        """The ranks that there were at the end, by the newest plan: others have left an elastic job, or the job went on
+        from a checkpoint without them."""
+        last = max(self.ranks.values(), key=lambda run: run.steps[-1].t_s if run.steps else 0.0)
+        size = len(last.plans[-1].shares) if last.plans else math.inf
+        return {rank: run for rank, run in self.ranks.items() if rank < size}
+
     def summaries(self, *, skip: int = 0) -> tuple[RankSummary, ...]:
         """One summary per rank, in the order of ranks."""
         return tuple(rank.summary(skip=skip) for rank in self.ranks.values())
@@ -137,19 +146,20 @@ def _read_rank(path: str) -> RankRun:
     run = RankRun(rank=int(os.path.basename(path)[len("rank-"):-len(".jsonl")]))
     fields: Sequence[str] = FIELDS
     plans_before: int | None = None      # set from the header of a resumed run to its first step
+    events_before = 0
     with open(path, encoding="utf-8", errors="replace") as lines:
         for line in filter(str.strip, lines):
             try:
                 entry = json.loads(line)
                 if isinstance(entry, dict) and "format" in entry:
                     _check(entry["format"], path)
-                    fields, plans_before = tuple(entry["fields"]), len(run.plans)
+                    fields, plans_before, events_before = tuple(entry["fields"]), len(run.plans), len(run.events)
                     run.sessions += 1
                     run.host = str(entry.get("host") or run.host)
                     continue
                 if isinstance(entry, list) and plans_before is not None:
                     first = _step(fields, entry).step
-                    _go_back(run, first, plans_before)
+                    _go_back(run, first, plans_before, events_before)
                     run.session_starts.add(first)
                     plans_before = None
                 _take(run, fields, entry)
@@ -164,10 +174,12 @@ def _check(version: int, path: str) -> None:
                                "Read it with the hvd_hetero that wrote it.")
 
 
-def _go_back(run: RankRun, step: int, plans_before: int) -> None:
+def _go_back(run: RankRun, step: int, plans_before: int, events_before: int) -> None:
     """None; forgets what earlier sessions recorded from `step` on, and the plans that this one began with before it
     went on from a state."""
     run.steps = [s for s in run.steps if s.step < step]
+    old, new_events = run.events[:events_before], run.events[events_before:]
+    run.events = [event for event in old if event.fields.get("step", -1) < step] + new_events
     new = run.plans[plans_before:]
     holds = [plan for plan in new if plan.step <= step][-1:]
     since = holds[0].step if holds else step + 1

@@ -24,7 +24,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any, Protocol
+from typing import Any
 
 from hvd_hetero.policy.replan import Plan
 
@@ -47,58 +47,6 @@ def _json(value: object) -> str:
         return json.dumps(value, default=repr, allow_nan=False)
     except (ValueError, TypeError, RecursionError):
         return json.dumps(repr(value))
-
-
-class Recorder(Protocol):
-    """What can be told to a trace."""
-
-    def step(self, *, step: int, samples: int, data_s: float = 0.0, compute_s: float = 0.0, wait_s: float = 0.0,
-             bytes: int = 0, share: int = 0, extra_s: float = 0.0, t_s: float | None = None) -> None: ...
-
-    def now(self) -> float: ...
-
-    def plan(self, plan: Plan) -> None: ...
-
-    def event(self, kind: str, /, **fields: Any) -> None: ...
-
-    def restart(self, rank: int) -> None: ...
-
-    def flush(self) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class NullTrace:
-    """A trace that keeps nothing."""
-
-    def step(self, *, step: int, samples: int, data_s: float = 0.0, compute_s: float = 0.0, wait_s: float = 0.0,
-             bytes: int = 0, share: int = 0, extra_s: float = 0.0, t_s: float | None = None) -> None:
-        """None; nothing is recorded."""
-
-    def now(self) -> float:
-        """0.0; nobody asks for the time."""
-        return 0.0
-
-    def plan(self, plan: Plan) -> None:
-        """None; nothing is recorded."""
-
-    def event(self, kind: str, /, **fields: Any) -> None:
-        """None; nothing is recorded."""
-
-    def restart(self, rank: int) -> None:
-        """None; nothing is recorded."""
-
-    def flush(self) -> None:
-        """None; there is nothing to write."""
-
-    def close(self) -> None:
-        """None; there is nothing to close."""
-
-    def __enter__(self) -> NullTrace:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
 
 def trace_of(folder: str | None, *, rank: int, clock: Callable[[], float], host: str = "") -> Trace | None:

@@ -158,6 +158,14 @@ def every_sample_once_while_shares_change_and_tensorflow_reads_ahead():
 def broadcast_makes_ranks_alike():
     x, y = arrays()
     balancer = make_balancer()
+    rows = np.arange(6.0).reshape(2, 3) + 10 * hvd.rank()
+    assert hvd.broadcast(rows.T, 0).tolist() == [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]
+    assert hvd.allgather(rows.T).shape == (3 * hvd.size(), 2)
+    # The weights that this makes do not lie in order in memory, with the torch back end.
+    tall = keras.layers.Dense(2, kernel_initializer=keras.initializers.Orthogonal(seed=hvd.rank()))
+    tall.build((None, 4))
+    hvd.broadcast_variables(tall.weights)
+    assert spread([keras.ops.convert_to_numpy(v) for v in tall.weights]) == 0.0
     model = compile_model(make_model(seed=hvd.rank()), hvd.DistributedOptimizer(sgd(), balancer=balancer))
     assert spread(model.get_weights()) > 0
     model.optimizer.build(model.trainable_variables)
@@ -181,6 +189,15 @@ def broadcast_makes_ranks_alike():
     callback.set_model(model)
     callback.on_train_begin()
     assert spread([keras.ops.convert_to_numpy(model(np.ones((1, 4))))]) == 0.0
+
+
+def a_balancer_that_was_forgotten_is_told():
+    """Before anything is learned with wrong weights."""
+    x, y = arrays()
+    balancer = make_balancer()
+    model = compile_model(make_model(), hvd.DistributedOptimizer(sgd()))
+    dataset = hvd.BalancedDataset(x, y, balancer=balancer)
+    expect("Pass balancer= to hvd.DistributedOptimizer", lambda: model.fit(dataset, verbose=0), kind=Exception)
 
 
 def other_variables_or_optimizers_are_told():

@@ -34,15 +34,16 @@ class RebalanceCallback(keras.callbacks.Callback):
         super().__init__()
         self.balancer, self.verbose = balancer, verbose
         self._told = 0  # version of the plan
-        self._step = -1  # before the epoch
+        self._step, self._trained = -1, False  # before the epoch, and in it
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """What went before, such as a validation, is no part of a step."""
-        self._step = self.balancer.step
+        self._step, self._trained = self.balancer.step, False
         self.balancer.resume()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Tells a plan when it holds."""
+        self._trained = True
         plan = self.balancer.plan
         if plan.version != self._told:
             self._told = plan.version
@@ -56,11 +57,13 @@ class RebalanceCallback(keras.callbacks.Callback):
         Raises:
             RuntimeError: nothing was exchanged in it.
         """
-        if self.balancer.step == self._step and "_reducer" not in vars(self.model.optimizer):
+        if self._trained and self.balancer.step == self._step:
+            optimizer = self.model.optimizer
+            plain = "a plain" if "_reducer" not in vars(optimizer) else "without this balancer, a distributed"
             raise RuntimeError(
-                "Expected gradients of all ranks in each step. Received: an epoch without an exchange, with a plain "
-                f"{type(self.model.optimizer).__name__} as the model's optimizer, so that each rank trains by itself. "
-                "Compile it with hvd.DistributedOptimizer(..., balancer=balancer), also after clone_model() and "
+                "Expected gradients of all ranks in each step, weighted as the balancer says. Received: an epoch "
+                f"without an exchange of it, with {plain} {type(optimizer).__name__} as the model's optimizer. Compile "
+                "the model with hvd.DistributedOptimizer(..., balancer=balancer), also after clone_model() and "
                 "keras.models.load_model(), which leave a plain one (hvd.load_model does not)."
             )
         if logs is not None:

@@ -7,8 +7,23 @@ from typing import Any
 import keras
 
 
-class CommitStateCallback(keras.callbacks.Callback):
-    """Commits `state` every `batches_per_commit` batches and at the end of each epoch.
+class _Counting(keras.callbacks.Callback):
+    """Counts batches: Keras tells of as many at once as `steps_per_execution` says."""
+
+    _first = 0
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Notes where an execution begins."""
+        self._first = batch
+
+    def _batches(self, batch: int) -> int:
+        """The batches of the execution that ends with this one."""
+        return batch + 1 - self._first
+
+
+class CommitStateCallback(_Counting):
+    """Commits `state` every `batches_per_commit` batches and at the end of each epoch; with `steps_per_execution`, at
+    the end of an execution in which it is due.
 
     To be put after the callbacks that update the state. Committing is collective: all ranks do it at the same batch.
     """
@@ -26,10 +41,10 @@ class CommitStateCallback(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Commits when it is time."""
-        self.batches_remaining -= 1
-        if self.batches_remaining == 0:
+        self.batches_remaining -= self._batches(batch)
+        if self.batches_remaining <= 0:
             self.state.commit()
-            self.batches_remaining = self.batches_per_commit
+            self.batches_remaining = self.batches_per_commit + self.batches_remaining % -self.batches_per_commit
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Commits."""
@@ -61,8 +76,9 @@ class UpdateBatchStateCallback(keras.callbacks.Callback):
         self.state.batch = 0
 
 
-class CheckpointCallback(keras.callbacks.Callback):
-    """Takes a step of an `hvd.Checkpoint` after each batch: it saves when it is due, and before the job has to end.
+class CheckpointCallback(_Counting):
+    """Takes a step of an `hvd.Checkpoint` after each batch (with `steps_per_execution`, of all in an execution): it
+    saves when it is due, and before the job has to end.
 
     To be put after the callbacks that update the state.
     """
@@ -73,7 +89,7 @@ class CheckpointCallback(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Saves when it is time."""
-        self.checkpoint.step()
+        self.checkpoint.step(self._batches(batch))
 
 
 class UpdateEpochStateCallback(keras.callbacks.Callback):

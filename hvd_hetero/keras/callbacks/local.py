@@ -20,7 +20,7 @@ class LocalSGDCallback(keras.callbacks.Callback):
 
     def __init__(self, optimizer: Any = None) -> None:
         super().__init__()
-        self._optimizer = optimizer
+        self._given = self._optimizer = optimizer
         self._apart = False  # batches since the last merge
 
     def on_train_begin(self, logs: Any = None) -> None:
@@ -29,8 +29,7 @@ class LocalSGDCallback(keras.callbacks.Callback):
         Raises:
             ValueError: it has no local strategy.
         """
-        if self._optimizer is None:
-            self._optimizer = self.model.optimizer
+        self._optimizer = self.model.optimizer if self._given is None else self._given
         reducer = vars(self._optimizer).get("_reducer")
         if reducer is None or reducer.strategy is None:
             raise ValueError(

@@ -1,0 +1,102 @@
+"""What callbacks, saved models and balancers keep from one `fit` to the next, in one process."""
+
+import gc
+import weakref
+
+import keras
+import numpy as np
+import pytest
+
+pytest.importorskip("horovod.torch", reason="build it with hvd-hetero build-horovod")
+
+import hvd_hetero.keras as hvd
+from hvd_hetero.engine.local import SoloEngine
+
+WHOLE, BATCHES = 4, 20
+
+
+def make_model(*layers):
+    return keras.Sequential([keras.Input((3,)), *layers, keras.layers.Dense(1)])
+
+
+def compiled(model, balancer, **options):
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.01), balancer=balancer, **options)
+    model.compile(optimizer, "mse", jit_compile=False)
+    return model
+
+
+def make_dataset(balancer):
+    x = np.arange(3.0 * WHOLE * BATCHES, dtype="float32").reshape(-1, 3) / 100
+    return hvd.BalancedDataset(x, x[:, :1], balancer=balancer)
+
+
+class State:
+    """Notes after how many batches it was committed, or took a step as a checkpoint does."""
+
+    def __init__(self):
+        self.batch, self.epoch, self.kept, self.steps = 0, 0, [], []
+
+    def commit(self):
+        self.kept.append(self.batch)
+
+    def step(self, steps):
+        self.steps.append(steps)
+
+
+@pytest.mark.parametrize(("at_once", "expected"), [(1, [8, 16]), (4, [8, 16]), (5, [10, 20]), (20, [20])])
+def test_commits_and_checkpoints_count_batches_and_not_executions(at_once, expected):
+    state = State()
+    callbacks = keras.callbacks.CallbackList([
+        hvd.callbacks.UpdateBatchStateCallback(state),
+        hvd.callbacks.CommitStateCallback(state, 8),
+        hvd.callbacks.CheckpointCallback(state),
+    ])  # fmt: skip
+    callbacks.on_train_begin()
+    callbacks.on_epoch_begin(0)
+    for first in range(0, BATCHES, at_once):  # as Keras tells of them
+        callbacks.on_train_batch_begin(first)
+        callbacks.on_train_batch_end(first + at_once - 1)
+    callbacks.on_epoch_end(0)
+    assert state.kept == [*expected, 0] and sum(state.steps) == BATCHES, state.kept
+
+
+def test_a_local_strategy_is_merged_by_the_optimizer_of_the_fit():
+    balancer = hvd.Balancer(WHOLE, engine=SoloEngine())
+    callback = hvd.callbacks.LocalSGDCallback()
+    merges = []
+    for strategy in (hvd.LocalSGD(warmup_steps=2), hvd.LocalSGD(warmup_steps=4)):
+        model = compiled(make_model(), balancer, strategy=strategy)
+        before = getattr(model.optimizer, "merge")  # noqa: B009  # Keras's own `__setattr__` would track it
+        vars(model.optimizer)["merge"] = lambda model, s=strategy, m=before: (merges.append(s.warmup_steps), m(model))
+        model.fit(make_dataset(balancer), verbose=0, callbacks=[callback])
+    assert set(merges[: len(merges) // 2]) == {2} and set(merges[len(merges) // 2 :]) == {4}
+
+
+def test_a_loaded_model_has_its_balancer_in_the_layers_that_take_part(tmp_path):
+    balancer = hvd.Balancer(WHOLE, engine=SoloEngine())
+    model = compiled(make_model(hvd.SyncBatchNormalization(balancer=balancer)), balancer)
+    model.fit(make_dataset(balancer), verbose=0)
+    model.save(tmp_path / "model.keras")
+    loaded = hvd.load_model(tmp_path / "model.keras", balancer=balancer)
+    assert loaded.layers[0]._balancer is balancer
+    with pytest.raises(RuntimeError, match="plain SGD"):
+        clone = keras.models.clone_model(model)
+        clone.layers[0].take(balancer)
+        clone.compile(keras.optimizers.SGD(0.01), "mse", jit_compile=False)
+        clone.fit(make_dataset(balancer), verbose=0, callbacks=[hvd.callbacks.RebalanceCallback(balancer)])
+
+
+def test_a_model_that_is_gone_is_kept_by_no_balancer():
+    balancer, variables, reducers = hvd.Balancer(WHOLE, engine=SoloEngine()), [], []
+    for _ in range(3):
+        keras.backend.clear_session()
+        model = compiled(make_model(), balancer)
+        model.fit(make_dataset(balancer), verbose=0)
+        variables.append([weakref.ref(v) for v in model.trainable_variables])
+        reducers.append(model.optimizer._reducer)
+        del model
+        gc.collect()
+    balancer.begin(WHOLE)
+    gc.collect()
+    assert not any(v() is not None for each in variables for v in each)
+    assert not any(reducer.steps for reducer in reducers)
