@@ -46,6 +46,7 @@ class Departure:
         self.failed = False
         self.error: Exception | None = None  # what the next exchange raises on this rank
         self.final = False  # it has failed, and is out of step with the others
+        self.left_out: int | None = None  # the newest batch that a rank could not deliver, as all have heard
         self.leaving.forget()
         self.stopping.forget()
 
@@ -80,6 +81,7 @@ class Departure:
             PeerError: nobody takes in what else comes with it.
             Exception: what this rank failed with, if it was to be raised here.
         """
+        self.left_out = step
         error, self.error, self.failed = self.error, None, False
         if error is not None:
             raise error

@@ -46,13 +46,16 @@ def make_model():
     return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
 
 
-def train(model, optimizer, loader, epochs, *, after_backward=lambda: None, scheduler=None, scaler=None, begin=None):
+def train(
+    model, optimizer, loader, epochs, *, after_backward=lambda: None, scheduler=None, scaler=None, clears="before"
+):
     """An ordinary training loop; the parameters that come out of it."""
     for epoch in range(epochs):
         if hasattr(loader, "set_epoch"):
             loader.set_epoch(epoch)
         for x, y, _ in loader:
-            optimizer.zero_grad()
+            if clears == "before":
+                optimizer.zero_grad()
             loss = nn.functional.cross_entropy(model(x), y)
             (scaler.scale(loss) if scaler else loss).backward()
             after_backward()
@@ -61,6 +64,8 @@ def train(model, optimizer, loader, epochs, *, after_backward=lambda: None, sche
                 scaler.update()
             else:
                 optimizer.step()
+            if clears == "after":
+                optimizer.zero_grad()
         if scheduler:
             scheduler.step()
     return [p.detach().clone() for p in model.parameters()]
@@ -354,7 +359,8 @@ def test_a_rank_whose_loader_raises_stops_all_ranks_with_the_cause():
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_ranks_that_have_all_caught_the_error_of_a_loader_train_on(workers):
+@pytest.mark.parametrize("clears", ["before", "after"])
+def test_ranks_that_have_all_caught_the_error_of_a_loader_train_on(workers, clears):
     """The batch that failed, the second, is left out on all ranks; a loop over the loader then begins anew."""
     prototype, sound = make_model(), Data()
 
@@ -364,9 +370,9 @@ def test_ranks_that_have_all_caught_the_error_of_a_loader_train_on(workers):
         loader = hvd.BalancedDataLoader(data, balancer=balancer, shuffle=False, num_workers=workers)
         optimizer = hvd.DistributedOptimizer(sgd(model), balancer=balancer)
         with pytest.raises((OSError, PeerError)):
-            train(model, optimizer, loader, 1)
+            train(model, optimizer, loader, 1, clears=clears)
         data.fail_at = None
-        return train(model, optimizer, loader, 2)
+        return train(model, optimizer, loader, 2, clears=clears)
 
     model = copy.deepcopy(prototype)
     one = sgd(model)

@@ -254,9 +254,17 @@ class StepPhases:
         self._phase = Phase.READY
         try:
             self._layouts().take_in(hear)
-        except PeerError:
-            self._balancer.exchanges.complete(self._balancer.timesheet.usual_step_s or 0.0)
+        except Exception:
+            if self._balancer.departure.left_out == self._balancer.step:
+                self._leave_out()
+                self._balancer.exchanges.complete(self._balancer.timesheet.usual_step_s or 0.0)
             raise
+
+    def _leave_out(self) -> None:
+        """Leaves a batch out, whose gradients a script may clear only after an update that it does not make."""
+        self._phase = Phase.BETWEEN
+        for parameter in self._parameters:
+            parameter.grad = None
 
     def leave(self, over: Callable[[], bool]) -> Callable[[], bool]:
         """Ends an exchange in which this rank says that it cannot go on, once it is `over`: see `withdraw`."""
@@ -268,7 +276,7 @@ class StepPhases:
             if not left and over():
                 left = True
                 _, _, hear = self._step.finish()
-                self._phase = Phase.BETWEEN
+                self._leave_out()
                 with contextlib.suppress(PeerError):
                     hear()
             return left
