@@ -34,6 +34,13 @@ def test_the_key_follows_what_a_wheel_depends_on() -> None:
         assert key(recipe(**change).facts()) != base, change
 
 
+@pytest.mark.parametrize("name", ["CFLAGS", "CXXFLAGS", "LDFLAGS", "HOROVOD_NCCL_HOME", "HOROVOD_CUDA_HOME"])
+def test_the_key_follows_the_variables_that_a_build_reads(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    base = key(recipe().facts())
+    monkeypatch.setenv(name, "another")
+    assert key(recipe().facts()) != base
+
+
 def test_the_cache_is_the_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert default_folder() == tmp_path / "hvd_hetero" / "horovod"

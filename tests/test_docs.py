@@ -71,3 +71,8 @@ def test_the_reference_has_all_that_is_ours(reference, exported):
     horovods = {name for name, found in exported["torch"].items() if found.is_alias and "horovod." in found.target_path}
     for face, names in exported.items():
         assert not set(names) - horovods - OVERWRITTEN - told, face
+
+
+def test_the_reference_has_all_callbacks(reference):
+    names = set(re.findall(r'"(\w+)"', (ROOT / "hvd_hetero" / "keras" / "callbacks" / "__init__.py").read_text()))
+    assert names == {each.partition(".")[2] for each in reference.FACES["keras"] if each.startswith("callbacks.")}

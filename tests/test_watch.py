@@ -12,7 +12,7 @@ import weakref
 
 import pytest
 
-from hvd_hetero.engine import script, watch
+from hvd_hetero.engine import peer, script, watch
 from hvd_hetero.engine.absence import JOIN
 from hvd_hetero.engine.peer import Peer
 from hvd_hetero.engine.watch import LEFT, Watch
@@ -404,3 +404,15 @@ def test_nobody_watches_where_the_stall_check_is_off(ranks):
     two = ranks(2, patience=None)
     assert hears_that_it_is_awaited(two, "metric", 0.6, at="merge")
     assert not two.watches[0].watches and not two.said and not two.left
+
+
+@pytest.mark.parametrize(("named", "routed", "expected"), [
+    ("10.0.0.7", "10.0.0.9", "10.0.0.7"),
+    ("127.0.1.1", "10.0.0.9", "10.0.0.9"),  # as Debian has it: other hosts would ask themselves
+    ("127.0.1.1", "", "127.0.1.1"),
+])  # fmt: skip
+def test_a_rank_under_mpi_has_an_address_that_others_can_reach(monkeypatch, named, routed, expected):
+    monkeypatch.setattr(peer, "rendezvous_address", lambda: None)
+    monkeypatch.setattr(peer.socket, "gethostbyname", lambda name: named)
+    monkeypatch.setattr(peer, "_address_to", lambda host: routed)
+    assert peer._address() == expected
