@@ -78,7 +78,7 @@ class LocalSteps:
             rule, balancer=balancer, store=store, lanes=self._lanes, batches=lambda: batches or weighing.passes,
             on_merge=self._record,
         )  # fmt: skip
-        balancer.strategies.add(weighing.number, self.rounds)
+        balancer.strategies.add(weighing.place, self.rounds)
         # Where merges can be missed, and so have several lanes, no codec keeps anything.
         merges = [fragment.lanes[0].exchange for fragment in self.rounds.fragments]
         weighing.keeping.put("merges", merges, lambda: self.rounds.unit)

@@ -30,21 +30,27 @@ class Places(Generic[T]):
 
     def __init__(self, make: Callable[[], T]) -> None:
         self._make = make
-        self._taken: dict[str, list[T]] = {}
+        self._taken: dict[str, list[T | None]] = {}  # None: nobody's yet, while others are made anew
         self._waiting: dict[str, T] = {}
 
     @property
     def named(self) -> dict[str, T]:
         """All of them, by the names of their places."""
-        taken = {f"{kind} {index}": one for kind, ones in self._taken.items() for index, one in enumerate(ones)}
+        taken = {f"{kind} {index}": one for kind, ones in self._taken.items() for index, one in enumerate(ones) if one}
         return {**taken, **self._waiting}
 
-    def take(self, kind: str) -> T:
-        """The one in the first place of this kind that is nobody's."""
+    def take(self, kind: str, place: int | None = None) -> T:
+        """The one in a place of this kind, or in the first that is nobody's."""
         taken = self._taken.setdefault(kind, [])
-        waiting = self._waiting.pop(f"{kind} {len(taken)}", None)
-        taken.append(self._make() if waiting is None else waiting)
-        return taken[-1]
+        if place is None:
+            place = next((index for index, one in enumerate(taken) if one is None), len(taken))
+        taken += [None] * (place + 1 - len(taken))
+        taken[place] = mine = self._waiting.pop(f"{kind} {place}", None) or self._make()
+        return mine
+
+    def place_of(self, one: T) -> tuple[str, int]:
+        """Its kind, and its place among those of this kind."""
+        return next((kind, taken.index(one)) for kind, taken in self._taken.items() if one in taken)
 
     def succeed(self, one: T, before: T) -> None:
         """Gives one the place of another that was taken before; of several such, it keeps the first."""

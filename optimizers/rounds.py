@@ -318,6 +318,12 @@ class Rounds:
             "outer": [dict(fragment.outer_state) for fragment in self.fragments],
         }
 
+    def fits(self, state: Mapping[str, Any]) -> bool:
+        """See `Strategy`."""
+        lengths = [len(fragment.store.read(fragment.index)) for fragment in self.fragments]
+        kept = [{len(array) for array in outer.values()} for outer in state["outer"]]
+        return len(kept) == len(lengths) and all(has <= {mine} for has, mine in zip(kept, lengths, strict=True))
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from `state`; the parameters are those that the rank has then."""
         if len(state["outer"]) != len(self.fragments):

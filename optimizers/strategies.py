@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 
 class Strategy(Protocol):
     """One optimizer's, as long as the ranks are these."""
+
+    def fits(self, state: Mapping[str, Any]) -> bool:
+        """Whether a state is one of the same parameters."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -18,28 +21,43 @@ class Strategy(Protocol):
 
 
 class Strategies:
-    """The local strategies of the optimizers of one balancer, by the optimizers' numbers, with whose state theirs goes.
+    """The local strategies of the optimizers of one balancer, by the optimizers' places (see `Places`).
 
     A strategy is made anew where ranks have changed, and with Keras only when training goes on: what is there for its
-    number waits for it.
+    place waits for it.
     """
 
     def __init__(self) -> None:
-        self._live: dict[str, Strategy] = {}
+        self._made: list[tuple[Callable[[], str], Strategy]] = []  # and where each is: a place may become another
         self._waiting: dict[str, Any] = {}
+        self._handed: dict[str, Any] = {}  # of optimizers that others have taken over
         self._leader: Strategy | None = None
 
-    def add(self, number: int, strategy: Strategy) -> None:
-        """Goes on with `strategy` for the optimizer of this number."""
-        key = str(number)  # as JSON has them
-        self._live[key] = strategy
-        if key in self._waiting:
-            strategy.load_state_dict(self._waiting.pop(key))
+    @property
+    def _live(self) -> dict[str, Strategy]:
+        return {place(): strategy for place, strategy in self._made}
 
-    def remove(self, number: int) -> None:
+    def add(self, place: Callable[[], str], strategy: Strategy) -> None:
+        """Goes on with `strategy` for the optimizer in this place."""
+        self._made.append((place, strategy))
+        handed = self._handed.pop(place(), None)
+        if place() in self._waiting:
+            strategy.load_state_dict(self._waiting.pop(place()))
+        elif handed is not None and strategy.fits(handed):
+            strategy.load_state_dict(handed)
+
+    def hand_over(self, place: Callable[[], str], to: Callable[[], str]) -> None:
+        """Says that another optimizer, in this place, has taken over the one in that, and may go on with its state."""
+        for mine, strategy in self._made:
+            if mine is place:
+                self._handed[to()] = strategy.state_dict()
+
+    def remove(self, place: Callable[[], str]) -> None:
         """Says that this optimizer has no part in what follows."""
-        if (removed := self._live.pop(str(number), None)) is not None:
-            self.ends(removed)
+        for mine, strategy in self._made:
+            if mine is place:
+                self.ends(strategy)
+        self._made = [each for each in self._made if each[0] is not place]
 
     def begins(self, strategy: Strategy) -> None:
         """Steps apart begin, which all ranks do together. The first to begin leads: its merges carry measurements and
@@ -62,16 +80,17 @@ class Strategies:
 
     def restart(self) -> None:
         """Says that strategies will be made anew."""
-        self._waiting, self._live, self._leader = self.state_dict(), {}, None
+        self._waiting, self._made, self._leader = self.state_dict(), [], None
 
     def state_dict(self) -> dict[str, Any]:
-        """The states by number."""
+        """The states by place."""
         return {**self._waiting, **{key: strategy.state_dict() for key, strategy in self._live.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from `state`; what has none begins anew."""
-        self._waiting = {key: one for key, one in state.items() if key not in self._live}
-        for key, strategy in self._live.items():
+        live = self._live
+        self._waiting = {key: one for key, one in state.items() if key not in live}
+        for key, strategy in live.items():
             if key in state:
                 strategy.load_state_dict(state[key])
             else:

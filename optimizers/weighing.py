@@ -36,6 +36,7 @@ class Weighing:
         parameters: those that the gradients are of, once they are known; see `ParameterGuard`.
         lays_out: tells whether this rank has come to want another layout of buckets.
         kind: of what exchanges them: see `Places`.
+        at: its place among those, of one that is made anew.
 
     Attributes:
         relayout: whether a rank has said so with the last exchange: then all agree on one.
@@ -53,6 +54,7 @@ class Weighing:
         parameters: Callable[[], ParameterStore | None],
         lays_out: Callable[[], bool] = lambda: False,
         kind: str = "optimizer",
+        at: int | None = None,
     ) -> None:
         self._lays_out, self.relayout = lays_out, False
         self.balancer, self.passes, self._ways = balancer, passes, ways
@@ -63,7 +65,9 @@ class Weighing:
         self._left_out: int | None = None  # the present one, once so many backward passes had been made
         self._over = False  # whether the present one went with an exchange
         self._generation = 0
-        self.keeping = balancer.keepers.take(kind)
+        self._keepers = balancer.keepers
+        self.keeping = balancer.keepers.take(kind, at)
+        self.place = lambda: "{} {}".format(*self._keepers.place_of(self.keeping))  # its name
         self.keeping.keeps = ways.keeps
         self.keeping.put_saying("noise", self.noise)
         self._guard = ParameterGuard(balancer.engine, parameters, name=self.name, tell=self._differed)
@@ -229,11 +233,17 @@ class Weighing:
     def succeeds(self, before: Weighing) -> bool:
         """Takes the place of an exchange of some of the same gradients; whether that keeps back what this one can send.
         """
-        if self.balancer is before.balancer:
-            self.balancer.keepers.succeed(self.keeping, before.keeping)
+        if self._keepers is before._keepers:
+            self._keepers.succeed(self.keeping, before.keeping)
+            self.balancer.strategies.hand_over(before.place, to=self.place)
         return self.keeping.keeps and before.keeping.keeps and self.engine.ranks == before.engine.ranks
 
     def close(self) -> None:
         """Exchanges no more: what its codecs and its strategy keep is nobody's any longer."""
-        self.balancer.keepers.remove(self.keeping)
-        self.balancer.strategies.remove(self.number)
+        self.balancer.strategies.remove(self.place)
+        self._keepers.remove(self.keeping)
+
+    @property
+    def at(self) -> int:
+        """Its place among those of its kind, also once the ranks are others."""
+        return self._keepers.place_of(self.keeping)[1]

@@ -1,5 +1,7 @@
 """What codecs and strategies keep goes to what takes their place, whenever that is made."""
 
+import pytest
+
 from hvd_hetero.optimizers.keeping import Count, Keeping
 from hvd_hetero.optimizers.partial_sum import PartialSums
 from hvd_hetero.optimizers.place import Places
@@ -168,28 +170,58 @@ class Momentum:
     def restart(self):
         self.value = 0.0
 
+    def fits(self, state):
+        return self.value >= 0.0
+
+
+def at(name):
+    return lambda: name
+
 
 def test_a_strategy_that_is_made_anew_or_later_goes_on():
     strategies = Strategies()
-    strategies.add(0, Momentum(1.0))
+    strategies.add(at("optimizer 0"), Momentum(1.0))
     strategies.restart()
-    strategies.add(0, again := Momentum())
+    strategies.add(at("optimizer 0"), again := Momentum())
     assert again.value == 1.0
     later = Strategies()
     later.load_state_dict(strategies.state_dict())
-    assert later.state_dict() == strategies.state_dict() == {"0": {"value": 1.0}}
-    later.add(0, last := Momentum())
+    assert later.state_dict() == strategies.state_dict() == {"optimizer 0": {"value": 1.0}}
+    later.add(at("optimizer 0"), last := Momentum())
     assert last.value == 1.0
 
 
 def test_a_strategy_of_which_a_state_knows_nothing_begins_anew():
     strategies = Strategies()
-    strategies.add(0, first := Momentum(1.0))
-    strategies.add(1, second := Momentum(2.0))
-    strategies.load_state_dict({"1": {"value": 3.0}})
+    strategies.add(at("optimizer 0"), first := Momentum(1.0))
+    strategies.add(place := at("optimizer 1"), second := Momentum(2.0))
+    strategies.load_state_dict({"optimizer 1": {"value": 3.0}})
     assert (first.value, second.value) == (0.0, 3.0)
-    strategies.remove(1)
-    assert strategies.state_dict() == {"0": {"value": 0.0}}
+    strategies.remove(place)
+    assert strategies.state_dict() == {"optimizer 0": {"value": 0.0}}
+
+
+@pytest.mark.parametrize(("value", "expected"), [(0.0, 1.0), (-2.0, -2.0)])
+def test_a_strategy_goes_on_with_the_one_that_it_takes_over_if_that_fits(value, expected):
+    strategies = Strategies()
+    strategies.add(before := at("optimizer 0"), Momentum(1.0))
+    strategies.hand_over(before, to=at("optimizer 0"))
+    strategies.remove(before)
+    strategies.add(at("optimizer 0"), after := Momentum(value))
+    assert after.value == expected
+    strategies.add(at("optimizer 0"), again := Momentum())
+    assert again.value == 0.0, "it is handed over once"
+
+
+def test_what_is_made_anew_in_another_order_has_the_place_that_it_had():
+    made = Places(Keeping)
+    second, first = made.take("optimizer", 1), made.take("optimizer", 0)
+    assert made.named == {"optimizer 0": first, "optimizer 1": second}
+    assert made.place_of(second) == ("optimizer", 1)
+    other = Places(Keeping)
+    third = other.take("optimizer", 2)
+    assert [other.place_of(other.take("optimizer")) for _ in range(3)] == [("optimizer", place) for place in (0, 1, 3)]
+    assert other.named["optimizer 2"] is third
 
 
 class Weighing:

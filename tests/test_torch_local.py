@@ -549,3 +549,43 @@ def test_a_rank_without_samples_that_leaves_a_closure_early_adds_no_samples_apar
         return samples
 
     assert World(2).run(program) == [8.0, 4.0]
+
+
+def test_an_outer_momentum_goes_with_who_takes_over_with_checkpoints_and_over_changes_of_the_ranks():
+    """Of two models of unlike sizes, the first is given another optimizer, as for layers that were thawed."""
+    prototypes = nn.Linear(3, 2, bias=False), nn.Linear(5, 4, bias=False)
+    rule = hvd.LocalSGD(warmup_steps=0, round_steps=1, outer=hvd.Outer(momentum=0.9))
+
+    def momenta(optimizers):
+        outer = [each._reducer.local.steps.rounds.fragments[0].outer_state for each in optimizers]
+        return [{name: kept.tolist() for name, kept in state.items()} for state in outer]
+
+    def made(engine, models):
+        balancer = hvd.Balancer(4, engine=engine)
+        plain = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+        return balancer, [hvd.DistributedOptimizer(each, balancer=balancer, strategy=rule) for each in plain]
+
+    def program(engine):
+        models = copy.deepcopy(prototypes)
+        balancer, (a, b) = made(engine, models)
+        for _ in range(3):
+            balancer.begin(2)
+            sum(model(torch.ones(2, model.in_features)).mean() for model in models).backward()
+            for optimizer in (a, b):
+                optimizer.step()
+                optimizer.zero_grad()
+        for optimizer in (a, b):
+            optimizer.merge()
+        before = momenta((a, b))
+        a = hvd.DistributedOptimizer(a, balancer=balancer, strategy=rule)
+        assert momenta((a, b)) == before
+        state = balancer.state_dict()
+        resumed, later = made(engine, models)
+        resumed.load_state_dict(state)
+        assert momenta(later) == before
+        balancer.rebuild()
+        for optimizer in (b, a):  # in the order in which they were made
+            optimizer._rebuild()
+        assert momenta((a, b)) == before and before[0]["momentum"]
+
+    World(2).run(program)

@@ -153,9 +153,10 @@ def make_reducer(
     succeeds: bool = False,
     strategy: LocalSGD | None = None,
     kind: str = "optimizer",
+    at: int | None = None,
 ) -> GradientReducer:
     """What reduces gradients, from a user's arguments, and gives `sums` times their mean; `batches`,
-    `succeeds`: see `GradientReducer`; `kind`: see `Places`. A collective call."""
+    `succeeds`, `at`: see `GradientReducer`; `kind`: see `Places`. A collective call."""
     reduction = op_of(op, "Average", "Sum")
     check_divisor("gradient_predivide_factor", predivide)
     if bucket_bytes is not None:
@@ -188,6 +189,7 @@ def make_reducer(
         batches=batches,
         succeeds=succeeds,
         kind=kind,
+        at=at,
     )
 
 

@@ -38,6 +38,7 @@ class GradientReducer:
         succeeds: whether what codecs keep back comes from other optimizers of the same variables, and goes to them.
         batches: global batches per update, where Keras adds up what was exchanged; else as many as per exchange.
         kind: of what these gradients are for: see `Places`.
+        at: its place, where it is made anew: see `Weighing`.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class GradientReducer:
         succeeds: bool = False,
         batches: int | None = None,
         kind: str = "optimizer",
+        at: int | None = None,
     ) -> None:
         self.balancer, self.ways, self._bucket_bytes = balancer, ways, bucket_bytes
         self._variables: Sequence[Any] = ()
@@ -65,8 +67,9 @@ class GradientReducer:
             predivide=predivide,
             parameters=lambda: ParameterStore(self._variables, self.form) if self._variables else None,
             kind=kind,
+            at=at,
         )
-        self.sums = balancer.sums.take(kind)
+        self.sums = balancer.sums.take(kind, at)
         self.sums.follow(self.weighing)
         self.form: Any = importlib.import_module(f"{__package__}.gradient_{backend.NAME}")
         tensorflow = backend.NAME == "tensorflow"

@@ -68,9 +68,10 @@ def _methods(base: type) -> dict[str, Any]:
 
     def reduce_anew(self: Any) -> None:
         """Reduces over the ranks that there are now. A collective call."""
-        if "_reducer" in vars(self):
-            self._reducer.close()
-        self.__dict__["_reducer"] = self._reducer_of()
+        before = vars(self).get("_reducer")
+        if before is not None:
+            before.close()
+        self.__dict__["_reducer"] = self._reducer_of(at=None if before is None else before.weighing.at)
         self._reducer.follow(self)
 
     def from_config(cls: type, config: dict[str, Any], **arguments: Any) -> Any:

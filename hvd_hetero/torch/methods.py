@@ -78,9 +78,10 @@ def methods_of(base: type[torch.optim.Optimizer]) -> dict[str, Callable[..., Any
     def rebuild(self: Any) -> None:
         """Reduces over the ranks that there are now. A collective call."""
         if not self._reducer.replaced:
-            self._reducer.close()
+            before = self._reducer
+            before.close()
             # What is frozen now, as one model of a GAN is while the other has its turn, was made to be trained.
-            self._reducer = self._reducer_of(self._reducer.parameters, self._reducer.passes)
+            self._reducer = self._reducer_of(before.parameters, before.passes, at=before.at)
             # Of passes that are not counted any more: a step that broke off, or one that a commit divides.
             for parameter in (p for group in self.param_groups for p in group["params"]):
                 parameter.grad = None

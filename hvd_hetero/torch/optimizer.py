@@ -130,7 +130,9 @@ def DistributedOptimizer(
         balancer = EqualWeights(HorovodEngine(process_set))
     weights = balancer
 
-    def reducer_of(trained: Sequence[torch.nn.Parameter], passes: int) -> GradientReducer:
+    def reducer_of(
+        trained: Sequence[torch.nn.Parameter], passes: int, *, at: int | None = None
+    ) -> GradientReducer:
         """What reduces the gradients on the ranks that there are. A collective call."""
         ways = Ways(
             weights.engine,
@@ -161,6 +163,7 @@ def DistributedOptimizer(
             bucket_bytes=bucket_bytes,
             groups=together,
             strategy=local,
+            at=at,
         )
 
     base = type(optimizer)

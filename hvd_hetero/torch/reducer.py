@@ -43,6 +43,7 @@ class GradientReducer:
         bucket_bytes: at most so much in one operation; None: what suits the links.
         groups: parameters that travel together, instead of buckets by size.
         strategy: a local one, where ranks make steps apart.
+        at: its place, where it is made anew: see `Weighing`.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class GradientReducer:
         bucket_bytes: int | None,
         groups: Groups,
         strategy: LocalSGD | None = None,
+        at: int | None = None,
     ) -> None:
         self._balancer = balancer
         self._parameters: list[torch.nn.Parameter] = []
@@ -72,6 +74,7 @@ class GradientReducer:
             predivide=predivide,
             parameters=lambda: ParameterStore(self._parameters),
             lays_out=lambda: self._layouts.asks,
+            at=at,
         )
         self._passes = Passes(self._parameters)  # since the last exchange
         self._phases = StepPhases(
@@ -116,6 +119,11 @@ class GradientReducer:
     def number(self) -> int:
         """Its place in the order in which the balancer's optimizers are made."""
         return self._weighing.number
+
+    @property
+    def at(self) -> int:
+        """See `Weighing.at`."""
+        return self._weighing.at
 
     @property
     def passes(self) -> int:
