@@ -21,7 +21,7 @@ from hvd_hetero.policy.speed import SpeedModel
 from .argument import check_whole
 
 ABSENT = -1
-MOST = 2**53  # samples; a larger number is a mistake, and no float has it
+MOST = 2**24  # samples; plans travel as float32, which has no larger numbers one by one
 
 
 @dataclass(frozen=True, kw_only=True)

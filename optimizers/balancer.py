@@ -175,7 +175,7 @@ class Balancer:
 
     @property
     def plans(self) -> Sequence[Plan]:
-        """All plans so far, and one that is yet to hold, oldest first."""
+        """The plans of the last thousands of batches, and one that is yet to hold, oldest first. A trace has all."""
         return tuple(self.planner.plans)
 
     @property

@@ -184,7 +184,8 @@ class Dialogue:
             planner.selection.hear(compute_s=report.compute_s, step_s=whole_s)
         looks = self._engine.rank == 0 and (self._replans or planner.selection is not None)
         if report.announcement is None and looks:
-            planner.look(step, measured_step_s=self._timesheet.usual_step_s)
+            with self._timesheet.beside():
+                planner.look(step, measured_step_s=self._timesheet.usual_step_s)
 
     def unheard(self) -> None:
         """Says that the exchange failed: no answer will come."""

@@ -13,7 +13,8 @@ from hvd_hetero.policy.staleness import Contribution, factor
 from . import control
 
 WEIGHT, REACH, SPREAD, FINISHING, HEAD = range(5)
-ROWS = 3  # of each rank: steps, samples, position
+ROWS = 4  # of each rank: steps, samples, and its position in two parts, which float32 holds exactly
+PART = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,14 +39,15 @@ def pack(
     *,
     spread: float,
     finishing: bool,
-    own: tuple[float, float, float],
+    own: tuple[float, float, int],
     rank: int,
     ranks: int,
     balancer: Sequence[float],
 ) -> list[float]:
     """One rank's vector; `own`: its steps, samples and position, `balancer`: what its balancer has to say."""
     vector = [*contribution.beside, spread, float(finishing)]
-    for value in own:
+    steps, samples, position = own
+    for value in (steps, samples, *divmod(position, PART)):
         row = [0.0] * ranks
         row[rank] = float(value)
         vector += row
@@ -60,7 +62,7 @@ def unpack(total: Sequence[float], *, ranks: int) -> Said:
         finishing=round(total[FINISHING]),
         steps=rows[0],
         samples=rows[1],
-        positions=rows[2],
+        positions=[PART * above + below for above, below in zip(rows[2], rows[3], strict=True)],
         balancer=list(total[HEAD + ROWS * ranks :]),
     )
 

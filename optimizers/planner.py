@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -23,9 +24,13 @@ SKIPPED = 2  # steps after a change of plan that are not observed: caches, JIT a
 # A speed that changes by more starts a new window. Less is left to the window to forget: the ranks of a machine that
 # drifts change together, and a rank judged by its last steps alone would be compared with the others' past.
 CHANGED = 0.3
-LOOK_EVERY = 4  # steps between two looks at the speeds: a look costs rank 0 about 0.4 ms per rank
+LOOK_EVERY = 4  # steps between two looks at the speeds
+LOOK_S = 1.2e-4  # a look takes for each rank, and all wait for rank 0 meanwhile
+BUDGET = 0.005  # the part of the time that looks may take
 APART = 10  # times as many batches take a try where ranks train apart
-EARLY_STEPS = 40  # while the first plans are made it looks at every step
+EARLY_STEPS = 40  # while the first plans are made it looks at every step, and looks may take `EARLY_BUDGET`
+EARLY_BUDGET = 0.05
+KEPT_STEPS = 4096  # plans that held no longer ago are kept: ranks that train apart may be so far behind
 
 
 class Past:
@@ -53,8 +58,18 @@ class Past:
         return model
 
 
+def _worth_keeping(plans: Sequence[Plan], step: int) -> list[Plan]:
+    """Of plans those that held lately, before batch `step`, and of older ones those that `policy.ladder` looks at."""
+    ends = [*(plan.step for plan in plans[1:]), math.inf]
+    old = sum(end <= step - KEPT_STEPS for end in ends)
+    out = [[share == 0 for share in plan.shares] for plan in plans[:old]]
+    changes = [plans[index] for index in range(old) if index == 0 or out[index] != out[index - 1]]
+    return [*changes, *plans[old:]]
+
+
 class Planner:
-    """Plans and what they rest on.
+    """Plans and what they rest on: `plans` are those of the last `KEPT_STEPS` batches, oldest first, and of older ones
+    the first, and those with which a rank went out or came back.
 
     Args:
         terms: the bounds of all ranks, the global batch and the first shares.
@@ -113,7 +128,7 @@ class Planner:
             if now and not before:  # what was measured before it went out is what is to be found out
                 window.clear()
         self._ahead = dealt_ahead
-        self.plans.append(plan)
+        self.plans = [*_worth_keeping(self.plans, step), plan]
         self._next_look = plan.step + SKIPPED + self._rule.minimum_observations
         return plan
 
@@ -124,7 +139,7 @@ class Planner:
         """
         if step < self._next_look or self.announcement is not None:
             return
-        self._next_look = step + (1 if step < EARLY_STEPS else LOOK_EVERY)
+        self._next_look = step + self._pause(step, measured_step_s or 0.0)
         recent = [[seen for _, seen in window] for window in self._windows]
         idle = [share == 0 for share in self.plans[-1].shares]
         if any(
@@ -146,6 +161,12 @@ class Planner:
                 predicted_step_s=plan.predicted_step_s or 0.0,
                 strategy=plan.strategy,
             )
+
+    def _pause(self, step: int, step_s: float) -> int:
+        """Steps from one look to the next, so that looks take no more than their part of the time."""
+        least, budget = (1, EARLY_BUDGET) if step < EARLY_STEPS else (LOOK_EVERY, BUDGET)
+        step_s = max([step_s, *(window[-1][1].compute_s for window in self._windows if window)])
+        return max(least, math.ceil(LOOK_S * self.size / (budget * step_s))) if step_s else least
 
     def _comparable(self) -> list[Sequence[tuple[int, Observation]]]:
         """Of each rank what was measured at its speed of now, and when: since the last plan that changed anybody's, and
@@ -199,7 +220,9 @@ class Planner:
         return {
             "identities": list(self._terms.identities),
             "plans": [asdict(plan) for plan in self.plans],
-            "windows": [[(step, asdict(seen)) for step, seen in window] for window in self._windows],
+            "windows": [
+                [(step, seen.samples, seen.compute_s, seen.passes) for step, seen in window] for window in self._windows
+            ],
         }
 
     def load_state_dict(self, state: dict[str, Any], step: int) -> None:
@@ -210,7 +233,10 @@ class Planner:
         self._next_look = step + 1
         self.announcement = None
         self._pasts = tuple(Past() for _ in range(self.size))
-        windows = [[(at, Observation(**seen)) for at, seen in saved] for saved in state["windows"]]
+        windows = [
+            [(at, Observation(samples=n, compute_s=seconds, passes=passes)) for at, n, seconds, passes in saved]
+            for saved in state["windows"]
+        ]
         before, now = state["identities"], list(self._terms.identities)
         alike = before == now or (len(before) == len(now) and not set(before) & set(now))
         known = windows if alike else [windows[before.index(each)] if each in before else [] for each in now]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -24,7 +25,7 @@ class Record:
     def start(self, trace: Any) -> None:
         """This trace is told from here on."""
         self.trace = trace
-        self._told: set[Plan] = set()
+        self._told: deque[Plan] = deque(maxlen=8)  # more than `plans` is ever told of at once
 
     def event(self, kind: str, /, **fields: Any) -> None:
         if self.trace is not None:
@@ -39,7 +40,7 @@ class Record:
         if self.trace is not None:
             for plan in plans:
                 if plan not in self._told:
-                    self._told.add(plan)
+                    self._told.append(plan)
                     self.trace.plan(plan)
 
     def step(self, *, step: int, wait_s: float, bytes_sent: int, share: int) -> Callable[[Entry], None]:

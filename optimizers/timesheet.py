@@ -100,6 +100,10 @@ class Timesheet:
         finally:
             self.data_s += time.perf_counter() - start
 
+    def beside(self) -> contextlib.AbstractContextManager[None]:
+        """While this rank does what is no computation of its samples."""
+        return self._meter.aside(waits=False)
+
     def waiting(self) -> contextlib.AbstractContextManager[None]:
         """While this rank waits for others in the middle of its computations, as for the statistics of a layer."""
         return self._meter.aside(waits=True)

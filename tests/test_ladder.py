@@ -4,7 +4,6 @@ import pytest
 
 from hvd_hetero.policy.ladder import (
     LEAST_IDLE_STEPS,
-    PRICE,
     TRY_STEPS,
     Rung,
     idle_since,
@@ -121,7 +120,7 @@ def test_a_try_costs_no_more_than_its_price():
     models = [model(0.01), model(0.01), model(16.0)]  # a hundred times a step of the others
     plans = [plan(0, 0, (16, 16, 0))]
     usual_s = step_time_s(models, plans[0].shares)
-    needed = TRY_STEPS * (16.0 / usual_s - 1.0) / PRICE
+    needed = TRY_STEPS * (16.0 / usual_s - 1.0) / 0.01  # a hundredth of the time
     assert trial(plans, models, step=int(needed) - 1, bounds=BOUNDS) is None
     assert trial(plans, models, step=int(needed) + 1, bounds=BOUNDS) is not None
     assert trial(plans, models, step=int(needed) + 1, bounds=BOUNDS, try_steps=2 * TRY_STEPS) is None

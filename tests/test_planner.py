@@ -10,8 +10,10 @@ import pytest
 
 from hvd_hetero.optimizers import planner as module
 from hvd_hetero.optimizers.agreement import Terms
+from hvd_hetero.optimizers.control import Announcement
 from hvd_hetero.optimizers.planner import Past, Planner
 from hvd_hetero.policy import replan
+from hvd_hetero.policy.ladder import idle_since
 from hvd_hetero.policy.partition import Bound, split, step_time_s
 from hvd_hetero.policy.replan import ReplanRule
 from hvd_hetero.policy.speed import Observation, SpeedModel
@@ -48,26 +50,27 @@ def job(planner: Planner, steps: int, compute_of: Callable[[int, tuple[int, ...]
     return done
 
 
-def planner_of_four() -> Planner:
+def planner_of(ranks: int = 4, *, batch: int | None = None, least: int = 1) -> Planner:
     """One that knows nothing yet; equal shares."""
+    whole = 16 * ranks if batch is None else batch
     terms = Terms(
-        global_batch_size=BATCH,
-        min_share=1,
+        global_batch_size=whole,
+        min_share=least,
         max_share=None,
         quantum=1,
         max_micro_batch=None,
         shares=None,
         adaptive=True,
-        bounds=(Bound(lower=1),) * 4,
-        first_shares=(16,) * 4,
-        micro_caps=(None,) * 4,
+        bounds=(Bound(lower=least),) * ranks,
+        first_shares=(whole // ranks,) * ranks,
+        micro_caps=(None,) * ranks,
     )
     return Planner(terms, ReplanRule())
 
 
 def run(seed: int, *, slow_at: int | None = None, steps: int = STEPS) -> tuple[Planner, list[float]]:
     """A planner after a job from equal shares, and the time of each step; rank 1 halves its speed at `slow_at`."""
-    planner, draw = planner_of_four(), random.Random(seed)
+    planner, draw = planner_of(), random.Random(seed)
 
     def compute_of(step: int, shares: tuple[int, ...]) -> list[float]:
         compute = [seconds(rank, share, step, draw, seed) for rank, share in enumerate(shares)]
@@ -109,7 +112,7 @@ def test_a_machine_that_a_plan_itself_makes_slower(overhead_s: float, factor: fl
     ]
     best_s, excess = step_time_s(speeds, split(speeds, BATCH)), []
     for seed in range(10):
-        planner, draw = planner_of_four(), random.Random(seed)
+        planner, draw = planner_of(), random.Random(seed)
 
         def compute_of(step: int, shares: tuple[int, ...], planner: Planner = planner, draw: random.Random = draw):
             slower = 1.0 if planner.plan_at(step).version else 1.0 / factor
@@ -183,3 +186,28 @@ def test_what_was_measured_before_the_window_is_not_forgotten() -> None:
     model = past.fit(new)
     assert model is not None and model.overhead_s == pytest.approx(0.020, rel=0.05)
     assert past.fit([]) == model
+
+
+def test_old_plans_are_forgotten_but_for_those_with_which_ranks_went_out_or_came_back() -> None:
+    planner = planner_of(2, batch=8, least=0)
+    out = {300: 0, 330: 4}  # rank 0 goes out, and comes back
+    share = 4
+    for number in range(1, 3000):
+        share = out.get(number, share or 0) if share == 0 or number in out else 4 + number % 2
+        said = Announcement(
+            version=number, shares=(share, 8 - share), reason="", predicted_step_s=0.0, strategy="synchronous"
+        )
+        planner.accept(said, 10 * number)
+        held = max(0, 10 * number - 4000)
+        assert planner.plan_at(held).version == max(0, (held - 1) // 10)
+    assert len(planner.plans) < 450
+    assert [plan.version for plan in planner.plans[:3]] == [0, 300, 330]
+    assert idle_since(planner.plans[:2], 0) == planner.plans[1].step
+
+
+@pytest.mark.parametrize(("ranks", "step_s", "early", "late"), [(4, 0.1, 1, 4), (256, 0.1, 7, 62), (512, 2.0, 1, 7)])
+def test_looks_take_a_part_of_the_time(ranks: int, step_s: float, early: int, late: int) -> None:
+    """A look takes rank 0 a tenth of a millisecond for each rank, for which all wait."""
+    planner = planner_of(ranks)
+    assert (planner._pause(20, step_s), planner._pause(200, step_s)) == (early, late)
+    assert planner._pause(20, 0.0) == 1, "nothing is known of the time yet"

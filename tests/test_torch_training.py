@@ -5,6 +5,7 @@ import copy
 import gc
 import io
 import pickle
+import threading
 import time
 import weakref
 
@@ -17,6 +18,7 @@ pytest.importorskip("horovod.torch", reason="build it with hvd-hetero build-horo
 
 import hvd_hetero.torch as hvd
 from hvd_hetero.engine.local import SoloEngine, World
+from hvd_hetero.engine.port import CollectiveError
 from hvd_hetero.optimizers.attachment import PeerError
 from hvd_hetero.torch import reducer
 from hvd_hetero.trace.reader import read
@@ -942,3 +944,25 @@ def test_gradients_are_reduced_as_long_as_the_optimizer_that_a_script_made_lives
         return weight.item()
 
     assert World(2).run(program) == [pytest.approx(0.85)] * 2
+
+
+def test_a_thread_that_deals_ahead_goes_on_where_an_exchange_failed():
+    def program(engine):
+        weight = nn.Parameter(torch.ones(1))
+        balancer = hvd.Balancer(2, engine=engine)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=0.1), balancer=balancer)
+        balancer.begin(1)
+        weight.sum().backward()
+        optimizer.step()
+        if engine.rank:
+            raise OSError("gone")
+        balancer.begin(1)
+        dealing = threading.Thread(target=lambda: [balancer.deal(step) for step in range(50)], daemon=True)
+        weight.register_hook(lambda gradient: dealing.start())
+        with pytest.raises(CollectiveError):
+            weight.sum().backward()
+        dealing.join(10)
+        assert not dealing.is_alive()
+
+    with pytest.raises(OSError, match="gone"):
+        World(2).run(program)

@@ -416,3 +416,21 @@ def test_a_rank_under_mpi_has_an_address_that_others_can_reach(monkeypatch, name
     monkeypatch.setattr(peer.socket, "gethostbyname", lambda name: named)
     monkeypatch.setattr(peer, "_address_to", lambda host: routed)
     assert peer._address() == expected
+
+
+def test_all_ranks_of_a_large_job_may_ask_at_once_and_answers_may_be_long():
+    many = [f"hvd_hetero.balancer.1.0.{number}.bucket" for number in range(5000)]
+    ear, found, start = peer.Ear(lambda question: {"submitted": many}), [], threading.Barrier(100)
+    asked = ear.peer(0)
+
+    def asks():
+        start.wait()
+        found.append(peer.ask(asked, {"kind": "state"})["submitted"] == many)
+
+    threads = [threading.Thread(target=asks) for _ in range(100)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    ear.close()
+    assert found == [True] * 100

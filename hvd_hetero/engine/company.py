@@ -8,11 +8,13 @@ import time
 from collections.abc import Callable, Container, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
+from typing import TypeVar
 
 from . import background
 from .absence import JOIN, Absence, absence_of, waits_for
 from .peer import Peer, ask
 
+T = TypeVar("T")
 FIRST_S = 0.5  # in a wait, before others are asked whether they wait: what is waited for usually comes sooner
 
 
@@ -34,23 +36,28 @@ class Company:
         self._peers = {peer.rank: peer for peer in peers}
 
     def _others(self, ranks: Sequence[int]) -> list[Peer]:
-        return [self._peers[rank] for rank in ranks if rank in self._peers and self._peers[rank] != self.me]
+        """Those that are there, from the next one on: not all ask the same ones first."""
+        others = [self._peers[rank] for rank in ranks if rank in self._peers and self._peers[rank] != self.me]
+        mine = 0 if self.me is None else self.me.rank
+        return sorted(others, key=lambda peer: peer.rank < mine)
+
+    def _asked(self, ask_one: Callable[[Peer], T], ranks: Sequence[int]) -> list[T]:
+        """What each of these ranks' processes answers; they are asked side by side."""
+        peers = self._others(ranks)
+        try:
+            with ThreadPoolExecutor(max(1, min(16, len(peers)))) as pool:
+                return list(pool.map(ask_one, peers))
+        except RuntimeError:  # this process is at its end, and begins no more threads
+            return list(map(ask_one, peers))
 
     def absent(self, operation: str, ranks: Sequence[int] | None = None) -> list[Absence]:
         """Those of these ranks (default: of all) that have not submitted an operation; who waits elsewhere only where
         all of them do. Who joins early waits for nobody: those that answer train on."""
         ranks = tuple(self._peers) if ranks is None else ranks
-        peers = self._others(ranks)
-        if not peers:
-            return []
         ask_one = functools.partial(
             absence_of, operation=operation, ranks=ranks, me=self.me, submitted=self._submitted
         )
-        try:
-            with ThreadPoolExecutor(min(16, len(peers))) as pool:
-                asked = list(pool.map(ask_one, peers))
-        except RuntimeError:  # this process is at its end, and begins no more threads
-            asked = list(map(ask_one, peers))
+        asked = self._asked(ask_one, ranks)
         found = [each for each in asked if each is not None and not (operation == JOIN and each.answers)]
         return [each for each in found if not each.elsewhere] or found
 
@@ -61,7 +68,7 @@ class Company:
         due_s: float | None = FIRST_S  # None: somebody is being asked
 
         def inquire() -> None:
-            answers.put(any(map(self._is_waiting, self._others(ranks))))
+            answers.put(any(self._asked(self._is_waiting, ranks)))
 
         def is_awaited() -> bool:
             nonlocal due_s

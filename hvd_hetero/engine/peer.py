@@ -30,7 +30,8 @@ from .host import host_identity
 QUESTION_S = 2.0  # for an answer; the thread that gives it may have little CPU
 ENDING_S = (0.5, 1.0)  # before a process is asked again that has closed the connection without a word
 ELSEWHERE = "192.0.2.1"  # of no host (RFC 5737); nothing is sent to it
-LONGEST = 1 << 16  # bytes of a question or an answer
+LONGEST, LONGEST_ANSWER = 1 << 16, 1 << 24  # bytes; an answer names all operations that are under way
+ASKING = 1024  # that a listener lets wait for it: all ranks may ask at once who is missing
 
 
 class GoneError(ConnectionError):
@@ -130,6 +131,8 @@ class Ear:
                     self.wfile.write(json.dumps(answer(question)).encode() + b"\n")
 
         class Server(socketserver.ThreadingTCPServer):
+            request_queue_size = ASKING
+
             def process_request(self, request: Any, client_address: Any) -> None:
                 answer_it = functools.partial(self.process_request_thread, request, client_address)
                 background.begin(answer_it, name="hvd_hetero.answer")
@@ -187,12 +190,12 @@ def ask(peer: Peer, question: dict[str, Any], *, within_s: float = QUESTION_S) -
         try:
             with socket.create_connection((address, peer.port), timeout=within_s) as line:
                 line.sendall(json.dumps({**question, "token": peer.token}).encode() + b"\n")
-                if said := line.makefile("rb").readline(LONGEST):
+                if said := line.makefile("rb").readline(LONGEST_ANSWER):
                     return dict(json.loads(said))
         except ConnectionRefusedError as error:
             raise GoneError(str(peer)) from error
         except (ConnectionResetError, BrokenPipeError):
             continue  # as of a process that is about to end: one that is stopped closes no connection
-        except OSError as error:
+        except (OSError, ValueError) as error:  # or an answer that broke off
             raise SilentError(str(peer)) from error
     raise SilentError(str(peer))

@@ -115,8 +115,13 @@ class Watch:
 
     def explain(self, ranks: Sequence[int] | None = None) -> str:
         """Why an operation of these ranks (default: all) failed, as far as their processes tell; "" when all of them
-        are there."""
-        return "; ".join(absence.text for absence in self._company.absent("", ranks) if not absence.answers)
+        are there. It raises nothing: what is explained is worth more."""
+        try:
+            absent = self._company.absent("", ranks)
+        except Exception as error:
+            self._say(f"hvd_hetero: the other ranks cannot be asked: {error!r}")
+            return ""
+        return "; ".join(absence.text for absence in absent if not absence.answers)
 
     def wait_unless_awaited(self, done: Callable[[], bool], operation: str, ranks: tuple[int, ...]) -> bool:
         """See the port. Whoever waits does so until this rank comes, and so nobody is asked again before it waits."""

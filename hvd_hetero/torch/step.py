@@ -161,6 +161,9 @@ class ReducedStep:
                 sums = self._sparse.finish(weighing.factor(total))
                 if self._exchange.counted:
                     self._sparse.settle(sums)
+        except BaseException:
+            balancer.dialogue.unheard()  # or a thread that deals ahead would wait for the answer
+            raise
         finally:
             self._begin()
             self._passes.clear()
