@@ -211,3 +211,17 @@ def test_looks_take_a_part_of_the_time(ranks: int, step_s: float, early: int, la
     planner = planner_of(ranks)
     assert (planner._pause(20, step_s), planner._pause(200, step_s)) == (early, late)
     assert planner._pause(20, 0.0) == 1, "nothing is known of the time yet"
+
+
+def test_what_was_measured_of_a_rank_before_it_went_out_does_not_count_when_it_comes_back() -> None:
+    planner = planner_of(2, batch=8, least=0)
+
+    def announced(version: int, shares: tuple[int, ...]) -> Announcement:
+        return Announcement(version=version, shares=shares, reason="", predicted_step_s=0.0, strategy="synchronous")
+
+    for step in range(20):
+        planner.observe(step, [4.0, 4.0], [0.1, 9.0])
+    assert planner.accept(announced(1, (8, 0)), 20) is not None and len(planner._windows[1]) > 10
+    assert planner.accept(announced(1, (8, 0)), 21) is None, "it is known"
+    assert planner.accept(announced(2, (7, 1)), 400) is not None
+    assert not planner._windows[1] and len(planner._windows[0]) > 10

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import gc
 import io
+import itertools
 import pickle
 import threading
 import time
@@ -957,10 +958,19 @@ def test_a_thread_that_deals_ahead_goes_on_where_an_exchange_failed():
         if engine.rank:
             raise OSError("gone")
         balancer.begin(1)
-        dealing = threading.Thread(target=lambda: [balancer.deal(step) for step in range(50)], daemon=True)
+        over = threading.Event()
+
+        def deal():  # ever further, until it has to wait for the answer of this step
+            for step in itertools.count():
+                if over.is_set():
+                    break
+                balancer.deal(step)
+
+        dealing = threading.Thread(target=deal, daemon=True)
         weight.register_hook(lambda gradient: dealing.start())
         with pytest.raises(CollectiveError):
             weight.sum().backward()
+        over.set()
         dealing.join(10)
         assert not dealing.is_alive()
 
