@@ -200,6 +200,4 @@ def _equal_within(whole: int, bounds: tuple[Bound, ...]) -> tuple[int, ...]:
     try:
         return split(alike, whole, bounds)
     except InfeasibleError as error:
-        raise ValueError(
-            f"global_batch_size: expected one that the ranks' bounds can hold. Received: {whole}. {error}"
-        ) from error
+        raise ValueError(str(error)) from error

@@ -45,7 +45,7 @@ class Exchanges:
     def __init__(self, begin_unseen: Callable[[], bool]) -> None:
         self._begin_unseen = begin_unseen
         self._attached: list[Attached] = []
-        self._ever = 0  # so many
+        self.ever = 0  # so many were attached
         self._ran: list[tuple[Attached, int]] | None = None  # in this batch; None: the next to run begins another
         self._again = False  # the one that runs has run in the present batch before
         self._over: list[Attached] = []  # in this batch, where batches are told of
@@ -56,10 +56,10 @@ class Exchanges:
         """The number of exchanges attached before. The first that is left leads, while it takes part in batches: it
         carries measurements and plans."""
         self._attached.append(exchange)
-        self._ever += 1
+        self.ever += 1
         if self._ran is not None:  # it may be the first of another batch, as one is that has run in this one
             self._ran.append((exchange, 0))
-        return self._ever - 1
+        return self.ever - 1
 
     def detach(self, exchange: Attached) -> None:
         """Says that an exchange has no part in what follows; on all ranks, between the same batches."""

@@ -18,6 +18,7 @@ from .batch_order import BatchOrder
 from .departure import Departure, Flag
 from .dependent import Dependents
 from .dialogue import Dialogue
+from .forgotten import deals
 from .keeping import Keeping
 from .ladder import Ladder
 from .meter import Stopwatch
@@ -199,6 +200,7 @@ class Balancer:
 
     def deal(self, step: int) -> Plan:
         """The plan for global batch `step`, which is being dealt: no later plan will change it. See `Horizon`."""
+        deals(self)
         with self.dialogue.horizon.reaching(step):
             return self.plan_at(step)
 

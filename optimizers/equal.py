@@ -8,6 +8,7 @@ from typing import Any
 from hvd_hetero.engine.port import Engine
 
 from .balancer import Balancer
+from .forgotten import check_none_is_forgotten
 
 
 class EqualWeights(Balancer):
@@ -32,6 +33,12 @@ class EqualWeights(Balancer):
         self.strategies.load_state_dict(state["strategies"])
 
     def begin_unseen(self) -> bool:
-        """True: a batch that nothing has announced begins."""
+        """True: a batch that nothing has announced begins.
+
+        Raises:
+            RuntimeError: a balancer deals it, which was forgotten.
+        """
+        if self.step < 0:
+            check_none_is_forgotten()
         self.begin(1)
         return True

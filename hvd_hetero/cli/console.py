@@ -23,6 +23,11 @@ def seconds_text(seconds: float) -> str:
     return f"{seconds / scale:.3g} {unit}"
 
 
+def rate_text(rate: float) -> str:
+    """Samples per second for people: "24,870", "755", "31.42"."""
+    return f"{rate:,.0f}" if rate >= 1000 else f"{rate:.4g}"
+
+
 def rich_console() -> tuple[Any, Any]:
     """rich's console, and its class of tables. Raises CommandError where it is not installed."""
     try:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hvd_hetero.cli.console import TO_STDOUT, rich_console, seconds_text, table, write
+from hvd_hetero.cli.console import TO_STDOUT, rate_text, rich_console, seconds_text, table, write
 from hvd_hetero.cli.error import CommandError, UsageError
 from hvd_hetero.cli.report_content import SKIP, report_of, shares_text
 from hvd_hetero.policy.forecast import Forecast, advice, forecasts
@@ -121,7 +121,7 @@ def show(seen: Seen, found: Sequence[Forecast], run: Run | None) -> None:
         words = f"{run.folder}: {seconds_text(seen.step_s)} a step with shares {shares_text(seen.shares)}, of which "
         console.print(f"{words}{seconds_text(seen.exchange_s)} beside computing.", markup=False, soft_wrap=True)
     rows = [[each.title, shares_text(each.shares), "–" if each.step_s is None else seconds_text(each.step_s),
-             f"{each.samples_per_s:,.4g}", f"{each.samples_per_s / found[0].samples_per_s:.2f}"] for each in found]
+             rate_text(each.samples_per_s), f"{each.samples_per_s / found[0].samples_per_s:.2f}"] for each in found]
     columns = ["predicted", "shares", "step", "samples/s", "times the first"]
     console.print(table(make, "What the hardware would make", columns, rows, left=["predicted", "shares"]))
     console.print(advice(found), markup=False, soft_wrap=True)

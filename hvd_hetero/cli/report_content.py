@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hvd_hetero.cli.console import seconds_text
+from hvd_hetero.cli.console import rate_text, seconds_text
 from hvd_hetero.cli.error import CommandError
 from hvd_hetero.trace.reader import NewerFormatError, Run, read
 from hvd_hetero.trace.waiting import Waiting, parts, waiting
@@ -95,7 +95,7 @@ def headline(report: Report) -> str:
     words = f"{report.run.folder}: {len(summaries)} ranks"
     if gone := len(report.run.ranks) - len(summaries):
         words += f" (and {gone} that left)"
-    words += f", {report.steps} steps, {samples_per_s:,.4g} samples/s"
+    words += f", {report.steps} steps, {rate_text(samples_per_s)} samples/s"
     if report.together >= 0.5:
         exchange = percent(report.waits.exchange_part)
         words += f"; {seconds_text(report.waits.step_s)} a step, of which the exchange {exchange}"

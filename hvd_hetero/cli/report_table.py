@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from hvd_hetero.cli.console import rich_console, seconds_text, table
+from hvd_hetero.cli.console import rate_text, rich_console, seconds_text, table
 from hvd_hetero.cli.report_content import MOST_RANKS, Report, advice, headline, percent, shares_text
 from hvd_hetero.policy.strategy import SYNCHRONOUS
 from hvd_hetero.trace.reader import Run
@@ -42,7 +42,7 @@ def _of_ranks(report: Report, make: Any) -> Any:
         share = str(rank.steps[-1].share) if rank.steps else "–"
         index = report.waits.ranks.index(rank.rank)
         last = percent(report.waits.last[index] / report.waits.steps) if report.waits.steps else "–"
-        rows.append([str(rank.rank), rank.host or "–", share, f"{summary.samples_per_s:,.4g}",
+        rows.append([str(rank.rank), rank.host or "–", share, rate_text(summary.samples_per_s),
                      *(percent(part[name]) for name in ("compute", "data", "wait", "rest")), last])
     columns = ["rank", "host", "last share", "samples/s", "compute", "data", "waiting", "rest", "came last in"]
     return table(make, "Where the time of each rank went", columns, rows, left=["host"])

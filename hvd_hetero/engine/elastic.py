@@ -111,7 +111,11 @@ def run(
                 except exceptions.HostsUpdatedInterrupt:
                     changed = True
                 except Exception as error:
-                    if not recoverable(error) or not failures.again(commits=state.commits, size=ranks):
+                    if not recoverable(error):
+                        raise
+                    if not failures.again(commits=state.commits, size=ranks):
+                        words = f"failed {MOST_FAILURES + 1} times in a row, with no commit in between: giving up."
+                        print(f"hvd_hetero: this job has {words}", file=sys.stderr, flush=True)
                         raise
                     why = explain() or str(error)
                     print(f"hvd_hetero: {why}. Going back to the last commit.", file=sys.stderr, flush=True)

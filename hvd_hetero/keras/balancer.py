@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import weakref
 from collections import Counter, deque
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +11,6 @@ from hvd_hetero.engine.environment import run_folder
 from hvd_hetero.engine.host import host_identity
 from hvd_hetero.engine.port import Engine
 from hvd_hetero.optimizers import balancer as framework_free
-from hvd_hetero.optimizers import equal
 from hvd_hetero.optimizers.argument import check_whole
 from hvd_hetero.optimizers.meter import Moment
 from hvd_hetero.policy.replan import ReplanRule
@@ -20,6 +18,12 @@ from hvd_hetero.trace.record import trace_of
 
 from . import backend
 from .factor import Factors
+
+AHEAD = (
+    " Where batches are loaded ahead, as fit does with TensorFlow, an optimizer cannot be applied several times to a "
+    "batch in a loop of TensorFlow's or with run_eagerly=True: nothing tells of which batch the second time is. Make "
+    "one optimizer for each time, or write a loop with balancer.begin()."
+)
 
 
 class Announced:
@@ -35,9 +39,6 @@ class Announced:
         self.loaded: deque[Moment] = deque()  # when each was there, of those that are loaded ahead
         self.ahead = ahead
         self.unseen = False  # whether the exchange takes them, and not a script by hand
-
-
-_BALANCERS: weakref.WeakSet[Balancer] = weakref.WeakSet()
 
 
 class Balancer(framework_free.Balancer):
@@ -85,7 +86,6 @@ class Balancer(framework_free.Balancer):
             rule=rule,
             trace=trace_of(run or run_folder(), rank=engine.rank, clock=time.time, host=host_identity()[0]),
         )
-        _BALANCERS.add(self)
         self.factors = Factors()  # of the optimizers' learning rates
         # By who announces them (None: the script); what comes next is of the last one. A dataset that is evaluated in
         # the midst of another one's epoch comes after that, and goes again.
@@ -98,11 +98,6 @@ class Balancer(framework_free.Balancer):
     def _next(self) -> Announced:
         """What was announced by who is to announce the batch that comes next."""
         return next(reversed(self._queues.values()))
-
-    @property
-    def ignored(self) -> bool:
-        """Whether batches were announced, and none has ever begun."""
-        return self.step < 0 and any(queue.samples for queue in list(self._queues.values()))
 
     def announce(self, samples: int, *, by: Any = None) -> None:
         """Says that a batch of `samples` follows those announced before; may be called from a thread that loads."""
@@ -225,10 +220,8 @@ class Balancer(framework_free.Balancer):
                 self.fail()  # a rank that loads more slowly may not see it, and would wait for this one
             raise RuntimeError(
                 "Expected the number of samples of this batch before its gradients are applied. Received: none. Fit on "
-                "hvd.BalancedDataset(..., balancer=balancer), or call balancer.begin(samples) before each batch. Where "
-                "batches are loaded ahead, as fit does with TensorFlow, nothing tells to which an optimizer is "
-                "applied that is applied several times, in a loop of TensorFlow's or with run_eagerly=True: make one "
-                "optimizer for each time, or write a loop with balancer.begin()."
+                "hvd.BalancedDataset(..., balancer=balancer), or call balancer.begin(samples) before each batch."
+                + (AHEAD if self._next.ahead else "")
             )
         if not self.timesheet.running:  # the first step of all: nobody was there when it began
             self.discard()
@@ -242,21 +235,3 @@ class Balancer(framework_free.Balancer):
         if queue.terms:
             self.count(queue.terms.popleft())
         return True
-
-
-class EqualWeights(equal.EqualWeights):
-    """For those who want no balancer, and have none."""
-
-    def begin_unseen(self) -> bool:
-        """True: a batch that nothing has announced begins.
-
-        Raises:
-            RuntimeError: a balancer's dataset has announced it.
-        """
-        if self.step < 0 and any(balancer.ignored for balancer in list(_BALANCERS)):
-            raise RuntimeError(
-                "Expected the balancer of the hvd.BalancedDataset also in what reduces the gradients. Received: none, "
-                "so that all ranks would count alike, whatever their shares. Pass balancer= to "
-                "hvd.DistributedOptimizer (hvd.load_model, hvd.DistributedGradientTape)."
-            )
-        return super().begin_unseen()

@@ -9,6 +9,7 @@ import keras
 
 from hvd_hetero.optimizers.argument import check_divisor, check_whole
 from hvd_hetero.optimizers.balancer import Balancer
+from hvd_hetero.optimizers.equal import EqualWeights
 from hvd_hetero.optimizers.local_sgd import LocalSGD, strategy_of
 from hvd_hetero.optimizers.recipe import Wire
 from hvd_hetero.optimizers.ways import Ways
@@ -17,7 +18,6 @@ from hvd_hetero.policy.topology import Topology
 from . import backend
 from .accumulation import begin_anew
 from .argument import check_unused, op_of
-from .balancer import EqualWeights
 from .compression import Compression
 from .factor import PLACE, RateFactor
 from .reducer import GradientReducer

@@ -8,6 +8,8 @@ from typing import Any
 import horovod.torch as horovod
 import torch
 
+from hvd_hetero.optimizers.forgotten import check_none_is_forgotten
+
 
 class _Widened:
     """Horovod has no bfloat16: those gradients travel as float32, the others as `compression` says."""
@@ -53,6 +55,7 @@ def plain_optimizer(optimizer: torch.optim.Optimizer, *, compression: Any, **arg
     distributed.state = optimizer.state  # Horovod starts with none, which loses a loaded state
     cls: Any = type(distributed)  # made by Horovod for this optimizer alone
     original_zero_grad, original_load_state_dict = cls.zero_grad, cls.load_state_dict
+    original_synchronize, checked = cls.synchronize, False
 
     def zero_grad(self: Any, set_to_none: bool = True) -> None:
         if self._handles:
@@ -62,5 +65,12 @@ def plain_optimizer(optimizer: torch.optim.Optimizer, *, compression: Any, **arg
     def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
         load_in_place(self, lambda: original_load_state_dict(self, state_dict))
 
-    cls.zero_grad, cls.load_state_dict = zero_grad, load_state_dict
+    def synchronize(self: Any) -> None:
+        nonlocal checked
+        if not checked:
+            check_none_is_forgotten()
+            checked = True
+        original_synchronize(self)
+
+    cls.zero_grad, cls.load_state_dict, cls.synchronize = zero_grad, load_state_dict, synchronize
     return distributed  # type: ignore[no-any-return]

@@ -74,6 +74,15 @@ def train(*, data=None, model=None, spoil=lambda model: None, terms=None, begin=
         optimizer.step()
 
 
+def forget(**options):
+    """A step with shares, of an optimizer that was made without their balancer."""
+    model = model_of()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), **options)
+    for x, y in hvd.BalancedDataLoader(data_of(), balancer=hvd.Balancer(WHOLE)):
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+
 @torch.no_grad()
 def shift(model):
     if hvd.rank() == 1:
@@ -175,6 +184,9 @@ def table(folder):
         ("an unknown rule", lambda: hvd.LatencyAwareLR(optimizer_of(b := hvd.Balancer(WHOLE)), b, rule="cubic"), "rule"),
         ("base batches differ", lambda: hvd.LatencyAwareLR(optimizer_of(b := hvd.Balancer(WHOLE)), b,
                                                            base_batch_size=WHOLE + last), "the same on every rank"),
+        ("a balancer that was forgotten", forget, "Pass balancer= to"),
+        ("a balancer that was forgotten beside a codec", lambda: forget(compression=hvd.Compression.int8), "Pass balancer= to"),
+        ("ranks beside a balancer's", lambda: optimizer_of(process_set=hvd.ProcessSet([0, 1])), "process_set: expected none"),
         ("backward without a batch", lambda: train(begin=False), "BalancedDataLoader"),
         ("a negative count", lambda: train(terms=-1), "terms: expected"),
         ("a negative batch", lambda: hvd.Balancer(WHOLE).begin(-1), "samples: expected an integer of at least 0"),
