@@ -56,6 +56,24 @@ def test_values_that_are_changed_in_place_go_back(made):
     assert state.lock is lock, "what cannot be copied stays what it is"
 
 
+def test_what_takes_the_place_of_a_model_or_an_optimizer_is_what_is_gone_back_to():
+    """Before the next commit: as where layers are thawed, or a model is grown, within `train`."""
+    state = torch_state(optimizer=torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1), epoch=0)
+    state.model = torch.nn.Linear(5, 3)
+    state.optimizer = torch.optim.Adam(state.model.parameters(), lr=0.2)
+    expected = state.model.weight.detach().clone()
+    with torch.no_grad():
+        state.model.weight.add_(1.0)
+    state.optimizer.param_groups[0]["lr"] = 7.0
+    state.restore()
+    assert torch.equal(state.model.weight, expected) and state.optimizer.param_groups[0]["lr"] == 0.2
+    state.optimizer = None
+    state.save()
+    state.optimizer, state.epoch = 3, 4
+    state.restore()
+    assert state.optimizer is None and state.epoch == 0
+
+
 class Alone:
     """Horovod, of one rank."""
 

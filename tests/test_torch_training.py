@@ -976,3 +976,35 @@ def test_a_thread_that_deals_ahead_goes_on_where_an_exchange_failed():
 
     with pytest.raises(OSError, match="gone"):
         World(2).run(program)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("inner", ["whole", "one batch"])
+def test_a_loop_within_a_loop_over_the_same_loader_is_an_error_on_all_ranks(workers, inner):
+    def program(engine):
+        loader = hvd.BalancedDataLoader(
+            Data(), balancer=hvd.Balancer(WHOLE, engine=engine, shares=SHARES, adaptive=False), num_workers=workers
+        )
+        list(loader), next(iter(loader))  # one after the other is no harm
+        with pytest.raises(RuntimeError, match="one iteration at a time"):
+            for _ in loader:
+                list(loader) if inner == "whole" else next(iter(loader))
+        return len(list(loader))
+
+    assert World(3).run(program, timeout_s=60) == [3] * 3
+
+
+def test_a_loop_within_a_loop_over_ones_own_loader_is_an_error():
+    balancer = hvd.Balancer(WHOLE, engine=SoloEngine())
+    sampler = hvd.BalancedBatchSampler(LENGTH, balancer=balancer)
+    loader = torch.utils.data.DataLoader(Data(), batch_sampler=sampler)
+    with pytest.raises(RuntimeError, match="one iteration at a time"):
+        for _ in loader:
+            balancer.begin(sampler.used())
+            next(iter(loader))
+
+
+def test_modules_of_horovods_are_there_by_their_names():
+    assert issubclass(hvd.compression.FP16Compressor, hvd.compression.Compressor)
+    assert hvd.mpi_ops.allreduce is hvd.allreduce and hvd.elastic.sampler.ElasticSampler is hvd.elastic.ElasticSampler
+    assert callable(hvd.functions.broadcast_object)

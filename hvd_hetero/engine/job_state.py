@@ -111,9 +111,22 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
         self._kept_values = {name: _copied(getattr(self, name)) for name in self._plain}
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in vars(self).get("_parts", {}):
-            self._parts[name] = self._part(value)
         super().__setattr__(name, value)
+        if name in vars(self).get("_parts", {}):
+            self._replace(name, value)
+
+    def _replace(self, name: str, value: Any) -> None:
+        """Keeps another value in the place of one with a state, as it is now: what was kept of that would not fit."""
+        part, known = self._part(value), set(self._parts)
+        if part is None:
+            del self._parts[name], self._kept[name]
+            self._plain.append(name)
+            self._kept_values[name] = _copied(value)
+            return
+        self._parts[name] = part
+        self._find_parts()
+        for each in (name, *(set(self._parts) - known)):
+            self._kept[each] = copy.deepcopy(self._parts[each].state_dict())
 
     # What a job does with it ----------------------------------------------------------------------------------------
 

@@ -180,7 +180,15 @@ class KerasState(JobState):
         self.save()
 
 
-TensorFlowKerasState = KerasState  # as `horovod.tensorflow.elastic` calls it
+class TensorFlowKerasState(KerasState):
+    """`KerasState`, as `horovod.tensorflow.elastic` has it.
+
+    Args:
+        backend: Horovod's; of no effect.
+    """
+
+    def __init__(self, model: keras.Model, optimizer: Any = None, backend: Any = None, **values: Any) -> None:
+        super().__init__(model, optimizer, **values)
 
 
 def _is_gone(error: Exception) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -27,8 +28,13 @@ def init(*args: Any, **kwargs: Any) -> None:
 
 def allgather(value: Any, name: str | None = None, process_set: Any = None) -> Any:
     """The values of all ranks along the first axis, whose length may differ, as a numpy array. A collective call."""
-    engine = backend.engine(process_set)
-    return engine.allgather_async(array_of(value), name=name_of(engine, name, "allgather")).wait()
+    engine, array = backend.engine(process_set), array_of(value)
+    name = name_of(engine, name, "allgather")
+    if array.dtype.kind not in "bV" or array.ndim == 0:
+        return engine.allgather_async(array, name=name).wait()
+    width = math.prod(array.shape[1:])  # Horovod has no such type with every back end: rows travel as bytes
+    rows = engine.allgather_async(array.reshape(len(array), width).view(np.uint8), name=name).wait()
+    return np.ascontiguousarray(rows).view(array.dtype).reshape(-1, *array.shape[1:])
 
 
 def broadcast(value: Any, root_rank: int, name: str | None = None, process_set: Any = None) -> Any:

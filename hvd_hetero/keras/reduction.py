@@ -56,14 +56,16 @@ def allreduce(
     """
     word, half = _op_of(average, op), _is_half(compression)
     engine, array = backend.engine(process_set), array_of(value)
-    if array.dtype.kind != "f" and (word == "Average" or (prescale_factor, postscale_factor) != (1.0, 1.0)):
+    floating = _is_floating(array)
+    if not floating and (word == "Average" or (prescale_factor, postscale_factor) != (1.0, 1.0)):
         array = array.astype(np.float64)
     # Horovod sums no array of no axes.
-    flat = _times(array.reshape(-1), prescale_factor)
-    wire = flat.astype(np.float16) if half and array.dtype.kind == "f" else flat
+    flat = _times(_sent(array).reshape(-1), prescale_factor)
+    wire = flat.astype(np.float16) if half and floating else flat
     handle = engine.allreduce_async(wire, name=name_of(engine, name, "allreduce"), op=_WORDS[word])  # type: ignore[arg-type]
-    result = handle.wait().astype(array.dtype, copy=False).reshape(array.shape)
-    return _times(result / engine.size if word == "Average" else result, postscale_factor)
+    result = handle.wait().astype(flat.dtype, copy=False).reshape(array.shape)
+    result = _times(result / engine.size if word == "Average" else result, postscale_factor)
+    return result.astype(array.dtype, copy=False)
 
 
 def reducescatter(value: Any, name: str | None = None, op: Any = None, *, process_set: Any = None) -> Any:
@@ -83,10 +85,19 @@ def reducescatter(value: Any, name: str | None = None, op: Any = None, *, proces
     engine, array = backend.engine(process_set), array_of(value)
     if array.ndim == 0:
         raise ValueError(f"value: expected an array of at least one axis, whose rows ranks share. Received: {array}.")
-    if array.dtype.kind != "f" and word == "Average":
+    if not _is_floating(array) and word == "Average":
         array = array.astype(np.float64)
-    result = engine.reducescatter_async(array, name=name_of(engine, name, "reducescatter")).wait()
-    return result / engine.size if word == "Average" else result
+    result = engine.reducescatter_async(_sent(array), name=name_of(engine, name, "reducescatter")).wait()
+    return (result / engine.size if word == "Average" else result).astype(array.dtype, copy=False)
+
+
+def _is_floating(array: np.ndarray) -> bool:
+    return bool(array.dtype.kind == "f" or keras.backend.is_float_dtype(str(array.dtype)))
+
+
+def _sent(array: np.ndarray) -> np.ndarray:
+    """What Horovod takes of an array: it has no bfloat16, nor numpy, whose kind of number that is none."""
+    return array.astype(np.float32) if array.dtype.kind == "V" else array
 
 
 def _op_of(average: Any, op: Any) -> str:

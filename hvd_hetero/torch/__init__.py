@@ -9,7 +9,7 @@ Horovod's.
 from . import needed  # noqa: F401, first of all
 
 # isort: split
-from horovod.torch import (
+from horovod.torch import (  # noqa: F401  # modules, for who names them
     Adasum,
     Average,
     HorovodInternalError,
@@ -37,6 +37,7 @@ from horovod.torch import (
     cross_size,
     cuda_built,
     ddl_built,
+    functions,
     global_process_set,
     gloo_built,
     gloo_enabled,
@@ -54,6 +55,7 @@ from horovod.torch import (
     local_size,
     mpi_built,
     mpi_enabled,
+    mpi_ops,
     mpi_threads_supported,
     nccl_built,
     poll,
@@ -77,7 +79,7 @@ from hvd_hetero.policy.ladder import Rung
 from hvd_hetero.policy.replan import ReplanRule
 from hvd_hetero.policy.topology import Topology
 
-from . import elastic
+from . import compression, elastic  # noqa: F401
 from .balancer import Balancer
 from .batch_sampler import BalancedBatchSampler
 from .checkpoint import Checkpoint

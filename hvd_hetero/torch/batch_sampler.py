@@ -9,6 +9,11 @@ from torch.utils.data import Sampler
 from hvd_hetero.optimizers.balancer import Balancer
 from hvd_hetero.optimizers.sampler import ShareSampler
 
+ONE_AT_A_TIME = (
+    "Expected one iteration at a time over data that is dealt to ranks. Received: another one, begun within it, so "
+    "that samples would be used twice or never. Take an hvd.EvaluationDataLoader, or a BalancedDataLoader of its own."
+)
+
 
 class BalancedBatchSampler(Sampler[list[int]]):
     """This rank's indices of each global batch, for `DataLoader(batch_sampler=...)`.
@@ -45,6 +50,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
         balancer.lookahead = max(balancer.lookahead, lookahead)
         balancer.dependents.add(self)
         self._first = 0  # where the next iteration starts: not 0 after load_state_dict()
+        self._iterations = 0
 
     def __len__(self) -> int:
         return len(self.sampler.dealer) - self._first
@@ -65,6 +71,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
             self._first = self.sampler.position
 
     def __iter__(self) -> Iterator[list[int]]:
+        self._iterations = mine = self._iterations + 1
         nothing_left = len(self) == 0
         self.end_epoch()
         if nothing_left:
@@ -72,6 +79,8 @@ class BalancedBatchSampler(Sampler[list[int]]):
         self.sampler.position, self._first = self._first, 0
         self.sampler.rewind()
         for _ in range(len(self.sampler.dealer) - self.sampler.position):
+            if self._iterations != mine:
+                raise RuntimeError(ONE_AT_A_TIME)
             yield self.sampler.deal().indices.tolist()
 
     def used(self) -> int:

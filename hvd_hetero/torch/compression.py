@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import horovod.torch as horovod
+from horovod.torch.compression import Compressor, FP16Compressor, NoneCompressor
 
 from hvd_hetero.codecs.codec import HorovodCompressor
 from hvd_hetero.optimizers import compression as framework_free
 from hvd_hetero.optimizers.recipe import Wire
+
+__all__ = ["Compression", "Compressor", "FP16Compressor", "NoneCompressor", "is_ours", "wire_of"]
 
 
 class Compression(horovod.Compression, framework_free.Compression):  # type: ignore[misc]

@@ -13,7 +13,7 @@ from hvd_hetero.optimizers.balancer import Balancer
 from hvd_hetero.optimizers.content import checksum
 from hvd_hetero.optimizers.stream import StreamSampler
 
-from .batch_sampler import BalancedBatchSampler
+from .batch_sampler import ONE_AT_A_TIME, BalancedBatchSampler
 from .feed import Feed, NumberedFeed
 from .stream import StreamFeed
 from .whole import whole_numbers
@@ -116,6 +116,7 @@ class BalancedDataLoader:
             )
             arguments["num_workers"] = num_workers
             self._feed = NumberedFeed(dataset, sampler=numbered, seed=seed, arguments=arguments)
+        self._iterations = 0
         self.batch_sampler = self._feed.sampler
         self.loader = self._feed.loader
 
@@ -140,9 +141,12 @@ class BalancedDataLoader:
         self.balancer.end_epoch()
 
     def _batches(self, bar: Any) -> Iterator[Any]:
+        self._iterations = mine = self._iterations + 1
         batches = self._feed.batches()
         first = True
         while True:
+            if self._iterations != mine:
+                raise RuntimeError(ONE_AT_A_TIME)
             start = time.perf_counter()
             try:
                 loaded = next(batches, None)

@@ -161,6 +161,12 @@ def broadcast_makes_ranks_alike():
     rows = np.arange(6.0).reshape(2, 3) + 10 * hvd.rank()
     assert hvd.broadcast(rows.T, 0).tolist() == [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]
     assert hvd.allgather(rows.T).shape == (3 * hvd.size(), 2)
+    said = hvd.allgather(rows[: 1 + hvd.rank()] > 11)
+    assert said.dtype == bool and said[:2].tolist() == [[False] * 3, [False, False, True]]
+    halves = keras.ops.cast(rows, "bfloat16")
+    found = hvd.allreduce(halves)
+    assert str(found.dtype) == "bfloat16" and found.astype(float)[0, 0] == 5.0 * (hvd.size() - 1)
+    assert str(hvd.allgather(halves).dtype) == "bfloat16"
     # The weights that this makes do not lie in order in memory, with the torch back end.
     tall = keras.layers.Dense(2, kernel_initializer=keras.initializers.Orthogonal(seed=hvd.rank()))
     tall.build((None, 4))
