@@ -116,6 +116,31 @@ def test_waiting_for_others_in_the_middle_of_a_step_is_no_compute(reached_throug
     assert World(2).run(program) == [[(2.0, 1.5)] * 4, [(2.0, 2.5)] * 4]
 
 
+def test_looking_for_a_better_plan_is_no_compute_of_rank_0():
+    def program(engine):
+        watch = Late()
+        watch.done = 10**6
+        balancer, model = hvd.Balancer(4, engine=engine), copy.deepcopy(PROTOTYPE)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), balancer=balancer)
+        balancer.measure_with(watch)
+
+        def look(step, *, measured_step_s):
+            watch.now_s += 7.0
+
+        balancer.planner.look = look
+        found = []
+        for _ in range(4):
+            balancer.begin(2)
+            watch.now_s += 1.0
+            model(torch.ones(2, 3)).sum().backward()
+            watch.now_s += 0.5
+            optimizer.step()
+            found.append(balancer.timesheet.reported)
+        return found, watch.now_s
+
+    assert World(2).run(program) == [([(2.0, 1.5)] * 4, 34.0), ([(2.0, 1.5)] * 4, 6.0)]
+
+
 def test_what_was_not_read_is_neither_lost_nor_another_step_s():
     watch, heard = Late(), []
     timesheet = Timesheet(watch)
