@@ -92,8 +92,8 @@ def test_one_rank_sees_its_device_and_how_to_start_several(solo, capsys, tmp_pat
 
 @pytest.mark.parametrize("words, message", [
     (["--budget", "0"], "rank 0: budget_s: expected above 0"),
-    (["--json", "missing/folder/file"], "expected files that can be written"),
-    (["--picture", "probe.unknown"], "expected files that can be written"),
+    (["--json", "missing/folder/file"], "expected a file that can be written"),
+    (["--picture", "probe.unknown"], "expected a file that can be written"),
 ])
 def test_what_is_wrong_is_said_and_the_exit_status_tells(words, message, solo, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)

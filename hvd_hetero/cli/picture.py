@@ -10,7 +10,7 @@ from typing import Any
 
 from hvd_hetero.cli.console import seconds_text
 from hvd_hetero.cli.error import CommandError
-from hvd_hetero.cli.probe import LinkRow, link_rows, rate_text
+from hvd_hetero.cli.probe import LinkRow, bandwidth_text, link_rows
 from hvd_hetero.engine.finding import Probe
 
 BOX_HEIGHT, BOX_WIDTH = 0.42, 2.3       # of one line of text; of a box
@@ -77,7 +77,7 @@ def _line(axes: Any, row: LinkRow, places: list[tuple[float, float]], colour: An
     crossing = len(places) > 3 and (row.nodes[1] - row.nodes[0]) % len(places) not in (1, len(places) - 1)
     number = list(combinations(range(len(places)), 2)).index((row.nodes[0], row.nodes[1]))
     along = 0.5 if not crossing else (0.36, 0.64)[number % 2]
-    text = f"{rate_text(row.bandwidth_bytes_per_s)}\n{seconds_text(row.latency_s)}"
+    text = f"{bandwidth_text(row.bandwidth_bytes_per_s)}\n{seconds_text(row.latency_s)}"
     if row.contended > 1.05:
         text += f"\n÷ {row.contended:.1f} with all ranks"
     axes.text(x + along * (to_x - x), y + along * (to_y - y), text, ha="center", va="center", fontsize=8, zorder=2,
@@ -90,7 +90,7 @@ def _box(axes: Any, found: Probe, index: int, at: tuple[float, float], local: Li
     lines = [f"node {index} · {hosts if len(hosts) <= 24 else hosts[:23] + '…'}"]
     lines += [f"rank {rank} · {found.devices[rank].cores:g} cores · {100 * found.shares[rank]:.0f} %" for rank in node]
     if local is not None:
-        lines.append(f"{rate_text(local.bandwidth_bytes_per_s)} · {seconds_text(local.latency_s)}")
+        lines.append(f"{bandwidth_text(local.bandwidth_bytes_per_s)} · {seconds_text(local.latency_s)}")
     height = _height(found, index)
     left, bottom = at[0] - BOX_WIDTH / 2, at[1] - height / 2
     box = importlib.import_module("matplotlib.patches").FancyBboxPatch(

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
-from hvd_hetero.cli.console import TO_STDOUT, rich_console, seconds_text
+from hvd_hetero.cli.console import TO_STDOUT, rich_console, seconds_text, table, write
 from hvd_hetero.cli.error import CommandError, MissingFramework
 from hvd_hetero.engine.environment import launched
 from hvd_hetero.engine.finding import Probe
@@ -68,7 +67,7 @@ def by_level(rows: list[LinkRow]) -> list[LinkRow]:
     return [LinkRow(**{**vars(row), "title": title}) for title, row in slowest.items() if row is not None]
 
 
-def rate_text(bytes_per_s: float) -> str:
+def bandwidth_text(bytes_per_s: float) -> str:
     """A bandwidth for people, in MB/s (10^6 bytes)."""
     value = bytes_per_s / 1e6
     return f"{value:,.0f} MB/s" if value >= 100 else f"{value:.3g} MB/s"
@@ -76,42 +75,38 @@ def rate_text(bytes_per_s: float) -> str:
 
 def show(found: Probe) -> None:
     """None; prints the tables."""
-    console, table = rich_console()
-    console.print(_rank_table(found, table))
+    console, make = rich_console()
+    console.print(_rank_table(found, make))
     if found.size > 1:
-        console.print(_link_table(found, table))
+        console.print(_link_table(found, make))
     for line in summary(found):
         console.print(line, markup=False, soft_wrap=True)
+    if found.size == 1:
+        console.print(HOW_TO_START, markup=False, soft_wrap=True)
 
 
-def _rank_table(found: Probe, table_class: Any) -> Any:
-    table = table_class(title="Ranks")
-    with_gpus = any(device.gpus for device in found.devices)
-    for name in ("rank", "node", "host", "processor", *(["GPUs of the host"] if with_gpus else []), "cores", "memory",
-                 "GFLOP/s of a core", "share by speed"):
-        right = name in ("rank", "node", "cores", "memory", "GFLOP/s of a core", "share by speed")
-        table.add_column(name, justify="right" if right else "left", overflow="fold")
+def _rank_table(found: Probe, make: Any) -> Any:
+    gpus = ["GPUs of the host"] if any(device.gpus for device in found.devices) else []
+    columns = ["rank", "node", "host", "processor", *gpus, "cores", "memory", "GFLOP/s of a core", "share by speed"]
+    rows = []
     for rank, device in enumerate(found.devices):
         memory = f"{device.memory_bytes / 1e9:.1f} GB" if device.memory_bytes else "?"
         models = [gpu.model for gpu in device.gpus]
-        gpus = ", ".join(f"{models.count(model)} × {model}" for model in dict.fromkeys(models)) or "–"
-        table.add_row(str(rank), str(found.topology.node_of(rank)), device.host_name, device.cpu,
-                      *([gpus] if with_gpus else []), f"{device.cores:g}", memory,
-                      f"{found.core_gflop_per_s[rank]:.1f}", f"{100 * found.shares[rank]:.1f} %")
-    return table
+        named = ", ".join(f"{models.count(model)} × {model}" for model in dict.fromkeys(models)) or "–"
+        rows.append([str(rank), str(found.topology.node_of(rank)), device.host_name, device.cpu,
+                     *([named] if gpus else []), f"{device.cores:g}", memory, f"{found.core_gflop_per_s[rank]:.1f}",
+                     f"{100 * found.shares[rank]:.1f} %"])
+    return table(make, "Ranks", columns, rows, left=["host", "processor", *gpus])
 
 
-def _link_table(found: Probe, table_class: Any) -> Any:
-    table = table_class(title="Links of a pair of ranks, through Horovod")
-    table.add_column("link")
-    for name in ("latency", "bandwidth", "with all ranks at once"):
-        table.add_column(name, justify="right")
-    rows = link_rows(found)
-    for row in rows if len(rows) <= MOST_ROWS else by_level(rows):
-        several = len(row.nodes) > 1 and min(len(found.topology.nodes[node]) for node in row.nodes) > 1
-        slower = f"{row.contended:.1f} × slower" if several else "–"
-        table.add_row(row.title, seconds_text(row.latency_s), rate_text(row.bandwidth_bytes_per_s), slower)
-    return table
+def _link_table(found: Probe, make: Any) -> Any:
+    columns = ["link", "latency", "bandwidth", "with all ranks at once"]
+    links, rows = link_rows(found), []
+    for link in links if len(links) <= MOST_ROWS else by_level(links):
+        several = len(link.nodes) > 1 and min(len(found.topology.nodes[node]) for node in link.nodes) > 1
+        slower = f"{link.contended:.1f} × slower" if several else "–"
+        rows.append([link.title, seconds_text(link.latency_s), bandwidth_text(link.bandwidth_bytes_per_s), slower])
+    return table(make, "Links of a pair of ranks, through Horovod", columns, rows, left=["link"])
 
 
 def summary(found: Probe) -> list[str]:
@@ -190,17 +185,10 @@ def _found(engine: Engine, arguments: argparse.Namespace) -> Probe:
 
 
 def _report(found: Probe, arguments: argparse.Namespace) -> None:
-    if arguments.json == TO_STDOUT:
-        print(json.dumps(found.as_dict()), flush=True)
-    else:
-        show(found)
-        if found.size == 1:
-            print(HOW_TO_START, flush=True)
-    try:
-        if arguments.json not in (None, TO_STDOUT):
-            Path(arguments.json).write_text(json.dumps(found.as_dict()) + "\n", encoding="utf-8")
-        if arguments.picture is not None:
+    write(found.as_dict(), arguments.json, otherwise=lambda: show(found))
+    if arguments.picture is not None:
+        try:
             importlib.import_module("hvd_hetero.cli.picture").draw(found, arguments.picture)
-    except (OSError, ValueError) as error:
-        raise CommandError(f"expected files that can be written. Received: {error}. What was measured is kept: the "
-                           "next run is quick.") from error
+        except (OSError, ValueError) as error:
+            raise CommandError(f"--picture: expected a file that can be written. Received: {error}. What was measured "
+                               "is kept: the next run is quick.") from error

@@ -119,7 +119,7 @@ def DistributedOptimizer(
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if named_parameters is not None:
         _check_names(list(named_parameters), parameters)
-    for parameter in parameters:
+    for parameter in filter(lambda p: p.requires_grad, parameters):
         check_type(parameter)
     if balancer is not None and process_set is not horovod.global_process_set:
         raise ValueError(
