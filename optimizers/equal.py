@@ -8,7 +8,7 @@ from typing import Any
 from hvd_hetero.engine.port import Engine
 
 from .balancer import Balancer
-from .forgotten import check_none_is_forgotten
+from .forgotten import Forgotten
 
 
 class EqualWeights(Balancer):
@@ -16,6 +16,7 @@ class EqualWeights(Balancer):
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine, global_batch_size=engine.size, adaptive=False)
+        self._forgotten = Forgotten()
 
     @property
     def batch(self) -> None:
@@ -38,7 +39,6 @@ class EqualWeights(Balancer):
         Raises:
             RuntimeError: a balancer deals it, which was forgotten.
         """
-        if self.step < 0:
-            check_none_is_forgotten()
+        self._forgotten.check()
         self.begin(1)
         return True

@@ -1,37 +1,51 @@
-"""Balancers that deal batches, and that nothing reduces gradients by: a script has forgotten to pass one on."""
+"""A balancer that deals batches, and that nothing reduces gradients by: a script has forgotten to pass it on."""
 
 from __future__ import annotations
 
-import gc
 import weakref
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .balancer import Balancer
 
-_DEALING: weakref.WeakSet[Balancer] = weakref.WeakSet()
+
+class _Dealt:
+    """The batches that were dealt in this process, by whichever balancer."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.last_by: weakref.ref[Balancer] | None = None
+
+
+_DEALT = _Dealt()
 
 
 def deals(balancer: Balancer) -> None:
-    """Notes that a balancer deals batches."""
-    _DEALING.add(balancer)
+    """Notes that a balancer deals a batch."""
+    _DEALT.number += 1
+    if _DEALT.last_by is None or _DEALT.last_by() is not balancer:
+        _DEALT.last_by = weakref.ref(balancer)
 
 
-def check_none_is_forgotten() -> None:
-    """Before gradients are reduced for the first time without a balancer.
+class Forgotten:
+    """To be made with what reduces gradients without a balancer."""
 
-    Raises:
-        RuntimeError: one deals batches, and no optimizer was made with it.
-    """
-    if _are_forgotten():
-        gc.collect()  # it may be one that nobody holds any more
-        if _are_forgotten():
+    def __init__(self) -> None:
+        self._made, self._checked = _DEALT.number, False
+
+    def check(self) -> None:
+        """Before gradients are reduced, for the first time.
+
+        Raises:
+            RuntimeError: what was dealt last, since this was made, is of a balancer without an optimizer.
+        """
+        if self._checked:
+            return
+        self._checked = True
+        last_by = None if _DEALT.last_by is None else _DEALT.last_by()
+        if _DEALT.number > self._made and last_by is not None and not last_by.exchanges.ever:
             raise RuntimeError(
                 "Expected the balancer of hvd.BalancedDataLoader or hvd.BalancedDataset also in what reduces the "
                 "gradients. Received: none, so that all ranks would count alike, whatever their shares. Pass balancer= "
                 "to hvd.DistributedOptimizer (Keras: also to hvd.load_model and hvd.DistributedGradientTape)."
             )
-
-
-def _are_forgotten() -> bool:
-    return any(not balancer.exchanges.ever for balancer in list(_DEALING))

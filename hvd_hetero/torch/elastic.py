@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import horovod.torch as horovod
 import torch
-from horovod.torch.elastic import ElasticSampler, sampler, state
+from horovod.torch.elastic import ElasticSampler, sampler  # noqa: F401  # the module, for who names it
 
 from hvd_hetero.engine import binding
 from hvd_hetero.engine.job_state import JobState
@@ -21,7 +21,7 @@ from hvd_hetero.optimizers.attachment import PeerError
 from .content import load_random_state, loaded, random_state, saved
 from .function import broadcast_object, broadcast_optimizer_state, broadcast_parameters, init, keep_types, shutdown
 
-__all__ = ["ElasticSampler", "TorchState", "init", "run", "sampler", "shutdown", "state"]
+__all__ = ["ElasticSampler", "TorchState", "init", "run", "shutdown"]
 
 T = TypeVar("T")
 

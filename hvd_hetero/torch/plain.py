@@ -8,7 +8,7 @@ from typing import Any
 import horovod.torch as horovod
 import torch
 
-from hvd_hetero.optimizers.forgotten import check_none_is_forgotten
+from hvd_hetero.optimizers.forgotten import Forgotten
 
 
 class _Widened:
@@ -55,7 +55,7 @@ def plain_optimizer(optimizer: torch.optim.Optimizer, *, compression: Any, **arg
     distributed.state = optimizer.state  # Horovod starts with none, which loses a loaded state
     cls: Any = type(distributed)  # made by Horovod for this optimizer alone
     original_zero_grad, original_load_state_dict = cls.zero_grad, cls.load_state_dict
-    original_synchronize, checked = cls.synchronize, False
+    original_synchronize, forgotten = cls.synchronize, Forgotten()
 
     def zero_grad(self: Any, set_to_none: bool = True) -> None:
         if self._handles:
@@ -66,10 +66,7 @@ def plain_optimizer(optimizer: torch.optim.Optimizer, *, compression: Any, **arg
         load_in_place(self, lambda: original_load_state_dict(self, state_dict))
 
     def synchronize(self: Any) -> None:
-        nonlocal checked
-        if not checked:
-            check_none_is_forgotten()
-            checked = True
+        forgotten.check()
         original_synchronize(self)
 
     cls.zero_grad, cls.load_state_dict, cls.synchronize = zero_grad, load_state_dict, synchronize
