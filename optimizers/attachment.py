@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 FAIL_WAIT_S = 30.0  # at least so long a rank that fails waits for the others to hear of it
-END_WAIT_S = 2.0  # and so long for them to end what else they have with it
+END_WAIT_S = 10.0  # and so long for them to end what else they have with it
 
 
 class PeerError(RuntimeError):
@@ -152,13 +152,13 @@ class Exchanges:
         _wait_for(any, over, max(FAIL_WAIT_S, 10 * usual_step_s))
         return _wait_for(all, over, max(END_WAIT_S, 10 * usual_step_s))
 
-    def complete(self, usual_step_s: float) -> None:
+    def complete(self, usual_step_s: float) -> bool:
         """Takes part with nothing, as the rank does that has failed, in all exchanges of this batch that are yet to
-        come, and returns when they are over: all ranks have heard of it then, and may train on."""
+        come: whether they came to their end. All ranks have heard of it then, and may train on."""
         rest = [exchange for exchange in self._attached if exchange not in self._over]
         self._over += rest
         over = [done for exchange in rest if (done := exchange.miss()) is not None]
-        _wait_for(all, over, max(END_WAIT_S, 10 * usual_step_s))
+        return _wait_for(all, over, max(FAIL_WAIT_S, 10 * usual_step_s))
 
 
 def _wait_for(enough: Callable[[Iterable[bool]], bool], over: Sequence[Callable[[], bool]], most_s: float) -> bool:

@@ -18,7 +18,7 @@ from .batch_order import BatchOrder
 from .departure import Departure, Flag
 from .dependent import Dependents
 from .dialogue import Dialogue
-from .forgotten import deals
+from .forgotten import deals, ends
 from .keeping import Keeping
 from .ladder import Ladder
 from .meter import Stopwatch
@@ -176,7 +176,8 @@ class Balancer:
 
     @property
     def plans(self) -> Sequence[Plan]:
-        """The plans of the last thousands of batches, and one that is yet to hold, oldest first. A trace has all."""
+        """The plans of the last thousands of batches, with the first of all, those with which a rank went out or came
+        back, and one that is yet to hold, oldest first. A trace has all."""
         return tuple(self.planner.plans)
 
     @property
@@ -223,6 +224,7 @@ class Balancer:
 
     def end_epoch(self) -> None:
         """Says that the samples of an epoch are used up; `BalancedDataLoader` does."""
+        ends(self)
         self.exchanges.on_epoch_end()
         self.timesheet.read()
 

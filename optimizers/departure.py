@@ -45,7 +45,7 @@ class Departure:
         """Forgets who was to leave: the ranks are others now."""
         self.failed = False
         self.error: Exception | None = None  # what the next exchange raises on this rank
-        self.final = False  # it has failed, and is out of step with the others
+        self.final = False  # this rank or another has failed, and this one is out of step with the others
         self.left_out: int | None = None  # the newest batch that a rank could not deliver, as all have heard
         self.leaving.forget()
         self.stopping.forget()
@@ -60,10 +60,10 @@ class Departure:
         self.failed, self.error = True, error or self.error
 
     def check(self) -> None:
-        """Raises RuntimeError where this rank has failed in a way that training cannot go on from."""
+        """Raises RuntimeError where a rank has failed in a way that training cannot go on from."""
         if self.final:
             raise RuntimeError(
-                "Expected no further batch of a rank that could not go on. Received: one, after an error that was "
+                "Expected no further batch after a rank could not go on. Received: one, after an error that was "
                 "caught, while the others waited for something else than the exchange of a synchronous step: of one "
                 "apart, of a layer, or with Keras of another optimizer. Go on from a checkpoint, in new processes."
             )

@@ -27,6 +27,12 @@ def deals(balancer: Balancer) -> None:
         _DEALT.last_by = weakref.ref(balancer)
 
 
+def ends(balancer: Balancer) -> None:
+    """Notes that an epoch of a balancer's data is over: whatever comes next is of others."""
+    if _DEALT.last_by is not None and _DEALT.last_by() is balancer:
+        _DEALT.last_by = None
+
+
 class Forgotten:
     """To be made with what reduces gradients without a balancer."""
 

@@ -80,7 +80,7 @@ class Strategies:
 
     def restart(self) -> None:
         """Says that strategies will be made anew."""
-        self._waiting, self._made, self._leader = self.state_dict(), [], None
+        self._waiting, self._made, self._handed, self._leader = self.state_dict(), [], {}, None
 
     def state_dict(self) -> dict[str, Any]:
         """The states by place."""

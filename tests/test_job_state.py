@@ -67,6 +67,11 @@ def test_what_takes_the_place_of_a_model_or_an_optimizer_is_what_is_gone_back_to
     state.optimizer.param_groups[0]["lr"] = 7.0
     state.restore()
     assert torch.equal(state.model.weight, expected) and state.optimizer.param_groups[0]["lr"] == 0.2
+    with torch.no_grad():
+        state.model.weight.add_(1.0)
+    state.model = state.model  # the same: what was committed of it holds
+    state.restore()
+    assert torch.equal(state.model.weight, expected)
     state.optimizer = None
     state.save()
     state.optimizer, state.epoch = 3, 4

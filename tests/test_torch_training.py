@@ -21,6 +21,7 @@ import hvd_hetero.torch as hvd
 from hvd_hetero.engine.local import SoloEngine, World
 from hvd_hetero.engine.port import CollectiveError
 from hvd_hetero.optimizers.attachment import PeerError
+from hvd_hetero.optimizers.forgotten import Forgotten
 from hvd_hetero.torch import reducer
 from hvd_hetero.trace.reader import read
 
@@ -441,7 +442,7 @@ def test_who_has_failed_apart_is_told_that_it_cannot_go_on():
                 train(model, optimizer, loader, 1)
 
     errors = World(3).run(program, timeout_s=30, errors="return")
-    assert "no further batch of a rank that could not go on" in str(errors[1]), errors
+    assert "no further batch after a rank could not go on" in str(errors[1]), errors
 
 
 def test_a_batch_that_one_rank_fails_to_load_leaves_all_ranks_alike():
@@ -1008,3 +1009,38 @@ def test_modules_of_horovods_are_there_by_their_names():
     assert issubclass(hvd.compression.FP16Compressor, hvd.compression.Compressor)
     assert hvd.mpi_ops.allreduce is hvd.allreduce and hvd.elastic.sampler.ElasticSampler is hvd.elastic.ElasticSampler
     assert callable(hvd.functions.broadcast_object)
+
+
+def test_a_schedule_of_the_inner_optimizer_goes_on_where_a_state_was_loaded_into_both():
+    model = make_model()
+    inner = sgd(model)
+    balancer = hvd.Balancer(WHOLE, engine=SoloEngine())
+    optimizer = hvd.DistributedOptimizer(inner, balancer=balancer)
+    inner.load_state_dict(inner.state_dict())
+    optimizer.load_state_dict(optimizer.state_dict())
+    schedule = torch.optim.lr_scheduler.StepLR(inner, 1, gamma=0.5)
+    balancer.begin(WHOLE)
+    model(torch.ones(WHOLE, 4, dtype=torch.float64)).sum().backward()
+    optimizer.step()
+    schedule.step()
+    assert optimizer.param_groups[0]["lr"] == 0.05
+
+
+def test_a_group_may_have_a_frozen_parameter_of_another_type():
+    weight, frozen = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2).double(), requires_grad=False)
+    balancer = hvd.Balancer(WHOLE, engine=SoloEngine())
+    plain = torch.optim.SGD([weight, frozen], lr=0.1)
+    hvd.DistributedOptimizer(plain, balancer=balancer, groups=[[weight, frozen]])
+
+
+def test_a_balancer_whose_epoch_is_over_is_not_forgotten():
+    """As one that deals a validation, beside training without a balancer."""
+    validation = hvd.Balancer(WHOLE, engine=SoloEngine())
+    loader = hvd.BalancedDataLoader(Data(), balancer=validation)
+    without = Forgotten()
+    list(loader)
+    without.check()
+    without = Forgotten()
+    next(iter(loader))
+    with pytest.raises(RuntimeError, match="Pass balancer="):
+        without.check()

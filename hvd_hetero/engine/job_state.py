@@ -111,8 +111,9 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
         self._kept_values = {name: _copied(getattr(self, name)) for name in self._plain}
 
     def __setattr__(self, name: str, value: Any) -> None:
+        before = vars(self).get(name)
         super().__setattr__(name, value)
-        if name in vars(self).get("_parts", {}):
+        if name in vars(self).get("_parts", {}) and value is not before:
             self._replace(name, value)
 
     def _replace(self, name: str, value: Any) -> None:

@@ -18,7 +18,7 @@ def saved(value: Any) -> bytes:
 
     def plain(part: Any) -> Any:
         if isinstance(part, dict):
-            if odd := [key for key in part if not isinstance(key, (str, int, float))]:
+            if odd := [key for key in part if not isinstance(key, (str, int, float, type(None)))]:
                 raise TypeError(f"a dict with the key {odd[0]!r}")
             return {PAIRS: [[key, plain(each)] for key, each in part.items()]}
         if isinstance(part, (list, tuple)):

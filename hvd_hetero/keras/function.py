@@ -34,7 +34,7 @@ def allgather(value: Any, name: str | None = None, process_set: Any = None) -> A
         return engine.allgather_async(array, name=name).wait()
     width = math.prod(array.shape[1:])  # Horovod has no such type with every back end: rows travel as bytes
     rows = engine.allgather_async(array.reshape(len(array), width).view(np.uint8), name=name).wait()
-    return np.ascontiguousarray(rows).view(array.dtype).reshape(-1, *array.shape[1:])
+    return np.ascontiguousarray(rows).view(array.dtype).reshape(len(rows), *array.shape[1:])
 
 
 def broadcast(value: Any, root_rank: int, name: str | None = None, process_set: Any = None) -> Any:

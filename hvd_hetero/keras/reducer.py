@@ -214,7 +214,8 @@ class GradientReducer:
             self._let_go()
 
     def _let_go(self) -> None:
-        """Keeps nothing of a model that may be gone, but stays attached: others' optimizers may still be there."""
+        """Keeps nothing of a model that may be gone, but for what a local strategy does; stays attached, as others'
+        optimizers may still be there."""
         self._variables, self.last = (), None
         self.left.clear()
         self._drop(lambda key: not self.ways.keeps or are_gone(key[1]))  # or the next optimizer sends what is kept back

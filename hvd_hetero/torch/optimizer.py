@@ -216,7 +216,7 @@ def _groups(groups: Any, num_groups: Any) -> Groups:
     if len(set(ids)) < len(ids):
         raise ValueError("groups: expected each parameter in one group. Received: one that is in several.")
     for group in groups:
-        if len({(WIRE.get(p.dtype, p.dtype), p.device) for p in group}) > 1:
+        if len({(WIRE.get(p.dtype, p.dtype), p.device) for p in group if p.requires_grad}) > 1:
             raise ValueError("groups: expected one type and one device within a group. Received: a mixed group.")
     return groups  # type: ignore[no-any-return]
 

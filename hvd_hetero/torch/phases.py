@@ -255,9 +255,10 @@ class StepPhases:
         try:
             self._layouts().take_in(hear)
         except Exception:
-            if self._balancer.departure.left_out == self._balancer.step:
+            departure, usual_s = self._balancer.departure, self._balancer.timesheet.usual_step_s or 0.0
+            if departure.left_out == self._balancer.step:
                 self._leave_out()
-                self._balancer.exchanges.complete(self._balancer.timesheet.usual_step_s or 0.0)
+                departure.final = not self._balancer.exchanges.complete(usual_s)
             raise
 
     def _leave_out(self) -> None:

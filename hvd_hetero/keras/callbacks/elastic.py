@@ -10,7 +10,8 @@ import keras
 class _Counting(keras.callbacks.Callback):
     """Counts batches: Keras tells of as many at once as `steps_per_execution` says."""
 
-    _first = 0
+    _first = 0  # of the present execution
+    _tells = False  # Keras tells with which batch an execution ends; older ones tell the first one twice
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Notes where an execution begins."""
@@ -18,7 +19,9 @@ class _Counting(keras.callbacks.Callback):
 
     def _batches(self, batch: int) -> int:
         """The batches of the execution that ends with this one."""
-        return batch + 1 - self._first
+        found, self._first = batch + 1 - self._first, batch + 1
+        self._tells = self._tells or found > 1
+        return found if self._tells or self.model is None else int(self.model.steps_per_execution)
 
 
 class CommitStateCallback(_Counting):
@@ -51,7 +54,7 @@ class CommitStateCallback(_Counting):
         self.state.commit()
 
 
-class UpdateBatchStateCallback(keras.callbacks.Callback):
+class UpdateBatchStateCallback(_Counting):
     """Keeps `state.batch`: how many batches of the epoch are done; 0 between epochs.
 
     The first epoch of a fit that was resumed goes on counting where the state was. `fit(steps_per_epoch=...)` says how
@@ -61,15 +64,16 @@ class UpdateBatchStateCallback(keras.callbacks.Callback):
     def __init__(self, state: Any) -> None:
         super().__init__()
         self.state = state
-        self._before = 0  # batches of this epoch that this fit does not count
+        self._before = 0  # batches of this epoch
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Notes where the state is: `KerasState.fit` counts from there, and another fit from 0."""
-        self._before = self.state.batch - batch
+        """Notes where the state is: it counts on from there."""
+        super().on_train_batch_begin(batch, logs)
+        self._before = self.state.batch
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Counts the batch."""
-        self.state.batch = self._before + batch + 1
+        self.state.batch = self._before + self._batches(batch)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """The next epoch begins at its first batch."""
