@@ -115,8 +115,8 @@ def _step_s(rank: RankRun, *, skip: int) -> float | None:
 def show(seen: Seen, found: Sequence[Forecast], run: Run | None) -> None:
     """None; prints the table and what follows from it."""
     console, make = rich_console()
-    if run is not None and (gone := [str(rank) for rank in run.ranks if rank not in run.present]):
-        console.print(f"Not counted, as they have left the job: ranks {', '.join(gone)}.", soft_wrap=True)
+    if run is not None and run.gone:
+        console.print(f"Not counted, as they have left the job: ranks {', '.join(map(str, run.gone))}.", soft_wrap=True)
     if run is not None and seen.step_s is not None:
         words = f"{run.folder}: {seconds_text(seen.step_s)} a step with shares {shares_text(seen.shares)}, of which "
         console.print(f"{words}{seconds_text(seen.exchange_s)} beside computing.", markup=False, soft_wrap=True)

@@ -89,12 +89,12 @@ def shares_text(shares: Sequence[int]) -> str:
 
 def headline(report: Report) -> str:
     """What run this is."""
-    present = report.run.present
-    summaries = [each for each in report.run.summaries(skip=report.skip) if each.rank in present]
+    gone = report.run.gone
+    summaries = [each for each in report.run.summaries(skip=report.skip) if each.rank not in gone]
     samples_per_s = sum(summary.samples_per_s for summary in summaries)
     words = f"{report.run.folder}: {len(summaries)} ranks"
-    if gone := len(report.run.ranks) - len(summaries):
-        words += f" (and {gone} that left)"
+    if gone:
+        words += f" (and {len(gone)} that left)"
     words += f", {report.steps} steps, {rate_text(samples_per_s)} samples/s"
     if report.together >= 0.5:
         exchange = percent(report.waits.exchange_part)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -20,6 +21,8 @@ from hvd_hetero.engine.environment import waits_without_spinning
 from hvd_hetero.engine.horovod import HorovodEngine
 from hvd_hetero.engine.port import broadcast_bytes, gather_bytes
 from hvd_hetero.engine.sleep import wait_until
+
+from .plain import load_in_place
 
 _pickle: Any = horovod.torch.functions.cloudpickle
 _synchronize = horovod.torch.mpi_ops.synchronize
@@ -147,7 +150,7 @@ def broadcast_optimizer_state(
         state = _mapped(state, _Described, received)
     broadcast_parameters([(f"{name}.{index}", tensor) for index, tensor in enumerate(tensors)], root_rank)
     if not is_root:
-        _load_in_place(optimizer, state)
+        _load_as_it_is(optimizer, state)
 
 
 class _Described(NamedTuple):
@@ -172,9 +175,8 @@ def _mapped(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
     return value
 
 
-def _load_in_place(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Loads a state as it is, where PyTorch would give it the parameters' types; into the dicts that there are, as an
-    optimizer and what wraps it share them."""
+def _load_as_it_is(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Loads a state as it is, where PyTorch would give it the parameters' types."""
     base = next(each for each in type(optimizer).__mro__ if each.__module__ != "horovod.torch.optimizer")
     if getattr(base, "load_state_dict", None) is not torch.optim.Optimizer.load_state_dict:  # it has a way of its own
         optimizer.load_state_dict(state)
@@ -185,12 +187,12 @@ def _load_in_place(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> N
         raise ValueError(f"Expected an optimizer of groups of {theirs} parameters, as on the root. Received: {mine}.")
     keys = [key for given in sent for key in given["params"]]
     parameters = dict(zip(keys, (p for group in groups for p in group["params"]), strict=True))
-    optimizer.state.clear()
-    optimizer.state.update({parameters.get(key, key): value for key, value in state["state"].items()})
-    for group, given in zip(groups, sent, strict=True):
-        options = {**given, "params": group["params"]}
-        group.clear()
-        group.update(options)
+
+    def load() -> None:
+        optimizer.state = defaultdict(dict, {parameters.get(key, key): value for key, value in state["state"].items()})
+        optimizer.param_groups = [{**new, "params": old["params"]} for old, new in zip(groups, sent, strict=True)]
+
+    load_in_place(optimizer, load)
 
 
 def keep_types(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:

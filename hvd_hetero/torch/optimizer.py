@@ -22,7 +22,7 @@ from hvd_hetero.policy.topology import Topology
 from .compression import is_ours, wire_of
 from .factor import check_no_factor, reduces, root_of
 from .hooks import release
-from .layout import WIRE, Groups, check_type
+from .layout import WIRE, Groups
 from .methods import methods_of
 from .plain import plain_optimizer
 from .reducer import GradientReducer
@@ -119,8 +119,6 @@ def DistributedOptimizer(
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if named_parameters is not None:
         _check_names(list(named_parameters), parameters)
-    for parameter in filter(lambda p: p.requires_grad, parameters):
-        check_type(parameter)
     if balancer is not None and process_set is not horovod.global_process_set:
         raise ValueError(
             "process_set: expected none with a balancer, whose ranks share the batch: hvd.Balancer(process_set=...). "

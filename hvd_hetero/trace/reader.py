@@ -120,6 +120,11 @@ class Run:
         size = len(last.plans[-1].shares) if last.plans else math.inf
         return {rank: run for rank, run in self.ranks.items() if rank < size}
 
+    @property
+    def gone(self) -> tuple[int, ...]:
+        """The others' numbers."""
+        return tuple(sorted(set(self.ranks) - set(self.present)))
+
     def summaries(self, *, skip: int = 0) -> tuple[RankSummary, ...]:
         """One summary per rank, in the order of ranks."""
         return tuple(rank.summary(skip=skip) for rank in self.ranks.values())
