@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import math
-import zlib
 from collections.abc import Iterable, Sequence
-from numbers import Integral
 from typing import Any
 
 import horovod.torch as horovod
@@ -19,10 +16,10 @@ from hvd_hetero.optimizers.local_sgd import LocalSGD, strategy_of
 from hvd_hetero.optimizers.ways import Ways
 from hvd_hetero.policy.topology import Topology
 
+from .argument import check_devices, check_names, described, groups_of, numbered
 from .compression import is_ours, wire_of
 from .factor import check_no_factor, reduces, root_of
 from .hooks import release
-from .layout import WIRE, Groups
 from .methods import methods_of
 from .plain import plain_optimizer
 from .reducer import GradientReducer
@@ -84,7 +81,7 @@ def DistributedOptimizer(
         ValueError, TypeError: arguments that do not fit together, on the rank that passed them.
     """
     optimizer = _unwrapped(optimizer)
-    _check_devices(p for group in optimizer.param_groups for p in group["params"])
+    check_devices(p for group in optimizer.param_groups for p in group["params"])
     local = strategy_of(strategy, second_moments=has_second_moments(optimizer))
     wire = wire_of(compression)
     ours = is_ours(compression) or topology is not None or local is not None
@@ -115,10 +112,10 @@ def DistributedOptimizer(
     check_divisor("gradient_predivide_factor", gradient_predivide_factor)
     if bucket_bytes is not None:
         check_whole("bucket_bytes", bucket_bytes, least=1)
-    together = _groups(groups, num_groups)
+    together = groups_of(groups, num_groups)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if named_parameters is not None:
-        _check_names(list(named_parameters), parameters)
+        check_names(list(named_parameters), parameters)
     if balancer is not None and process_set is not horovod.global_process_set:
         raise ValueError(
             "process_set: expected none with a balancer, whose ranks share the batch: hvd.Balancer(process_set=...). "
@@ -144,8 +141,8 @@ def DistributedOptimizer(
                 "gradient_predivide_factor": gradient_predivide_factor,
                 "bucket_bytes": bucket_bytes,
                 "sparse_as_dense": bool(sparse_as_dense),
-                "groups": _numbered(together, trained),
-                "parameters": _described(trained),
+                "groups": numbered(together, trained),
+                "parameters": described(trained),
             },
             tell=weights.record.route,
         )
@@ -184,13 +181,6 @@ def DistributedOptimizer(
     return distributed
 
 
-def _described(parameters: Sequence[torch.nn.Parameter]) -> str:
-    """Their shapes and types, in short."""
-    kinds = [(tuple(p.shape), p.dtype) for p in parameters]
-    elements = sum(math.prod(shape) for shape, _ in kinds)
-    return f"{len(kinds)} tensors of {elements} elements ({zlib.crc32(str(kinds).encode()):08x})"
-
-
 def _unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """The optimizer that a script made, where this one wraps it already: as for layers that were thawed since."""
     if hasattr(optimizer, "_allreduce_grad_async"):
@@ -199,56 +189,3 @@ def _unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
             "Pass the optimizer that it was made of."
         )
     return root_of(optimizer)  # type: ignore[no-any-return]
-
-
-def _groups(groups: Any, num_groups: Any) -> Groups:
-    """Which parameters travel together. Raises ValueError or TypeError for what does not say so."""
-    if groups is None or isinstance(groups, Integral):
-        name, number = ("num_groups", num_groups) if groups is None else ("groups", groups)
-        check_whole(name, number, least=0)
-        return int(number) or None
-    listed = isinstance(groups, (list, tuple)) and all(isinstance(group, (list, tuple)) for group in groups)
-    if not listed or not all(isinstance(p, torch.nn.Parameter) for group in groups for p in group):
-        raise TypeError(f"groups: expected a whole number or lists of parameters. Received: {groups!r}.")
-    ids = [id(parameter) for group in groups for parameter in group]
-    if len(set(ids)) < len(ids):
-        raise ValueError("groups: expected each parameter in one group. Received: one that is in several.")
-    for group in groups:
-        if len({(WIRE.get(p.dtype, p.dtype), p.device) for p in group if p.requires_grad}) > 1:
-            raise ValueError("groups: expected one type and one device within a group. Received: a mixed group.")
-    return groups  # type: ignore[no-any-return]
-
-
-def _numbered(groups: Groups, parameters: Sequence[torch.nn.Parameter]) -> str:
-    """Groups in words, the same on ranks where they are alike."""
-    if groups is None or isinstance(groups, int):
-        return str(groups)
-    numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
-    members = [[numbers[id(p)] for p in group if id(p) in numbers] for group in groups]
-    return f"{len(members)} lists ({zlib.crc32(str(members).encode()):08x})"
-
-
-def _check_devices(parameters: Iterable[torch.nn.Parameter]) -> None:
-    if any(p.device.type == "cuda" for p in parameters) and not (horovod.cuda_built() or horovod.rocm_built()):
-        raise ValueError(
-            "Expected parameters in host memory, because Horovod was built for CPUs alone. Received: some on a GPU. "
-            "Run `hvd-hetero build-horovod --gpu nccl` on a host with the CUDA toolkit, or `--gpu off` there: then "
-            "gradients travel through host memory."
-        )
-
-
-def _check_names(
-    named: Sequence[tuple[str, torch.nn.Parameter]], parameters: Sequence[torch.nn.Parameter]
-) -> None:
-    """Raises as Horovod does, so that a mistake shows in the same way with a balancer and without."""
-    if any(not isinstance(pair, tuple) for pair in named):
-        raise ValueError("named_parameters: expected (name, parameter) tuples, as from model.named_parameters().")
-    names = [name for name, _ in named]
-    if len(set(names)) < len(names):
-        twice = sorted({name for name in names if names.count(name) > 1})
-        raise ValueError(f"named_parameters: expected unique names. Received twice: {', '.join(twice)}.")
-    unnamed = {id(p) for p in parameters} - {id(p) for _, p in named}
-    if unnamed:
-        raise ValueError(
-            f"named_parameters: expected every parameter of the optimizer. Received: {len(unnamed)} without a name."
-        )

@@ -1,0 +1,77 @@
+"""Arguments of `DistributedOptimizer`: what may be passed, and how it is told to other ranks."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Iterable, Sequence
+from numbers import Integral
+from typing import Any
+
+import horovod.torch as horovod
+import torch
+
+from hvd_hetero.optimizers.argument import check_whole
+
+from .layout import WIRE, Groups
+
+
+def groups_of(groups: Any, num_groups: Any) -> Groups:
+    """Which parameters travel together. Raises ValueError or TypeError for what does not say so."""
+    if groups is None or isinstance(groups, Integral):
+        name, number = ("num_groups", num_groups) if groups is None else ("groups", groups)
+        check_whole(name, number, least=0)
+        return int(number) or None
+    listed = isinstance(groups, (list, tuple)) and all(isinstance(group, (list, tuple)) for group in groups)
+    if not listed or not all(isinstance(p, torch.nn.Parameter) for group in groups for p in group):
+        raise TypeError(f"groups: expected a whole number or lists of parameters. Received: {groups!r}.")
+    ids = [id(parameter) for group in groups for parameter in group]
+    if len(set(ids)) < len(ids):
+        raise ValueError("groups: expected each parameter in one group. Received: one that is in several.")
+    for group in groups:
+        if len({(WIRE.get(p.dtype, p.dtype), p.device) for p in group if p.requires_grad}) > 1:
+            raise ValueError("groups: expected one type and one device within a group. Received: a mixed group.")
+    return groups  # type: ignore[no-any-return]
+
+
+def numbered(groups: Groups, parameters: Sequence[torch.nn.Parameter]) -> str:
+    """Groups in words, the same on ranks where they are alike."""
+    if groups is None or isinstance(groups, int):
+        return str(groups)
+    numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
+    members = [[numbers[id(p)] for p in group if id(p) in numbers] for group in groups]
+    return f"{len(members)} lists ({zlib.crc32(str(members).encode()):08x})"
+
+
+def check_devices(parameters: Iterable[torch.nn.Parameter]) -> None:
+    """Raises ValueError for parameters on a GPU, where Horovod was built without."""
+    if any(p.device.type == "cuda" for p in parameters) and not (horovod.cuda_built() or horovod.rocm_built()):
+        raise ValueError(
+            "Expected parameters in host memory, because Horovod was built for CPUs alone. Received: some on a GPU. "
+            "Run `hvd-hetero build-horovod --gpu nccl` on a host with the CUDA toolkit, or `--gpu off` there: then "
+            "gradients travel through host memory."
+        )
+
+
+def check_names(
+    named: Sequence[tuple[str, torch.nn.Parameter]], parameters: Sequence[torch.nn.Parameter]
+) -> None:
+    """Raises as Horovod does, so that a mistake shows in the same way with a balancer and without."""
+    if any(not isinstance(pair, tuple) for pair in named):
+        raise ValueError("named_parameters: expected (name, parameter) tuples, as from model.named_parameters().")
+    names = [name for name, _ in named]
+    if len(set(names)) < len(names):
+        twice = sorted({name for name in names if names.count(name) > 1})
+        raise ValueError(f"named_parameters: expected unique names. Received twice: {', '.join(twice)}.")
+    unnamed = {id(p) for p in parameters} - {id(p) for _, p in named}
+    if unnamed:
+        raise ValueError(
+            f"named_parameters: expected every parameter of the optimizer. Received: {len(unnamed)} without a name."
+        )
+
+
+def described(parameters: Sequence[torch.nn.Parameter]) -> str:
+    """Their shapes and types, in short."""
+    kinds = [(tuple(p.shape), p.dtype) for p in parameters]
+    elements = sum(math.prod(shape) for shape, _ in kinds)
+    return f"{len(kinds)} tensors of {elements} elements ({zlib.crc32(str(kinds).encode()):08x})"
