@@ -124,7 +124,7 @@ class ProcessSetEngine:
 
     def __init__(self, process_set: Any = None) -> None:
         self._binding = binding = importlib.import_module(self.binding)
-        self._set = process_set if process_set is not None else binding.global_process_set
+        self._given = process_set if process_set is not None else binding.global_process_set
         # ValueError: what the binding says at once of arguments that no rank could reduce.
         self._internal_error = importlib.import_module("horovod.common.exceptions").HorovodInternalError
         self.failure: tuple[type[Exception], ...] = (self._internal_error, ValueError)
@@ -135,6 +135,16 @@ class ProcessSetEngine:
                 f"Expected a process set that includes this rank ({binding.rank()}). Received: "
                 f"{self._set.ranks}. Guard the call with process_set.included()."
             )
+
+    @property
+    def _set(self) -> Any:
+        """Horovod's process set. Raises ValueError where Horovod does not know it."""
+        if self._given.process_set_id is None:
+            raise ValueError(
+                "Expected a process set that is there while it is used: from hvd.add_process_set, or given to "
+                f"hvd.init. Received: one of ranks {self._given.ranks} that was not added, or has been removed."
+            )
+        return self._given
 
     @property
     @while_there
@@ -148,7 +158,7 @@ class ProcessSetEngine:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        return tuple(self._set.ranks) if self._set.ranks else tuple(range(self._binding.size()))
+        return tuple(self._given.ranks) if self._given.ranks else tuple(range(self._binding.size()))
 
     @property
     def identity(self) -> int:

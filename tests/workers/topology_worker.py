@@ -211,7 +211,12 @@ def a_script_may_have_the_same_process_sets():
         if process_set.included():
             hvd.barrier(process_set=process_set)
     spare = hvd.add_process_set([0, hvd.size() - 1])
+    on_it = HorovodEngine(spare) if spare.included() else None
     assert hvd.remove_process_set(spare), "one of the script's alone is removed"
+    expect("has been removed", lambda: HorovodEngine(spare))
+    if on_it is not None:
+        expect("has been removed", lambda: on_it.size)
+        expect("has been removed", lambda: on_it.allreduce_async(np.ones(1), name="gone"))
     if hvd.size() > 3 and (some := hvd.add_process_set([0, 1, 2])).included():
         expect("topology: expected None", lambda: levels_of(HorovodEngine(some), Topology(nodes=((0, 1), (2,)))))
 
