@@ -23,18 +23,18 @@ def file(tmp_path):
 def test_what_was_written_is_read(file):
     assert file.read() == (None, ""), "nothing yet"
     for content in (b"first", b"\n second \n", os.urandom(3_000_000), b""):
-        file.write(content)
+        file.write([content])
         assert file.read() == (content, "")
     assert sorted(path.name for path in file.path.parent.iterdir()) == ["checkpoint", "checkpoint.previous"]
 
 
 def test_what_a_killed_process_has_left_goes_when_it_is_old(file):
-    file.write(b"first")
+    file.write([b"first"])
     old, new = (file.path.with_name(f".checkpoint.{pid}.new") for pid in (1, 2))
     for path in (old, new):
         path.write_bytes(b"half")
     os.utime(old, (0, 0))
-    file.write(b"second")
+    file.write([b"second"])
     assert not old.exists() and new.exists() and file.read() == (b"second", "")
 
 
@@ -63,12 +63,12 @@ DAMAGES = {
 @pytest.mark.parametrize("text", [*DAMAGES, "is not one, empty"])
 def test_a_broken_file_is_refused_and_the_one_before_is_used(file, text):
     damage = DAMAGES.get(text, replace(b""))
-    file.write(b"first")
-    file.write(b"second")
+    file.write([b"first"])
+    file.write([b"second"])
     damage(file.path)
     content, problem = file.read()
     assert content == b"first" and text.partition(",")[0] in problem and str(file.path) in problem
-    file.write(b"third")
+    file.write([b"third"])
     assert file.read() == (b"third", "")
     damage(file.path)
     assert file.read()[0] == b"first", "a broken file has not taken the place of a whole one"
@@ -80,8 +80,8 @@ def test_a_broken_file_is_refused_and_the_one_before_is_used(file, text):
 @pytest.mark.parametrize("call", ["fsync", "replace"])
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_stop_at_any_moment_leaves_a_whole_one(file, monkeypatch, call, number):
-    file.write(b"first")
-    file.write(b"second")
+    file.write([b"first"])
+    file.write([b"second"])
     original, calls = getattr(os, call), []
 
     def fails(*arguments):
@@ -92,7 +92,7 @@ def test_a_stop_at_any_moment_leaves_a_whole_one(file, monkeypatch, call, number
 
     monkeypatch.setattr(checkpoint_file.os, call, fails)
     with pytest.raises(OSError, match="No space"):
-        file.write(b"third")
+        file.write([b"third"])
     monkeypatch.undo()
     assert file.read()[0] in ((b"second", b"third") if call == "fsync" else (b"second",))
     assert not [path for path in file.path.parent.iterdir() if path.name.endswith(".new")]
@@ -168,6 +168,29 @@ def test_an_error_on_rank_0_is_one_on_all(tmp_path):
     ):  # fmt: skip
         errors = World(3).run(program, errors="return")
         assert all(isinstance(error, CheckpointError) and text in str(error) for error in errors), errors
+
+
+@pytest.mark.parametrize("bad", [0, 1, 2])
+def test_a_save_that_fails_on_one_rank_leaves_both_checkpoints(tmp_path, bad):
+    def save(engine, *, words: bytes, fails: bool = False):
+        state = Words(engine.rank, words)
+        if fails and engine.rank == bad:
+            state.own_content = lambda: b"" + object()
+        return made(engine, tmp_path / "x", state).save()
+
+    def restore(engine):
+        state = Words(engine.rank)
+        return made(engine, tmp_path / "x", state).restore() and state.shared
+
+    for words in (b"first", b"second"):
+        World(3).run(lambda engine, words=words: save(engine, words=words))
+    files = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert len(files) == 2
+    for _ in range(2):
+        errors = World(3).run(lambda engine: save(engine, words=b"third", fails=True), errors="return")
+        assert all(isinstance(error, CheckpointError) and f"on rank {bad}" in str(error) for error in errors), errors
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == files
+    assert World(3).run(restore) == [b"second"] * 3
 
 
 def test_all_leave_at_one_step_when_one_is_told(tmp_path):

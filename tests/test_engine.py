@@ -218,6 +218,8 @@ def test_long_bytes_travel_in_pieces_and_short_ones_in_one_operation(monkeypatch
         assert gather_bytes(engine, each[engine.rank], name="y") == each
         total = sum(map(len, each))
         assert len(lengths) == 2 if total <= 12 else max(lengths[1:]) <= 12 // engine.size
+        at_one = gather_bytes(engine, each[engine.rank], name="z", root=1)
+        assert at_one == (each if engine.rank == 1 else [])
 
     World(3).run(program)
 

@@ -138,13 +138,18 @@ class Checkpoint:
             own = self._state.own_content()
         except Exception as error:  # the others wait to hear of it
             problem = f"{type(error).__name__} on rank {engine.rank}: {error}"
-        owns = gather_bytes(engine, own, name="hvd_hetero.checkpoint.own")
-        if engine.rank == 0 and not problem:
+        self._check(problem, name="own")  # before anything is written
+        owns, problem = gather_bytes(engine, own, name="hvd_hetero.checkpoint.own", root=0), ""
+        if engine.rank == 0:
             try:
                 self._file.write(_packed([self._state.shared_content(), *owns]))
             except Exception as error:
                 problem = f"{type(error).__name__}: {error}"
-        if problem := self._first_of_all(problem, name="saved"):
+        self._check(problem, name="saved")
+
+    def _check(self, problem: str, *, name: str) -> None:
+        """Raises CheckpointError on every rank, where one has a problem with saving."""
+        if problem := self._first_of_all(problem, name=name):
             raise CheckpointError(
                 f"Expected to write a checkpoint to {self._file.path}. Received: {problem}. The one before is kept."
             )
@@ -207,8 +212,9 @@ class Checkpoint:
         return next(filter(None, problems), "").removesuffix(".")
 
 
-def _packed(parts: Sequence[bytes]) -> bytes:
-    return json.dumps([len(part) for part in parts]).encode() + b"\n" + b"".join(parts)
+def _packed(parts: Sequence[bytes]) -> list[bytes]:
+    """As pieces, which may be large."""
+    return [json.dumps([len(part) for part in parts]).encode() + b"\n", *parts]
 
 
 def _unpacked(content: bytes) -> list[bytes]:

@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 KIND = "hvd_hetero checkpoint 1"
@@ -31,16 +32,20 @@ class CheckpointFile:
         self.path = Path(path)
         self.previous = self.path.with_name(self.path.name + ".previous")
 
-    def write(self, content: bytes) -> None:
+    def write(self, pieces: Sequence[bytes]) -> None:
         """Takes the place of what was there. Raises OSError, with nothing lost, where it cannot be written."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         new = self.path.with_name(f".{self.path.name}.{os.getpid()}.new")
         self._clear()
-        head = {"kind": KIND, "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        digest = hashlib.sha256()
+        for piece in pieces:
+            digest.update(piece)
+        head = {"kind": KIND, "bytes": sum(map(len, pieces)), "sha256": digest.hexdigest()}
         try:
             with open(new, "wb") as file:
                 file.write(json.dumps(head).encode() + b"\n")
-                file.write(content)
+                for piece in pieces:
+                    file.write(piece)
                 file.flush()
                 os.fsync(file.fileno())
             if self.path.exists() and _problem(self.path) is None:  # a broken one must not replace a whole one

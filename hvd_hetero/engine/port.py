@@ -131,17 +131,25 @@ def gather_text(engine: Engine, text: str, *, name: str) -> list[str]:
     return whole.tobytes().decode().splitlines()
 
 
-def gather_bytes(engine: Engine, mine: bytes, *, name: str) -> list[bytes]:
-    """The bytes of all ranks. A collective call, in pieces as `broadcast_in_pieces`."""
+def gather_bytes(engine: Engine, mine: bytes, *, name: str, root: int | None = None) -> list[bytes]:
+    """The bytes of all ranks; with `root`, on that rank alone, and none on others. A collective call, in pieces as
+    `broadcast_in_pieces`."""
     lengths = np.asarray(engine.allgather_async(np.array([len(mine)]), name=f"{name}.lengths").wait())
     step = PIECE_BYTES if lengths.sum() <= PIECE_BYTES else max(PIECE_BYTES // engine.size, 1)
     row, found = np.frombuffer(mine, np.uint8), [bytearray() for _ in lengths]
     for at in range(0, max(int(lengths.max()), 1), step):
-        whole = np.asarray(engine.allgather_async(row[at : at + step].copy(), name=name).wait())
+        piece = row[at : at + step].copy()
+        if root is None:
+            whole = np.asarray(engine.allgather_async(piece, name=name).wait())
+        else:
+            splits = [len(piece) if rank == root else 0 for rank in range(engine.size)]
+            whole = np.asarray(engine.alltoall_async(piece, splits=splits, name=name).wait())
+            if engine.rank != root:
+                continue
         ends: np.ndarray = np.cumsum(np.clip(lengths - at, 0, step))
         for one, part in zip(found, np.split(whole, ends[:-1]), strict=True):
             one += part.data
-    return list(map(bytes, found))
+    return list(map(bytes, found)) if root in (None, engine.rank) else []
 
 
 def broadcast_bytes(engine: Engine, mine: bytes, *, root: int, name: str) -> bytes:
