@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from contest import Contender, Scenario, check, launch
@@ -36,7 +38,7 @@ class Found(NamedTuple):
     """In `CONSTANT` steps."""
 
 
-def adapt(scenario: Scenario, *, repeats: int, picture: str, say: Callable[[str], None]) -> list[dict[str, Any]]:
+def adapt(scenario: Scenario, *, repeats: int, picture: Path, say: Callable[[str], None]) -> list[dict[str, Any]]:
     """The checks, by medians of the repeats; writes a picture of the last one's shares and step time over steps."""
     found = []
     for repeat in range(repeats):
@@ -55,7 +57,7 @@ def adapt(scenario: Scenario, *, repeats: int, picture: str, say: Callable[[str]
     ]  # fmt: skip
 
 
-def _once(scenario: Scenario, *, picture: str, say: Callable[[str], None]) -> Found:
+def _once(scenario: Scenario, *, picture: Path, say: Callable[[str], None]) -> Found:
     run = Contender(name="hvd_hetero", arguments=("hetero", "--every-step"), warmup=0, steps=CONSTANT + AFTER)
     slow = ["--slow-at", str(CONSTANT), "--slow-rank", str(SLOW_RANK), "--slow-cores", str(SLOW_CORES)]
     with Cluster(scenario.ranks, link_mbit=scenario.link_mbit) as cluster:
@@ -69,7 +71,7 @@ def _once(scenario: Scenario, *, picture: str, say: Callable[[str], None]) -> Fo
         say(f"best split {':'.join(map(str, best))}, after the slowdown {':'.join(map(str, best_after))}")
         cluster.set_cores(SLOW_RANK, SLOW_CORES)
         fixed = Contender(name="best, fixed", arguments=("hetero", "--fixed", "--every-step"), warmup=10, steps=50)
-        slowed = Scenario(**{**scenario.__dict__, "shares": best_after})
+        slowed = replace(scenario, shares=best_after)
         best_s = statistics.median(launch(cluster, slowed, fixed, quick=False)[0]["times_s"][10:])
     times, shares = records[0]["times_s"], [tuple(each) for each in records[0]["all_shares"]]
     settled_s = statistics.median(times[CONSTANT + FOUND_AGAIN :])
@@ -78,7 +80,7 @@ def _once(scenario: Scenario, *, picture: str, say: Callable[[str], None]) -> Fo
     return Found(step_time_s(before, shares[FOUND]) / step_time_s(before, best), settled_s / best_s, plans)
 
 
-def _draw(picture: str, times: list[float], shares: list[tuple[int, ...]]) -> None:
+def _draw(picture: Path, times: list[float], shares: list[tuple[int, ...]]) -> None:
     import matplotlib
 
     matplotlib.use("Agg")

@@ -166,6 +166,15 @@ class Contender:
         hvd.broadcast_parameters(self.model.state_dict(), root_rank=0)
         self.balancer.dialogue.subscribe(lambda: self.waits.append(self.optimizer._reducer.wait_s))
 
+    @property
+    def samples(self) -> int:
+        """Of this rank in the present step."""
+        if self.balancer is not None:
+            return int(self.balancer.plan.shares[self.rank])
+        if self.arguments.contender == "ddp-hand":
+            return self.shares[self.rank]
+        return self.global_batch if self.arguments.contender == "alone" else self.global_batch // self.size
+
     def loss(self) -> Any:
         """Of the next batch."""
         x, y = next(self.batches)
@@ -227,24 +236,29 @@ def main() -> None:
     times: list[float] = []
     shares: list[Any] = []
     computes: list[Any] = []
-    cpu = began = samples = 0.0
+    samples: list[float] = []  # of this rank, in each step that is timed
+    ends: list[float] = []  # when such steps ended, and first when the one before them had
+    cpu = 0.0
     threads: dict[str, float] = {}
     for step in range(arguments.warmup + arguments.steps):
         if step == arguments.warmup:
-            cpu, began, threads = time.process_time(), time.perf_counter(), cpu_by_thread()
-            samples = 0.0
+            cpu, threads = time.process_time(), cpu_by_thread()
+            ends.append(time.perf_counter())
         if step == arguments.slow_at and contender.rank == 0:
             cores = f"cores {arguments.slow_rank} {arguments.slow_cores}"
             if ask(os.environ[SOCKET_VARIABLE], cores) != "ok":
                 raise RuntimeError(f"the emulated cluster did not accept {cores!r}")
         start = time.perf_counter()
         contender.step()
-        times.append(time.perf_counter() - start)
+        end = time.perf_counter()
+        times.append(end - start)
         if contender.balancer:
             shares.append(contender.balancer.plan.shares)
             computes.append(contender.balancer.timesheet.reported)
-            samples += shares[-1][contender.rank]
-    seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
+        if ends:
+            ends.append(end)
+            samples.append(contender.samples)
+    seconds, cpu = ends[-1] - ends[0], time.process_time() - cpu
     by_thread = {name: (ms - threads.get(name, 0.0)) / arguments.steps for name, ms in cpu_by_thread().items()}
     release()
     apart = arguments.strategy != "synchronous"
@@ -252,11 +266,12 @@ def main() -> None:
         contender.optimizer.merge()
     record = {
         "rank": contender.rank if arguments.rank is None else arguments.rank,
-        "samples_per_s": (samples if apart else contender.global_batch * arguments.steps) / seconds,
+        "samples_per_s": (sum(samples) if apart else contender.global_batch * arguments.steps) / seconds,
         # then that is what this rank did, and not all of them
         "apart": apart or arguments.contender == "alone",
+        "samples": samples,
+        "ends_s": ends,
         "step_ms": 1e3 * seconds / arguments.steps,
-        "median_step_ms": 1e3 * sorted(times[arguments.warmup :])[arguments.steps // 2],
         "cpu_ms": 1e3 * cpu / arguments.steps,
         "thread_ms": {name: round(ms, 2) for name, ms in by_thread.items() if ms > 0.05},
         "parameters": sum(p.numel() for p in contender.model.parameters()),

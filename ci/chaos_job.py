@@ -52,6 +52,7 @@ class Job:
             env={
                 "KERAS_BACKEND": "tensorflow",
                 "TF_CPP_MIN_LOG_LEVEL": "3",
+                "CHAOS_HOSTS": ",".join(self._cluster.network.names),
                 "HOROVOD_GLOO_TIMEOUT_SECONDS": str(GLOO_TIMEOUT_S[self._framework]),
                 "HOROVOD_ELASTIC_TIMEOUT": "90",
             },

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from chaos_diary import COMMIT_EVERY
 
@@ -17,13 +17,20 @@ SOON = 30  # steps in which a plan should be that good
 MOST_OFF = 1e-7  # of weights in fp64 from those of one process, after some hundreds of steps
 
 
+class Plan(NamedTuple):
+    """Of a set of ranks."""
+
+    steps: int  # until it was good, or until the ranks changed again
+    good: bool
+
+
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
     """Of one job."""
 
     problems: tuple[str, ...]  # none: all held
     recoveries_s: tuple[float, ...]  # from the death of a rank to the next commit
-    steps_to_plan: tuple[int | None, ...]  # after each change of the ranks; None: it changed again, or ended, before
+    plans: tuple[Plan, ...]  # after each change of the ranks
 
 
 def read_diaries(folder: Path, *, tail_bytes: int | None = None) -> list[dict[str, Any]]:
@@ -61,27 +68,27 @@ def best_step_s(costs: Sequence[float], whole: int) -> float:
     return max(share * cost for share, cost in zip(shares, costs, strict=True))
 
 
-def steps_to_plan(
-    entries: Sequence[dict[str, Any]], slowed: Sequence[tuple[float, float]] = ()
-) -> list[int | None]:
+def plans(entries: Sequence[dict[str, Any]], slowed: Sequence[tuple[float, float]] = ()) -> list[Plan]:
     """For each set of ranks, the steps until the plan was good. `slowed`: from when to when a rank was made slower than
     it says; plans looked for meanwhile are good ones for other speeds, and are not judged."""
-    found: list[int | None] = []
+    found: list[Plan] = []
     costs: dict[int, float] = {}
-    start = first = None
+    first = None  # the batch at which a plan began to be looked for
     for entry in entries:
         if entry["kind"] == "ranks" and entry["rank"] == 0:
-            start, costs, first = len(found), {}, entry["batch"]
-            found.append(None)
-        elif start is not None and found[start] is None and any(a <= entry["t_s"] <= b for a, b in slowed):
-            start = None
-        elif entry["kind"] == "step" and start is not None and len(entry["shares"]) == entry["size"]:
+            costs, first = {}, entry["batch"]
+            found.append(Plan(0, good=False))
+        elif first is not None and any(a <= entry["t_s"] <= b for a, b in slowed):
+            first = None
+            found.pop()
+        elif entry["kind"] == "step" and first is not None and len(entry["shares"]) == entry["size"]:
             costs[entry["rank"]] = entry["sample_s"]
-            if found[start] is None and entry["rank"] == 0 and len(costs) == entry["size"]:
+            if entry["rank"] == 0 and len(costs) == entry["size"]:
                 by_rank = [costs[rank] for rank in range(entry["size"])]
                 step_s = max(share * cost for share, cost in zip(entry["shares"], by_rank, strict=True))
-                if step_s <= SLACK * best_step_s(by_rank, sum(entry["shares"])):
-                    found[start] = entry["batch"] - first
+                good = step_s <= SLACK * best_step_s(by_rank, sum(entry["shares"]))
+                found[-1] = Plan(entry["batch"] - first, good=good)
+                first = None if good else first
     return found
 
 
@@ -122,7 +129,7 @@ def judge(
     slowed: Sequence[tuple[float, float]] = (),
 ) -> Verdict:
     """The verdict on a job. `ended`: "" where it ended by itself and well; `left`: processes left behind; `kills`: when
-    ranks were killed; `slowed`: see `steps_to_plan`."""
+    ranks were killed; `slowed`: see `plans`."""
     problems = [ended] if ended else []
     entries = read_diaries(folder)
     problems += beginnings(entries)
@@ -143,21 +150,22 @@ def judge(
     return Verdict(
         problems=tuple(problems),
         recoveries_s=tuple(recoveries_s(entries, kills)),
-        steps_to_plan=tuple(steps_to_plan(entries, slowed)),
+        plans=tuple(plans(entries, slowed)),
     )
 
 
 def summary(verdicts: Sequence[Verdict]) -> str:
     """One line on all jobs."""
     recoveries = [s for verdict in verdicts for s in verdict.recoveries_s]
-    plans = [steps for verdict in verdicts for steps in verdict.steps_to_plan if steps is not None]
+    # Where the ranks changed again early, nothing is known.
+    looked = [plan for verdict in verdicts for plan in verdict.plans if plan.good or plan.steps > SOON]
     failed = sum(bool(verdict.problems) for verdict in verdicts)
     parts = [f"{len(verdicts)} jobs, {failed} with problems"]
     if recoveries:
         median, worst = statistics.median(recoveries), max(recoveries)
         parts.append(f"{len(recoveries)} recoveries from a kill in {median:.1f} s (worst {worst:.1f} s)")
-    if plans:
-        late = sum(steps > SOON for steps in plans)
-        parts.append(f"a plan within 10 % of the best after {statistics.median(plans):.0f} steps (worst {max(plans)}; "
-                     f"{late} of {len(plans)} after more than {SOON})")  # fmt: skip
+    if looked:
+        late, good = sum(plan.steps > SOON for plan in looked), [plan.steps for plan in looked if plan.good]
+        when = f"after {statistics.median(good):.0f} steps (worst {max(good)})" if good else "never"
+        parts.append(f"a plan within 10 % of the best {when}; {late} of {len(looked)} not within {SOON}")
     return "; ".join(parts)

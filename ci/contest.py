@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import platform
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from emulation import Cluster, EmulatedRank, Finished
 
 WORKER = str(Path(__file__).resolve().parent / "bench_worker.py")
@@ -44,7 +46,6 @@ class Scenario:
     link_mbit: float | None = None
     network: str = "auto"
     program: str = WORKER
-    worker: tuple[str, ...] = ()
     description: str = ""
 
 
@@ -63,13 +64,16 @@ class Outcome:
         """The sum of what the ranks do alone, each with its share of the batch and nobody to wait for."""
         return sum(statistics.median(values) for values in self.alone.values())
 
-    def ratio(self, name: str, other: str | None) -> float:
-        """The median over repeats of the ratio within a repeat: drift of the machine cancels."""
+    def ideals(self) -> list[float]:
+        """The same in each repeat."""
+        return [sum(each) for each in zip(*self.alone.values(), strict=True)]
+
+    def ratio(self, name: str, *others: str) -> float:
+        """The median over repeats of the ratio within a repeat, where drift of the machine cancels, to the best of
+        `others`; without any, to the ideal."""
         mine = self.samples_per_s[name]
-        if other is None:
-            theirs = [sum(values[i] for values in self.alone.values()) for i in range(len(mine))]
-        else:
-            theirs = self.samples_per_s[other]
+        rows = [self.samples_per_s[other] for other in others]
+        theirs = [max(each) for each in zip(*rows, strict=True)] if rows else self.ideals()
         return statistics.median(a / b for a, b in zip(mine, theirs, strict=True))
 
 
@@ -95,6 +99,35 @@ def records_of(finished: Finished, *, what: str, ranks: int) -> list[dict[str, A
     return sorted(records, key=lambda record: record["rank"])
 
 
+def window_of(records: Sequence[dict[str, Any]]) -> tuple[float, float]:
+    """From when to when all ranks of a run trained and were timed, by the clock that they share. Raises RuntimeError
+    where they did not at the same time."""
+    first = max(record["ends_s"][0] for record in records)
+    last = min(record["ends_s"][-1] for record in records)
+    if last <= first:
+        raise RuntimeError("Expected ranks that train at the same time. Received: one that ended before another began.")
+    return first, last
+
+
+def rates_of(records: Sequence[dict[str, Any]]) -> list[float]:
+    """Samples per second of each rank while all trained: who begins late or ends early does not leave the others a
+    machine of their own. A step that is partly in that time counts as far as it is."""
+    window = window_of(records)
+    rates = []
+    for record in records:
+        done = list(itertools.accumulate(record["samples"], initial=0.0))
+        at_first, at_last = np.interp(window, record["ends_s"], done)
+        rates.append(float(at_last - at_first) / (window[1] - window[0]))
+    return rates
+
+
+def rate_of(records: Sequence[dict[str, Any]]) -> float:
+    """Samples per second of all ranks together."""
+    if records[0].get("apart"):
+        return sum(rates_of(records))
+    return statistics.mean(record["samples_per_s"] for record in records)
+
+
 def launch(
     cluster: Cluster, scenario: Scenario, contender: Contender, *, quick: bool, extra: Sequence[str] = ()
 ) -> list[dict[str, Any]]:
@@ -104,7 +137,6 @@ def launch(
         sys.executable,
         scenario.program,
         *contender.arguments,
-        *scenario.worker,
         *("--shares", ":".join(map(str, scenario.shares)), "--warmup", str(contender.warmup), "--steps", str(steps)),
         *extra,
     ]
@@ -116,7 +148,7 @@ def run_alone(cluster: Cluster, scenario: Scenario, *, quick: bool) -> dict[int,
     """Samples per second of each rank by itself."""
     alone = {}
     for rank in range(len(scenario.ranks)):
-        command = [sys.executable, scenario.program, "alone", "--rank", str(rank), *scenario.worker]
+        command = [sys.executable, scenario.program, "alone", "--rank", str(rank)]
         command += ["--shares", ":".join(map(str, scenario.shares))]
         command += ["--warmup", "5", "--steps", "15" if quick else "30"]
         finished = cluster.processes(command, timeout_s=240, ranks=[rank])
@@ -136,8 +168,7 @@ def contest(scenario: Scenario, *, repeats: int, quick: bool, say: Callable[[str
             say(f"repeat {repeat + 1}/{repeats}: {'each rank alone, summed':28s} {ideal:7.1f} samples/s")
             for contender in scenario.contenders:
                 records = launch(cluster, scenario, contender, quick=quick)
-                rates = [record["samples_per_s"] for record in records]
-                value = sum(rates) if records[0].get("apart") else statistics.mean(rates)
+                value = rate_of(records)
                 outcome.samples_per_s.setdefault(contender.name, []).append(value)
                 outcome.records[contender.name] = records
                 shares = records[0]["shares"]
@@ -162,7 +193,7 @@ def where_steps_go(records: Sequence[dict[str, Any]]) -> dict[str, float] | None
 
 
 def machine() -> dict[str, Any]:
-    """Where this was measured."""
+    """Where something is measured, before it is."""
     import torch
 
     model = ""

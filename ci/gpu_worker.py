@@ -68,37 +68,39 @@ def main() -> None:
     faulthandler.dump_traceback_later(arguments.dump_after)
     take_place(arguments.percents)
     contender = OnGpu(arguments)
-    began = cpu = samples = 0.0
-    times: list[float] = []
+    cpu = 0.0
+    samples: list[float] = []
+    ended: list[float] = []  # as in bench_worker.py
     ends: deque[Any] = deque()
     for step in range(arguments.warmup + arguments.steps):
         if step == arguments.warmup:
             torch.cuda.synchronize()
-            times.clear()
-            samples = 0.0
-            cpu, began = time.process_time(), time.perf_counter()
-        start = time.perf_counter()
+            cpu = time.process_time()
+            ended.append(time.perf_counter())
         contender.step()
         ends.append(torch.cuda.Event())
         ends[-1].record()
         if len(ends) > 2:  # a script that prints a loss now and then does not run further ahead either
             ends.popleft().synchronize()
-        times.append(time.perf_counter() - start)
-        samples += contender.balancer.plan.shares[contender.rank] if contender.balancer else 0
+        if ended:
+            ended.append(time.perf_counter())
+            samples.append(contender.samples)
     torch.cuda.synchronize()
     faulthandler.cancel_dump_traceback_later()
-    seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
+    ended[-1] = time.perf_counter()
+    seconds, cpu = ended[-1] - ended[0], time.process_time() - cpu
     apart = arguments.strategy != "synchronous"
     if apart:
         contender.optimizer.merge()
     balancer = contender.balancer
     record = {
         "rank": contender.rank,
-        "samples_per_s": (samples if apart else contender.global_batch * arguments.steps) / seconds,
+        "samples_per_s": (sum(samples) if apart else contender.global_batch * arguments.steps) / seconds,
         # then that is what this rank did, and not all of them
         "apart": apart or arguments.contender == "alone",
+        "samples": samples,
+        "ends_s": ended,
         "step_ms": 1e3 * seconds / arguments.steps,
-        "median_step_ms": 1e3 * statistics.median(times),
         "cpu_ms": 1e3 * cpu / arguments.steps,
         "parameters": sum(p.numel() for p in contender.model.parameters()),
         "processors": torch.cuda.get_device_properties(0).multi_processor_count,

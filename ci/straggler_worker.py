@@ -16,6 +16,7 @@ from emulation.worker.emulation_hold import hold, release
 from torch.utils.data import Subset
 
 CHECK_EVERY = 5  # steps after which ranks that step together agree on the time
+POST_LOCAL = {"warmup_steps": 8, "period": 4}  # of torch's post-local SGD
 
 
 class Straggling(Contender):
@@ -31,20 +32,20 @@ class Straggling(Contender):
         from torch.distributed.optim import PostLocalSGDOptimizer
 
         self.set_up_ddp()
-        warmup = self.arguments.dense_steps
         alone, _ = torch.distributed.new_subgroups(group_size=1)
+        warmup = POST_LOCAL["warmup_steps"]
         state = hook.PostLocalSGDState(process_group=None, subgroup=alone, start_localSGD_iter=warmup)
         self.loss_model.register_comm_hook(state, hook.post_localSGD_hook)
-        averager = averagers.PeriodicModelAverager(period=self.arguments.round_steps, warmup_steps=warmup)
+        averager = averagers.PeriodicModelAverager(**POST_LOCAL)
         self.optimizer = PostLocalSGDOptimizer(optim=self.optimizer, averager=averager)
 
     def set_up_local(self) -> None:
         import hvd_hetero.torch as hvd
 
-        self.strategy = hvd.LocalSGD(round_steps=self.arguments.round_steps, warmup_steps=self.arguments.dense_steps,
-                                     bound_rounds=self.arguments.bound_rounds,
-                                     most_missed=self.arguments.most_missed,
-                                     merge_each_epoch=self.arguments.epoch_samples > 0)
+        told = {name: getattr(self.arguments, name) for name in ("round_steps", "bound_rounds", "most_missed")}
+        told = {name: value for name, value in told.items() if value is not None}
+        # strategy="local", but that ranks end by their own clocks: an end of an epoch may be beyond some ranks' time.
+        self.strategy = hvd.LocalSGD(merge_each_epoch=self.arguments.epoch_samples > 0, **told)
         self.set_up_hetero()
 
     def agree(self, over: bool) -> bool:
@@ -79,44 +80,42 @@ def main() -> None:
     parser.add_argument("--rank", type=int, help="of `alone`: which share")
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--settle-s", type=float, default=15.0, help="of them not counted in the throughput")
-    parser.add_argument("--round-steps", type=int, default=4)
-    parser.add_argument("--bound-rounds", type=float, default=6.0)
-    parser.add_argument("--most-missed", type=int, default=3)
+    parser.add_argument("--round-steps", type=int, help='of LocalSGD; default: what strategy="local" takes')
+    parser.add_argument("--bound-rounds", type=float, help="the same")
+    parser.add_argument("--most-missed", type=int, help="the same")
     parser.add_argument("--fixed", action="store_true", help="ours: the given shares, never re-planned")
-    parser.add_argument("--dense-steps", type=int, default=8)
     parser.add_argument("--snapshot-s", type=float, default=2.5)
     parser.add_argument("--epoch-samples", type=int, default=0, help="so many make an epoch, at whose end ranks with a "
                         "local strategy merge, and that they end with; 0: all there are, and no end to wait at")
-    parser.set_defaults(width=136, layers=2, codec="none", topology=None, bucket_bytes=None,
+    parser.set_defaults(width=136, layers=2, codec="none", topology=None, bucket_bytes=None, dense_steps=0,
                         strategy="synchronous", package="hvd_hetero")
     arguments = parser.parse_args()
     contender = Straggling(arguments)
     apart = arguments.contender in ("alone", "local")
     hold()
     begin = time.perf_counter()
-    samples = steps = 0
+    steps = 0
+    samples: list[int] = []  # of this rank, in each step once it has settled
+    ends: list[float] = []  # when such steps ended, and first when the one before them had
     # Who steps apart ends by its own clock, or with an epoch.
     epoch_steps = arguments.epoch_samples // contender.global_batch if arguments.contender == "local" else 0
     agree_every = epoch_steps if apart else CHECK_EVERY
-    settled: tuple[float, int] | None = None
     snapshots: list[tuple[float, Any]] = [(0.0, contender.snapshot())]
     while True:
         contender.step()
         steps += 1
         now = time.perf_counter() - begin
-        share = contender.balancer.plan.shares[contender.rank] if contender.balancer else (
-            contender.global_batch if arguments.contender == "alone" else contender.global_batch // contender.size
-        )
-        samples += share
-        if settled is None and now >= arguments.settle_s:
-            settled = now, samples
+        if ends:
+            samples.append(contender.samples)
+        if ends or now >= arguments.settle_s:
+            ends.append(begin + now)
         if contender.rank == 0 and now - snapshots[-1][0] >= arguments.snapshot_s:
             snapshots.append((now, contender.snapshot()))
         over = now >= arguments.seconds
         if agree_every and steps % agree_every == 0:
             if apart:
                 contender.optimizer.merge()
-                now = time.perf_counter() - begin
+                ends[-1:] = [time.perf_counter()] if ends else []
             if contender.agree(over):
                 break
         elif over and not agree_every:
@@ -126,8 +125,7 @@ def main() -> None:
     record: dict[str, Any] = {
         "rank": contender.rank if arguments.rank is None else arguments.rank,
         "samples": samples,
-        "seconds": now,
-        "samples_per_s": (samples - (settled or (0, 0))[1]) / (now - (settled or (0.0, 0))[0]),
+        "ends_s": ends,
         "steps": steps,
         "shares": contender.balancer.plan.shares if contender.balancer else None,
     }

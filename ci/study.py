@@ -105,11 +105,12 @@ def final_loss(tasks: Sequence[Task], seeds: Sequence[int], ways: dict[str, Way]
     return rows
 
 
-def study(*, quick: bool, parts: Sequence[str], say: Say) -> dict[str, Any]:
-    """All tables: {"rows", "checks"}. The bar is for what `strategy="local"` gives; to be better is no failure."""
+def study(*, quick: bool, parts: Sequence[str], say: Say) -> tuple[list[Row], list[Row]]:
+    """The rows of all tables, and the checks: of what `strategy="local"` gives, where to be better is no failure."""
     torch.set_num_threads(1)
     tasks, seeds = [digits()] if quick else [digits(), characters()], SEEDS[:1] if quick else SEEDS
-    rows, checks = [], []
+    rows: list[Row] = []
+    checks: list[Row] = []
     if "compensation" in parts:
         rows += compensation(tasks, seeds, LAMBDAS[::2] if quick else LAMBDAS, say)
     if "loss" in parts:
@@ -121,4 +122,4 @@ def study(*, quick: bool, parts: Sequence[str], say: Say) -> dict[str, Any]:
         task, longer = tasks[-1], replace(tasks[-1], steps=3 * tasks[-1].steps)
         rows += final_loss([task], seeds, CAUSES | warmed_up(task.steps), say)
         rows += final_loss([longer], seeds, LONGER | warmed_up(longer.steps), say)
-    return {"rows": rows, "checks": checks}
+    return rows, checks

@@ -166,6 +166,9 @@ class Rank:
         if kind == "merge":
             self.merges.append({**fields, "longest": max(self.local.rounds.lengths.by_rank)})
 
+    def plan(self, plan: Any) -> None:
+        """Shares are of no interest here."""
+
     @property
     def local(self) -> Any:
         return self.training.steps
@@ -232,7 +235,7 @@ def _ranks(way: Way, model: nn.Module, optimizer: torch.optim.Optimizer) -> list
         rank.balancer.trace, rank.balancer.step = rank, way.rule.warmup_steps - 1
         # No gradient is exchanged, and none weighed.
         weighing = SimpleNamespace(
-            engine=engine, balancer=rank.balancer, passes=1, number=0, keeping=Keeping(keeps=False)
+            engine=engine, balancer=rank.balancer, passes=1, place=lambda: "gradients 0", keeping=Keeping(keeps=False)
         )
         ways = Ways(engine, wire=Wire(), topology=None)
         rank.training = LocalTraining(rule, list(rank.model.parameters()), weighing, ways=ways)

@@ -15,7 +15,7 @@ from launch import horovodrun
 CI = Path(__file__).resolve().parents[1] / "ci"
 sys.path.insert(0, str(CI))
 
-from contest import median_ratio, records_of  # noqa: E402
+from contest import median_ratio, rate_of, rates_of, records_of  # noqa: E402
 
 SHORT = ("--shares", "8:8", "--warmup", "2", "--steps", "4")
 
@@ -40,6 +40,8 @@ def records(program: str, *arguments: str, **env: str) -> list[dict]:
 def test_a_rank_says_how_fast_it_was_and_what_it_waited_for(program: str, arguments: tuple[str, ...]) -> None:
     for record in records(program, *arguments, KERAS_BACKEND="tensorflow"):
         assert record["samples_per_s"] == pytest.approx(16 / record["step_ms"] * 1e3, rel=0.01)
+        if program == "bench_worker.py":
+            assert len(record["ends_s"]) == len(record["samples"]) + 1 == 5
         if arguments[0] == "hetero":
             assert sum(record["shares"]) == 16
             assert len(record["waits_s"]) == len(record["busy_s"]) == 4
@@ -60,6 +62,18 @@ def test_two_versions_train_in_turn(framework: str, tmp_path: Path) -> None:
         assert min(record["before"]["step_ms"] + record["now"]["step_ms"]) > 0
 
 
+def test_ranks_apart_are_compared_while_all_of_them_train() -> None:
+    def rank(begins: float, step_s: float, samples: list[int]) -> dict:
+        return {"apart": True, "samples": samples, "ends_s": [begins + step_s * n for n in range(len(samples) + 1)]}
+
+    early, late = rank(0.0, 1.0, [100, 100, 4, 4, 4]), rank(2.0, 0.5, [3, 3, 3, 3, 90, 90])
+    assert rates_of([early, late]) == pytest.approx([4.0, (12 + 2 * 90) / 3])
+    assert rate_of([early, late]) == pytest.approx(4.0 + 64.0)
+    assert rates_of([early, rank(2.5, 2.0, [6])]) == pytest.approx([4.0, 3.0]), "a part of a step"
+    with pytest.raises(RuntimeError, match="ended before another began"):
+        rates_of([early, rank(5.0, 1.0, [1])])
+
+
 def test_the_error_of_a_median_ratio_is_that_of_samples() -> None:
     draw, errors, claimed = random.Random(0), [], []
     for _ in range(300):
@@ -76,6 +90,7 @@ def test_a_rank_among_stragglers_says_what_all_have_learnt() -> None:
     times = ("--seconds", "3", "--settle-s", "1", "--snapshot-s", "1")
     first, second = records("straggler_worker.py", "local", "--shares", "8:8", *times)
     assert first["merges"] == second["merges"] > 0
+    assert all(rate > 0 for rate in rates_of([first, second]))
     (_, before), *_, (_, after) = first["losses"]
     assert after < before - 1
 

@@ -16,7 +16,7 @@ CI = Path(__file__).resolve().parent.parent / "ci"
 sys.path.insert(0, str(CI))
 
 from chaos_diary import SAMPLES, wrong_use  # noqa: E402
-from chaos_report import beginnings, judge, recoveries_s, steps_to_plan  # noqa: E402
+from chaos_report import Plan, Verdict, beginnings, judge, plans, recoveries_s, summary  # noqa: E402
 from emulation import network  # noqa: E402
 from held import Held, growth  # noqa: E402
 
@@ -64,10 +64,21 @@ def test_a_plan_is_good_when_its_slowest_rank_is_nearly_as_fast_as_could_be() ->
         return [line("step", batch, **said, rank=rank, sample_s=(1.0, 2.0)[rank]) for rank in (1, 0)]
 
     entries = [line("ranks", 0, batch=0), *steps(1, [12, 12]), *steps(2, [12, 12]), *steps(3, [16, 8])]
-    assert steps_to_plan(entries) == [3]
-    assert steps_to_plan(entries[:-2]) == [None]
-    assert steps_to_plan(entries, slowed=[(1.5, 2.5)]) == [None], "a rank was slower than it says"
-    assert steps_to_plan(entries, slowed=[(3.5, 4.0)]) == [3], "the plan was good before"
+    assert plans(entries) == [(3, True)]
+    assert plans(entries[:-2]) == [(2, False)], "the job ended before"
+    assert plans(entries, slowed=[(1.5, 2.5)]) == [], "a rank was slower than it says"
+    assert plans(entries, slowed=[(3.5, 4.0)]) == [(3, True)], "the plan was good before"
+
+
+def test_a_plan_that_was_never_good_is_late() -> None:
+    def told(*found: tuple[int, bool]) -> str:
+        verdict = Verdict(problems=(), recoveries_s=(), plans=tuple(Plan(steps, good=good) for steps, good in found))
+        return summary([verdict])
+
+    assert told((2, True), (500, False)).endswith("after 2 steps (worst 2); 1 of 2 not within 30")
+    assert told((2, True), (4, False)).endswith("after 2 steps (worst 2); 0 of 1 not within 30"), "too short to tell"
+    assert told((40, True), (500, False)).endswith("2 of 2 not within 30")
+    assert told((500, False)).endswith("never; 1 of 1 not within 30")
 
 
 @pytest.mark.parametrize(("result", "problem"), [

@@ -296,3 +296,54 @@ def wait_for(condition: Callable[[], object], patience_s: float = 15.0) -> None:
     while not condition():
         assert time.monotonic() < give_up, "waited in vain"
         time.sleep(0.05)
+
+
+def test_a_process_that_a_job_leaves_behind_is_told_and_ended() -> None:
+    leave = "sleep 600 >/dev/null 2>&1 & echo left $!"
+    with Cluster([EmulatedRank(cores=0.5)]) as cluster:
+        done = cluster.processes(["sh", "-c", leave], timeout_s=20)
+        tidy = cluster.processes(["sh", "-c", "sleep 0.1 & wait"], timeout_s=20)
+    (pid,) = map(int, re.findall(r"left (\d+)", done.output))
+    assert (done.returncode, done.left, tidy.left) == (0, (pid,), ())
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_a_tool_is_one_process_so_that_signals_reach_it(tmp_path: Path) -> None:
+    ci, elsewhere = tmp_path / "ci", tmp_path / "elsewhere"
+    ci.mkdir()
+    elsewhere.mkdir()
+    (ci / "inside.py").write_text((CI / "inside.py").read_text())
+    (ci / "environment").write_text(f'export PATH="{Path(sys.executable).parent}:$PATH"\ncd {tmp_path}\n')
+    (ci / "tool").write_text(
+        "import os, sys\nfrom inside import enter_environment\nenter_environment(__file__)\n"
+        "print(os.getpid(), os.getcwd(), *sys.argv[1:])\n"
+    )
+    clean = {name: value for name, value in os.environ.items() if name != "HVD_HETERO_BENCH"}
+    command = [sys.executable, str(ci / "tool"), "--json", "a b"]
+    process = subprocess.Popen(command, cwd=elsewhere, env=clean, stdout=subprocess.PIPE, text=True)
+    assert process.communicate(timeout=20)[0] == f"{process.pid} {elsewhere} --json a b\n"
+
+
+def test_a_rank_without_time_left_waits_for_some_also_after_it_was_stopped() -> None:
+    busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        duty = quota.DutyQuota([0.01], 10_000)
+        duty.hold(0, busy.pid)
+        wait_for(lambda: duty.tick() or state(busy.pid) == "T")  # what it may use is used up
+        duty.stop(0, True)
+        duty.stop(0, False)
+        assert state(busy.pid) == "T"
+        wait_for(lambda: duty.tick() or state(busy.pid) != "T")
+        duty.stop(0, True)
+        wait_for(lambda: state(busy.pid) == "T")
+        duty.stop(0, False)
+        duty.close()
+        wait_for(lambda: state(busy.pid) != "T")
+    finally:
+        busy.kill()
+        busy.wait()
+
+
+def state(pid: int) -> str:
+    """Of a process, as the kernel tells it: T is stopped."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]

@@ -243,7 +243,11 @@ class Cluster:
     def _run(self, processes: Sequence[Process], timeout_s: float) -> Finished:
         job = processes[0].env[leftovers.JOB_VARIABLE]
         return running.run_together(
-            processes, timeout_s=timeout_s, kill=lambda: leftovers.kill_job(job), echo=self._echo
+            processes,
+            timeout_s=timeout_s,
+            kill=lambda: leftovers.kill_job(job),
+            find=lambda: leftovers.marked(f"{job}/"),
+            echo=self._echo,
         )
 
 

@@ -121,7 +121,8 @@ class DutyQuota:
 
     def stop(self, rank: int, stopped: bool) -> None:
         (self._kept_stopped.add if stopped else self._kept_stopped.discard)(rank)
-        self._signal(rank, signal.SIGSTOP if stopped else signal.SIGCONT)
+        if rank not in self._stopped:  # else it is stopped, and goes on when it has earned some time
+            self._signal(rank, signal.SIGSTOP if stopped else signal.SIGCONT)
 
     def tick(self) -> None:
         """Charges every rank for what it used since the last call, and stops or continues it accordingly."""

@@ -26,6 +26,7 @@ class Finished:
     output: str
     seconds: float
     timed_out: bool
+    left: tuple[int, ...] = ()  # processes that still ran a while after the job had ended by itself
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,10 +81,17 @@ def find_horovodrun(python: str) -> Path:
 
 
 def run_together(
-    processes: Sequence[Process], *, timeout_s: float, kill: Callable[[], None], echo: TextIO | None = None
+    processes: Sequence[Process],
+    *,
+    timeout_s: float,
+    kill: Callable[[], None],
+    find: Callable[[], Sequence[int]] = tuple,
+    echo: TextIO | None = None,
 ) -> Finished:
-    """What came of processes that stand and fall together; `kill` must end them all, and whatever they started."""
+    """What came of processes that stand and fall together; `kill` must end them all, and whatever they started, which
+    `find` finds."""
     began = time.monotonic()
+    left: Sequence[int] = ()
     output, ended, started = _Output(echo), queue.Queue(), []  # type: ignore[var-annotated]
     returncode, timed_out = 0, False
     try:
@@ -103,9 +111,13 @@ def run_together(
         seconds = time.monotonic() - began
         if returncode != 0:
             _ask_to_end(started)
+        else:
+            give_up = time.monotonic() + GRACE_S
+            while (left := find()) and time.monotonic() < give_up:
+                time.sleep(0.05)
     finally:
         kill()
-    return Finished(returncode, output.text(GRACE_S), seconds, timed_out)
+    return Finished(returncode, output.text(GRACE_S), seconds, timed_out, tuple(left))
 
 
 def _start(process: Process, output: _Output) -> subprocess.Popen[bytes]:
