@@ -13,7 +13,7 @@ from hvd_hetero.policy.replan import Plan
 
 
 def record(folder, *, late=0.0, steps=60, speeds=(0.001, 0.004), shares=(32, 32), exchange=0.01, data=0.0,
-           ahead=(0.0, 0.0)):
+           ahead=None):
     """A run of ranks that need `speeds` seconds for a sample; `late`: what rank 0 does beside, in every fifth step;
     `ahead`: which part of that time a rank is spared for now, by what it did not use of a quota."""
     dice, ranks = random.Random(1), RecordedRanks(folder, len(speeds))
@@ -22,7 +22,7 @@ def record(folder, *, late=0.0, steps=60, speeds=(0.001, 0.004), shares=(32, 32)
     for step in range(steps):
         compute = [speed * share * dice.uniform(0.99, 1.01) for speed, share in zip(speeds, shares, strict=True)]
         rest = [late if step % 5 == 0 else 0.0] + [0.0] * (len(speeds) - 1)
-        extra = [part * seconds for part, seconds in zip(ahead, compute, strict=True)]
+        extra = [part * seconds for part, seconds in zip(ahead or [0.0] * len(speeds), compute, strict=True)]
         compute = [seconds - more for seconds, more in zip(compute, extra, strict=True)]
         ranks.step(step, compute=compute, extra=extra, data=[data] * len(speeds), rest=rest, shares=shares,
                    exchange=exchange)
@@ -63,7 +63,50 @@ def test_a_report_does_not_advise_what_the_run_has_and_says_whose_record_is_miss
     assert "Exchanges take" in said and "Compression.auto" not in said and "no record" not in said
     (tmp_path / "rank-00001.jsonl").unlink()
     assert main(["report", str(tmp_path)]) == 0
-    assert "Plans are for 2 ranks, and there is no record of 1." in " ".join(capsys.readouterr().out.split())
+    assert "Plans are for 2 ranks, and there is no record of 1: bring" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("empty", [False, True])
+def test_without_the_record_of_the_slow_rank_nothing_is_said_of_waiting_and_nothing_planned(tmp_path, capsys, empty):
+    record(tmp_path, speeds=(0.001, 0.001, 0.02), shares=(32, 32, 32))
+    slow = tmp_path / "rank-00002.jsonl"
+    slow.write_text("") if empty else slow.unlink()
+    assert main(["report", str(tmp_path)]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "no record of 2" in said and "Exchanges take" not in said and "wait for each other" not in said
+    assert main(["plan", str(tmp_path)]) == 1
+    assert "bring rank-00002.jsonl" in capsys.readouterr().err
+
+
+def test_a_record_that_ends_early_counts_as_far_as_it_goes(tmp_path, capsys):
+    record(tmp_path, speeds=(0.001, 0.001, 0.02), shares=(32, 32, 32))
+    slow = tmp_path / "rank-00002.jsonl"
+    lines = slow.read_text().splitlines()
+    cut = next(i for i, line in enumerate(lines) if line.startswith("[40,"))
+    slow.write_text("\n".join(lines[:cut]) + "\n")
+    assert main(["report", str(tmp_path)]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "100 % of that for rank 2" in said and "The record of rank 2 ends at step 39 of 59." in said
+    assert "Exchanges take" not in said
+
+
+def test_a_plan_rests_on_one_plan_of_the_run_where_a_record_ends_before_the_newest(tmp_path, capsys):
+    ranks, speeds = RecordedRanks(tmp_path, 2), (0.001, 0.003)
+    for first, shares in ((0, (32, 32)), (40, (48, 16))):
+        for trace in ranks.traces:
+            trace.plan(Plan(version=first, step=first, shares=shares, reason="of the test"))
+        for step in range(first, first + 40):
+            compute = [speed * share for speed, share in zip(speeds, shares, strict=True)]
+            ranks.step(step, compute=compute, extra=(0.0, 0.0), data=(0.0, 0.0), rest=(0.0, 0.0), shares=shares,
+                       exchange=0.01)
+    ranks.read()
+    path = tmp_path / "rank-00001.jsonl"
+    path.write_text("".join(line for line in path.read_text().splitlines(keepends=True)
+                            if not line.startswith(tuple(f"[{step}," for step in range(40, 80)))))
+    assert main(["plan", str(tmp_path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["shares"] == [48, 16] and found["step_s"] == pytest.approx(0.058, rel=0.02)
+    assert sum(found["forecasts"][0]["shares"]) == 64
 
 
 def test_a_plan_finds_speeds_and_predicts_the_step_that_was_measured(tmp_path, capsys):

@@ -71,12 +71,14 @@ def speed_of(rank: RankRun, *, skip: int) -> tuple[SpeedModel, Jitter]:
 
 def seen_in(run: Run, *, skip: int) -> Seen:
     """What a run says of its ranks. Raises CommandError where it says too little."""
+    if run.missing:
+        names = ", ".join(f"rank-{rank:05d}.jsonl" for rank in run.missing)
+        raise CommandError(f"expected the records of all {len(run.plans[-1].shares)} ranks. Received none of "
+                           f"{', '.join(map(str, run.missing))}.\n  What to do: bring {names} into {run.folder}.")
     ranks = list(run.present.values())
     models, jitters = zip(*(speed_of(rank, skip=skip) for rank in ranks), strict=True)
     bounds, micro_batch = zip(*map(limits_of, ranks), strict=True)
-    shares = tuple(rank.steps[-1].share for rank in ranks)
-    spans = [span for rank in ranks if (span := _step_s(rank, skip=skip)) is not None]
-    step_s = statistics.fmean(spans) if spans else None
+    shares, step_s = _measured(run, ranks, skip=skip)
     exchange_s = 0.0
     if step_s is not None:
         some = [i for i, share in enumerate(shares) if share]
@@ -101,15 +103,26 @@ def told(speeds: str, *, exchange_ms: float) -> Seen:
                 micro_batch=(None,) * len(models))
 
 
-def _step_s(rank: RankRun, *, skip: int) -> float | None:
-    """The seconds of a synchronous step with the newest share: the median, as pauses are no steps."""
+def _measured(run: Run, ranks: Sequence[RankRun], *, skip: int) -> tuple[tuple[int, ...], float | None]:
+    """The newest shares that the ranks had in some synchronous steps, and the seconds of such a step; without one, the
+    newest shares."""
+    newest = tuple(rank.steps[-1].share for rank in ranks)
+    plans = [plan.shares for plan in run.plans if len(plan.shares) == len(ranks)]
+    for shares in dict.fromkeys(reversed(plans or [newest])):
+        found = [_spans(rank, share, skip=skip) for rank, share in zip(ranks, shares, strict=True)]
+        if any(len(spans) >= LEAST for spans in found):
+            return shares, statistics.fmean(statistics.median(spans) for spans in found if len(spans) >= LEAST)
+    return (plans or [newest])[-1], None
+
+
+def _spans(rank: RankRun, share: int, *, skip: int) -> list[float]:
+    """The seconds of a rank's newest synchronous steps with this share."""
     alone = apart(rank, [step.step for step in rank.steps])
 
     def counts(each: Timed) -> bool:
-        return bool(each.span_s) and each.step.share == rank.steps[-1].share and each.step.step not in alone
+        return bool(each.span_s) and each.step.share == share and each.step.step not in alone
 
-    spans = [each.span_s or 0.0 for each in timed(rank)[skip:][-NEWEST:] if counts(each)]
-    return statistics.median(spans) if spans else None
+    return [each.span_s or 0.0 for each in timed(rank)[skip:][-NEWEST:] if counts(each)]
 
 
 def show(seen: Seen, found: Sequence[Forecast], run: Run | None) -> None:

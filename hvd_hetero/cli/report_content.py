@@ -64,7 +64,7 @@ def report_of(folder: str, *, skip: int = SKIP) -> Report:
         raise CommandError(f"--skip: expected 0 or more. Received: {skip}.")
     try:
         run = read(folder)
-    except (FileNotFoundError, NewerFormatError) as error:
+    except (OSError, NewerFormatError) as error:
         raise CommandError(f"{error}\n  What to do: name the folder that hvd.Balancer(run=...) or HVD_HETERO_RUN "
                            "named, of one job.") from error
     if not any(rank.steps[skip:] for rank in run.ranks.values()):
@@ -119,14 +119,27 @@ def advice(report: Report) -> list[str]:
         tries = "" if chosen else 'topology="auto" and hvd.Compression.auto try what is faster; '
         said.append(f"Exchanges take {percent(waits.exchange_part)} of a step once all ranks have come: {tries}"
                     "a larger global batch needs fewer of them, but changes what is learned.")
-    ranks = max((len(plan.shares) for plan in report.run.plans), default=0)
-    if missing := [str(rank) for rank in range(ranks) if rank not in report.run.ranks]:
-        said.append(f"Plans are for {ranks} ranks, and there is no record of {', '.join(missing)}.")
+    said += _of_records(report)
     for rank in report.run.ranks.values():
         if rank.dropped or rank.unreadable:
             said.append(f"The record of rank {rank.rank} lacks {rank.dropped} lines that could not be written, and "
                         f"{rank.unreadable} that cannot be read.")
     return said or ["Nothing stands out: ranks hardly wait for each other, for data or for the exchange."]
+
+
+def _of_records(report: Report) -> list[str]:
+    """What cannot be told, as records lack it."""
+    run, said = report.run, []
+    if run.missing:
+        said.append(f"Plans are for {len(run.plans[-1].shares)} ranks, and there is no record of "
+                    f"{', '.join(map(str, run.missing))}: bring the files of all hosts into one folder.")
+    elif not report.waits.step_s and report.together == report.merges == 0 or report.waits.steps == 1:
+        said.append("Too few steps were recorded by all ranks to tell who waits for whom.")
+    last = max(rank.steps[-1].step for rank in run.ranks.values() if rank.steps)
+    for number, rank in run.present.items() if report.together >= 0.5 else ():
+        if rank.steps and rank.steps[-1].step < last - 1:
+            said.append(f"The record of rank {number} ends at step {rank.steps[-1].step} of {last}.")
+    return said
 
 
 def _of_waiting(waits: Waiting) -> str:

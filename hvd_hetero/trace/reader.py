@@ -10,8 +10,10 @@ import json
 import math
 import os
 import re
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from statistics import median
 from typing import Any
@@ -104,7 +106,7 @@ class Run:
     folder: str
     ranks: dict[int, RankRun]
 
-    @property
+    @cached_property
     def plans(self) -> tuple[Plan, ...]:
         """The plans of the run. All ranks hold the same ones; they are taken from the rank that recorded the most."""
         longest: list[Plan] = []
@@ -119,6 +121,21 @@ class Run:
         last = max(self.ranks.values(), key=lambda run: run.steps[-1].t_s if run.steps else 0.0)
         size = len(last.plans[-1].shares) if last.plans else math.inf
         return {rank: run for rank, run in self.ranks.items() if rank < size}
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """The numbers of ranks of the newest plan of whose steps there is no record."""
+        size = len(self.plans[-1].shares) if self.plans else 0
+        return tuple(rank for rank in range(size) if rank not in self.ranks or not self.ranks[rank].steps)
+
+    def size_at(self, step: int) -> int | None:
+        """How many ranks there were in a step, by the plan that held then; None where no plan is recorded."""
+        at = bisect_right(self._begins, step) - 1
+        return len(self.plans[max(0, at)].shares) if self.plans else None
+
+    @cached_property
+    def _begins(self) -> list[int]:
+        return [plan.step for plan in self.plans]
 
     @property
     def gone(self) -> tuple[int, ...]:
