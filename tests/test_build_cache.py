@@ -7,13 +7,15 @@ import multiprocessing
 import sys
 from multiprocessing.synchronize import Event
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from building import recipe
 
 from hvd_hetero.cli import edits
-from hvd_hetero.cli.cache import Cache, default_folder
+from hvd_hetero.cli.cache import Cache, default_folder, locked
 from hvd_hetero.cli.cuda import Gpu
+from hvd_hetero.cli.error import CommandError
 from hvd_hetero.cli.progress import Progress, percent
 from hvd_hetero.engine.cache import key, put
 
@@ -89,6 +91,35 @@ def test_a_second_build_of_the_same_wheel_waits(tmp_path: Path) -> None:
     finally:
         release.set()
         other.join(20)
+
+
+def test_without_locks_nobody_waits_and_a_cache_that_cannot_be_written_is_read(tmp_path: Path) -> None:
+    with locked(tmp_path / "not there" / "lock", lambda: pytest.fail("nobody holds it")):
+        pass
+    cache, built = Cache(tmp_path / "cache"), tmp_path / "horovod-0.28.1-x.whl"
+    built.write_bytes(b"wheel")
+    stored = cache.store("k", built, {})
+    (cache.folder / "k.lock").mkdir()  # a file that cannot be opened for writing, whoever we are
+    with cache.lock("k", lambda: pytest.fail("nobody holds it")):
+        assert cache.wheel("k") == stored
+
+
+def test_a_full_disk_is_told_before_the_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=300_000))
+    with pytest.raises(CommandError, match=r"0 MB are free, of 100 .*\n.*--cache-dir"):
+        Cache(tmp_path).entry("k")
+    (tmp_path / "k" / "horovod-0.28.1-x.whl").touch()
+    assert Cache(tmp_path).entry("k") == tmp_path / "k", "what is there needs no room"
+
+
+def test_a_user_without_a_home_folder_is_told_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nowhere() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", nowhere)
+    with pytest.raises(CommandError, match="set XDG_CACHE_HOME, or name a folder with --cache-dir"):
+        default_folder()
 
 
 class Terminal(io.StringIO):

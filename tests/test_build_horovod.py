@@ -127,11 +127,15 @@ def test_a_wheel_is_built_once_and_then_found(
 
 
 @pytest.mark.usefixtures("torch_there", "little")
-def test_a_build_that_is_ended_ends_its_compilers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_build_that_is_ended_ends_its_compilers(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, number: int
+) -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
     pip = program(tmp_path, "pip", f"sleep 60 & echo $! > {tmp_path}/pid; echo started; wait")
     monkeypatch.setattr(build_horovod, "build_wheel", REAL_BUILD)
     monkeypatch.setattr(wheel, "PIP", (str(pip),))
-    monkeypatch.setattr(Progress, "line", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr(Progress, "line", lambda *_: os.kill(os.getpid(), number))
     with pytest.raises(SystemExit):
         main(["build-horovod", "--no-install", "--cache-dir", str(tmp_path / "cache")])
     compiler = Path("/proc") / (tmp_path / "pid").read_text().strip() / "stat"
@@ -172,3 +176,5 @@ def test_the_environment_of_the_build_is_ours_alone(monkeypatch: pytest.MonkeyPa
     assert "HOROVOD_CPU_OPERATIONS" not in env and "HOROVOD_WITHOUT_GLOO" not in env
     assert env["HOROVOD_NCCL_HOME"] == "there" and env["HOROVOD_WITHOUT_MPI"] == "1"
     assert env["HOROVOD_WITH_PYTORCH"] == "1" and env["HOROVOD_WITHOUT_TENSORFLOW"] == "1"
+    assert f"-ffile-prefix-map={tmp_path}=" in env["CXXFLAGS"]
+    assert "prefix-map" not in recipe().environment(tmp_path / "with a space")["CXXFLAGS"]  # flags are split there

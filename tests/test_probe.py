@@ -136,6 +136,17 @@ def test_shares_follow_speed_and_cores_are_divided_among_those_who_run_on_them(t
     assert found.shares == (0.25, 0.5, 0.25)
 
 
+def test_shares_follow_what_containers_of_one_machine_may_use_of_it(tmp_path):
+    network = Network(tuple("aabc"), by_hosts("aabc"))
+    quotas = (8.0, 8.0, 8.0, 2.0)  # of the container of each rank
+
+    def describe(rank):
+        return replace(network.device(rank), machine="one", affinity="0-31", cores=quotas[rank])
+
+    found = run(network, tmp_path, describe=describe, speed=lambda rank: 1.0)
+    assert found.shares == pytest.approx([4 / 18, 4 / 18, 8 / 18, 2 / 18])
+
+
 def test_the_cache_holds_what_was_measured_on_the_same_hardware(tmp_path):
     network = Network(tuple("aab"), by_hosts("aab"))
     first = run(network, tmp_path)
@@ -148,8 +159,27 @@ def test_the_cache_holds_what_was_measured_on_the_same_hardware(tmp_path):
     assert not run(Network(tuple("abb"), by_hosts("abb")), tmp_path).cached, "other ranks on the same hosts"
     changed = run(network, tmp_path, describe=lambda rank: replace(network.device(rank), cores=1.0 + rank))
     assert not changed.cached, "other hardware"
+    assert not run(network, tmp_path, budget_s=20.0).cached, "that took less time"
+    assert run(network, tmp_path, budget_s=5.0).cached
     noted = run(network, tmp_path, describe=lambda rank: replace(network.device(rank), notes=("other",)))
     assert noted.cached, "notes are no hardware"
+
+
+def test_what_was_measured_over_another_interface_is_measured_anew(tmp_path, monkeypatch):
+    network = Network(tuple("aab"), by_hosts("aab"))
+    for interface, cached in (("eth0", False), ("eth0", True), ("ib0", False)):
+        monkeypatch.setenv("HOROVOD_GLOO_IFACE", interface)
+        assert run(network, tmp_path).cached is cached
+
+
+def test_a_user_without_a_home_folder_measures_each_time(monkeypatch):
+    def nowhere():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr("pathlib.Path.home", nowhere)
+    network = Network(tuple("ab"), by_hosts("ab"))
+    assert not run(network, None).cached and not run(network, None).cached
 
 
 @pytest.mark.parametrize("damage", [

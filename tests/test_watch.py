@@ -1,8 +1,10 @@
 """The watchdog, on watches of this process and, where a rank is stopped or gone, on processes of their own."""
 
+import contextlib
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -434,3 +436,30 @@ def test_all_ranks_of_a_large_job_may_ask_at_once_and_answers_may_be_long():
         thread.join()
     ear.close()
     assert found == [True] * 100
+
+
+def test_who_does_not_mean_this_job_takes_few_threads_and_little_time(monkeypatch):
+    monkeypatch.setattr(peer, "ASKING", 3)
+    monkeypatch.setattr(peer, "QUESTION_S", 0.3)
+    ear = peer.Ear(lambda question: {"state": "here"})
+    asked, others = ear.peer(0), []
+    try:
+        for _ in range(5):
+            others.append(socket.create_connection(("127.0.0.1", asked.port), timeout=5))
+        assert [one.recv(1) for one in others[3:]] == [b"", b""], "beyond what ranks there may be: closed at once"
+        for slow in others[:3]:
+            with contextlib.suppress(OSError):  # it is closed meanwhile
+                for _ in range(20):
+                    slow.send(b"x")
+                    time.sleep(0.02)
+                    slow.settimeout(0.001)
+                    with contextlib.suppress(TimeoutError):
+                        if not slow.recv(1):
+                            break
+                else:
+                    pytest.fail("a byte now and then keeps a thread")
+        assert peer.ask(asked, {"kind": "state"}, within_s=5.0) == {"state": "here"}
+    finally:
+        for one in others:
+            one.close()
+        ear.close()

@@ -6,13 +6,14 @@ import argparse
 import os
 import signal
 import sys
+import sysconfig
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from hvd_hetero.cli import cuda, edits, toolchain
-from hvd_hetero.cli.cache import LOG, Cache, default_folder
+from hvd_hetero.cli.cache import LOG, Cache, default_folder, locked
 from hvd_hetero.cli.error import UsageError
 from hvd_hetero.cli.progress import Progress
 from hvd_hetero.cli.recipe import Recipe
@@ -121,10 +122,14 @@ def _run(options: Options, show: Progress) -> Path:
             wheel = _build(recipe, cache, name, show)
         else:
             show.stage(f"found in the cache: {wheel.parent.name}")
-    if options.install and (options.force or not is_installed(wheel)):
-        show.stage("installing")
-        install_missing(RUN_NEEDS)
-        install(wheel)
+    if options.install:
+        # On several hosts one environment may be shared, of which each install takes out what is there.
+        place = Path(sysconfig.get_path("purelib")) / ".hvd_hetero-horovod.lock"
+        with locked(place, lambda: show.stage("waiting for another install into this environment")):
+            if options.force or not is_installed(wheel):
+                show.stage("installing")
+                install_missing(RUN_NEEDS)
+                install(wheel)
     show.done(f"Horovod {edits.HOROVOD_VERSION} {'installed' if options.install else 'built'} for {recipe.summary()}")
     print(wheel)
     return wheel
@@ -159,11 +164,15 @@ def _cores() -> int:
 def command(arguments: argparse.Namespace) -> int:
     """Runs the command; its exit code."""
     # an exception, so that the compilers end with us: they are a process group of their own
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    heard = [number for number, handler in before.items() if handler is not signal.SIG_IGN]  # as nohup has it
+    for number in heard:
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
     try:
         run(options_from(arguments))
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number in heard:
+            signal.signal(number, before[number])
     return 0
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -13,13 +12,43 @@ from hvd_hetero.cli.error import CommandError
 from hvd_hetero.engine.cache import put
 from hvd_hetero.engine.environment import cache_folder
 
+ROOM_BYTES = 100_000_000  # that have to be free before minutes of compiling, so that a wheel is not thrown away
 RECORD = "build.json"
 LOG = "build.log"
 
 
 def default_folder() -> Path:
-    """`hvd_hetero/horovod` in the user's cache: XDG_CACHE_HOME, or ~/.cache."""
-    return cache_folder() / "horovod"
+    """`hvd_hetero/horovod` in the user's cache: XDG_CACHE_HOME, or ~/.cache. Raises `CommandError` where there is none.
+    """
+    try:
+        return cache_folder() / "horovod"
+    except RuntimeError as error:
+        raise CommandError(
+            f"expected a user with a home folder, or XDG_CACHE_HOME. Received: {error}\n"
+            "  What to do: set XDG_CACHE_HOME, or name a folder with --cache-dir."
+        ) from error
+
+
+@contextlib.contextmanager
+def locked(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
+    """Held by one process at a time; calls `waiting` once when another holds it. By several where the system, the file
+    system or the rights to it allow no locks."""
+    try:
+        import fcntl
+
+        file = path.open("w")
+    except (ImportError, OSError):
+        yield
+        return
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            waiting()
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError:
+            pass
+        yield
 
 
 class Cache:
@@ -33,6 +62,8 @@ class Cache:
         path = self.folder / name
         try:
             path.mkdir(parents=True, exist_ok=True)
+            if (free := shutil.disk_usage(path).free) < ROOM_BYTES and not self.wheel(name):
+                raise OSError(f"{free / 1e6:.0f} MB are free, of {ROOM_BYTES / 1e6:.0f} that a wheel and its log take")
         except OSError as error:
             raise CommandError(
                 f"expected to write the cache in {self.folder}. Received: {error}.\n"
@@ -50,24 +81,7 @@ class Cache:
         put(entry / RECORD, lambda path: path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8"))
         return put(entry / wheel.name, lambda path: shutil.copyfile(wheel, path))
 
-    @contextlib.contextmanager
-    def lock(self, name: str, waiting: Callable[[], None]) -> Iterator[None]:
-        """Held by one build of a key at a time; calls `waiting` once when another holds it.
-
-        Where the system or the file system has no locks two builds may both run: the cache stays whole all the same.
-        """
+    def lock(self, name: str, waiting: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
+        """Held by one build of a key at a time: see `locked`. The cache stays whole also where two builds run."""
         self.entry(name)
-        if sys.platform == "win32":
-            yield
-            return
-        import fcntl
-
-        with (self.folder / f"{name}.lock").open("w") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                waiting()
-                fcntl.flock(file, fcntl.LOCK_EX)
-            except OSError:
-                pass
-            yield
+        return locked(self.folder / f"{name}.lock", waiting)

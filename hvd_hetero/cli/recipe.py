@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -86,6 +87,8 @@ class Recipe:
 
     def environment(self, source: Path) -> dict[str, str]:
         """The environment of the build; a part that fails is an error there and never left out in silence."""
+        # the log's messages name their source file: not by a folder that is gone. Flags are split at spaces
+        name = f"-ffile-prefix-map={source}=horovod-{HOROVOD_VERSION}" if not re.search(r"\s", str(source)) else ""
         env = {n: v for n, v in os.environ.items() if not n.startswith("HOROVOD_") or n.startswith(_KEPT_VARIABLES)}
         env.update(
             HOROVOD_WITH_GLOO="1",
@@ -94,8 +97,7 @@ class Recipe:
             HOROVOD_BUILD_ARCH_FLAGS=" ".join(f"-m{flag}" for flag in self.cpu_flags),
             CMAKE_POLICY_VERSION_MINIMUM="3.5",  # CMake 4 refuses the older minimum that Gloo asks for
             CXX=self.compiler,
-            # the log's messages name their source file: not by a folder that is gone
-            CXXFLAGS=f"{os.environ.get('CXXFLAGS', '')} -ffile-prefix-map={source}=horovod-{HOROVOD_VERSION}".strip(),
+            CXXFLAGS=f"{os.environ.get('CXXFLAGS', '')} {name}".strip(),
             MAKEFLAGS=f"-j{self.jobs}",
         )
         env["HOROVOD_WITH_MPI" if self.mpi else "HOROVOD_WITHOUT_MPI"] = "1"

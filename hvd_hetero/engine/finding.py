@@ -11,6 +11,7 @@ from typing import Any
 from hvd_hetero.policy.topology import Topology
 
 from .device import Device
+from .machine import listed
 
 Matrix = tuple[tuple[float, ...], ...]
 
@@ -69,11 +70,18 @@ class Probe:
         """The fraction of the work that each rank would take for all to end at once, by the speed of its processor.
 
         A rank's speed is that of a core times the cores it has for itself: those that several ranks of a machine may
-        run on are divided among them. GPUs are not benchmarked.
+        run on are divided among them, and what a quota allows among the ranks of the host. GPUs are not benchmarked.
         """
         users = Counter((device.machine, device.affinity) for device in self.devices)
+        neighbours = Counter(device.host for device in self.devices)
+
+        def cores(device: Device) -> float:
+            present = len(listed(device.affinity))
+            shared = present / users[device.machine, device.affinity]
+            return min(shared, device.cores / neighbours[device.host]) if device.cores < present else shared
+
         speeds = [
-            speed * max(1.0, device.cores / users[device.machine, device.affinity])
+            speed * max(1.0, cores(device))
             for speed, device in zip(self.core_gflop_per_s, self.devices, strict=True)
         ]
         return tuple(speed / math.fsum(speeds) for speed in speeds)

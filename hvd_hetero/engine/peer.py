@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import hmac
 import json
 import os
@@ -17,6 +16,7 @@ import secrets
 import signal
 import socket
 import socketserver
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -110,6 +110,19 @@ def _address_to(host: str) -> str:
         return ""
 
 
+def _line(line: socket.socket, *, within_s: float) -> bytes:
+    """The first line that comes, all of it within so many seconds. Raises OSError where it does not."""
+    said, deadline = b"", time.monotonic() + within_s
+    while not said.endswith(b"\n") and len(said) < LONGEST:
+        line.settimeout(max(1e-3, deadline - time.monotonic()))
+        if not (part := line.recv(LONGEST)):
+            break
+        said += part
+        if time.monotonic() > deadline:
+            raise TimeoutError
+    return said
+
+
 class Ear:
     """Listens for questions to this process, from its construction on.
 
@@ -122,19 +135,29 @@ class Ear:
         self.ended = False
         ear = self
 
-        class Handler(socketserver.StreamRequestHandler):
-            timeout = QUESTION_S
+        places = threading.BoundedSemaphore(ASKING)
 
+        class Handler(socketserver.BaseRequestHandler):
             def handle(self) -> None:
-                question = json.loads(self.rfile.readline(LONGEST))
+                question = json.loads(_line(self.request, within_s=QUESTION_S))
                 if hmac.compare_digest(str(question.pop("token", "")), ear.token):
-                    self.wfile.write(json.dumps(answer(question)).encode() + b"\n")
+                    self.request.settimeout(QUESTION_S)
+                    self.request.sendall(json.dumps(answer(question)).encode() + b"\n")
 
         class Server(socketserver.ThreadingTCPServer):
             request_queue_size = ASKING
 
             def process_request(self, request: Any, client_address: Any) -> None:
-                answer_it = functools.partial(self.process_request_thread, request, client_address)
+                if not places.acquire(blocking=False):  # of more than all ranks, who do not mean this job
+                    self.shutdown_request(request)
+                    return
+
+                def answer_it() -> None:
+                    try:
+                        self.process_request_thread(request, client_address)
+                    finally:
+                        places.release()
+
                 background.begin(answer_it, name="hvd_hetero.answer")
 
             def handle_error(self, request: Any, client_address: Any) -> None:
@@ -148,7 +171,9 @@ class Ear:
                         raise SystemExit from None
                     raise
 
-        self._server = Server(("", 0), Handler)
+        launcher = rendezvous_address()
+        here = launcher is not None and launcher.startswith("127.")  # then so are all ranks
+        self._server = Server(("127.0.0.1" if here else "", 0), Handler)
         # The workers of a data loader are forks: one that outlives its rank must not keep the port open.
         os.register_at_fork(after_in_child=self._server.socket.close)
         background.begin(self._server.serve_forever, name="hvd_hetero.ear", end=self._end)

@@ -12,6 +12,7 @@ part of it.
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -51,27 +52,38 @@ def probe(engine: Engine, *, clock: Callable[[], float] = time.perf_counter, bud
     """
     name = engine.unique("hvd_hetero.probe.")
     timer = Timer(engine, name=name, clock=clock)
-    devices = _devices(engine, name, describe, {"budget_s": budget_s, "fresh": fresh})
+    devices, interfaces = _devices(engine, name, describe, {"budget_s": budget_s, "fresh": fresh})
     if not budget_s > 0.0:
         raise ValueError(f"budget_s: expected above 0, the seconds that probing may take. Received: {budget_s}.")
-    key = cache.key({"format": FORMAT, "mpi": under_mpi(),
+    key = cache.key({"format": FORMAT, "mpi": under_mpi(), "interfaces": interfaces,
                      "devices": [{**device.as_dict(), "notes": []} for device in devices]})
-    place = folder if folder is not None else cache_folder() / "probe"
-    kept = None if fresh else _kept(engine, name, place, key)
+    place = folder if folder is not None or engine.rank else _users_folder()
+    kept = None if fresh else _kept(engine, name, place, key, budget_s)
     if kept is not None:
         return replace(kept, cached=True)
     engine.allreduce_async(np.zeros(1, np.float32), name=f"{name}.benchmark").wait()   # cores are shared as in training
     speeds = _benchmarked(engine, name, benchmark, clock)
     found = _measured(timer, devices, speeds, budget_s)
     found = replace(found, seconds=timer.elapsed_s())
-    if engine.rank == 0:
-        cache.store(place, key, {"key": key, "probe": found.as_dict()})
+    if engine.rank == 0 and place is not None:
+        cache.store(place, key, {"key": key, "budget_s": budget_s, "probe": found.as_dict()})
     return found
 
 
-def _devices(engine: Engine, name: str, describe: Callable[[], Device], terms: dict[str, Any]) -> tuple[Device, ...]:
-    """The devices of all ranks; also checks that all ranks were called alike."""
-    mine: dict[str, Any] = {"terms": terms}
+def _users_folder() -> Path | None:
+    """Where results are kept; None for a user without a home folder, for whom none are."""
+    try:
+        return cache_folder() / "probe"
+    except RuntimeError:
+        return None
+
+
+def _devices(
+    engine: Engine, name: str, describe: Callable[[], Device], terms: dict[str, Any]
+) -> tuple[tuple[Device, ...], list[str]]:
+    """The devices of all ranks, and the network interfaces that Gloo was told to take; also checks that all ranks were
+    called alike."""
+    mine: dict[str, Any] = {"terms": terms, "interface": os.environ.get("HOROVOD_GLOO_IFACE", "")}
     try:
         mpi = mpi_world(engine.size)
         mine |= {"device": describe().as_dict(), "mpi": mpi is not None}
@@ -89,15 +101,18 @@ def _devices(engine: Engine, name: str, describe: Callable[[], Device], terms: d
     if all(row["mpi"] for row in rows):     # only all together: asking MPI is a collective call of its own
         hosts = gather_text(engine, mpi_host(mpi), name=f"{name}.host")
         devices = tuple(replace(device, host=host) for device, host in zip(devices, hosts, strict=True))
-    return devices
+    return devices, [row["interface"] for row in rows]
 
 
-def _kept(engine: Engine, name: str, folder: Path, key: str) -> Probe | None:
-    """What rank 0's cache holds under `key`, if it is whole and their own in the eyes of all ranks."""
-    texts = gather_text(engine, cache.load(folder, key) if engine.rank == 0 else "", name=f"{name}.cache")
+def _kept(engine: Engine, name: str, folder: Path | None, key: str, budget_s: float) -> Probe | None:
+    """What rank 0's cache holds under `key`, of as large a budget, if it is whole and their own in the eyes of all
+    ranks."""
+    text = cache.load(folder, key) if folder is not None and engine.rank == 0 else ""
+    texts = gather_text(engine, text, name=f"{name}.cache")
     try:
         content = json.loads(texts[0])
-        found = Probe.from_dict(content["probe"]) if content["key"] == key else None
+        ours = content["key"] == key and content["budget_s"] >= budget_s
+        found = Probe.from_dict(content["probe"]) if ours else None
     except (ValueError, KeyError, TypeError, AttributeError):      # a file that is not ours, or half of one
         found = None
     sound = np.array([float(found is not None and found.size == engine.size)], dtype=np.float32)
