@@ -81,3 +81,9 @@ def test_a_trial_overrules_the_prediction_only_by_a_margin():
     assert confirm({"a": [1.0, 1.0, 9.0], "b": [0.95, 0.95, 0.95]}, "a", 1).route == "a"
     found = confirm({"a": [1.0, 1.0, 9.0], "b": [0.5, 0.5, 9.0]}, "a", 1)
     assert found.route == "b" and found.predicted_s == 0.5 and "measured a 1000.0 ms, b 500.0 ms" in found.reason
+
+
+def test_a_trial_goes_by_what_routes_usually_take():
+    """One quick sum may be luck, and one slow one a stall."""
+    assert confirm({"flat": [1.0] * 8, "rails": [0.1, *[1.2] * 7]}, "flat", 2**20).route == "flat"
+    assert confirm({"flat": [1.0] * 8, "rails": [9.0, *[0.5] * 7]}, "flat", 2**20).route == "rails"

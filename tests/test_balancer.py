@@ -1,18 +1,22 @@
 """The balancer and the dealer, without a framework: laws 3 and 4 while plans change, on ranks that are threads."""
 
 import json
+import threading
+import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from simulated import Speed
 
 from hvd_hetero.engine.hierarchy import one_level
-from hvd_hetero.engine.local import World
+from hvd_hetero.engine.local import SoloEngine, World
 from hvd_hetero.optimizers import control
-from hvd_hetero.optimizers.attachment import PeerError
+from hvd_hetero.optimizers.attachment import Exchanges, PeerError
 from hvd_hetero.optimizers.balancer import Balancer
 from hvd_hetero.optimizers.dealer import Dealer, cut, proportional
-from hvd_hetero.optimizers.departure import Departure
+from hvd_hetero.optimizers.departure import Departure, Flag
+from hvd_hetero.optimizers.horizon import Horizon
 from hvd_hetero.optimizers.route import Route
 from hvd_hetero.optimizers.weighted import WeightedExchange
 from hvd_hetero.policy.ladder import Rung
@@ -228,3 +232,82 @@ def test_a_trace_tells_what_each_rank_may_have_and_once_more_when_the_ranks_have
     told = [[event.fields for event in rank.events if event.kind == "limits"] for rank in read(tmp_path).ranks.values()]
     assert told[0] == [{"lower": 1, "upper": None, "quantum": 1, "micro_batch": None}] * 2
     assert told[1] == [{"lower": 1, "upper": 40, "quantum": 2, "micro_batch": 8}] * 2
+
+
+def test_ranks_stop_with_the_batch_by_which_all_have_heard_however_often_it_is_said():
+    flag = Flag()
+    for step in range(5, 12):
+        flag.hear((1,), step + 4)
+    assert flag.by(8) == () and flag.by(9) == (1,) == flag.by(30)
+    flag.heard_by_all()
+    assert flag.by(0) == (1,)
+
+
+def test_what_was_dealt_stays_dealt_where_another_loader_has_come_less_far():
+    horizon = Horizon()
+    for step in (5, 3):
+        with horizon.reaching(step):
+            pass
+    assert horizon.said(2, lookahead=0, ahead=0) == 3
+
+
+@pytest.mark.parametrize("call", ["withdraw", "complete"])
+def test_a_rank_that_fails_waits_until_the_others_have_heard_of_it(call):
+    """For its process ends then, and with it all that they wait for."""
+
+    def exchange(looks):  # that is over after so many
+        left = iter(range(looks))
+        done = lambda: next(left, None) is None  # noqa: E731
+        return SimpleNamespace(withdraw=lambda: done, miss=lambda: done)
+
+    exchanges = Exchanges(lambda: False)
+    exchanges.attach(exchange(3))
+    exchanges.attach(exchange(6))
+    assert getattr(exchanges, call)(0.0), "none is left under way"
+
+
+def test_a_thread_that_deals_ahead_goes_on_where_a_state_is_loaded():
+    balancer = Balancer(SoloEngine(), global_batch_size=4)
+    state, dealt = balancer.state_dict(), []
+    balancer.dialogue.horizon.said(0, lookahead=0, ahead=0)
+    thread = threading.Thread(target=lambda: dealt.append(balancer.deal(1)), daemon=True)
+    thread.start()
+    time.sleep(0.05)
+    assert not dealt, "no plan is to come in behind it"
+    balancer.load_state_dict(state)
+    thread.join(5.0)
+    assert dealt
+
+
+@pytest.mark.parametrize("wrong, text", [
+    ({"global_batch_size": 2**24 + 2}, "at most 16777216"),
+    ({"global_batch_size": 8, "quantum": 2, "shares": (3, 5)}, "multiple of 2"),
+])  # fmt: skip
+def test_what_plans_cannot_hold_is_wrong_on_all_ranks(wrong, text):
+    errors = World(2).run(lambda engine: Balancer(engine, **wrong), errors="return")
+    assert all(isinstance(error, ValueError) and text in str(error) for error in errors), errors
+
+
+def test_a_rank_that_misses_a_batch_agrees_with_the_others_on_who_leads():
+    def exchange():
+        return SimpleNamespace(on_begin=lambda: None, miss=lambda: None)
+
+    missing, there = (Exchanges(lambda: False) for _ in range(2))
+    both = exchange(), exchange()
+    for exchanges in (missing, there):
+        for one in both:
+            exchanges.attach(one)
+        exchanges.ended(both[1])
+    there.ended(both[0])
+    missing.complete(0.0)
+    for exchanges in (missing, there):
+        exchanges.on_begin()
+        assert exchanges.leads(both[0]) and not exchanges.leads(both[1])
+
+
+def test_nobody_trains_on_after_a_failure_in_a_step_apart():
+    balancer = Balancer(SoloEngine(), global_batch_size=4)
+    balancer.planner.apart = lambda step: True
+    balancer.fail()
+    with pytest.raises(RuntimeError, match="Go on from a checkpoint"):
+        balancer.begin(4)

@@ -207,3 +207,41 @@ def test_a_short_last_batch_of_synchronous_steps(shares):
         return most
 
     assert max(World(2).run(program)) <= 1.0 + 1e-6
+
+
+def test_what_was_given_back_twice_is_kept_as_a_whole():
+    """As where ranks change once more before the next exchange."""
+
+    class Nothing:
+        def kept_into(self, array): ...
+
+    carry = Carry([Nothing()])
+    for value in (1.0, 2.0):
+        carry.give([np.full(3, value)])
+    (kept,) = carry.kept_back([np.zeros(3)])
+    assert kept.tolist() == [3.0] * 3
+
+
+def test_what_is_given_back_counts_in_the_unit_of_who_takes_it():
+    def program(engine):
+        job = Job(engine)
+        assert job.exchange.give_back([np.ones(SIZE * SIZE)], 0.5)
+        assert job.kept() == pytest.approx(SIZE * SIZE / 2)
+        assert not job.exchange.give_back([np.ones(3)], 0.5), "of other buckets"
+
+    World(2).run(program)
+
+
+def test_a_step_that_counts_for_nobody_leaves_what_is_kept_alone():
+    """As one in which a rank could not deliver its batch: all who catch that train on."""
+
+    def program(engine):
+        job = Job(engine)
+        for _ in range(5):
+            job.merge(4.0, FULL)
+        kept = job.kept()
+        job.exchange._fails = lambda total: True
+        job.merge(4.0, FULL)
+        assert job.kept() == pytest.approx(kept) and kept > 0
+
+    World(2).run(program)

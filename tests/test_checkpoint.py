@@ -321,3 +321,87 @@ def test_bytes_of_unlike_lengths_travel(tmp_path):
     found = World(3).run(lambda engine: gather_bytes(engine, bytes(range(5 * engine.rank)), name="x"))
     assert found == [[bytes(range(5 * rank)) for rank in range(3)]] * 3
     assert np.frombuffer(found[0][2], np.uint8)[-1] == 9
+
+
+def test_folders_that_are_not_there_are_made(tmp_path):
+    file = CheckpointFile(tmp_path / "runs" / "today" / "checkpoint")
+    file.write([b"first"])
+    assert file.read() == (b"first", "")
+
+
+@pytest.mark.parametrize("what", ["load_shared_content", "load_own_content"])
+def test_what_one_rank_cannot_load_is_an_error_on_all(tmp_path, what):
+    def restore(engine):
+        state = Words(engine.rank)
+        if engine.rank == 1:
+            setattr(state, what, lambda content: json.loads(b"{"))
+        made(engine, tmp_path / "x", state).restore()
+
+    World(2).run(lambda engine: made(engine, tmp_path / "x", Words(engine.rank)).save())
+    errors = World(2).run(restore, errors="return", timeout_s=10)
+    assert all(isinstance(error, CheckpointError) and "JSONDecodeError" in str(error) for error in errors), errors
+
+
+def test_what_rank_0_cannot_read_is_an_error_on_all(tmp_path):
+    (tmp_path / "x").mkdir()
+    errors = World(2).run(
+        lambda engine: made(engine, tmp_path / "x", Words(engine.rank)).restore(), errors="return", timeout_s=10
+    )
+    assert all(isinstance(error, CheckpointError) for error in errors), errors
+
+
+def test_several_steps_at_a_time_save_where_they_pass_a_multiple(tmp_path):
+    job, saves = made(SoloEngine(), tmp_path / "x", Words(0), every_steps=5), []
+    job.save = lambda: saves.append(job._steps)
+    for _ in range(7):
+        job.step(3)
+    assert saves == [6, 12, 15, 21]
+    job.close()
+
+
+def test_what_is_saved_is_what_ranks_have_come_to(tmp_path):
+    """With a local strategy they hold other models until then."""
+    state = Words(0, b"before", b"before")
+    state.settle = lambda: vars(state).update(shared=b"one model", own=b"own of it")
+    made(SoloEngine(), tmp_path / "x", state).save()
+    other = Words(0)
+    made(SoloEngine(), tmp_path / "x", other).restore()
+    assert (other.shared, other.own) == (b"one model", b"own of it")
+
+
+def test_what_is_left_of_a_file_of_any_name_goes(tmp_path):
+    file = CheckpointFile(tmp_path / "run[1].ckpt")
+    left = tmp_path / ".run[1].ckpt.7.new"
+    left.write_bytes(b"half")
+    os.utime(left, (0, 0))
+    file.write([b"first"])
+    assert not left.exists()
+
+
+def test_who_was_told_to_end_is_named(tmp_path, capfd):
+    def program(engine):
+        job = made(engine, tmp_path / "x", Words(engine.rank))
+        if engine.rank == 2:
+            job._notice.hear()
+        for _ in range(3):
+            job.step()
+
+    World(3).run(program, errors="return")
+    assert "rank 2 was told to end" in capfd.readouterr().err
+
+
+def test_sigterm_is_left_to_others_once_it_is_closed(tmp_path):
+    before = signal.getsignal(signal.SIGTERM)
+    job = made(SoloEngine(), tmp_path / "x", Words(0))
+    assert signal.getsignal(signal.SIGTERM) != before
+    job.close()
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_it_is_said_that_an_older_checkpoint_is_used(tmp_path, capfd):
+    job = made(SoloEngine(), tmp_path / "x", Words(0))
+    for _ in range(2):
+        job.save()
+    tear(tmp_path / "x")
+    assert job.restore() and "is torn" in capfd.readouterr().err
+    job.close()

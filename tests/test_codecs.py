@@ -244,3 +244,44 @@ def test_the_first_q_is_the_same_in_every_library():
 def test_something_else_than_an_array_is_refused():
     with pytest.raises(TypeError, match="Expected a numpy array or a torch tensor. Received: <class 'list'>"):
         verbs_of([1.0])
+
+
+@pytest.mark.parametrize("make", [np.array, torch.tensor])
+def test_the_largest_may_be_a_negative_one(make):
+    array = make([-3.0, 1.0])
+    verbs = verbs_of(array)
+    assert verbs.largest(array) == 3.0 and verbs.exponent(array) == 2
+    assert not verbs.all_finite([make([-np.inf, 1.0])])
+
+
+@pytest.mark.parametrize("make", [np.array, torch.tensor])
+def test_a_norm_of_many_small_numbers_beside_a_large_one_is_exact(make):
+    values = np.full(1_000_001, 1e-3, np.float32)
+    values[0] = 1e3
+    array = make(values)
+    assert float(verbs_of(array).squared_norm(array)) == pytest.approx(1e6 + 1.0, rel=1e-9)
+
+
+@pytest.mark.parametrize("make", [np.array, torch.tensor])
+def test_a_state_that_was_loaded_is_nobody_elses(make):
+    like, saved = make([0.0, 0.0]), make([1.0, 2.0])
+    loaded = verbs_of(like).like(saved, like)
+    loaded += 1.0
+    assert saved.tolist() == [1.0, 2.0]
+
+
+def test_the_largest_are_found_where_a_sample_has_nothing_else():
+    """As where they lie as far apart as what is looked at."""
+    length = 1 << 17
+    values = torch.rand(length)
+    values[:: length // 20_000] += 10.0
+    count = length // 2
+    places = verbs_of(values).top(values, count)
+    assert len(places) == count and values[places.long()].sum() == pytest.approx(float(values.topk(count).values.sum()))
+
+
+def test_not_a_number_is_among_the_largest():
+    for length in (1000, 1 << 17):
+        values = torch.rand(length)
+        values[7] = torch.nan
+        assert 7 in verbs_of(values).top(values, 10).tolist()

@@ -7,6 +7,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
+from horovod.common.exceptions import HostsUpdatedInterrupt
 from torch import nn
 
 pytest.importorskip("keras", reason="pip install keras with TensorFlow or torch")
@@ -172,3 +173,135 @@ def test_who_joins_gets_what_others_have_made_before_they_trained():
         return before.value, within.value, balancer.dependents.made
 
     assert World(3).run(program) == [(2, 3, 4)] * 3
+
+
+class Sum:
+    """Of the gradients of some batches."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def sums(self):
+        return {"sum": self.value}
+
+    def load_sums(self, sums):
+        self.value = sums["sum"] if sums else 0.0
+
+
+def test_what_was_added_up_of_batches_goes_back_with_the_rest():
+    balancer = Balancer(SoloEngine(), global_batch_size=WHOLE)
+    sums, adder = balancer.sums.take("optimizer"), Sum(0.0)
+    sums.put("gradients", adder)
+    state = JobState({"balancer": balancer}, horovod=Ranks(SoloEngine()))
+    adder.value = 1.0
+    state.save()
+    adder.value = 3.0  # of a batch that is done again
+    state.restore()
+    assert adder.value == 1.0
+
+
+def test_all_go_on_from_who_has_committed_most_and_of_several_from_the_first():
+    def program(engine):
+        state = JobState(
+            {"balancer": Balancer(engine, global_batch_size=WHOLE), "epoch": engine.rank}, horovod=Ranks(engine)
+        )
+        state.check_host_updates = lambda: None
+        state.sync()
+        first, state.epoch = state.epoch, 10 + engine.rank
+        if engine.rank == 1:  # the others broke off right before
+            state.commit()
+        state.sync()
+        return first, state.epoch, state.commits
+
+    assert World(3).run(program) == [(0, 11, 1)] * 3
+
+
+class Exchange:
+    """Which keeps something back."""
+
+    def __init__(self):
+        self.given = 0
+
+    def kept_back(self):
+        return [np.ones(2)]
+
+    def give_back(self, kept, factor):
+        self.given += len(kept)
+        return True
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state): ...
+
+
+def test_what_was_kept_back_is_given_back_once_and_only_to_other_ranks():
+    balancer, exchange = Balancer(SoloEngine(), global_batch_size=WHOLE), Exchange()
+    balancer.keepers.take("optimizer").put("gradients", [exchange], lambda: 1.0)
+    state, seen = JobState({"balancer": balancer}, horovod=Ranks(SoloEngine())), []
+    for rebuilt in (False, True, False):
+        if rebuilt:
+            state.on_reset()
+        state.sync()
+        seen.append(exchange.given)
+    assert seen == [0, 1, 1], "these exchanges have it, until ranks become others"
+
+
+class Merging(JobState):
+    """With a local strategy."""
+
+    merges = 0
+
+    def _merge(self, part):
+        type(self).merges += 1
+        part.value = "one model"
+
+
+def test_a_commit_is_of_one_model_and_nobody_merges_with_ranks_that_are_gone():
+    balancer = Balancer(SoloEngine(), global_batch_size=WHOLE)
+    state = Merging({"model": (model := Count(balancer))}, horovod=Ranks(SoloEngine()))
+    state.check_host_updates = lambda: None
+    model.value = "of this rank"
+    state.commit()
+    before, Merging.merges = Merging.merges, 0
+    state.break_off()
+    model.value = "undone"
+    state.restore()
+    assert model.value == "one model" and before == 1 and Merging.merges == 0
+    state.sync()
+    state.restore()
+    assert Merging.merges == 1, "with those that there are now"
+
+
+def test_nothing_is_undone_where_hosts_come_or_go(monkeypatch):
+    balancer = Balancer(SoloEngine(), global_batch_size=WHOLE)
+    state = JobState({"balancer": balancer, "epoch": 0}, horovod=Ranks(SoloEngine()))
+
+    def interrupt(self):
+        raise HostsUpdatedInterrupt(False)
+
+    monkeypatch.setattr(JobState.__base__, "check_host_updates", interrupt)
+    state.epoch = 3
+    with pytest.raises(HostsUpdatedInterrupt):
+        state.check_host_updates()
+    state.epoch = 4
+    state.restore()
+    assert state.epoch == 3
+
+
+def test_who_was_told_to_end_does_so_at_a_commit():
+    balancer = Balancer(SoloEngine(), global_batch_size=WHOLE)
+    state = JobState({"balancer": balancer}, horovod=Ranks(SoloEngine()))
+    balancer.departure.leaving.hear((0,), 0)
+    balancer.step = 0
+    with pytest.raises(SystemExit):
+        state.commit()
+
+
+def test_what_was_added_up_before_a_checkpoint_is_restored_is_forgotten():
+    balancer, adder = Balancer(SoloEngine(), global_batch_size=WHOLE), Sum(0.0)
+    balancer.sums.take("optimizer").put("gradients", adder)
+    state = JobState({"balancer": balancer}, horovod=Ranks(SoloEngine()))
+    content, adder.value = state.shared_state(), 3.0
+    state.load_shared_state(content)
+    assert adder.value == 0.0

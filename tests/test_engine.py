@@ -17,11 +17,13 @@ from hvd_hetero.engine.port import (
     broadcast_bytes,
     broadcast_in_pieces,
     gather_bytes,
+    gather_text,
     in_lane,
     in_turn,
     without_lane,
 )
-from hvd_hetero.engine.remembered import Remembered
+from hvd_hetero.engine.remembered import Rebuilds, Remembered
+from hvd_hetero.optimizers.dependent import Dependents
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])
@@ -244,3 +246,74 @@ def test_names_by_turns_are_few_and_alike_on_all_ranks():
 
     first, second = World(2).run(program)
     assert first == second and len(set(first)) == port.TURNS
+
+
+def test_a_method_that_is_added_twice_is_called_once():
+    class Thing:
+        called = 0
+
+        def rebuild(self):
+            self.called += 1
+
+    thing, remembered = Thing(), Remembered()
+    for _ in range(2):
+        remembered.add(thing.rebuild)
+    remembered.call()
+    assert thing.called == 1
+
+
+@pytest.mark.parametrize("start", [
+    lambda engine: engine.allreduce_async(np.zeros(1), name="x", op=("sum", "max")[engine.rank]),
+    lambda engine: engine.broadcast_async(np.zeros(1), name="x", root=engine.rank),
+])  # fmt: skip
+def test_ranks_that_ask_for_unlike_operations_all_hear_of_it(start):
+    found = World(2).run(lambda engine: start(engine).wait(), errors="return")
+    assert [type(each) for each in found] == [CollectiveError] * 2
+
+
+def test_what_was_summed_is_no_result_where_it_lies():
+    """The port says nothing of it: who takes it for the result is to notice."""
+
+    def program(engine):
+        array = np.ones(3)
+        return engine.allreduce_async(array, name="x").wait().tolist() == [2.0] * 3 and np.isnan(array).all()
+
+    assert all(World(2).run(program))
+
+
+def test_texts_of_several_lines_come_as_one_of_each_rank():
+    texts = ["a\nb", "", "c"]
+    found = World(3).run(lambda engine: gather_text(engine, texts[engine.rank], name="x"))
+    assert found == [["a b", "", "c"]] * 3
+
+
+@pytest.mark.parametrize("made, add", [
+    (Remembered, lambda kept, thing: kept.add(thing.state_dict)),
+    (Rebuilds, lambda kept, thing: kept.add(thing.state_dict, by_all=True)),
+    (Dependents, lambda kept, thing: kept.add(thing)),
+])  # fmt: skip
+def test_what_is_gone_leaves_nothing_behind(made, add):
+    """A script may make a loader for each of its epochs."""
+
+    class Thing:
+        def state_dict(self): ...
+
+    kept = made()
+    for _ in range(100):
+        add(kept, Thing())
+    (held,) = (one for one in vars(kept).values() if isinstance(one, (list, dict)))
+    assert len(held) <= 1
+
+
+def test_a_handle_is_waited_for_once_and_a_name_is_under_way_once():
+    def program(engine):
+        first = engine.allreduce_async(np.zeros(1), name="x")
+        if engine.rank == 0:
+            with pytest.raises(ValueError, match="at most one collective of this name"):
+                engine.allreduce_async(np.zeros(1), name="x")
+        engine.allreduce_async(np.zeros(1), name="y").wait()
+        first.wait()
+        with pytest.raises(RuntimeError, match="waited for"):
+            first.wait()
+
+    World(2).run(program)

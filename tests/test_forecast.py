@@ -1,11 +1,14 @@
 """Forecasts: the best split is the best, and a rank that holds the others up is told of."""
 
+from dataclasses import replace
+
 import pytest
 
-from hvd_hetero.policy.forecast import advice, forecasts
+from hvd_hetero.policy.forecast import Forecast, Way, advice, forecasts
 from hvd_hetero.policy.jitter import Jitter
 from hvd_hetero.policy.partition import Bound, InfeasibleError
 from hvd_hetero.policy.speed import SpeedModel
+from hvd_hetero.policy.strategy import Prediction
 
 
 def models(*seconds, overhead=0.0):
@@ -62,3 +65,17 @@ def test_the_best_shares_are_predicted_to_be_no_slower_than_equal_ones():
     ranks = [SpeedModel(overhead_s=overhead, seconds_per_sample=seconds) for overhead, seconds in speeds]
     found = by_title(forecasts(ranks, 64, jitters=[Jitter(variation=0.376), Jitter(variation=0.339)]))
     assert found["best shares"].step_s <= found["equal shares"].step_s
+
+
+def test_the_advice_is_for_the_best_that_fewer_ranks_make():
+    models = [SpeedModel(overhead_s=0.0, seconds_per_sample=s) for s in (0.01, 0.01, 0.01)]
+    models.append(SpeedModel(overhead_s=3.0, seconds_per_sample=0.01))
+    found = forecasts(models, 48, bounds=[Bound(lower=1)] * 4)
+    assert advice(found).startswith("Without rank 3 the others would make")
+
+
+def test_a_gain_that_is_next_to_none_is_none():
+    even = Forecast(way=Way.BEST, shares=(1, 1), prediction=Prediction(
+        strategy="synchronous", samples_per_s=101.0, period_s=1.0))
+    fewer = replace(even, way=Way.FEWER, shares=(2, 0), prediction=replace(even.prediction, samples_per_s=100.0))
+    assert "add nothing" in advice([even, fewer]) and "keep all" in advice([even, fewer], worth=0.005)

@@ -307,3 +307,15 @@ def test_a_count_of_which_a_state_knows_nothing_begins_anew():
     assert count.value == 5.0
     keeping.put_count("samples", later := Count(0.0))
     assert later.value == 0.0, "and takes what waits only where something does"
+
+
+def test_the_first_optimizer_to_step_apart_leads_until_its_steps_are_over():
+    """A plan that came with either one's merges would hold from another batch on each rank."""
+    strategies, first, second = Strategies(), object(), object()
+    strategies.begins(first)
+    strategies.begins(second)
+    assert strategies.leads(first) and not strategies.leads(second)
+    strategies.ends(second)
+    assert strategies.leads(first)
+    strategies.ends(first)
+    assert not strategies.lead

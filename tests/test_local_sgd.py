@@ -23,6 +23,7 @@ from hvd_hetero.optimizers.recipe import Recipe, Wire
 from hvd_hetero.optimizers.rounds import Rounds
 from hvd_hetero.optimizers.router import Router
 from hvd_hetero.optimizers.weighted import WeightedExchange
+from hvd_hetero.policy.staleness import NOTHING
 from hvd_hetero.policy.topology import Topology
 
 LENGTH = 12
@@ -784,3 +785,40 @@ def test_an_outer_optimizer_needs_its_state():
             Outer(**wrong)
     with pytest.raises(ValueError, match="outer: expected the state of Outer"):
         Outer().check_state({"momentum": np.zeros(3)})
+
+
+def test_a_rank_whose_progress_is_not_finite_goes_on_from_the_last_merge_at_once():
+    """Also where the next merge is yet to come: what it does meanwhile counts."""
+    ahead = threading.Event()
+
+    def program(engine):
+        told = []
+        rule = LocalSGD(round_steps=1, bound_rounds=4, warmup_steps=0)
+        rounds, store, balancer = rounds_of(engine, rule, START, on_merge=told.append)
+        for step in range(3):
+            balancer.begin(1)
+            assert engine.rank or ahead.wait(20.0)
+            store.values += math.nan if (engine.rank, step) == (1, 0) else 1.0
+            rounds.after_step(1.0)
+            if (engine.rank, step) == (1, 1):
+                ahead.set()
+        rounds.finish()
+        return store.values, sum("why" in fields for fields in told)
+
+    (values, none), (others, once) = World(2).run(program)
+    assert np.isfinite(values).all() and (values == others).all() and (none, once) == (0, 1)
+
+
+def test_rounds_are_no_longer_than_the_rule_says_where_a_state_has_longer_ones():
+    lengths = RoundLengths(LocalSGD(round_steps=4), 2)
+    lengths.resume(16)
+    assert lengths.longest == 4 and lengths.by_rank == (4, 4)
+
+
+def test_the_place_of_a_long_job_is_exact_in_single_precision():
+    position = 5 * 2**24 + 1
+    row = merge_control.pack(
+        NOTHING, spread=0.0, finishing=False, own=(1.0, 1.0, position), rank=1, ranks=2, balancer=[]
+    )
+    said = merge_control.unpack(np.array(row, np.float32).tolist(), ranks=2)
+    assert said.positions == [0, position]

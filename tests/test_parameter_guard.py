@@ -7,6 +7,8 @@ import pytest
 import torch
 from torch import nn
 
+from hvd_hetero.optimizers.parameter_guard import check_origins
+
 pytest.importorskip("horovod.torch", reason="build it with hvd-hetero build-horovod")
 
 import hvd_hetero.torch as hvd
@@ -223,3 +225,9 @@ def test_not_a_number_on_one_rank_is_an_error():
             guard.incoming(engine.allreduce_async(row, name="row").wait().astype(int).tolist(), interval or 16)
 
     assert all(isinstance(error, DivergedError) for error in World(2).run(settle, errors="return"))
+
+
+def test_a_rank_that_says_no_place_of_the_data_is_at_none():
+    check_origins((-1, 3, -1, 3), range(4))
+    with pytest.raises(DivergedError, match="on rank 3 than"):
+        check_origins((-1, 3, -1, 4), range(4))

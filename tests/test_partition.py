@@ -4,6 +4,7 @@ import itertools
 import random
 import time
 
+import numpy as np
 import pytest
 
 from hvd_hetero.policy.partition import Bound, InfeasibleError, equal_shares, micro_batches, split, step_time_s
@@ -118,3 +119,13 @@ def test_wrong_arguments_say_what_was_received():
         Bound(lower=3, upper=2)
     with pytest.raises(ValueError, match="Received: 0 and 0"):
         Bound(quantum=0)
+
+
+def test_a_slower_rank_has_no_more_than_a_faster_one_of_the_same_quantum():
+    random = np.random.default_rng(11)
+    for _ in range(200):
+        speeds = np.sort(random.uniform(0.5, 4.0, 4))[::-1]  # the slowest first
+        models = [SpeedModel(overhead_s=0.0, seconds_per_sample=s) for s in speeds]
+        bounds = [Bound(quantum=3), Bound(quantum=3), Bound(quantum=4), Bound(quantum=4)]
+        shares = split(models, int(random.integers(30, 90)), bounds)
+        assert shares[0] <= shares[1] and shares[2] <= shares[3], (speeds, shares)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -225,3 +226,27 @@ def test_what_was_measured_of_a_rank_before_it_went_out_does_not_count_when_it_c
     assert planner.accept(announced(1, (8, 0)), 21) is None, "it is known"
     assert planner.accept(announced(2, (7, 1)), 400) is not None
     assert not planner._windows[1] and len(planner._windows[0]) > 10
+
+
+def test_measurements_follow_a_rank_to_its_new_number():
+    def planner(*identities):
+        made = planner_of(2)
+        made._terms = replace(made._terms, identities=identities)
+        return made
+
+    before, after = planner(7, 8), planner(8, 7)
+    for step in range(5, 30):
+        before.observe(step, (16, 16), (0.1, 0.3))
+    after.load_state_dict(before.state_dict(), 30)
+    slow, fast = after.plan_at(30).shares
+    assert fast > 2 * slow
+
+
+def test_a_rank_that_never_had_a_sample_is_taken_for_an_ordinary_one():
+    planner = planner_of(4, least=0)
+    planner.plans[0] = replace(planner.plans[0], shares=(32, 16, 16, 0))
+    for step in range(5, 40):
+        planner.observe(step, (32, 16, 16, 0), (0.1, 0.1, 0.4, 0.0))
+    planner.look(40)
+    *known, idle = (model.seconds_per_sample for model in planner.models)
+    assert min(known) < idle < max(known)

@@ -12,6 +12,7 @@ from hvd_hetero.policy.partition import Bound, equal_shares, split, step_time_s
 from hvd_hetero.policy.regime import latest_regime
 from hvd_hetero.policy.replan import Plan, ReplanRule, decide
 from hvd_hetero.policy.speed import Observation, SpeedModel, fit
+from hvd_hetero.policy.strategy import LOCAL
 
 SPEEDS = (8.0, 4.0, 2.0, 2.0)
 START = Plan(version=0, step=0, shares=(16, 16, 16, 16), reason="start")
@@ -169,3 +170,22 @@ def test_every_rank_decides_the_same():
 def test_wrong_arguments_say_what_was_received(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def model_of(seconds_per_sample, observations=20):
+    return SpeedModel(overhead_s=0.0, seconds_per_sample=seconds_per_sample, standard_error=0.01,
+                      observations=observations)
+
+
+def test_other_shares_are_no_other_strategy():
+    current = Plan(version=0, step=0, shares=(32, 32), reason="", strategy=LOCAL)
+    plan = decide(current, [model_of(0.01), model_of(0.03)], step=50, global_batch_size=64)
+    assert plan is not None and plan.shares != (32, 32) and plan.strategy == LOCAL
+
+
+def test_a_rank_that_never_had_a_sample_keeps_no_plan_from_the_others():
+    current = Plan(version=0, step=0, shares=(32, 32, 0), reason="")
+    models = [model_of(0.01), model_of(0.03), model_of(0.02, observations=0)]
+    bounds = [Bound(), Bound(), Bound(upper=0)]
+    plan = decide(current, models, step=50, global_batch_size=64, bounds=bounds)
+    assert plan is not None and plan.shares[0] > 32

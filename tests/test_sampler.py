@@ -10,7 +10,9 @@ from simulated import Speed
 from hvd_hetero.engine.local import SoloEngine, World
 from hvd_hetero.optimizers.balancer import Balancer
 from hvd_hetero.optimizers.control import unpack
+from hvd_hetero.optimizers.dealer import Dealer, proportional
 from hvd_hetero.optimizers.sampler import ShareSampler
+from hvd_hetero.policy.partition import equal_shares
 
 WHOLE = 32
 SECONDS_PER_SAMPLE = (0.001, 0.002, 0.004)
@@ -206,3 +208,14 @@ def test_wrong_arguments(call, words):
     sampler = make(SoloEngine(), WHOLE)[1]
     with pytest.raises((TypeError, ValueError), match=words):
         call(sampler)
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32 + 7, 2**40])
+def test_any_whole_number_is_a_seed(seed):
+    dealer = Dealer(24, global_batch_size=8, shuffle=True, seed=seed, drop_last=False)
+    assert sorted(dealer.order().tolist()) == list(range(24)) != dealer.order().tolist()
+
+
+def test_of_ranks_alike_the_first_have_what_is_left_of_a_short_batch():
+    """As in equal shares: the largest first."""
+    assert proportional((4, 4, 4), 8) == (3, 3, 2) == equal_shares(8, 3)

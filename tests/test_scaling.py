@@ -139,3 +139,8 @@ def test_means_of_noise_and_signal_not_of_their_ratio():
     assert NoiseScale().seen(1.0, -2.0).samples == math.inf
     with pytest.raises(ValueError, match="smoothing: expected .* Received: 1.0"):
         NoiseScale(smoothing=1.0)
+
+
+def test_another_target_makes_no_warm_up_shorter():
+    ramp = Ramp(value=1.0, target=8.0, steps_left=100).towards(4.0, 10)
+    assert (ramp.target, ramp.steps_left) == (4.0, 100) and ramp.towards(2.0, 300).steps_left == 300

@@ -182,3 +182,10 @@ def test_what_a_plan_does_to_speeds_counts_for_all_ranks(factor):
 def test_wrong_arguments_say_what_was_received(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_a_size_that_comes_often_is_not_all_that_is_known():
+    """As one short batch an epoch, where shares change with every batch: the others are the most."""
+    seen = [Observation(samples=n, compute_s=0.1 + 0.01 * n) for n in [*range(20, 60), 8, 8, 8]]
+    model = fit(seen)
+    assert model.time_s(100) == pytest.approx(1.1, rel=0.05) and model.time_s(20) == pytest.approx(0.3, rel=0.05)

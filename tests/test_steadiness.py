@@ -77,3 +77,13 @@ def test_stops_change_no_shares_where_all_wait_for_all(seed: int) -> None:
 def test_stops_that_all_have_alike_change_hardly_any(seed: int) -> None:
     plans = planned(apart=True, stops=(0.1,) * 4, seed=seed).plans
     assert len(plans) <= 3 and all(12 <= share <= 20 for share in plans[-1].shares), [plan.shares for plan in plans]
+
+
+@pytest.mark.parametrize("batches", [1, 3])
+def test_every_second_of_a_rank_is_one_in_which_it_ran_or_was_stopped(batches: int) -> None:
+    meter, times_s = StopMeter(), [0.1] * 20 + [1.1] + [0.1] * 5
+    for time_s in times_s:
+        meter.add(8, time_s, batches=batches)
+    ran = meter.take()
+    assert ran.stops == 1 and ran.stopped_s == pytest.approx(batches * 1.0)
+    assert ran.running_s + ran.stopped_s == pytest.approx(batches * sum(times_s))

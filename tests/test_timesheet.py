@@ -10,6 +10,7 @@ from torch import nn
 
 import hvd_hetero.torch as hvd
 from hvd_hetero.engine.local import World
+from hvd_hetero.optimizers.meter import WallClock
 from hvd_hetero.optimizers.timesheet import Timesheet
 
 SIZE, WHOLE, STEPS = 2, 12, 40
@@ -217,3 +218,14 @@ def test_plans_and_traces_are_what_they_are_where_nothing_is_late():
 def test_steps_apart_are_measured_without_waiting():
     for shares, told, _ in World(SIZE).run(lambda engine: train(engine, hvd.LocalSGD(round_steps=4), 0)):
         assert shares[-1] == (8, 4) and len(told) == STEPS
+
+
+def test_of_batches_that_another_process_began_only_the_samples_are_known():
+    now, told = [0.0], []
+    sheet = Timesheet(WallClock(lambda: now[0]))
+    sheet.load_state_dict({"samples": 8, "begun": [8, 1]})
+    sheet.run()
+    now[0] += 0.5  # the rest of it
+    sheet.pause()
+    sheet.end(told.append)
+    assert sheet.reported == (8.0, 0.0) and [entry.samples for entry in told] == [8]

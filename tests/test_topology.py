@@ -184,3 +184,10 @@ def test_in_a_tournament_each_two_meet_once_and_nobody_twice_at_a_time(players):
     assert sorted(itertools.chain(*turns)) == list(itertools.combinations(range(players), 2))
     for turn in turns:
         assert len(set(itertools.chain(*turn))) == 2 * len(turn)
+
+
+def test_a_latency_is_no_more_than_the_fastest_transfer_took():
+    """Where a shaper's burst makes small messages quicker than the line through the large ones."""
+    sizes = [1e3, 1e6, 2e6, 4e6]
+    link = fit_link(sizes, [1e-4, 3.0, 3.1, 3.3])
+    assert 0.0 <= link.latency_s <= 1e-4

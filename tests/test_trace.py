@@ -10,9 +10,10 @@ import pytest
 from hvd_hetero.engine.local import SoloEngine
 from hvd_hetero.optimizers.balancer import Balancer
 from hvd_hetero.optimizers.control import Announcement
+from hvd_hetero.optimizers.record import Record
 from hvd_hetero.policy.replan import Plan
-from hvd_hetero.trace import NewerFormatError, Trace, read
-from hvd_hetero.trace.record import FIELDS
+from hvd_hetero.trace import NewerFormatError, Trace, read, record
+from hvd_hetero.trace.record import FIELDS, FORMAT, KEPT_LINES
 from hvd_hetero.trace.waiting import apart
 
 PLAN = Plan(version=1, step=3, shares=(6, 2), reason="rank 1 is slowest", predicted_step_s=0.5)
@@ -290,3 +291,134 @@ def test_what_was_undone_is_no_event_of_the_run(tmp_path):
     run = read(tmp_path).ranks[0]
     assert len(run.steps) == 200 and [event.kind for event in run.events] == ["kept"]
     assert apart(run, range(200)) == set()
+
+
+def test_no_more_lines_wait_in_memory_than_are_kept(tmp_path):
+    with Trace(tmp_path, rank=0, clock=Clock(), flush_every_s=1e9) as trace:
+        for step in range(KEPT_LINES + 1):
+            trace.step(step=step, samples=1)
+        assert len(read(tmp_path).ranks[0].steps) >= KEPT_LINES
+
+
+def test_a_file_that_events_have_filled_has_room_to_tell_what_was_dropped(tmp_path):
+    with Trace(tmp_path, rank=0, clock=Clock(), max_bytes=8192, flush_every_s=0.0) as trace:
+        for number in range(500):
+            trace.event("evaluation", number=number, text="x" * (number % 50))
+    assert read(tmp_path).ranks[0].dropped == trace.dropped > 0
+    assert (tmp_path / "rank-00000.jsonl").stat().st_size <= 8192
+
+
+def test_what_was_dropped_at_several_times_is_counted_once_each(tmp_path):
+    trace = Trace(tmp_path, rank=0, clock=Clock(), flush_every_s=0.0)
+    trace._file = disk = FullDisk(trace._file)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for step in range(9):
+            disk.full = step % 3 == 0
+            trace.step(step=step, samples=1)
+    trace.close()
+    record = read(tmp_path).ranks[0]
+    assert record.dropped == trace.dropped == 3 and len(record.steps) == 6
+
+
+def test_what_is_recorded_after_the_end_is_dropped_however_late(tmp_path):
+    clock = Clock()
+    trace = write(tmp_path, clock)
+    clock.now += 100.0
+    trace.step(step=10, samples=1)
+    trace.event("late")
+    assert trace.dropped == 2 and len(read(tmp_path).ranks[0].steps) == 10
+
+
+def test_one_write_is_not_the_end_of_collecting_lines(tmp_path):
+    clock = Clock()
+    with Trace(tmp_path, rank=0, clock=clock, flush_every_s=1.0) as trace:
+        clock.now += 1.0
+        trace.step(step=0, samples=1)
+        trace.step(step=1, samples=1)
+        assert len(read(tmp_path).ranks[0].steps) == 1, "the next is due in a second"
+
+
+def test_what_was_done_as_another_rank_stays_in_that_ones_file_and_takes_no_room(tmp_path):
+    with Trace(tmp_path, rank=2, clock=Clock(), max_bytes=4096, flush_every_s=1e9) as trace:
+        for step in range(200):
+            trace.step(step=step, samples=4)
+        before = trace.dropped
+        trace.restart(1)
+        for step in range(200, 210):
+            trace.step(step=step, samples=4)
+    run = read(tmp_path)
+    assert 0 < before == trace.dropped and len(run.ranks[2].steps) == 200 - before
+    assert [step.step for step in run.ranks[1].steps] == list(range(200, 210))
+
+
+def test_a_script_that_ends_leaves_nothing_in_memory(tmp_path, monkeypatch):
+    at_exit = []
+    monkeypatch.setattr(record.atexit, "register", at_exit.append)
+    trace = record.trace_of(str(tmp_path), rank=0, clock=Clock())
+    trace.step(step=0, samples=1)
+    for call in at_exit:
+        call()
+    assert len(read(tmp_path).ranks[0].steps) == 1
+    assert record.trace_of(None, rank=0, clock=Clock()) is None
+
+
+def test_a_step_that_is_missing_says_nothing_of_the_speed(tmp_path):
+    clock = Clock()
+    with Trace(tmp_path, rank=0, clock=clock) as trace:
+        for step in range(20):
+            clock.now += 0.25
+            if step % 3 != 2:
+                trace.step(step=step, samples=4)
+    assert read(tmp_path).summaries()[0].samples_per_s == pytest.approx(16.0)
+
+
+def test_what_happened_in_a_step_that_is_done_again_is_forgotten(tmp_path):
+    for begins in (0, 4):
+        with Trace(tmp_path, rank=0, clock=Clock()) as trace:
+            for step in range(begins, 6):
+                trace.event("kept", step=step)
+                trace.step(step=step, samples=4)
+    assert [event.fields["step"] for event in read(tmp_path).ranks[0].events] == list(range(6))
+
+
+def test_a_record_of_the_next_format_is_refused(tmp_path):
+    (tmp_path / "rank-00000.jsonl").write_text(json.dumps({"format": FORMAT + 1, "rank": 0, "fields": []}) + "\n")
+    with pytest.raises(NewerFormatError):
+        read(tmp_path)
+
+
+def test_the_ranks_that_are_there_are_those_of_who_recorded_last(tmp_path):
+    """Rank 2 came last and left; rank 1 came when the first plan had been made."""
+    clock = Clock()
+    three = Plan(version=2, step=2, shares=(3, 3, 2), reason="")
+    two = Plan(version=3, step=4, shares=(4, 4), reason="")
+    for rank, plans, ends in ((2, [three], 4), (0, [PLAN, three, two], 9), (1, [three, two], 9)):
+        with Trace(tmp_path, rank=rank, clock=clock) as trace:
+            for step in range(2 if rank == 2 else 0, ends):
+                clock.now = 100.0 + step
+                for plan in plans if step == ends - 1 else ():
+                    trace.plan(plan)
+                trace.step(step=step, samples=4)
+    run = read(tmp_path)
+    assert set(run.present) == {0, 1} and run.gone == (2,)
+    assert run.plans == (PLAN, three, two), "of the rank that recorded the most"
+
+
+def test_a_long_wait_is_written_at_once(tmp_path):
+    """It may be the last that this rank has to say."""
+    trace = Trace(tmp_path, rank=0, clock=Clock(), flush_every_s=1e9)
+    Record(trace)._waited(operation="gradient", waited_s=60.0, line="train.py:7", missing=[1])
+    assert [event.kind for event in read(tmp_path).ranks[0].events] == ["wait"]
+    trace.close()
+
+
+def test_the_file_of_a_rank_that_was_another_has_the_plan_as_well(tmp_path):
+    trace = Trace(tmp_path, rank=1, clock=Clock())
+    told = Record(trace)
+    told.plans([PLAN])
+    told.ranks(SoloEngine(), step=3)
+    told.plans([PLAN])
+    trace.close()
+    run = read(tmp_path)
+    assert run.ranks[0].plans == [PLAN] == run.ranks[1].plans

@@ -5,7 +5,7 @@ import random
 import pytest
 from simulated import RecordedRanks
 
-from hvd_hetero.trace.waiting import parts, timed, waiting
+from hvd_hetero.trace.waiting import apart, parts, timed, waiting
 
 
 def test_every_second_of_waiting_is_the_exchanges_or_a_ranks_and_has_a_cause(tmp_path):
@@ -75,3 +75,47 @@ def test_between_two_sessions_nothing_is_known(tmp_path):
     assert [each.step.step for each in timed(run.ranks[0]) if each.span_s is None] == [0, 10]
     assert parts(run.ranks[0])["rest"] == pytest.approx(0.0, abs=1e-3)
     assert waiting(run).step_s == pytest.approx(0.11, rel=1e-2)
+
+
+@pytest.mark.parametrize("cause", ["compute", "data"])
+def test_a_late_rank_is_not_waited_for_because_of_what_it_did_less_of(tmp_path, cause):
+    ranks, other = RecordedRanks(tmp_path, 2), {"compute": "data", "data": "compute"}[cause]
+    for step in range(20):
+        ranks.step(step, **{cause: [0.3, 0.0], other: [0.1, 0.2]})
+    causes = waiting(ranks.read()).causes[0]
+    assert getattr(causes, cause) == causes.whole > 0 and getattr(causes, other) == 0.0
+
+
+def test_a_step_that_one_rank_alone_recorded_tells_nothing_of_waiting(tmp_path):
+    ranks = RecordedRanks(tmp_path, 2)
+    for step in range(20):
+        if step == 10:
+            ranks.traces.pop().close()
+        ranks.step(step, compute=[0.1, 0.2][: len(ranks.traces)])
+    assert waiting(ranks.read()).steps == 10
+
+
+def test_what_is_skipped_has_no_part_in_a_ranks_time(tmp_path):
+    """A merge among the first steps is none of the others'."""
+    ranks = RecordedRanks(tmp_path, 1)
+    for step in range(40):
+        if step == 10:
+            ranks.traces[0].event("together", step=step, wait_s=0.5)
+        ranks.step(step, compute=[0.1], rest=[0.1])
+    run = ranks.read().ranks[0]
+    assert parts(run, skip=20)["wait"] == pytest.approx(0.01 / 0.21, rel=1e-3)
+    assert parts(run)["wait"] > 0.05
+
+
+def test_a_step_that_ranks_make_apart_is_apart_from_its_first_to_before_they_come_together(tmp_path):
+    ranks = RecordedRanks(tmp_path, 1)
+    for step, kind in ((3, "apart"), (6, "together")):
+        ranks.traces[0].event(kind, step=step, wait_s=0.0)
+    assert apart(ranks.read().ranks[0], range(10)) == {3, 4, 5}
+
+
+def test_who_comes_last_by_next_to_nothing_has_held_nobody_up(tmp_path):
+    ranks = RecordedRanks(tmp_path, 2)
+    for step in range(20):
+        ranks.step(step, compute=[0.1, 0.1 + (0.0001 if step % 2 else 0.05)])
+    assert waiting(ranks.read()).last == (0, 10)

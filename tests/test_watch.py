@@ -1,6 +1,8 @@
 """The watchdog, on watches of this process and, where a rank is stopped or gone, on processes of their own."""
 
 import contextlib
+import dataclasses
+import io
 import os
 import re
 import signal
@@ -10,11 +12,12 @@ import sys
 import textwrap
 import threading
 import time
+import types
 import weakref
 
 import pytest
 
-from hvd_hetero.engine import peer, script, watch
+from hvd_hetero.engine import company, peer, script, waits, watch
 from hvd_hetero.engine.absence import JOIN
 from hvd_hetero.engine.peer import Peer
 from hvd_hetero.engine.watch import LEFT, Watch
@@ -463,3 +466,128 @@ def test_who_does_not_mean_this_job_takes_few_threads_and_little_time(monkeypatc
         for one in others:
             one.close()
         ear.close()
+
+
+def test_a_rank_that_does_not_end_as_it_is_told_keeps_nobody_for_good(ranks, monkeypatch):
+    """As one whose process cannot end, though its watch answers."""
+    monkeypatch.setattr(watch, "GRACE_S", 0.2)
+    two = ranks(2)  # whoever leaves does so in name only
+    two.wait(0, "gradient", 0.0, ranks=(0, 1), until=lambda: len(two.left) > 1)
+    ends = [re.search(r"rank (\d)", text)[1] for text in two.said if "ends with an error" in text]
+    assert ends[:2] == ["1", "0"], "the one that is waited for, and at last who waits"
+    assert sum("that is the bound" in text for text in two.said) == 1, "and that is said once"
+
+
+def test_time_in_which_this_process_itself_was_stopped_is_no_wait(ranks, monkeypatch):
+    class Stopped(threading.Event):  # for an hour, whenever it sleeps
+        looks, now = 0, time.monotonic()
+
+        def wait(self, timeout=None):
+            self.looks, self.now = self.looks + 1, self.now + 3600.0
+            return super().wait(timeout)
+
+    two, stopped = ranks(2, patience=Patience(warn_s=30.0, bound_s=600.0)), Stopped()
+    monkeypatch.setattr(watch, "time", types.SimpleNamespace(monotonic=lambda: stopped.now))
+    two.watches[0]._closed = stopped
+    two.wait(0, "gradient", 0.0, ranks=(0, 1), until=lambda: stopped.looks > 3)
+    assert not two.said and not two.left, "nobody else has kept it waiting"
+
+
+def test_what_is_kept_of_operations_is_bounded_however_many_names_they_take():
+    seen = waits.Waits()
+    for number in range(waits.NAMES + 2):
+        with seen.of_thread(f"metric.{number}", (0,)):
+            pass
+    with seen.of_thread("metric.0", (0,)):
+        pass
+    assert not seen.step_s, "it was so long ago that it is no step"
+    for _ in range(2 * waits.STEPS):
+        with seen.of_thread("gradient", (0,)):
+            pass
+    assert len(seen.step_s) == waits.STEPS
+
+
+def test_who_waits_for_long_asks_ever_more_rarely_and_never_stops(monkeypatch):
+    clock, asked = types.SimpleNamespace(now=0.0), []
+    monkeypatch.setattr(company, "time", types.SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(company.background, "begin", lambda work, name: work())
+    others = company.Company(lambda: ())
+    monkeypatch.setattr(others, "_asked", lambda *_: asked.append(clock.now) or [])
+    awaited = others.awaits((0, 1))
+    while clock.now < 1000.0:
+        assert not awaited()
+        clock.now += 0.25
+    assert asked[0] < 1.0 and asked[-1] > 500.0
+    assert all(later >= 1.3 * earlier for earlier, later in zip(asked, asked[1:], strict=False))
+
+
+def test_who_is_awaited_hears_of_it_though_another_rank_is_gone(ranks):
+    two, gone = ranks(2, patience=TALKS), peer.Ear(lambda question: {})
+    two.meet(gone.peer(2).to_text())
+    gone.close()
+    seen = threading.Event()
+    waiter = threading.Thread(target=two.wait, args=(1, "metric", 0.0, (0, 1), seen.is_set))
+    waiter.start()
+    give_up = time.monotonic() + LIMIT_S / 4
+    alone = two.watches[0].wait_unless_awaited(lambda: time.monotonic() > give_up, "merge", (0, 1, 2))
+    seen.set()
+    waiter.join()
+    assert not alone
+
+
+def test_all_ranks_that_are_missing_are_told_to_end_though_one_cannot_be_told(ranks, monkeypatch):
+    def ask(peer_of, question):
+        if peer_of.rank == 1:
+            raise ConnectionResetError  # it has ended meanwhile
+        told.append(peer_of.rank)
+
+    three, told = ranks(3), []
+    monkeypatch.setattr(watch, "ask", ask)
+    three.wait(0, "gradient", 0.0, until=lambda: told)
+    assert told == [2] and "the watchdog failed" not in three.story()
+
+
+def test_what_a_rank_has_printed_is_not_lost_where_it_is_ended(monkeypatch):
+    pipe, written = io.BytesIO(), []
+    one = Watch(None, say=lambda text: None, leave=lambda status: written.append(pipe.getvalue()))
+    one.introduce(0)
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(pipe))  # as in a job: it collects what is printed
+    print("epoch 3: loss 0.5")
+    one._finish("rank 1 has waited for this rank")
+    one.close()
+    assert written == [b"epoch 3: loss 0.5\n"]
+
+
+@pytest.mark.parametrize("other", [
+    {"identity": "another host's"}, {"born": "1 pid:[1]"}, {"pid": 1 << 23, "born": ""}, {"pid": 1},
+])  # fmt: skip
+def test_only_the_very_process_is_taken_for_one_that_can_be_ended_from_here(other):
+    ear = peer.Ear(lambda question: {})
+    me = ear.peer(0)
+    ear.close()
+    assert me.is_here and not dataclasses.replace(me, **other).is_here
+
+
+def test_who_connects_and_says_nothing_keeps_no_thread(monkeypatch):
+    monkeypatch.setattr(peer, "QUESTION_S", 0.1)
+    ear, before = peer.Ear(lambda question: {}), set(threading.enumerate())
+    with socket.create_connection(("127.0.0.1", ear.peer(0).port)):
+        assert until(lambda: set(threading.enumerate()) - before)
+        assert until(lambda: not set(threading.enumerate()) - before)
+    ear.close()
+
+
+def test_a_fork_that_outlives_its_rank_does_not_answer_for_it():
+    """As the worker of a data loader: who asks is to hear that the rank is gone."""
+    ear, (reads, writes) = peer.Ear(lambda question: {}), os.pipe()
+    asked = ear.peer(0)
+    if (pid := os.fork()) == 0:
+        os.read(reads, 1)
+        os._exit(0)
+    ear.close()
+    try:
+        with pytest.raises(peer.GoneError):
+            peer.ask(asked, {"kind": "state"}, within_s=0.2)
+    finally:
+        os.write(writes, b"x")
+        os.waitpid(pid, 0)

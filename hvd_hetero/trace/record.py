@@ -140,6 +140,10 @@ class Trace:
 
     def flush(self) -> None:
         """None; writes what is buffered, or drops and counts it where the file does not take it."""
+        if not self._closed:
+            self._flush()
+
+    def _flush(self) -> None:
         with self._lock:
             lines, self._lines = self._lines, []
             dropped, telling = self.dropped, 0
@@ -161,7 +165,7 @@ class Trace:
         if self._closed:
             return
         self._closed = True
-        self.flush()
+        self._flush()
         if self._file is not None:
             with contextlib.suppress(OSError):
                 self._file.close()
