@@ -227,6 +227,7 @@ class Balancer:
         ends(self)
         self.exchanges.on_epoch_end()
         self.timesheet.read()
+        self.record.flush()
 
     def begin_unseen(self) -> bool:
         """Whether a batch begins that nothing announced: never, for a balancer that is told of its batches."""

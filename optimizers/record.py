@@ -31,6 +31,11 @@ class Record:
         if self.trace is not None:
             self.trace.event(kind, **fields)
 
+    def flush(self) -> None:
+        """Writes what is known: a process may be killed without a word once its work is done, as Ray's are."""
+        if self.trace is not None:
+            self.trace.flush()
+
     def limits(self, bound: Bound, micro_batch: int | None) -> None:
         """What this rank's shares may be, and the most samples of one of its passes."""
         self.event("limits", **asdict(bound), micro_batch=micro_batch)

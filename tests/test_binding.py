@@ -20,20 +20,59 @@ class Engine:
         return []
 
 
+def stand_in(monkeypatch, **horovod):
+    """For Horovod, of two ranks unless it says otherwise."""
+    monkeypatch.setitem(sys.modules, "a_binding", types.SimpleNamespace(**{"size": lambda: 2, **horovod}))
+    monkeypatch.setattr(binding, "_class", lambda framework: Engine)
+    monkeypatch.setattr(binding, "check_versions", lambda engine, mine: None)
+    monkeypatch.setattr(binding, "prepare_wait", lambda: None)
+    monkeypatch.setattr(binding, "prepare_init", lambda: None)
+    monkeypatch.setattr(binding, "_prepares", {})
+    monkeypatch.setattr(binding, "_again", {})
+
+
 @pytest.mark.parametrize(("before", "prepared"), [(False, [0, 1]), (True, [])])
 def test_settings_are_chosen_by_whoever_initialises_first_for_good(monkeypatch, before, prepared):
     """A process that initialises again, as ranks change, and one that joins have them alike."""
     state = {"there": before, "round": 0}
     chosen = []
-    horovod = types.SimpleNamespace(is_initialized=lambda: state["there"], init=lambda: state.update(there=True))
-    monkeypatch.setitem(sys.modules, "a_binding", horovod)
-    monkeypatch.setattr(binding, "_class", lambda framework: Engine)
-    monkeypatch.setattr(binding, "check_versions", lambda engine, mine: None)
-    monkeypatch.setattr(binding, "prepare_wait", lambda: None)
+    stand_in(monkeypatch, is_initialized=lambda: state["there"], init=lambda: state.update(there=True))
     monkeypatch.setattr(binding, "prepare_init", lambda: chosen.append(state["round"]))
-    monkeypatch.setattr(binding, "_prepares", {})
-    monkeypatch.setattr(binding, "_again", {})
     for state["round"] in range(2):
         binding.init("torch")
         state["there"] = False  # as after a shutdown
     assert chosen == prepared
+
+
+SIZES = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS", "WORLD_SIZE",
+         "TORCHELASTIC_RUN_ID", "HOROVOD_ELASTIC")  # fmt: skip
+
+
+@pytest.mark.parametrize(("told", "size", "comm", "outcome"), [
+    ({}, 1, None, ""),
+    ({"HOROVOD_SIZE": "1"}, 1, None, ""),
+    ({"HOROVOD_SIZE": "3"}, 3, None, ""),
+    ({"HOROVOD_SIZE": "3"}, 1, None, "Expected 3 ranks, which HOROVOD_SIZE"),
+    ({"OMPI_COMM_WORLD_SIZE": "2"}, 1, None, "Expected 2 ranks, which OMPI_COMM_WORLD_SIZE"),
+    ({"OMPI_COMM_WORLD_SIZE": "2"}, 1, [0], ""),  # of the script's own choice
+    ({"HOROVOD_SIZE": "3", "HOROVOD_ELASTIC": "1"}, 1, None, ""),  # the others have left
+    ({"WORLD_SIZE": "4"}, 1, None, ""),
+    ({"WORLD_SIZE": "4", "TORCHELASTIC_RUN_ID": "x"}, 1, None, "WORLD_SIZE says that 4 processes"),
+    ({"SLURM_STEP_NUM_TASKS": "8"}, 1, None, "SLURM_STEP_NUM_TASKS says that 8 processes"),
+])  # fmt: skip
+def test_a_rank_that_is_alone_though_several_were_started_does_not_train_by_itself(
+    monkeypatch, capsys, told, size, comm, outcome
+):
+    for name in SIZES:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    stand_in(monkeypatch, is_initialized=lambda: False, init=lambda **kwargs: None, size=lambda: size)
+    options = {"comm": comm} if comm else {}
+    if outcome.startswith("Expected"):
+        with pytest.raises(RuntimeError, match=outcome):
+            binding.init("torch", **options)
+    else:
+        binding.init("torch", **options)
+        said = capsys.readouterr().err
+        assert outcome in said and bool(said) == bool(outcome)

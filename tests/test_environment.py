@@ -50,6 +50,20 @@ def test_large_tensors_travel_by_themselves_unless_a_user_has_chosen(monkeypatch
     assert os.environ.get("HOROVOD_FUSION_LIMIT") == limit and environment.fused_bytes() == fused
 
 
+def test_what_horovod_run_sets_by_mistake_is_not_taken_for_a_users_choice(monkeypatch):
+    """Horovod 0.28.1's `horovod.run` writes tuples of None, which its library reads as 0."""
+    monkeypatch.setattr(environment, "repairs", lambda: frozenset({"event_driven_cycle"}))
+    monkeypatch.delenv("HOROVOD_ELASTIC", raising=False)
+    monkeypatch.setenv("HOROVOD_EVENT_DRIVEN_CYCLE", "1")
+    monkeypatch.setenv("HOROVOD_CYCLE_TIME", "(None,)")
+    monkeypatch.setenv("HOROVOD_CACHE_CAPACITY", "(None,)")
+    environment.prepare_init()
+    assert os.environ["HOROVOD_CYCLE_TIME"] == "100" and "HOROVOD_CACHE_CAPACITY" not in os.environ
+    monkeypatch.setenv("HOROVOD_CYCLE_TIME", "3")
+    environment.prepare_init()
+    assert os.environ["HOROVOD_CYCLE_TIME"] == "3"
+
+
 def test_nccl_fuses_as_much_as_ever(monkeypatch):
     monkeypatch.setenv("HOROVOD_FUSION_LIMIT", "")
     monkeypatch.delenv("HOROVOD_FUSION_LIMIT")

@@ -87,3 +87,49 @@ def test_ranks_that_began_at_other_epochs_hear_of_it_at_the_end_of_the_first():
         return True
 
     assert World(2).run(program, timeout_s=10) == [True, True]
+
+
+@pytest.mark.parametrize("validates", [False, True])
+def test_what_another_callback_evaluates_at_the_end_of_an_epoch_weighs_nothing(validates):
+    def program(engine):
+        callback = hvd.callbacks.MetricAverageCallback(engine=engine)
+        loss = SimpleNamespace(name="loss", count=keras.Variable(0.0))
+        callback.set_model(SimpleNamespace(metrics=[loss]))
+        callback.set_params({"steps": 2})
+        callback.on_train_begin()
+        callback.on_epoch_begin(0)
+        for batch in range(2):
+            loss.count.assign_add(3.0 - 2.0 * engine.rank)
+            callback.on_train_batch_end(batch)
+        logs = {"loss": float(engine.rank)}
+        if validates:
+            callback.on_test_begin()
+            loss.count.assign(1.0 + engine.rank)
+            callback.on_test_end()
+            logs["val_loss"] = float(engine.rank)
+        loss.count.assign(50.0)  # of all samples, on each rank
+        callback.on_epoch_end(0, logs)
+        assert logs["loss"] == pytest.approx(0.25) and (not validates or logs["val_loss"] == pytest.approx(2 / 3))
+        return True
+
+    assert World(2).run(program, timeout_s=10) == [True, True]
+
+
+def test_a_model_whose_layers_are_not_built_yet_is_broadcast_after_its_first_step(monkeypatch):
+    class TwoLayers(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = keras.layers.Dense(4), keras.layers.Dense(2)
+
+        def call(self, inputs):
+            return self.two(self.one(inputs))
+
+    sent = []
+    monkeypatch.setattr("hvd_hetero.keras.callbacks.agreement.broadcast_variables", lambda v, *_: sent.append(len(v)))
+    model = TwoLayers()
+    model.build((None, 3))
+    model.compile(keras.optimizers.Adam(), "mse", jit_compile=False)
+    callback = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    model.fit(X, Y, batch_size=4, epochs=2, callbacks=[callback], verbose=0)
+    whole = len(model.weights) + len(model.optimizer.variables)
+    assert len(model.weights) == 4 and sent[-1] == whole and sent.count(whole) == 1, "once, with all of them"

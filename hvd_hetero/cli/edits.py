@@ -64,6 +64,7 @@ def all_edits() -> tuple[Edit, ...]:
         edit_handle,
         edit_hierarchy,
         edit_repair,
+        edit_run,
         edit_wait,
     )
 
@@ -72,6 +73,7 @@ def all_edits() -> tuple[Edit, ...]:
         edit_repair,
         edit_elastic,
         edit_driver,
+        edit_run,
         edit_failure,
         edit_handle,
         edit_device,

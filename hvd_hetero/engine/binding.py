@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from . import elastic, farewell
 from .build import installed_build
-from .environment import is_elastic, prepare_init, prepare_wait
+from .environment import is_elastic, prepare_init, prepare_wait, started, started_otherwise
 from .port import Engine
 from .version import check_versions, versions
 
@@ -67,6 +67,8 @@ def _come_together(framework: str, *args: Any, **kwargs: Any) -> Methods:
     if _prepares.setdefault(framework, waits) and waits:
         prepare_init()
     _initialise(binding, *args, **kwargs)
+    if binding.size() == 1 and not (is_elastic() or args or kwargs.get("comm")):
+        _check_alone()
     _again[framework] = functools.partial(_come_together, framework, *args, **kwargs)
     engine = _class(framework)()
     engine.watch()
@@ -95,6 +97,24 @@ def _initialise(horovod: Any, *args: Any, **kwargs: Any) -> None:
             print(text, file=sys.stderr, flush=True)
             horovod.shutdown()
             time.sleep(1.0)
+
+
+def _check_alone() -> None:
+    """Of a job of one rank. Raises RuntimeError where it was started as one of several, each of which would train by
+    itself and write the same files; says so where another starter may not have meant Horovod's ranks."""
+    if told := started():
+        name, size = told
+        raise RuntimeError(
+            f"Expected {size} ranks, which {name} says were started. Received: a Horovod of one. Where variables alone "
+            "start ranks, set HOROVOD_CONTROLLER and HOROVOD_CPU_OPERATIONS to gloo, as horovodrun does; or start them "
+            f"by the MPI that Horovod was built with; where each process is a job of its own, unset {name}."
+        )
+    if told := started_otherwise():
+        name, size = told
+        print(
+            f"hvd_hetero: {name} says that {size} processes were started, and each is a Horovod job of one rank: start "
+            "Horovod's ranks with horovodrun, mpirun, or srun --mpi=pmix.", file=sys.stderr, flush=True,
+        )  # fmt: skip
 
 
 def shutdown(framework: str) -> None:

@@ -17,6 +17,7 @@ from .build import installed_build
 EVENT_DRIVEN_CYCLE = "HOROVOD_EVENT_DRIVEN_CYCLE"
 BLOCKING_WAIT = "HOROVOD_BLOCKING_WAIT"
 CYCLE_TIME_MS = "HOROVOD_CYCLE_TIME"
+CACHE_CAPACITY = "HOROVOD_CACHE_CAPACITY"
 GLOO_ALLREDUCE = "HOROVOD_GLOO_ALLREDUCE"
 FUSION_LIMIT = "HOROVOD_FUSION_LIMIT"
 FUSION_THRESHOLD = "HOROVOD_FUSION_THRESHOLD"
@@ -54,6 +55,9 @@ def prepare_init() -> None:
     cycle stays: MPI spins within the negotiation, so entering it early costs CPU instead of saving it. And it stays
     in an elastic job without a repair, as ranks that stay and ranks that join would sum unlike tensors.
     """
+    for name in (CYCLE_TIME_MS, CACHE_CAPACITY):
+        if os.environ.get(name) == "(None,)":  # of a horovod.run without a repair; Horovod takes it for 0, and spins
+            del os.environ[name]
     if "gloo_hierarchy" in repairs():
         os.environ.setdefault(GLOO_ALLREDUCE, "hierarchical")
     if "fusion_limit" in repairs() and not (_fusion_is_chosen() or _sums_on_gpus()):
@@ -162,6 +166,21 @@ def _seconds(name: str) -> float | None:
     if not seconds >= 0:
         raise ValueError(f"{name}: expected seconds, 0 or more. Received: {text!r}.")
     return seconds
+
+
+def started() -> tuple[str, int] | None:
+    """The variable in which a starter of Horovod's ranks, or an MPI, says that it has started several, and how many."""
+    return _told_of_several("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+
+
+def started_otherwise() -> tuple[str, int] | None:
+    """The same of starters that Horovod does not ask: torchrun, and Slurm."""
+    return _told_of_several(*(["WORLD_SIZE"] if "TORCHELASTIC_RUN_ID" in os.environ else []), "SLURM_STEP_NUM_TASKS")
+
+
+def _told_of_several(*names: str) -> tuple[str, int] | None:
+    sizes = ((name, _leading_number(os.environ.get(name), 1)) for name in names)
+    return next(((name, size) for name, size in sizes if size > 1), None)
 
 
 def launched() -> bool:

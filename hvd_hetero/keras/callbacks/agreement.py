@@ -48,21 +48,22 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         """Broadcasts, where the model is built."""
         self.broadcast_done = False
         if self.model.built:
-            self._broadcast()
+            # `build()` of a subclass without one of its own leaves its layers as they are.
+            self._broadcast(whole=all(layer.built for layer in self.model._flatten_layers()))
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Broadcasts after the first step of a model that it has built."""
         if not self.broadcast_done:
-            self._broadcast()
+            self._broadcast(whole=True)
 
-    def _broadcast(self) -> None:
+    def _broadcast(self, *, whole: bool) -> None:
         optimizer = self.model.optimizer
-        if not optimizer.built:
+        if whole and not optimizer.built:
             optimizer.build(self.model.trainable_variables)
         variables = [v for v in [*self.model.weights, *optimizer.variables] if id(v) not in self._local]
         broadcast_variables(variables, self.root_rank, self._process_set)
         take_in_statistics(self.model)
-        self.broadcast_done = True
+        self.broadcast_done = whole
 
 
 class MetricAverageCallback(keras.callbacks.Callback):
@@ -70,9 +71,11 @@ class MetricAverageCallback(keras.callbacks.Callback):
 
     To be put before callbacks that decide by metrics, such as EarlyStopping and ReduceLROnPlateau. Exact for metrics
     that are means over samples, as losses and accuracies are, but for the sample of another rank that one without any
-    looks at in a short batch. With the TensorFlow back end the loss of each of several outputs is a mean over a rank's
-    batches, in Keras itself: it is exact where these are of one size. Metrics of a validation are weighted by its
-    samples: with an `hvd.EvaluationDataset`, which deals them out, or with all of them on each rank.
+    looks at in a short batch; AUC, precision or R2 are not. A `Mean` that a `train_step` updates with the loss of a
+    batch counts batches: pass it `sample_weight=keras.ops.shape(x)[0]`. With the TensorFlow back end the loss of each
+    of several outputs is a mean over a rank's batches, in Keras itself: it is exact where these are of one size.
+    Metrics of a validation are weighted by its samples: with an `hvd.EvaluationDataset`, which deals them out, or with
+    all of them on each rank.
 
     Ranks that are at the ends of unlike epochs, or have unlike metrics there, all raise.
 
@@ -84,7 +87,9 @@ class MetricAverageCallback(keras.callbacks.Callback):
     def __init__(self, device: str = "", process_set: Any = None, *, engine: Engine | None = None) -> None:
         super().__init__()
         self._process_set, self._engine = process_set, engine
-        self._trained: dict[str, float] | None = None  # of the epoch, where a validation has followed: see `_counts`
+        # See `_counts`; None: these are the present ones, which a callback before this one may have begun anew.
+        self._trained: dict[str, float] | None = None  # of the epoch
+        self._validated: dict[str, float] | None = None  # of its validation
         self._name = ""
 
     def on_train_begin(self, logs: Any = None) -> None:
@@ -93,11 +98,21 @@ class MetricAverageCallback(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Forgets the samples of the last epoch."""
-        self._trained = None
+        self._trained = self._validated = None
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Notes the samples of the epoch with its last batch."""
+        if batch + 1 == (self.params or {}).get("steps"):
+            self._trained = self._counts()
 
     def on_test_begin(self, logs: Any = None) -> None:
         """Notes the samples of the epoch, before the validation counts its own."""
-        self._trained = self._counts()
+        if self._trained is None:
+            self._trained = self._counts()
+
+    def on_test_end(self, logs: Any = None) -> None:
+        """Notes the samples of the validation."""
+        self._validated = self._counts()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Averages `logs` in place. A collective call."""
@@ -106,8 +121,9 @@ class MetricAverageCallback(keras.callbacks.Callback):
         if self._engine is None:
             self._engine = backend.engine(self._process_set)
         self._name = self._name or self._engine.unique("hvd_hetero.metrics.")
-        now = self._counts()
-        trained, self._trained = now if self._trained is None else self._trained, None
+        trained = self._counts() if self._trained is None else self._trained
+        validated = self._counts() if self._validated is None else self._validated
+        self._trained = self._validated = None
         own = {key: np.asarray(value, "float64") for key, value in sorted(logs.items()) if _is_numeric(value)}
         named = ", ".join(key + (str(list(value.shape)) if value.ndim else "") for key, value in own.items())
         # In each epoch: a rank whose metrics are the ones it had before cannot know that another's are not.
@@ -115,7 +131,8 @@ class MetricAverageCallback(keras.callbacks.Callback):
         what = f"epoch {epoch + 1} with {named}"
         agree_text(self._engine, lambda: what, title="epoch and metrics", name=f"{self._name}.keys")
         weights = [
-            _weight(now, key.removeprefix("val_")) if key.startswith("val_") else _weight(trained, key) for key in own
+            _weight(validated, key.removeprefix("val_")) if key.startswith("val_") else _weight(trained, key)
+            for key in own
         ]
         weighted = [
             np.ravel(value * weight if weight else np.zeros_like(value))
