@@ -75,13 +75,16 @@ class Contender:
         self.whole = sum(self.shares)
         if arguments.contender == "alone":
             self.whole = self.shares[self.rank]
+        elif arguments.contender == "horovod":
+            import horovod.tensorflow as horovod  # with its own settings
+
+            horovod.init()
+            self.rank = horovod.rank()
+            self.optimizer.__class__ = averaged_by_horovod(type(self.optimizer))
         else:
             hvd: Any = importlib.import_module(f"{arguments.package}.keras")
             hvd.init()
             self.rank = hvd.rank()
-        if arguments.contender == "horovod":
-            self.optimizer.__class__ = averaged_by_horovod(type(self.optimizer))
-        elif arguments.contender == "hetero":
             fixed = {"shares": self.shares, "adaptive": False} if arguments.fixed else {}
             self.balancer = hvd.Balancer(global_batch_size=self.whole, **fixed)
             self.optimizer = hvd.DistributedOptimizer(
