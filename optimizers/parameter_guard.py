@@ -95,7 +95,6 @@ class ParameterGuard:
         self._exchanges, self._due = 0, FIRST
         self._last = clock()
         self._looked = 0  # the exchange of the last look
-        self._interval = SHORTEST
 
     def outgoing(self) -> tuple[int, int]:
         """For the next exchange: this rank's hash, 1 or more, and in how many exchanges the next one is due; zeros

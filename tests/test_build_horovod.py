@@ -44,7 +44,13 @@ def test_no_compiler_make_cmake_or_mpi(
     monkeypatch.delenv("HOROVOD_CMAKE", raising=False)
     monkeypatch.setattr(toolchain.sysconfig, "get_path", lambda *_: str(tools))
     assert "expected a C++ compiler" in fails(["build-horovod"], 3, capsys)
-    program(tools, "g++", "echo g++ 12.2")
+    program(tools, "c++", "echo 'c++ (Debian 10.2.1-6) 10.2.1 20210110'")
+    assert "expected g++ 11 or newer, or clang++ 14 or newer, for C++20. Received: c++ (Debian 10.2" in fails(
+        ["build-horovod"], 3, capsys
+    )
+    program(tools, "clang++", "echo Debian clang version 13.0.1-6")
+    assert "g++ 11 or newer" in fails(["build-horovod"], 3, capsys)
+    program(tools, "g++", "echo 'g++ (Debian 12.2.0-14) 12.2.0'")
     monkeypatch.setenv("CXX", "no-compiler -O2")
     said = fails(["build-horovod"], 3, capsys)
     assert "CXX: expected the command of a C++ compiler that runs here. Received: 'no-compiler -O2'" in said

@@ -158,7 +158,7 @@ def _tools() -> dict[str, str]:
         "cmake": found(lambda: toolchain.cmake()[1]),
         "mpi": found(lambda: toolchain.mpi("auto")),
         "processor": " ".join(toolchain.cpu_flags()) or "no AVX",
-        "cache": str(default_folder()),
+        "cache": found(lambda: str(default_folder())),
     }
 
 

@@ -117,8 +117,8 @@ def summary(found: Probe) -> list[str]:
                                        if found.cached else "")
     lines = [f"Nodes found: {nodes}. Measured in {took}."]
     if found.size > 1:
-        lines.append(f"Latencies include what Horovod takes to agree: {seconds_text(found.empty_s)} for a collective "
-                     "that moves nothing.")
+        lines.append("Latencies include what Horovod takes to agree; all ranks are through a collective that moves "
+                     f"nothing after {seconds_text(found.empty_s)}.")
     if found.stalled > NOTEWORTHY_STALLS:
         lines.append(f"{100 * found.stalled:.0f} % of the transfers stalled for {1e3 * STALL_S:.0f} ms or more and are "
                      "left out: TCP waits for acknowledgements or sends again, or a rank waits for a core. Training "

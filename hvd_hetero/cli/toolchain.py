@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -123,13 +124,28 @@ def present(found: Mapping[str, Mapping[str, object]], flags: Sequence[str], cud
     }
 
 
+OLDEST_GCC, OLDEST_CLANG = 11, 14
+
+
+def _is_old(version: str) -> bool:
+    """Whether a compiler that introduces itself like this is too old; one of another kind may do."""
+    clang, gcc = re.search(r"clang version (\d+)", version), re.search(r"\) (\d+)\.\d+", version)
+    return int(clang[1]) < OLDEST_CLANG if clang else int(gcc[1]) < OLDEST_GCC if gcc else False
+
+
 def compiler() -> tuple[str, str]:
     """The C++ compiler's command and version; raises `MissingTool`."""
-    chosen = os.environ.get("CXX", "").strip()
+    chosen, too_old = os.environ.get("CXX", "").strip(), ""
     for command in (chosen,) if chosen else ("c++", "g++", "clang++"):
-        program = shutil.which(command.split()[0])
-        if program and (version := first_line(output([program, "--version"]))):
-            return command, version
+        if version := first_line(output([*shlex.split(command), "--version"])):
+            if not _is_old(version):
+                return command, version
+            too_old = too_old or version
+    if too_old:
+        raise MissingTool(
+            f"expected g++ {OLDEST_GCC} or newer, or clang++ {OLDEST_CLANG} or newer, for C++20. Received: {too_old}.\n"
+            "  What to do: install a newer one, and name it with CXX."
+        )
     if chosen:
         raise MissingTool(
             f"CXX: expected the command of a C++ compiler that runs here. Received: {chosen!r}.\n"

@@ -16,7 +16,7 @@ from importlib import metadata
 from pathlib import Path
 
 from hvd_hetero.cli.edits import HOROVOD_VERSION
-from hvd_hetero.cli.error import BuildFailed, DownloadFailed
+from hvd_hetero.cli.error import BuildFailed, DownloadFailed, MissingTool
 from hvd_hetero.cli.recipe import Recipe
 from hvd_hetero.engine.build import BUILD_RECORD
 
@@ -29,7 +29,12 @@ def _tail(text: str) -> str:
 
 
 def _pip(arguments: Sequence[str]) -> str | None:
-    """None when pip succeeds, else what it said."""
+    """None when pip succeeds, else what it said; raises `MissingTool` where there is none."""
+    if importlib.util.find_spec("pip") is None:
+        raise MissingTool(
+            f"expected pip in the environment of {sys.executable}, and there is none.\n"
+            "  What to do: `python -m ensurepip`; in an environment of uv, `uv pip install pip`."
+        )
     command = [*PIP, *arguments, "--disable-pip-version-check"]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     return None if done.returncode == 0 else done.stdout

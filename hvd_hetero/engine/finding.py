@@ -54,18 +54,6 @@ class Probe:
         return len(self.devices)
 
     @property
-    def cross_contended_bytes_per_s(self) -> float | None:
-        """The bandwidth of each pair of ranks between the slowest two nodes while all their rails transfer; or None."""
-        node = self.topology.node_of
-        rates = [
-            self.bandwidth_bytes_per_s[some[0]][others[0]] / self.contended[a][b]
-            for a, some in enumerate(self.hosts)
-            for b, others in enumerate(self.hosts[:a])
-            if node(some[0]) != node(others[0])
-        ]
-        return min(rates, default=None)
-
-    @property
     def shares(self) -> tuple[float, ...]:
         """The fraction of the work that each rank would take for all to end at once, by the speed of its processor.
 
