@@ -15,6 +15,8 @@ WEIGHTS = ("samples", "fednova")
 WHEN = ("always", "faster")
 SECOND_MOMENTS = ("global", "own")
 CALM = Guard(round_steps=1).calm
+# Short rounds are for what is learned; a rank that stands still for a second or two is to hold nobody up all the same.
+BOUND_ROUNDS, BOUND_STEPS = 4.0, 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +27,7 @@ class LocalSGD:
         round_steps: updates between two contributions of the fastest rank; with several backward passes per step, each
             is over as many global batches. None: 4, or 2 with an optimizer of Adam's kind.
         bound_rounds: a rank waits when it has gone on for so many rounds since its last contribution without a merge;
-            0 to wait for each merge.
+            0 to wait for each merge. None: 4, or as many as make 16 updates.
         most_missed: a rank of which one step takes about two rounds of the fastest rank, or more, takes part in fewer
             merges, and misses at most so many in a row. From the first on it needs the memory of so many more copies
             of its parameters as they travel. None is missed where a merge is more than one sum (codecs, topologies),
@@ -51,7 +53,7 @@ class LocalSGD:
     """
 
     round_steps: int | None = None
-    bound_rounds: float = 4.0
+    bound_rounds: float | None = None
     most_missed: int = 3
     warmup_steps: int = 20
     fragments: int = 1
@@ -68,9 +70,10 @@ class LocalSGD:
             check_whole(name, getattr(self, name), least=least, optional=name == "round_steps")
         for name in ("bound_rounds", "compensation"):
             value = getattr(self, name)
-            if not (isinstance(value, (int, float)) and 0 <= value < math.inf):
+            left = value is None and name == "bound_rounds"
+            if not left and not (isinstance(value, (int, float)) and 0 <= value < math.inf):
                 raise ValueError(f"{name}: expected a finite number, 0 or more. Received: {value!r}.")
-        if 0 < self.bound_rounds < 1:
+        if 0 < self.most_rounds < 1:
             raise ValueError(
                 "bound_rounds: expected 0, to wait for every merge, or at least 1, since a rank contributes once a "
                 f"round. Received: {self.bound_rounds}."
@@ -87,6 +90,11 @@ class LocalSGD:
     def longest_round(self) -> int:
         """`round_steps`, as a number."""
         return ROUND_STEPS if self.round_steps is None else self.round_steps
+
+    @property
+    def most_rounds(self) -> float:
+        """`bound_rounds`, as a number."""
+        return max(BOUND_ROUNDS, BOUND_STEPS / self.longest_round) if self.bound_rounds is None else self.bound_rounds
 
 
 def strategy_of(strategy: LocalSGD | str, *, second_moments: bool) -> LocalSGD | None:

@@ -89,7 +89,7 @@ class Rounds:
         # Merges are missed only where that can do no harm: who waits for every merge has to be in it; ranks that miss
         # merges of several fragments could wait for each other's; and with shards of their own, those of ranks that
         # miss merges would count for less, which is what FedNova is there to prevent.
-        harmless = rule.bound_rounds > 0 and len(self.fragments) == 1 and rule.weights == "samples"
+        harmless = rule.most_rounds > 0 and len(self.fragments) == 1 and rule.weights == "samples"
         self.lengths = RoundLengths(rule, self.size, most_missed=self.fragments[0].most_missed if harmless else 0)
 
     # A phase of local steps -----------------------------------------------------------------------------------------
@@ -110,7 +110,7 @@ class Rounds:
     @property
     def most_ahead(self) -> int:
         """Batches that a rank may begin after it has contributed and before it has to see the merge."""
-        return max(1, math.ceil(self.rule.bound_rounds * self.rule.longest_round)) * self._batches()
+        return max(1, math.ceil(self.rule.most_rounds * self.rule.longest_round)) * self._batches()
 
     def after_step(
         self, samples: float, *, lr: float = 1.0, compute: tuple[float, float] = (0.0, 0.0), gradients: float = 1.0
@@ -169,7 +169,7 @@ class Rounds:
                 time.sleep(POLL_S)  # another rank waits for this one elsewhere, and says so
 
     def _at_bound(self, fragment: Fragment) -> bool:
-        return fragment.under_way and fragment.work.steps >= self.rule.bound_rounds * self.round_steps
+        return fragment.under_way and fragment.work.steps >= self.rule.most_rounds * self.round_steps
 
     def _due(self, fragment: Fragment) -> bool:
         # The first boundaries are spread over the round, so that fragments merge in turn.

@@ -822,3 +822,11 @@ def test_the_place_of_a_long_job_is_exact_in_single_precision():
     )
     said = merge_control.unpack(np.array(row, np.float32).tolist(), ranks=2)
     assert said.positions == [0, position]
+
+
+@pytest.mark.parametrize(("options", "rounds"), [
+    ({}, 4), ({"round_steps": 2}, 8), ({"round_steps": 1}, 16), ({"round_steps": 32}, 4), ({"bound_rounds": 3}, 3),
+    ({"round_steps": 2, "bound_rounds": 0}, 0),
+])  # fmt: skip
+def test_short_rounds_let_a_rank_go_as_many_steps_ahead_as_usual_ones(options, rounds):
+    assert LocalSGD(**options).most_rounds == rounds
