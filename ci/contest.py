@@ -105,7 +105,8 @@ def window_of(records: Sequence[dict[str, Any]]) -> tuple[float, float]:
     first = max(record["ends_s"][0] for record in records)
     last = min(record["ends_s"][-1] for record in records)
     if last <= first:
-        raise RuntimeError("Expected ranks that train at the same time. Received: one that ended before another began.")
+        raise RuntimeError("Expected ranks that train at the same time. Received: one that made no step once it had "
+                           "settled, or ended before another began.")
     return first, last
 
 

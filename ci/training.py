@@ -68,9 +68,9 @@ class Way:
     reset: bool = False
 
     def __post_init__(self) -> None:
-        if self.rule.bound_rounds < 1:
+        if self.rule.most_rounds < 1:
             raise ValueError("bound_rounds: expected at least 1, for one thread steps all ranks and must not wait. "
-                             f"Received: {self.rule.bound_rounds}.")
+                             f"Received: {self.rule.most_rounds}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,7 +202,7 @@ class Rank:
 
     def at_bound(self) -> bool:
         """Whether it may not end another step before the merge comes."""
-        return self.fragment.work.steps + 1 >= self.local.rule.bound_rounds * self.local.rounds.round_steps
+        return self.fragment.work.steps + 1 >= self.local.rule.most_rounds * self.local.rounds.round_steps
 
 
 def apart(task: Task, way: Way, inner: str, seed: int) -> tuple[float, list[dict[str, Any]]]:

@@ -44,8 +44,10 @@ def test_settings_are_chosen_by_whoever_initialises_first_for_good(monkeypatch, 
     assert chosen == prepared
 
 
-SIZES = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS", "WORLD_SIZE",
-         "TORCHELASTIC_RUN_ID", "HOROVOD_ELASTIC")  # fmt: skip
+SIZES = (
+    "HOROVOD_SIZE", "HOROVOD_CONTROLLER", "HOROVOD_ELASTIC", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "PMI_SIZE",
+    "PMI_RANK", "PMIX_RANK", "SLURM_STEP_NUM_TASKS", "WORLD_SIZE", "TORCHELASTIC_RUN_ID",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(("told", "size", "comm", "outcome"), [
@@ -53,8 +55,9 @@ SIZES = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TAS
     ({"HOROVOD_SIZE": "1"}, 1, None, ""),
     ({"HOROVOD_SIZE": "3"}, 3, None, ""),
     ({"HOROVOD_SIZE": "3"}, 1, None, "Expected 3 ranks, which HOROVOD_SIZE"),
-    ({"OMPI_COMM_WORLD_SIZE": "2"}, 1, None, "Expected 2 ranks, which OMPI_COMM_WORLD_SIZE"),
-    ({"OMPI_COMM_WORLD_SIZE": "2"}, 1, [0], ""),  # of the script's own choice
+    ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}, 1, None, "Expected 2 ranks, which OMPI"),
+    ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}, 1, [0], ""),  # of the script's own choice
+    ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0", "HOROVOD_SIZE": "1"}, 1, None, ""),  # a job within one
     ({"HOROVOD_SIZE": "3", "HOROVOD_ELASTIC": "1"}, 1, None, ""),  # the others have left
     ({"WORLD_SIZE": "4"}, 1, None, ""),
     ({"WORLD_SIZE": "4", "TORCHELASTIC_RUN_ID": "x"}, 1, None, "WORLD_SIZE says that 4 processes"),

@@ -54,6 +54,8 @@ def test_no_compiler_make_cmake_or_mpi(
     monkeypatch.setenv("CXX", "no-compiler -O2")
     said = fails(["build-horovod"], 3, capsys)
     assert "CXX: expected the command of a C++ compiler that runs here. Received: 'no-compiler -O2'" in said
+    monkeypatch.setenv("CXX", "g++ -DX='a")
+    assert "CXX: expected the command of a C++ compiler that runs here" in fails(["build-horovod"], 3, capsys)
     monkeypatch.delenv("CXX")
     assert "expected `make`" in fails(["build-horovod"], 3, capsys)
     program(tools, "make", "echo make")
@@ -137,13 +139,16 @@ def test_a_wheel_is_built_once_and_then_found(
 def test_a_build_that_is_ended_ends_its_compilers(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, number: int
 ) -> None:
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
     pip = program(tmp_path, "pip", f"sleep 60 & echo $! > {tmp_path}/pid; echo started; wait")
     monkeypatch.setattr(build_horovod, "build_wheel", REAL_BUILD)
     monkeypatch.setattr(wheel, "PIP", (str(pip),))
     monkeypatch.setattr(Progress, "line", lambda *_: os.kill(os.getpid(), number))
-    with pytest.raises(SystemExit):
-        main(["build-horovod", "--no-install", "--cache-dir", str(tmp_path / "cache")])
+    try:
+        with pytest.raises(SystemExit):
+            main(["build-horovod", "--no-install", "--cache-dir", str(tmp_path / "cache")])
+    finally:
+        signal.signal(signal.SIGHUP, before)
     compiler = Path("/proc") / (tmp_path / "pid").read_text().strip() / "stat"
     deadline = time.monotonic() + 10
     while compiler.exists() and compiler.read_text().split()[2] != "Z" and time.monotonic() < deadline:

@@ -305,7 +305,7 @@ def test_a_process_that_a_job_leaves_behind_is_told_and_ended() -> None:
         tidy = cluster.processes(["sh", "-c", "sleep 0.1 & wait"], timeout_s=20)
     (pid,) = map(int, re.findall(r"left (\d+)", done.output))
     assert (done.returncode, done.left, tidy.left) == (0, (pid,), ())
-    assert not Path(f"/proc/{pid}").exists()
+    assert not Path(f"/proc/{pid}").exists() or state(pid) == "Z"  # its new parent has not asked for it
 
 
 def test_a_tool_is_one_process_so_that_signals_reach_it(tmp_path: Path) -> None:

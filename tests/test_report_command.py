@@ -231,3 +231,54 @@ def test_a_report_is_drawn(tmp_path):
     assert main(["report", str(tmp_path), "--picture", str(place)]) == 0
     drawn = place.read_text()
     assert drawn.startswith("<?xml") and "<svg" in drawn
+
+
+def test_a_report_of_a_job_that_lost_a_rank_is_of_the_steps_of_those_that_stayed(tmp_path, capsys):
+    """Though the rank that is gone has recorded more plans, and steps that were undone."""
+    ranks = RecordedRanks(tmp_path, 3)
+
+    for version in range(5):
+        for trace in ranks.traces:
+            trace.plan(Plan(version=version, step=version, shares=(8, 8, 8), reason="of the test"))
+    for step in range(30):
+        ranks.step(step, compute=(0.01, 0.03, 0.01), extra=[0.0] * 3, data=[0.0] * 3, rest=[0.0] * 3, shares=(8, 8, 8),
+                   exchange=0.001)  # fmt: skip
+    ranks.read()
+    for rank in range(2):  # go on from their commit, at step 0
+        path = tmp_path / f"rank-{rank:05d}.jsonl"
+        header, first, *_ = path.read_text().splitlines()
+        plan = json.loads(first)
+        plan["plan"] |= {"version": 9, "shares": [12, 12], "reason": "a rank is gone"}
+        lines = [header, json.dumps(plan)]
+        for step in range(100):
+            compute = 0.03 if rank == 1 else 0.01
+            wait = 0.001 if rank == 1 else 0.021
+            lines.append(json.dumps([step, 1e6 + 0.031 * (step + 1), 12, 0.0, compute, wait, 0, 12, 0.0]))
+        with open(path, "a") as file:
+            file.write("\n".join(lines) + "\n")
+    assert main(["report", str(tmp_path)]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "2 ranks (and 1 that left)" in said and "100 % of that for rank 1" in said
+
+
+def test_a_plan_does_not_take_one_plans_step_time_for_anothers(tmp_path, capsys):
+    """Also where a rank's share did not change."""
+    ranks, speeds = RecordedRanks(tmp_path, 3), (0.012, 0.02, 0.012)
+    for first, count, shares in ((0, 100, (8, 24, 8)), (100, 2, (20, 12, 8))):
+        for trace in ranks.traces:
+            trace.plan(Plan(version=first, step=first, shares=shares, reason="of the test"))
+        for step in range(first, first + count):
+            compute = [speed * share for speed, share in zip(speeds, shares, strict=True)]
+            ranks.step(step, compute=compute, extra=[0.0] * 3, data=[0.0] * 3, rest=[0.0] * 3, shares=shares,
+                       exchange=0.01)  # fmt: skip
+    ranks.read()
+    assert main(["plan", str(tmp_path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["shares"] == [8, 24, 8] and found["step_s"] == pytest.approx(0.49, rel=0.02)
+    assert found["exchange_s"] == pytest.approx(0.01, abs=0.005)
+
+
+def test_a_report_of_one_rank_has_nothing_to_say_of_waiting(tmp_path, capsys):
+    record(tmp_path, speeds=(0.001,), shares=(32,), exchange=0.0)
+    assert main(["report", str(tmp_path)]) == 0
+    assert "Nothing stands out" in " ".join(capsys.readouterr().out.split())

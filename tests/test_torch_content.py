@@ -69,6 +69,6 @@ def test_a_file_that_cannot_be_read_is_a_checkpoint_error_on_all_ranks(tmp_path)
         state = TorchState(torch.nn.Linear(2, 1), best=0.0)
         Checkpoint(tmp_path / "x", state, engine=engine, every_steps=None).restore()
 
-    CheckpointFile(tmp_path / "x").write(b"[4]\nwhat")
+    CheckpointFile(tmp_path / "x").write([b"[4]\nwhat"])
     for error in World(2).run(restore, errors="return"):
         assert isinstance(error, CheckpointError) and "weights_only" not in str(error), error

@@ -33,11 +33,12 @@ def default_folder() -> Path:
 def locked(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
     """Held by one process at a time; calls `waiting` once when another holds it. By several where the system, the file
     system or the rights to it allow no locks."""
-    try:
+    file = None
+    with contextlib.suppress(ImportError, OSError):
         import fcntl
 
         file = path.open("w")
-    except (ImportError, OSError):
+    if file is None:
         yield
         return
     with file:
@@ -57,13 +58,17 @@ class Cache:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def entry(self, name: str) -> Path:
-        """The folder of a key, made if need be; raises `CommandError` where that cannot be."""
+    def entry(self, name: str, *, room: int = 0) -> Path:
+        """The folder of a key, made if need be; raises `CommandError` where that cannot be, or where it has no wheel
+        and fewer bytes than `room` are free."""
         path = self.folder / name
         try:
             path.mkdir(parents=True, exist_ok=True)
-            if (free := shutil.disk_usage(path).free) < ROOM_BYTES and not self.wheel(name):
-                raise OSError(f"{free / 1e6:.0f} MB are free, of {ROOM_BYTES / 1e6:.0f} that a wheel and its log take")
+            if room:
+                usage = shutil.disk_usage(path)
+                if usage.total and usage.free < room and not self.wheel(name):
+                    free, needed = (f"{size / 1e6:.0f}" for size in (usage.free, room))
+                    raise OSError(f"{free} MB are free, of {needed} that a wheel and its log take")
         except OSError as error:
             raise CommandError(
                 f"expected to write the cache in {self.folder}. Received: {error}.\n"
@@ -83,5 +88,5 @@ class Cache:
 
     def lock(self, name: str, waiting: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
         """Held by one build of a key at a time: see `locked`. The cache stays whole also where two builds run."""
-        self.entry(name)
+        self.entry(name, room=ROOM_BYTES)
         return locked(self.folder / f"{name}.lock", waiting)

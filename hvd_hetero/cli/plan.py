@@ -107,20 +107,23 @@ def _measured(run: Run, ranks: Sequence[RankRun], *, skip: int) -> tuple[tuple[i
     """The newest shares that the ranks had in some synchronous steps, and the seconds of such a step; without one, the
     newest shares."""
     newest = tuple(rank.steps[-1].share for rank in ranks)
-    plans = [plan.shares for plan in run.plans if len(plan.shares) == len(ranks)]
-    for shares in dict.fromkeys(reversed(plans or [newest])):
-        found = [_spans(rank, share, skip=skip) for rank, share in zip(ranks, shares, strict=True)]
+    plans = [(plan.step, plan.shares) for plan in run.plans if len(plan.shares) == len(ranks)] or [(0, newest)]
+    end: float = math.inf  # of a plan: the step from which on there is another
+    for begin, shares in reversed(plans):
+        found = [_spans(rank, share, begin, end, skip=skip) for rank, share in zip(ranks, shares, strict=True)]
         if any(len(spans) >= LEAST for spans in found):
             return shares, statistics.fmean(statistics.median(spans) for spans in found if len(spans) >= LEAST)
-    return (plans or [newest])[-1], None
+        end = begin
+    return plans[-1][1], None
 
 
-def _spans(rank: RankRun, share: int, *, skip: int) -> list[float]:
-    """The seconds of a rank's newest synchronous steps with this share."""
+def _spans(rank: RankRun, share: int, begin: int, end: float, *, skip: int) -> list[float]:
+    """The seconds of a rank's newest synchronous steps with this share, of those from `begin` to before `end`."""
     alone = apart(rank, [step.step for step in rank.steps])
 
     def counts(each: Timed) -> bool:
-        return bool(each.span_s) and each.step.share == share and each.step.step not in alone
+        of_plan = begin <= each.step.step < end and each.step.share == share
+        return bool(each.span_s) and of_plan and each.step.step not in alone
 
     return [each.span_s or 0.0 for each in timed(rank)[skip:][-NEWEST:] if counts(each)]
 

@@ -133,7 +133,7 @@ def _of_records(report: Report) -> list[str]:
     if run.missing:
         said.append(f"Plans are for {len(run.plans[-1].shares)} ranks, and there is no record of "
                     f"{', '.join(map(str, run.missing))}: bring the files of all hosts into one folder.")
-    elif not report.waits.step_s and report.together == report.merges == 0 or report.waits.steps == 1:
+    elif len(run.present) > 1 and not report.merges and report.waits.steps < 2:
         said.append("Too few steps were recorded by all ranks to tell who waits for whom.")
     last = max(rank.steps[-1].step for rank in run.ranks.values() if rank.steps)
     for number, rank in run.present.items() if report.together >= 0.5 else ():

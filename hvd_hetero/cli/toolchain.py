@@ -137,7 +137,11 @@ def compiler() -> tuple[str, str]:
     """The C++ compiler's command and version; raises `MissingTool`."""
     chosen, too_old = os.environ.get("CXX", "").strip(), ""
     for command in (chosen,) if chosen else ("c++", "g++", "clang++"):
-        if version := first_line(output([*shlex.split(command), "--version"])):
+        try:
+            words = shlex.split(command)
+        except ValueError:  # a quote without an end
+            break
+        if version := first_line(output([*words, "--version"])):
             if not _is_old(version):
                 return command, version
             too_old = too_old or version

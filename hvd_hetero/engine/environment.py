@@ -169,8 +169,11 @@ def _seconds(name: str) -> float | None:
 
 
 def started() -> tuple[str, int] | None:
-    """The variable in which a starter of Horovod's ranks, or an MPI, says that it has started several, and how many."""
-    return _told_of_several("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+    """The variable in which a starter of Horovod's ranks, or else an MPI, says that it has started several, and how
+    many."""
+    if "HOROVOD_SIZE" in os.environ:
+        return _told_of_several("HOROVOD_SIZE")
+    return _told_of_several("OMPI_COMM_WORLD_SIZE", "PMI_SIZE") if under_mpi() else None
 
 
 def started_otherwise() -> tuple[str, int] | None:
@@ -186,6 +189,11 @@ def _told_of_several(*names: str) -> tuple[str, int] | None:
 def launched() -> bool:
     """True when a launcher (horovodrun, mpirun) started this process as one of several ranks."""
     return under_mpi() or int(os.environ.get("HOROVOD_SIZE") or 1) > 1
+
+
+def gloo_interface() -> str:
+    """The network interface that Gloo was told to take; "" where it was not."""
+    return os.environ.get("HOROVOD_GLOO_IFACE", "")
 
 
 def visible_gpus() -> str | None:

@@ -12,7 +12,6 @@ part of it.
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,7 +26,7 @@ from hvd_hetero.policy.topology import Topology, by_host, group, tournament
 
 from . import cache
 from .device import Device, core_gflop_per_s, describe_device
-from .environment import cache_folder, under_mpi
+from .environment import cache_folder, gloo_interface, under_mpi
 from .finding import Probe
 from .host import mpi_host, mpi_world
 from .port import Engine, gather_text
@@ -83,7 +82,7 @@ def _devices(
 ) -> tuple[tuple[Device, ...], list[str]]:
     """The devices of all ranks, and the network interfaces that Gloo was told to take; also checks that all ranks were
     called alike."""
-    mine: dict[str, Any] = {"terms": terms, "interface": os.environ.get("HOROVOD_GLOO_IFACE", "")}
+    mine: dict[str, Any] = {"terms": terms, "interface": gloo_interface()}
     try:
         mpi = mpi_world(engine.size)
         mine |= {"device": describe().as_dict(), "mpi": mpi is not None}

@@ -108,13 +108,14 @@ class Run:
 
     @cached_property
     def plans(self) -> tuple[Plan, ...]:
-        """The plans of the run. All ranks hold the same ones; they are taken from the rank that recorded the most."""
+        """The plans of the run. All ranks hold the same ones; they are taken from the rank that recorded the most, of
+        those that stayed: what others had seen may have been undone."""
         longest: list[Plan] = []
-        for rank in self.ranks.values():
+        for rank in self.present.values():
             longest = max(longest, rank.plans, key=len)
         return tuple(longest)
 
-    @property
+    @cached_property
     def present(self) -> dict[int, RankRun]:
         """The ranks that there were at the end, by the newest plan: others have left an elastic job, or the job went on
         from a checkpoint without them."""

@@ -123,9 +123,12 @@ def waiting(run: Run, *, skip: int = 0) -> Waiting:
     waited = [[0.0] * len(ranks) for _ in ranks]
     last, causes = [0] * len(ranks), [Causes()] * len(ranks)
     exchanges, spans = [], []
-    # Who came last is known only where all have recorded a step.
-    whole = (row for step, row in rows.items() if len(row) == (run.size_at(step) or len(ranks)) > 1)
-    for row in whole:
+    for step, found in rows.items():
+        size = run.size_at(step) or len(ranks)
+        # Ranks that have left may have recorded it before it was undone. Who came last is known only of whole rows.
+        row = {index: each for index, each in found.items() if ranks[index] < size}
+        if not len(row) == size > 1:
+            continue
         late = min(row, key=lambda index: row[index].step.wait_s)
         exchange = row[late].step.wait_s
         span = _mean([each.span_s for each in row.values() if each.span_s is not None])

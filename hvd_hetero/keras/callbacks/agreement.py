@@ -48,7 +48,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         """Broadcasts, where the model is built."""
         self.broadcast_done = False
         if self.model.built:
-            # `build()` of a subclass without one of its own leaves its layers as they are.
+            # `build()` of a subclass without one of its own leaves its layers as they are. Of a model with a layer that
+            # is never called nobody can tell: what there is travels now, and all of it after the first step.
             self._broadcast(whole=all(layer.built for layer in self.model._flatten_layers()))
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
