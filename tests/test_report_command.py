@@ -259,6 +259,9 @@ def test_a_report_of_a_job_that_lost_a_rank_is_of_the_steps_of_those_that_stayed
     assert main(["report", str(tmp_path)]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "2 ranks (and 1 that left)" in said and "100 % of that for rank 1" in said
+    assert main(["report", str(tmp_path), "--json"]) == 0
+    waiting = json.loads(capsys.readouterr().out)["waiting"]
+    assert waiting["steps"] == 95 and waiting["waited_s"][0][1] == pytest.approx(95 * 0.02)
 
 
 def test_a_plan_does_not_take_one_plans_step_time_for_anothers(tmp_path, capsys):
