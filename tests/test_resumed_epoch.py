@@ -88,3 +88,25 @@ def test_an_epoch_may_be_trained_again_on_purpose(tmp_path):
         return job.used
 
     assert sorted(sum(World(2).run(program), [])) == [(0, i) for i in range(WHOLE * BATCHES) for _ in range(2)]
+
+
+@pytest.mark.parametrize("own_loader", [False, True])
+def test_a_resumed_loader_is_as_long_as_an_epoch_and_gives_what_is_left_of_it(own_loader, tmp_path):
+    """What runs a loop by itself, as Lightning does, counts the batches of an epoch from its beginning."""
+
+    def program(engine):
+        job = Job(engine, tmp_path / "x", own_loader=own_loader)
+        job.sampler.load_state_dict({**job.sampler.state_dict(), "position": 2})
+        given = []
+        for _ in range(2):
+            before, count = len(job.loader), 0
+            for _ in job.loader:
+                if own_loader:
+                    job.balancer.begin(job.sampler.used())
+                count += 1
+                (job.model.weight.sum() * 0).backward()
+                job.optimizer.step()
+            given.append((before, count))
+        return given
+
+    assert World(2).run(program) == [[(BATCHES, 1), (BATCHES, BATCHES)]] * 2

@@ -53,7 +53,14 @@ class BalancedBatchSampler(Sampler[list[int]]):
         self._iterations = 0
 
     def __len__(self) -> int:
-        return len(self.sampler.dealer) - self._first
+        """Batches of an epoch, also of one that was resumed in the middle: what runs a loop by itself counts from its
+        beginning."""
+        return len(self.sampler.dealer)
+
+    @property
+    def batches_left(self) -> int:
+        """Batches of the next iteration."""
+        return len(self) - self._first
 
     @property
     def left(self) -> int:
@@ -72,7 +79,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         self._iterations = mine = self._iterations + 1
-        nothing_left = len(self) == 0
+        nothing_left = self.batches_left == 0
         self.end_epoch()
         if nothing_left:
             return

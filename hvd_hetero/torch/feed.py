@@ -149,7 +149,7 @@ class NumberedFeed:
     def batches(self) -> Iterator[Loaded]:
         """Those of one iteration."""
         sampler, left = self.sampler, self.sampler.left
-        batches, size = len(sampler), sampler.balancer.global_batch_size
+        batches, size = sampler.batches_left, sampler.balancer.global_batch_size
         if not batches:
             return
         # The same in a job that was resumed here, and another on each rank.

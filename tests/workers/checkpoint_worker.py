@@ -57,8 +57,6 @@ def train(path, codec, stop_at=None, who=0):
                 optimizer.zero_grad()
                 nn.functional.cross_entropy(model(x), y).backward()
                 optimizer.step()
-                if len(loader) == 0:
-                    schedule.step()
                 if last == stop_at and hvd.rank() == who:
                     os.kill(os.getpid(), signal.SIGTERM)
                 last += 1
