@@ -135,7 +135,7 @@ def _of_records(report: Report) -> list[str]:
                     f"{', '.join(map(str, run.missing))}: bring the files of all hosts into one folder.")
     elif len(run.present) > 1 and not report.merges and report.waits.steps < 2:
         said.append("Too few steps were recorded by all ranks to tell who waits for whom.")
-    last = max(rank.steps[-1].step for rank in run.ranks.values() if rank.steps)
+    last = max((rank.steps[-1].step for rank in run.present.values() if rank.steps), default=0)
     for number, rank in run.present.items() if report.together >= 0.5 else ():
         if rank.steps and rank.steps[-1].step < last - 1:
             said.append(f"The record of rank {number} ends at step {rank.steps[-1].step} of {last}.")
