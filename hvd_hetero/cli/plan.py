@@ -22,6 +22,7 @@ from hvd_hetero.policy.partition import Bound, InfeasibleError
 from hvd_hetero.policy.speed import Observation, SpeedModel, fit, passes_of
 from hvd_hetero.policy.staleness import ROUND_STEPS, ROUND_STEPS_OF_ADAM
 from hvd_hetero.trace.reader import RankRun, Run
+from hvd_hetero.trace.record import file_name
 from hvd_hetero.trace.waiting import Timed, apart, timed
 
 NEWEST = 256  # steps that a rank's speed is fitted to: a machine drifts
@@ -72,7 +73,7 @@ def speed_of(rank: RankRun, *, skip: int) -> tuple[SpeedModel, Jitter]:
 def seen_in(run: Run, *, skip: int) -> Seen:
     """What a run says of its ranks. Raises CommandError where it says too little."""
     if run.missing:
-        names = ", ".join(f"rank-{rank:05d}.jsonl" for rank in run.missing)
+        names = ", ".join(map(file_name, run.missing))
         raise CommandError(f"expected the records of all {len(run.plans[-1].shares)} ranks. Received none of "
                            f"{', '.join(map(str, run.missing))}.\n  What to do: bring {names} into {run.folder}.")
     ranks = list(run.present.values())
@@ -108,24 +109,23 @@ def _measured(run: Run, ranks: Sequence[RankRun], *, skip: int) -> tuple[tuple[i
     newest shares."""
     newest = tuple(rank.steps[-1].share for rank in ranks)
     plans = [(plan.step, plan.shares) for plan in run.plans if len(plan.shares) == len(ranks)] or [(0, newest)]
+    made = [_synchronous(rank, skip=skip) for rank in ranks]
     end: float = math.inf  # of a plan: the step from which on there is another
     for begin, shares in reversed(plans):
-        found = [_spans(rank, share, begin, end, skip=skip) for rank, share in zip(ranks, shares, strict=True)]
+        found = [
+            [each.span_s or 0.0 for each in steps if begin <= each.step.step < end and each.step.share == share]
+            for steps, share in zip(made, shares, strict=True)
+        ]
         if any(len(spans) >= LEAST for spans in found):
             return shares, statistics.fmean(statistics.median(spans) for spans in found if len(spans) >= LEAST)
         end = begin
     return plans[-1][1], None
 
 
-def _spans(rank: RankRun, share: int, begin: int, end: float, *, skip: int) -> list[float]:
-    """The seconds of a rank's newest synchronous steps with this share, of those from `begin` to before `end`."""
+def _synchronous(rank: RankRun, *, skip: int) -> list[Timed]:
+    """The newest synchronous steps of a rank of which it is known how long they took."""
     alone = apart(rank, [step.step for step in rank.steps])
-
-    def counts(each: Timed) -> bool:
-        of_plan = begin <= each.step.step < end and each.step.share == share
-        return bool(each.span_s) and of_plan and each.step.step not in alone
-
-    return [each.span_s or 0.0 for each in timed(rank)[skip:][-NEWEST:] if counts(each)]
+    return [each for each in timed(rank)[skip:][-NEWEST:] if each.span_s and each.step.step not in alone]
 
 
 def show(seen: Seen, found: Sequence[Forecast], run: Run | None) -> None:
