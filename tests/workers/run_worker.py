@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import horovod
@@ -42,6 +43,9 @@ def job_in(folder: str, dies: int | None):
                 for inputs, targets in loader:
                     if hvd.rank() == dies and state.epoch == 1 and not Path(folder, "died").exists():
                         Path(folder, "died").touch()
+                        while not Path(folder, "told").exists():  # or its place is given to another before that
+                            time.sleep(0.1)
+                        time.sleep(1.0)  # the driver reads what it was told
                         os.kill(os.getpid(), signal.SIGKILL)
                     optimizer.zero_grad()
                     torch.nn.functional.mse_loss(model(inputs), targets).backward()
@@ -62,7 +66,7 @@ def main() -> None:
     more: dict = {"np": 2}
     if dies:
         script = Path(folder, "hosts.sh")
-        second = f"[ -e {folder}/died ] || echo 127.0.0.1:1"
+        second = f"if [ -e {folder}/died ]; then touch {folder}/told; else echo 127.0.0.1:1; fi"
         script.write_text(f"#!/bin/sh\necho localhost:2\n{second}\n")
         script.chmod(0o755)
         more = {"np": 3, "min_np": 2, "max_np": 3, "host_discovery_script": str(script)}
