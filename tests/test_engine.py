@@ -20,6 +20,7 @@ from hvd_hetero.engine.port import (
     gather_text,
     in_lane,
     in_turn,
+    scatter_bytes,
     without_lane,
 )
 from hvd_hetero.engine.remembered import Rebuilds, Remembered
@@ -192,14 +193,14 @@ def test_what_nothing_holds_any_more_is_not_remembered():
 
 
 def counted(engine):
-    """The engine, and the lengths of what it broadcasts and gathers."""
+    """The engine, and the lengths of what it broadcasts, gathers and deals."""
     lengths = []
 
     def start(call, array, **options):
         lengths.append(array.nbytes)
         return call(array, **options)
 
-    for kind in ("broadcast_async", "allgather_async"):
+    for kind in ("broadcast_async", "allgather_async", "alltoall_async"):
         setattr(engine, kind, functools.partial(start, getattr(engine, kind)))
     return engine, lengths
 
@@ -222,6 +223,10 @@ def test_long_bytes_travel_in_pieces_and_short_ones_in_one_operation(monkeypatch
         assert len(lengths) == 2 if total <= 12 else max(lengths[1:]) <= 12 // engine.size
         at_one = gather_bytes(engine, each[engine.rank], name="z", root=1)
         assert at_one == (each if engine.rank == 1 else [])
+        lengths.clear()
+        parts = each if engine.rank == 1 else []
+        assert scatter_bytes(engine, parts, root=1, name="w") == each[engine.rank], "who has none need not say so"
+        assert len(lengths) == 2 if total <= 12 else max(lengths[1:]) <= 12
 
     World(3).run(program)
 

@@ -17,7 +17,7 @@ import numpy as np
 from .checkpoint_file import CheckpointError, CheckpointFile
 from .environment import is_elastic
 from .notice import LEFT, Notice
-from .port import Engine, Handle, broadcast_bytes, gather_bytes, gather_text
+from .port import Engine, Handle, broadcast_bytes, gather_bytes, gather_text, scatter_bytes
 
 
 class State(Protocol):
@@ -187,12 +187,7 @@ class Checkpoint:
         shared = broadcast_bytes(engine, parts[0] if parts else b"", root=0, name="hvd_hetero.checkpoint.shared")
         self._load(self._state.load_shared_content, shared)
         if said["parts"] == 1 + engine.size:
-            mine = b""
-            for rank in range(engine.size):
-                theirs = parts[1 + rank] if parts else b""
-                own = broadcast_bytes(engine, theirs, root=0, name=f"hvd_hetero.checkpoint.own.{rank}")
-                if rank == engine.rank:
-                    mine = own
+            mine = scatter_bytes(engine, parts[1:], root=0, name="hvd_hetero.checkpoint.own")
             self._load(self._state.load_own_content, mine)
         return True
 

@@ -152,6 +152,21 @@ def gather_bytes(engine: Engine, mine: bytes, *, name: str, root: int | None = N
     return list(map(bytes, found)) if root in (None, engine.rank) else []
 
 
+def scatter_bytes(engine: Engine, parts: Sequence[bytes], *, root: int, name: str) -> bytes:
+    """Of the bytes that rank `root` has for each rank those for this one; the others' are of no effect. A collective
+    call, in pieces as `broadcast_in_pieces`."""
+    lengths = np.array([len(part) for part in parts] if engine.rank == root else [0] * engine.size)
+    engine.broadcast_async(lengths, root=root, name=f"{name}.lengths").wait()
+    step = PIECE_BYTES if lengths.sum() <= PIECE_BYTES else max(PIECE_BYTES // engine.size, 1)
+    mine = bytearray()
+    for at in range(0, max(int(lengths.max()), 1), step):
+        pieces = [part[at : at + step] for part in parts] if engine.rank == root else [b""] * engine.size
+        row = np.frombuffer(b"".join(pieces), np.uint8).copy()
+        sent = engine.alltoall_async(row, splits=list(map(len, pieces)), name=name).wait()
+        mine += np.asarray(sent).data
+    return bytes(mine)
+
+
 def broadcast_bytes(engine: Engine, mine: bytes, *, root: int, name: str) -> bytes:
     """The bytes of rank `root`, on all ranks; the others' are of no effect. A collective call."""
     length = np.array([len(mine)])
