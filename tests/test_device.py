@@ -232,7 +232,7 @@ class FakeNvml:
 
 def test_gpus_are_told_by_nvml():
     library = FakeNvml()
-    gpus, why = installed_gpus(None, library)
+    gpus, why = installed_gpus(None, library, by_bus=True)
     assert why is None and library.open == 0
     assert gpus == (Gpu(model="H200", uuid="GPU-aa", memory_bytes=141 << 30, pcie="gen5 x16", nvlinks=4),
                     Gpu(model="T4", uuid="GPU-bb", memory_bytes=16 << 30))
@@ -244,6 +244,20 @@ def test_gpus_are_told_by_nvml():
                                              ("GPU-b", "T4"), ("0,7,1", "H200"), ("GPU-", "")])
 def test_cuda_visible_devices_counts(visible, models):
     assert " ".join(gpu.model for gpu in visible_of(installed_gpus(None, FakeNvml())[0], visible)) == models
+
+
+def test_on_hosts_with_unlike_gpus_it_says_that_cuda_may_number_them_otherwise(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "pynvml", FakeNvml())
+
+    def notes(order, visible):
+        for name, value in (("CUDA_DEVICE_ORDER", order), ("CUDA_VISIBLE_DEVICES", visible)):
+            monkeypatch.setenv(name, value)
+        return " ".join(describe_device().notes)
+
+    assert "CUDA_DEVICE_ORDER=PCI_BUS_ID" in notes("FASTEST_FIRST", "0,1")
+    assert "CUDA_DEVICE_ORDER" not in notes("PCI_BUS_ID", "0,1")
+    assert "CUDA_DEVICE_ORDER" in notes("FASTEST_FIRST", "1"), "CUDA's 1 may be the other one"
+    assert "CUDA_DEVICE_ORDER" not in notes("FASTEST_FIRST", "GPU-b")
 
 
 def test_without_nvml_it_says_so(monkeypatch):

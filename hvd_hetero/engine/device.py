@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from . import machine
-from .environment import visible_gpus
+from .environment import numbers_gpus_by_bus, visible_gpus
 from .gpu import Gpu, installed_gpus
 from .host import boot_id, host_identity
 
@@ -61,8 +61,8 @@ def describe_device(root: Path = Path("/"), *, affinity: set[int] | None = None)
     memory = machine.memory_bytes(machine.read(root / "proc/meminfo")) or _memory_without_proc()
     numa = machine.listed(machine.read(root / "sys/devices/system/node/online"))
     host_name, host = host_identity(root)
-    gpus, without_gpus = installed_gpus(visible_gpus())
-    notes = [without_gpus] if without_gpus else []
+    gpus, of_gpus = installed_gpus(visible_gpus(), by_bus=numbers_gpus_by_bus())
+    notes = [of_gpus] if of_gpus else []
     if memory is None:
         notes.append("memory is unknown: neither /proc/meminfo nor psutil tells it")
     return Device(

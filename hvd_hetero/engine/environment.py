@@ -201,6 +201,12 @@ def visible_gpus() -> str | None:
     return os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
+def numbers_gpus_by_bus() -> bool:
+    """True when CUDA numbers GPUs as NVML does. Otherwise the fastest comes first ("CUDA Environment Variables" in
+    NVIDIA's programming guide)."""
+    return os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
+
+
 def cache_folder() -> Path:
     """`hvd_hetero` in the user's cache: XDG_CACHE_HOME, or ~/.cache."""
     base = os.environ.get("XDG_CACHE_HOME", "")

@@ -8,6 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 _LARGEST_LINK_COUNT = 18        # NVLinks of a Hopper GPU: NVML has no call that counts them
+UNLIKE = (
+    "GPUs are told in the order of the bus, but CUDA numbers unlike ones by speed: export CUDA_DEVICE_ORDER=PCI_BUS_ID "
+    "on all hosts, and the numbers are the same"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,10 +25,13 @@ class Gpu:
     nvlinks: int | None = None
 
 
-def installed_gpus(visible: str | None = None, library: Any = None) -> tuple[tuple[Gpu, ...], str | None]:
-    """The GPUs that CUDA would see, and why there are none (None where there are some).
+def installed_gpus(
+    visible: str | None = None, library: Any = None, *, by_bus: bool = False
+) -> tuple[tuple[Gpu, ...], str | None]:
+    """The GPUs that CUDA would see, and why there are none, or may be others; None where there is nothing to say.
 
-    `visible` is the text of CUDA_VISIBLE_DEVICES; `library` is what `import pynvml` gives.
+    `visible` is the text of CUDA_VISIBLE_DEVICES; `library` is what `import pynvml` gives; `by_bus`: whether CUDA
+    numbers them in the order of the bus.
     """
     if library is None:
         try:
@@ -44,7 +51,8 @@ def installed_gpus(visible: str | None = None, library: Any = None) -> tuple[tup
     chosen = visible_of(found, visible)
     if not chosen:
         return (), "no GPU" if not found else f"none of {len(found)} GPUs is in CUDA_VISIBLE_DEVICES={visible!r}"
-    return chosen, None
+    numbered = visible is None or any(name.strip().isdigit() for name in visible.split(","))
+    return chosen, UNLIKE if numbered and not by_bus and len({gpu.model for gpu in found}) > 1 else None
 
 
 def visible_of(gpus: Sequence[Gpu], visible: str | None) -> tuple[Gpu, ...]:
