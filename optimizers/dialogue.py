@@ -149,9 +149,7 @@ class Dialogue:
         report = control.unpack(total, ranks=self._engine.size)
         if leads:
             self._hear_plan(report, step, ahead)
-        if report.failed:
-            self.unheard()  # no further answer will be taken in
-            self._departure.hear_failed([self._engine.ranks[rank] for rank in report.failed], self._place.step)
+        self.hear_failed(report)
         if leads:
             self.entered, self.steps = sum(report.samples) or self.entered, steps
             self.mean_staleness = report.staleness
@@ -164,6 +162,16 @@ class Dialogue:
             for listener in self._listeners:
                 listener()
         return report
+
+    def hear_failed(self, report: control.Report) -> None:
+        """Takes in who could not go on, also from what else ranks exchange.
+
+        Raises:
+            PeerError, Exception: see `Departure.hear_failed`.
+        """
+        if report.failed:
+            self.unheard()  # no further answer will be taken in
+            self._departure.hear_failed([self._engine.ranks[rank] for rank in report.failed], self._place.step)
 
     def _hear_plan(self, report: control.Report, step: int, ahead: int) -> None:
         """Takes in a plan, if there is one, and lets dealing go on."""

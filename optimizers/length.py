@@ -94,8 +94,10 @@ class RoundLengths:
         return f"a local step takes {steps} s, by rank: each takes part in one merge of {every}"
 
     def resume(self, longest: int) -> None:
-        """Goes on with rounds of this length."""
-        self._guard = replace(self._guard, length=min(longest, self._guard.round_steps))
+        """Goes on with rounds of this length, and with nothing of the merges before."""
+        fresh = Guard(round_steps=self._guard.round_steps, limit=self._guard.limit)
+        self._guard = replace(fresh, length=min(longest, fresh.round_steps))
+        self._idle, self._step_s = [False] * len(self._idle), np.zeros(len(self._idle))
         self._start_over()
 
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from hvd_hetero.policy.ladder import TRY_STEPS, trial
-from hvd_hetero.policy.partition import split
+from hvd_hetero.policy.partition import Bound, split
 from hvd_hetero.policy.regime import last_shift, latest_regime
 from hvd_hetero.policy.replan import Plan, ReplanRule, decide
 from hvd_hetero.policy.speed import Observation, SpeedModel, fit, passes_of
@@ -89,8 +89,19 @@ class Planner:
         self._next_look = 0
         self._ahead = 0  # batches that passed before the last plan held
         self.steadiness = Steadiness(self.size)
-        self.selection: Selection | None = None  # of the strategy, where it is left to us
+        self._selection: Selection | None = None
+        self._exchange_s: list[float] = []  # of a state, for a selection that is yet to be made
         self.apart: Callable[[int], bool] = lambda step: False  # whether ranks take a batch apart, waiting for nobody
+
+    @property
+    def selection(self) -> Selection | None:
+        """Of the strategy, where it is left to us."""
+        return self._selection
+
+    @selection.setter
+    def selection(self, selection: Selection) -> None:
+        selection.load_state_dict(self._exchange_s)
+        self._selection = selection
 
     def plan_at(self, step: int) -> Plan:
         """The plan that holds for global batch `step`."""
@@ -223,6 +234,8 @@ class Planner:
             "windows": [
                 [(step, seen.samples, seen.compute_s, seen.passes) for step, seen in window] for window in self._windows
             ],
+            "steadiness": self.steadiness.state_dict(),
+            "exchange_s": self._exchange_s if self.selection is None else self.selection.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any], step: int) -> None:
@@ -239,13 +252,28 @@ class Planner:
         ]
         before, now = state["identities"], list(self._terms.identities)
         alike = before == now or (len(before) == len(now) and not set(before) & set(now))
-        known = windows if alike else [windows[before.index(each)] if each in before else [] for each in now]
+        places = range(self.size) if alike else [before.index(each) if each in before else None for each in now]
+        known = [[] if place is None else windows[place] for place in places]
+        self.steadiness.load_state_dict(state.get("steadiness", {}), places)
+        self._exchange_s = list(state.get("exchange_s", ())) if alike else []
+        if self._selection is not None:
+            self._selection.load_state_dict(self._exchange_s)
         for window, saved in zip(self._windows, known, strict=True):
             window.clear()
             window.extend(saved)
         self.plans = [Plan(**{**plan, "shares": tuple(plan["shares"])}) for plan in state["plans"]]
         if not alike:
             self.plans = [self._plan_for_others(version=self.plans[-1].version + 1, step=max(step, 0))]
+        elif not all(map(self._allows, [self.plan_at(step + 1), self.plans[-1]])):
+            # What a rank may have was said anew, as where its memory has turned out to be too small. Measurements stay.
+            last, held = self.plans[-1], [plan for plan in self.plans if plan.step <= step]
+            new = self._plan_for_others(version=last.version + 1, step=step + 1)
+            self.plans = [*held, replace(new, strategy=last.strategy, reason="other bounds or shares were given")]
+
+    def _allows(self, plan: Plan) -> bool:
+        """Whether a plan from a state keeps to the bounds, and to shares that were given for good."""
+        given = None if self._terms.adaptive else self._terms.shares
+        return all(map(Bound.allows, self._terms.bounds, plan.shares)) and given in (None, plan.shares)
 
     def _plan_for_others(self, *, version: int, step: int) -> Plan:
         """The first plan of a new set of ranks; the most equal shares where too little is known of some."""

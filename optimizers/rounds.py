@@ -24,7 +24,6 @@ from hvd_hetero.codecs.verbs import arrays_like
 from hvd_hetero.policy.staleness import NOTHING, Contribution, contribution
 
 from . import control, merge_control
-from .attachment import PeerError
 from .balancer import Balancer
 from .fragment import Fragment, Lane, Store, Work
 from .length import RoundLengths
@@ -280,29 +279,33 @@ class Rounds:
             steps = (at - self._heard) // self._batches()
             self._heard += steps * self._batches()
             self.balancer.dialogue.incoming(said.balancer, leads=leads, step=at, ahead=self.most_ahead, steps=steps)
-        elif report.failed:
-            raise PeerError(f"Expected every rank to go on. Received: rank {report.failed[0]} could not.")
+        else:
+            self.balancer.dialogue.hear_failed(report)
 
     # The end --------------------------------------------------------------------------------------------------------
 
     def withdraw(self) -> Callable[[], bool]:
         """Takes part with nothing from now on, without waiting; tells whether all have heard of it.
 
-        The merges under way know nothing yet of this rank's failure: the next one does.
+        The merges under way know nothing yet of this rank's failure: the next ones do, of whichever fragment the others
+        wait for.
         """
-        fragment, told = self.fragments[0], [False]
+        told: set[int] = set()
 
         def over() -> bool:
-            while fragment.under_way:
-                if not fragment.done():
-                    return False
-                fragment.merge(merge_control.scale)
-            if told[0]:
-                return True
-            fragment.work = Work()
-            fragment.send(self._weigh)
-            told[0] = True
-            return False
+            heard = False
+            for fragment in self.fragments:
+                while fragment.under_way and fragment.done():
+                    fragment.merge(merge_control.scale)
+                if fragment.under_way:
+                    continue
+                if fragment.index in told:
+                    heard = True
+                else:
+                    fragment.work = Work()
+                    fragment.send(self._weigh)
+                    told.add(fragment.index)
+            return heard
 
         over()
         return over
@@ -310,7 +313,7 @@ class Rounds:
     # State ----------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The outer momentum after the last merge and the length of rounds, the same on all ranks. Parameters are the
+        """The outer momentum after the last merge, the same on all ranks, and the length of rounds. Parameters are the
         script's to save, after a `finish`."""
         return {
             "merges": self.merges,

@@ -73,6 +73,7 @@ class ShareSampler:
         self._resumed = False  # and nothing of it was dealt yet
         self._dealt: deque[int] = deque()  # sizes of batches dealt and not yet used
         self._next = 0  # the step in which the batch after them will be used: the plan is looked up by it
+        self._run = 0  # so many times what was dealt and not used was dropped
         self._lock = threading.RLock()
         balancer.engine.remember(self.rebuild)
 
@@ -83,7 +84,7 @@ class ShareSampler:
         """Deals to the ranks that there are now, from what was used. A collective call."""
         self._agree()
         with self._lock:
-            self._dealt.clear()
+            self._drop()
 
     @property
     def epoch(self) -> int:
@@ -102,21 +103,27 @@ class ShareSampler:
     def rewind(self) -> None:
         """Deals again what was dealt and not used, from the next step on."""
         with self._lock:
-            self._dealt.clear()
+            self._drop()
             self.end_epoch()
             self._next = self.balancer.step + 1
+
+    def _drop(self) -> None:
+        """Forgets what was dealt and not used, also what a thread is about to deal."""
+        self._dealt.clear()
+        self._run += 1
 
     def deal(self) -> Dealt:
         """The next batch. A batch without a sample of this rank holds one that is another rank's."""
         with self._lock:
             epochs, index = divmod(self.position + len(self._dealt), len(self.dealer))
             batch = self.dealer.batch(self.dealer.epoch + epochs, index)
-            step = self._next
+            step, run = self._next, self._run
         shares = self.balancer.deal(step).shares  # may wait, and `used` must not
         with self._lock:
             mine = cut(batch, shares, self.balancer.rank)
-            self._dealt.append(len(mine))
-            self._next = step + 1
+            if run == self._run:  # else it is of a run that is over
+                self._dealt.append(len(mine))
+                self._next = step + 1
         return Dealt(mine if len(mine) else batch[:1], len(mine))
 
     def peek(self, index: int) -> Dealt:
@@ -167,5 +174,6 @@ class ShareSampler:
             expected = getattr(self.dealer, name)
             if state[name] != expected:
                 raise ValueError(f"Expected the state of a sampler with {name} {expected}. Received: {state[name]}.")
-        self.dealer.epoch, self.position, self._resumed = state["epoch"], state["position"], True
-        self._dealt.clear()
+        with self._lock:
+            self.dealer.epoch, self.position, self._resumed = state["epoch"], state["position"], True
+            self._drop()

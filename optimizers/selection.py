@@ -7,6 +7,7 @@ merge is taken to need as long as that: both move the model once.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import deque
 from collections.abc import Sequence
@@ -24,7 +25,9 @@ from hvd_hetero.policy.strategy import (
 
 from .steadiness import Steadiness
 
-EVERY = 10  # batches between two looks: a prediction costs some milliseconds
+EVERY = 10  # batches between two looks, at least
+PREDICTION_S = 2.5e-3  # a prediction takes for each rank that stops at times, and all wait for rank 0 meanwhile
+BUDGET = 0.005  # the part of the time that predictions may take
 EXCHANGES = 32  # synchronous steps that say how long an exchange takes
 LEAST_EXCHANGES = 8
 
@@ -46,7 +49,7 @@ class Selection:
         self._steadiness = steadiness
         self._round_steps, self._rule, self._hold_steps = round_steps, rule or StrategyRule(), hold_steps
         self._exchange_s: deque[float] = deque(maxlen=EXCHANGES)
-        self._next_look = first_step
+        self._next_look = self._first_look = first_step
 
     def hear(self, *, compute_s: Sequence[float], step_s: float | None) -> None:
         """Takes in what a batch took.
@@ -57,6 +60,15 @@ class Selection:
         """
         if step_s is not None and max(compute_s) > 0:
             self._exchange_s.append(max(0.0, step_s - max(compute_s)))
+
+    def state_dict(self) -> list[float]:
+        """What exchanges took."""
+        return list(self._exchange_s)
+
+    def load_state_dict(self, exchange_s: Sequence[float]) -> None:
+        """Goes on from what `state_dict` returned."""
+        self._exchange_s = deque(exchange_s, maxlen=EXCHANGES)
+        self._next_look = self._first_look
 
     @property
     def exchange_s(self) -> float:
@@ -87,9 +99,17 @@ class Selection:
         """Another strategy that should hold from now on, and why; None where the current one should stay."""
         if step < self._next_look or (current == SYNCHRONOUS and len(self._exchange_s) < LEAST_EXCHANGES):
             return None
-        self._next_look = step + EVERY
-        choice = choose(*self.predict(models, windows, shares, micro_batch), current=current, rule=self._rule)
+        predicted = self.predict(models, windows, shares, micro_batch)
+        self._next_look = step + self._pause(models, windows, step_s=predicted[0].period_s)
+        choice = choose(*predicted, current=current, rule=self._rule)
         if choice.strategy == current:
             return None
         self._next_look = step + self._hold_steps
         return choice
+
+    def _pause(
+        self, models: Sequence[SpeedModel], windows: Sequence[Sequence[Observation]], *, step_s: float
+    ) -> int:
+        """Batches from one look to the next, so that predictions take no more than their part of the time."""
+        unsteady = sum(jitter.stalled > 0.0 for jitter in self._steadiness.jitters(models, windows))
+        return max(EVERY, math.ceil(PREDICTION_S * unsteady / (BUDGET * step_s)))

@@ -30,7 +30,8 @@ def merged_statistics(
     for mean, variance in moments:
         mean = np.asarray(mean, dtype=np.float64)
         exact += [mean, np.asarray(variance, dtype=np.float64) + mean**2]
-    parts = _summed(exact, weight, engine, f"{name}.mean") if exact else []
+    pairs = range(len(means), len(exact), 2)
+    parts = _summed(exact, weight, engine, f"{name}.mean", pairs=pairs) if exact else []
     merged, rest = parts[: len(means)], parts[len(means) :]
     for mean, square in zip(rest[::2], rest[1::2], strict=True):
         merged += [mean, np.maximum(square - mean**2, 0.0)]
@@ -41,8 +42,10 @@ def merged_statistics(
     return [*merged, *largest]
 
 
-def _summed(arrays: Sequence[np.ndarray], weight: float, engine: Engine, name: str) -> list[np.ndarray]:
-    """Weighted means over the ranks."""
+def _summed(
+    arrays: Sequence[np.ndarray], weight: float, engine: Engine, name: str, *, pairs: Sequence[int]
+) -> list[np.ndarray]:
+    """Weighted means over the ranks. An array of `pairs` and the one after it are of the same ranks."""
     flat = np.concatenate([array.reshape(-1) for array in arrays])
     whole = float(engine.allreduce_async(np.array([float(weight)]), name=f"{name}.weight").wait()[0])
     if not whole > 0:
@@ -51,7 +54,10 @@ def _summed(arrays: Sequence[np.ndarray], weight: float, engine: Engine, name: s
     own = flat * weight if weight else np.zeros_like(flat)
     means = engine.allreduce_async(own, name=name).wait() / whole
     if not np.isfinite(means).all():  # the same on all ranks
-        counts = np.isfinite(flat) * weight
+        finite = list(map(np.isfinite, arrays))
+        for index in pairs:
+            finite[index] = finite[index + 1] = finite[index] & finite[index + 1]
+        counts = np.concatenate([one.reshape(-1) for one in finite]) * weight
         sums = np.concatenate([counts, np.where(counts, flat, 0.0) * counts])
         counts, sums = engine.allreduce_async(sums, name=f"{name}.finite").wait().reshape(2, -1)
         means[counts > 0] = sums[counts > 0] / counts[counts > 0]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -27,6 +28,17 @@ class Steadiness:
         fading = math.exp(-max(0, step - self._heard) / MEMORY)
         self._heard = step
         self._ran = self._ran * fading + np.asarray(ran)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was heard, as plain numbers."""
+        return {"heard": self._heard, "ran": self._ran.tolist()}
+
+    def load_state_dict(self, state: Mapping[str, Any], places: Sequence[int | None]) -> None:
+        """Goes on from `state`: each rank from what was known of the one in its place there; None: from nothing."""
+        nothing = [0.0] * len(Ran._fields)
+        ran = state.get("ran")
+        self._heard = int(state.get("heard", 0))
+        self._ran = np.array([nothing if ran is None or place is None else ran[place] for place in places])
 
     @property
     def _lately(self) -> list[Ran]:

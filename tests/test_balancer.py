@@ -311,3 +311,31 @@ def test_nobody_trains_on_after_a_failure_in_a_step_apart():
     balancer.fail()
     with pytest.raises(RuntimeError, match="Go on from a checkpoint"):
         balancer.begin(4)
+
+
+@pytest.mark.parametrize("adaptive", [True, False])
+def test_a_job_that_goes_on_with_less_room_keeps_to_it_from_the_first_batch_on(adaptive):
+    state = World(2).run(lambda engine: train(engine, speeds=[0.001, 0.003], steps=60))[0][0].state_dict()
+
+    def program(engine):
+        balancer = Balancer(
+            engine, global_batch_size=WHOLE, max_share=40 if engine.rank == 0 else None, adaptive=adaptive
+        )
+        balancer.load_state_dict(state)
+        return [balancer.plan_at(balancer.step + ahead) for ahead in range(4)]
+
+    first, second = World(2).run(program)
+    assert first == second and first[0].shares == (48, 16), "the plan of what was trained stays"
+    assert {plan.shares[0] <= 40 for plan in first[1:]} == {True}
+
+
+def test_shares_that_are_given_for_good_hold_also_for_a_job_that_goes_on():
+    state = World(2).run(lambda engine: train(engine, speeds=[0.001, 0.003], steps=60))[0][0].state_dict()
+
+    def program(engine, **given):
+        balancer = Balancer(engine, global_batch_size=WHOLE, adaptive=False, **given)
+        balancer.load_state_dict(state)
+        return balancer.plan_at(balancer.step + 1).shares
+
+    assert World(2).run(lambda engine: program(engine, shares=(32, 32))) == [(32, 32)] * 2
+    assert World(2).run(program) == [(48, 16)] * 2, "what was found is kept where nothing else is said"

@@ -10,7 +10,7 @@ import pytest
 
 from hvd_hetero.engine.hierarchy import levels_of, one_level
 from hvd_hetero.engine.local import World
-from hvd_hetero.optimizers import merge_control
+from hvd_hetero.optimizers import attachment, merge_control
 from hvd_hetero.optimizers.attachment import PeerError
 from hvd_hetero.optimizers.balancer import Balancer
 from hvd_hetero.optimizers.control import Announcement
@@ -815,6 +815,15 @@ def test_rounds_are_no_longer_than_the_rule_says_where_a_state_has_longer_ones()
     assert lengths.longest == 4 and lengths.by_rank == (4, 4)
 
 
+def test_rounds_that_begin_anew_know_nothing_of_the_steps_before():
+    lengths = RoundLengths(LocalSGD(round_steps=4), 2)
+    lengths.hear([0.1, 0.4])
+    assert lengths.by_rank == (4, 1)
+    lengths.resume(4)
+    lengths.hear([0.1, 0.1])
+    assert lengths.by_rank == (4, 4), "not half of what was heard before"
+
+
 def test_the_place_of_a_long_job_is_exact_in_single_precision():
     position = 5 * 2**24 + 1
     row = merge_control.pack(
@@ -830,3 +839,39 @@ def test_the_place_of_a_long_job_is_exact_in_single_precision():
 ])  # fmt: skip
 def test_short_rounds_let_a_rank_go_as_many_steps_ahead_as_usual_ones(options, rounds):
     assert LocalSGD(**options).most_rounds == rounds
+
+
+@pytest.mark.parametrize("fails", ["fail", "stop"])
+@pytest.mark.parametrize("at", range(16, 24))
+@pytest.mark.parametrize("bound", [0, 1])
+def test_a_failure_is_heard_of_whichever_fragment_the_others_wait_for(fails, at, bound, monkeypatch):
+    monkeypatch.setattr(attachment, "FAIL_WAIT_S", 3.0)
+    rule = LocalSGD(round_steps=4, bound_rounds=bound, warmup_steps=0, fragments=2, drift_limit=None)
+
+    def program(engine):
+        rounds, store, balancer = rounds_of(engine, rule, START)
+
+        class Exchange:
+            def on_begin(self): ...
+
+            def on_count(self, terms): ...
+
+            def withdraw(self):
+                return rounds.withdraw()
+
+        balancer.exchanges.attach(Exchange())
+        for step in range(40):
+            if engine.rank == 1 and step == at:
+                if fails == "fail":
+                    return balancer.fail()
+                balancer.stop(KeyError("the loader's"))
+            balancer.begin(1)
+            try:
+                rounds.after_step(1.0)
+            except (PeerError, KeyError) as error:
+                return repr(error)
+        return "never heard"
+
+    heard, own = World(2).run(program, timeout_s=10)
+    assert heard.startswith("PeerError") and "rank 1 could not" in heard
+    assert own is None if fails == "fail" else own.startswith("KeyError")

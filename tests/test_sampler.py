@@ -219,3 +219,28 @@ def test_any_whole_number_is_a_seed(seed):
 def test_of_ranks_alike_the_first_have_what_is_left_of_a_short_batch():
     """As in equal shares: the largest first."""
     assert proportional((4, 4, 4), 8) == (3, 3, 2) == equal_shares(8, 3)
+
+
+def test_a_thread_that_still_deals_for_an_epoch_that_is_over_changes_nothing():
+    balancer = Balancer(SoloEngine(), global_batch_size=4)
+    sampler = ShareSampler(400, balancer=balancer, shuffle=False, seed=0, drop_last=False)
+    balancer.dialogue.horizon.said(-1, lookahead=1, ahead=0)
+    sampler.deal()
+    waits, deal = threading.Event(), balancer.deal
+
+    def dealing(step):
+        waits.set()
+        return deal(step)
+
+    balancer.deal = dealing
+    thread = threading.Thread(target=sampler.deal, daemon=True)
+    thread.start()
+    assert waits.wait(5)
+    sampler.rewind()
+    balancer.deal = deal
+    dealt = [sampler.deal().indices[0]]
+    with balancer.dialogue.horizon.heard():
+        pass
+    thread.join(5)
+    dealt += [sampler.deal().indices[0] for _ in range(2)]
+    assert dealt == [0, 4, 8]

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from hvd_hetero.engine.local import World
+from hvd_hetero.engine.local import SoloEngine, World
+from hvd_hetero.optimizers.balancer import Balancer
 from hvd_hetero.optimizers.selection import EVERY, Selection
 from hvd_hetero.optimizers.steadiness import Steadiness
 from hvd_hetero.optimizers.stop import StopMeter
@@ -181,3 +182,41 @@ def test_auto_stays_synchronous_where_nothing_stops():
     pytest.importorskip("horovod.torch", reason="build it with hvd-hetero build-horovod")
     for _, apart, plans in World(3).run(lambda engine: automatic(engine, 120, 0)):
         assert not any(apart) and len(plans) == 1
+
+
+def test_what_speaks_for_steps_apart_is_in_a_state():
+    def planner():
+        balancer = Balancer(SoloEngine(), global_batch_size=4)
+        balancer.planner.selection = Selection(balancer.planner.steadiness, round_steps=4, first_step=0)
+        return balancer.planner
+
+    before, after = planner(), planner()
+    before.steadiness.hear(7, [Ran(10.0, 5.0, 5.0)])
+    before.selection.hear(compute_s=[0.1], step_s=0.3)
+    after.load_state_dict(before.state_dict(), 7)
+    assert after.steadiness._lately == before.steadiness._lately
+    assert after.selection.exchange_s == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize(("stops", "looks"), [(5.0, 5), (0.0, 100)])
+def test_predictions_take_a_small_part_of_the_time(monkeypatch, stops, looks):
+    """Where a prediction takes long, as with ranks that stop at times, and steps are short, there are fewer."""
+    steadiness, found = Steadiness(4), []
+    steadiness.hear(0, [Ran(running_s=10.0, stopped_s=0.001 * stops, stops=stops)] * 4)
+    selection = Selection(steadiness, round_steps=8, first_step=0)
+    predict = selection.predict
+    monkeypatch.setattr(selection, "predict", lambda *known: found.append(1) or predict(*known))
+    models = [SpeedModel(overhead_s=0.0, seconds_per_sample=0.01 / 16, standard_error=0.0, observations=20)] * 4
+    windows = [[Observation(samples=16, compute_s=0.01)] * 20] * 4
+    for _ in range(8):
+        selection.hear(compute_s=[0.01] * 4, step_s=0.01)
+    for step in range(1000):
+        assert selection.look(step, SYNCHRONOUS, models, windows, [16] * 4) is None
+    assert len(found) == looks, "10 ms are 0.5 % of 200 steps of 10 ms"
+
+
+def test_a_state_of_an_earlier_step_is_looked_at_in_time():
+    selection = Selection(Steadiness(4), round_steps=8, first_step=20)
+    job(selection, 60, stops=0, first=1000)
+    selection.load_state_dict(selection.state_dict())
+    assert selection._next_look == 20

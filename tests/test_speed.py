@@ -189,3 +189,15 @@ def test_a_size_that_comes_often_is_not_all_that_is_known():
     seen = [Observation(samples=n, compute_s=0.1 + 0.01 * n) for n in [*range(20, 60), 8, 8, 8]]
     model = fit(seen)
     assert model.time_s(100) == pytest.approx(1.1, rel=0.05) and model.time_s(20) == pytest.approx(0.3, rel=0.05)
+
+
+def test_the_last_shift_is_sought_where_windows_reach_over_a_plan_alone(monkeypatch):
+    """A rank that is out keeps its old window: plans since then say nothing of it, nor of the others."""
+    from hvd_hetero.policy import regime
+
+    asked = []
+    monkeypatch.setattr(regime, "_surely_changed", lambda old, new: asked.append(1) or 0.0)
+    seen = Observation(samples=4, compute_s=0.1)
+    out, others = [(step, seen) for step in range(8)], [(step, seen) for step in range(1490, 1500)]
+    assert regime.last_shift([out, others], [0, *range(10, 1500, 10)]) == 0
+    assert not asked

@@ -220,3 +220,9 @@ def test_the_borders_are_the_rules():
 def test_wrong_arguments_say_what_was_received(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_very_many_ranks_that_stop_often_have_a_time_as_well():
+    """The part of the time in which all run at once is no number any more."""
+    step_s = synchronous_step_s([0.1] * 512, [Jitter(stalled=0.8, stall_s=1.0)] * 512, exchange_s=0.01)
+    assert step_s > 1e6

@@ -64,7 +64,8 @@ class Guard:
     def after(self, drift: float, noise: float) -> Guard:
         """The guard after one more merge, from its `drift_ratio` and its `noise_ratio`.
 
-        Every rank must pass the same numbers, or rounds differ: sums of the merge, not what a rank has on its own.
+        Ranks pass the same numbers, sums of the merge and not what each has on its own. Where unlike devices round them
+        otherwise, rounds may be of unlike length for a while, which does no harm: a rank asks for its own alone.
         """
         if math.isnan(drift) or not (drift >= 0.0 and math.isfinite(noise) and noise >= 0.0):
             raise ValueError("drift and noise: expected 0 or more, noise finite; leave a merge that is not finite out. "

@@ -33,7 +33,7 @@ QUANTILES = 100         # parts of equal probability that the noise of a step is
 POINTS = 800            # of each part of the grid
 MANY_STOPS = 30.0       # in one step: from here on they are a lower speed with more noise
 LEVELS = 16             # times of the last to finish that are looked at
-TINY = 1e-300           # for a logarithm
+TINY = 1e-300           # for a logarithm, and a quotient
 LONGEST_STOP = 40.0     # mean stops: what is longer has probability e^-40
 
 
@@ -109,7 +109,7 @@ def synchronous_step_s(times_s: Sequence[float], jitters: Sequence[Jitter], *, e
                          f"Received: {list(times_s)} and {len(jitters)} jitters.")
     if not (math.isfinite(exchange_s) and exchange_s >= 0.0):
         raise ValueError(f"exchange_s: expected a finite number, 0 or more. Received: {exchange_s}.")
-    running = math.prod(1.0 - j.stalled for j in jitters)
+    running = max(math.prod(1.0 - j.stalled for j in jitters), TINY)
     if max(times_s) == 0.0:
         return exchange_s / running
     alike = Counter(zip(times_s, jitters, strict=True))      # many ranks are alike: once each
@@ -139,7 +139,7 @@ def _until_all_run_s(jitters: Sequence[Jitter], counts: Sequence[int], grid: np.
         runs, waited = (1.0 - j.stalled + j.stalled * np.exp(-rate * (since + w)) for w in (0.0, waits_s))
         after_all, after_waits = after_all * runs**n, after_waits * waited**n
         of_last, lasts = of_last + last * runs / waited, lasts + last
-    running = math.prod((1.0 - j.stalled) ** n for j, n in zip(jitters, counts, strict=True))
+    running = max(math.prod((1.0 - j.stalled) ** n for j, n in zip(jitters, counts, strict=True)), TINY)
     return _area(since, after_all - (after_waits * of_last / lasts).mean(axis=0)) / running
 
 

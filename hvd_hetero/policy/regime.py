@@ -47,10 +47,11 @@ def last_shift(windows: Sequence[Sequence[tuple[int, Observation]]], starts: Seq
         tolerance: relative; less than this between two plans is no change.
     """
     edges = [*starts, math.inf]
+    spans = [(window[0][0], window[-1][0]) for window in windows if window]
     for index in range(len(starts) - 1, 0, -1):
         first, start, end = edges[index - 1:index + 2]
-        if all(step >= start for window in windows for step, _ in window):      # longer ago than windows reach
-            break
+        if not any(earliest < start <= latest for earliest, latest in spans):   # no window reaches over it
+            continue
         before = [[seen for step, seen in window if first <= step < start] for window in windows]
         after = [[seen for step, seen in window if start <= step < end] for window in windows]
         if any(_surely_changed(old, new) > tolerance for old, new in zip(before, after, strict=True)):
