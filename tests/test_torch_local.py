@@ -589,3 +589,63 @@ def test_an_outer_momentum_goes_with_who_takes_over_with_checkpoints_and_over_ch
         assert momenta((a, b)) == before and before[0]["momentum"]
 
     World(2).run(program)
+
+
+def test_a_rank_that_never_had_a_sample_gets_a_state_in_the_memory_format_of_its_parameters():
+    shares = (5, 3, 0)
+    prototype = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(128, 3)).to(memory_format=torch.channels_last)
+
+    def program(engine):
+        balancer = hvd.Balancer(8, engine=engine, shares=shares, min_share=0, adaptive=False)
+        model = copy.deepcopy(prototype)
+        adam = torch.optim.Adam(model.parameters(), lr=0.01, fused=True)
+        rule = hvd.LocalSGD(warmup_steps=0, round_steps=2)
+        optimizer = hvd.DistributedOptimizer(adam, balancer=balancer, strategy=rule)
+        for _ in range(3):
+            balancer.begin(shares[engine.rank])
+            optimizer.zero_grad()
+            if shares[engine.rank]:
+                model(torch.randn(shares[engine.rank], 3, 6, 6)).square().mean().backward()
+            optimizer.step()
+        optimizer._reducer.local.come_together()
+        weight = model[0].weight
+        return weight.stride(), optimizer.state[weight]["exp_avg"].stride()
+
+    for parameters, state in World(3).run(program):
+        assert state == parameters
+
+
+def test_merging_within_inference_mode_leaves_memory_that_later_steps_write_to():
+    prototype = nn.Linear(6, 3)
+
+    def program(engine):
+        balancer, model = hvd.Balancer(8, engine=engine, adaptive=False), copy.deepcopy(prototype)
+        rule = hvd.LocalSGD(warmup_steps=2, round_steps=4)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.Adam(model.parameters()), balancer=balancer, strategy=rule
+        )
+        for step in range(20):
+            balancer.begin(balancer.share)
+            optimizer.zero_grad()
+            model(torch.randn(balancer.samples, 6)).square().mean().backward()
+            optimizer.step()
+            if step % 5 == 4:
+                with torch.inference_mode():
+                    optimizer.merge(model)
+        optimizer.merge()
+
+    World(2).run(program)
+
+
+def test_sparse_buffers_are_left_as_they_are_by_a_merge():
+    prototype = nn.Linear(6, 3)
+    prototype.register_buffer("adjacency", torch.eye(4).to_sparse())
+
+    def program(engine):
+        balancer, model = hvd.Balancer(8, engine=engine), copy.deepcopy(prototype)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), balancer=balancer)
+        optimizer.merge(model)
+        return model.adjacency.to_dense()
+
+    for found in World(2).run(program):
+        assert found.equal(torch.eye(4))

@@ -582,3 +582,17 @@ def test_of_several_optimizers_one_whose_parameters_a_part_of_a_batch_did_not_us
         return [p.detach() for p in model.parameters()]
 
     same(World(2).run(train, timeout_s=20), train(None), most=1e-12)
+
+
+def test_compiled_autograd_is_refused():
+    """It drops the callback by which we learn that a backward pass has ended: the model would stay as it is."""
+    compiled_autograd = pytest.importorskip("torch._dynamo.compiled_autograd")
+    model, balancer = nn.Linear(6, 3), hvd.Balancer(8, engine=SoloEngine())
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), balancer=balancer)
+    balancer.begin(8)
+    with pytest.raises(RuntimeError, match="compiled autograd"), compiled_autograd._enable(lambda graph: graph):
+        model(torch.randn(8, 6)).square().mean().backward()
+    balancer.begin(8)
+    optimizer.zero_grad()
+    model(torch.randn(8, 6)).square().mean().backward()
+    optimizer.step()

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from typing import Protocol
 
 import torch
 
 from .step import REENTRANT
+
+COMPILED = (
+    "Expected backward() of PyTorch's engine, which tells of its end. Received: one in compiled autograd, which does "
+    "not. Leave torch._dynamo.config.compiled_autograd False."
+)
 
 
 class Reducer(Protocol):
@@ -57,5 +63,8 @@ def backward_pass() -> BackwardPass:
     number = torch._C._current_graph_task_id()
     found = _UNDER_WAY.get(number)
     if found is None:
+        compiled = sys.modules.get("torch._dynamo.compiled_autograd")
+        if getattr(compiled, "in_compiled_autograd_region", False):
+            raise RuntimeError(COMPILED)  # callbacks are forgotten there: nothing would be exchanged
         found = _UNDER_WAY[number] = BackwardPass()
     return found

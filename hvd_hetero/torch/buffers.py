@@ -17,7 +17,7 @@ def average_buffers(model: torch.nn.Module, *, weight: float, engine: Engine, na
     A floating-point buffer becomes the mean over ranks, weighted by `weight` (this rank's samples; equal where no rank
     has any). A `running_var` beside a `running_mean` becomes the variance of all samples together: the mean of
     E[x^2] = var + mean^2, less the square of the merged mean. Complex numbers become means as well, whole numbers
-    (`num_batches_tracked`) the largest, and a truth (a mask) is one where it is one on any rank.
+    (`num_batches_tracked`) the largest, and a truth (a mask) is one where it is one on any rank. Sparse ones stay.
     """
     floats: list[torch.Tensor] = []
     moments: list[tuple[torch.Tensor, torch.Tensor]] = []  # running_mean, running_var
@@ -29,6 +29,8 @@ def average_buffers(model: torch.nn.Module, *, weight: float, engine: Engine, na
                 moments.append((own["running_mean"], buffer))
             elif title == "running_mean" and own.get("running_var") is not None:
                 continue  # with its variance
+            elif buffer.layout is not torch.strided:
+                continue  # a graph's edges, say: no layer gathers statistics in such
             elif buffer.is_complex():
                 floats.append(torch.view_as_real(buffer))
             elif buffer.is_floating_point():

@@ -18,6 +18,6 @@ def mean_over_ranks(loss: Any, *, terms: float, engine: Engine, name: str) -> An
         return None
     local = loss.detach() if isinstance(loss, torch.Tensor) else loss
     value = float(local) * terms if terms else 0.0
-    sums = engine.allreduce_async(torch.tensor([value, terms], dtype=torch.float64), name=name).wait()
+    sums = engine.allreduce_async(torch.tensor([value, terms], dtype=torch.float64, device="cpu"), name=name).wait()
     mean = sums[0] / sums[1] if sums[1] else sums[0]
     return mean.to(loss).reshape(loss.shape) if isinstance(loss, torch.Tensor) else float(mean)

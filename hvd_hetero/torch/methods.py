@@ -50,18 +50,19 @@ def methods_of(base: type[torch.optim.Optimizer]) -> dict[str, Callable[..., Any
         self._reducer.flush()
         self._synchronized = True
 
-    def zero_grad(self: Any, set_to_none: bool = True) -> None:
+    def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
         """Forgets the gradients. After a backward pass that an exception ended, a collective call: part of its
         gradients may be with the other ranks."""
         self._reducer.forget()
-        base.zero_grad(self, set_to_none)
+        base.zero_grad(self, *args, **kwargs)
 
     def merge(self: Any, model: torch.nn.Module | None = None) -> None:
         """Returns when all ranks hold one model, in which every step of every rank counts once. A collective call.
 
         With `model`, its buffers (running statistics of BatchNorm) become those of all ranks' samples as well.
         """
-        self._reducer.merge(model)
+        with torch.inference_mode(False):  # what it makes, later steps write to
+            self._reducer.merge(model)
 
     @contextlib.contextmanager
     def skip_synchronize(self: Any) -> Iterator[None]:

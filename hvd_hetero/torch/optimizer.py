@@ -21,7 +21,7 @@ from .compression import is_ours, wire_of
 from .factor import check_no_factor, reduces, root_of
 from .hooks import release
 from .methods import methods_of
-from .plain import plain_optimizer
+from .plain import plain_optimizer, release_plain
 from .reducer import GradientReducer
 from .second_moments import has_second_moments
 
@@ -161,6 +161,7 @@ def DistributedOptimizer(
             at=at,
         )
 
+    release_plain(optimizer)
     base = type(optimizer)
     # horovod.torch.broadcast_optimizer_state tells a distributed optimizer by its module, and then steps the base.
     methods = {**methods_of(base), "__module__": "horovod.torch.optimizer"}

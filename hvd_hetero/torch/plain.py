@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,9 @@ import horovod.torch as horovod
 import torch
 
 from hvd_hetero.optimizers.forgotten import Forgotten
+
+# Of optimizers that scripts made, Horovod's around them.
+_MADE_OF: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 
 
 class _Widened:
@@ -46,6 +50,14 @@ def load_in_place(optimizer: torch.optim.Optimizer, load: Callable[[], None]) ->
     optimizer.param_groups = groups
 
 
+def release_plain(optimizer: torch.optim.Optimizer) -> None:
+    """Ends the exchange of Horovod's own `DistributedOptimizer` around this one, where there was one: its hooks stay on
+    the parameters as long as it keeps what they are on, also once a script has no use for it any more."""
+    made = _MADE_OF.pop(optimizer, None)
+    if made is not None and (distributed := made()) is not None:
+        distributed._grad_accs.clear()
+
+
 def plain_optimizer(optimizer: torch.optim.Optimizer, *, compression: Any, **arguments: Any) -> torch.optim.Optimizer:
     """Horovod's own, with four repairs: bfloat16, zero_grad(set_to_none), a state that survives wrapping, and learning
     rates that schedulers go on moving once a state was loaded."""
@@ -57,10 +69,10 @@ def plain_optimizer(optimizer: torch.optim.Optimizer, *, compression: Any, **arg
     original_zero_grad, original_load_state_dict = cls.zero_grad, cls.load_state_dict
     original_synchronize, forgotten = cls.synchronize, Forgotten()
 
-    def zero_grad(self: Any, set_to_none: bool = True) -> None:
+    def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
         if self._handles:
             original_zero_grad(self)  # raises: gradients are under way
-        super(cls, self).zero_grad(set_to_none)
+        super(cls, self).zero_grad(*args, **kwargs)
 
     def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
         load_in_place(self, lambda: original_load_state_dict(self, state_dict))
@@ -70,4 +82,5 @@ def plain_optimizer(optimizer: torch.optim.Optimizer, *, compression: Any, **arg
         original_synchronize(self)
 
     cls.zero_grad, cls.load_state_dict, cls.synchronize = zero_grad, load_state_dict, synchronize
+    _MADE_OF[optimizer] = weakref.ref(distributed)
     return distributed  # type: ignore[no-any-return]

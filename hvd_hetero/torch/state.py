@@ -52,7 +52,11 @@ def average_state(optimizer: torch.optim.Optimizer, *, weight: float, engine: En
     for index, key, shape, dtype in chain(*said):
         if (index, key) not in kept:
             device = parameters[index].device if shape else "cpu"
-            new = torch.zeros(shape, dtype=getattr(torch, dtype.split(".")[1]), device=device)
+            kind = getattr(torch, dtype.split(".")[1])
+            if shape == list(parameters[index].shape):  # in its memory format, by which fused optimizers go
+                new = torch.zeros_like(parameters[index], dtype=kind, requires_grad=False)
+            else:
+                new = torch.zeros(shape, dtype=kind, device=device)
             kept[index, key] = new
             optimizer.state[parameters[index]][key] = new if new.is_floating_point() or key != "step" else 0
     counts = {place: value for place, value in sorted(kept.items()) if place[1] == "step"}

@@ -375,6 +375,49 @@ def law_5_memory_formats():
     assert spread(optimizer.state[p]["momentum_buffer"] for p in model.parameters()) == 0.0
 
 
+def law_5_the_memory_format_of_states():
+    """By which fused optimizers go: a rank that receives a state gets it in that of the parameter."""
+    torch.manual_seed(0)
+    model = nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1, fused=True)
+    x = torch.randn(2, 3, 6, 6)
+    if hvd.rank() == 0:
+        model(x).mean().backward()
+        optimizer.step()
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    assert optimizer.state[model.weight]["exp_avg"].stride() == model.weight.stride()
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+    assert spread(model.parameters()) == 0.0
+
+
+class OfApex(torch.optim.SGD):
+    """Its `zero_grad` has no argument, as that of others' optimizers."""
+
+    def zero_grad(self):
+        super().zero_grad(set_to_none=False)
+
+
+def optimizers_as_others_write_them():
+    """Horovod's own calls `zero_grad()` as it is called; and one that was Horovod's own can get a balancer."""
+    model = make_model(torch.float32)
+    inner = OfApex(model.parameters(), lr=0.1)
+    balancer = hvd.Balancer(WHOLE)
+    for options in ({}, {"balancer": balancer}):
+        optimizer = hvd.DistributedOptimizer(inner, model.named_parameters(), **options)
+        for _ in range(3):
+            if options:
+                balancer.begin(balancer.share)
+            optimizer.zero_grad()
+            assert not any(p.grad is not None and p.grad.any() for p in model.parameters())
+            model(torch.ones(3, 6)).sum().backward()
+            optimizer.step()
+    assert spread(model.parameters()) == 0.0
+
+
 def nan_on_one_rank_is_seen_by_all():
     model = make_model(torch.float32)
     balancer = hvd.Balancer(WHOLE)
