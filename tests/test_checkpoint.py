@@ -4,11 +4,12 @@ import errno
 import json
 import os
 import signal
+import stat
 
 import numpy as np
 import pytest
 
-from hvd_hetero.engine import checkpoint_file
+from hvd_hetero.engine import checkpoint_file, notice
 from hvd_hetero.engine.checkpoint import Checkpoint
 from hvd_hetero.engine.checkpoint_file import CheckpointError, CheckpointFile
 from hvd_hetero.engine.local import SoloEngine, World
@@ -236,13 +237,70 @@ def test_saves_when_due(tmp_path):
     assert World(1).run(program) == [[False, False, True, True, True, True, True]]
 
 
-def test_sigterm_is_heard_once(tmp_path):
-    before = signal.getsignal(signal.SIGTERM)
-    state = Words(0)
-    (job,) = [Checkpoint(tmp_path / "x", state, engine=SoloEngine(), every_steps=None)]
-    os.kill(os.getpid(), signal.SIGTERM)
-    assert state.told and signal.getsignal(signal.SIGTERM) == before, "a second one acts as ever"
-    job.close()
+def test_the_same_sigterm_from_two_sides_is_one(tmp_path, monkeypatch):
+    """As where all processes get it, and horovodrun, which gets it too, passes it on."""
+    heard = []
+    before = signal.signal(signal.SIGTERM, lambda *_: heard.append("as ever"))
+    try:
+        state = Words(0)
+        job = Checkpoint(tmp_path / "x", state, engine=SoloEngine(), every_steps=None)
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert state.told and heard == []
+        monkeypatch.setattr(notice, "ONE_S", 0.0)
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert heard == ["as ever"] * 2, "later ones act as ever"
+        job.close()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_file_system_that_flushes_no_folders_keeps_checkpoints(tmp_path, monkeypatch):
+    def fsync(number, original=os.fsync):
+        if stat.S_ISDIR(os.fstat(number).st_mode):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        original(number)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    file = CheckpointFile(tmp_path / "x")
+    for content in (b"first", b"second"):
+        file.write([content])
+        assert file.read() == (content, "")
+
+
+def test_a_link_to_a_checkpoint_stays_one(tmp_path):
+    (tmp_path / "large disk").mkdir()
+    link = tmp_path / "x"
+    link.symlink_to(tmp_path / "large disk" / "y")
+    for content in (b"first", b"second"):
+        CheckpointFile(link).write([content])
+    assert link.is_symlink() and CheckpointFile(tmp_path / "large disk" / "y").read() == (b"second", "")
+    assert [path.name for path in tmp_path.iterdir() if path != link] == ["large disk"]
+
+
+def test_a_checkpoint_is_read_where_all_that_had_the_state_are_gone(tmp_path):
+    """Of a job that these ranks have joined, before they had come to what those held."""
+    World(2).run(lambda engine: made(engine, tmp_path / "x", Words(engine.rank, b"trained")).save())
+
+    def program(engine):
+        state = Words(engine.rank, b"new")
+        job = made(engine, tmp_path / "x", state)
+        job._joins = True
+        assert job.restore() and state.shared == b"new"
+        assert state.read_late()
+        return state.shared
+
+    assert World(2).run(program) == [b"trained"] * 2
+
+
+def test_a_state_that_is_none_is_an_error_on_every_rank(tmp_path):
+    def program(engine):
+        made(engine, tmp_path / "x", Words(engine.rank) if engine.rank else object())
+
+    for error in World(2).run(program, errors="return"):
+        assert isinstance(error, TypeError) and "expected an hvd.elastic.TorchState" in str(error)
+        assert "rank 0: object" in str(error)
 
 
 @pytest.mark.parametrize("every_steps", [0, -1, 2.5, "often"])

@@ -14,6 +14,7 @@ from test_keeping import Exchange
 
 from hvd_hetero.engine.job_state import JobState
 from hvd_hetero.engine.local import World
+from hvd_hetero.engine.notice import LEFT
 from hvd_hetero.keras.elastic import KerasState
 from hvd_hetero.optimizers.balancer import Balancer
 from hvd_hetero.torch.elastic import TorchState
@@ -85,10 +86,13 @@ class Alone:
     def rank(self):
         return 0
 
+    def size(self):
+        return 1
+
     def allgather_object(self, value, name):
         return [value]
 
-    def broadcast_object(self, value, root, name):
+    def broadcast_object(self, value, root=0, name=None):
         return value
 
 
@@ -160,3 +164,38 @@ def test_a_checkpoint_keeps_the_types_of_an_optimizers_state():
         assert {key: (value.dtype, value.tolist()) for key, value in mine.items()} == {
             key: (value.dtype, value.tolist()) for key, value in theirs.items()
         }
+
+
+@pytest.mark.parametrize(("leaving", "saved"), [((0,), [3]), ((), [])])
+def test_the_last_ranks_to_leave_an_elastic_job_save_its_checkpoint(leaving, saved):
+    class Told(JobState):
+        pass
+
+    Told.leaving = leaving
+    state, found = Told({"epoch": 3}, horovod=Alone()), []
+    state.at_end = lambda: found.append(state.epoch)
+    try:
+        state.commit()
+    except SystemExit as end:
+        assert end.code == LEFT and leaving
+    assert found == saved
+
+
+def test_a_job_whose_state_nobody_has_goes_on_from_the_checkpoint(capfd, monkeypatch):
+    monkeypatch.setattr("hvd_hetero.engine.job_state.came_later", lambda: True)
+    state = JobState({"epoch": 0}, horovod=Alone())
+
+    def read():
+        state.epoch = 7
+        return True
+
+    state.read_late = read
+    state.sync()
+    assert state.epoch == 7 and "begins anew" not in capfd.readouterr().err
+    state.epoch = 8
+    state.sync()
+    assert state.epoch == 8, "it is read once"
+    state = JobState({"epoch": 0}, horovod=Alone())
+    state.read_late = lambda: False
+    state.sync()
+    assert "begins anew" in capfd.readouterr().err, "as there is none"

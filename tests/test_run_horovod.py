@@ -61,3 +61,43 @@ def test_the_results_of_a_job_that_has_lost_a_rank_are_those_of_the_ranks_at_the
     assert [(one["rank"], one["size"]) for one in found] == [(0, 2), (1, 2)]
     for one in found:
         assert one["weights"] == pytest.approx(one_process(), abs=1e-12)
+
+
+@needs("termination")
+@pytest.mark.parametrize(("given_s", "code"), [("60", 75), ("0.1", 137)])
+def test_a_rank_has_as_long_to_end_as_one_says(tmp_path: Path, given_s: str, code: int) -> None:
+    """From when horovodrun is told to end: it ends its ranks so."""
+    rank = tmp_path / "rank.py"
+    rank.write_text("""if True:
+        import signal, sys, time
+
+        def end(*_):
+            time.sleep(1.0)
+            open("saved", "w").close()
+            sys.exit(75)
+
+        signal.signal(signal.SIGTERM, end)
+        open("ready", "w").close()
+        time.sleep(60.0)
+    """)
+    ends = f"""if True:
+        import os, sys, threading, time
+        from horovod.runner.common.util import safe_shell_exec
+
+        told = threading.Event()
+
+        def tell():
+            while not os.path.exists("ready"):
+                time.sleep(0.01)
+            told.set()
+
+        threading.Thread(target=tell).start()
+        command = "bash -c 'true; {sys.executable} rank.py; exit $?'"
+        print("CODE", safe_shell_exec.execute(command, events=[told]))
+    """
+    env = {**os.environ, "HOROVOD_TERMINATION_TIME": given_s}
+    done = subprocess.run(
+        [sys.executable, "-c", ends], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60
+    )
+    assert f"CODE {code}" in done.stdout, done.stdout + done.stderr
+    assert (tmp_path / "saved").exists() == (code == 75)

@@ -42,6 +42,7 @@ WITHOUT = {
     "failed_job": "an elastic job whose ranks were all given up ends with status 0, as if it had succeeded",
     "run_settings": "horovod.run makes Horovod's thread spin on every rank, but under hvd_hetero's init()",
     "run_results": "horovod.run of an elastic job that has lost a rank ends with a 404, and without results",
+    "termination": "horovodrun that is told to end kills its ranks 5 s later, also those that are saving a checkpoint",
     "in_place_copy": "an in-place all-reduce of one tensor under Gloo costs one copy more",
     "gloo_loop": "Gloo's threads wake 100 times a second each, and spin while they wait for one another",
     "gloo_send_buffer": "after sums of a few values other collectives stall, 40 ms to seconds each",

@@ -1,4 +1,4 @@
-"""The edits of `horovod.run`, which starts ranks from Python."""
+"""The edits of what starts ranks from Python, `horovod.run`, and of what ends them."""
 
 from __future__ import annotations
 
@@ -41,5 +41,41 @@ EDITS: Final = (
         file="horovod/runner/run_task.py",
         find="import sys\n\nfrom",
         replace="import ctypes\nimport sys\n\nfrom",
+    ),
+    Edit(
+        name="termination",
+        reason="horovodrun that is told to end (SIGTERM) tells the ranks, and kills them 5 s later, whatever they are "
+        "at: a rank whose steps take 3 s has not saved its checkpoint by then. HOROVOD_TERMINATION_TIME gives them more",
+        file="horovod/runner/common/util/safe_shell_exec.py",
+        find="""GRACEFUL_TERMINATION_TIME_S = 5
+""",
+        replace="""GRACEFUL_TERMINATION_TIME_S = 5
+CHILDREN_TERMINATION_TIME_S = float(os.environ.get('HOROVOD_TERMINATION_TIME') or GRACEFUL_TERMINATION_TIME_S)
+""",
+    ),
+    Edit(
+        name="termination",
+        reason="they are waited for as long; and their shell, which ends with them, has their exit status: it is not "
+        "stopped before it can",
+        file="horovod/runner/common/util/safe_shell_exec.py",
+        find="""    gone, alive = psutil.wait_procs(p.children(), timeout=GRACEFUL_TERMINATION_TIME_S)
+""",
+        replace="""    gone, alive = psutil.wait_procs(p.children(), timeout=CHILDREN_TERMINATION_TIME_S)
+    if not alive:
+        psutil.wait_procs([p], timeout=1)
+""",
+    ),
+    Edit(
+        name="termination",
+        reason="a shell that was stopped hears no SIGTERM, and was waited for for 5 s",
+        file="horovod/runner/common/util/safe_shell_exec.py",
+        find="""    # Kill shell itself.
+    try:
+        p.terminate()
+""",
+        replace="""    # Kill shell itself.
+    try:
+        p.kill()
+""",
     ),
 )

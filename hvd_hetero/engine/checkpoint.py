@@ -23,6 +23,12 @@ from .port import Engine, Handle, broadcast_bytes, gather_bytes, gather_text, sc
 class State(Protocol):
     """What a job keeps, as an elastic one does."""
 
+    at_end: Callable[[], object] | None
+    """Saves a checkpoint, where all ranks of an elastic job leave at a commit."""
+
+    read_late: Callable[[], object] | None
+    """Reads the checkpoint that this process left to those that it joined, where none of them is left."""
+
     @property
     def synced(self) -> bool:
         """Whether this process has come to what the others of an elastic job hold, or they to what it does."""
@@ -56,12 +62,13 @@ class Checkpoint:
 
     Args:
         path: of the file; only rank 0 needs to see it.
-        state: what is kept.
+        state: what is kept: an `hvd.elastic.TorchState` or `KerasState`.
         engine: the ranks.
         every_steps: `step` saves after so many steps; None: only when the job has to end.
 
     Raises:
-        ValueError: on every rank, where `every_steps` is no such number, or differs between ranks.
+        ValueError, TypeError: on every rank, where `every_steps` is no such number, or differs between ranks, or
+            `state` is none.
     """
 
     def __init__(
@@ -72,6 +79,7 @@ class Checkpoint:
         self._joins = self._agree(goes_on=False)
         engine.remember(self._rebuild)
         self._asking: Handle | None = None
+        state.at_end = self.save
         self._notice = Notice(state.leave, say="this rank leaves once a checkpoint is written.")
 
     def _rebuild(self) -> None:
@@ -81,9 +89,13 @@ class Checkpoint:
     def _agree(self, *, goes_on: bool) -> bool:
         """Returns where all ranks save at the same steps: whether any of them has trained before, of which one is that
         `goes_on`. A collective call."""
-        mine = json.dumps([repr(self._every), self._steps, goes_on])
+        wrong = "" if hasattr(self._state, "shared_content") else type(self._state).__name__
+        mine = json.dumps([repr(self._every), self._steps, goes_on, wrong])
         said = list(map(json.loads, gather_text(self._engine, mine, name="hvd_hetero.checkpoint.every_steps")))
-        intervals, steps, going_on = zip(*said, strict=True)
+        intervals, steps, going_on, kinds = zip(*said, strict=True)
+        if any(kinds):
+            received = "; ".join(f"rank {rank}: {kind}" for rank, kind in enumerate(kinds) if kind)
+            raise TypeError(f"state: expected an hvd.elastic.TorchState or KerasState. Received: {received}.")
         if len(set(intervals)) > 1:
             received = "; ".join(f"rank {rank}: {one}" for rank, one in enumerate(intervals))
             raise ValueError(f"every_steps: expected the same on every rank. Received: {received}.")
@@ -93,8 +105,10 @@ class Checkpoint:
         return any(going_on)
 
     def close(self) -> None:
-        """Leaves SIGTERM to others again."""
+        """Leaves SIGTERM to others again, and the end of the job."""
         self._notice.close()
+        if self._state.at_end == self.save:
+            self._state.at_end = None
 
     # Leaving --------------------------------------------------------------------------------------------------------
 
@@ -151,7 +165,8 @@ class Checkpoint:
         """Raises CheckpointError on every rank, where one has a problem with saving."""
         if problem := self._first_of_all(problem, name=name):
             raise CheckpointError(
-                f"Expected to write a checkpoint to {self._file.path}. Received: {problem}. The one before is kept."
+                f"Expected to write a checkpoint to {self._file.path}. Received: {problem}. A whole one is kept, "
+                "that before or this one."
             )
 
     def restore(self) -> bool:
@@ -165,7 +180,12 @@ class Checkpoint:
                 or where it is one of another job.
         """
         if self._joins and not self._state.synced:
+            self._state.read_late = self._read
             return True
+        return self._read()
+
+    def _read(self) -> bool:
+        """See `restore`."""
         engine, content, problem, parts = self._engine, None, "", []
         if engine.rank == 0:
             try:

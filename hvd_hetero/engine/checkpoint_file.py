@@ -8,6 +8,7 @@ says what the file is, how long, and its SHA-256, so a torn or foreign file is t
 from __future__ import annotations
 
 import contextlib
+import errno
 import glob
 import hashlib
 import json
@@ -29,7 +30,7 @@ class CheckpointFile:
     """The newest checkpoint at `path`, and the one before at `path` with `.previous` added."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+        self.path = Path(os.path.realpath(path))  # a link stays one
         self.previous = self.path.with_name(self.path.name + ".previous")
 
     def write(self, pieces: Sequence[bytes]) -> None:
@@ -55,11 +56,7 @@ class CheckpointFile:
             with contextlib.suppress(OSError):
                 new.unlink()
             raise
-        folder = os.open(self.path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        _flush(self.path.parent)
 
     def _clear(self) -> None:
         """Removes what processes have left that were killed while they wrote."""
@@ -88,6 +85,20 @@ class CheckpointFile:
                 "elsewhere, or remove it to begin anew."
             )
         return None, ""
+
+
+def _flush(folder: Path) -> None:
+    """Brings a folder to the disk, where that can be done: some file systems flush none, and some folders can be
+    written and not read."""
+    try:
+        number = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(number)
+        finally:
+            os.close(number)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EACCES):
+            raise
 
 
 def _problem(path: Path) -> str | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import importlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from . import elastic
@@ -52,6 +52,8 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
         self._synced = False
         self._rebuilt = False  # on other ranks, since the last sync
         self._broken_off = False  # ranks are gone, until the next sync
+        self.at_end: Callable[[], object] | None = None  # see `checkpoint.State`
+        self.read_late: Callable[[], object] | None = None
         for name, value in given.items():
             if (part := self._part(value)) is not None:
                 self._parts[name] = part
@@ -135,11 +137,14 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
         """Keeps what there is, to go back to it, and lets changes of the ranks happen here. All ranks commit at the
         same steps; with a local strategy, they come to one model first. A rank that was told to end (SIGTERM) ends
         here, with exit status 75, and the others go on without it; where its host still offers the place, another
-        process takes it."""
+        process takes it. Where all leave, a checkpoint is saved, if there is one."""
         self.settle()
         self.commits += 1
         self.save()
-        elastic.let_leave(self.leaving or (), rank=self._horovod.rank())
+        leaving = self.leaving or ()
+        if self.at_end is not None and len(leaving) == self._horovod.size():
+            self.at_end()
+        elastic.let_leave(leaving, rank=self._horovod.rank())
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
@@ -176,13 +181,16 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
         self.load_codec_states(copy.deepcopy(self._kept_codecs))
 
     def sync(self) -> None:
-        """All ranks get what the rank with the most commits has; of several, the first. A collective call."""
-        horovod = self._horovod
+        """All ranks get what the rank with the most commits has; of several, the first. Where those are gone that had
+        the state of this job, it goes on from the checkpoint. A collective call."""
+        horovod, late = self._horovod, self.read_late
         numbers = [balancer.dependents.made for balancer in self._balancers]
-        said = horovod.allgather_object(((self._synced, self.commits), numbers), name="hvd_hetero.elastic.held")
+        standing = (self._synced, late is None, self.commits)  # who has read a checkpoint comes before who has not
+        said = horovod.allgather_object((standing, numbers), name="hvd_hetero.elastic.held")
         held, made = zip(*said, strict=True)
         root = held.index(max(held))
-        if horovod.rank() == root and not self._synced and came_later():
+        found = late is not None and not any(held[root][:2]) and late()  # then on all ranks
+        if not found and horovod.rank() == root and not self._synced and came_later():
             text = "hvd_hetero: no process has the state of this job: it begins anew, as the script does."
             print(text, file=sys.stderr, flush=True)
         for part in self._parts.values():
@@ -197,7 +205,7 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
         for name, value in values.items():
             setattr(self, name, value)
         # What a rank added up up to another commit than the root's may have been sent since.
-        alike = held[horovod.rank()][1] == held[root][1]
+        alike = held[horovod.rank()][2] == held[root][2]
         for balancer, kept, batches in zip(self._balancers, kept_sums, begun, strict=False):
             for name, sums in balancer.sums.expect(batches).items():
                 sums.give_back(kept.get(name, {}) if alike else {}, begun=batches.get(name, 0))
@@ -205,7 +213,8 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
             for name, keeper in balancer.keepers.expect(kept).items():
                 keeper.give_back(kept.get(name, {}))
         self._rebuilt = self._broken_off = False
-        self._synced, self.commits = True, held[root][1]
+        self.read_late = None
+        self._synced, self.commits = True, held[root][2]
         self.save()
 
     def settle(self) -> None:

@@ -1,23 +1,27 @@
 """SIGTERM as a request: whoever is told to end ends in order, where the job can spare it.
 
 Cluster managers send SIGTERM some time before they end a process (preemption, a spot instance that is taken back), and
-`horovodrun` does when it stops a job. A second one acts as it always did.
+`horovodrun` does when it stops a job. Who tells all processes to end is heard twice, as `horovodrun` passes it on. A
+second one that comes later acts as it always did.
 """
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+ONE_S = 5.0  # signals within so long are one
 LEFT = 75  # exit status of who left in order: a temporary failure (sysexits.h); try again
 
 
 class Notice:
-    """Hears SIGTERM, once; where signals cannot be heard (not in the main thread), nothing.
+    """Hears SIGTERM; where signals cannot be heard (not in the main thread), nothing.
 
     Args:
         heard: called at the first SIGTERM, between two instructions of the main thread.
@@ -27,6 +31,7 @@ class Notice:
     def __init__(self, heard: Callable[[], None], *, say: str) -> None:
         self._heard, self._text = heard, say
         self.told = False  # this process was told to end
+        self._first_s: float | None = None  # when the signal came first
         self._before: Any = None
         self._installed = threading.current_thread() is threading.main_thread()
         if self._installed:
@@ -39,9 +44,13 @@ class Notice:
             self._installed = False
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        self.close()
-        print(f"hvd_hetero: SIGTERM: {self._text}", file=sys.stderr, flush=True)
-        self.hear()
+        if self._first_s is None:
+            self._first_s = time.monotonic()
+            print(f"hvd_hetero: SIGTERM: {self._text}", file=sys.stderr, flush=True)
+            self.hear()
+        elif time.monotonic() - self._first_s >= ONE_S:
+            self.close()
+            os.kill(os.getpid(), number)
 
     def hear(self) -> None:
         """What the signal does."""
