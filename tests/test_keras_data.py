@@ -20,7 +20,7 @@ import keras
 from hvd_hetero.engine.local import SoloEngine, World
 from hvd_hetero.keras.dataset import BalancedDataset
 from hvd_hetero.keras.evaluation import EvaluationDataset
-from hvd_hetero.keras.source import StreamSource
+from hvd_hetero.keras.source import StreamSource, source_of
 from hvd_hetero.optimizers.attachment import PeerError
 from hvd_hetero.optimizers.balancer import Balancer as FrameworkFree
 
@@ -658,3 +658,27 @@ def test_loading_processes_end_with_a_rank_that_is_killed():
         os.kill(pid, signal.SIGKILL)
     assert not left
     assert rank.stdout.read() == "", "returns when nobody holds it open any more"
+
+
+def a_series(values):
+    """What pandas calls a Series, as far as anyone here asks."""
+    own = {"__module__": "pandas", "to_numpy": lambda self: np.array(values), "shape": (len(values),)}
+    return type("Series", (), own)()
+
+
+@pytest.mark.parametrize("place", ["x", "y", "sample_weight"])
+def test_a_pandas_series_is_a_column_as_fit_makes_it_one(place):
+    given = {"x": np.ones((3, 2)), "y": np.ones(3), "sample_weight": np.ones(3), place: a_series([1.0, 2.0, 3.0])}
+    batch = source_of(*given.values(), global_batch_size=2).take(np.array([2, 0]))
+    assert batch[list(given).index(place)].tolist() == [[3.0], [1.0]]
+
+
+def test_outputs_without_sample_weights_of_their_own_weigh_1():
+    y = [np.ones((3, 2)), np.ones(3)]
+    batch = source_of(np.ones((3, 2)), y, [np.array([1.0, 2.0, 3.0]), None], global_batch_size=2).take(np.array([2, 0]))
+    assert [w.tolist() for w in batch[2]] == [[3.0, 1.0], [1.0, 1.0]]
+
+
+def test_an_input_or_target_that_is_none_says_what_to_do():
+    with pytest.raises(ValueError, match="Received: None among them"):
+        source_of(np.ones((3, 2)), [np.ones(3), None], None, global_batch_size=2)

@@ -103,3 +103,20 @@ def test_a_model_that_is_gone_is_kept_by_no_balancer():
     gc.collect()
     assert not any(v() is not None for each in variables for v in each)
     assert not any(reducer.steps for reducer in reducers)
+
+
+def test_a_model_with_code_in_it_is_loaded_where_the_script_trusts_it(tmp_path):
+    """And one that was never compiled, which has no optimizer."""
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Lambda(lambda x: 2 * x)])
+    model.save(tmp_path / "model.keras")
+    with pytest.raises(ValueError, match="safe_mode=False"):
+        hvd.load_model(tmp_path / "model.keras")
+    loaded = hvd.load_model(tmp_path / "model.keras", safe_mode=False)
+    assert loaded.predict(np.ones((1, 2)), verbose=0).tolist() == [[2, 2]]
+
+
+def test_a_state_may_be_of_a_model_that_is_not_compiled():
+    state = hvd.elastic.KerasState(keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)]), epoch=3)
+    state.epoch = 4
+    state.restore()
+    assert state.epoch == 3

@@ -45,7 +45,8 @@ EDITS: Final = (
     Edit(
         name="termination",
         reason="horovodrun that is told to end (SIGTERM) tells the ranks, and kills them 5 s later, whatever they are "
-        "at: a rank whose steps take 3 s has not saved its checkpoint by then. HOROVOD_TERMINATION_TIME gives them more",
+        "at: a rank whose steps take 3 s has not saved its checkpoint by then. HOROVOD_TERMINATION_TIME gives them "
+        "more",
         file="horovod/runner/common/util/safe_shell_exec.py",
         find="""GRACEFUL_TERMINATION_TIME_S = 5
 """,

@@ -62,7 +62,7 @@ class KerasState(JobState):
         for name, value in values.items():
             if isinstance(value, (keras.Model, keras.optimizers.Optimizer)):
                 check_built(name, value)
-        optimizer = model.optimizer if optimizer is None else optimizer
+        optimizer = getattr(model, "optimizer", None) if optimizer is None else optimizer
         given = {"model": model}
         if optimizer is not None:
             if not optimizer.built:

@@ -18,6 +18,8 @@ def load_model(
     custom_objects: Mapping[str, Any] | None = None,
     compression: Any = Compression.none,
     legacy_opts: bool = False,
+    *,
+    safe_mode: bool = True,
     **distributed: Any,
 ) -> Any:
     """The saved model, with its optimizer and the optimizer's state, which is distributed again, and with the balancer
@@ -31,6 +33,7 @@ def load_model(
         custom_objects: a script's own classes and functions, by their names.
         compression: as of `DistributedOptimizer`.
         legacy_opts: Horovod's; of no effect.
+        safe_mode: as of `keras.models.load_model`: False also opens what holds code, such as a Lambda layer.
         distributed: further arguments of `DistributedOptimizer`, by their names.
 
     Raises:
@@ -38,11 +41,11 @@ def load_model(
     """
     classes = _checked(custom_optimizers)
     objects = {**{cls.__name__: cls for cls in classes}, **(custom_objects or {})}
-    model = keras.models.load_model(filepath, custom_objects=objects)
+    model = keras.models.load_model(filepath, custom_objects=objects, safe_mode=safe_mode)
     for layer in model._flatten_layers():
         if isinstance(layer, SyncBatchNormalization):
             layer.take(distributed.get("balancer"), distributed.get("process_set"))
-    if model.optimizer is not None:
+    if getattr(model, "optimizer", None) is not None:  # a model that was not compiled has none
         model.optimizer = DistributedOptimizer(model.optimizer, compression=compression, **distributed)
     return model
 

@@ -70,6 +70,29 @@ def _array(leaf: Any) -> np.ndarray:
     return leaf.to_numpy() if hasattr(leaf, "to_numpy") else np.asarray(leaf)
 
 
+def _column(leaf: Any) -> np.ndarray:
+    """The array of a user's own: a pandas Series is a column, as `fit` makes it one."""
+    if leaf is None:
+        raise ValueError(
+            "Expected an array for each input and each target, since a batch of a PyDataset has no place for none. "
+            "Received: None among them. Pass zeros for a target without a loss."
+        )
+    # pandas 3 says that it is of "pandas", and those before it of "pandas.core.series"
+    of_pandas = any(
+        cls.__name__ == "Series" and cls.__module__.partition(".")[0] == "pandas" for cls in type(leaf).__mro__
+    )
+    return _array(leaf)[:, None] if of_pandas else _array(leaf)
+
+
+def _weighted_alike(given: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What was given, with weights of 1 for the outputs for which it has None among sample weights."""
+    leaves = keras.tree.flatten(given[2]) if len(given) == 3 else []
+    if all(leaf is not None for leaf in leaves):
+        return given
+    ones = np.ones(len(keras.tree.flatten(given[1])[0]), keras.config.floatx())
+    return (*given[:2], keras.tree.map_structure(lambda leaf: ones if leaf is None else leaf, given[2]))
+
+
 def _as_floatx(leaf: np.ndarray) -> np.ndarray:
     """Floating point in Keras' floatx, as `fit` makes it of arrays."""
     return leaf.astype(keras.config.floatx(), copy=False) if leaf.dtype.kind == "f" else leaf
@@ -101,7 +124,7 @@ class ArraySource:
         if y is None and sample_weight is not None:
             raise ValueError("sample_weight: expected none without y. Received: some.")
         given = (x,) if y is None else (x, y) if sample_weight is None else (x, y, sample_weight)
-        self._arrays = keras.tree.map_structure(_array, packed(given))
+        self._arrays = keras.tree.map_structure(_column, packed(_weighted_alike(given)))
         self.arrays: Sequence[np.ndarray] = keras.tree.flatten(self._arrays)
         if any(leaf.ndim == 0 for leaf in self.arrays):
             raise ValueError("Expected arrays with samples along the first axis. Received: a scalar.")

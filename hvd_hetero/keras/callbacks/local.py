@@ -11,7 +11,8 @@ class LocalSGDCallback(keras.callbacks.Callback):
     """Brings ranks that train apart together: before each validation, at the end of epochs (as the strategy's
     `merge_each_epoch` says) and of training. Then all hold one model, and BatchNormalization's statistics are averaged.
 
-    To be put before callbacks that save the model. Steps apart need no callback; without this one, call
+    To be put before callbacks that save the model, and before Keras's SwapEMAWeights, which puts averages in the place
+    of the weights that are merged here. Steps apart need no callback; without this one, call
     `optimizer.merge(model)` after `fit`. Collective: all ranks have it. The logs get "merges", counted over all epochs.
 
     Args:
