@@ -108,6 +108,8 @@ def main() -> None:
     parser.add_argument("--checkpoint", help="written every --report-every steps; read at start when it is there")
     parser.add_argument("--strategy", choices=["synchronous", "local"], default="synchronous")
     arguments = parser.parse_args()
+    if min(arguments.context, arguments.report_every, arguments.megabytes) <= 0:
+        parser.error("--context, --report-every and --megabytes: expected numbers above 0")
 
     hvd.init()
     torch.set_num_threads(1)

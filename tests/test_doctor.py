@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -72,6 +73,18 @@ def test_the_doctor_sees_that_nothing_can_be_built(
     said = capsys.readouterr().out
     assert "note: to build Horovod: expected a C++ compiler" in said
     assert "note: to build Horovod: expected `make`" in said and "all is well" not in said
+
+
+def test_commands_print_where_the_output_has_no_dash_and_nobody_may_read_on() -> None:
+    here = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    command = [sys.executable, "-m", "hvd_hetero.cli.main", "plan", "--speeds", "8,3", "--global-batch-size", "11"]
+    done = subprocess.run(command, env=here, capture_output=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, b"") and b"?" in done.stdout
+    doctor = f"{sys.executable} -m hvd_hetero.cli.main doctor --no-load"
+    done = subprocess.run(["bash", "-c", f"{doctor} | true"], capture_output=True, timeout=60)
+    assert done.stderr == b""
+    done = subprocess.run(["bash", "-c", f"{doctor} > /dev/full"], capture_output=True, timeout=60)
+    assert done.returncode == 1 and done.stderr.decode().startswith("hvd-hetero doctor: the output cannot be written")
 
 
 def test_help_is_quick_and_imports_no_framework() -> None:

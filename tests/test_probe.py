@@ -101,6 +101,17 @@ def test_a_partner_that_comes_late_is_not_taken_for_a_slow_link(tmp_path):
         assert_near(found.topology.cross, SLOW)
 
 
+@pytest.mark.parametrize(("most", "kept"), [(0.4, False), (0.7, True)])
+def test_what_was_found_on_a_busy_machine_is_not_kept(tmp_path, monkeypatch, most, kept):
+    def stalled():
+        return run(Network(tuple("ab"), lambda a, b: FAST, stall_s=0.04), tmp_path)  # half of them
+
+    stalled()
+    monkeypatch.setattr("hvd_hetero.engine.probe.MOST_STALLED", most)
+    assert stalled().cached == kept, "nor is it taken where an earlier version has kept it"
+    assert stalled().cached == kept
+
+
 def test_transfers_that_stall_are_counted_and_do_not_bend_the_links(tmp_path):
     found = run(Network(tuple("ab"), lambda a, b: FAST, stall_s=0.04), tmp_path)
     assert_near(found.topology.cross, FAST)

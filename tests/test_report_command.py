@@ -205,6 +205,8 @@ def test_a_plan_is_for_rounds_as_long_as_one_says(capsys):
     (["plan", "missing"], 1, "HVD_HETERO_RUN"),
     (["plan", "{run}", "--skip", "-3"], 1, "--skip: expected 0 or more"),
     (["plan", "{run}", "--max-share", "7:4"], 1, "RANK:SAMPLES, of ranks 0 to 1"),
+    (["plan", "{run}", "--max-share", "²:4"], 1, "RANK:SAMPLES, of ranks 0 to 1"),
+    (["report", "{run}", "--picture", ""], 1, "--picture: expected a file that can be written"),
     (["plan", "{run}", "--max-share", "0:4", "--max-share", "1:4"], 1, "--global-batch-size or --max-share"),
     (["plan", "{run}", "--skip", "58"], 1, "expected 5 steps of rank 0"),
     (["plan"], 2, "Received: neither"),

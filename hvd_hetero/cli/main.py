@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -36,18 +38,32 @@ def parser(chosen: str | None = None) -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns its exit code: 0, that of a `CommandError`, or 130 when interrupted."""
+    """Runs the command line and returns its exit code: 0, that of a `CommandError`, 130 when interrupted, or 141 where
+    nobody reads the output any more."""
     words = list(sys.argv[1:] if argv is None else argv)
     chosen = next((word for word in words if word in COMMANDS), None)
     arguments = parser(chosen).parse_args(words)
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # where the locale has no dash, or no µ
     try:
-        return int(importlib.import_module(COMMANDS[arguments.command][0]).command(arguments))
+        status = int(importlib.import_module(COMMANDS[arguments.command][0]).command(arguments))
+        sys.stdout.flush()
+        return status
     except CommandError as error:
         print(f"hvd-hetero {arguments.command}: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print(f"hvd-hetero {arguments.command}: interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains as it ends
+        return 141
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        print(f"hvd-hetero {arguments.command}: the output cannot be written: {error.strerror}", file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":

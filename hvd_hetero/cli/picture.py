@@ -22,8 +22,10 @@ def draw(found: Probe, place: Path) -> None:
 
     Raises:
         CommandError: matplotlib is not installed.
-        ValueError: the suffix is none of matplotlib's formats.
+        ValueError: the suffix is none of matplotlib's formats, or there is no name.
     """
+    if not place.name:
+        raise ValueError("a path without a name")
     try:
         figures, colours = importlib.import_module("matplotlib.figure"), importlib.import_module("matplotlib.colors")
         maps = importlib.import_module("matplotlib").colormaps

@@ -159,7 +159,7 @@ def _bounds(words: Sequence[str], bounds: Sequence[Bound]) -> list[Bound]:
     found = list(bounds)
     for word in words:
         rank, _, samples = word.partition(":")
-        if not (rank.isdigit() and samples.isdigit() and int(rank) < len(found) and int(samples) > 0):
+        if not (rank.isdecimal() and samples.isdecimal() and int(rank) < len(found) and int(samples) > 0):
             raise CommandError(f"--max-share: expected RANK:SAMPLES, of ranks 0 to {len(found) - 1}. Received: {word}.")
         bound, most = found[int(rank)], int(samples)
         found[int(rank)] = replace(bound, lower=min(bound.lower, most), upper=most)

@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command's options."""
     parser.add_argument("run", help="the folder with the run's trace: of hvd.Balancer(run=...) or HVD_HETERO_RUN")
     parser.add_argument("--json", nargs="?", const=TO_STDOUT, metavar="FILE",
-                        help="write everything as JSON to FILE, or to the output instead of tables")
+                        help="write everything as JSON to FILE or, last in the line, to the output instead of tables")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw it into FILE (.png, .svg)")
     parser.add_argument("--skip", type=int, default=SKIP, metavar="N",
                         help="leave out the first N steps, in which frameworks compile (default: %(default)s)")

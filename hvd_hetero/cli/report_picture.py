@@ -20,8 +20,10 @@ def draw(report: Report, place: Path) -> None:
 
     Raises:
         CommandError: matplotlib is not installed.
-        ValueError: the suffix is none of matplotlib's formats.
+        ValueError: the suffix is none of matplotlib's formats, or there is no name.
     """
+    if not place.name:
+        raise ValueError("a path without a name")
     try:
         figures = importlib.import_module("matplotlib.figure")
         agg = importlib.import_module("matplotlib.backends.backend_agg")

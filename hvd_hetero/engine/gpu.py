@@ -51,7 +51,7 @@ def installed_gpus(
     chosen = visible_of(found, visible)
     if not chosen:
         return (), "no GPU" if not found else f"none of {len(found)} GPUs is in CUDA_VISIBLE_DEVICES={visible!r}"
-    numbered = visible is None or any(name.strip().isdigit() for name in visible.split(","))
+    numbered = visible is None or any(name.strip().isdecimal() for name in visible.split(","))
     return chosen, UNLIKE if numbered and not by_bus and len({gpu.model for gpu in found}) > 1 else None
 
 
@@ -61,7 +61,7 @@ def visible_of(gpus: Sequence[Gpu], visible: str | None) -> tuple[Gpu, ...]:
         return tuple(gpus)
     chosen: list[Gpu] = []
     for name in (part.strip() for part in visible.split(",")):
-        if name.isdigit():
+        if name.isdecimal():
             matching = list(gpus[int(name):int(name) + 1])
         else:
             matching = [gpu for gpu in gpus if name.startswith("GPU-") and gpu.uuid.startswith(name)]

@@ -34,6 +34,7 @@ from .transfer import Pair, Timer
 
 FORMAT = 1          # of the cached file: raise it when what is measured changes its meaning
 BUDGET_S = 10.0
+MOST_STALLED = 0.6  # of all transfers: where more did, what is found is of a busy machine, and not kept
 TYPICAL_BYTES = 1 << 20     # links are compared by their time at this size: of the order of a gradient bucket
 
 
@@ -64,7 +65,7 @@ def probe(engine: Engine, *, clock: Callable[[], float] = time.perf_counter, bud
     speeds = _benchmarked(engine, name, benchmark, clock)
     found = _measured(timer, devices, speeds, budget_s)
     found = replace(found, seconds=timer.elapsed_s())
-    if engine.rank == 0 and place is not None:
+    if engine.rank == 0 and place is not None and found.stalled < MOST_STALLED:
         cache.store(place, key, {"key": key, "budget_s": budget_s, "probe": found.as_dict()})
     return found
 
@@ -112,6 +113,8 @@ def _kept(engine: Engine, name: str, folder: Path | None, key: str, budget_s: fl
         content = json.loads(texts[0])
         ours = content["key"] == key and content["budget_s"] >= budget_s
         found = Probe.from_dict(content["probe"]) if ours else None
+        if found is not None and found.stalled >= MOST_STALLED:
+            found = None
     except (ValueError, KeyError, TypeError, AttributeError):      # a file that is not ours, or half of one
         found = None
     sound = np.array([float(found is not None and found.size == engine.size)], dtype=np.float32)

@@ -67,8 +67,8 @@ def DistributedOptimizer(
         topology: how gradients are summed. "flat" (and None): over all ranks at once. "rails", "scatter", "leader":
             within nodes and between them, by that algorithm (see `hvd_hetero.engine.hierarchy`). "auto": whichever is
             fastest when measured, for each bucket. A `Topology`: its nodes instead of those that are found; in an
-            elastic job, "auto" while the number of ranks is another than its. All but "flat" need
-            `hvd.init(process_sets="dynamic")`.
+            elastic job, "auto" while the number of ranks is another than its. Where nodes have several ranks, all but
+            "flat" need `hvd.init(process_sets="dynamic")`.
         strategy: "synchronous": ranks wait for each other in each step, as ever. "local", or a `hvd.LocalSGD(...)` for
             its numbers: each rank takes its steps by itself and what it has done is merged now and then, so that a rank
             that is slow, stalls, or sits behind a slow link holds nobody up. Call `optimizer.merge()` before the job
