@@ -100,16 +100,10 @@ class Selection:
         if step < self._next_look or (current == SYNCHRONOUS and len(self._exchange_s) < LEAST_EXCHANGES):
             return None
         predicted = self.predict(models, windows, shares, micro_batch)
-        self._next_look = step + self._pause(models, windows, step_s=predicted[0].period_s)
+        cost_s = PREDICTION_S * self._steadiness.unsteady
+        self._next_look = step + max(EVERY, math.ceil(cost_s / (BUDGET * predicted[0].period_s)))
         choice = choose(*predicted, current=current, rule=self._rule)
         if choice.strategy == current:
             return None
         self._next_look = step + self._hold_steps
         return choice
-
-    def _pause(
-        self, models: Sequence[SpeedModel], windows: Sequence[Sequence[Observation]], *, step_s: float
-    ) -> int:
-        """Batches from one look to the next, so that predictions take no more than their part of the time."""
-        unsteady = sum(jitter.stalled > 0.0 for jitter in self._steadiness.jitters(models, windows))
-        return max(EVERY, math.ceil(PREDICTION_S * unsteady / (BUDGET * step_s)))

@@ -44,6 +44,11 @@ class Steadiness:
     def _lately(self) -> list[Ran]:
         return [Ran(*sums) for sums in self._ran.tolist()]
 
+    @property
+    def unsteady(self) -> int:
+        """How many ranks stop at times."""
+        return sum(estimate(ran, least_stops=LEAST_STOPS).stalled > 0.0 for ran in self._lately)
+
     def jitters(self, models: Sequence[SpeedModel], windows: Sequence[Sequence[Observation]]) -> list[Jitter]:
         """By rank, how unsteady its compute is."""
         return [

@@ -6,7 +6,7 @@ import pytest
 
 from hvd_hetero.policy.forecast import Forecast, Way, advice, forecasts
 from hvd_hetero.policy.jitter import Jitter
-from hvd_hetero.policy.partition import Bound, InfeasibleError
+from hvd_hetero.policy.partition import Bound, InfeasibleError, split, step_time_s
 from hvd_hetero.policy.speed import SpeedModel
 from hvd_hetero.policy.strategy import Prediction
 
@@ -79,3 +79,29 @@ def test_a_gain_that_is_next_to_none_is_none():
         strategy="synchronous", samples_per_s=101.0, period_s=1.0))
     fewer = replace(even, way=Way.FEWER, shares=(2, 0), prediction=replace(even.prediction, samples_per_s=100.0))
     assert "add nothing" in advice([even, fewer]) and "keep all" in advice([even, fewer], worth=0.005)
+
+
+def test_a_rank_whose_passes_hold_few_samples_is_predicted_to_take_many():
+    ranks, caps = models(0.001, 0.001, overhead=0.05), [8, None]
+    found = by_title(forecasts(ranks, 64, micro_batch=caps))
+    assert found["equal shares"].step_s == pytest.approx(4 * 0.05 + 0.032, rel=1e-3)
+    shares = found["best shares"].shares
+    assert shares == split(ranks, 64, micro_batch=caps) and shares[0] < shares[1]
+    assert found["best shares"].step_s == pytest.approx(step_time_s(ranks, shares, caps), rel=1e-3)
+    local = found["best shares, local steps"]
+    rates = [share / model.time_s(share, cap) for model, share, cap in zip(ranks, shares, caps, strict=True)]
+    assert local.samples_per_s == pytest.approx(sum(rates))
+
+
+def test_two_ranks_that_are_left_exchange_as_all_do():
+    found = by_title(forecasts(models(0.001, 0.001, 0.002), 60, exchange_s=0.5))
+    assert found["without rank 2"].step_s == pytest.approx(0.53, rel=1e-3)
+    assert found["without ranks 0, 2"].step_s == pytest.approx(0.06, rel=1e-3), "one alone does not"
+
+
+def test_who_is_slowest_is_judged_at_a_usual_share():
+    """A rank that has much overhead is not, where shares are large."""
+    ranks = [SpeedModel(overhead_s=0.1, seconds_per_sample=0.001), SpeedModel(overhead_s=0.0, seconds_per_sample=0.01),
+             SpeedModel(overhead_s=0.0, seconds_per_sample=0.005)]
+    titles = [each.title for each in forecasts(ranks, 63) if each.way is Way.FEWER]
+    assert titles == ["without rank 1", "without ranks 0, 1"]

@@ -1,5 +1,7 @@
 """The guard: noise alone shortens no round, ranks that pull apart do, and the ratio is what a simulation measures."""
 
+import math
+
 import numpy as np
 import pytest
 
@@ -168,3 +170,39 @@ def test_single_merges_decide_nothing_and_harmless_drift_is_none():
 def test_wrong_arguments_say_what_was_received(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize("make", [
+    lambda: Guard(round_steps=4, length=0), lambda: Guard(round_steps=4, merges=-1), lambda: Guard(round_steps=0),
+    lambda: Guard(round_steps=4, inverse_square=-0.1), lambda: Guard(round_steps=4).after(1.0, math.inf),
+    lambda: Guard(round_steps=4).after(1.0, math.nan), lambda: Guard(round_steps=4).after(-1.0, 1.0),
+    lambda: drift_ratio(math.inf, 1.0, 1.0), lambda: drift_ratio(math.inf, 1.0, math.inf),
+    lambda: drift_ratio(1.0, 1.0, -1.0), lambda: drift_ratio(1.0, math.inf, 1.0), lambda: drift_ratio(1.0, -1.0, 1.0),
+    lambda: noise_ratio([1.0, math.inf]), lambda: noise_ratio([1.0, 1.0], [1.0, math.inf]),
+    lambda: noise_ratio([1.0, 1.0], [1.0, -1.0]),
+])
+def test_a_single_number_that_is_none_is_refused(make):
+    with pytest.raises(ValueError, match="expected .* Received: "):
+        make()
+
+
+def test_the_shortest_and_calmest_guard_is_one():
+    """Rounds of one step, which nothing shortens; ranks that do not drift; and a change after each merge."""
+    guard = Guard(round_steps=1, calm=1.0, settle_merges=1)
+    for drift in (0.0, 1.0, 5.0, math.inf):
+        assert guard.after(drift, 0.0).steps == guard.after(drift, 1.0).steps == 1
+    guard = Guard(round_steps=8, settle_merges=1)
+    assert [guard.after(drift, 1.0).steps for drift in (0.0, 1.0, 1.35, 1.6, math.inf)] == [8, 8, 8, 4, 4]
+    assert [Guard(round_steps=8, length=4, settle_merges=1).after(d, 1.0).steps for d in (0.0, 1.35, 1.6)] == [5, 4, 2]
+
+
+def test_what_was_seen_is_forgotten_with_a_change_of_length():
+    guard = Guard(round_steps=8, length=4)
+    for drift, steps in ((1.6, 2), (1.0, 5)):
+        changed = after(guard, *[drift] * 5)
+        assert changed.steps == steps and (changed.merges, changed.inverse_square) == (0, 0.0)
+
+
+def test_a_mean_is_of_the_inverse_squares_of_what_drift_is_of_noise():
+    guard = after(Guard(round_steps=8), 1.25, 2.0, 1.0, 0.0)
+    assert guard.merges == 4 and guard.inverse_square == pytest.approx((0.64 + 0.25 + 1.0 + 2.0) / 4)

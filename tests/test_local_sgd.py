@@ -14,7 +14,7 @@ from hvd_hetero.optimizers import attachment, merge_control
 from hvd_hetero.optimizers.attachment import PeerError
 from hvd_hetero.optimizers.balancer import Balancer
 from hvd_hetero.optimizers.control import Announcement
-from hvd_hetero.optimizers.fragment import Lane, fragments_of
+from hvd_hetero.optimizers.fragment import Lane, fragments_by_kind, fragments_of
 from hvd_hetero.optimizers.latency_lr import LatencyLR
 from hvd_hetero.optimizers.length import RoundLengths
 from hvd_hetero.optimizers.local_sgd import LocalSGD
@@ -875,3 +875,30 @@ def test_a_failure_is_heard_of_whichever_fragment_the_others_wait_for(fails, at,
     heard, own = World(2).run(program, timeout_s=10)
     assert heard.startswith("PeerError") and "rank 1 could not" in heard
     assert own is None if fails == "fail" else own.startswith("KeyError")
+
+
+def heard(*step_s, rule=None, most_missed=0):
+    """The lengths of rounds after these seconds of a step, by rank, one merge after the other."""
+    lengths = RoundLengths(rule or LocalSGD(round_steps=8), len(step_s[0]), most_missed=most_missed)
+    for each in step_s:
+        lengths.hear(each)
+    return lengths
+
+
+def test_ranks_whose_steps_take_nearly_as_long_have_rounds_of_one_length():
+    assert heard([1.0, 1.09]).by_rank == (8, 8)
+    assert heard([1.0, 1.15]).by_rank[1] < 8
+    assert heard([2.0, 1.0]).by_rank == (4, 8) and heard([2.0, 1.0]).intervals == (1, 1)
+
+
+def test_a_steps_length_is_smoothed_over_merges_and_kept_where_nothing_is_said():
+    assert heard([1.0, 1.0], [1.0, 3.0]).by_rank == (8, 4), "2 s: the mean of what was known and what is heard"
+    assert heard([1.0, 2.0], [0.0, 0.0]).by_rank == (8, 4)
+    assert heard([1.0, 2.0], [2.0, 0.0]).by_rank == heard([1.5, 2.0]).by_rank
+
+
+def test_a_fragment_is_of_one_kind_and_of_each_there_are_so_many_at_most():
+    kinds, sizes = ["a", "b", "a", "a", "b", "c"], [5, 1, 4, 3, 2, 9]
+    assert fragments_by_kind(kinds, sizes, 2) == [[0], [2, 3], [4], [1], [5]]
+    assert fragments_by_kind(kinds, sizes, 1) == [[0, 2, 3], [1, 4], [5]]
+    assert fragments_by_kind([], [], 2) == []

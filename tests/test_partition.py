@@ -129,3 +129,28 @@ def test_a_slower_rank_has_no_more_than_a_faster_one_of_the_same_quantum():
         bounds = [Bound(quantum=3), Bound(quantum=3), Bound(quantum=4), Bound(quantum=4)]
         shares = split(models, int(random.integers(30, 90)), bounds)
         assert shares[0] <= shares[1] and shares[2] <= shares[3], (speeds, shares)
+
+
+def test_of_nothing_every_rank_has_nothing():
+    assert equal_shares(0, 3) == (0, 0, 0) and step_time_s([], []) == 0.0
+    assert micro_batches(0, None) == micro_batches(0, 4) == ()
+
+
+@pytest.mark.parametrize(("make", "message"), [
+    (lambda: equal_shares(4, 0), "Received: 4 and 0"),
+    (lambda: equal_shares(-1, 2), "Received: -1 and 2"),
+    (lambda: micro_batches(-1, None), "Received: -1 and None"),
+    (lambda: micro_batches(4, 0), "Received: 4 and 0"),
+    (lambda: split([model()], 4, micro_batch=[0]), "micro_batch: expected at least 1 or None for rank 0. Received: 0"),
+])
+def test_numbers_of_which_one_is_wrong_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_a_pass_may_hold_a_single_sample():
+    """Then each sample costs a pass, and the rank without that cap takes the most."""
+    models = [model(1.0, 1.0), model(1.0, 1.0)]
+    shares = split(models, 30, micro_batch=[1, None])
+    assert shares == (10, 20) and step_time_s(models, shares, [1, None]) == 21.0
+    assert micro_batches(3, 1) == (1, 1, 1)

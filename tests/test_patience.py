@@ -58,3 +58,14 @@ def test_times_that_are_none_are_told(monkeypatch, name, text):
     monkeypatch.setenv(name, text)
     with pytest.raises(ValueError, match=f"{name}: expected seconds, 0 or more. Received: '{text}'"):
         patience()
+
+
+def test_as_many_steps_as_are_asked_for_are_enough():
+    assert Patience(steps=1).word_s([100.0]) == 100.0
+    assert Patience(steps=2).word_s([100.0]) == Patience().first_s
+    assert Patience(steps=2).word_s([100.0] * 2) == 100.0
+
+
+def test_lengths_may_be_of_less_than_a_second():
+    short = Patience(warn_s=0.5, bound_s=0.5, first_s=0.5, least_s=0.5, deviations=0.5)
+    assert (short.word_s([]), short.end_s([])) == (0.5, 1.0)

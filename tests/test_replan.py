@@ -189,3 +189,132 @@ def test_a_rank_that_never_had_a_sample_keeps_no_plan_from_the_others():
     bounds = [Bound(), Bound(), Bound(upper=0)]
     plan = decide(current, models, step=50, global_batch_size=64, bounds=bounds)
     assert plan is not None and plan.shares[0] > 32
+
+
+def test_a_rule_may_ask_for_nothing():
+    rule = ReplanRule(warmup_steps=0, minimum_observations=1, minimum_gain=0.0, dead_band=0.0, cooldown_steps=0,
+                      early_cooldown_steps=0)
+    models = known(1 / 8, 1 / 4, 1 / 2, 1 / 2, observations=1)
+    assert decide(START, models, step=0, global_batch_size=64, rule=rule).shares == (32, 16, 8, 8)
+
+
+def test_a_plan_comes_in_the_first_step_that_may_have_one_and_not_before():
+    models = known(1 / 8, 1 / 4, 1 / 2, 1 / 2)
+    rules = {7: ReplanRule(), 10: ReplanRule(warmup_steps=10), 12: ReplanRule(early_cooldown_steps=12)}
+    for first, rule in rules.items():
+        made = [step for step in range(30) if decide(START, models, step=step, global_batch_size=64, rule=rule)]
+        assert made == list(range(first, 30)), rule
+
+
+def test_every_rank_that_has_a_share_is_measured_before_a_plan():
+    """However small its share, and however well the others are known."""
+    current = replace(START, shares=(31, 16, 16, 1))
+    models = known(1 / 8, 1 / 4, 1 / 2, 1 / 8)
+    for observations, planned in ((4, False), (5, True)):
+        models[3] = replace(models[3], observations=observations)
+        found = decide(current, models, step=50, global_batch_size=64)
+        assert (found is not None) is planned, observations
+
+
+def test_ranks_that_were_all_measured_for_a_short_time_have_not_changed_their_speed():
+    """Only a rank that is known for half as long as another has: the long cool-down holds."""
+    far = replace(START, version=2, step=100)
+    earlier = (replace(START, step=80), replace(START, version=1, step=90))
+    decided = {"step": 110, "global_batch_size": 64, "previous": earlier}
+    assert decide(far, known(1 / 8, 1 / 4, 1 / 2, 1 / 2, observations=15), **decided) is None
+    models = known(1 / 8, 1 / 4, 1 / 2, 1 / 2, observations=38)
+    for observations, planned in ((20, False), (19, True)):
+        models[0] = replace(models[0], observations=observations)
+        assert (decide(far, models, **decided) is not None) is planned, observations
+
+
+def test_a_move_as_large_as_the_dead_band_is_none():
+    current = replace(START, shares=(20, 20, 20, 20))
+    models = known(1 / 21, 1 / 19, 1 / 20, 1 / 20, standard_error=0.0)
+    for dead_band, planned in ((0.05, False), (0.049, True)):
+        found = decide(current, models, step=50, global_batch_size=80, rule=ReplanRule(dead_band=dead_band))
+        assert (found is not None) is planned, dead_band
+
+
+def test_a_plan_saves_as_much_of_a_step_as_the_rule_asks_for():
+    """Of what is known exactly; the more plans there were lately, the more it has to be."""
+    current, models = replace(START, shares=(24, 16, 12, 12)), known(1 / 26, 1 / 16, 1 / 11, 1 / 11, standard_error=0.0)
+    models = [replace(model, overhead_error=0.0) for model in models]
+    best = split(models, 64)
+    gain = 1.0 - step_time_s(models, best) / step_time_s(models, current.shares)
+    assert gain > 0.05
+    for part, planned in ((0.98, True), (1.02, False)):
+        rule = ReplanRule(minimum_gain=part * gain)
+        assert (decide(current, models, step=50, global_batch_size=64, rule=rule) is not None) is planned, part
+        # Of a step that takes twice as long with what no plan changes it is half.
+        rule, twice = replace(rule, minimum_gain=part * gain / 2), 2 * step_time_s(models, current.shares)
+        found = decide(current, models, step=50, global_batch_size=64, rule=rule, measured_step_s=twice)
+        assert (found is not None) is planned, part
+        if found is not None:
+            assert found.predicted_step_s == pytest.approx(twice * (1.0 - gain / 2))
+
+
+def test_a_plan_knows_how_many_passes_a_share_takes():
+    """A second a pass, of which one of rank 1's holds 8 samples."""
+    models, caps = known(0.01, 0.01, overhead_s=1.0), (None, 8)
+    current = Plan(version=0, step=0, shares=(32, 32), reason="")
+    plan = decide(current, models, step=50, global_batch_size=64, micro_batch=caps)
+    assert plan.shares[1] < 32 and "rank 1 is slowest" in plan.reason
+    assert plan.predicted_step_s == pytest.approx(step_time_s(models, plan.shares, caps))
+    assert f"compute {models[1].time_s(32, 8):.4g} s" in plan.reason
+
+
+def test_a_share_shrinks_by_the_square_of_what_it_may_grow_by():
+    current = Plan(version=0, step=0, shares=(32, 8, 8, 8, 8), reason="")
+    for trust_region, least in ((1.25, 24), (2.0, 8), (3.0, 3), (5.0, 1)):
+        plan = decide(current, known(1.0, *[1e-4] * 4), step=50, global_batch_size=64,
+                      rule=ReplanRule(trust_region=trust_region))
+        assert plan.shares[0] == least and max(plan.shares[1:]) <= 8 * trust_region, trust_region
+
+
+def test_a_plan_has_shares():
+    with pytest.raises(ValueError, match="shares: expected one of 0 or more for each rank. Received: \\(\\)"):
+        Plan(version=0, step=0, shares=(), reason="")
+
+
+def after_plans(count, *, shares=(24, 16, 12, 12)):
+    """The plan that holds and those before it, where so many of them were made lately; and a step of a new one."""
+    plans = [replace(START, shares=shares, version=number, step=1000 + 25 * number) for number in range(count + 1)]
+    return plans[-1], {"previous": plans[:-1], "step": plans[-1].step + 25, "global_batch_size": 64}
+
+
+def exact(*seconds_per_sample):
+    return [replace(each, overhead_error=0.0) for each in known(*seconds_per_sample, standard_error=0.0)]
+
+
+@pytest.mark.parametrize(("plans", "changed", "times"), [
+    (0, False, 1.0), (1, False, 1.0), (2, False, 2.5), (3, False, 4.0), (5, False, 4.0),
+    (1, True, 1.0), (2, True, 5.0), (3, True, 8.0),
+])
+def test_the_more_plans_there_were_lately_the_more_has_to_be_gained(plans, changed, times):
+    """And twice as much by what rests on a new speed, once there were some."""
+    models = exact(1 / 26, 1 / 16, 1 / 11, 1 / 11)
+    current, asked = after_plans(plans)
+    models[0] = replace(models[0], observations=12 if changed else 40)
+    gain = 1.0 - step_time_s(models, split(models, 64)) / step_time_s(models, current.shares)
+    for part, planned in ((0.98, True), (1.02, False)):
+        rule = ReplanRule(minimum_gain=part * gain / times, dead_band=0.0)
+        assert (decide(current, models, rule=rule, **asked) is not None) is planned, part
+
+
+@pytest.mark.parametrize(("ranks", "plans", "errors"), [
+    (4, 0, 2.0), (4, 2, 2.0), (4, 3, 3.0), (64, 0, math.sqrt(2.0 * math.log(64.0))),
+])
+def test_a_gain_that_errors_of_measurement_explain_is_none(ranks, plans, errors):
+    """So many standard errors: the slowest of many ranks is far from the mean by luck."""
+    models = exact(*[1 / 26, 1 / 16, 1 / 11, 1 / 11] * (ranks // 4))
+    current, asked = after_plans(plans, shares=(24, 16, 12, 12) * (ranks // 4))
+    asked["global_batch_size"] *= ranks // 4
+    best = split(models, asked["global_batch_size"])
+    times = [[m.time_s(b) for m, b in zip(models, shares, strict=True)] for shares in (current.shares, best)]
+    both = {each.index(max(each)) for each in times}
+    border = (max(times[0]) / max(times[1]) - 1.0) / errors / math.sqrt(len(both))
+    for part, planned in ((0.98, True), (1.02, False)):
+        noisy = [replace(model, standard_error=part * border) for model in models]
+        found = decide(current, noisy, rule=ReplanRule(minimum_gain=0.0, dead_band=0.0), **asked)
+        assert (found is not None) is planned, part

@@ -3,13 +3,15 @@
 import itertools
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from hvd_hetero.codecs.block import Int4, Int8
-from hvd_hetero.engine.hierarchy import ALGORITHMS, levels_of, one_level
+from hvd_hetero.engine import hierarchy
+from hvd_hetero.engine.hierarchy import ALGORITHMS, levels_of, one_level, topology_now
 from hvd_hetero.engine.local import World
 from hvd_hetero.optimizers import compressed, feedback
 from hvd_hetero.optimizers.compressed import Exact, Half
@@ -461,3 +463,17 @@ def test_later_stages_start_while_a_rank_still_computes():
     before = World(4).run(program)
     for rank in (0, 2):
         assert {"x.bucket.0.leaders", "x.bucket.1.leaders"} <= set(before[rank]), before
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_topology_of_other_ranks_is_found_anew_in_an_elastic_job_alone(monkeypatch, capfd, rank):
+    engine, two = SimpleNamespace(size=3, rank=rank), Topology(nodes=((0,), (1,)))
+    three = Topology(nodes=((0, 1), (2,)))
+    monkeypatch.setattr(hierarchy, "is_elastic", lambda: False)
+    assert all(topology_now(engine, each) is each for each in (two, three, "auto", "flat", None))
+    monkeypatch.setattr(hierarchy, "is_elastic", lambda: True)
+    assert all(topology_now(engine, each) is each for each in (three, "auto", "flat", None))
+    assert capfd.readouterr().err == ""
+    assert topology_now(engine, two) == "auto"
+    told = capfd.readouterr().err
+    assert ("one of 2 ranks, and there are 3" in told) is (rank == 0), "said once"

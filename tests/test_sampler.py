@@ -9,7 +9,7 @@ from simulated import Speed
 
 from hvd_hetero.engine.local import SoloEngine, World
 from hvd_hetero.optimizers.balancer import Balancer
-from hvd_hetero.optimizers.control import unpack
+from hvd_hetero.optimizers.control import ORIGINS, unpack
 from hvd_hetero.optimizers.dealer import Dealer, proportional
 from hvd_hetero.optimizers.sampler import ShareSampler
 from hvd_hetero.policy.partition import equal_shares
@@ -244,3 +244,51 @@ def test_a_thread_that_still_deals_for_an_epoch_that_is_over_changes_nothing():
     thread.join(5)
     dealt += [sampler.deal().indices[0] for _ in range(2)]
     assert dealt == [0, 4, 8]
+
+
+def test_a_look_ahead_sees_what_will_be_dealt_and_deals_nothing():
+    """Also into the next epoch, and past a short batch of which a rank has no sample."""
+
+    def program(engine):
+        _, sampler, _ = make(engine, 2 * WHOLE + 1)
+        sampler.rewind()
+        sampler.deal()
+        sampler.used()
+        seen = [sampler.peek(index) for index in range(5)]
+        assert sampler.pending == 0 and sampler.position == 1
+        dealt = [sampler.deal() for _ in range(5)]
+        assert sampler.pending == 5
+        return [(a.indices.tolist(), a.used) for a in seen], [(b.indices.tolist(), b.used) for b in dealt]
+
+    found = World(3).run(program)
+    assert all(seen == dealt for seen, dealt in found)
+    assert sum(seen[1][1] for seen, _ in found) == 1 and all(len(seen[1][0]) == 1 for seen, _ in found)
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_places_of_an_order_have_numbers_of_their_own(shuffle):
+    """An epoch in the order of the data is the same batches once more, and has the same ones."""
+    _, sampler, _ = make(SoloEngine(), 12 * WHOLE, shuffle=shuffle)
+    found = []
+    for _ in range(2):
+        sampler.rewind()
+        for _ in range(12):
+            sampler.deal()
+            sampler.used()
+            found.append(sampler.origin)
+        sampler.end_epoch()
+    assert (found[:12] == found[12:]) is not shuffle and len(set(found[:12])) > 6
+    assert all(0 <= number < ORIGINS for number in found)
+
+
+@pytest.mark.parametrize("name", ["length", "seed", "global_batch_size"])
+def test_a_state_of_another_order_is_refused_and_changes_nothing(name):
+    _, sampler, _ = make(SoloEngine(), 3 * WHOLE)
+    state = {**sampler.state_dict(), "epoch": 4, "position": 2}
+    with pytest.raises(ValueError, match=f"a sampler with {name} {state[name]}. Received: {state[name] + 1}"):
+        sampler.load_state_dict({**state, name: state[name] + 1})
+    assert (sampler.epoch, sampler.position) == (0, 0)
+    sampler.rewind()
+    sampler.deal()
+    sampler.load_state_dict(state)
+    assert (sampler.epoch, sampler.position, sampler.pending) == (4, 2, 0), "what was dealt before is not used after it"

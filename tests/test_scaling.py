@@ -144,3 +144,31 @@ def test_means_of_noise_and_signal_not_of_their_ratio():
 def test_another_target_makes_no_warm_up_shorter():
     ramp = Ramp(value=1.0, target=8.0, steps_left=100).towards(4.0, 10)
     assert (ramp.target, ramp.steps_left) == (4.0, 100) and ramp.towards(2.0, 300).steps_left == 300
+
+
+def test_a_batch_that_is_nearly_whole_is_whole_whatever_it_was_before():
+    assert standing_batch(48.0, [62.0], 64.0) == 64.0 and standing_batch(32.0, [60.9], 64.0) == 64.0
+    assert standing_batch(32.0, [60.7], 64.0) == 60.7
+    assert standing_batch(48.0, [], 64.0) == standing_batch(48.0, [0.0], 64.0) == 48.0
+    assert standing_batch(0.25, [0.5], 2.0) == 0.5 and standing_batch(0.25, [], 2.0) == 0.25, "of less than a sample"
+
+
+@pytest.mark.parametrize("wrong", [{"squared_norms": math.inf}, {"merged": math.inf}, {"batch": 0.0}, {"ranks": 1}])
+def test_one_number_that_is_none_leaves_no_estimate(wrong):
+    sums = {"squared_norms": 4.0, "inverse_batches": 0.5, "ranks": 2, "merged": 1.0, "batch": 8.0}
+    assert noise_and_signal(NoiseSums(**sums)) is not None
+    assert noise_and_signal(NoiseSums(**{**sums, **wrong})) is None
+
+
+def test_without_smoothing_the_last_estimate_counts_and_the_weight_is_that_of_what_was_seen():
+    seen = NoiseScale(smoothing=0.0).seen(8.0, 2.0).seen(6.0, 3.0)
+    assert (seen.samples, seen.weight) == (2.0, 1.0)
+    seen = NoiseScale(smoothing=0.9).seen(8.0, 2.0).seen(8.0, 2.0)
+    assert seen.weight == pytest.approx(1.0 - 0.9**2) and seen.noise == pytest.approx(8.0 * seen.weight)
+    assert NoiseScale().seen(1.0, 0.5).samples == 2.0
+
+
+def test_a_ramp_at_its_end_stays_there():
+    assert Ramp(value=2.0, target=2.0, steps_left=0).next() == Ramp(value=2.0, target=2.0)
+    with pytest.raises(ValueError, match="steps_left: expected 0 or more. Received: -1"):
+        Ramp(value=2.0, target=2.0, steps_left=-1)

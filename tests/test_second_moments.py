@@ -7,6 +7,8 @@ import pytest
 import torch
 from torch import nn
 
+from hvd_hetero.optimizers.second_moments import Moments
+
 pytest.importorskip("horovod.torch", reason="build it with hvd-hetero build-horovod")
 
 import hvd_hetero.torch as hvd
@@ -259,3 +261,63 @@ def test_what_is_written_into_a_state_after_a_merge_is_what_ranks_go_on_from():
     stepped(parameters, optimizer, moments)
     for found, was in zip(state_of(optimizer), before, strict=True):
         assert torch.allclose(found, was, rtol=0.1)
+
+
+class Kept:
+    """What an optimizer of one parameter keeps, and the mixtures that were made of it."""
+
+    def __init__(self, exchanges=True):
+        self.second, self.steps, self.mixed = [0.0], 0, []
+        self.moments = SecondMoments(self.find, copy=list, mix=self.mix, exchanges=exchanges)
+
+    def find(self, optimizer):
+        return [] if optimizer is None else [Moments(None, self.second, BETAS, self.steps)]
+
+    def mix(self, moments, before, numbers):
+        self.mixed += zip(before, numbers, strict=True)
+        return [list(each.second) for each in moments]
+
+    def step(self, part, *, sent):
+        self.steps += 1
+        self.second[0] += 1.0
+        self.moments.after_step(self, part, sent=sent)
+
+    @property
+    def before(self):
+        return self.moments.before(Moments(None, self.second, BETAS, self.steps))
+
+
+def test_what_is_exchanged_is_of_the_usual_part_of_the_steps_with_samples():
+    kept = Kept()
+    kept.moments.before_step(kept)
+    assert kept.before == [0.0] and not kept.mixed
+    for part, sent in ((0.2, False), (0.0, False), (0.4, True)):
+        kept.step(part, sent=sent)
+    (before, numbers), = kept.mixed
+    assert before == [0.0] and numbers == pytest.approx(mixture(0.3, betas=BETAS, steps=3, new=3))
+    assert kept.before == [3.0], "from now on"
+    kept.step(0.5, sent=True)
+    assert kept.mixed[1:] == [([3.0], mixture(0.5, betas=BETAS, steps=4, new=1))]
+
+
+def test_where_nothing_is_exchanged_it_is_known_what_was_there_when_progress_was_sent():
+    for kept, part in ((Kept(exchanges=False), 0.25), (Kept(), 1.0), (Kept(), 1.5)):
+        kept.moments.before_step(kept)
+        kept.step(part, sent=False)
+        assert kept.before == [0.0]
+        kept.moments.before_step(kept)  # not the first one
+        kept.step(part, sent=True)
+        assert kept.before == [2.0] and not kept.mixed
+        kept.moments.end(kept)
+        assert kept.before is None
+
+
+def test_a_second_moment_that_is_another_object_is_not_known():
+    kept = Kept()
+    kept.moments.before_step(kept)
+    kept.second = [5.0]
+    assert kept.before is None
+    kept.step(0.25, sent=True)
+    assert not kept.mixed and kept.before == [6.0]
+    kept.moments.end(None)  # an optimizer that is gone
+    assert kept.before is None and not kept.mixed

@@ -9,12 +9,12 @@ from torch import nn
 
 from hvd_hetero.engine.local import SoloEngine, World
 from hvd_hetero.optimizers.balancer import Balancer
-from hvd_hetero.optimizers.selection import EVERY, Selection
+from hvd_hetero.optimizers.selection import EVERY, LEAST_EXCHANGES, Selection
 from hvd_hetero.optimizers.steadiness import Steadiness
 from hvd_hetero.optimizers.stop import StopMeter
 from hvd_hetero.policy.jitter import Ran, estimate
 from hvd_hetero.policy.speed import Observation, SpeedModel
-from hvd_hetero.policy.strategy import LOCAL, SYNCHRONOUS
+from hvd_hetero.policy.strategy import LOCAL, SYNCHRONOUS, Prediction
 
 WHOLE = 12
 PROTOTYPE = nn.Linear(6, 3).double()
@@ -220,3 +220,62 @@ def test_a_state_of_an_earlier_step_is_looked_at_in_time():
     job(selection, 60, stops=0, first=1000)
     selection.load_state_dict(selection.state_dict())
     assert selection._next_look == 20
+
+
+def foreseen(selection, synchronous, local):
+    """`selection`, to which these samples per second are predicted; the list has an entry for each prediction."""
+    looked = []
+    selection.predict = lambda *_: looked.append(1) or (
+        Prediction(strategy=SYNCHRONOUS, samples_per_s=synchronous, period_s=1.0),
+        Prediction(strategy=LOCAL, samples_per_s=local, period_s=1.0),
+    )
+    return looked
+
+
+def heard(selection, count, compute_s=(1.0, 2.0), step_s=2.5):
+    for _ in range(count):
+        selection.hear(compute_s=compute_s, step_s=step_s)
+
+
+def test_an_exchange_is_what_a_synchronous_step_takes_beyond_its_slowest_rank():
+    selection = Selection(Steadiness(2), round_steps=4, first_step=0)
+    assert selection.exchange_s == 0.0
+    heard(selection, 2, step_s=None)  # apart
+    heard(selection, 2, compute_s=(0.0, 0.0), step_s=9.0)  # nobody has said anything
+    assert selection.exchange_s == 0.0
+    heard(selection, 3)
+    heard(selection, 1, step_s=1.5)  # as clocks may have it: none is below 0
+    heard(selection, 1, compute_s=(0.0, 2.0), step_s=7.0)
+    assert selection.exchange_s == 0.5
+    heard(selection, 4, step_s=1.5)
+    assert selection.exchange_s == 0.0
+
+
+def test_a_choice_waits_for_exchanges_only_while_there_are_some():
+    for current in (SYNCHRONOUS, LOCAL):
+        selection = Selection(Steadiness(2), round_steps=4, first_step=30)
+        looked = foreseen(selection, 100.0, 10.0) if current == SYNCHRONOUS else foreseen(selection, 10.0, 100.0)
+        heard(selection, LEAST_EXCHANGES - 1)
+        selection.look(29, current, [], [], [])
+        assert not looked
+        selection.look(30, current, [], [], [])
+        assert bool(looked) is (current == LOCAL)
+        heard(selection, 1)
+        selection.look(30 + EVERY, current, [], [], [])
+        assert len(looked) == (2 if current == LOCAL else 1)
+
+
+def test_looks_are_so_many_batches_apart_and_a_new_strategy_holds_for_as_many_as_it_should():
+    selection = Selection(Steadiness(2), round_steps=4, first_step=0, hold_steps=35)
+    heard(selection, LEAST_EXCHANGES)
+    looked, steps = foreseen(selection, 100.0, 100.0), []
+    for step in range(40):
+        before = len(looked)
+        assert selection.look(step, SYNCHRONOUS, [], [], []) is None
+        steps += [step] * (len(looked) - before)
+    assert steps == list(range(0, 40, EVERY))
+    looked = foreseen(selection, 10.0, 100.0)
+    assert selection.look(40, SYNCHRONOUS, [], [], []).strategy == LOCAL
+    foreseen(selection, 100.0, 10.0)
+    made = [step for step in range(41, 90) if selection.look(step, LOCAL, [], [], []) is not None]
+    assert made[0] == 75

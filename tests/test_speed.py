@@ -5,7 +5,7 @@ import random
 import pytest
 
 from hvd_hetero.policy.regime import last_shift, latest_regime
-from hvd_hetero.policy.speed import Observation, SpeedModel, fit, passes_of
+from hvd_hetero.policy.speed import Observation, SpeedModel, by_size, fit, middle, passes_of
 
 
 def observe(rng, samples, count, *, overhead=0.0, each=1.0, noise=0.0, spikes=0.0):
@@ -201,3 +201,42 @@ def test_the_last_shift_is_sought_where_windows_reach_over_a_plan_alone(monkeypa
     out, others = [(step, seen) for step in range(8)], [(step, seen) for step in range(1490, 1500)]
     assert regime.last_shift([out, others], [0, *range(10, 1500, 10)]) == 0
     assert not asked
+
+
+def test_steps_without_samples_are_no_part_of_a_regime():
+    """They are neither before nor after a change of speed: a change is seen through them."""
+    rng, none = random.Random(12), Observation(samples=0, compute_s=0.0)
+    before, after = observe(rng, 1, 20, noise=0.02), observe(rng, 1, 8, each=2.0, noise=0.02)
+    assert len(latest_regime([*before, *after])) == 8, "single samples are samples"
+    mixed = [each for pair in zip([*before, *after], [none] * 28, strict=True) for each in pair]
+    assert latest_regime(mixed) == after
+
+
+@pytest.mark.parametrize("wrong", [{"minimum": 1}, {"tolerance": 0.0}, {"tolerance": -0.1}])
+def test_what_is_no_change_has_to_be_said(wrong):
+    with pytest.raises(ValueError, match="minimum and tolerance: expected at least 2, and above 0"):
+        latest_regime([], **wrong)
+    assert latest_regime([], minimum=2, tolerance=0.01) == []
+
+
+@pytest.mark.parametrize("make", [
+    lambda: Observation(samples=1, compute_s=float("inf")), lambda: Observation(samples=1, compute_s=-1.0),
+    lambda: SpeedModel(overhead_s=float("inf"), seconds_per_sample=1.0),
+    lambda: SpeedModel(overhead_s=0.0, seconds_per_sample=float("inf")),
+    lambda: SpeedModel(overhead_s=0.0, seconds_per_sample=1.0, standard_error=-0.1),
+    lambda: SpeedModel(overhead_s=0.0, seconds_per_sample=1.0, overhead_error=-0.1),
+    lambda: SpeedModel(overhead_s=0.0, seconds_per_sample=1.0, observations=-1),
+])
+def test_a_single_number_that_is_none_is_refused(make):
+    with pytest.raises(ValueError, match="expected .* Received: "):
+        make()
+
+
+def test_a_median_is_the_middle_one_or_between_the_two_in_the_middle():
+    assert [middle(each) for each in ([7.0], [1.0, 4.0], [1.0, 2.0, 9.0], [1.0, 2.0, 4.0, 9.0])] == [7.0, 2.5, 2.0, 3.0]
+
+
+def test_a_single_sample_takes_its_time():
+    model = SpeedModel(overhead_s=2.0, seconds_per_sample=1.0, overhead_error=0.0)
+    assert model.time_s(1) == model.time_s(1, 8) == 3.0 and model.time_s(0) == model.time_s(0, 8) == 0.0
+    assert by_size([Observation(samples=1, compute_s=2.0), Observation(samples=0, compute_s=1.0)]) == {1.0: [2.0]}

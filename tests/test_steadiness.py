@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -13,7 +14,7 @@ from hvd_hetero.optimizers.stop import StopMeter
 from hvd_hetero.policy.jitter import Ran, with_stops
 from hvd_hetero.policy.partition import Bound
 from hvd_hetero.policy.replan import ReplanRule
-from hvd_hetero.policy.speed import SpeedModel
+from hvd_hetero.policy.speed import Observation, SpeedModel
 
 MODEL = SpeedModel(overhead_s=0.01, seconds_per_sample=0.002, standard_error=0.01, observations=20)
 
@@ -87,3 +88,31 @@ def test_every_second_of_a_rank_is_one_in_which_it_ran_or_was_stopped(batches: i
     ran = meter.take()
     assert ran.stops == 1 and ran.stopped_s == pytest.approx(batches * 1.0)
     assert ran.running_s + ran.stopped_s == pytest.approx(batches * sum(times_s))
+
+
+def test_as_many_stops_as_are_enough_are_enough() -> None:
+    for stops, unsteady, shares in ((1.0, False, False), (2.0, True, False), (3.0, True, False), (4.0, True, True)):
+        steadiness = Steadiness(1)
+        steadiness.hear(0, [Ran(10.0, 10.0, stops)])
+        assert (steadiness.jitters([MODEL], [[]])[0].stalled == 0.5) is unsteady, stops
+        assert (steadiness.alone_s([1.0]) == [2.0]) is shares, stops
+        assert (steadiness.alone([MODEL])[0] is not MODEL) is shares, stops
+
+
+def test_what_was_heard_fades_with_the_batches_since_and_never_grows() -> None:
+    for steps, left in ((0, 1.0), (MEMORY, math.exp(-1.0)), (-MEMORY, 1.0)):
+        steadiness = Steadiness(1)
+        steadiness.hear(MEMORY, [Ran(0.0, 100.0, 10.0)])
+        before = steadiness._ran[0, 1]
+        steadiness.hear(MEMORY + steps, [Ran(300.0, 0.0, 0.0)])
+        ran = Ran(*steadiness._ran[0])
+        assert ran.stopped_s == pytest.approx(before * left) and ran.running_s == 300.0
+
+
+def test_how_steps_vary_is_told_from_what_the_model_says_of_them() -> None:
+    """Also of sizes that alternate, and where the model is off by a factor."""
+    steadiness = Steadiness(3)
+    seen = [[Observation(samples=n, compute_s=f * MODEL.time_s(n) * (1.0 + 0.1 * sign))
+             for n in (10, 20, 30, 40) for sign in (-1, 0, 1)] for f in (1.0, 3.0)]  # fmt: skip
+    found = [jitter.variation for jitter in steadiness.jitters([MODEL] * 3, [*seen, []])]
+    assert found == [pytest.approx(0.14826), pytest.approx(0.14826), 0.0]

@@ -1,5 +1,6 @@
 """Predicted throughput against simulated runs, and a choice that is exact where it can be and does not flip."""
 
+import math
 import random
 from itertools import pairwise
 
@@ -226,3 +227,44 @@ def test_very_many_ranks_that_stop_often_have_a_time_as_well():
     """The part of the time in which all run at once is no number any more."""
     step_s = synchronous_step_s([0.1] * 512, [Jitter(stalled=0.8, stall_s=1.0)] * 512, exchange_s=0.01)
     assert step_s > 1e6
+
+
+@pytest.mark.parametrize(("make", "message"), [
+    (lambda: Jitter(variation=math.inf), "variation: .* Received: inf"),
+    (lambda: Jitter(stall_s=math.inf), "stall_s: .* Received: inf"),
+    (lambda: Jitter(stall_s=-1.0), "stall_s: .* Received: -1.0"),
+    (lambda: synchronous_step_s([], []), "times_s and jitters: .* Received: \\[\\] and 0"),
+    (lambda: synchronous_step_s([1.0, -1.0], [Jitter()] * 2), "times_s and jitters: .* Received: \\[1.0, -1.0\\]"),
+    (lambda: synchronous_step_s([1.0, math.inf], [Jitter()] * 2), "times_s and jitters: .* Received: \\[1.0, inf\\]"),
+    (lambda: synchronous_step_s([1.0], [Jitter()], exchange_s=math.inf), "exchange_s: .* Received: inf"),
+    (lambda: Prediction(strategy="local", samples_per_s=math.inf, period_s=1.0), "Received: inf and 1.0"),
+    (lambda: Prediction(strategy="local", samples_per_s=1.0, period_s=0.0), "Received: 1.0 and 0.0"),
+    (lambda: StrategyRule(near=0.2, leave=1.0), "near and leave: .* Received: 0.2 and 1.0"),
+    (lambda: predict_local([model()], [4], round_steps=2, merge_s=math.inf), "merge_s: .* Received: inf"),
+    (lambda: predict_local([model()] * 2, [4, -1], round_steps=2), "Received: 2 models and \\[4, -1\\]"),
+    (lambda: predict_synchronous([], []), "a model at least.* Received: 0 models and \\[\\]"),
+])
+def test_a_single_number_that_is_none_is_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_where_nobody_computes_the_exchange_waits_for_those_that_are_stopped():
+    assert synchronous_step_s([0.0, 0.0], [Jitter(stalled=0.5, stall_s=1.0), Jitter()], exchange_s=0.5) == 1.0
+    assert Jitter().stops_per_s == 0.0 and Jitter(stalled=0.5, stall_s=2.0).stops_per_s == 0.5
+
+
+def test_very_many_short_stops_are_a_lower_speed():
+    """Of one rank: 100 s of work, in which it is stopped a thousand times for 0.1 s, or ever shorter and more often."""
+    for stall_s in (0.1, 0.01, 0.001):
+        assert synchronous_step_s([100.0], [Jitter(stalled=0.5, stall_s=stall_s)]) == pytest.approx(200.0, rel=0.01)
+    few, many = (synchronous_step_s([s] * 4, [Jitter(stalled=0.3, stall_s=1.0)] * 4) / s for s in (69.9, 70.1))
+    assert few == pytest.approx(many, rel=0.01), "no step where stops begin to be taken for that"
+
+
+def test_without_room_between_the_borders_the_faster_strategy_is_taken():
+    for rule in (StrategyRule(near=0.0, leave=0.0), StrategyRule(near=0.1, leave=0.1)):
+        for current in (None, "local", "synchronous"):
+            assert choose(*rates(80.0), rule=rule, current=current).strategy == "local"
+            assert choose(*rates(100.0), rule=rule, current=current).strategy == "synchronous"
+    assert "nothing is faster" in choose(*rates(100.0)).reason and "only 1.0% slower" in choose(*rates(99.0)).reason

@@ -13,8 +13,10 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data.datapipes.iter import IterableWrapper
 
 from hvd_hetero.engine.local import SoloEngine, World
+from hvd_hetero.optimizers.balancer import Balancer
 from hvd_hetero.optimizers.dealer import owners
 from hvd_hetero.optimizers.parameter_guard import DivergedError
+from hvd_hetero.optimizers.stream import StreamSampler
 
 hvd = pytest.importorskip("hvd_hetero.torch")
 
@@ -420,3 +422,21 @@ def test_what_a_stream_cannot_do_is_refused():
     next(one), next(other)
     with pytest.raises(RuntimeError, match=re.escape("one iteration at a time")):
         next(one)
+
+
+def sampler_of(length, **options):
+    options = {"seed": 5, "drop_last": False, "workers": 1, "lookahead": 2, **options}
+    return StreamSampler(length, balancer=Balancer(SoloEngine(), global_batch_size=4), **options)
+
+
+@pytest.mark.parametrize(("length", "drop_last", "batches", "samples"), [
+    (10, False, 3, 10), (10, True, 2, 8), (8, False, 2, 8), (8, True, 2, 8), (3, True, 0, 0), (0, False, 0, 0),
+])
+def test_what_is_left_of_an_epoch_is_what_was_not_used(length, drop_last, batches, samples):
+    sampler = sampler_of(length, drop_last=drop_last)
+    for used in range(batches + 2):
+        sampler.load_state_dict({**sampler.state_dict(), "epoch": 0, "position": used})
+        assert (len(sampler), sampler.left) == (max(0, batches - used), max(0, samples - 4 * used)), used
+    sampler.load_state_dict({**sampler.state_dict(), "epoch": 1, "position": 0})
+    sampler.set_epoch(0)
+    assert (len(sampler), sampler.left) == (0, 0), "it was over"

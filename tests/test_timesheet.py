@@ -10,6 +10,7 @@ from torch import nn
 
 import hvd_hetero.torch as hvd
 from hvd_hetero.engine.local import World
+from hvd_hetero.optimizers import timesheet as module
 from hvd_hetero.optimizers.meter import WallClock
 from hvd_hetero.optimizers.timesheet import Timesheet
 
@@ -231,3 +232,56 @@ def test_of_batches_that_another_process_began_only_the_samples_are_known():
     sheet.pause()
     sheet.end(told.append)
     assert sheet.reported == (8.0, 0.0) and [entry.samples for entry in told] == [8]
+
+
+def test_of_several_batches_between_two_exchanges_one_is_told_and_all_are_recorded():
+    watch, heard = Late(), []
+    watch.done = 10**6
+    sheet = Timesheet(watch)
+    for samples, seconds in ((4, 1.0), (8, 5.0)):
+        sheet.begin(samples)
+        sheet.run()
+        watch.now_s += seconds
+        sheet.pause()
+    sheet.end(heard.append)
+    assert sheet.reported == (6.0, 3.0) and [(each.samples, each.compute_s) for each in heard] == [(12, 6.0)]
+    ran = sheet.take_stops()
+    assert ran.running_s + ran.stopped_s == pytest.approx(6.0)
+    sheet.end(heard.append)
+    assert sheet.reported == (0.0, 0.0) and heard[-1].samples == 0, "and none of them twice"
+
+
+def test_the_last_step_is_read_at_the_end_however_many_there_were(monkeypatch):
+    at_exit, watch, heard = [], Late(), []
+    monkeypatch.setattr(module.atexit, "register", lambda *call: at_exit.append(call))
+    sheet = Timesheet(watch)
+    steps(watch, sheet, [1.0, 2.0, 3.0], heard)
+    assert len(heard) == 2 and len(at_exit) == 1
+    (function, *arguments), = at_exit
+    function(*arguments)
+    assert heard[-1] == (3.0, 4, 3.0)
+    del sheet
+    function(*arguments)  # of one that is gone there is nothing to read
+    assert len(heard) == 3
+
+
+def test_whoever_is_ready_before_its_batch_waited_for_it():
+    now = [0.0]
+    sheet, heard = Timesheet(WallClock(lambda: now[0])), []
+    sheet.begin(4)
+    sheet.run()
+    assert sheet.running
+    now[0] += 2.0
+    loaded = sheet.now()
+    now[0] += 3.0
+    sheet.loaded(loaded)
+    sheet.pause()
+    assert not sheet.running
+    sheet.end(heard.append)
+    assert (heard[0].data_s, heard[0].compute_s) == (2.0, 3.0)
+    sheet.run()
+    sheet.loaded(loaded)  # it was there before: nothing was waited for
+    now[0] += 1.0
+    sheet.pause()
+    sheet.end(heard.append)
+    assert (heard[1].data_s, heard[1].compute_s) == (0.0, 1.0)

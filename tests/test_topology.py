@@ -191,3 +191,78 @@ def test_a_latency_is_no_more_than_the_fastest_transfer_took():
     sizes = [1e3, 1e6, 2e6, 4e6]
     link = fit_link(sizes, [1e-4, 3.0, 3.1, 3.3])
     assert 0.0 <= link.latency_s <= 1e-4
+
+
+def test_one_node_of_several_ranks_is_enough_for_a_second_level():
+    assert not Topology(nodes=((0,), (1, 2))).is_flat and not Topology(nodes=((0, 1), (2,))).is_flat
+
+
+@pytest.mark.parametrize("nodes", [((), (0, 1)), ((0, 1), (3, 2)), ((0, 2), (1,), ())])
+def test_a_single_node_that_is_wrong_is_refused(nodes):
+    with pytest.raises(ValueError, match="nodes: expected"):
+        Topology(nodes=nodes)
+
+
+def test_a_topology_is_told_with_the_links_that_were_measured():
+    local, cross = Link(latency_s=1e-5, bandwidth_bytes_per_s=1e9), Link(latency_s=1e-3, bandwidth_bytes_per_s=1e8)
+    for links in ({}, {"local": local}, {"cross": cross}, {"local": local, "cross": cross}):
+        topology = Topology(nodes=((0, 1), (2,)), **links)
+        found = Topology.from_dict(json.loads(json.dumps(topology.as_dict())))
+        assert found == topology and (found.local, found.cross) == (links.get("local"), links.get("cross"))
+
+
+def test_a_topology_is_one_of_as_many_ranks_as_there_are():
+    Topology(nodes=((0, 1), (2,))).check_size(3)
+    with pytest.raises(ValueError, match="topology: expected one of 4 ranks.* Received: one of 3 ranks in 2 nodes"):
+        Topology(nodes=((0, 1), (2,))).check_size(4)
+
+
+def test_two_hosts_are_as_near_as_their_fastest_link():
+    bandwidth = matrix("aabbcc", 100.0, lambda a, b: 1.0)
+    bandwidth[1, 2] = bandwidth[2, 1] = 60.0
+    assert group("aabbcc", bandwidth) == ((0, 1, 2, 3), (4, 5))
+
+
+def test_a_bandwidth_without_end_is_none():
+    with pytest.raises(ValueError, match="bandwidth: expected finite numbers"):
+        group("ab", np.full((2, 2), np.inf))
+
+
+def test_a_message_of_no_bytes_takes_the_latency():
+    assert Link(latency_s=0.25, bandwidth_bytes_per_s=1e6).time_s(0) == 0.25
+    assert Link(latency_s=0.0, bandwidth_bytes_per_s=0.5).time_s(1) == 2.0, "of less than a byte a second, too"
+    with pytest.raises(ValueError, match="size_bytes: expected 0 or more. Received: -1"):
+        Link(latency_s=0.25, bandwidth_bytes_per_s=1e6).time_s(-1)
+
+
+@pytest.mark.parametrize(("sizes", "times"), [
+    ([1, 2, np.inf], [1, 2, 3]), ([1, 2, 3], [1, 2, np.inf]), ([1, 2, 0], [1, 2, 3]), ([1, 2, 3], [1, 2, 0]),
+    ([1, 2, -3], [1, 2, 3]), ([1, 2, 3], [1, 2, -3]), ([[1, 2]], [[1, 2]]),
+])
+def test_one_time_that_is_wrong_is_refused_among_others(sizes, times):
+    with pytest.raises(ValueError, match="sizes_bytes and seconds: expected"):
+        fit_link(sizes, times)
+
+
+def test_a_latency_is_that_of_undisturbed_transfers_or_of_the_typical_one():
+    link = Link(latency_s=1e-3, bandwidth_bytes_per_s=1e8)
+    times = [factor * seconds for factor in (1.0, 1.2, 1.4) for seconds in times_of(link, SIZES)]
+    usual, typical = fit_link(SIZES * 3, times), fit_link(SIZES * 3, times, typical=True)
+    assert usual.latency_s == pytest.approx(1e-3, rel=0.03) and typical.latency_s == pytest.approx(1.2e-3, rel=0.02)
+    assert usual.bandwidth_bytes_per_s == typical.bandwidth_bytes_per_s == pytest.approx(1e8 / 1.2)
+
+
+def test_the_slope_is_that_of_least_squares_with_noise_that_grows_with_the_time():
+    sizes, times = [1.0, 100.0, 200.0, 400.0, 800.0], [0.001, 1.1, 1.9, 4.3, 7.5]
+    slope = np.polyfit(sizes[1:], times[1:], 1, w=np.asarray(times[1:]) ** -0.5)[0]  # the first says nothing of it
+    assert fit_link(sizes, times).bandwidth_bytes_per_s == pytest.approx(1.0 / slope)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-3, 1e6])
+def test_of_several_gaps_the_widest_parts_nodes(scale):
+    """In whatever unit, and wherever among them it is."""
+    for slow, slower, nodes in ((3.0, 1.0, ((0, 1), (2,), (3,))), (28.0, 1.0, ((0, 1, 2), (3,))),
+                                (12.0, 1.0, ((0, 1, 2), (3,))), (3.0, 2.0, ((0, 1), (2,), (3,)))):
+        joins = {"ab": 30.0, "ac": slow, "bc": slow, "ad": slower, "bd": slower, "cd": slower}
+        bandwidth = matrix("abcd", 0.0, lambda a, b, joins=joins: joins["".join(sorted((a, b)))])
+        assert group("abcd", scale * bandwidth) == nodes

@@ -12,7 +12,7 @@ from hvd_hetero.optimizers.balancer import Balancer
 from hvd_hetero.optimizers.control import Announcement
 from hvd_hetero.optimizers.record import Record
 from hvd_hetero.policy.replan import Plan
-from hvd_hetero.trace import NewerFormatError, Trace, read, record
+from hvd_hetero.trace import NewerFormatError, RankRun, Run, Trace, read, record
 from hvd_hetero.trace.record import FIELDS, FORMAT, KEPT_LINES
 from hvd_hetero.trace.waiting import apart
 
@@ -422,3 +422,81 @@ def test_the_file_of_a_rank_that_was_another_has_the_plan_as_well(tmp_path):
     trace.close()
     run = read(tmp_path)
     assert run.ranks[0].plans == [PLAN] == run.ranks[1].plans
+
+
+def test_a_run_had_as_many_ranks_in_a_step_as_the_plan_that_held_then():
+    plans = [Plan(version=0, step=3, shares=(4, 4), reason=""), Plan(version=1, step=5, shares=(3, 3, 2), reason="")]
+    run = Run(folder="", ranks={0: RankRun(rank=0, plans=plans)})
+    assert [run.size_at(step) for step in (0, 2, 3, 4, 5, 9)] == [2, 2, 2, 2, 3, 3]
+    assert Run(folder="", ranks={0: RankRun(rank=0)}).size_at(0) is None
+    assert run.missing == (0, 1, 2), "none of which has recorded a step"
+
+
+def test_a_plan_that_holds_from_the_step_that_a_run_goes_on_from_is_kept(tmp_path):
+    for begins in (0, PLAN.step):
+        with Trace(tmp_path, rank=0, clock=Clock()) as trace:
+            if begins == 0:
+                trace.plan(PLAN)
+                trace.event("of no step")
+            for step in range(begins, begins + 5):
+                trace.step(step=step, samples=4)
+    record = read(tmp_path).ranks[0]
+    assert record.plans == [PLAN] and [event.kind for event in record.events] == ["of no step"]
+    assert record.session_starts == {0, PLAN.step}
+
+
+@pytest.mark.parametrize("wrong", [{"rank": 0, "flush_every_s": -1.0}, {"rank": 0, "flush_every_s": float("nan")},
+                                   {"rank": -1, "flush_every_s": 1.0}])
+def test_a_single_argument_that_is_wrong_is_refused(tmp_path, wrong):
+    with pytest.raises(ValueError, match="rank and flush_every_s: expected 0 or more"):
+        Trace(tmp_path, clock=Clock(), **wrong)
+
+
+def test_a_run_without_plans_has_the_ranks_that_recorded(tmp_path):
+    for rank in (0, 3):
+        write(tmp_path, Clock(), rank=rank)
+    run = read(tmp_path)
+    assert set(run.present) == {0, 3} and run.gone == run.missing == () and run.plans == ()
+
+
+def test_a_step_that_ended_when_a_worker_said_is_recorded_then(tmp_path):
+    clock = Clock()
+    with Trace(tmp_path, rank=0, clock=clock) as trace:
+        trace.step(step=0, samples=4, t_s=90.5)
+        assert trace.now() == 100.0
+        clock.now = 107.0
+        trace.step(step=1, samples=4)
+        trace.event("seen")
+    record = read(tmp_path).ranks[0]
+    assert [step.t_s for step in record.steps] == [90.5, 107.0] and record.events[0].t_s == 107.0
+
+
+def test_a_summary_counts_samples_and_bytes_of_the_steps_that_it_is_of(tmp_path):
+    write(tmp_path, Clock(), steps=range(10), share=3)
+    summary = read(tmp_path).ranks[0].summary(skip=4)
+    assert (summary.samples, summary.bytes, summary.steps, summary.shares) == (18, 6000, 6, ((4, 3),))
+    empty = read(tmp_path).ranks[0].summary(skip=10)
+    assert (empty.samples, empty.samples_per_s, empty.median_compute_s, empty.shares) == (0, 0.0, 0.0, ())
+
+
+def test_the_host_of_a_rank_is_that_of_the_last_session_that_names_one(tmp_path):
+    for host in ("a", "b", ""):
+        write(tmp_path, Clock(), host=host)
+    assert read(tmp_path).ranks[0].host == "b"
+
+
+def test_a_rank_that_has_recorded_no_step_is_none_of_those_who_recorded_last(tmp_path):
+    write(tmp_path, Clock())
+    with Trace(tmp_path, rank=1, clock=Clock()) as trace:
+        trace.plan(Plan(version=9, step=0, shares=(8,), reason="undone"))
+    assert set(read(tmp_path).present) == {0, 1}, "the plan of a rank without a step is not the newest"
+
+
+def test_a_bounded_file_stays_within_its_bound_however_often_a_run_begins_anew(tmp_path):
+    trace = Trace(tmp_path, rank=0, clock=Clock(), max_bytes=4096, flush_every_s=0.0)
+    for _ in range(100):
+        for step in range(5):
+            trace.step(step=step, samples=1)
+        trace.restart(0)
+    trace.close()
+    assert (tmp_path / "rank-00000.jsonl").stat().st_size <= 4096

@@ -5,6 +5,8 @@ import random
 import pytest
 from simulated import RecordedRanks
 
+from hvd_hetero.policy.replan import Plan
+from hvd_hetero.trace import RankRun, Run, Step
 from hvd_hetero.trace.waiting import apart, parts, timed, waiting
 
 
@@ -119,3 +121,68 @@ def test_who_comes_last_by_next_to_nothing_has_held_nobody_up(tmp_path):
     for step in range(20):
         ranks.step(step, compute=[0.1, 0.1 + (0.0001 if step % 2 else 0.05)])
     assert waiting(ranks.read()).last == (0, 10)
+
+
+def step_of(number, t_s, *, wait_s=0.0, compute_s=0.1):
+    return Step(step=number, t_s=t_s, samples=4, data_s=0.0, compute_s=compute_s, wait_s=wait_s, bytes=0, share=4)
+
+
+def run_of(*ranks, plans=()):
+    """A run of ranks with these steps; all know these plans."""
+    records = {rank: RankRun(rank=rank, steps=list(steps), plans=list(plans)) for rank, steps in enumerate(ranks)}
+    return Run(folder="", ranks=records)
+
+
+def test_where_no_step_was_made_together_nobody_waited():
+    for run in (run_of([], []), run_of([step_of(0, 1.0, wait_s=0.5)]), run_of([step_of(0, 1.0)], [step_of(1, 2.0)])):
+        found = waiting(run)
+        assert (found.steps, found.step_s, found.exchange_s) == (0, 0.0, 0.0)
+        assert (found.waited_part, found.exchange_part) == (0.0, 0.0) and sum(found.last) == 0
+    assert set(parts(run_of([]).ranks[0]).values()) == {0.0}
+
+
+def test_the_exchange_is_a_part_of_the_time(tmp_path):
+    ranks = RecordedRanks(tmp_path, 2)
+    for step in range(20):
+        ranks.step(step, compute=[0.1, 0.3], exchange=0.1)
+    assert waiting(ranks.read()).exchange_part == pytest.approx(0.25, rel=1e-2)
+
+
+def test_of_a_step_whose_length_is_not_known_the_rest_is_no_cause():
+    """As of the first one that a rank which came later has made: what the others did beside says nothing of it."""
+    late = [step_of(1, 3.0, wait_s=0.1)]
+    early = [step_of(0, 1.0, wait_s=0.1), step_of(1, 3.0, wait_s=0.4)]
+    for ranks, index in (((late, early), 0), ((early, late), 1)):
+        causes = waiting(run_of(*ranks)).causes[index]
+        assert (causes.rest, causes.compute) == (0.0, pytest.approx(0.3))
+    both = [step_of(1, 3.0, wait_s=0.4)], [step_of(0, 1.0, wait_s=0.4), step_of(1, 3.0, wait_s=0.1)]
+    causes = waiting(run_of(*both)).causes[1]
+    assert (causes.rest, causes.compute) == (0.0, pytest.approx(0.3)), "nor where the late rank is known for longer"
+
+
+def test_in_a_step_whose_length_is_not_known_any_wait_counts():
+    assert waiting(run_of([step_of(0, 1.0, wait_s=0.011)], [step_of(0, 1.0, wait_s=0.01)])).last == (0, 1)
+    assert waiting(run_of([step_of(0, 1.0, wait_s=0.01)], [step_of(0, 1.0, wait_s=0.01)])).last == (0, 0), "if any"
+
+
+def test_as_many_ranks_wait_for_each_other_as_the_plan_had_then():
+    """Three, and from step 2 on two; what rank 2 still recorded of that was undone."""
+    plans = [Plan(version=0, step=0, shares=(4, 4, 4), reason=""), Plan(version=1, step=2, shares=(6, 6), reason="")]
+    steps = [[step_of(number, 1.0 + number, wait_s=wait_s) for number in range(5)] for wait_s in (0.2, 0.1, 0.0)]
+    found = waiting(run_of(steps[0], steps[1], steps[2][:3], plans=plans))
+    assert found.steps == 5
+    assert [list(row) for row in found.waited_s] == [
+        [0.0, pytest.approx(0.3), pytest.approx(0.4)], [0.0, 0.0, pytest.approx(0.2)], [0.0, 0.0, 0.0]
+    ]
+
+
+def test_a_merge_in_the_first_step_that_counts_counts(tmp_path):
+    ranks = RecordedRanks(tmp_path, 1)
+    for step in range(20):
+        if step == 10:
+            ranks.now += 0.5
+            ranks.traces[0].event("together", step=step, wait_s=0.5)
+        ranks.step(step, compute=[0.1])
+    run = ranks.read().ranks[0]
+    assert parts(run, skip=10)["wait"] == pytest.approx((10 * 0.01 + 0.5) / (10 * 0.11 + 0.5), rel=1e-2)
+    assert sum(parts(run, skip=10).values()) == pytest.approx(1.0, rel=1e-3)

@@ -20,7 +20,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from .partition import Bound, InfeasibleError, split, step_time_s
+from .partition import Bound, split, step_time_s
 from .speed import SpeedModel
 from .strategy import SYNCHRONOUS
 
@@ -162,25 +162,19 @@ def _reachable(current: Plan, models: Sequence[SpeedModel], whole: int, limits: 
     least = whole / (8 * len(models))      # a share near 0 may grow as if it were this, or it would crawl
     trusted = [_narrowed(limit, share / rule.trust_region**2, max(share, least, limit.quantum) * rule.trust_region)
                for share, limit in zip(current.shares, limits, strict=True)]
-    try:
-        shares = split(models, whole, trusted, micro_batch=micro_batch)
-    except InfeasibleError:                # a quantum or a bound leaves nothing there
-        return split(models, whole, limits, micro_batch=micro_batch)
+    shares = split(models, whole, trusted, micro_batch=micro_batch)      # the current ones are always within
     if last is None or len(last.shares) != len(models):
         return shares
     damped = []
     for new, now, old, trust in zip(shares, current.shares, last.shares, trusted, strict=True):
         back = (new - now) * (now - old) < 0
         damped.append(_narrowed(trust, min(now, (now + new) / 2), max(now, (now + new) / 2)) if back else trust)
-    try:
-        return split(models, whole, damped, micro_batch=micro_batch)
-    except InfeasibleError:
-        return shares
+    return split(models, whole, damped, micro_batch=micro_batch)
 
 
 def _narrowed(bound: Bound, lower: float, upper: float) -> Bound:
-    """The bound within [lower, upper], where the rounding (outwards, to the quantum) leaves the bound room."""
+    """The bound within [lower, upper], rounded outwards to the quantum; something of the bound is in there."""
     low = max(bound.lower, math.floor(lower / bound.quantum) * bound.quantum)
     highest = math.inf if bound.upper is None else bound.upper
     high = min(highest, upper if math.isinf(upper) else math.ceil(upper / bound.quantum) * bound.quantum)
-    return replace(bound, lower=low, upper=None if math.isinf(high) else int(high)) if low <= high else bound
+    return replace(bound, lower=low, upper=None if math.isinf(high) else int(high))

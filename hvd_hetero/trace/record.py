@@ -109,7 +109,10 @@ class Trace:
                     self._file.close()
                 self._file, self._used = None, 0
             self.path, self._header = path, self._header_of(rank)
-            self._used += len(self._header) if self._file is not None else 0
+            if self._file is not None:
+                self._used += len(self._header)
+                if self._used > self._most - ROOM_TO_END_BYTES:  # no room is left, also for the number of who writes
+                    self._header, self._used = "", int(self._most)
         self.flush()
 
     def step(self, *, step: int, samples: int, data_s: float = 0.0, compute_s: float = 0.0, wait_s: float = 0.0,
