@@ -50,33 +50,80 @@ EDITS: Final = (
         file="horovod/runner/common/util/safe_shell_exec.py",
         find="""GRACEFUL_TERMINATION_TIME_S = 5
 """,
-        replace="""GRACEFUL_TERMINATION_TIME_S = 5
-CHILDREN_TERMINATION_TIME_S = float(os.environ.get('HOROVOD_TERMINATION_TIME') or GRACEFUL_TERMINATION_TIME_S)
+        replace="""COMMAND_TERMINATION_TIME_S = float(os.environ.get('HOROVOD_TERMINATION_TIME') or 5)
+
+
+def is_shell(process):
+    try:
+        return process.name() in ('sh', 'ash', 'bash', 'dash', 'ksh', 'mksh', 'zsh', 'busybox')
+    except psutil.Error:
+        return True
+
+
+def is_running(process):
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def wait_for_end(processes, timeout):
+    # psutil's own wait may take the exit status from who has started the process, to whom it is 0 then.
+    end = time.monotonic() + timeout
+    while any(map(is_running, processes)) and time.monotonic() < end:
+        time.sleep(0.02)
+    return list(filter(is_running, processes))
 """,
     ),
     Edit(
         name="termination",
-        reason="they are waited for as long; and their shell, which ends with them, has their exit status: it is not "
-        "stopped before it can",
+        reason="a shell that has a single command becomes that, where it is bash: then it is the rank, and was stopped "
+        "and killed without a word",
+        file="horovod/runner/common/util/safe_shell_exec.py",
+        find="""    # Terminate children gracefully.
+    for child in p.children():
+""",
+        replace="""    # Terminate the command gracefully, which the shell may have become.
+    command = p.children() if is_shell(p) else [p]
+    for child in command:
+""",
+    ),
+    Edit(
+        name="termination",
+        reason="it is waited for as long as is given; and the shell, which ends with it, has its exit status: it is "
+        "not stopped before it can",
         file="horovod/runner/common/util/safe_shell_exec.py",
         find="""    gone, alive = psutil.wait_procs(p.children(), timeout=GRACEFUL_TERMINATION_TIME_S)
 """,
-        replace="""    gone, alive = psutil.wait_procs(p.children(), timeout=CHILDREN_TERMINATION_TIME_S)
+        replace="""    alive = wait_for_end(command, COMMAND_TERMINATION_TIME_S)
     if not alive:
-        psutil.wait_procs([p], timeout=1)
+        wait_for_end([p], 1)
 """,
     ),
     Edit(
         name="termination",
-        reason="a shell that was stopped hears no SIGTERM, and was waited for for 5 s",
+        reason="a shell that was stopped hears no SIGTERM, and was waited for for 5 s; and that wait may take its exit "
+        "status from who has started it, so that horovodrun ends with 0",
         file="horovod/runner/common/util/safe_shell_exec.py",
         find="""    # Kill shell itself.
     try:
         p.terminate()
+    except psutil.NoSuchProcess:
+        pass
+
+    try:
+        p.wait(timeout=GRACEFUL_TERMINATION_TIME_S)
+    except psutil.TimeoutExpired:
+        try:
+            p.kill()
+        except psutil.NoSuchProcess:
+            pass
 """,
         replace="""    # Kill shell itself.
     try:
         p.kill()
+    except psutil.NoSuchProcess:
+        pass
 """,
     ),
 )
