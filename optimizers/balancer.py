@@ -349,6 +349,16 @@ class Balancer:
 
     # State ----------------------------------------------------------------------------------------------------------
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Balancer:
+        """Itself, in a copied model as well: other ranks would know nothing of a copy."""
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "Expected a balancer to stay in its process, whose rank it is. Received: one to pickle, as within a model "
+            "or its hyperparameters. Save its state_dict(), and make a new one."
+        )
+
     def state_dict(self) -> dict[str, Any]:
         """Plans, measurements, the step, and what local strategies keep: plain numbers, but for an outer momentum."""
         return {

@@ -52,7 +52,8 @@ def run_checks(ranks, checks, **options):
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])  # and on two nodes, below
 def test_laws_under_gloo(ranks):
-    run_checks(ranks, checks_for(ranks))
+    # Compiling takes seconds: once.
+    run_checks(ranks, [*checks_for(ranks), "a_compiled_model_with_sync_batch_norm_is_one_without_compiling"])
 
 
 @pytest.mark.mpi

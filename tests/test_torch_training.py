@@ -1044,3 +1044,53 @@ def test_a_balancer_whose_epoch_is_over_is_not_forgotten():
     next(iter(loader))
     with pytest.raises(RuntimeError, match="Pass balancer="):
         without.check()
+
+
+class Holding:
+    """An optimizer that holds another one, and is none of PyTorch's."""
+
+    def __init__(self, base):
+        self.base = base
+
+    param_groups = property(lambda self: self.base.param_groups)
+    state = property(lambda self: self.base.state)
+
+    def zero_grad(self, set_to_none=True):
+        self.base.zero_grad(set_to_none)
+
+    def state_dict(self):
+        return self.base.state_dict()
+
+    def load_state_dict(self, state):
+        self.base.load_state_dict(state)
+
+    def step(self, closure=None):
+        return self.base.step(closure)
+
+
+def test_an_optimizer_that_holds_another_loads_a_state():
+    def program(engine):
+        balancer = hvd.Balancer(4, shares=[3, 1], adaptive=False, engine=engine)
+        model = nn.Linear(2, 1)
+        inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        optimizer = hvd.DistributedOptimizer(Holding(inner), model.named_parameters(), balancer=balancer)
+        balancer.begin(balancer.share)
+        model(torch.ones(balancer.share, 2)).mean().backward()
+        optimizer.step()
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        return optimizer.state is inner.state and len(inner.state) == 2
+
+    assert all(World(2).run(program))
+
+
+def test_a_copy_of_a_model_that_holds_a_balancer_has_the_same_one():
+    """As those of weights that are averaged."""
+
+    def program(engine):
+        model = nn.Linear(2, 1)
+        model.balancer = hvd.Balancer(4, engine=engine)
+        with pytest.raises(TypeError, match="state_dict"):
+            pickle.dumps(model.balancer)
+        return copy.deepcopy(model).balancer is model.balancer
+
+    assert all(World(2).run(program))

@@ -75,7 +75,7 @@ def methods_of(base: type[torch.optim.Optimizer]) -> dict[str, Callable[..., Any
     def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
         load_in_place(self, lambda: base.load_state_dict(self, state_dict))
         # Also where the script has loaded a state into the one within, which made others for that.
-        self._wrapped.state, self._wrapped.param_groups = self.state, self.param_groups
+        vars(self._wrapped).update({name: vars(self)[name] for name in ("state", "param_groups") if name in vars(self)})
         self._reducer.follow(self)
 
     def rebuild(self: Any) -> None:

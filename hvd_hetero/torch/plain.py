@@ -36,6 +36,9 @@ class _Widened:
 def load_in_place(optimizer: torch.optim.Optimizer, load: Callable[[], None]) -> None:
     """Calls `load`, which gives an optimizer another state and other groups, and puts them into the dicts that there
     were: what is within the optimizer shares these with it, and with schedulers."""
+    if not {"state", "param_groups"} <= vars(optimizer).keys():
+        load()  # both are another optimizer's, which this one and what is within it hold
+        return
     state, groups = optimizer.state, optimizer.param_groups
     load()
     if optimizer.state is not state:

@@ -53,6 +53,11 @@ class _Normalised(torch.autograd.Function):
         return (gradient - of_ones - y * of_y) * scale, None, None
 
 
+@torch.compiler.disable  # a compiler breaks off at its sums over ranks, and loses what forward() has saved
+def _normalised(x: torch.Tensor, eps: float, rows: RowSum) -> tuple[torch.Tensor, ...]:
+    return _Normalised.apply(x, eps, rows)  # type: ignore[no-any-return]
+
+
 def _check_whole(balancer: Balancer) -> None:
     """Raises RuntimeError on all ranks where one may call a layer more often for a batch than another does."""
     if divided := balancer.terms.divided:
@@ -122,7 +127,7 @@ class SyncBatchNorm(_BatchNorm):
             )
             engine.on_change(self._forget_ranks)
         x = input if input.dtype == torch.float64 else input.float()
-        y, *moments = _Normalised.apply(x, self.eps, self._rows)
+        y, *moments = _normalised(x, self.eps, self._rows)
         if self.track_running_stats:
             self._track(*moments)
         if self.affine:

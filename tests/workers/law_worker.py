@@ -394,6 +394,19 @@ def law_5_the_memory_format_of_states():
     assert spread(model.parameters()) == 0.0
 
 
+def a_compiled_model_with_sync_batch_norm_is_one_without_compiling():
+    torch.manual_seed(0)
+    eager, other = (nn.Sequential(nn.Linear(3, 4), hvd.SyncBatchNorm(4)).double() for _ in range(2))
+    other.load_state_dict(eager.state_dict())
+    x = torch.randn(3 + hvd.rank(), 3, dtype=torch.float64)
+    for model in (eager, torch.compile(other, backend="aot_eager")):
+        for _ in range(3):  # the first call finds the ranks, and others are compiled otherwise
+            model(x).pow(3).sum().backward()
+    for p, q in zip(eager.parameters(), other.parameters(), strict=True):
+        assert torch.allclose(p.grad, q.grad, rtol=0, atol=1e-12)
+    assert torch.equal(eager[1].running_var, other[1].running_var)
+
+
 class OfApex(torch.optim.SGD):
     """Its `zero_grad` has no argument, as that of others' optimizers."""
 
