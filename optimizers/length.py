@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -95,8 +94,8 @@ class RoundLengths:
 
     def resume(self, longest: int) -> None:
         """Goes on with rounds of this length, and with nothing of the merges before."""
-        fresh = Guard(round_steps=self._guard.round_steps, limit=self._guard.limit)
-        self._guard = replace(fresh, length=min(longest, fresh.round_steps))
+        most, limit = self._guard.round_steps, self._guard.limit
+        self._guard = Guard(round_steps=most, limit=limit, length=min(longest, most))
         self._idle, self._step_s = [False] * len(self._idle), np.zeros(len(self._idle))
         self._start_over()
 

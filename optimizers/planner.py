@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -100,8 +101,16 @@ class Planner:
 
     @selection.setter
     def selection(self, selection: Selection) -> None:
-        selection.load_state_dict(self._exchange_s)
+        if self._selection is not None:  # of another optimizer
+            self._exchange_s = self._selection.state_dict()
         self._selection = selection
+        self._resume_selection()
+
+    def _resume_selection(self) -> None:
+        """Tells who selects strategies what was known before, and since when the present one holds."""
+        if self._selection is not None:
+            changes = [new.step for old, new in itertools.pairwise(self.plans) if old.strategy != new.strategy]
+            self._selection.load_state_dict(self._exchange_s, since=changes[-1] if changes else None)
 
     def plan_at(self, step: int) -> Plan:
         """The plan that holds for global batch `step`."""
@@ -256,8 +265,6 @@ class Planner:
         known = [[] if place is None else windows[place] for place in places]
         self.steadiness.load_state_dict(state.get("steadiness", {}), places)
         self._exchange_s = list(state.get("exchange_s", ())) if alike else []
-        if self._selection is not None:
-            self._selection.load_state_dict(self._exchange_s)
         for window, saved in zip(self._windows, known, strict=True):
             window.clear()
             window.extend(saved)
@@ -269,6 +276,7 @@ class Planner:
             last, held = self.plans[-1], [plan for plan in self.plans if plan.step <= step]
             new = self._plan_for_others(version=last.version + 1, step=step + 1)
             self.plans = [*held, replace(new, strategy=last.strategy, reason="other bounds or shares were given")]
+        self._resume_selection()
 
     def _allows(self, plan: Plan) -> bool:
         """Whether a plan from a state keeps to the bounds, and to shares that were given for good."""

@@ -65,10 +65,10 @@ class Selection:
         """What exchanges took."""
         return list(self._exchange_s)
 
-    def load_state_dict(self, exchange_s: Sequence[float]) -> None:
-        """Goes on from what `state_dict` returned."""
+    def load_state_dict(self, exchange_s: Sequence[float], *, since: int | None = None) -> None:
+        """Goes on from what `state_dict` returned, with a strategy that was chosen to hold from a batch on."""
         self._exchange_s = deque(exchange_s, maxlen=EXCHANGES)
-        self._next_look = self._first_look
+        self._next_look = max(self._first_look, 0 if since is None else since + self._hold_steps)
 
     @property
     def exchange_s(self) -> float:

@@ -45,7 +45,8 @@ def merged_statistics(
 def _summed(
     arrays: Sequence[np.ndarray], weight: float, engine: Engine, name: str, *, pairs: Sequence[int]
 ) -> list[np.ndarray]:
-    """Weighted means over the ranks. An array of `pairs` and the one after it are of the same ranks."""
+    """Weighted means over the ranks. After an array of `pairs` comes its second moment, and both are of the same ranks.
+    """
     flat = np.concatenate([array.reshape(-1) for array in arrays])
     whole = float(engine.allreduce_async(np.array([float(weight)]), name=f"{name}.weight").wait()[0])
     if not whole > 0:
@@ -56,7 +57,7 @@ def _summed(
     if not np.isfinite(means).all():  # the same on all ranks
         finite = list(map(np.isfinite, arrays))
         for index in pairs:
-            finite[index] = finite[index + 1] = finite[index] & finite[index + 1]
+            finite[index] = finite[index + 1]  # which is finite where the mean is, or nowhere
         counts = np.concatenate([one.reshape(-1) for one in finite]) * weight
         sums = np.concatenate([counts, np.where(counts, flat, 0.0) * counts])
         counts, sums = engine.allreduce_async(sums, name=f"{name}.finite").wait().reshape(2, -1)

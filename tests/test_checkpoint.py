@@ -256,6 +256,22 @@ def test_the_same_sigterm_from_two_sides_is_one(tmp_path, monkeypatch):
         signal.signal(signal.SIGTERM, before)
 
 
+def test_who_hears_of_sigterm_may_stop_before_who_came_later(monkeypatch):
+    """As a checkpoint that is closed within `train`: what runs that hears as well."""
+    heard = []
+    before = signal.signal(signal.SIGTERM, lambda *_: heard.append("as ever"))
+    try:
+        first, second = (notice.Notice(lambda name=name: heard.append(name), say="it ends") for name in "ab")
+        first.close()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert heard == ["b"]
+        second.close()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert heard == ["b", "as ever"]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def test_a_file_system_that_flushes_no_folders_keeps_checkpoints(tmp_path, monkeypatch):
     def fsync(number, original=os.fsync):
         if stat.S_ISDIR(os.fstat(number).st_mode):

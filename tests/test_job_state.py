@@ -1,5 +1,6 @@
 """What a state keeps of plain values is what they were at the commit, also where a script changes them in place."""
 
+import ast
 import threading
 
 import numpy as np
@@ -15,6 +16,7 @@ from test_keeping import Exchange
 from hvd_hetero.engine.job_state import JobState
 from hvd_hetero.engine.local import World
 from hvd_hetero.engine.notice import LEFT
+from hvd_hetero.engine.port import gather_text
 from hvd_hetero.keras.elastic import KerasState
 from hvd_hetero.optimizers.balancer import Balancer
 from hvd_hetero.torch.elastic import TorchState
@@ -166,12 +168,13 @@ def test_a_checkpoint_keeps_the_types_of_an_optimizers_state():
         }
 
 
-@pytest.mark.parametrize(("leaving", "saved"), [((0,), [3]), ((), [])])
-def test_the_last_ranks_to_leave_an_elastic_job_save_its_checkpoint(leaving, saved):
+@pytest.mark.parametrize(("leaving", "ranks", "saved"), [((0,), 1, [3]), ((), 1, []), ((0,), 2, []), ((0, 1), 2, [3])])
+def test_the_last_ranks_to_leave_an_elastic_job_save_its_checkpoint(leaving, ranks, saved, monkeypatch):
     class Told(JobState):
         pass
 
     Told.leaving = leaving
+    monkeypatch.setattr(Alone, "size", lambda self: ranks)
     state, found = Told({"epoch": 3}, horovod=Alone()), []
     state.at_end = lambda: found.append(state.epoch)
     try:
@@ -199,3 +202,45 @@ def test_a_job_whose_state_nobody_has_goes_on_from_the_checkpoint(capfd, monkeyp
     state.read_late = lambda: False
     state.sync()
     assert "begins anew" in capfd.readouterr().err, "as there is none"
+
+
+class Several(Alone):
+    """Horovod, of ranks that are threads."""
+
+    def __init__(self, engine):
+        self.engine = engine
+
+    def rank(self):
+        return self.engine.rank
+
+    def size(self):
+        return self.engine.size
+
+    def allgather_object(self, value, name):
+        texts = gather_text(self.engine, repr(value), name=name)
+        return [ast.literal_eval(text) for text in texts]
+
+    def broadcast_object(self, value, root=0, name=None):
+        return self.allgather_object(value, name)[root]
+
+
+@pytest.mark.parametrize(("synced", "left"), [((), (0, 1, 2)), ((), (0, 2)), ((2,), (0, 1)), ((1, 2), (0,))])
+def test_ranks_take_the_state_of_who_has_it_and_then_of_who_has_read_the_checkpoint(synced, left):
+    """And read it where all have left that to others."""
+
+    def program(engine):
+        state = JobState({"epoch": 10 * engine.rank}, horovod=Several(engine))
+        state._synced, state.commits = engine.rank in synced, 5 * (engine.rank in synced)
+        if engine.rank in left:
+
+            def read():
+                engine.allreduce_async(np.zeros(1), name="read").wait()  # collective
+                state.epoch = 7
+                return True
+
+            state.read_late = read
+        state.sync()
+        return state.epoch
+
+    first = min(synced or set(range(3)) - set(left), default=None)
+    assert World(3).run(program) == [7 if first is None else 10 * first] * 3

@@ -680,5 +680,7 @@ def test_outputs_without_sample_weights_of_their_own_weigh_1():
 
 
 def test_an_input_or_target_that_is_none_says_what_to_do():
-    with pytest.raises(ValueError, match="Received: None among them"):
-        source_of(np.ones((3, 2)), [np.ones(3), None], None, global_batch_size=2)
+    for weights in (None, [None, np.ones(3)]):
+        for y in ([np.ones(3), None], [None, np.ones(3)]):
+            with pytest.raises(ValueError, match="Received: None among them"):
+                source_of(np.ones((3, 2)), y, weights, global_batch_size=2)

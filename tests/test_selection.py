@@ -220,6 +220,8 @@ def test_a_state_of_an_earlier_step_is_looked_at_in_time():
     job(selection, 60, stops=0, first=1000)
     selection.load_state_dict(selection.state_dict())
     assert selection._next_look == 20
+    selection.load_state_dict(selection.state_dict(), since=100)
+    assert selection._next_look == 140, "a strategy holds for so many batches, whoever was lost meanwhile"
 
 
 def foreseen(selection, synchronous, local):

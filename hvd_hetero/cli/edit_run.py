@@ -50,7 +50,7 @@ EDITS: Final = (
         file="horovod/runner/common/util/safe_shell_exec.py",
         find="""GRACEFUL_TERMINATION_TIME_S = 5
 """,
-        replace="""COMMAND_TERMINATION_TIME_S = float(os.environ.get('HOROVOD_TERMINATION_TIME') or 5)
+        replace="""COMMAND_TERMINATION_TIME_S = max(0.0, float(os.environ.get('HOROVOD_TERMINATION_TIME') or 5))
 
 
 def is_shell(process):

@@ -40,11 +40,18 @@ class Notice:
     def close(self) -> None:
         """Hears no more."""
         if self._installed:
-            signal.signal(signal.SIGTERM, self._before if self._before is not None else signal.SIG_DFL)
             self._installed = False
+            if signal.getsignal(signal.SIGTERM) == self._handle:  # else of who came later, and gives it back
+                self._give_back()
+
+    def _give_back(self) -> None:
+        signal.signal(signal.SIGTERM, self._before if self._before is not None else signal.SIG_DFL)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self._first_s is None:
+        if not self._installed:  # closed, and put back by one that came later
+            self._give_back()
+            os.kill(os.getpid(), number)
+        elif self._first_s is None:
             self._first_s = time.monotonic()
             print(f"hvd_hetero: SIGTERM: {self._text}", file=sys.stderr, flush=True)
             self.hear()

@@ -89,7 +89,8 @@ def _weighted_alike(given: tuple[Any, ...]) -> tuple[Any, ...]:
     leaves = keras.tree.flatten(given[2]) if len(given) == 3 else []
     if all(leaf is not None for leaf in leaves):
         return given
-    ones = np.ones(len(keras.tree.flatten(given[1])[0]), keras.config.floatx())
+    first = next(leaf for leaf in keras.tree.flatten(given[:2]) if leaf is not None)
+    ones = np.ones(len(first), keras.config.floatx())
     return (*given[:2], keras.tree.map_structure(lambda leaf: ones if leaf is None else leaf, given[2]))
 
 

@@ -45,8 +45,8 @@ def average_buffers(model: torch.nn.Module, *, weight: float, engine: Engine, na
         engine=engine,
         name=name,
     )
-    with torch.no_grad():
-        for buffer, value in zip([*floats, *chain.from_iterable(moments), *whole], merged, strict=True):
+    for buffer, value in zip([*floats, *chain.from_iterable(moments), *whole], merged, strict=True):
+        with torch.inference_mode(buffer.is_inference()), torch.no_grad():  # such are written to within it alone
             buffer.copy_(torch.from_numpy(value))
 
 

@@ -134,14 +134,15 @@ def broadcast_optimizer_state(
         inline = value.detach().cpu() if value.numel() <= INLINE or value.is_sparse else None
         if inline is None:
             tensors.append(value.detach())
-        return _Described(value.shape, _order(value), value.dtype, value.device.type, inline)
+        # In this memory format, by which fused optimizers go.
+        strides = () if inline is not None else torch.empty_like(value, device="meta").stride()
+        return _Described(value.shape, strides, value.dtype, value.device.type, inline)
 
     def received(value: _Described) -> torch.Tensor:
         device = places.get(value.device, value.device)
         if value.inline is not None:
             return value.inline.to(device)
-        # In the root's memory format: fused optimizers go by the parameter's strides.
-        tensors.append(torch.empty_permuted(value.shape, value.order, dtype=value.dtype, device=device))
+        tensors.append(torch.empty_strided(value.shape, value.strides, dtype=value.dtype, device=device))
         return tensors[-1]
 
     is_root, name = horovod.torch.rank() == root_rank, "hvd_hetero.optimizer_state"
@@ -158,17 +159,10 @@ class _Described(NamedTuple):
     """What a tensor is like, and itself where it is small: others travel by themselves."""
 
     shape: tuple[int, ...]
-    order: tuple[int, ...]  # of the axes in memory
+    strides: tuple[int, ...]  # of one that travels by itself
     dtype: torch.dtype
     device: str
     inline: torch.Tensor | None
-
-
-def _order(value: torch.Tensor) -> tuple[int, ...]:
-    """The axes, the one with the longest strides first."""
-    if value.is_sparse:
-        return tuple(range(value.dim()))
-    return tuple(sorted(range(value.dim()), key=lambda axis: (-value.stride(axis), axis)))
 
 
 def _mapped(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -59,6 +60,8 @@ def release_plain(optimizer: torch.optim.Optimizer) -> None:
     made = _MADE_OF.pop(optimizer, None)
     if made is not None and (distributed := made()) is not None:
         distributed._grad_accs.clear()
+        # A graph that a script keeps has the hooks still: they count down to an exchange that never comes.
+        distributed._allreduce_delay = dict.fromkeys(distributed._allreduce_delay, math.inf)
 
 
 def plain_optimizer(optimizer: torch.optim.Optimizer, *, compression: Any, **arguments: Any) -> torch.optim.Optimizer:

@@ -53,7 +53,8 @@ def average_state(optimizer: torch.optim.Optimizer, *, weight: float, engine: En
         if (index, key) not in kept:
             device = parameters[index].device if shape else "cpu"
             kind = getattr(torch, dtype.split(".")[1])
-            if shape == list(parameters[index].shape):  # in its memory format, by which fused optimizers go
+            if key != "step" and shape == list(parameters[index].shape):
+                # In its memory format, by which fused optimizers go.
                 new = torch.zeros_like(parameters[index], dtype=kind, requires_grad=False)
             else:
                 new = torch.zeros(shape, dtype=kind, device=device)

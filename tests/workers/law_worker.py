@@ -378,7 +378,8 @@ def law_5_memory_formats():
 def law_5_the_memory_format_of_states():
     """By which fused optimizers go: a rank that receives a state gets it in that of the parameter."""
     torch.manual_seed(0)
-    model = nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)
+    layers = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3, groups=8)  # and one of which an axis has length 1
+    model = nn.Sequential(*layers).to(memory_format=torch.channels_last)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1, fused=True)
     x = torch.randn(2, 3, 6, 6)
     if hvd.rank() == 0:
@@ -386,7 +387,8 @@ def law_5_the_memory_format_of_states():
         optimizer.step()
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-    assert optimizer.state[model.weight]["exp_avg"].stride() == model.weight.stride()
+    for layer in model:
+        assert optimizer.state[layer.weight]["exp_avg"].stride() == layer.weight.stride()
     for _ in range(2):
         optimizer.zero_grad()
         model(x).square().mean().backward()
@@ -419,14 +421,15 @@ def optimizers_as_others_write_them():
     model = make_model(torch.float32)
     inner = OfApex(model.parameters(), lr=0.1)
     balancer = hvd.Balancer(WHOLE)
-    for options in ({}, {"balancer": balancer}):
+    for options in ({}, {}, {"balancer": balancer}):
         optimizer = hvd.DistributedOptimizer(inner, model.named_parameters(), **options)
         for _ in range(3):
             if options:
                 balancer.begin(balancer.share)
             optimizer.zero_grad()
             assert not any(p.grad is not None and p.grad.any() for p in model.parameters())
-            model(torch.ones(3, 6)).sum().backward()
+            loss = model(torch.ones(3, 6)).sum()  # whose graph is still there when the next optimizer is made
+            loss.backward(retain_graph=True)
             optimizer.step()
     assert spread(model.parameters()) == 0.0
 
