@@ -1,5 +1,6 @@
 """The balancer and the dealer, without a framework: laws 3 and 4 while plans change, on ranks that are threads."""
 
+import itertools
 import json
 import threading
 import time
@@ -339,3 +340,203 @@ def test_shares_that_are_given_for_good_hold_also_for_a_job_that_goes_on():
 
     assert World(2).run(lambda engine: program(engine, shares=(32, 32))) == [(32, 32)] * 2
     assert World(2).run(program) == [(48, 16)] * 2, "what was found is kept where nothing else is said"
+
+
+def test_a_thread_that_deals_ahead_waits_for_no_answer_that_cannot_come():
+    """Where a rank has failed, and where ranks have become others, before anything is made anew."""
+    forgets = []
+    for fails in (True, False):
+        engine = SoloEngine()
+        engine.on_change = forgets.append
+        balancer = Balancer(engine, global_batch_size=4)
+        horizon = balancer.dialogue.horizon
+        horizon.said(0, lookahead=0, ahead=0, answers=3)
+        assert horizon._bound == 0
+        if fails:
+            said = control.pack(ranks=1, rank=0, count=0.0, compute_s=0.0, samples=0.0, failed=True, announcement=None)
+            with pytest.raises(PeerError):
+                balancer.dialogue.hear_failed(control.unpack(said, ranks=1))
+        else:
+            forgets[-1]()
+        dealt = []
+        thread = threading.Thread(target=lambda to=balancer, dealt=dealt: dealt.append(to.deal(9)), daemon=True)
+        thread.start()
+        thread.join(5.0)
+        assert dealt
+
+
+def balancers(ranks, **options):
+    """Of ranks that are only asked, one after the other."""
+    return World(ranks).run(lambda engine: Balancer(engine, global_batch_size=8, **options))
+
+
+def test_exchanges_that_do_not_lead_tell_of_no_batch_and_move_no_plan():
+    for balancer in balancers(2):
+        dialogue = balancer.dialogue
+        balancer.planner.announcement = control.Announcement(
+            version=1, shares=(5, 3), reason="", predicted_step_s=0.5, strategy="synchronous"
+        )
+        balancer.timesheet.known, dialogue.staleness = (4.0, 0.5), 2.0
+        balancer.timesheet._stops = SimpleNamespace(take=lambda: control.Ran(3.0, 2.0, 1.0))
+        balancer.departure.leaving.said = True
+        report = control.unpack(dialogue.outgoing(leads=False, count=3.0), ranks=2)
+        assert report.count == 3.0 and report.announcement is None
+        assert report.leaving == (balancer.rank,) and report.stopping == report.failed == () and not report.lays_out
+        assert report.samples == report.compute_s == (0.0, 0.0) and report.staleness == 0.0
+        assert report.dealt_ahead == (0, 0) and report.ran == (control.Ran(),) * 2
+        said = control.unpack(dialogue.outgoing(leads=True, count=3.0), ranks=2)
+        assert said.samples[balancer.rank] == 4.0 and said.compute_s[balancer.rank] == 0.5 and said.staleness == 1.0
+        assert said.ran[balancer.rank] == (3.0, 2.0, 1.0), "and of stops nothing was lost"
+        assert (said.announcement is None) == (balancer.rank != 0)
+
+
+def sum_of(*vectors):
+    """What all ranks read of these: a sum in single precision."""
+    return np.sum(np.array(vectors, dtype=np.float32), axis=0, dtype=np.float32).tolist()
+
+
+def heard_of(*said, **of_all):
+    """What all ranks hear where each says this, and nothing beside it."""
+    nothing = {"count": 0.0, "compute_s": 0.0, "samples": 0.0, "failed": False, "announcement": None, **of_all}
+    return control.unpack(sum_of(*(
+        control.pack(ranks=len(said), rank=rank, **{**nothing, **mine}) for rank, mine in enumerate(said)
+    )), ranks=len(said))  # fmt: skip
+
+
+def test_the_batch_that_a_rank_is_at_is_heard_in_single_precision_and_where_it_was_dealt():
+    last = control.BATCHES - 1
+    for batch, origin, heard in [
+        (None, None, (-1, -1)), (None, 3, (-1, -1)), (0, None, (0, -1)), (0, 0, (0, 0)),
+        (last, control.ORIGINS - 1, (last, control.ORIGINS - 1)), (last + 1, 7, (0, 7)),
+        (last - 1, None, (last - 1, -1)),
+    ]:  # fmt: skip
+        report = heard_of({"batch": 5, "origin": 1}, {"batch": batch, "origin": origin}, {})
+        assert report.batches == (5, heard[0], -1) and report.origins == (1, heard[1], -1), (batch, origin)
+
+
+def test_who_leaves_stops_or_lays_out_anew_is_heard_of_each_rank_by_itself():
+    flags = list(itertools.product([False, True], repeat=3))
+    for one, other in itertools.product(flags, flags):
+        said = [dict(zip(("leaves", "stops", "lays_out"), each, strict=True)) for each in (one, other)]
+        report = heard_of(*said)
+        assert report.leaving == tuple(rank for rank in (0, 1) if said[rank]["leaves"])
+        assert report.stopping == tuple(rank for rank in (0, 1) if said[rank]["stops"])
+        assert report.lays_out == (one[2] or other[2])
+
+
+@pytest.mark.parametrize(("reason", "heard"), [
+    ("x" * control.REASON_LENGTH, "x" * control.REASON_LENGTH), ("y" * 200, "y" * control.REASON_LENGTH),
+    ("Gerät 1 ist langsam", "Ger?t 1 ist langsam"), ("", ""),
+])  # fmt: skip
+def test_a_reason_travels_as_far_as_it_fits_and_bends_nothing_beside_it(reason, heard):
+    announcement = control.Announcement(
+        version=7, shares=(1, 2, 3), reason=reason, predicted_step_s=0.25, strategy="synchronous"
+    )
+    said = {
+        "look": control.Look(hash=2**24 - 1, interval=9), "staleness": 3.0, "norms": control.Norms(1.0, 2.0, 3.0, 4.0),
+    }  # fmt: skip
+    report = heard_of({**said, "announcement": announcement}, said, said)
+    assert report.announcement.reason == heard and report.announcement.shares == (1, 2, 3)
+    assert (report.announcement.version, report.announcement.predicted_step_s) == (7, 0.25)
+    assert report.announcement.strategy == "synchronous"
+    assert report.interval == 9, "rank 0 says it"
+    assert report.hashes == (2**24 - 1,) * 3 and report.staleness == 3.0, "the mean"
+    assert report.norms == (3.0, 6.0, 9.0, 12.0)
+
+
+def test_of_steps_apart_who_leaves_or_stops_is_known_from_the_batch_that_no_rank_is_beyond():
+    for balancer in balancers(2):
+        said = [control.pack(ranks=2, rank=rank, count=1.0, compute_s=0.0, samples=4.0, failed=False,
+                             announcement=None, leaves=rank == 1, stops=rank == 0) for rank in range(2)]
+        balancer.dialogue.incoming(sum_of(*said), leads=True, step=5, ahead=3)
+        for batch, leaving, stopping in [(7, (), ()), (8, (1,), (0,)), (20, (1,), (0,))]:
+            balancer.step = batch
+            assert (balancer.leaving, balancer.stopping) == (leaving, stopping)
+        balancer.go_on()
+        assert balancer.stopping == () and balancer.leaving == (1,)
+
+
+def test_a_rank_that_was_told_to_end_says_so_among_other_ranks_as_well_and_forgets_what_was_heard():
+    departure = Departure()
+    departure.leaving.said = departure.stopping.said = departure.final = True
+    departure.leaving.hear((0,), 2)
+    departure.stopping.hear((1,), 2)
+    departure.fail(OSError("no such file"))
+    departure.left_out = 4
+    departure.restart()
+    assert departure.leaving.said and departure.stopping.said
+    assert departure.leaving.by(9) == () == departure.stopping.by(9)
+    assert not departure.failed and departure.error is None and departure.left_out is None
+    departure.check()
+
+
+def test_once_ranks_have_come_together_all_have_heard_who_leaves_and_who_stops():
+    departure = Departure()
+    departure.leaving.hear((0,), 90)
+    departure.stopping.hear((1,), 90)
+    departure.heard_by_all()
+    assert departure.leaving.by(3) == (0,) and departure.stopping.by(3) == (1,)
+
+
+def test_what_ranks_took_is_of_the_batch_before_and_rank_0_looks_at_it_where_shares_may_change():
+    plan = control.Announcement(version=1, shares=(5, 3), reason="", predicted_step_s=0.5, strategy="synchronous")
+    for adaptive, announced in itertools.product([True, False], [None, plan]):
+        for rank, balancer in enumerate(balancers(2, adaptive=adaptive)):
+            planner, observed, stops, looks = balancer.planner, [], [], []
+            planner.observe = lambda *seen, observed=observed: observed.append(seen)
+            planner.steadiness.hear = lambda *seen, stops=stops: stops.append(seen)
+            planner.look = lambda step, looks=looks, **_: looks.append(step)
+            balancer.step = 6
+            said = [control.pack(ranks=2, rank=each, count=0.0, compute_s=0.5, samples=4.0, failed=False,
+                                 announcement=None if each else announced) for each in range(2)]
+            balancer.dialogue.incoming(sum_of(*said), leads=True)
+            assert observed == [(5, (4.0, 4.0), (0.5, 0.5))] and [step for step, _ in stops] == [5]
+            assert looks == ([6] if rank == 0 and adaptive and announced is None else [])
+
+
+def test_a_strategy_left_to_us_is_chosen_by_whole_steps_only_where_all_make_them_together():
+    for rank, balancer in enumerate(balancers(2, adaptive=False)):
+        planner, heard, looks = balancer.planner, [], []
+        planner._selection = SimpleNamespace(hear=lambda heard=heard, **what: heard.append(what["step_s"]))
+        planner.look = lambda step, looks=looks, **_: looks.append(step)
+        balancer.timesheet._pace = SimpleNamespace(last_s=2.0, usual_s=2.0)
+        for step in (None, 9):
+            balancer.dialogue.incoming(
+                sum_of(*(control.pack(ranks=2, rank=each, count=0.0, compute_s=0.5, samples=4.0, failed=False,
+                                      announcement=None) for each in range(2))), leads=True, step=step)  # fmt: skip
+        assert heard == [2.0, None] and len(looks) == (0 if rank else 2), "rank 0 looks, though shares are given"
+
+
+def test_a_failure_names_the_ranks_as_horovod_does_and_the_batch():
+    """Of a process set of some ranks, too."""
+
+    def program(engine):
+        group = engine.group([1, 2])
+        if group is None:
+            return None
+        balancer = Balancer(group, global_batch_size=4)
+        balancer.step = 11
+        said = [control.pack(ranks=2, rank=rank, count=0.0, compute_s=0.0, samples=0.0, failed=rank == 1,
+                             announcement=None) for rank in range(2)]
+        with pytest.raises(PeerError, match=r"batch 11\. Received: rank 2 could not"):
+            balancer.dialogue.incoming(sum_of(*said), leads=False)
+        return balancer.departure.left_out
+
+    assert World(3).run(program) == [None, 11, 11]
+
+
+def test_listeners_are_called_once_each_after_an_exchange_that_leads():
+    (balancer,) = balancers(1)
+    dialogue, calls = balancer.dialogue, []
+
+    def listener():
+        calls.append((dialogue.entered, dialogue.steps, dialogue.mean_staleness))
+
+    dialogue.subscribe(listener)
+    dialogue.subscribe(listener)
+    said = dict(ranks=1, rank=0, count=0.0, compute_s=0.0, failed=False, announcement=None, staleness=1.5)
+    dialogue.incoming(control.pack(samples=6.0, **said), leads=False, steps=5)
+    assert calls == [] and (dialogue.entered, dialogue.steps) == (8.0, 1)
+    dialogue.incoming(control.pack(samples=6.0, **said), leads=True, step=4, steps=3)
+    dialogue.incoming(control.pack(samples=0.0, **said), leads=True, step=5)
+    assert calls == [(6.0, 3, 1.5), (6.0, 1, 1.5)], "a batch that nobody tells of is like the one before"

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from hvd_hetero.engine.hierarchy import levels_of, one_level
-from hvd_hetero.engine.local import World
-from hvd_hetero.optimizers import attachment, merge_control
+from hvd_hetero.engine.local import SoloEngine, World
+from hvd_hetero.optimizers import attachment, control, merge_control
 from hvd_hetero.optimizers.attachment import PeerError
 from hvd_hetero.optimizers.balancer import Balancer
 from hvd_hetero.optimizers.control import Announcement
@@ -902,3 +902,129 @@ def test_a_fragment_is_of_one_kind_and_of_each_there_are_so_many_at_most():
     assert fragments_by_kind(kinds, sizes, 2) == [[0], [2, 3], [4], [1], [5]]
     assert fragments_by_kind(kinds, sizes, 1) == [[0, 2, 3], [1, 4], [5]]
     assert fragments_by_kind([], [], 2) == []
+
+
+def test_a_merge_tells_how_far_a_rank_is_from_where_the_foremost_has_sent_and_how_long_ago_it_has():
+    rule = LocalSGD(round_steps=2, bound_rounds=4, warmup_steps=0, drift_limit=None)
+    order = [0] * 5 + [1] * 2 + [0] + [1] * 2 + [0, 1]  # a merge ends as the later one sends, and is heard a step on
+    turns = Turns(order)
+
+    def program(engine):
+        told = []
+
+        def tell(fields):
+            told.append([fields[name] for name in ("step", "behind", "carried_steps", "samples")])
+
+        rounds, store, balancer = rounds_of(engine, rule, START, on_merge=tell)
+        late = []
+        balancer.dialogue.subscribe(lambda: late.append(balancer.dialogue.staleness))
+        for _ in range(order.count(engine.rank)):
+            turns.take(engine.rank)
+            balancer.begin(1)
+            rounds.after_step(1.0)
+            turns.give()
+        turns.take(-1)
+        return told, late
+
+    turns.order.append(-1)
+    first, second = World(2).run(program)
+    assert first == ([[5, -4, 4, 4.0], [6, -1, 1, 6.0]], [2.0, 0.5])
+    assert second == ([[2, -1, 1, 4.0], [4, 1, 1, 6.0]], [0.5, 0.5])
+
+
+@pytest.mark.parametrize(("bound", "batches", "ahead"), [(2, 1, 32), (2, 3, 96), (1.03, 1, 17), (0, 1, 1), (0, 2, 2)])
+def test_batches_that_a_rank_may_begin_before_it_sees_the_merge(bound, batches, ahead):
+    rounds, *_ = rounds_of(SoloEngine(), LocalSGD(round_steps=16, bound_rounds=bound), START)
+    rounds._batches = lambda: batches
+    assert rounds.most_ahead == ahead
+
+
+def test_of_two_optimizers_the_merges_of_one_carry_measurements_and_plans():
+    """Those of the first to begin; of two, each rank could hear first of another."""
+    rule = LocalSGD(round_steps=1, warmup_steps=0)
+    rounds, _, balancer = rounds_of(SoloEngine(), rule, START)
+    other, _, beside = rounds_of(SoloEngine(), rule, START)
+    other.balancer = balancer
+    balancer.strategies.begins(other)
+    balancer.planner.announcement = Announcement(
+        version=1, shares=(1,), reason="", predicted_step_s=0.5, strategy="synchronous"
+    )
+    observed, taken = [], []
+    balancer.planner.observe = lambda *seen: observed.append(seen)
+    balancer.timesheet.take_stops = lambda: taken.append(True) or control.Ran()
+    balancer.begin(1)
+    other.after_step(1.0, compute=(1.0, 0.5))
+    other.finish()
+    assert not observed and len(balancer.plans) == 1 and balancer.dialogue.staleness == 0.0
+    assert not taken, "or stops would be said to nobody"
+    rounds.after_step(1.0, compute=(1.0, 0.5))
+    rounds.finish()
+    assert observed and taken and len(balancer.plans) == 2
+
+
+@pytest.mark.parametrize("interval", [1, 4])
+def test_a_rank_deals_on_once_it_has_heard_as_many_answers_as_merges_that_it_has_spoken_for(interval):
+    """In advance, too."""
+    rounds, _, balancer = rounds_of(SoloEngine(), LocalSGD(round_steps=2, warmup_steps=0, drift_limit=None), START)
+    rounds.lengths.hear = lambda step_s: None
+    rounds.lengths.intervals = (interval,)
+    bounds, horizon = [], balancer.dialogue.horizon
+    balancer.dialogue.subscribe(lambda: bounds.append(horizon._bound))
+    for _ in range(3):
+        balancer.begin(1)
+        rounds.after_step(1.0)
+    assert [bound < math.inf for bound in bounds] == [True] * (interval - 1) + [False]
+
+
+@pytest.mark.parametrize(("fragments", "sends"), [
+    (1, [0, 0, 0, 1, 1, 1, 1, 2]), (2, [0, 1, 1, 2, 2, 3, 3, 4]), (4, [1, 2, 3, 4, 5, 6, 7, 8]),
+])  # fmt: skip
+def test_fragments_merge_in_turn(fragments, sends):
+    """Each once in a round, spread over it; and in the next phase again from the first one on."""
+    rule = LocalSGD(round_steps=4, warmup_steps=0, fragments=fragments, drift_limit=None)
+    rounds, store, balancer = rounds_of(SoloEngine(), rule, START)
+    for _ in range(2):
+        rounds.begin()
+        before, found = sum(fragment.sends for fragment in rounds.fragments), []
+        for _ in range(8):
+            balancer.begin(1)
+            rounds.after_step(1.0)
+            found.append(sum(fragment.sends for fragment in rounds.fragments) - before)
+        assert found == sends
+        rounds.finish()
+
+
+def test_what_a_rank_needs_for_a_batch_is_the_median_of_its_steps_since_it_last_said_it():
+    """By seconds of a sample: a stall is no property of the share."""
+    rule = LocalSGD(round_steps=5, warmup_steps=0, drift_limit=None)
+    rounds, store, balancer = rounds_of(SoloEngine(), rule, START)
+    said = []
+    balancer.planner.observe = lambda step, samples, seconds: said.append((samples, seconds))
+    for samples, seconds in [(4.0, 4.0), (2.0, 90.0), (8.0, 16.0), (0.0, 5.0), (4.0, 12.0)] + [(0.0, 0.0)] * 5:
+        balancer.begin(1)
+        rounds.after_step(1.0, compute=(samples, seconds))
+    rounds._serve(lambda fragment: False)
+    assert said == [((4.0,), (12.0,))] * 2, "and that is said until there is more"
+
+
+def test_nothing_is_under_way_once_all_have_finished():
+    """Also where a rank waits for several fragments, and some of them are at their end before the others."""
+    waits = threading.Event()
+
+    def program(engine):
+        rounds, store, balancer = rounds_of(engine, LocalSGD(round_steps=2, fragments=2, warmup_steps=0), START)
+        wait = engine.wait_unless_awaited
+
+        def waiting(done, *, name):
+            waits.set()
+            return wait(done, name=name)
+
+        balancer.begin(1)
+        rounds.after_step(1.0, lr=0.1)
+        assert engine.rank == 0 or waits.wait(10.0)
+        engine.wait_unless_awaited = waiting
+        rounds.finish()
+        return [(fragment.under_way, fragment.sends) for fragment in rounds.fragments]
+
+    one, other = World(2).run(program, timeout_s=20)
+    assert one == other and not any(under_way for under_way, _ in one)

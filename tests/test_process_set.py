@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from hvd_hetero.engine import shared_sets
+from hvd_hetero.engine import process_set, shared_sets
 from hvd_hetero.engine.hierarchy import Levels, leader, plain_sum, rails, scatter
 from hvd_hetero.engine.horovod import HorovodEngine
 from hvd_hetero.engine.port import Chain
@@ -123,3 +123,21 @@ def test_a_process_set_that_cannot_be_made(engines, monkeypatch, said, failure):
     everyone, _, _ = engines(3)
     with pytest.raises(failure, match=said):
         everyone.group([0, 1])
+
+
+def test_a_group_is_of_the_ranks_as_this_one_counts_them(engines, monkeypatch):
+    everyone, local, _ = engines(3)
+    prepared, asked = [], []
+    monkeypatch.setattr("hvd_hetero.engine.farewell.prepare", prepared.append)
+
+    def process_set_of(ranks, included=True):
+        asked.append(ranks)
+        return SimpleNamespace(process_set_id=7, ranks=ranks, included=lambda: ranks != [2, 3])
+
+    monkeypatch.setattr(process_set, "process_set_of", process_set_of)
+    assert everyone.group([0, 1, 2, 3]) is everyone and local.group([0, 1]) is local and not prepared
+    some = everyone.group([0, 3])
+    assert type(some) is type(everyone) and some.ranks == (0, 3)
+    assert everyone.group([2, 3]) is None, "it is none of them, and has made the set with the others"
+    assert asked == [[0, 3], [2, 3]] and prepared == [everyone, everyone]
+    assert everyone.group([1, 0]) is not everyone, "in another order"

@@ -240,3 +240,9 @@ def test_a_single_sample_takes_its_time():
     model = SpeedModel(overhead_s=2.0, seconds_per_sample=1.0, overhead_error=0.0)
     assert model.time_s(1) == model.time_s(1, 8) == 3.0 and model.time_s(0) == model.time_s(0, 8) == 0.0
     assert by_size([Observation(samples=1, compute_s=2.0), Observation(samples=0, compute_s=1.0)]) == {1.0: [2.0]}
+
+
+def test_one_slow_step_of_a_size_is_no_change_of_speed_however_many_there_are_of_others():
+    steady = [Observation(samples=8, compute_s=1.0)] * 10
+    later = [Observation(samples=16, compute_s=2.0)] * 5 + [Observation(samples=8, compute_s=2.0)]
+    assert len(latest_regime(steady + later)) == 16

@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from hvd_hetero.policy.jitter import Jitter, synchronous_step_s
+from hvd_hetero.policy.jitter import Jitter, Ran, estimate, synchronous_step_s
 from hvd_hetero.policy.partition import Bound, InfeasibleError, split
 from hvd_hetero.policy.speed import SpeedModel
 from hvd_hetero.policy.strategy import (
@@ -268,3 +268,19 @@ def test_without_room_between_the_borders_the_faster_strategy_is_taken():
             assert choose(*rates(80.0), rule=rule, current=current).strategy == "local"
             assert choose(*rates(100.0), rule=rule, current=current).strategy == "synchronous"
     assert "nothing is faster" in choose(*rates(100.0)).reason and "only 1.0% slower" in choose(*rates(99.0)).reason
+
+
+def test_a_rank_that_was_only_ever_stopped_is_not_taken_for_one_that_never_runs():
+    """It has not said yet for how long it runs between two stops."""
+    for ran in (Ran(0.0, 3.0, 2.0), Ran(5.0, 0.0, 0.0), Ran(), Ran(5.0, 3.0, 1.0)):
+        assert estimate(ran, variation=0.2, least_stops=2.0) == Jitter(variation=0.2)
+    assert estimate(Ran(6.0, 2.0, 4.0), least_stops=4.0) == Jitter(stalled=0.25, stall_s=0.5)
+
+
+@pytest.mark.parametrize("rare_s", [1e-4, 1e3])
+def test_a_rank_that_hardly_ever_stops_changes_no_step_however_long_it_stops(rare_s):
+    """What is integrated over reaches from the shortest to the longest stops of any rank."""
+    stops, rare = Jitter(stalled=0.3, stall_s=1.0), Jitter(stalled=1e-9, stall_s=rare_s)
+    alone = synchronous_step_s([1.0, 0.2, 1.0], [stops, stops, Jitter()], exchange_s=0.1)
+    for jitters in ([stops, stops, rare], [rare, stops, stops]):
+        assert synchronous_step_s([1.0, 0.2, 1.0], jitters, exchange_s=0.1) == pytest.approx(alone, rel=0.02)

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import io
+import json
 import os
 import re
 import signal
@@ -14,11 +15,12 @@ import threading
 import time
 import types
 import weakref
+from types import SimpleNamespace
 
 import pytest
 
 from hvd_hetero.engine import company, peer, script, waits, watch
-from hvd_hetero.engine.absence import JOIN
+from hvd_hetero.engine.absence import JOIN, Absence
 from hvd_hetero.engine.peer import Peer
 from hvd_hetero.engine.watch import LEFT, Watch
 from hvd_hetero.policy.patience import Patience
@@ -614,3 +616,197 @@ def test_a_fork_that_outlives_its_rank_does_not_answer_for_it():
     finally:
         os.write(writes, b"x")
         os.waitpid(pid, 0)
+
+
+def stranger(rank):
+    """A rank of another host, which nobody asks."""
+    return Peer(
+        rank=rank, host="node", identity="another host's", address="192.0.2.7", port=9, pid=7, born="", token=""
+    )  # fmt: skip
+
+
+class Looks:
+    """A watch that nothing runs, and a wait of it that lasts as long as the test says; `absent` are missing."""
+
+    def __init__(self, patience):
+        self.said, self.left, self.heard, self.asked, self.absent = [], [], [], [], []
+        self.watch = Watch(patience, say=self.said.append, leave=self.left.append)
+        self.watch._company.me = stranger(0)
+        self.watch._company.absent = lambda *what: self.asked.append(self.wait.lasted_s) or self.absent
+        self.watch.hearers.add(self.hear)
+        self.watch.begin_aside("sum", (0, 1, 2), lasts=lambda: True, broken=lambda: None)
+        (self.wait,) = self.watch._waits.now()
+
+    def hear(self, **what):
+        self.heard.append((what["waited_s"], what["missing"]))
+
+    def after(self, lasted_s):
+        self.wait.lasted_s = lasted_s
+        self.watch._look(self.wait)
+
+
+ANSWERS, ELSEWHERE = {"answers": True}, {"answers": True, "elsewhere": True}
+SILENT = {"answers": False}
+
+
+@pytest.mark.parametrize(("absent", "told", "killed", "ends_s"), [
+    ({1: ANSWERS}, [1], [], 70.0), ({1: ELSEWHERE}, [], [], 10.0), ({1: SILENT}, [], [], 70.0),
+    ({2: SILENT}, [], [2], 70.0), ({1: ANSWERS, 2: SILENT}, [1], [2], 70.0), ({2: ANSWERS}, [2], [], 70.0),
+    ({1: ELSEWHERE, 3: SILENT}, [], [], 70.0), ({1: ELSEWHERE, 2: ANSWERS}, [2], [], 70.0), ({}, [], [], 10.0),
+])  # fmt: skip
+def test_at_the_bound_those_who_are_missing_are_ended_and_who_waits_where_that_is_no_help(
+    monkeypatch, absent, told, killed, ends_s
+):
+    """At once where nobody can be told, or else if it has not helped for a minute. Rank 2 is a process of this host."""
+    asked, ended = [], []
+    monkeypatch.setattr(watch, "ask", lambda peer_of, question: asked.append((peer_of.rank, question["kind"])))
+    monkeypatch.setattr(Peer, "is_here", property(lambda peer_of: peer_of.rank == 2))
+    monkeypatch.setattr(Peer, "kill", lambda peer_of: ended.append(peer_of.rank))
+    looks = Looks(Patience(warn_s=4.0, bound_s=10.0))
+    looks.absent = [Absence(stranger(rank), f"rank {rank}", **what) for rank, what in absent.items()]
+    looks.after(9.9)
+    assert not asked and not ended and not looks.left
+    assert ("every rank has come" in looks.said[0]) == (not absent) and looks.said[0].count("\n") == max(len(absent), 1)
+    left = {}
+    for lasted_s in (10.0, 10.5, 69.9, 70.0):
+        looks.after(lasted_s)
+        left[lasted_s] = list(looks.left)
+    assert asked == [(rank, "end") for rank in told] and ended == killed, "once"
+    assert all(bool(left[lasted_s]) == (lasted_s >= ends_s) for lasted_s in left) and set(looks.left) == {LEFT}
+    assert sum("that is the bound (10 s)" in text for text in looks.said) == 1
+    assert looks.heard[-1] == (10.0, list(absent)) and len(looks.heard) == 2
+
+
+def test_who_asks_is_told_what_is_under_way_what_is_waited_for_and_since_when(monkeypatch):
+    one = Watch(None)
+    one.submitted("sum")
+    one.submitted("sum")  # once more, before the first is over
+    with one.waiting("sum", (0, 2)):
+        monkeypatch.setattr(watch, "time", SimpleNamespace(monotonic=lambda: one._waits.since + 7.0))
+        state = one._answer({"kind": "state"})
+    assert (state["submitted"], state["waits"], state["among"], state["s"]) == (["sum"], ["sum"], [(0, 2)], 7.0)
+    assert state["where"].startswith(os.path.basename(__file__))
+    one.ended("sum")
+    assert one._answer({"kind": "state"})["submitted"] == ["sum"]
+    one.ended("sum")
+    state = one._answer({"kind": "state"})
+    assert state["submitted"] == state["waits"] == state["among"] == [], "or it would not be missing in the next one"
+    assert state["s"] == 7.0, "since the last wait ended"
+
+
+def test_a_wait_is_told_of_when_it_is_due_and_once_more_whenever_it_is_twice_as_long():
+    looks = Looks(Patience(warn_s=4.0, least_s=100.0, bound_s=1000.0))
+    looks.absent = [Absence(stranger(1), "rank 1 has not come", answers=True)]
+    told = []
+    for lasted_s in (1.0, 3.9, 4.0, 5.0, 7.9, 8.0, 15.9, 16.0):
+        looks.after(lasted_s)
+        told.append(len(looks.said))
+    assert told == [0, 0, 1, 1, 1, 2, 2, 3]
+    assert looks.heard == [(4.0, [1]), (8.0, [1]), (16.0, [1])] and looks.asked == [4.0, 8.0, 16.0]
+
+
+def test_before_a_word_is_due_ranks_are_asked_ever_more_rarely_whether_they_wait_for_each_other():
+    looks = Looks(Patience(first_s=60.0, least_s=5.0))
+    for lasted_s in (4.9, 5.0, 9.9, 10.0, 19.9, 20.0, 39.9):
+        looks.after(lasted_s)
+    assert looks.asked == [5.0, 10.0, 20.0] and not looks.said and not looks.heard
+    looks.absent = [
+        Absence(stranger(1), "rank 1 waits", answers=True, elsewhere=True, mutual=True),
+        Absence(stranger(2), "rank 2 has not come", answers=True),
+    ]
+    looks.after(40.0)
+    assert len(looks.said) == 1 and looks.heard == [(40.0, [1, 2])], "one of them is enough"
+
+
+def test_who_has_heard_that_it_is_awaited_waits_no_longer_until_it_has_waited_elsewhere(monkeypatch):
+    def waits(done, *, unless):
+        raise AssertionError("it waits")
+
+    monkeypatch.setattr(watch, "wait_until", waits)
+    one = Watch(None)
+    one._company.awaited = True
+    assert one.wait_unless_awaited(lambda: True, "merge", (0, 1)) is True
+    assert one.wait_unless_awaited(lambda: False, "merge", (0, 1)) is False
+    with one.waiting("validation", (0, 1)):
+        assert not one._company.awaited
+    one._company.awaited = True
+    one.begin_aside("sum", (0, 1), lasts=lambda: True, broken=lambda: None)
+    assert not one._company.awaited
+    with pytest.raises(AssertionError, match="it waits"):
+        one.wait_unless_awaited(lambda: True, "merge", (0, 1))
+
+
+def test_a_wait_lasts_as_long_as_the_watch_has_looked_and_slept(monkeypatch):
+    """Looks take their time, as they ask other processes; and one that fails ends no watch."""
+    clock, slept = SimpleNamespace(now=100.0), iter([0.5, 0.75, 50.0, 0.5])
+
+    class Closed:  # after so many sleeps, of these lengths
+        def wait(self, timeout):
+            assert timeout == watch.PERIOD_S == 0.5
+            asleep = next(slept, None)
+            clock.now += asleep or 0.0
+            return asleep is None
+
+    def look(wait):
+        lasted.append(wait.lasted_s)
+        clock.now += 3.0
+        raise OSError("no such process")
+
+    lasted, looks = [], Looks(QUICK)
+    monkeypatch.setattr(watch, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    looks.watch._closed, looks.watch._look = Closed(), look
+    looks.watch._watch()
+    assert lasted == [0.5, 4.25, 8.25, 11.75], "3 s each between, and of the sleep of 50 s no more than 1 s"
+    assert len(looks.said) == 4 and "the watchdog failed: OSError" in looks.said[0]
+
+
+class Line:
+    """A connection that says `said`, or fails with it."""
+
+    def __init__(self, said):
+        self.said, self.sent = said, b""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def sendall(self, sent):
+        self.sent += sent
+
+    def makefile(self, mode):
+        return io.BytesIO(self.said)
+
+
+@pytest.mark.parametrize(("comes", "found", "slept"), [
+    ([b'{"s": 1}\n'], {"s": 1}, [0.0]),
+    ([ConnectionResetError(), b"", b'{"s": 2}\n'], {"s": 2}, [0.0, 0.5, 1.0]),
+    ([b"", BrokenPipeError(), b""], peer.SilentError, [0.0, 0.5, 1.0]),
+    ([b'{"s": '], peer.SilentError, [0.0]), ([TimeoutError()], peer.SilentError, [0.0]),
+    ([ConnectionRefusedError()], peer.GoneError, [0.0]), ([b"", ConnectionRefusedError()], peer.GoneError, [0.0, 0.5]),
+])  # fmt: skip
+@pytest.mark.parametrize("here", [True, False])
+def test_who_closes_the_line_without_a_word_is_asked_again_and_nobody_else(monkeypatch, comes, found, slept, here):
+    """It is about to end: soon it refuses the connection."""
+    coming, waits, lines = iter(comes), [], []
+
+    def connect(address, timeout):
+        assert address == ("127.0.0.1" if here else "192.0.2.7", 9) and timeout == 4.0
+        said = next(coming)
+        if isinstance(said, Exception):
+            raise said
+        lines.append(Line(said))
+        return lines[-1]
+
+    monkeypatch.setattr(peer, "time", SimpleNamespace(sleep=waits.append))
+    monkeypatch.setattr(peer.socket, "create_connection", connect)
+    monkeypatch.setattr(peer, "host_identity", lambda: ("node", "another host's" if here else "mine"))
+    asked, question = dataclasses.replace(stranger(1), token="secret"), {"kind": "state"}
+    if isinstance(found, dict):
+        assert peer.ask(asked, question, within_s=4.0) == found
+    else:
+        with pytest.raises(found, match="rank 1"):
+            peer.ask(asked, question, within_s=4.0)
+    assert waits == slept and question == {"kind": "state"}
+    assert all(json.loads(line.sent) == {"kind": "state", "token": "secret"} for line in lines)
