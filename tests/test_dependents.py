@@ -18,6 +18,7 @@ import hvd_hetero.keras as hvd_keras
 import hvd_hetero.torch as hvd
 from hvd_hetero.engine.job_state import JobState
 from hvd_hetero.engine.local import SoloEngine, World
+from hvd_hetero.engine.notice import LEFT
 from hvd_hetero.engine.port import gather_bytes
 from hvd_hetero.optimizers.balancer import Balancer
 
@@ -89,7 +90,7 @@ class Ranks:
     """Horovod's functions for objects, on an engine."""
 
     def __init__(self, engine):
-        self.engine, self.rank = engine, lambda: engine.rank
+        self.engine, self.rank, self.size = engine, lambda: engine.rank, lambda: engine.size
 
     def allgather_object(self, value, name):
         return [pickle.loads(one) for one in gather_bytes(self.engine, pickle.dumps(value), name=name)]
@@ -305,3 +306,24 @@ def test_what_was_added_up_before_a_checkpoint_is_restored_is_forgotten():
     content, adder.value = state.shared_state(), 3.0
     state.load_shared_state(content)
     assert adder.value == 0.0
+
+
+@pytest.mark.parametrize("told", [(0, 1), (0,)])
+def test_ranks_that_were_told_to_end_in_different_steps_leave_at_one_commit(told):
+    """All ranks get the signal at once, and say it with their next exchange, which is not everywhere the same one."""
+
+    def program(engine):
+        balancer, saved = Balancer(engine, global_batch_size=WHOLE), []
+        state = JobState({"balancer": balancer}, horovod=Ranks(engine))
+        state.at_end = lambda: saved.append(engine.rank)
+        if engine.rank in told:
+            state.leave()
+        balancer.departure.leaving.hear((0,), 0)  # rank 1 has not said it yet
+        balancer.step = 0
+        try:
+            state.commit()
+        except (SystemExit, HostsUpdatedInterrupt) as end:
+            return saved, getattr(end, "code", "goes on")
+        return None
+
+    assert World(2).run(program) == ([([0], LEFT), ([1], LEFT)] if told == (0, 1) else [([], LEFT), ([], "goes on")])

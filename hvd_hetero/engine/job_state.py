@@ -141,7 +141,7 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
         self.settle()
         self.commits += 1
         self.save()
-        leaving = self.leaving or ()
+        leaving = self._all_leaving() if self.leaving else ()
         if self.at_end is not None and len(leaving) == self._horovod.size():
             self.at_end()
         elastic.let_leave(leaving, rank=self._horovod.rank())
@@ -233,6 +233,13 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
     def leaving(self) -> Sequence[int] | None:
         """Ranks that were told to end, the same on all ranks; None without a balancer that would carry it."""
         return self._balancers[0].leaving if self._balancers else None
+
+    def _all_leaving(self) -> list[int]:
+        """`leaving`, with those that were told to end since that was heard: all that are told at once end at one
+        commit, wherever the signal has met them. A collective call."""
+        mine = self._horovod.rank() in (self.leaving or ()) or any(b.departure.leaving.said for b in self._balancers)
+        said = self._horovod.allgather_object(mine, name="hvd_hetero.elastic.leaving")
+        return [rank for rank, leaves in enumerate(said) if leaves]
 
     def leave(self) -> None:
         """Tells all ranks that this one was told to end."""
