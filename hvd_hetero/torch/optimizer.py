@@ -87,7 +87,6 @@ def DistributedOptimizer(
     ours = is_ours(compression) or topology is not None or local is not None
     if balancer is None:
         check_no_factor(optimizer)
-    release_plain(optimizer)
     if balancer is None and not ours:
         release(p for group in optimizer.param_groups for p in group["params"])
         return plain_optimizer(
@@ -162,6 +161,7 @@ def DistributedOptimizer(
             at=at,
         )
 
+    release_plain(optimizer)
     base = type(optimizer)
     # horovod.torch.broadcast_optimizer_state tells a distributed optimizer by its module, and then steps the base.
     methods = {**methods_of(base), "__module__": "horovod.torch.optimizer"}

@@ -67,6 +67,7 @@ def release_plain(optimizer: torch.optim.Optimizer) -> None:
 def plain_optimizer(optimizer: torch.optim.Optimizer, *, compression: Any, **arguments: Any) -> torch.optim.Optimizer:
     """Horovod's own, with four repairs: bfloat16, zero_grad(set_to_none), a state that survives wrapping, and learning
     rates that schedulers go on moving once a state was loaded."""
+    release_plain(optimizer)
     if any(p.dtype == torch.bfloat16 for group in optimizer.param_groups for p in group["params"]):
         compression = _Widened(compression)
     distributed = horovod.DistributedOptimizer(optimizer, compression=compression, **arguments)
