@@ -304,6 +304,7 @@ def test_overlapped_rounds_are_those_of_the_reference(pace, intervals, outer):
 
 
 def test_a_finish_over_several_fragments_waits_where_the_watchdog_sees_it():
+    """And nothing is under way afterwards, also where some fragments are at their end before the others."""
     waits = threading.Event()
 
     def program(engine):
@@ -318,13 +319,13 @@ def test_a_finish_over_several_fragments_waits_where_the_watchdog_sees_it():
         rounds.after_step(1.0, lr=0.1)
         if engine.rank:
             assert waits.wait(10.0), "rank 0 waits, and no watchdog knows of it"
-        else:
-            engine.wait_unless_awaited = watched
+        engine.wait_unless_awaited = watched
         rounds.finish()
-        return store.values.copy()
+        assert not any(fragment.under_way for fragment in rounds.fragments)
+        return store.values.copy(), [fragment.sends for fragment in rounds.fragments]
 
-    one, other = World(2).run(program, timeout_s=20)
-    assert (one == other).all()
+    (one, sends), (other, others) = World(2).run(program, timeout_s=20)
+    assert (one == other).all() and sends == others
 
 
 @pytest.mark.parametrize("codec", ["none", "fp16", "int8"])
@@ -1005,26 +1006,3 @@ def test_what_a_rank_needs_for_a_batch_is_the_median_of_its_steps_since_it_last_
         rounds.after_step(1.0, compute=(samples, seconds))
     rounds._serve(lambda fragment: False)
     assert said == [((4.0,), (12.0,))] * 2, "and that is said until there is more"
-
-
-def test_nothing_is_under_way_once_all_have_finished():
-    """Also where a rank waits for several fragments, and some of them are at their end before the others."""
-    waits = threading.Event()
-
-    def program(engine):
-        rounds, store, balancer = rounds_of(engine, LocalSGD(round_steps=2, fragments=2, warmup_steps=0), START)
-        wait = engine.wait_unless_awaited
-
-        def waiting(done, *, name):
-            waits.set()
-            return wait(done, name=name)
-
-        balancer.begin(1)
-        rounds.after_step(1.0, lr=0.1)
-        assert engine.rank == 0 or waits.wait(10.0)
-        engine.wait_unless_awaited = waiting
-        rounds.finish()
-        return [(fragment.under_way, fragment.sends) for fragment in rounds.fragments]
-
-    one, other = World(2).run(program, timeout_s=20)
-    assert one == other and not any(under_way for under_way, _ in one)
