@@ -237,7 +237,7 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
     def _all_leaving(self) -> list[int]:
         """`leaving`, with those that were told to end since that was heard: all that are told at once end at one
         commit, wherever the signal has met them. A collective call."""
-        mine = any(balancer.departure.leaving.said for balancer in self._balancers)
+        mine = self._horovod.rank() in (self.leaving or ()) or any(b.departure.leaving.said for b in self._balancers)
         said = self._horovod.allgather_object(mine, name="hvd_hetero.elastic.leaving")
         return [rank for rank, leaves in enumerate(said) if leaves]
 
