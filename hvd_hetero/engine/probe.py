@@ -113,10 +113,11 @@ def _kept(engine: Engine, name: str, folder: Path | None, key: str, budget_s: fl
         content = json.loads(texts[0])
         ours = content["key"] == key and content["budget_s"] >= budget_s
         found = Probe.from_dict(content["probe"]) if ours else None
+        if found is not None and found.stalled >= MOST_STALLED:
+            found = None
     except (ValueError, KeyError, TypeError, AttributeError):      # a file that is not ours, or half of one
         found = None
-    usable = found is not None and found.size == engine.size and found.stalled < MOST_STALLED
-    sound = np.array([float(usable)], dtype=np.float32)
+    sound = np.array([float(found is not None and found.size == engine.size)], dtype=np.float32)
     return found if engine.allreduce_async(sound, name=f"{name}.cache.sound", op="min").wait()[0] else None
 
 
