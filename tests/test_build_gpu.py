@@ -37,7 +37,10 @@ def test_what_a_build_for_gpus_needs(
     here = {"version": "2", "cxx11_abi": True, "cuda": "12.8", "gpus": True}
     monkeypatch.setattr(toolchain, "torch_facts", lambda: dict(here))
     assert "because PyTorch is built for CUDA 12.8 and finds a GPU" in fails(["build-horovod"], 3, capsys)
-    assert "expected the CUDA toolkit (nvcc), for --gpu nccl" in fails(["build-horovod", "--gpu", "nccl"], 3, capsys)
+    nccl = ["build-horovod", "--gpu", "nccl"]
+    assert "expected the CUDA toolkit 12.x (nvcc), for --gpu nccl. Received: no nvcc" in fails(nccl, 3, capsys)
+    program(tools, "nvcc", "echo Cuda compilation tools, release 13.0, V13.0.88")
+    assert "(nvcc), for --gpu nccl. Received: nvcc 13.0." in fails(nccl, 3, capsys), "of another major version"
     program(tools, "nvcc", "echo Cuda compilation tools, release 12.8, V12.8.93")
     monkeypatch.setenv("HOROVOD_NCCL_HOME", str(tmp_path / "nccl"))
     monkeypatch.setattr(cuda, "_nccl_of_torch", lambda: None)
@@ -65,6 +68,8 @@ def test_a_torch_for_cuda_where_there_is_neither_a_gpu_nor_a_compiler_for_it(
     plain = build_horovod.recipe_for(build_horovod.Options(gpu=option))
     assert plain.gpu == Gpu() and "HOROVOD_GPU_OPERATIONS" not in plain.environment(tmp_path)
     assert {"no_cuda", "compiled_once"} <= set(edits.names(plain.edits)) and "for CPUs alone" in plain.summary()
+    program(tools, "nvcc", "echo Cuda compilation tools, release 12.8, V12.8.93")
+    assert build_horovod.recipe_for(build_horovod.Options(gpu=option)) == plain, "a toolkit of another major version"
     # The toolkit comes: another wheel, whose part for PyTorch takes tensors on GPUs.
     program(tools, "nvcc", "echo Cuda compilation tools, release 13.0, V13.0.88")
     with_cuda = build_horovod.recipe_for(build_horovod.Options(gpu="off"))

@@ -166,6 +166,15 @@ def test_a_wheel_without_a_compiled_part_is_refused(tmp_path: Path, monkeypatch:
         wheel.build_wheel(tmp_path, tmp_path / "w", recipe(), {}, tmp_path / "build.log.1", lambda _: None)
 
 
+def test_a_failed_build_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where CMake does so in the line after, and much comes later."""
+    (tmp_path / "horovod").mkdir()
+    said = "echo 'CMake Error at Find.cmake:290 (message):'; echo '  Could NOT find CUDAToolkit'; seq 1000; exit 1"
+    monkeypatch.setattr(wheel, "PIP", (str(program(tmp_path, "pip", said)),))
+    with pytest.raises(wheel.BuildFailed, match=r"exit code 1, without torch[^…]*Could NOT find CUDAToolkit"):
+        wheel.build_wheel(tmp_path, tmp_path / "w", recipe(), {}, tmp_path / "build.log.1", lambda _: None)
+
+
 def test_pip_that_cannot_download(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(wheel, "PIP", (str(program(tmp_path, "pip", "echo no route to host; exit 1")),))
     with pytest.raises(wheel.DownloadFailed, match="no route to host"):

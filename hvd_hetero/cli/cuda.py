@@ -31,14 +31,15 @@ class Gpu:
             return f"NCCL (CUDA {self.cuda})"
         if self.cuda:
             return f"GPUs through host memory (CUDA {self.cuda})"
-        return "for CPUs alone (--gpu nccl needs the CUDA toolkit)" if torch_cuda else None
+        return f"for CPUs alone (--gpu nccl needs the CUDA toolkit, {torch_cuda})" if torch_cuda else None
 
 
 def gpu(option: str, torch_cuda: str | None, torch_there: bool, *, gpus_here: bool) -> Gpu:
     """What to build; `option` is "auto", "nccl" or "off", `torch_cuda` the version that PyTorch is built for.
 
     "auto" is for NCCL where PyTorch is built for CUDA, and there is a GPU or all that such a build needs: what pip
-    installs on a machine without a GPU is a PyTorch for CUDA, too.
+    installs on a machine without a GPU is a PyTorch for CUDA, too. A toolkit of another major version than PyTorch's is
+    as none: its headers and runtime are not those of PyTorch.
 
     Raises:
         MissingTool: the build needs what is not there.
@@ -49,13 +50,15 @@ def gpu(option: str, torch_cuda: str | None, torch_there: bool, *, gpus_here: bo
             "  What to do: install PyTorch's CUDA build, or say --gpu off."
         )
     # Horovod compiles this part wherever PyTorch has one, whatever it is asked for.
-    version = _nvcc() if torch_cuda is not None or option == "nccl" else None
+    here = _nvcc() if torch_cuda is not None or option == "nccl" else None
+    version = here if torch_cuda is None or (here and _major(here) == _major(torch_cuda)) else None
     if option == "off" or (option == "auto" and (torch_cuda is None or not (gpus_here or (version and _has_nccl())))):
         return Gpu(cuda=version)
     why = "for --gpu nccl" if option == "nccl" else f"because PyTorch is built for CUDA {torch_cuda} and finds a GPU"
     if version is None:
+        wanted = f" {_major(torch_cuda)}.x" if torch_cuda else ""
         raise MissingTool(
-            f"expected the CUDA toolkit (nvcc), {why}. Received: no nvcc.\n"
+            f"expected the CUDA toolkit{wanted} (nvcc), {why}. Received: {f'nvcc {here}' if here else 'no nvcc'}.\n"
             "  What to do: install the toolkit of that version and put its bin folder on PATH, or say --gpu off: then "
             "Horovod is for tensors in host memory alone."
         )
@@ -109,6 +112,10 @@ def _nvcc() -> str | None:
     nvcc = shutil.which("nvcc") or shutil.which(str(_home() / "bin" / "nvcc"))
     version = re.search(r"release\s+(\S+),", output([nvcc, "--version"]) or "") if nvcc else None
     return version[1] if version else None
+
+
+def _major(version: str) -> str:
+    return version.partition(".")[0]
 
 
 def _nccl_of_torch() -> Path | None:

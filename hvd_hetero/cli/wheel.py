@@ -111,11 +111,14 @@ def build_wheel(
         )
         assert process.stdout is not None
         try:
+            after = False
             for line in process.stdout:
                 file.write(line)
                 last.append(line)
-                if " error" in line.lower() or line.lower().lstrip().startswith("error"):
+                found = " error" in line.lower() or line.lower().lstrip().startswith("error")
+                if found or after:
                     errors.append(line)
+                after = found  # CMake says in the next line what is wrong
                 watch(line)
             code = process.wait()
         finally:
