@@ -21,9 +21,9 @@ OTHERS = {
     "SGD": lambda: keras.optimizers.SGD(0.1, momentum=0.9), "RMSprop": keras.optimizers.RMSprop,
     "Adamax": keras.optimizers.Adamax, "Lion": keras.optimizers.Lion,
     "AMSGrad": lambda: keras.optimizers.Adam(amsgrad=True),
-    # Its "momentums" are weights.
-    "ScheduleFreeAdamW": lambda: keras.optimizers.ScheduleFreeAdamW(),
 }
+if hasattr(keras.optimizers, "ScheduleFreeAdamW"):  # since Keras 3.14; its "momentums" are weights
+    OTHERS["ScheduleFreeAdamW"] = keras.optimizers.ScheduleFreeAdamW
 
 
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")
