@@ -151,4 +151,7 @@ def test_one_that_is_stuck_in_what_it_reads_ends_with_the_loop(data, monkeypatch
     )
     for _ in loader:
         break
-    assert set(multiprocessing.active_children()) == before
+    left = set(multiprocessing.active_children()) - before
+    for process in left:  # PyTorch 2.4 does not wait for those it ends
+        process.join(10)
+    assert not [process for process in left if process.is_alive()]

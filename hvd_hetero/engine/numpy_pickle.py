@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _codecs
 from typing import Any
 
 import numpy as np
@@ -13,5 +14,6 @@ NEEDED: list[Any] = [
     np.empty(0).__reduce__()[0],  # these two have other places in other versions of numpy
     np.float64(0).__reduce__()[0],
     bytes,  # of an array without elements
+    _codecs.encode,  # what bytes are made of in the pickles of torch.save
 ]
 """Classes and functions that a pickle of arrays and numbers names. None of them runs code from it."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from typing import Protocol
 
@@ -63,8 +62,7 @@ def backward_pass() -> BackwardPass:
     number = torch._C._current_graph_task_id()
     found = _UNDER_WAY.get(number)
     if found is None:
-        compiled = sys.modules.get("torch._dynamo.compiled_autograd")
-        if getattr(compiled, "in_compiled_autograd_region", False):
-            raise RuntimeError(COMPILED)  # callbacks are forgotten there: nothing would be exchanged
+        if torch._C._current_autograd_node() is None:  # who calls is a graph made of the backward pass
+            raise RuntimeError(COMPILED)  # callbacks are forgotten there, or refused: nothing would be exchanged
         found = _UNDER_WAY[number] = BackwardPass()
     return found

@@ -16,7 +16,7 @@ from hvd_hetero.engine import numpy_pickle, randomness
 # value of another type later. Tensors are most of the bytes, and need not be read again for that.
 SAFE = {torch.Tensor, bool, int, float, str, bytes, type(None)}
 
-torch.serialization.add_safe_globals(numpy_pickle.NEEDED)
+torch.serialization.add_safe_globals([*numpy_pickle.NEEDED, set, complex])  # the last two PyTorch 2.4 has to be told of
 
 
 def saved(value: Any) -> bytes:

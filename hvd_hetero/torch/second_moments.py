@@ -11,7 +11,7 @@ from hvd_hetero.optimizers.second_moments import Moments
 from hvd_hetero.policy.second_moments import Mixture
 
 # Others have moments by the same names that are others: of another shape, or not linear in the squares of gradients.
-KIND = (torch.optim.Adam, torch.optim.NAdam, torch.optim.RAdam)
+KIND = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam)
 
 
 def has_second_moments(optimizer: Any) -> bool:
