@@ -684,3 +684,35 @@ def test_an_input_or_target_that_is_none_says_what_to_do():
         for y in ([np.ones(3), None], [None, np.ones(3)]):
             with pytest.raises(ValueError, match="Received: None among them"):
                 source_of(np.ones((3, 2)), y, weights, global_batch_size=2)
+
+
+class SparseMatrix:
+    """What scipy's sparse matrices and TensorFlow's sparse and ragged tensors are to numpy: one object."""
+
+    shape = (4, 6)
+
+
+class Unlike(Samples):
+    """Sequences of several lengths."""
+
+    def __getitem__(self, index):
+        return np.zeros((3 + index % 2, 2))
+
+
+class UnlikeBatches(keras.utils.PyDataset):
+    """Each padded to its own longest."""
+
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        return (np.zeros((4, 3 + index)),)
+
+
+def test_samples_have_one_shape_and_are_dense():
+    with pytest.raises(TypeError, match="Expected dense arrays.*a SparseMatrix"):
+        source_of(SparseMatrix(), None, None, global_batch_size=2)
+    for given, shapes in ((Unlike(), r"\(3, 2\), \(4, 2\)"), (UnlikeBatches(), r"\(3,\), \(4,\)")):
+        source = source_of(given, None, None, global_batch_size=8)
+        with pytest.raises(ValueError, match=f"samples of one shape. Received: {shapes}. Pad"):
+            source.take(np.arange(2, 6))

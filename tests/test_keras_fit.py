@@ -1,5 +1,6 @@
 """What callbacks, saved models and balancers keep from one `fit` to the next, in one process."""
 
+import contextlib
 import gc
 import types
 import weakref
@@ -12,6 +13,7 @@ pytest.importorskip("horovod.torch", reason="build it with hvd-hetero build-horo
 
 import hvd_hetero.keras as hvd
 from hvd_hetero.engine.local import SoloEngine
+from hvd_hetero.keras.callbacks import balance
 
 WHOLE, BATCHES = 4, 20
 
@@ -87,6 +89,22 @@ def test_a_loaded_model_has_its_balancer_in_the_layers_that_take_part(tmp_path):
         clone.layers[0].take(balancer)
         clone.compile(keras.optimizers.SGD(0.01), "mse", jit_compile=False)
         clone.fit(make_dataset(balancer), verbose=0, callbacks=[hvd.callbacks.RebalanceCallback(balancer)])
+
+
+@pytest.mark.parametrize(("mean", "size", "told"), [(False, 2, True), (False, 1, False), (True, 2, False)])
+def test_an_activity_regularizer_that_sums_over_samples_is_told(monkeypatch, mean, size, told):
+    monkeypatch.setattr(balance, "MEAN_OF_ACTIVITIES", mean)
+    model = make_model(keras.layers.Dense(3, activity_regularizer="l2", name="sparse"))
+    callback = hvd.callbacks.RebalanceCallback(types.SimpleNamespace(size=size, rank=0))
+    callback.set_model(model)
+    with pytest.warns(UserWarning, match="sum, and sparse: it counts for less") if told else contextlib.nullcontext():
+        callback.on_train_begin()
+
+
+def test_it_is_known_what_keras_makes_of_activities():
+    layer = keras.layers.Identity(activity_regularizer=keras.ops.sum)
+    layer(keras.ops.ones((2, 1)))
+    assert float(layer.losses[0]) == (1.0 if balance.MEAN_OF_ACTIVITIES else 2.0)
 
 
 def test_a_model_that_is_gone_is_kept_by_no_balancer():

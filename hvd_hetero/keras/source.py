@@ -81,7 +81,14 @@ def _column(leaf: Any) -> np.ndarray:
     of_pandas = any(
         cls.__name__ == "Series" and cls.__module__.partition(".")[0] == "pandas" for cls in type(leaf).__mro__
     )
-    return _array(leaf)[:, None] if of_pandas else _array(leaf)
+    found = _array(leaf)
+    if found.ndim == 0 and len(getattr(leaf, "shape", ())):  # numpy sees one object
+        raise TypeError(
+            f"Expected dense arrays with samples along the first axis. Received: a {type(leaf).__name__}. Make it "
+            "dense (toarray(), tf.sparse.to_dense(), to_tensor()), or give an object of single samples, with __len__ "
+            "and __getitem__, that makes each dense."
+        )
+    return found[:, None] if of_pandas else found
 
 
 def _weighted_alike(given: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -207,8 +214,9 @@ class StreamSource:
     def __init__(self, samples: Any, *, global_batch_size: int) -> None:
         if _ends_in_batches(samples):
             raise ValueError(
-                "x: expected a tf.data.Dataset of single samples: the balancer makes the batches. Received: one of "
-                "batches. Leave its batch() out, or add unbatch(). Where such a batch is one sample: map(lambda *x: x)."
+                "x: expected a tf.data.Dataset of single samples: the balancer makes the batches. Received: one "
+                "of batches. Leave its batch() out, or add unbatch(). Where such a batch is one sample: map(lambda "
+                "*x: x). In place of padded_batch(): pad all samples to one length, with map()."
             )
         self._length = int(samples.cardinality())
         if self._length < 0:
@@ -256,8 +264,20 @@ def _rows_of(batch: Batch, rows: np.ndarray) -> Batch:
 def _joined(parts: Sequence[Batch]) -> Batch:
     if len(parts) == 1:
         return keras.tree.map_structure(_as_floatx, parts[0])
-    return keras.tree.map_structure(lambda *leaves: _as_floatx(np.concatenate(leaves)), *parts)
+    return keras.tree.map_structure(lambda *leaves: _one(np.concatenate, leaves, [x.shape[1:] for x in leaves]), *parts)
 
 
 def _stacked(samples: Sequence[Batch]) -> Batch:
-    return keras.tree.map_structure(lambda *leaves: _as_floatx(np.stack([_array(leaf) for leaf in leaves])), *samples)
+    def stack(*leaves: Any) -> np.ndarray:
+        arrays = [_array(leaf) for leaf in leaves]
+        return _one(np.stack, arrays, [x.shape for x in arrays])
+
+    return keras.tree.map_structure(stack, *samples)
+
+
+def _one(put: Any, arrays: Sequence[np.ndarray], shapes: Sequence[tuple[int, ...]]) -> np.ndarray:
+    """`put` of all arrays, with samples of these shapes."""
+    if len(set(shapes)) > 1:
+        found = ", ".join(map(str, sorted(set(shapes))))
+        raise ValueError(f"Expected samples of one shape. Received: {found}. Pad all to one length.")
+    return _as_floatx(put(arrays))

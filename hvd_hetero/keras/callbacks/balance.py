@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+import warnings
 from typing import Any
 
 import keras
@@ -19,6 +20,8 @@ from ..factor import RateFactor, ask_from_now_on, factor_of
 from .schedule import inner, learning_rate, set_learning_rate
 
 ADAPTIVE = ("Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Ftrl", "Lamb", "Lion", "Nadam", "RMSprop")
+# What an `activity_regularizer` adds to the loss was their sum before: no weight makes such a part of it exact.
+MEAN_OF_ACTIVITIES = tuple(int(part) for part in keras.__version__.split(".")[:2]) >= (3, 14)
 
 
 class RebalanceCallback(keras.callbacks.Callback):
@@ -35,6 +38,18 @@ class RebalanceCallback(keras.callbacks.Callback):
         self.balancer, self.verbose = balancer, verbose
         self._told = 0  # version of the plan
         self._step, self._trained = -1, False  # before the epoch, and in it
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Warns of what counts for too little, whatever a rank's weight is."""
+        layers = [layer.name for layer in self.model._flatten_layers() if getattr(layer, "activity_regularizer", None)]
+        if layers and not MEAN_OF_ACTIVITIES and self.balancer.size > 1 and self.balancer.rank == 0:
+            warnings.warn(
+                "activity_regularizer: expected Keras 3.14 or newer, which takes the mean over samples. Received: "
+                f"Keras {keras.__version__}, which takes their sum, and {', '.join(layers)}: it counts for less than in "
+                "one process, as each rank has a part of the samples. Update Keras, or give a regularizer that divides by "
+                "keras.ops.shape(x)[0].",
+                stacklevel=2,
+            )
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """What went before, such as a validation, is no part of a step."""
