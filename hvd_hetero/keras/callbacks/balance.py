@@ -43,10 +43,11 @@ class RebalanceCallback(keras.callbacks.Callback):
         """Warns of what counts for too little, whatever a rank's weight is."""
         layers = [layer.name for layer in self.model._flatten_layers() if getattr(layer, "activity_regularizer", None)]
         if layers and not MEAN_OF_ACTIVITIES and self.balancer.size > 1 and self.balancer.rank == 0:
+            names = ", ".join(layers)
             warnings.warn(
                 "activity_regularizer: expected Keras 3.14 or newer, which takes the mean over samples. Received: "
-                f"Keras {keras.__version__}, which takes their sum, and {', '.join(layers)}: it counts for less than in "
-                "one process, as each rank has a part of the samples. Update Keras, or give a regularizer that divides by "
+                f"Keras {keras.__version__}, which takes their sum, and {names}: it counts for less than in one process, as "
+                "each rank has a part of the samples. Update Keras, or give a regularizer that divides by "
                 "keras.ops.shape(x)[0].",
                 stacklevel=2,
             )
