@@ -46,8 +46,8 @@ class RebalanceCallback(keras.callbacks.Callback):
             names = ", ".join(layers)
             warnings.warn(
                 "activity_regularizer: expected Keras 3.14 or newer, which takes the mean over samples. Received: "
-                f"Keras {keras.__version__}, which takes their sum, and {names}: it counts for less than in one process, as "
-                "each rank has a part of the samples. Update Keras, or give a regularizer that divides by "
+                f"Keras {keras.__version__}, which takes their sum, and {names}: it counts for less than in one "
+                "process, as each rank has a part of the samples. Update Keras, or give a regularizer that divides by "
                 "keras.ops.shape(x)[0].",
                 stacklevel=2,
             )
