@@ -1,7 +1,10 @@
 """Loading processes outlive a SIGTERM to all processes of a job, and end with their rank or their loop."""
 
+import contextlib
 import gc
 import multiprocessing.popen_fork
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -82,6 +85,46 @@ def test_they_outlive_sigterm_and_end_with_the_rank(program, arguments):
     )
     assert ended.returncode == 0 and ended.stdout.startswith("OK"), ended.stderr[-3000:]
     assert len(ended.stdout.split()) >= 2
+
+
+STUCK = """
+import sys, time
+import torch
+import hvd_hetero.torch as hvd
+from hvd_hetero.engine.local import SoloEngine
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 80
+
+    def __getitem__(self, index):
+        print("reads", flush=True)
+        time.sleep(3600)
+
+if __name__ == "__main__":
+    make = {"training": hvd.BalancedDataLoader, "evaluation": hvd.EvaluationDataLoader}[sys.argv[1]]
+    balancer = hvd.Balancer(4, engine=SoloEngine())
+    next(iter(make(Data(), balancer=balancer, num_workers=2, multiprocessing_context=sys.argv[2])))
+"""
+
+
+@pytest.mark.parametrize("kind, context, to", [
+    ("training", "fork", "all"), ("evaluation", "fork", "rank"), ("training", "forkserver", "all"),
+])
+def test_those_stuck_in_what_they_read_end_with_a_rank_that_sigterm_ends(kind, context, to, tmp_path):
+    program = tmp_path / "stuck.py"
+    program.write_text(STUCK)
+    rank = subprocess.Popen(
+        [sys.executable, program, kind, context], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        assert rank.stdout.readline() == rank.stdout.readline() == "reads\n"
+        (os.killpg if to == "all" else os.kill)(rank.pid, signal.SIGTERM)
+        rank.communicate(timeout=60)  # until nobody holds its output
+        assert rank.returncode == -signal.SIGTERM
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(rank.pid, signal.SIGKILL)
 
 
 class Numbers(torch.utils.data.Dataset):

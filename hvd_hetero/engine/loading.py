@@ -1,7 +1,7 @@
 """Processes that load for a rank, and SIGTERM.
 
 Cluster managers send it to all processes of a job. The rank then goes on to a checkpoint or commit, for which it needs
-batches: who loads them goes on as well, until the rank itself ends it.
+batches: who loads them goes on as well, until the rank itself ends it, or is gone.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import functools
 import multiprocessing
 import os
 import signal
+import threading
 from types import FrameType
 
 
@@ -24,9 +25,11 @@ class Loaders:
         atexit.register(self.end)
 
     def begin(self) -> None:
-        """To be called in such a process: from here on SIGTERM ends it once the rank has said `end`."""
+        """To be called in such a process: from here on SIGTERM ends it once the rank has said `end`, and the end of the
+        rank does at any time."""
         # A function and not SIG_IGN, which programs that it starts would inherit.
         signal.signal(signal.SIGTERM, self._hear)
+        threading.Thread(target=_end_with_rank, daemon=True).start()
 
     def end(self) -> None:
         """To be called in the rank before it ends them by SIGTERM."""
@@ -35,6 +38,14 @@ class Loaders:
     def _hear(self, number: int, frame: FrameType | None) -> None:
         if self._ended.value:
             os._exit(0)
+
+
+def _end_with_rank() -> None:
+    """A rank that is killed ends nothing, and its launcher waits until nobody holds the rank's output open."""
+    rank = multiprocessing.parent_process()
+    if rank is not None:
+        rank.join()
+        os._exit(1)
 
 
 @functools.cache
