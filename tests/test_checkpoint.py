@@ -479,3 +479,63 @@ def test_it_is_said_that_an_older_checkpoint_is_used(tmp_path, capfd):
     tear(tmp_path / "x")
     assert job.restore() and "is torn" in capfd.readouterr().err
     job.close()
+
+
+class Gone:
+    """A standard error of which nobody reads any more."""
+
+    def write(self, text):
+        raise BrokenPipeError(32, "Broken pipe")
+
+    flush = write
+
+
+def test_sigterm_is_heard_and_saved_where_nobody_reads_what_a_rank_says(tmp_path, monkeypatch):
+    """As on other hosts after the death of horovodrun: ranks go on, and who read their output has gone."""
+    state = Words(0, b"shared")
+    checkpoint = Checkpoint(tmp_path / "x", state, engine=SoloEngine(), every_steps=None)
+    try:
+        monkeypatch.setattr("sys.stderr", Gone())
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(SystemExit) as left:
+            for _ in range(3):
+                checkpoint.step()
+        assert left.value.code == LEFT and checkpoint._file.read()[0] is not None
+    finally:
+        checkpoint.close()
+
+
+def test_a_checkpoint_is_found_on_whatever_host_it_is(tmp_path, capsys):
+    """Hosts that share no folder: rank 0 of the job that goes on is on another one than that of the job before."""
+
+    def run(engine, first, text=None):
+        state = Words(engine.rank)
+        place = tmp_path / str((engine.rank + first) % 3) / "x"
+        checkpoint = Checkpoint(place, state, engine=engine, every_steps=None)
+        found = checkpoint.restore()
+        if text is not None:
+            state.shared = text
+            checkpoint.save()
+        checkpoint.close()
+        return found, state.shared
+
+    assert World(3).run(lambda engine: run(engine, 0, b"first")) == [(False, b"first")] * 3
+    assert World(3).run(lambda engine: run(engine, 1)) == [(True, b"first")] * 3
+    assert "is on the host of rank 2: it is used" in capsys.readouterr().err
+    assert World(3).run(lambda engine: run(engine, 2, b"second")) == [(True, b"second")] * 3
+    for first in range(3):
+        assert World(3).run(lambda engine, first=first: run(engine, first)) == [(True, b"second")] * 3
+    (tmp_path / "2" / "x").unlink()
+    assert World(3).run(lambda engine: run(engine, 0)) == [(True, b"first")] * 3
+
+
+def test_of_a_file_the_head_tells_which_it_is(tmp_path):
+    file = CheckpointFile(tmp_path / "x")
+    assert file.number() == 0
+    file.write([b"one"], number=3)
+    assert file.number() == 3
+    file.path.rename(file.previous)
+    assert file.number() == 3
+    for torn in (b"", b"{", b"[]\n", b'{"kind": "another"}\n', b"\xff\n"):
+        file.path.write_bytes(torn)
+        assert file.number() == 3

@@ -347,3 +347,12 @@ def test_a_scope_that_ends_leaves_the_lists_of_others_alone() -> None:
         assert ask("GET", "local_somewhere/0") == 404, "a stale address is still served"
     finally:
         server.stop()
+
+
+@needs("own_host")
+def test_a_host_that_debian_calls_127_0_1_1_is_this_one(monkeypatch):
+    from horovod.runner.util import network
+
+    names = {"me": "127.0.1.1", "other": "192.0.2.7", "nobody": None}
+    monkeypatch.setattr(network, "resolve_host_address", names.get)
+    assert network.filter_local_addresses(list(names)) == ["other", "nobody"]

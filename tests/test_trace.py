@@ -500,3 +500,24 @@ def test_a_bounded_file_stays_within_its_bound_however_often_a_run_begins_anew(t
         trace.restart(0)
     trace.close()
     assert (tmp_path / "rank-00000.jsonl").stat().st_size <= 4096
+
+
+def test_a_rank_that_was_on_several_hosts_has_one_record(tmp_path):
+    """An elastic job on hosts that share no folder: rank 1 was on b, and after b had gone on a."""
+
+    def recorded(host, rank, steps, at_s, folder=None):
+        clock = iter(range(at_s, at_s + 1000))
+        with Trace(tmp_path / (folder or host), rank=rank, clock=lambda: float(next(clock)), host=host) as trace:
+            for step in steps:
+                trace.step(step=step, samples=8)
+
+    recorded("b", 1, range(6), 1000)
+    recorded("a", 1, range(4, 10), 2000)  # from the last commit on
+    recorded("a", 2, range(6), 1000)
+    recorded("a", 3, range(6), 1000, folder="yesterday")  # another run, and no host
+    run = read(tmp_path)
+    assert [step.step for step in run.ranks[1].steps] == list(range(10))
+    assert run.ranks[1].host == "a" and run.ranks[1].sessions == 2
+    assert sorted(run.ranks) == [1, 2] and len(run.ranks[2].steps) == 6
+    with pytest.raises(FileNotFoundError, match="or with one for each host"):
+        read(tmp_path / "c")

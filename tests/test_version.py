@@ -10,6 +10,7 @@ import pytest
 from hvd_hetero import __version__
 from hvd_hetero.engine import version
 from hvd_hetero.engine.local import World
+from hvd_hetero.engine.port import CollectiveError
 from hvd_hetero.engine.version import FUSED, LOWEST, SUMS, check_lowest, check_versions, horovod_for, versions
 
 SAME = {"hvd_hetero": "1.0", "torch": "2.0"}
@@ -41,6 +42,19 @@ def test_ranks_that_sum_in_unlike_ways_are_an_error_on_all(what, first, second):
         "alike on all hosts, and set variables alike."
     }
     assert what in versions("torch")
+
+
+def test_those_that_stay_go_on_without_a_rank_of_another_version_that_joins():
+    def joined(engine, newcomers):
+        mine = {"hvd_hetero": f"{1 + (engine.rank == 2)}.0"}
+        check_versions(engine, mine, stays=engine.rank not in newcomers)
+
+    found = World(3).run(lambda engine: joined(engine, {2}), errors="return")
+    assert [type(error) for error in found] == [CollectiveError, CollectiveError, RuntimeError]
+    assert len({str(error) for error in found}) == 1
+    for newcomers in (set(), {0, 1, 2}):
+        found = World(3).run(lambda engine, those=newcomers: joined(engine, those), errors="return")
+        assert [type(error) for error in found] == [RuntimeError] * 3, "there is none to go on without"
 
 
 def test_another_version_of_others_is_told_once(capsys):

@@ -36,13 +36,16 @@ WITHOUT = {
     "absent_workers": "an elastic job waits for ever for a rank that is frozen or cannot be reached",
     "stale_workers": "an elastic job may wait for ever for a host that was given up and came back, give up one whose "
     "old workers end late, or have two processes with one rank",
-    "spared_hosts": "one dead rank of an elastic job costs all ranks of its host",
+    "spared_hosts": "one dead rank of an elastic job costs all ranks of its host, and one that leaves on SIGTERM its "
+    "host, where it is alone there",
     "left_in_order": "a rank that leaves an elastic job on SIGTERM twice in two minutes costs all ranks of its host",
     "lone_host": "an elastic job on one host waits without a word for a second one",
     "failed_job": "an elastic job whose ranks were all given up ends with status 0, as if it had succeeded",
     "run_settings": "horovod.run makes Horovod's thread spin on every rank, but under hvd_hetero's init()",
     "run_results": "horovod.run of an elastic job that has lost a rank ends with a 404, and without results",
     "termination": "horovodrun that is told to end kills its ranks 5 s later, also those that are saving a checkpoint",
+    "own_host": "horovodrun starts ranks of its own host through ssh, and does not tell them that they are to end, "
+    "where the hosts file calls it 127.0.1.1, as Debian's does",
     "in_place_copy": "an in-place all-reduce of one tensor under Gloo costs one copy more",
     "gloo_loop": "Gloo's threads wake 100 times a second each, and spin while they wait for one another",
     "gloo_send_buffer": "after sums of a few values other collectives stall, 40 ms to seconds each",

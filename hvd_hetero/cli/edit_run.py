@@ -43,6 +43,39 @@ EDITS: Final = (
         replace="import ctypes\nimport sys\n\nfrom",
     ),
     Edit(
+        name="own_host",
+        reason="Debian's hosts file gives a host's own name the address 127.0.1.1, which no interface has: horovodrun "
+        "takes its own host for another one, starts its ranks through ssh, and does not tell them that they are to end",
+        file="horovod/runner/util/network.py",
+        find="""def filter_local_addresses(all_host_names):
+    local_addresses = get_local_host_addresses()
+
+""",
+        replace="""def is_local_address(address):
+    return address is not None and (address.startswith('127.') or address in get_local_host_addresses())
+
+
+def filter_local_addresses(all_host_names):
+""",
+    ),
+    Edit(
+        name="own_host",
+        reason="who looks which hosts are others",
+        file="horovod/runner/util/network.py",
+        find="        if not host_address or host_address not in local_addresses:\n",
+        replace="        if not is_local_address(host_address):\n",
+    ),
+    Edit(
+        name="own_host",
+        reason="who starts ranks",
+        file="horovod/runner/gloo_run.py",
+        find="""        local_addresses = network.get_local_host_addresses()
+        if host_address not in local_addresses:
+""",
+        replace="""        if not network.is_local_address(host_address):
+""",
+    ),
+    Edit(
         name="termination",
         reason="horovodrun that is told to end (SIGTERM) tells the ranks, and kills them 5 s later, whatever they are "
         "at: a rank whose steps take 3 s has not saved its checkpoint by then. HOROVOD_TERMINATION_TIME gives them "

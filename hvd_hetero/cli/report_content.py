@@ -132,7 +132,8 @@ def _of_records(report: Report) -> list[str]:
     run, said = report.run, []
     if run.missing:
         said.append(f"Plans are for {len(run.plans[-1].shares)} ranks, and there is no record of "
-                    f"{', '.join(map(str, run.missing))}: bring the files of all hosts into one folder.")
+                    f"{', '.join(map(str, run.missing))}: bring those of all hosts together, "
+                    "each host's files into a folder of its name.")
     elif len(run.present) > 1 and not report.merges and report.waits.steps < 2:
         said.append("Too few steps were recorded by all ranks to tell who waits for whom.")
     last = max((rank.steps[-1].step for rank in run.present.values() if rank.steps), default=0)

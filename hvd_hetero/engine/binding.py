@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from . import elastic, farewell
 from .build import installed_build
-from .environment import is_elastic, prepare_init, prepare_wait, started, started_otherwise
+from .environment import gloo_allreduce, is_elastic, prepare_init, prepare_wait, started, started_otherwise
 from .port import Engine
 from .version import check_versions, versions
 
@@ -25,6 +25,11 @@ _ENGINES = {
 
 
 INIT_S = 120.0  # an elastic job tries for so long to bring its ranks together
+UNLIKE = (
+    "hvd_hetero: the first exchange of the ranks failed. Where none of them is gone: the Gloo of this one sums by "
+    "{!r}, which has to be the same on all. Build Horovod alike on all hosts (hvd-hetero doctor), and set "
+    "HOROVOD_GLOO_ALLREDUCE alike, or not at all."
+)
 
 
 def _class(framework: str) -> Any:
@@ -69,10 +74,16 @@ def _come_together(framework: str, *args: Any, **kwargs: Any) -> Methods:
     _initialise(binding, *args, **kwargs)
     if binding.size() == 1 and not (is_elastic() or args or kwargs.get("comm")):
         _check_alone()
+    stays = framework in _again
     _again[framework] = functools.partial(_come_together, framework, *args, **kwargs)
     engine = _class(framework)()
-    engine.watch()
-    check_versions(engine, versions(framework))
+    try:
+        engine.watch()
+    except engine.failure:
+        if not is_elastic():
+            print(UNLIKE.format(gloo_allreduce()), file=sys.stderr, flush=True)
+        raise
+    check_versions(engine, versions(framework), stays=stays)
     methods: Methods = engine.settle()
     return methods
 

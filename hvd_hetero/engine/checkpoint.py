@@ -5,6 +5,7 @@ For any framework: a state says what there is to keep, as bytes.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -61,7 +62,7 @@ class Checkpoint:
     """A job's checkpoint file, written by rank 0. Constructing one is a collective call.
 
     Args:
-        path: of the file; only rank 0 needs to see it.
+        path: of the file. Hosts that share no folder have one each, of which the newest is used.
         state: what is kept: an `hvd.elastic.TorchState` or `KerasState`.
         engine: the ranks.
         every_steps: `step` saves after so many steps; None: only when the job has to end.
@@ -76,6 +77,7 @@ class Checkpoint:
     ) -> None:
         self._file, self._state, self._engine, self._every = CheckpointFile(path), state, engine, every_steps
         self._steps = 0
+        self._number = 0  # of checkpoints that this job has written; a newer one has a greater
         self._joins = self._agree(goes_on=False)
         engine.remember(self._rebuild)
         self._asking: Handle | None = None
@@ -90,9 +92,9 @@ class Checkpoint:
         """Returns where all ranks save at the same steps: whether any of them has trained before, of which one is that
         `goes_on`. A collective call."""
         wrong = "" if hasattr(self._state, "shared_content") else type(self._state).__name__
-        mine = json.dumps([repr(self._every), self._steps, goes_on, wrong])
+        mine = json.dumps([repr(self._every), self._steps, goes_on, wrong, max(self._number, self._file.number())])
         said = list(map(json.loads, gather_text(self._engine, mine, name="hvd_hetero.checkpoint.every_steps")))
-        intervals, steps, going_on, kinds = zip(*said, strict=True)
+        intervals, steps, going_on, kinds, numbers = zip(*said, strict=True)
         if any(kinds):
             received = "; ".join(f"rank {rank}: {kind}" for rank, kind in enumerate(kinds) if kind)
             raise TypeError(f"state: expected an hvd.elastic.TorchState or KerasState. Received: {received}.")
@@ -101,6 +103,7 @@ class Checkpoint:
             raise ValueError(f"every_steps: expected the same on every rank. Received: {received}.")
         if self._every is not None and (not isinstance(self._every, int) or self._every < 1):
             raise ValueError(f"every_steps: expected an integer of at least 1, or None. Received: {self._every!r}.")
+        self._number = max(numbers)
         self._steps = max(steps)  # of ranks that have joined, or that broke off in unlike steps
         return any(going_on)
 
@@ -122,7 +125,9 @@ class Checkpoint:
             self.save()
         if leaving:
             ranks = ", ".join(map(str, leaving))
-            print(f"hvd_hetero: rank {ranks} was told to end: saved to {self._file.path}.", file=sys.stderr, flush=True)
+            with contextlib.suppress(OSError, ValueError):
+                text = f"hvd_hetero: rank {ranks} was told to end: saved to {self._file.path}."
+                print(text, file=sys.stderr, flush=True)
             raise SystemExit(LEFT)
 
     def _leaving(self) -> Sequence[int]:
@@ -156,10 +161,11 @@ class Checkpoint:
         owns, problem = gather_bytes(engine, own, name="hvd_hetero.checkpoint.own", root=0), ""
         if engine.rank == 0:
             try:
-                self._file.write(_packed([self._state.shared_content(), *owns]))
+                self._file.write(_packed([self._state.shared_content(), *owns]), number=self._number + 1)
             except Exception as error:
                 problem = f"{type(error).__name__}: {error}"
         self._check(problem, name="saved")
+        self._number += 1
 
     def _check(self, problem: str, *, name: str) -> None:
         """Raises CheckpointError on every rank, where one has a problem with saving."""
@@ -187,7 +193,15 @@ class Checkpoint:
     def _read(self) -> bool:
         """See `restore`."""
         engine, content, problem, parts = self._engine, None, "", []
-        if engine.rank == 0:
+        # Where hosts share no folder, it is on that of an earlier job's rank 0, or, elastic, of several.
+        texts = gather_text(engine, str(self._file.number()), name="hvd_hetero.checkpoint.newest")
+        numbers = list(map(int, texts))
+        root = numbers.index(max(numbers))
+        self._number = numbers[root]
+        if engine.rank == root:
+            if root:
+                place = f"the newest checkpoint at {self._file.path} is on the host of rank {root}"
+                print(f"hvd_hetero: {place}: it is used.", file=sys.stderr, flush=True)
             try:
                 content, problem = self._file.read()
                 parts = [] if content is None else _unpacked(content)
@@ -198,16 +212,16 @@ class Checkpoint:
                 print(f"hvd_hetero: {problem}: the checkpoint before it is used.", file=sys.stderr, flush=True)
         else:
             said = {}
-        said = json.loads(gather_text(engine, json.dumps(said), name="hvd_hetero.checkpoint.found")[0])
+        said = json.loads(gather_text(engine, json.dumps(said), name="hvd_hetero.checkpoint.found")[root])
         if said["error"]:
             raise CheckpointError(said["error"])
         if not said["parts"]:
             return False
         self._state.settle()
-        shared = broadcast_bytes(engine, parts[0] if parts else b"", root=0, name="hvd_hetero.checkpoint.shared")
+        shared = broadcast_bytes(engine, parts[0] if parts else b"", root=root, name="hvd_hetero.checkpoint.shared")
         self._load(self._state.load_shared_content, shared)
         if said["parts"] == 1 + engine.size:
-            mine = scatter_bytes(engine, parts[1:], root=0, name="hvd_hetero.checkpoint.own")
+            mine = scatter_bytes(engine, parts[1:], root=root, name="hvd_hetero.checkpoint.own")
             self._load(self._state.load_own_content, mine)
         return True
 

@@ -33,7 +33,17 @@ class CheckpointFile:
         self.path = Path(os.path.realpath(path))  # a link stays one
         self.previous = self.path.with_name(self.path.name + ".previous")
 
-    def write(self, pieces: Sequence[bytes]) -> None:
+    def number(self) -> int:
+        """How many checkpoints of this job were written before the newest one here, itself included, as its first line
+        says; 0 where there is none. Files of earlier versions count as the first."""
+        numbers = [0]
+        for path in (self.path, self.previous):
+            with contextlib.suppress(OSError, ValueError, TypeError), open(path, "rb") as file:
+                head = json.loads(file.readline(LONGEST_LINE))
+                numbers.append(int(head.get("number", 1)) if isinstance(head, dict) and head.get("kind") == KIND else 0)
+        return max(numbers)
+
+    def write(self, pieces: Sequence[bytes], *, number: int = 1) -> None:
         """Takes the place of what was there. Raises OSError, with nothing lost, where it cannot be written."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         new = self.path.with_name(f".{self.path.name}.{os.getpid()}.new")
@@ -41,7 +51,7 @@ class CheckpointFile:
         digest = hashlib.sha256()
         for piece in pieces:
             digest.update(piece)
-        head = {"kind": KIND, "bytes": sum(map(len, pieces)), "sha256": digest.hexdigest()}
+        head = {"kind": KIND, "number": number, "bytes": sum(map(len, pieces)), "sha256": digest.hexdigest()}
         try:
             with open(new, "wb") as file:
                 file.write(json.dumps(head).encode() + b"\n")

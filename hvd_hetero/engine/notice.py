@@ -7,6 +7,7 @@ second one that comes later acts as it always did.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -53,8 +54,9 @@ class Notice:
             os.kill(os.getpid(), number)
         elif self._first_s is None:
             self._first_s = time.monotonic()
-            print(f"hvd_hetero: SIGTERM: {self._text}", file=sys.stderr, flush=True)
             self.hear()
+            with contextlib.suppress(OSError, ValueError):  # whoever started this process, and read it, may be gone
+                print(f"hvd_hetero: SIGTERM: {self._text}", file=sys.stderr, flush=True)
         elif time.monotonic() - self._first_s >= ONE_S:
             self.close()
             os.kill(os.getpid(), number)

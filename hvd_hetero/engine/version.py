@@ -83,13 +83,18 @@ def versions(framework: str) -> dict[str, str]:
     return found
 
 
-def check_versions(engine: Engine, mine: Mapping[str, str]) -> None:
+def check_versions(engine: Engine, mine: Mapping[str, str], *, stays: bool = False) -> None:
     """Returns when all ranks have this version of this package; rank 0 warns of other differences. A collective call.
 
+    `stays`: this rank was in the job before others joined.
+
     Raises:
-        RuntimeError: on every rank, with who has which, where something of `VITAL` differs.
+        RuntimeError: on every rank, with who has which, where something of `VITAL` differs. Where ranks have joined
+            that differ, those that stay raise what an exchange raises when a peer is gone: they go on without them.
     """
-    said = [json.loads(text) for text in gather_text(engine, json.dumps(dict(mine)), name="hvd_hetero.versions")]
+    texts = gather_text(engine, json.dumps({**mine, "stays": stays}), name="hvd_hetero.versions")
+    said = [json.loads(text) for text in texts]
+    stay = [bool(theirs.pop("stays", False)) for theirs in said]
     for name in mine:
         by_version: dict[str, list[int]] = {}
         for rank, theirs in enumerate(said):
@@ -98,6 +103,10 @@ def check_versions(engine: Engine, mine: Mapping[str, str]) -> None:
             continue
         text = ", ".join(f"{version} on rank {', '.join(map(str, ranks))}" for version, ranks in by_version.items())
         if name in VITAL:
-            raise RuntimeError(f"{name}: expected one version on all ranks. Received: {text}. {VITAL[name]}")
+            words = f"{name}: expected one version on all ranks. Received: {text}. {VITAL[name]}"
+            of_those = {theirs.get(name, "none") for theirs, stays_too in zip(said, stay, strict=True) if stays_too}
+            if stays and len(of_those) == 1:
+                raise engine.failure[0](words)
+            raise RuntimeError(words)
         if engine.rank == 0:
             print(f"hvd_hetero: {name} differs between ranks: {text}.", file=sys.stderr, flush=True)

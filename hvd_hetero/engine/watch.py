@@ -244,9 +244,11 @@ class Watch:
         """Ends this process, with what it is doing."""
         where = f"It is at {script.line()}:\n{script.stack()}".rstrip()
         self._say(f"hvd_hetero: {self._company.me} ends with an error: {reason}. {where}")
-        sys.stdout.flush()
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
         self._leave(LEFT)
 
 
 def _to_stderr(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError, ValueError):  # whoever read it may be gone; the watch goes on
+        print(text, file=sys.stderr, flush=True)

@@ -23,7 +23,7 @@ class Checkpoint(checkpoint.Checkpoint):
     collective call.
 
     Args:
-        path: of the file; only rank 0 needs to see it.
+        path: of the file. Hosts that share no folder have one each, of which the newest is used.
         state: what is kept.
         every_steps: `step` saves after so many steps; None: only when the job has to end.
 

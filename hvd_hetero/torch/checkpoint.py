@@ -32,7 +32,7 @@ class Checkpoint(checkpoint.Checkpoint):
     that rank leaves at the next commit instead. Constructing one is a collective call, also for a rank that joins.
 
     Args:
-        path: of the file; only rank 0 needs to see it.
+        path: of the file. Hosts that share no folder have one each, of which the newest is used.
         state: what is kept.
         every_steps: `step` saves after so many steps; None: only when the job has to end.
 

@@ -2,16 +2,21 @@
 
 A run may have been killed in the middle of a line, and resumed: lines that are no JSON are counted and passed over, and
 what a resumed run does again (it goes back to its checkpoint) takes the place of the first time.
+
+Where hosts share no folder, the files of each come into a folder of its name, within one: a rank of an elastic job may
+have been on several, of which each has a file of that rank.
 """
 
 from __future__ import annotations
 
+import contextlib
+import glob
 import json
 import math
 import os
 import re
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -156,38 +161,80 @@ def read(folder: str | os.PathLike[str]) -> Run:
         NewerFormatError: a record was written by a newer hvd_hetero.
     """
     folder = os.fspath(folder)
-    names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
-    names = [name for name in names if re.fullmatch(r"rank-\d+\.jsonl", name)]
-    if not names:
-        raise FileNotFoundError(f"Expected a folder with the record of a run, rank-00000.jsonl and so on. Received: "
-                                f"{folder}.")
-    ranks = [_read_rank(os.path.join(folder, name)) for name in names]
-    return Run(folder=folder, ranks={r.rank: r for r in sorted(ranks, key=lambda r: r.rank)})
+    files = _files(folder)
+    if not files:
+        raise FileNotFoundError("Expected a folder with the record of a run, rank-00000.jsonl and so on, or with one "
+                                f"for each host, named as it. Received: {folder}.")
+    return Run(folder=folder, ranks={rank: _read_rank(rank, files[rank]) for rank in sorted(files)})
 
 
-def _read_rank(path: str) -> RankRun:
-    run = RankRun(rank=int(os.path.basename(path)[len("rank-"):-len(".jsonl")]))
+def _files(folder: str) -> dict[int, list[str]]:
+    """Those of each rank."""
+    found: dict[int, list[str]] = {}
+    for within in ("", "*"):
+        for path in sorted(glob.glob(os.path.join(glob.escape(folder), within, "rank-*.jsonl"))):
+            place, name = os.path.split(path)
+            number = re.fullmatch(r"rank-(\d+)\.jsonl", name)
+            if number and (not within or _host(path) == os.path.basename(place)):
+                found.setdefault(int(number[1]), []).append(path)
+    return found
+
+
+def _host(path: str) -> str:
+    """The host of which a file tells first; "" where it does not."""
+    with contextlib.suppress(OSError, ValueError, AttributeError), open(path, encoding="utf-8") as lines:
+        return str(json.loads(lines.readline()).get("host", ""))
+    return ""
+
+
+def _lines(paths: Sequence[str]) -> Iterator[str]:
+    """Those of a rank's files. Of several files, the sessions in the order in which they began."""
+    sessions: list[tuple[float, list[str]]] = []
+    for path in paths:
+        sessions.append((-math.inf, []))
+        with open(path, encoding="utf-8", errors="replace") as lines:
+            for line in filter(str.strip, lines):
+                if (head := _head(line)) is not None:
+                    began = head.get("t_s")  # by the clock of its host
+                    sessions.append((float(began) if isinstance(began, (int, float)) else 0.0, []))
+                sessions[-1][1].append(line)
+    if len(paths) > 1:
+        sessions.sort(key=lambda session: session[0])
+    for _, lines_of_one in sessions:
+        yield from lines_of_one
+
+
+def _head(line: str) -> dict[str, Any] | None:
+    """The line with which a session begins, where this is one."""
+    with contextlib.suppress(ValueError):
+        entry = json.loads(line) if line.startswith("{") else None
+        if isinstance(entry, dict) and "format" in entry:
+            return entry
+    return None
+
+
+def _read_rank(rank: int, paths: Sequence[str]) -> RankRun:
+    run = RankRun(rank=rank)
     fields: Sequence[str] = FIELDS
     plans_before: int | None = None      # set from the header of a resumed run to its first step
     events_before = 0
-    with open(path, encoding="utf-8", errors="replace") as lines:
-        for line in filter(str.strip, lines):
-            try:
-                entry = json.loads(line)
-                if isinstance(entry, dict) and "format" in entry:
-                    _check(entry["format"], path)
-                    fields, plans_before, events_before = tuple(entry["fields"]), len(run.plans), len(run.events)
-                    run.sessions += 1
-                    run.host = str(entry.get("host") or run.host)
-                    continue
-                if isinstance(entry, list) and plans_before is not None:
-                    first = _step(fields, entry).step
-                    _go_back(run, first, plans_before, events_before)
-                    run.session_starts.add(first)
-                    plans_before = None
-                _take(run, fields, entry)
-            except (ValueError, TypeError, KeyError):
-                run.unreadable += 1
+    for line in _lines(paths):
+        try:
+            entry = json.loads(line)
+            if isinstance(entry, dict) and "format" in entry:
+                _check(entry["format"], ", ".join(paths))
+                fields, plans_before, events_before = tuple(entry["fields"]), len(run.plans), len(run.events)
+                run.sessions += 1
+                run.host = str(entry.get("host") or run.host)
+                continue
+            if isinstance(entry, list) and plans_before is not None:
+                first = _step(fields, entry).step
+                _go_back(run, first, plans_before, events_before)
+                run.session_starts.add(first)
+                plans_before = None
+            _take(run, fields, entry)
+        except (ValueError, TypeError, KeyError):
+            run.unreadable += 1
     return run
 
 
