@@ -6,12 +6,13 @@ import types
 import pytest
 
 from hvd_hetero.engine import binding
+from hvd_hetero.engine.port import CollectiveError
 
 
 class Engine:
     """One of a framework that is there."""
 
-    binding = "a_binding"
+    binding, failure = "a_binding", (CollectiveError,)
 
     def watch(self):
         pass
@@ -24,7 +25,7 @@ def stand_in(monkeypatch, **horovod):
     """For Horovod, of two ranks unless it says otherwise."""
     monkeypatch.setitem(sys.modules, "a_binding", types.SimpleNamespace(**{"size": lambda: 2, **horovod}))
     monkeypatch.setattr(binding, "_class", lambda framework: Engine)
-    monkeypatch.setattr(binding, "check_versions", lambda engine, mine: None)
+    monkeypatch.setattr(binding, "check_versions", lambda engine, mine, stays: None)
     monkeypatch.setattr(binding, "prepare_wait", lambda: None)
     monkeypatch.setattr(binding, "prepare_init", lambda: None)
     monkeypatch.setattr(binding, "_prepares", {})
@@ -42,6 +43,31 @@ def test_settings_are_chosen_by_whoever_initialises_first_for_good(monkeypatch, 
         binding.init("torch")
         state["there"] = False  # as after a shutdown
     assert chosen == prepared
+
+
+def test_a_rank_that_was_in_the_job_before_others_joined_says_so(monkeypatch):
+    stand_in(monkeypatch, is_initialized=lambda: False, init=lambda: None)
+    said = []
+    monkeypatch.setattr(binding, "check_versions", lambda engine, mine, stays: said.append(stays))
+    for _ in range(2):
+        binding.init("torch")
+    assert said == [False, True]
+
+
+@pytest.mark.parametrize("elastic", [False, True])
+def test_a_first_exchange_that_fails_says_how_gloo_sums(monkeypatch, capsys, elastic):
+    """In an elastic job it fails where ranks die, too."""
+    stand_in(monkeypatch, is_initialized=lambda: False, init=lambda: None)
+    monkeypatch.setattr(binding, "is_elastic", lambda: elastic)
+    monkeypatch.setattr(binding, "gloo_allreduce", lambda: "hierarchical")
+
+    def fails(engine):
+        raise CollectiveError("timed out")
+
+    monkeypatch.setattr(Engine, "watch", fails)
+    with pytest.raises(CollectiveError, match="timed out"):
+        binding.init("torch")
+    assert ("this one sums by 'hierarchical'" in capsys.readouterr().err) != elastic
 
 
 SIZES = (

@@ -34,9 +34,6 @@ def test_the_elastic_driver_gives_up_workers_that_do_not_come() -> None:
         def finished(self):
             return False
 
-        def left_in_order(self, host, slot):
-            return False
-
         def stop(self, error_message=None): ...
 
         def resume(self):
@@ -108,18 +105,15 @@ class Job(NamedTuple):
 
 
 @contextmanager
-def elastic_job(
-    hosts: dict[str, int], least: int | None = None, cooldown: tuple[int, int] | None = (1, 1)
-) -> Iterator[Job]:
-    """A job with a worker in each of the hosts' slots, of which it needs at `least` so many."""
+def elastic_job(hosts: dict[str, int]) -> Iterator[Job]:
+    """A job with a worker in each of the hosts' slots."""
     from horovod.runner.elastic.discovery import FixedHosts
     from horovod.runner.elastic.driver import ElasticDriver
     from horovod.runner.elastic.rendezvous import create_rendezvous_handler
 
     server = SimpleNamespace(init=lambda assignments: None, stop=lambda: None)
     ranks = sum(hosts.values())
-    least = ranks if least is None else least
-    driver = ElasticDriver(server, FixedHosts(hosts), least, ranks, timeout=LIMIT_S, cooldown_range=cooldown)
+    driver = ElasticDriver(server, FixedHosts(hosts), ranks, ranks, timeout=LIMIT_S, cooldown_range=(1, 1))
     handler = create_rendezvous_handler(driver)
     asked = handler.__new__(handler)
     workers = Workers()
@@ -189,16 +183,6 @@ def test_a_worker_that_leaves_in_order_is_started_anew_however_often(job: Job) -
         assert not driver._host_manager.is_blacklisted("b")
     # One that fails then is no accident if it does so again.
     assert ("b", 0) not in driver._restarted
-
-
-@needs("left_in_order")
-def test_a_worker_that_leaves_in_order_is_started_anew_also_where_its_host_has_no_other() -> None:
-    with elastic_job({"a": 1, "b": 1}, least=1, cooldown=None) as (driver, workers, ask):
-        number = next(slot.worker for slot in workers.slots if slot.hostname == "a")
-        workers.end(workers.find("b", 0), status=LEFT)
-        assert ask(f"a:0:{number}")[:2] == [0, 2], "its place is not filled again"
-        workers.wait_for(3)
-        assert not driver._host_manager.is_blacklisted("b")
 
 
 @needs("spared_hosts")

@@ -36,8 +36,7 @@ WITHOUT = {
     "absent_workers": "an elastic job waits for ever for a rank that is frozen or cannot be reached",
     "stale_workers": "an elastic job may wait for ever for a host that was given up and came back, give up one whose "
     "old workers end late, or have two processes with one rank",
-    "spared_hosts": "one dead rank of an elastic job costs all ranks of its host, and one that leaves on SIGTERM its "
-    "host, where it is alone there",
+    "spared_hosts": "one dead rank of an elastic job costs all ranks of its host",
     "left_in_order": "a rank that leaves an elastic job on SIGTERM twice in two minutes costs all ranks of its host",
     "lone_host": "an elastic job on one host waits without a word for a second one",
     "failed_job": "an elastic job whose ranks were all given up ends with status 0, as if it had succeeded",

@@ -15,8 +15,7 @@ EDITS: Final = (
         name="spared_hosts",
         reason="when one worker fails, its host is given up: healthy workers on it are ended as well, and with them, "
         "where others have just failed, the last that have the state of the job. Now a host with a worker that is "
-        "ready, or whose worker has left in order, is spared: only the failed one is started anew, unless that "
-        "happened a short while ago",
+        "ready is spared: only the failed one is started anew, unless that happened a short while ago",
         file=_REGISTRATION,
         find="""        for host, slot in failures:
             self._host_manager.blacklist(host)
@@ -24,8 +23,7 @@ EDITS: Final = (
         replace="""        ready = {host for (host, slot), state in self._states.items() if state == READY}
         for host, slot in sorted(failures, key=lambda key: (key[1] == 0, key)):
             alone = all(other == host for other, _ in failures)
-            given_up = host not in ready and not self._driver.left_in_order(host, slot)
-            if given_up or not self._driver.spare(host, slot, self._states, alone):
+            if host not in ready or not self._driver.spare(host, slot, self._states, alone):
                 self._host_manager.blacklist(host)
 """,
     ),
@@ -36,10 +34,7 @@ EDITS: Final = (
         "go on without",
         file=_DRIVER,
         find="    def world_size(self):\n",
-        replace="""    def left_in_order(self, host, slot):
-        return (host, slot) in self._left
-
-    def spare(self, host, slot, states, alone):
+        replace="""    def spare(self, host, slot, states, alone):
         now = time.time()
         last, count = self._restarted.get((host, slot), (0, 0))
         left = (host, slot) in self._left
