@@ -189,19 +189,24 @@ def _host(path: str) -> str:
 
 def _lines(paths: Sequence[str]) -> Iterator[str]:
     """Those of a rank's files. Of several files, the sessions in the order in which they began."""
+    if len(paths) == 1:
+        yield from _lines_of(paths[0])
+        return
     sessions: list[tuple[float, list[str]]] = []
     for path in paths:
         sessions.append((-math.inf, []))
-        with open(path, encoding="utf-8", errors="replace") as lines:
-            for line in filter(str.strip, lines):
-                if (head := _head(line)) is not None:
-                    began = head.get("t_s")  # by the clock of its host
-                    sessions.append((float(began) if isinstance(began, (int, float)) else 0.0, []))
-                sessions[-1][1].append(line)
-    if len(paths) > 1:
-        sessions.sort(key=lambda session: session[0])
-    for _, lines_of_one in sessions:
-        yield from lines_of_one
+        for line in _lines_of(path):
+            if (head := _head(line)) is not None:
+                began = head.get("t_s")  # by the clock of its host
+                sessions.append((float(began) if isinstance(began, (int, float)) else 0.0, []))
+            sessions[-1][1].append(line)
+    for _, lines in sorted(sessions, key=lambda session: session[0]):
+        yield from lines
+
+
+def _lines_of(path: str) -> Iterator[str]:
+    with open(path, encoding="utf-8", errors="replace") as lines:
+        yield from filter(str.strip, lines)
 
 
 def _head(line: str) -> dict[str, Any] | None:
