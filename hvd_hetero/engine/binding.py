@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import sys
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -13,6 +12,7 @@ from . import elastic, farewell
 from .build import installed_build
 from .environment import gloo_allreduce, is_elastic, prepare_init, prepare_wait, started, started_otherwise
 from .port import Engine
+from .stderr import tell
 from .version import check_versions, versions
 
 T = TypeVar("T")
@@ -81,7 +81,7 @@ def _come_together(framework: str, *args: Any, **kwargs: Any) -> Methods:
         engine.watch()
     except engine.failure:
         if not is_elastic():
-            print(UNLIKE.format(gloo_allreduce()), file=sys.stderr, flush=True)
+            tell(UNLIKE.format(gloo_allreduce()))
         raise
     check_versions(engine, versions(framework), stays=stays)
     methods: Methods = engine.settle()
@@ -105,7 +105,7 @@ def _initialise(horovod: Any, *args: Any, **kwargs: Any) -> None:
                     "--network-interfaces), and that no process set of init() is of all ranks or given twice."
                 ) from error
             text = "hvd_hetero: a rank was lost while ranks came together; they do so again."
-            print(text, file=sys.stderr, flush=True)
+            tell(text)
             horovod.shutdown()
             time.sleep(1.0)
 
@@ -122,10 +122,10 @@ def _check_alone() -> None:
         )
     if told := started_otherwise():
         name, size = told
-        print(
+        tell(
             f"hvd_hetero: {name} says that {size} processes were started, and each is a Horovod job of one rank: start "
-            "Horovod's ranks with horovodrun, mpirun, or srun --mpi=pmix.", file=sys.stderr, flush=True,
-        )  # fmt: skip
+            "Horovod's ranks with horovodrun, mpirun, or srun --mpi=pmix."
+        )
 
 
 def shutdown(framework: str) -> None:

@@ -5,11 +5,9 @@ For any framework: a state says what there is to keep, as bytes.
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
 import os
-import sys
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -19,6 +17,7 @@ from .checkpoint_file import CheckpointError, CheckpointFile
 from .environment import is_elastic
 from .notice import LEFT, Notice
 from .port import Engine, Handle, broadcast_bytes, gather_bytes, gather_text, scatter_bytes
+from .stderr import tell
 
 
 class State(Protocol):
@@ -125,9 +124,7 @@ class Checkpoint:
             self.save()
         if leaving:
             ranks = ", ".join(map(str, leaving))
-            with contextlib.suppress(OSError, ValueError):
-                text = f"hvd_hetero: rank {ranks} was told to end: saved to {self._file.path}."
-                print(text, file=sys.stderr, flush=True)
+            tell(f"hvd_hetero: rank {ranks} was told to end: saved to {self._file.path}.")
             raise SystemExit(LEFT)
 
     def _leaving(self) -> Sequence[int]:
@@ -201,7 +198,7 @@ class Checkpoint:
         if engine.rank == root:
             if root:
                 place = f"the newest checkpoint at {self._file.path} is on the host of rank {root}"
-                print(f"hvd_hetero: {place}: it is used.", file=sys.stderr, flush=True)
+                tell(f"hvd_hetero: {place}: it is used.")
             try:
                 content, problem = self._file.read()
                 parts = [] if content is None else _unpacked(content)
@@ -209,7 +206,7 @@ class Checkpoint:
             except (CheckpointError, OSError) as error:
                 said = {"error": str(error), "parts": 0}
             if problem:
-                print(f"hvd_hetero: {problem}: the checkpoint before it is used.", file=sys.stderr, flush=True)
+                tell(f"hvd_hetero: {problem}: the checkpoint before it is used.")
         else:
             said = {}
         said = json.loads(gather_text(engine, json.dumps(said), name="hvd_hetero.checkpoint.found")[root])

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import functools
 import importlib
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 from .notice import LEFT, Notice
+from .stderr import tell
 
 T = TypeVar("T")
 
@@ -63,7 +63,7 @@ def let_leave(leaving: Sequence[int], *, rank: int) -> None:
         raise SystemExit(LEFT)
     if leaving:
         ranks = ", ".join(map(str, leaving))
-        print(f"hvd_hetero: rank {ranks} leaves, as it was told to.", file=sys.stderr, flush=True)
+        tell(f"hvd_hetero: rank {ranks} leaves, as it was told to.")
         exceptions = importlib.import_module("horovod.common.exceptions")
         raise exceptions.HostsUpdatedInterrupt(False)
 
@@ -115,10 +115,10 @@ def run(
                         raise
                     if not failures.again(commits=state.commits, size=ranks):
                         words = f"failed {MOST_FAILURES + 1} times in a row, with no commit in between: giving up."
-                        print(f"hvd_hetero: this job has {words}", file=sys.stderr, flush=True)
+                        tell(f"hvd_hetero: this job has {words}")
                         raise
                     why = explain() or str(error)
-                    print(f"hvd_hetero: {why}. Going back to the last commit.", file=sys.stderr, flush=True)
+                    tell(f"hvd_hetero: {why}. Going back to the last commit.")
                     state.break_off()
                     state.restore()
                     changed = True

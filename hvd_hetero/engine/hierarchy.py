@@ -14,7 +14,6 @@ Process sets are few, because each costs its members a negotiation in every cycl
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -24,6 +23,7 @@ from hvd_hetero.policy.topology import Topology
 
 from .environment import is_elastic
 from .port import Engine, Steps
+from .stderr import tell
 
 
 class Sum(Protocol):
@@ -96,7 +96,7 @@ def topology_now(engine: Engine, topology: Topology | str | None) -> Topology | 
             f"hvd_hetero: the topology is one of {topology.size} ranks, and there are {engine.size}: going on as with "
             'topology="auto".'
         )
-        print(text, file=sys.stderr, flush=True)
+        tell(text)
     return "auto"
 
 

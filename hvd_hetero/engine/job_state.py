@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import copy
 import importlib
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from . import elastic
 from .environment import came_later
+from .stderr import tell
 
 _exceptions: Any = importlib.import_module("horovod.common.exceptions")
 _horovod_elastic: Any = importlib.import_module("horovod.common.elastic")
@@ -192,7 +192,7 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
         found = late is not None and not any(held[root][:2]) and late()  # then on all ranks
         if not found and horovod.rank() == root and not self._synced and came_later():
             text = "hvd_hetero: no process has the state of this job: it begins anew, as the script does."
-            print(text, file=sys.stderr, flush=True)
+            tell(text)
         for part in self._parts.values():
             self._sync_part(part, root)
         # Who joins has made nothing of what `train` has made; from here on all ranks number alike.
@@ -282,7 +282,7 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
             late = part.unknown(state["parts"][name]) if hasattr(part, "unknown") else ()
             if late and self._horovod.rank() == 0:
                 text = f"hvd_hetero: not made before the checkpoint was restored, so begun anew: {', '.join(late)}."
-                print(text, file=sys.stderr, flush=True)
+                tell(text)
         for name, value in state["values"].items():
             setattr(self, name, value)
         self.load_sum_states(())

@@ -7,15 +7,15 @@ second one that comes later acts as it always did.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
+
+from .stderr import tell
 
 ONE_S = 5.0  # signals within so long are one
 LEFT = 75  # exit status of who left in order: a temporary failure (sysexits.h); try again
@@ -55,8 +55,7 @@ class Notice:
         elif self._first_s is None:
             self._first_s = time.monotonic()
             self.hear()
-            with contextlib.suppress(OSError, ValueError):  # whoever started this process, and read it, may be gone
-                print(f"hvd_hetero: SIGTERM: {self._text}", file=sys.stderr, flush=True)
+            tell(f"hvd_hetero: SIGTERM: {self._text}")
         elif time.monotonic() - self._first_s >= ONE_S:
             self.close()
             os.kill(os.getpid(), number)

@@ -7,7 +7,6 @@ import importlib
 import json
 import platform
 import re
-import sys
 from collections.abc import Mapping
 from importlib import metadata
 from typing import Any
@@ -16,6 +15,7 @@ from hvd_hetero import __version__
 
 from .environment import fused_bytes, gloo_allreduce, repairs
 from .port import Engine, gather_text
+from .stderr import tell
 
 PACKAGES = ("horovod", "numpy")  # and the framework
 SUMS = "Gloo's all-reduce"
@@ -109,4 +109,4 @@ def check_versions(engine: Engine, mine: Mapping[str, str], *, stays: bool = Fal
                 raise engine.failure[0](words)
             raise RuntimeError(words)
         if engine.rank == 0:
-            print(f"hvd_hetero: {name} differs between ranks: {text}.", file=sys.stderr, flush=True)
+            tell(f"hvd_hetero: {name} differs between ranks: {text}.")

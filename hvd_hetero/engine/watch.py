@@ -30,6 +30,7 @@ from .notice import LEFT
 from .peer import Ear, Peer, ask
 from .remembered import Remembered
 from .sleep import wait_until
+from .stderr import tell
 from .waits import Wait, Waits
 
 PERIOD_S = 0.5  # between looks at what this rank waits for
@@ -53,7 +54,7 @@ class Watch:
         leave: Callable[[int], Any] = os._exit,
     ) -> None:
         self._patience, self._leave = patience, leave
-        self._say = say or _to_stderr
+        self._say = say or tell
         self.hearers = Remembered()  # of each story, besides people
         self._waits = Waits()
         self._company = Company(lambda: self._waits.submitted)
@@ -247,8 +248,3 @@ class Watch:
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.flush()
         self._leave(LEFT)
-
-
-def _to_stderr(text: str) -> None:
-    with contextlib.suppress(OSError, ValueError):  # whoever read it may be gone; the watch goes on
-        print(text, file=sys.stderr, flush=True)
