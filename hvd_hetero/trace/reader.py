@@ -2,21 +2,15 @@
 
 A run may have been killed in the middle of a line, and resumed: lines that are no JSON are counted and passed over, and
 what a resumed run does again (it goes back to its checkpoint) takes the place of the first time.
-
-Where hosts share no folder, the files of each come into a folder of its name, within one: a rank of an elastic job may
-have been on several, of which each has a file of that rank.
 """
 
 from __future__ import annotations
 
-import contextlib
-import glob
 import json
 import math
 import os
-import re
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -25,6 +19,7 @@ from typing import Any
 
 from hvd_hetero.policy.replan import Plan
 
+from .files import files, lines
 from .record import FIELDS, FORMAT
 
 PAUSE = 10.0      # an interval so many times longer than the median one is a pause (a checkpoint, a validation)
@@ -161,61 +156,11 @@ def read(folder: str | os.PathLike[str]) -> Run:
         NewerFormatError: a record was written by a newer hvd_hetero.
     """
     folder = os.fspath(folder)
-    files = _files(folder)
-    if not files:
+    found = files(folder)
+    if not found:
         raise FileNotFoundError("Expected a folder with the record of a run, rank-00000.jsonl and so on, or with one "
                                 f"for each host, named as it. Received: {folder}.")
-    return Run(folder=folder, ranks={rank: _read_rank(rank, files[rank]) for rank in sorted(files)})
-
-
-def _files(folder: str) -> dict[int, list[str]]:
-    """Those of each rank."""
-    found: dict[int, list[str]] = {}
-    for within in ("", "*"):
-        for path in sorted(glob.glob(os.path.join(glob.escape(folder), within, "rank-*.jsonl"))):
-            place, name = os.path.split(path)
-            number = re.fullmatch(r"rank-(\d+)\.jsonl", name)
-            if number and (not within or _host(path) == os.path.basename(place)):
-                found.setdefault(int(number[1]), []).append(path)
-    return found
-
-
-def _host(path: str) -> str:
-    """The host of which a file tells first; "" where it does not."""
-    with contextlib.suppress(OSError, ValueError, AttributeError), open(path, encoding="utf-8") as lines:
-        return str(json.loads(lines.readline()).get("host", ""))
-    return ""
-
-
-def _lines(paths: Sequence[str]) -> Iterator[str]:
-    """Those of a rank's files. Of several files, the sessions in the order in which they began."""
-    if len(paths) == 1:
-        yield from _lines_of(paths[0])
-        return
-    sessions: list[tuple[float, list[str]]] = []
-    for path in paths:
-        sessions.append((-math.inf, []))
-        for line in _lines_of(path):
-            if (head := _head(line)) is not None:
-                began = head.get("t_s")  # by the clock of its host
-                sessions.append((float(began) if isinstance(began, (int, float)) else 0.0, []))
-            sessions[-1][1].append(line)
-    for _, lines in sorted(sessions, key=lambda session: session[0]):
-        yield from lines
-
-
-def _lines_of(path: str) -> Iterator[str]:
-    with open(path, encoding="utf-8", errors="replace") as lines:
-        yield from filter(str.strip, lines)
-
-
-def _head(line: str) -> dict[str, Any] | None:
-    """The line with which a session begins, where this is one."""
-    with contextlib.suppress(ValueError):
-        entry = json.loads(line) if line.startswith("{") else None
-        if isinstance(entry, dict) and "format" in entry:
-            return entry
-    return None
+    return Run(folder=folder, ranks={rank: _read_rank(rank, found[rank]) for rank in sorted(found)})
 
 
 def _read_rank(rank: int, paths: Sequence[str]) -> RankRun:
@@ -223,7 +168,7 @@ def _read_rank(rank: int, paths: Sequence[str]) -> RankRun:
     fields: Sequence[str] = FIELDS
     plans_before: int | None = None      # set from the header of a resumed run to its first step
     events_before = 0
-    for line in _lines(paths):
+    for line in lines(paths):
         try:
             entry = json.loads(line)
             if isinstance(entry, dict) and "format" in entry:
