@@ -24,6 +24,9 @@ class Store(Protocol):
     def write(self, index: int, flat: Any) -> None:
         """Overwrites the parameters of fragment `index`."""
 
+    def shift(self, index: int, by: Any) -> None:
+        """Adds to the parameters of fragment `index`; may overwrite `by`."""
+
 
 @dataclass
 class Work:
@@ -92,6 +95,8 @@ class Fragment:
 
         x' = z' + (x - z)
 
+    Either moves x by as much as z' is from what x was when sent, or from z.
+
     Where nobody who contributes has had a sample, as when a rank without one in a short last batch comes alone, nothing
     says which way to go: what they have worked off stays with them, for the next merge. Progress that is given up, as
     it is not finite, is not: where that is all there is, the merge moves nothing, as a step that is left out.
@@ -142,20 +147,13 @@ class Fragment:
         before, self.work = self.work, Work()
         if before.steps == 0:
             self.work.owe(before)
-        self.z, self._turn = self.store.read(self.index), 0
+        self.z, self._turn = self.store.read(self.index, self.z), 0
+        self._free += [sent for _, sent, _ in self._pending if sent is not None]
         self._pending.clear()
 
     def _read(self) -> Any:
         """A copy of this rank's parameters."""
         return self.store.read(self.index, self._free.pop() if self._free else None)
-
-    def _squared_norm(self, delta: Any) -> float:
-        """|delta|^2, summed pairwise: in a dot product, of as many elements as a model has, much would be lost."""
-        squares = self._free.pop() if self._free else verbs_of(delta).copied(delta)
-        squares[:] = delta
-        squares *= delta
-        self._free.append(squares)
-        return float(squares.sum())
 
     def _submit(self, lane: Lane, sent: Any, work: Work) -> None:
         self._turn = (self._turn + 1) % len(self.lanes)
@@ -169,10 +167,9 @@ class Fragment:
         False where the progress is not finite: it is given up, and this rank goes on from the last merge.
         """
         own, lane = self._read(), self.lanes[self._turn]
-        delta = lane.buffer[: len(own)]
-        delta[:] = own
-        delta -= self.z
-        square = self._squared_norm(delta)
+        delta, verbs = lane.buffer[: len(own)], verbs_of(own)
+        verbs.difference_into(delta, own, self.z)
+        square = verbs.squares(delta)
         contribution = weigh(self.work, square)
         if finite := math.isfinite(square):
             if contribution.before != 1.0:
@@ -200,32 +197,36 @@ class Fragment:
         lane, sent, work = self._pending[0]
         results, total = lane.exchange.finish(scale)
         self._pending.popleft()
-        progress = self._read() if self.work.steps else None
-        before = self.z if sent is None else sent
-        if progress is not None:
-            progress -= before
-            if self.compensation and sent is None:
-                before = verbs_of(self.z).copied(self.z)  # which is about to move
-        mean = results[0][: len(self.z)]
-        factor, square = scale(total), 0.0
+        factor, square, mean = scale(total), 0.0, results[0][: len(self.z)]
+        before = sent
+        if self.work.steps and sent is None:
+            before = verbs_of(self.z).copied(self.z)  # which is about to move
         if factor > 0.0:
+            square = verbs_of(mean).squares(mean)
             self.outer.move(self.z, mean, self.outer_state)
-            mean *= mean
-            square = float(mean.sum())
         else:
             self.work.owe(work)
-        if progress is None:
-            self.store.write(self.index, self.z)
+        if self.work.steps:
+            self._carry_over(before)
         else:
-            if self.compensation:
-                moved = self.z - before
-                progress = compensated(progress, moved, strength=self.compensation, lr_sum=self.work.lr_sum)
+            self.store.write(self.index, self.z)
+        if before is not None:
+            self._free.append(before)
+        return Merge(total=total, square=square, carried=self.work)
+
+    def _carry_over(self, before: Any) -> None:
+        """This rank's parameters keep what was done since they, or the model, were `before`, which is overwritten."""
+        if self.compensation:
+            progress = self._read()
+            progress -= before
+            moved = self.z - before
+            progress = compensated(progress, moved, strength=self.compensation, lr_sum=self.work.lr_sum)
             progress += self.z
             self.store.write(self.index, progress)
             self._free.append(progress)
-        if sent is not None:
-            self._free.append(sent)
-        return Merge(total=total, square=square, carried=self.work)
+        else:
+            verbs_of(before).difference_into(before, self.z, before)
+            self.store.shift(self.index, before)
 
 
 def fragments_by_kind(kinds: Sequence[Hashable], sizes: Sequence[int], count: int) -> list[list[int]]:

@@ -74,16 +74,24 @@ class SecondMoments:
         """Exchanges what was not yet."""
         part = self._parts / self._with_samples if self._exchanges and self._with_samples else 1.0
         known: dict[int, _Known] = {}
-        mixed: list[tuple[Moments, Any, Mixture]] = []
+        mixed: list[Moments] = []
+        befores: list[Any] = []
+        mixtures: list[Mixture] = []
+        recipes: dict[Any, Mixture] = {}  # most parameters have the same
         for moments in self._find(optimizer):
-            key, was = id(moments.second), self._known.get(id(moments.second))
-            new = 0.0 if was is None or was.second is not moments.second else moments.steps - was.steps
+            second = moments.second
+            was = self._known.get(id(second))
+            new = moments.steps - was.steps if was is not None and was.second is second else 0.0
             if was is not None and new > 0 and part < 1:
-                mixed.append((moments, was.before, mixture(part, betas=moments.betas, steps=moments.steps, new=new)))
+                alike = moments.betas, moments.steps, new
+                if alike not in recipes:
+                    recipes[alike] = mixture(part, betas=moments.betas, steps=moments.steps, new=new)
+                mixed.append(moments)
+                befores.append(was.before)
+                mixtures.append(recipes[alike])
             else:
-                known[key] = _Known(moments.second, self._copy(moments.second), moments.steps)
-        now = self._mix([each[0] for each in mixed], [each[1] for each in mixed], [each[2] for each in mixed])
-        for (moments, *_), before in zip(mixed, now, strict=True):
+                known[id(second)] = _Known(second, self._copy(second), moments.steps)
+        for moments, before in zip(mixed, self._mix(mixed, befores, mixtures), strict=True):
             known[id(moments.second)] = _Known(moments.second, before, moments.steps)
         self._known = known
         self._with_samples, self._parts = 0, 0.0

@@ -263,6 +263,23 @@ def test_a_norm_of_many_small_numbers_beside_a_large_one_is_exact(make):
 
 
 @pytest.mark.parametrize("make", [np.array, torch.tensor])
+@pytest.mark.parametrize("length", [1, 1 << 16, 20_000_001])
+def test_a_norm_is_nearly_right_of_however_many_numbers(make, length):
+    array = make(np.full(length, 1.1, np.float32))
+    assert verbs_of(array).squares(array) == pytest.approx(length * np.float64(np.float32(1.1)) ** 2, rel=1e-4)
+    array[length // 2] = np.nan
+    assert np.isnan(verbs_of(array).squares(array))
+
+
+@pytest.mark.parametrize("make", [np.array, torch.tensor])
+def test_a_difference_may_take_the_place_of_either(make):
+    for place in (0, 1):
+        arrays = make([3.0, 5.0]), make([1.0, 1.0])
+        verbs_of(arrays[0]).difference_into(arrays[place], *arrays)
+        assert arrays[place].tolist() == [2.0, 4.0]
+
+
+@pytest.mark.parametrize("make", [np.array, torch.tensor])
 def test_a_state_that_was_loaded_is_nobody_elses(make):
     like, saved = make([0.0, 0.0]), make([1.0, 2.0])
     loaded = verbs_of(like).like(saved, like)

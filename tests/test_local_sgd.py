@@ -43,6 +43,9 @@ class Arrays:
     def write(self, index, flat):
         self.values[self.cuts[index]] = flat
 
+    def shift(self, index, by):
+        self.values[self.cuts[index]] += by
+
 
 def rounds_of(engine, rule, values, *, whole=None, codec="none", nodes=None, on_merge=None, part=None, **options):
     """A rank's rounds and parameters; `whole` is the global batch."""

@@ -15,6 +15,7 @@ import hvd_hetero.torch as hvd
 from hvd_hetero.engine.local import World
 from hvd_hetero.optimizers.control import Announcement
 from hvd_hetero.torch.buffers import average_buffers
+from hvd_hetero.torch.local import ParameterStore
 from hvd_hetero.torch.state import average_state
 
 WHOLE = 12
@@ -649,3 +650,43 @@ def test_sparse_buffers_are_left_as_they_are_by_a_merge():
 
     for found in World(2).run(program):
         assert found.equal(torch.eye(4))
+
+
+def stored(kinds):
+    """Parameters of these types, of which the last one is not laid out in order, and what holds them."""
+    torch.manual_seed(0)
+    parameters = [nn.Parameter(torch.randn(3, 4).to(kind)) for kind in kinds]
+    parameters.append(nn.Parameter(torch.randn(5, 2).to(kinds[0]).t()))
+    return parameters, ParameterStore(parameters)
+
+
+@pytest.mark.parametrize("kinds", [[torch.float64], [torch.float32], [torch.bfloat16], [torch.float32, torch.bfloat16]])
+def test_parameters_are_read_written_and_moved_as_one_array(kinds):
+    parameters, store = stored(kinds)
+    before = [p.detach().clone() for p in parameters]
+    flat = store.read(0)
+    assert (flat == torch.cat([p.reshape(-1).to(flat.dtype) for p in before])).all()
+    assert (store.read(0, torch.zeros_like(flat)) == flat).all()
+    by = torch.randn_like(flat)
+    parts = by.clone().split([p.numel() for p in parameters])
+    store.shift(0, by)
+    for p, old, part in zip(parameters, before, parts, strict=True):
+        assert (p == (old.to(flat.dtype) + part.view(p.shape)).to(p.dtype)).all()
+    store.write(0, flat)
+    assert all((p == old).all() for p, old in zip(parameters, before, strict=True))
+
+
+def test_arrays_that_come_after_others_are_not_taken_for_them():
+    """Views of arrays are kept, also in a copy of what keeps them; each array is read and written as it is."""
+    parameters, store = stored([torch.float32])
+    for number in range(20):
+        flat = torch.full_like(store.read(0), float(number))
+        store.write(0, flat)
+        assert all((p == number).all() for p in parameters)
+        del flat  # whose memory the next one would have
+    memory = bytearray(4 * len(store.read(0)))
+    store.write(0, torch.frombuffer(memory, dtype=torch.float32))
+    another = copy.deepcopy(store)
+    del store
+    another.write(0, torch.frombuffer(memory, dtype=torch.float32).fill_(3.0))
+    assert (another.read(0) == 3.0).all() and all((p == 0.0).all() for p in parameters)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from .verbs import NOT_FINITE, NOTHING, exponent_of
+from .verbs import BLOCK, NOT_FINITE, NOTHING, exponent_of
 
 _KINDS = {
     "int8": torch.int8,
@@ -63,6 +63,14 @@ class TorchVerbs:
 
     def squared_norm(self, array: torch.Tensor) -> torch.Tensor:
         return torch.linalg.vector_norm(array, dtype=torch.float64).square()
+
+    def squares(self, array: torch.Tensor) -> float:
+        if array.device.type != "cpu" or len(array) <= BLOCK:  # a GPU adds up in many places at once
+            return float(torch.dot(array, array))
+        return sum(torch.stack([torch.dot(block, block) for block in array.split(BLOCK)]).tolist())
+
+    def difference_into(self, array: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+        torch.sub(left, right, out=array)
 
     def row_largest(self, rows: torch.Tensor) -> torch.Tensor:
         return rows.abs().amax(dim=1)

@@ -15,6 +15,7 @@ import numpy as np
 
 NOT_FINITE = 2000  # what stands for the exponent of an infinity or a NaN; float16 holds it exactly
 NOTHING = -2000  # the exponent of zero
+BLOCK = 1 << 16  # elements; a dot product in single precision of many more loses digits
 
 
 def exponent_of(largest: float) -> int:
@@ -56,6 +57,13 @@ class Verbs(Protocol):
 
     def squared_norm(self, array: Any) -> Any:
         """The sum of squares of a flat array in float64, a scalar where the array is: differences of such are small."""
+
+    def squares(self, array: Any) -> float:
+        """The sum of squares of a flat array, to about four digits where it is of float32, for a fifth of what
+        `squared_norm` costs."""
+
+    def difference_into(self, array: Any, left: Any, right: Any) -> None:
+        """array = left - right; it may be one of them."""
 
     def row_largest(self, rows: Any) -> Any:
         """max |x| of each row; NaN where there is a NaN."""
@@ -149,6 +157,13 @@ class NumpyVerbs:
 
     def squared_norm(self, array: np.ndarray) -> float:
         return float(np.einsum("i,i->", array, array, dtype=np.float64))
+
+    def squares(self, array: np.ndarray) -> float:
+        blocks = [array[at : at + BLOCK] for at in range(0, len(array), BLOCK)]
+        return sum(float(np.dot(block, block)) for block in blocks)
+
+    def difference_into(self, array: np.ndarray, left: np.ndarray, right: np.ndarray) -> None:
+        np.subtract(left, right, out=array)
 
     def row_largest(self, rows: np.ndarray) -> np.ndarray:
         return np.asarray(np.abs(rows).max(axis=1))

@@ -75,6 +75,13 @@ class ParameterStore:
             variable.assign(flat[at : at + spec.length].reshape(spec.shape))
             at += spec.length
 
+    def shift(self, index: int, by: Any) -> None:
+        at = 0
+        for variable, spec in zip(self._members[index], self._specs[index], strict=True):
+            by[at : at + spec.length] += self._form.flat([variable], spec.wire)
+            at += spec.length
+        self.write(index, by)
+
 
 class LocalTraining:
     """The steps that ranks make apart, for one optimizer. Making one is a collective call.

@@ -19,6 +19,8 @@ from .layout import WIRE
 from .second_moments import mix, moments_of
 from .state import all_finite, average_state
 
+KNOWN = 4  # arrays of a fragment of which views are kept: the model, and what a rank was when it last sent, and before
+
 
 class ParameterStore:
     """A rank's parameters, flat, by fragment; each fragment is of one type and device, and wholly lossy or not."""
@@ -33,6 +35,7 @@ class ParameterStore:
         fragments = fragments_by_kind(kinds, [p.numel() for p in parameters], count)
         self._members = [[parameters[index] for index in chosen] for chosen in fragments]
         self.lossy: list[bool] = [kinds[chosen[0]][2] for chosen in fragments]
+        self._known: dict[tuple[int, int], list[torch.Tensor]] = {}  # the least recently used first
 
     def shapes(self, index: int) -> list[tuple[int, ...]]:
         return [tuple(p.shape) for p in self._members[index]]
@@ -53,19 +56,35 @@ class ParameterStore:
         members = self._members[index]
         if into is None:
             return torch.cat([p.detach().reshape(-1) for p in members]).to(WIRE[members[0].dtype])
-        torch._foreach_copy_(_parts(into, members), list(members))
+        torch._foreach_copy_(self._parts(index, into), members)
         return into
 
     @torch.no_grad()
     def write(self, index: int, flat: torch.Tensor) -> None:
-        members = self._members[index]
-        torch._foreach_copy_(list(members), _parts(flat, members))
+        torch._foreach_copy_(self._members[index], self._parts(index, flat))
 
+    @torch.no_grad()
+    def shift(self, index: int, by: torch.Tensor) -> None:
+        members, parts = self._members[index], self._parts(index, by)
+        if all(p.dtype == by.dtype for p in members):
+            torch._foreach_add_(members, parts)
+        else:
+            torch._foreach_add_(parts, members)
+            torch._foreach_copy_(members, parts)
 
-def _parts(flat: torch.Tensor, members: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """What `flat` holds of each, in its shape."""
-    parts = flat.split([p.numel() for p in members])
-    return [part.view(p.shape) for part, p in zip(parts, members, strict=True)]
+    def _parts(self, index: int, flat: torch.Tensor) -> list[torch.Tensor]:
+        """What `flat` holds of each parameter, in its shape. Merges take the same few arrays over and over, so views of
+        the last ones are kept. They are known by their memory, which they hold: no other array can have it."""
+        key = index, flat.data_ptr()
+        parts = self._known.pop(key, None)
+        if parts is None or parts[0].data_ptr() != flat.data_ptr():  # of a copy of this object, that is elsewhere
+            members = self._members[index]
+            pieces = flat.split([p.numel() for p in members])
+            parts = [piece.view(p.shape) for piece, p in zip(pieces, members, strict=True)]
+            if len(self._known) == KNOWN * len(self._members):
+                del self._known[next(iter(self._known))]
+        self._known[key] = parts
+        return parts
 
 
 class LocalTraining:
