@@ -16,6 +16,7 @@ import numpy as np
 
 from hvd_hetero.engine.port import Engine, gather_text
 from hvd_hetero.policy.partition import Bound, InfeasibleError, equal_shares, split
+from hvd_hetero.policy.replan import ReplanRule
 from hvd_hetero.policy.speed import SpeedModel
 
 from .argument import check_whole
@@ -38,6 +39,7 @@ class Terms:
     max_micro_batch: int | None
     shares: tuple[int, ...] | None
     adaptive: bool
+    rule: ReplanRule = ReplanRule()
     identity: int = 0
     identities: tuple[int, ...] = ()
     bounds: tuple[Bound, ...] = ()
@@ -68,6 +70,8 @@ class Terms:
                 return str(error)
             if (getattr(self, name) or 0) > MOST:
                 return f"{name}: expected at most {MOST}. Received: {getattr(self, name)}."
+        if not isinstance(self.rule, ReplanRule):
+            return f"rule: expected an hvd.ReplanRule, or None. Received: {self.rule!r}."
         if self.max_share is not None and self.max_share < self.min_share:
             return f"max_share: expected at least min_share ({self.min_share}). Received: {self.max_share}."
         if self.shares is None:
@@ -114,6 +118,7 @@ def agree(engine: Engine, mine: Terms, *, name: str) -> Terms:
     for column, title in ((0, "global_batch_size"), (5, "adaptive")):
         _same(table[:, column].tolist(), title)
     _same([tuple(row[7:].tolist()) for row in table], "shares")
+    agree_on(engine, {"rule": mine.rule}, name=f"{name}.rule")
     bounds = tuple(
         Bound(lower=int(low), upper=None if high == ABSENT else int(high), quantum=int(quantum))
         for low, high, quantum in table[:, 1:4].tolist()

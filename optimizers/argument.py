@@ -16,6 +16,12 @@ def check_whole(name: str, value: Any, *, least: int, optional: bool = False) ->
         raise ValueError(f"{name}: expected {wanted}. Received: {value!r}.")
 
 
+def check_integer(name: str, value: Any) -> None:
+    """Raises ValueError for anything but an integer."""
+    if not isinstance(value, Integral) or isinstance(value, bool):
+        raise ValueError(f"{name}: expected an integer. Received: {value!r}.")
+
+
 def check_divisor(name: str, value: Any) -> None:
     """Raises ValueError for anything but a finite number other than 0."""
     if not isinstance(value, Real) or isinstance(value, bool) or not math.isfinite(value) or value == 0:

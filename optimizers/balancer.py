@@ -77,8 +77,8 @@ class Balancer:
             shares=tuple(shares) if isinstance(shares, Iterable) else shares,
             adaptive=adaptive,
             identity=engine.identity,
+            rule=ReplanRule() if rule is None else rule,
         )
-        self._rule = rule or ReplanRule()
         self.timesheet = Timesheet(stopwatch, quota_cores=engine.quota_cores)
         self.record = Record(trace)
         self.lookahead = 0  # batches that this rank may deal before they are used
@@ -100,7 +100,7 @@ class Balancer:
         self.name = self.engine.unique("balancer")
         self.terms = agree(self.engine, self._asked, name=f"hvd_hetero.{self.name}.terms")
         self.adaptive = self.terms.adaptive and self.size > 1
-        self.planner = Planner(self.terms, self._rule)
+        self.planner = Planner(self.terms, self.terms.rule)
         self.ladder = Ladder(self.plan.shares, tell=self._moved)
         self.count_now: float | None = None  # loss terms of the next backward pass
         self._counted = 0.0  # those of this batch's passes before the present one
@@ -194,6 +194,10 @@ class Balancer:
     def share(self) -> int:
         """This rank's samples of the next global batch."""
         return self.plan_at(self.step + 1).shares[self.rank]
+
+    def __repr__(self) -> str:
+        shares = ":".join(map(str, self.plan.shares))
+        return f"Balancer(global_batch_size={self.global_batch_size}, shares={shares}, step={self.step})"
 
     def plan_at(self, step: int) -> Plan:
         """The plan that holds for global batch `step`."""

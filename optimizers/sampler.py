@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .agreement import agree_on
-from .argument import check_whole
+from .argument import check_integer, check_whole
 from .balancer import Balancer
 from .control import ORIGINS
 from .dealer import Dealer, cut
@@ -61,6 +61,8 @@ class ShareSampler:
             SAME_DATA: checksum,
         }
         self._agree()
+        check_whole("length", length, least=0)  # the same on all ranks by now
+        check_integer("seed", seed)
         self.dealer = Dealer(
             length,
             global_batch_size=balancer.global_batch_size,

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from .agreement import agree_on
-from .argument import check_whole
+from .argument import check_integer, check_whole
 from .balancer import Balancer
 from .control import ORIGINS
 
@@ -53,6 +53,7 @@ class StreamSampler:
         self.balancer, self.length, self.seed, self.drop_last = balancer, length, seed, drop_last
         self._workers, self._lookahead = workers, lookahead
         self._agree()
+        check_integer("seed", seed)  # the same on all ranks by now
         self.epoch = 0
         self.position = 0  # global batches of this epoch that were used
         self._first = 0  # where the next iteration starts: not 0 after load_state_dict()

@@ -21,6 +21,7 @@ from hvd_hetero.optimizers.horizon import Horizon
 from hvd_hetero.optimizers.route import Route
 from hvd_hetero.optimizers.weighted import WeightedExchange
 from hvd_hetero.policy.ladder import Rung
+from hvd_hetero.policy.replan import ReplanRule
 from hvd_hetero.trace.reader import read
 from hvd_hetero.trace.record import Trace
 
@@ -181,7 +182,6 @@ def test_a_rank_that_never_had_a_sample_stops_no_planning():
     from hvd_hetero.optimizers.agreement import Terms
     from hvd_hetero.optimizers.planner import Planner
     from hvd_hetero.policy.partition import Bound
-    from hvd_hetero.policy.replan import ReplanRule
 
     terms = Terms(
         global_batch_size=64, min_share=0, max_share=None, quantum=1, max_micro_batch=None, shares=(32, 32, 0),
@@ -540,3 +540,19 @@ def test_listeners_are_called_once_each_after_an_exchange_that_leads():
     dialogue.incoming(control.pack(samples=6.0, **said), leads=True, step=4, steps=3)
     dialogue.incoming(control.pack(samples=0.0, **said), leads=True, step=5)
     assert calls == [(6.0, 3, 1.5), (6.0, 1, 1.5)], "a batch that nobody tells of is like the one before"
+
+
+@pytest.mark.parametrize(("rules", "text"), [
+    ((None, ReplanRule(minimum_gain=0.5)), "rule: expected the same on every rank. Received: rank 0: ReplanRule"),
+    (("fast", "fast"), "rule: expected an hvd.ReplanRule, or None. Received: 'fast'"),
+    ((None, "fast"), "rule"),
+])  # fmt: skip
+def test_ranks_have_one_rule(rules, text):
+    made = World(2).run(lambda engine: Balancer(engine, global_batch_size=4, rule=rules[engine.rank]), errors="return")
+    assert all(isinstance(one, ValueError) for one in made) and text in str(made[1])
+
+
+def test_a_balancer_says_what_it_is_at():
+    balancer = Balancer(SoloEngine(), global_batch_size=4)
+    balancer.begin(4)
+    assert repr(balancer) == "Balancer(global_batch_size=4, shares=4, step=0)"

@@ -5,6 +5,7 @@ import os
 import pytest
 
 from hvd_hetero.engine import environment
+from hvd_hetero.engine.environment import run_folder
 
 
 @pytest.mark.parametrize(("elastic", "repairs", "cycle_ms"), [
@@ -72,3 +73,15 @@ def test_nccl_fuses_as_much_as_ever(monkeypatch):
     monkeypatch.setattr(environment, "installed_build", lambda: {"edits": [], "gpu": {"cuda": "13.0", "nccl": True}})
     environment.prepare_init()
     assert "HOROVOD_FUSION_LIMIT" not in os.environ
+
+
+def test_each_balancer_of_a_process_has_a_folder_of_its_own(monkeypatch, tmp_path):
+    monkeypatch.setenv("HVD_HETERO_RUN", str(tmp_path / "run") + "/")
+    found = [run_folder((0, 1), 0) for _ in range(3)]
+    assert found == [str(tmp_path / name) for name in ("run", "run-2", "run-3")]
+    assert run_folder((0, 1), 1) == str(tmp_path / "run"), "another rank's, as where ranks are threads"
+    assert [run_folder((2, 3), rank) for rank in (0, 1)] == [str(tmp_path / "run-of-2_3")] * 2
+    monkeypatch.setenv("HOROVOD_ELASTIC", "1")
+    assert [run_folder((0, 1), 0) for _ in range(2)] == [str(tmp_path / "run")] * 2, "made anew where ranks change"
+    monkeypatch.delenv("HVD_HETERO_RUN")
+    assert run_folder((0, 1), 0) is None

@@ -1,10 +1,11 @@
 """Forecasts: the best split is the best, and a rank that holds the others up is told of."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
 
-from hvd_hetero.policy.forecast import Forecast, Way, advice, forecasts
+from hvd_hetero.policy.forecast import Forecast, Way, advice, counts, forecasts
 from hvd_hetero.policy.jitter import Jitter
 from hvd_hetero.policy.partition import Bound, InfeasibleError, split, step_time_s
 from hvd_hetero.policy.speed import SpeedModel
@@ -105,3 +106,10 @@ def test_who_is_slowest_is_judged_at_a_usual_share():
              SpeedModel(overhead_s=0.0, seconds_per_sample=0.005)]
     titles = [each.title for each in forecasts(ranks, 63) if each.way is Way.FEWER]
     assert titles == ["without rank 1", "without ranks 0, 1"]
+
+
+def test_of_many_ranks_not_every_number_is_left_out():
+    assert counts(0) == [] and counts(1) == [1] and counts(16) == list(range(1, 17))
+    many = counts(255)
+    assert many[:16] == list(range(1, 17)) and many[-1] == 255 and len(many) < 40
+    assert all(1 <= after - before <= max(1, before // 4) for before, after in itertools.pairwise(many))

@@ -122,7 +122,7 @@ def test_a_plan_finds_speeds_and_predicts_the_step_that_was_measured(tmp_path, c
     assert ways["best shares"]["step_s"] == pytest.approx(0.058, rel=0.03)
     assert main(["plan", str(tmp_path), "--global-batch-size", "128", "--max-share", "0:60"]) == 0
     said = capsys.readouterr().out
-    assert "60:68" in said and "No rank can be done without." in said
+    assert "60:68" in said and "The slowest rank cannot be done without: the others do not hold the batch." in said
 
 
 def test_a_plan_knows_the_bounds_of_a_run_and_the_passes_of_a_share(tmp_path, capsys):

@@ -5,7 +5,7 @@ import torch
 from torch.utils.data import IterableDataset, TensorDataset, get_worker_info
 from torch.utils.data.datapipes.iter import IterableWrapper
 
-from hvd_hetero.engine.local import World
+from hvd_hetero.engine.local import SoloEngine, World
 from hvd_hetero.optimizers.dealer import evaluation_part
 
 hvd = pytest.importorskip("hvd_hetero.torch")
@@ -103,3 +103,12 @@ def test_wrong_arguments_say_what_was_expected():
             hvd.EvaluationDataLoader(TensorDataset(torch.arange(3)), balancer=balancer, shuffle=True)
 
     World(1).run(program)
+
+
+def test_nothing_is_left_out():
+    balancer = hvd.Balancer(4, engine=SoloEngine())
+    data = TensorDataset(torch.arange(7))
+    with pytest.raises(TypeError, match="drop_last: expected False, because every sample is looked at once"):
+        hvd.EvaluationDataLoader(data, balancer=balancer, drop_last=True)
+    with pytest.raises(TypeError, match="balancer: expected an hvd.Balancer. Received: 4."):
+        hvd.EvaluationDataLoader(data, balancer=4)

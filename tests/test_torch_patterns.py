@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import math
 from collections import OrderedDict, UserDict
 from types import MappingProxyType
 
@@ -368,6 +369,7 @@ def test_a_mean_over_ranks_is_one_over_samples():
         return balancer.mean(value), [mean.tolist() for mean in means]
 
     assert World(3).run(program) == [(2.0, [2.0, [2.0], [[2.0]]])] * 3
+    assert math.isnan(hvd.Balancer(WHOLE, engine=SoloEngine()).mean(1.0)), "no batch has begun"
 
 
 def test_backward_within_autocast_leaves_codecs_alone():

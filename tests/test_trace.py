@@ -1,7 +1,9 @@
 """What is recorded is read again, at next to no cost, and no trouble with the file reaches the training."""
 
 import errno
+import gc
 import json
+import os
 import timeit
 import warnings
 
@@ -521,3 +523,14 @@ def test_a_rank_that_was_on_several_hosts_has_one_record(tmp_path):
     assert sorted(run.ranks) == [1, 2] and len(run.ranks[2].steps) == 6
     with pytest.raises(FileNotFoundError, match="or with one for each host"):
         read(tmp_path / "c")
+
+
+def test_a_trace_ends_with_who_holds_it_and_nothing_of_it_is_lost(tmp_path):
+    before = len(os.listdir("/proc/self/fd"))
+    for number in range(8):
+        trace = record.trace_of(str(tmp_path / str(number)), rank=0, clock=lambda: 0.0)
+        trace.step(step=0, samples=1)
+        del trace
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert [len(read(tmp_path / str(number)).ranks[0].steps) for number in range(8)] == [1] * 8

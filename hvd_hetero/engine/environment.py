@@ -6,6 +6,8 @@ import functools
 import math
 import os
 import re
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -123,9 +125,30 @@ def is_elastic() -> bool:
     return os.environ.get("HOROVOD_ELASTIC", "0") == "1"
 
 
-def run_folder() -> str | None:
-    """Where traces go when the script names no folder: `HVD_HETERO_RUN`, or None."""
-    return os.environ.get("HVD_HETERO_RUN") or None
+_runs: Counter[tuple[str, int]] = Counter()  # balancers of this process, by their folder and rank
+
+
+def run_folder(ranks: Sequence[int], rank: int) -> str | None:
+    """Where the trace of a balancer goes when the script names no folder: `HVD_HETERO_RUN`, or None.
+
+    For ranks that are not the first ones the name goes on with theirs, and for further balancers of this process with
+    "-2" and so on: files are by rank, where steps of another loop would take the place of the first one's. Not in an
+    elastic job, whose balancers may be made anew and go on in their files.
+
+    Args:
+        ranks: the global ranks that train together.
+        rank: this one's number among them.
+    """
+    folder = os.environ.get("HVD_HETERO_RUN", "").rstrip("/")
+    if not folder:
+        return None
+    if tuple(ranks) != tuple(range(len(ranks))):
+        folder = f"{folder}-of-{'_'.join(map(str, ranks))}"
+    if is_elastic():
+        return folder
+    _runs[folder, rank] += 1
+    number = _runs[folder, rank]
+    return folder if number == 1 else f"{folder}-{number}"
 
 
 def launcher_host_name() -> str | None:

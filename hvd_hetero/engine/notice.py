@@ -7,10 +7,12 @@ second one that comes later acts as it always did.
 
 from __future__ import annotations
 
+import inspect
 import os
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -25,12 +27,14 @@ class Notice:
     """Hears SIGTERM; where signals cannot be heard (not in the main thread), nothing.
 
     Args:
-        heard: called at the first SIGTERM, between two instructions of the main thread.
+        heard: called at the first SIGTERM, between two instructions of the main thread. Of a method, as long as its
+            object lives: once that is gone, this is as if it were closed.
         say: what happens now, for people.
     """
 
     def __init__(self, heard: Callable[[], None], *, say: str) -> None:
-        self._heard, self._text = heard, say
+        self._heard = weakref.WeakMethod(heard) if inspect.ismethod(heard) else lambda: heard
+        self._text = say
         self.told = False  # this process was told to end
         self._first_s: float | None = None  # when the signal came first
         self._before: Any = None
@@ -49,7 +53,8 @@ class Notice:
         signal.signal(signal.SIGTERM, self._before if self._before is not None else signal.SIG_DFL)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if not self._installed:  # closed, and put back by one that came later
+        if not self._installed or self._heard() is None:  # closed, or forgotten, and put back by one that came later
+            self._installed = False
             self._give_back()
             os.kill(os.getpid(), number)
         elif self._first_s is None:
@@ -63,4 +68,5 @@ class Notice:
     def hear(self) -> None:
         """What the signal does."""
         self.told = True
-        self._heard()
+        if (heard := self._heard()) is not None:
+            heard()

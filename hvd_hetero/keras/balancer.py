@@ -44,9 +44,8 @@ class Announced:
 class Balancer(framework_free.Balancer):
     """Shares of the global batch in proportion to each rank's measured speed; one per training loop.
 
-    Constructing it is a collective call. See `hvd_hetero.optimizers.balancer.Balancer` for the arguments. What a rank
-    needs for its samples is measured from the end of one exchange of gradients to the start of the next, without any
-    callback; a step in which something was compiled is left out.
+    Constructing it is a collective call. What a rank needs for its samples is measured from the end of one exchange of
+    gradients to the start of the next, without any callback; a step in which something was compiled is left out.
 
     `BalancedDataset` announces each batch. A loop of one's own calls `balancer.begin(samples)` for each instead; then
     any number of exchanges belong to a batch. Without it they do where nothing loads ahead. `fit` with TensorFlow does:
@@ -55,9 +54,19 @@ class Balancer(framework_free.Balancer):
     several times, nor with `run_eagerly=True`.
 
     Args:
+        global_batch_size: samples of one optimizer step over all ranks; it never changes, so neither does what is
+            learned, nor the right learning rate.
+        min_share, max_share: bounds for *this* rank, in samples; `max_share` is what its memory holds.
+        quantum: this rank's share is a multiple of it.
+        shares: the first plan (default: equal shares).
+        adaptive: False keeps the first plan for good.
+        rule: when a new plan pays.
         process_set: the ranks that train together (default: all).
         run: a folder for this run's trace, one file per rank; default: `HVD_HETERO_RUN`, or no trace. A second balancer
-            has to have one of its own.
+            has to have one of its own: by default `HVD_HETERO_RUN` with "-2" at the end, and so on.
+
+    Raises:
+        ValueError: on every rank, when the arguments are wrong on any rank or differ between ranks.
     """
 
     def __init__(
@@ -84,7 +93,10 @@ class Balancer(framework_free.Balancer):
             shares=shares,
             adaptive=adaptive,
             rule=rule,
-            trace=trace_of(run or run_folder(), rank=engine.rank, clock=time.time, host=host_identity()[0]),
+            trace=trace_of(
+                run or run_folder(engine.ranks, engine.rank),
+                rank=engine.rank, clock=time.time, host=host_identity()[0],
+            ),
         )
         self.factors = Factors()  # of the optimizers' learning rates
         # By who announces them (None: the script); what comes next is of the last one. A dataset that is evaluated in

@@ -16,6 +16,9 @@ from .speed import SpeedModel
 from .staleness import ROUND_STEPS
 from .strategy import Prediction, predict_local, predict_synchronous
 
+MOST_NAMED = 8  # ranks
+GROWTH = 1.25  # of two numbers of ranks to do without, the larger one over the other, where there are many
+
 
 class Way(enum.Enum):
     """A way to train."""
@@ -39,6 +42,8 @@ class Forecast:
         """The way in words."""
         if self.way is not Way.FEWER:
             return self.way.value
+        if len(self.without) > MOST_NAMED:
+            return f"without the {len(self.without)} slowest ranks"
         return f"without rank{'s' if len(self.without) > 1 else ''} {', '.join(map(str, self.without))}"
 
     @property
@@ -57,6 +62,15 @@ class Forecast:
         return tuple(rank for rank, share in enumerate(self.shares) if not share)
 
 
+def counts(most: int) -> list[int]:
+    """Of how many ranks less a forecast is made, at most so many."""
+    found: list[int] = []
+    while not found or found[-1] < most:
+        last = found[-1] if found else 0
+        found.append(min(most, max(last + 1, int(last * GROWTH) if last >= 2 * MOST_NAMED else 0)))
+    return found if most > 0 else []
+
+
 def forecasts(
     models: Sequence[SpeedModel],
     global_batch_size: int,
@@ -68,7 +82,7 @@ def forecasts(
     micro_batch: Sequence[int | None] | None = None,
 ) -> list[Forecast]:
     """The ways there are, as far as the bounds allow them: equal shares, the best shares, nobody waiting for anybody,
-    and the best shares without the slowest rank, the two slowest, and so on.
+    and the best shares without the slowest rank, the two slowest, and so on: of many ranks not every number of them.
 
     Args:
         models: the speed of each rank.
@@ -108,7 +122,7 @@ def forecasts(
     found.append(Forecast(way=Way.LOCAL, shares=balanced, prediction=local))
     usual = max(1, global_batch_size // len(models))
     slowest = sorted(ranks, key=lambda rank: -models[rank].time_s(usual, caps[rank]))
-    for count in range(1, len(models)):
+    for count in counts(len(models) - 1):
         out = set(slowest[:count])
         narrowed = [Bound(upper=0) if rank in out else limits[rank] for rank in ranks]
         try:
@@ -124,7 +138,7 @@ def advice(found: Sequence[Forecast], *, worth: float = 0.02) -> str:
     whole = next(each for each in found if each.way is Way.BEST)
     fewer = [each for each in found if each.way is Way.FEWER]
     if not fewer:
-        return "No rank can be done without."
+        return "The slowest rank cannot be done without: the others do not hold the batch."
     other = max(fewer, key=lambda each: each.samples_per_s)
     gain = whole.samples_per_s / other.samples_per_s
     if gain >= 1.0 + worth:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -24,12 +25,23 @@ from .row import Batch, cut, has_samples
 class Balancer(framework_free.Balancer):
     """Shares of the global batch in proportion to each rank's measured speed; one per training loop.
 
-    Constructing it is a collective call. See `hvd_hetero.optimizers.balancer.Balancer` for the arguments.
+    Constructing it is a collective call.
 
     Args:
+        global_batch_size: samples of one optimizer step over all ranks; it never changes, so neither does what is
+            learned, nor the right learning rate.
+        min_share, max_share: bounds for *this* rank, in samples; `max_share` is what its memory holds.
+        quantum: this rank's share is a multiple of it.
+        max_micro_batch: the most samples of one forward and backward pass on this rank, for `micro_batches`.
+        shares: the first plan (default: equal shares).
+        adaptive: False keeps the first plan for good.
+        rule: when a new plan pays.
         process_set: the ranks that train together (default: all).
         run: a folder for this run's trace, one file per rank; default: `HVD_HETERO_RUN`, or no trace. A second balancer
-            has to have one of its own.
+            has to have one of its own: by default `HVD_HETERO_RUN` with "-2" at the end, and so on.
+
+    Raises:
+        ValueError: on every rank, when the arguments are wrong on any rank or differ between ranks.
     """
 
     def __init__(
@@ -58,12 +70,16 @@ class Balancer(framework_free.Balancer):
             shares=shares,
             adaptive=adaptive,
             rule=rule,
-            trace=trace_of(run or run_folder(), rank=engine.rank, clock=time.time, host=host_identity()[0]),
+            trace=trace_of(
+                run or run_folder(engine.ranks, engine.rank),
+                rank=engine.rank, clock=time.time, host=host_identity()[0],
+            ),
         )
 
     def mean(self, value: Any) -> Any:
         """The mean of `value` over the loss terms of all ranks in this batch, `value` being this rank's mean over its
-        own: a loss or a metric to be shown. A collective call, between one batch and the next.
+        own: a loss or a metric to be shown; NaN where no rank has any. A collective call, between one batch of training
+        and the next: for a validation, whose batches are others, add sums up and exchange them once.
 
         Horovod's `allreduce` counts every rank alike, which is no mean over samples where shares differ. What a rank
         without a sample gives counts for nothing, NaN included.
@@ -72,7 +88,7 @@ class Balancer(framework_free.Balancer):
             value: a number, or a tensor of one element.
         """
         name = f"hvd_hetero.{self.name}.mean"
-        return mean_over_ranks(value, terms=self.batch_terms, engine=self.engine, name=name)
+        return mean_over_ranks(value, terms=self.batch_terms, engine=self.engine, name=name, of_none=math.nan)
 
     def micro_batches(self, batch: Batch) -> Iterator[Batch]:
         """The parts of `batch`, each of at most this rank's `max_micro_batch` samples, for one `backward()` each.

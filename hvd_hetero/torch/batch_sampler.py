@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from torch.utils.data import Sampler
 
+from hvd_hetero.optimizers.argument import check_whole
 from hvd_hetero.optimizers.balancer import Balancer
 from hvd_hetero.optimizers.sampler import ShareSampler
 
@@ -43,6 +44,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
         lookahead: int = 0,
         checksum: int = 0,
     ) -> None:
+        check_whole("lookahead", lookahead, least=0)
         self.balancer = balancer
         self.sampler = ShareSampler(
             length, balancer=balancer, shuffle=shuffle, seed=seed, drop_last=drop_last, checksum=checksum

@@ -37,6 +37,10 @@ class EvaluationDataLoader:
     """
 
     def __init__(self, dataset: Dataset[Any], *, balancer: Balancer, **arguments: Any) -> None:
+        if not isinstance(balancer, Balancer):
+            raise TypeError(f"balancer: expected an hvd.Balancer. Received: {balancer!r}.")
+        if arguments.get("drop_last"):
+            raise TypeError("drop_last: expected False, because every sample is looked at once. Received: True.")
         for name in ("batch_size", "shuffle", "sampler", "batch_sampler"):
             if name in arguments:
                 raise TypeError(

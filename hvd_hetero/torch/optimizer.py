@@ -80,6 +80,8 @@ def DistributedOptimizer(
     Raises:
         ValueError, TypeError: arguments that do not fit together, on the rank that passed them.
     """
+    if not hasattr(optimizer, "param_groups"):
+        raise TypeError(f"optimizer: expected a torch.optim.Optimizer. Received: a {type(optimizer).__name__}.")
     optimizer = _unwrapped(optimizer)
     check_devices(p for group in optimizer.param_groups for p in group["params"])
     local = strategy_of(strategy, second_moments=has_second_moments(optimizer))

@@ -16,12 +16,14 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import io
 import json
 import math
 import os
 import threading
 import warnings
+import weakref
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
@@ -54,8 +56,13 @@ def trace_of(folder: str | None, *, rank: int, clock: Callable[[], float], host:
     if folder is None:
         return None
     trace = Trace(folder, rank=rank, clock=clock, host=host, max_bytes=MOST_BYTES)
-    atexit.register(trace.close)
+    atexit.register(functools.partial(_close, weakref.ref(trace)))
     return trace
+
+
+def _close(trace: weakref.ref[Trace]) -> None:
+    if (found := trace()) is not None:
+        found.close()
 
 
 class Trace:
@@ -172,6 +179,10 @@ class Trace:
         if self._file is not None:
             with contextlib.suppress(OSError):
                 self._file.close()
+
+    def __del__(self) -> None:
+        if not getattr(self, "_closed", True):  # its balancer is gone
+            self.close()
 
     def __enter__(self) -> Trace:
         return self

@@ -1,11 +1,13 @@
-"""What the engine tells people does not stop what it does."""
+"""SIGTERM is heard, and what the engine tells people does not stop what it does."""
 
 from __future__ import annotations
 
+import gc
 import io
 import os
 import signal
 import sys
+import weakref
 
 import pytest
 
@@ -69,3 +71,24 @@ def test_sigterm_is_heard_while_something_is_being_written(monkeypatch):
         notice.close()
     assert heard and notice.told
     assert b"".join(raw.written).startswith(b"what a progress bar writes")
+
+
+class Hearer:
+    def hear(self):
+        pass
+
+
+def test_who_hears_sigterm_is_not_kept_and_swallows_none_once_it_is_gone():
+    passed_on = []
+    before = signal.signal(signal.SIGTERM, lambda *_: passed_on.append(True))
+    try:
+        hearer = Hearer()
+        gone = weakref.ref(hearer)
+        notice = Notice(hearer.hear, say="it ends.")
+        del hearer
+        gc.collect()
+        assert gone() is None
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert passed_on == [True] and not notice.told
+    finally:
+        signal.signal(signal.SIGTERM, before)
