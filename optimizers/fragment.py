@@ -27,6 +27,10 @@ class Store(Protocol):
     def shift(self, index: int, by: Any) -> None:
         """Adds to the parameters of fragment `index`; may overwrite `by`."""
 
+    def blend(self, index: int, flat: Any, part: float) -> None:
+        """Makes the parameters of fragment `index` this part of what they are, and the rest of `flat`, which may be
+        overwritten."""
+
 
 @dataclass
 class Work:

@@ -34,6 +34,10 @@ class ParameterStore(Store, Protocol):
     def lossy(self) -> Sequence[bool]:
         """For each fragment, whether it goes through a codec."""
 
+    @property
+    def narrow(self) -> bool:
+        """Whether parameters are of a type in which the part of an update may be none."""
+
     def shapes(self, index: int) -> list[tuple[int, ...]]:
         """Those of the parameters in fragment `index`, in its order."""
 
@@ -85,6 +89,8 @@ class LocalSteps:
         self._bytes = [fragment.lanes[0].buffer.nbytes for fragment in self.rounds.fragments]
         self.begun = False  # whether ranks make steps apart
         self._newest = -1  # global batch of the newest step apart
+        self._pace = 1.0  # of its update
+        self._before: list[Any] = []  # the parameters before it, by fragment, where that is less
         self._counted = Count(0.0)
         weighing.keeping.put_count("samples apart", self._counted)
         self._on_give_up, self._warned = on_give_up, False
@@ -169,6 +175,10 @@ class LocalSteps:
             self.begun = True
             self._balancer.record.event("apart", step=self._balancer.step)
         self._newest = self._balancer.step
+        self._pace = 1.0 if self._store.narrow else self.rounds.pace
+        if self._pace < 1.0:
+            before: list[Any] = self._before or [None] * len(self._store.lossy)
+            self._before = [self._store.read(index, into) for index, into in enumerate(before)]
 
     def _check_alike(self) -> None:
         """Law 5, checked."""
@@ -189,6 +199,10 @@ class LocalSteps:
     def after_step(self, samples: float, *, lr: float, gradients: float = 1.0) -> int:
         """The bytes that this rank has sent after an update over `samples`; `gradients`: see `Work`."""
         self._counted.value += samples
+        if self._pace < 1.0:
+            for index, parameters in enumerate(self._before):
+                self._store.blend(index, parameters, self._pace)
+        gradients *= self._pace
         before = [fragment.sends for fragment in self.rounds.fragments]
         self.rounds.after_step(samples, lr=lr, compute=self._balancer.timesheet.known, gradients=gradients)
         sends = [fragment.sends - first for fragment, first in zip(self.rounds.fragments, before, strict=True)]

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hvd_hetero.codecs.verbs import arrays_like
-from hvd_hetero.policy.staleness import NOTHING, Contribution, contribution
+from hvd_hetero.policy.staleness import NOTHING, Contribution, contribution, step_part
 
 from . import control, merge_control
 from .balancer import Balancer
@@ -105,6 +105,11 @@ class Rounds:
     def round_steps(self) -> int:
         """Local steps of this rank between two contributions."""
         return self.lengths.by_rank[self.rank]
+
+    @property
+    def pace(self) -> float:
+        """The part of its updates that this rank makes, see `policy.staleness`."""
+        return step_part(self.balancer.plan.shares[self.rank], self.balancer.global_batch_size, self.size)
 
     @property
     def most_ahead(self) -> int:

@@ -164,7 +164,7 @@ def test_an_error_on_rank_0_is_one_on_all(tmp_path):
 
     (tmp_path / "x").write_text("what is this?")
     for program, text in (
-        (restore, "is not one"), (save, "kept"), (save_what_is_no_data, "not JSON"),
+        (restore, "is not one"), (save, "There is none before it"), (save_what_is_no_data, "not JSON"),
         (save_what_is_no_data_on_one, "TypeError on rank 0"),
     ):  # fmt: skip
         errors = World(3).run(program, errors="return")
@@ -190,6 +190,7 @@ def test_a_save_that_fails_on_one_rank_leaves_both_checkpoints(tmp_path, bad):
     for _ in range(2):
         errors = World(3).run(lambda engine: save(engine, words=b"third", fails=True), errors="return")
         assert all(isinstance(error, CheckpointError) and f"on rank {bad}" in str(error) for error in errors), errors
+        assert all("A whole one is kept" in str(error) for error in errors)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == files
     assert World(3).run(restore) == [b"second"] * 3
 

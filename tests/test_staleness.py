@@ -11,6 +11,7 @@ from hvd_hetero.policy.staleness import (
     contribution,
     factor,
     round_lengths,
+    step_part,
 )
 
 
@@ -112,3 +113,11 @@ def test_only_fednova_ends_where_the_mean_of_all_shards_is_best(momentum, same_r
 def test_wrong_arguments_say_what_was_received(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_who_has_less_than_the_mean_makes_as_much_of_a_step():
+    assert [step_part(share, 24, 3) for share in (1, 4, 8, 15, 0)] == [1 / 8, 1 / 2, 1.0, 1.0, 1.0]
+    for share in range(1, 25):
+        part = step_part(share, 24, 3)
+        whole, less = contribution(share, 1.0, share / 24), contribution(share, part, share / 24)
+        assert whole.before * 1.0 == pytest.approx(less.before * part) and whole.beside == less.beside

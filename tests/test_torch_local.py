@@ -690,3 +690,38 @@ def test_arrays_that_come_after_others_are_not_taken_for_them():
     del store
     another.write(0, torch.frombuffer(memory, dtype=torch.float32).fill_(3.0))
     assert (another.read(0) == 3.0).all() and all((p == 0.0).all() for p in parameters)
+
+
+def loss_after(engine, model, shares, strategy):
+    """That over all data after each of the last epochs, at a rate that a batch of one sample would not bear."""
+    generator = torch.Generator().manual_seed(0)
+    data = torch.randn(1200, 16, generator=generator)
+    wanted = data @ torch.randn(16, 1, generator=generator)
+    model = copy.deepcopy(model)
+    balancer = hvd.Balancer(sum(shares), engine=engine, shares=shares, adaptive=False)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9), balancer=balancer, strategy=strategy
+    )
+    first, losses = sum(shares[: engine.rank]), []
+    for _ in range(6):
+        for number, batch in enumerate(torch.randperm(len(data), generator=generator).split(sum(shares))):
+            mine = batch[first : first + shares[engine.rank]]
+            optimizer.zero_grad()
+            balancer.begin(len(mine))
+            nn.functional.mse_loss(model(data[mine]), wanted[mine]).backward()
+            optimizer.step()
+            if number % 20 == 19:
+                optimizer.merge()
+        optimizer.merge()
+        losses.append(float(nn.functional.mse_loss(model(data), wanted)))
+    return losses[2:]
+
+
+def test_a_rank_with_a_small_share_does_not_spoil_what_is_learned():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 1))
+    together, apart = (
+        World(3).run(lambda engine, strategy=strategy: loss_after(engine, model, (1, 15, 8), strategy))[0]
+        for strategy in ("synchronous", "local")
+    )
+    assert min(apart) < 5 * max(together)

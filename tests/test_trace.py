@@ -534,3 +534,18 @@ def test_a_trace_ends_with_who_holds_it_and_nothing_of_it_is_lost(tmp_path):
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) == before
     assert [len(read(tmp_path / str(number)).ranks[0].steps) for number in range(8)] == [1] * 8
+
+
+def test_the_clock_of_a_host_that_has_left_says_nothing_of_who_is_there(tmp_path):
+    three, two = (Plan(version=n, step=s, shares=shares, reason="") for n, s, shares in
+                  ((0, 0, (3, 3, 2)), (1, 4, (4, 4))))
+    for rank, plans, ends, ahead in ((0, [three, two], 9, 0.0), (1, [three, two], 9, 0.0), (2, [three], 4, 3600.0)):
+        clock = Clock()
+        with Trace(tmp_path, rank=rank, clock=clock) as trace:
+            for plan in plans:
+                trace.plan(plan)
+            for step in range(ends):
+                clock.now = 100.0 + ahead + step
+                trace.step(step=step, samples=4)
+    run = read(tmp_path)
+    assert set(run.present) == {0, 1} and run.gone == (2,)

@@ -89,3 +89,17 @@ def test_without_horovod_an_import_says_how_to_build_it(monkeypatch):
         monkeypatch.delitem(sys.modules, name)
     with pytest.raises(ImportError, match="Expected Horovod, built for the torch that is installed.*build-horovod"):
         importlib.import_module("hvd_hetero.torch")
+
+
+@pytest.mark.parametrize("name", ["tensorflow", "keras"])
+def test_tensorflow_and_keras_are_compared_whatever_their_packages_are_called(monkeypatch, name):
+    packages = {"tensorflow-cpu": "2.18.0", "keras": "3.10.0", "numpy": "2.0.0", "horovod": "0.28.1"}
+
+    def version_of(package):
+        if package not in packages:
+            raise version.metadata.PackageNotFoundError(package)
+        return packages[package]
+
+    monkeypatch.setattr(version.metadata, "version", version_of)
+    monkeypatch.setitem(sys.modules, "keras", sys)
+    assert versions("tensorflow")[name] == packages[{"tensorflow": "tensorflow-cpu"}.get(name, name)]

@@ -183,6 +183,8 @@ def test_a_wait_of_a_framework_is_watched_like_that_of_a_thread(ranks):
     assert until(lambda: 'for the others in "sum"' in two.story() and "rank 1 (host" in two.story())
     two.watches[0].end_aside("sum")
     said = len(two.said)
+    two.watches[1].submitted("sum")
+    two.watches[1].ended("sum")
     two.wait(1, "sum", 0.3, ranks=(0, 1), until=lambda: "rank 0 (host" in two.story())
     assert 'rank 0 (host' in two.story().split("rank 1 (host", 2)[-1], "it has submitted it no longer"
     assert len(two.said) > said and not two.left
@@ -810,3 +812,22 @@ def test_who_closes_the_line_without_a_word_is_asked_again_and_nobody_else(monke
             peer.ask(asked, question, within_s=4.0)
     assert waits == slept and question == {"kind": "state"}
     assert all(json.loads(line.sent) == {"kind": "state", "token": "secret"} for line in lines)
+
+
+def test_who_is_through_with_an_operation_whose_last_bytes_are_on_their_way_is_not_missing(ranks):
+    """Over a slow link an operation is over on one rank seconds before it is on another."""
+    two = ranks(2, patience=TALKS)
+    two.watches[1].submitted("sum")
+    two.watches[1].ended("sum")
+    waiting = threading.Thread(target=two.wait, args=(1, "next", 2.0, (0, 1)))
+    waiting.start()
+    two.wait(0, "sum", 1.5, (0, 1), until=lambda: any("rank 0 (host" in text for text in two.said))
+    waiting.join()
+    of_sum = [text for text in two.said if 'in "sum"' in text.splitlines()[0]]
+    assert of_sum and not any("the same operations" in text for text in of_sum), of_sum
+    two.said.clear()
+    again = threading.Thread(target=two.wait, args=(1, "next", 2.0, (0, 1)))
+    again.start()
+    two.wait(0, "sum", 1.5, (0, 1))  # a second time, to which the other does not come
+    again.join()
+    assert any("the same operations" in text for text in two.said)

@@ -32,18 +32,21 @@ class Absence:
 
 
 def absence_of(
-    peer: Peer, operation: str, ranks: Sequence[int], *, me: Peer | None, submitted: Callable[[], Container[str]]
+    peer: Peer, operation: str, ranks: Sequence[int], *, me: Peer | None, submitted: Callable[[], Container[str]],
+    times: int = 0,
 ) -> Absence | None:
     """Why a rank is missing in an operation of these ranks; None when it is not. `submitted` says in which operations
-    `me` takes part."""
+    `me` takes part, and `times` how often it has in this one."""
     try:
-        state = ask(peer, {"kind": "state"})
+        state = ask(peer, {"kind": "state", "operation": operation})
     except GoneError:
         return Absence(peer, f"{peer} is gone: its process has ended", answers=False)
     except SilentError:
         text = f"{peer} does not answer: its process is stopped, or its host or the link to it is down"
         return Absence(peer, text, answers=False)
     if operation in state["submitted"] or operation in state["waits"]:
+        return None
+    if 0 < times <= state.get("times", 0):  # it has come and gone
         return None
     if (JOIN, sorted(ranks)) in zip(state["waits"], map(sorted, state["among"]), strict=True):
         return None

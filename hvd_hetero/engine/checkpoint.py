@@ -167,10 +167,8 @@ class Checkpoint:
     def _check(self, problem: str, *, name: str) -> None:
         """Raises CheckpointError on every rank, where one has a problem with saving."""
         if problem := self._first_of_all(problem, name=name):
-            raise CheckpointError(
-                f"Expected to write a checkpoint to {self._file.path}. Received: {problem}. A whole one is kept, "
-                "that before or this one."
-            )
+            kept = "A whole one is kept, that before or this one." if self._number else "There is none before it."
+            raise CheckpointError(f"Expected to write a checkpoint to {self._file.path}. Received: {problem}. {kept}")
 
     def restore(self) -> bool:
         """Goes on from the newest whole checkpoint; whether there is one. A collective call.

@@ -23,10 +23,13 @@ class Company:
 
     Args:
         submitted: says in which operations this rank takes part.
+        times: says how often it has in one of this name.
     """
 
-    def __init__(self, submitted: Callable[[], Container[str]]) -> None:
-        self._submitted = submitted
+    def __init__(
+        self, submitted: Callable[[], Container[str]], times: Callable[[str], int] = lambda operation: 0
+    ) -> None:
+        self._submitted, self._times = submitted, times
         self._peers: dict[int, Peer] = {}
         self.awaited = False  # by one of them, who said so since this rank waited last
         self.me: Peer | None = None
@@ -55,7 +58,8 @@ class Company:
         all of them do. Who joins early waits for nobody: those that answer train on."""
         ranks = tuple(self._peers) if ranks is None else ranks
         ask_one = functools.partial(
-            absence_of, operation=operation, ranks=ranks, me=self.me, submitted=self._submitted
+            absence_of, operation=operation, ranks=ranks, me=self.me, submitted=self._submitted,
+            times=self._times(operation),
         )
         asked = self._asked(ask_one, ranks)
         found = [each for each in asked if each is not None and not (operation == JOIN and each.answers)]

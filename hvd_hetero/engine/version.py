@@ -7,6 +7,7 @@ import importlib
 import json
 import platform
 import re
+import sys
 from collections.abc import Mapping
 from importlib import metadata
 from typing import Any
@@ -70,11 +71,14 @@ def horovod_for(framework: str) -> Any:
 def versions(framework: str) -> dict[str, str]:
     """By name: this package first, and what it rests on."""
     found = {"hvd_hetero": __version__, "Python": ".".join(platform.python_version_tuple()[:2])}
-    for name in (*PACKAGES, framework):
-        try:
-            found[name] = metadata.version(name).partition("+")[0]  # builds for unlike hardware are one version
-        except metadata.PackageNotFoundError:  # as tensorflow is, where it is called tensorflow-cpu
-            continue
+    faces = ("keras",) if "keras" in sys.modules else ()
+    for name in (*PACKAGES, framework, *faces):
+        for package in (name, f"{name}-cpu"):  # one of them, under one name: they are one version
+            try:
+                found[name] = metadata.version(package).partition("+")[0]  # so are builds for unlike hardware
+                break
+            except metadata.PackageNotFoundError:
+                continue
     edits = sorted(repairs())
     digest = hashlib.sha256("\n".join(edits).encode()).hexdigest()[:8]
     found["Horovod's repairs"] = f"{len(edits)} ({digest})" if edits else "none"

@@ -49,6 +49,7 @@ class Waits:
     def __init__(self) -> None:
         self._submitted: dict[str, deque[Callable[[], bool]]] = {}  # what tells of each time whether it is over
         self.step_s: deque[float] = deque(maxlen=STEPS)
+        self._times: dict[str, int] = {}  # how often each was submitted since the ranks met
         self._waits: dict[Hashable, Wait] = {}  # by thread, or by the operation that a framework waits for
         self._began: dict[str, float] = {}
         self._outside = time.monotonic()  # when this rank's last wait ended
@@ -66,6 +67,7 @@ class Waits:
     def forget(self) -> None:
         """What was under way is of other ranks."""
         self._submitted.clear()
+        self._times.clear()
         self.step_s.clear()
         self._began.clear()
         for wait in self.now():
@@ -81,6 +83,14 @@ class Waits:
     def submit(self, operation: str, over: Callable[[], bool] = lambda: False) -> None:
         """This rank takes part in an operation; `over()` tells whether all have, as far as that can be seen."""
         self._submitted.setdefault(operation, deque()).append(over)
+        self._times[operation] = self._times.pop(operation, 0) + 1  # the latest last
+        if len(self._times) > NAMES:
+            del self._times[next(iter(self._times))]
+
+    def times(self, operation: str) -> int:
+        """How often this rank has submitted an operation of this name: what is over for it already may not be for the
+        others, to which the last bytes are on their way."""
+        return self._times.get(operation, 0)
 
     def end(self, operation: str) -> None:
         """The operation is over for this rank, well or not."""

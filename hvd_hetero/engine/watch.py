@@ -57,7 +57,7 @@ class Watch:
         self._say = say or tell
         self.hearers = Remembered()  # of each story, besides people
         self._waits = Waits()
-        self._company = Company(lambda: self._waits.submitted)
+        self._company = Company(lambda: self._waits.submitted, self._waits.times)
         self._ear: Ear | None = None
         self._closed = threading.Event()
 
@@ -235,6 +235,7 @@ class Watch:
         waits = self._waits.now()
         return {
             "submitted": self._waits.submitted,
+            "times": self._waits.times(str(question.get("operation", ""))),
             "waits": [wait.operation for wait in waits],
             "among": [wait.ranks for wait in waits],
             "s": time.monotonic() - self._waits.since,

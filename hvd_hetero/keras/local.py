@@ -48,6 +48,7 @@ class ParameterStore:
         self._members = [[variables[index] for index in chosen] for chosen in fragments]
         self._specs = [[specs[index] for index in chosen] for chosen in fragments]
         self.lossy: list[bool] = [kinds[chosen[0]][1] for chosen in fragments]
+        self.narrow = any(spec.dtype != spec.wire for spec in specs)
 
     def shapes(self, index: int) -> list[tuple[int, ...]]:
         return [spec.shape for spec in self._specs[index]]
@@ -81,6 +82,13 @@ class ParameterStore:
             by[at : at + spec.length] += self._form.flat([variable], spec.wire)
             at += spec.length
         self.write(index, by)
+
+    def blend(self, index: int, flat: Any, part: float) -> None:
+        own = self.read(index)
+        own -= flat
+        own *= part
+        own += flat
+        self.write(index, own)
 
 
 class LocalTraining:

@@ -20,6 +20,16 @@ are in it, however many or few steps each rank made of them, and whoever is miss
   the sum of what each of the round's gradients was multiplied with. By samples, fast ranks' shards would win. The sum
   of r, in the units of |a|, is its tau_eff, which the paper leaves open; its own choice, the mean of |a| weighted by w,
   is the same where a rank's part of the data is its part of the batch.
+
+Steps: a rank with fewer samples than the mean of all makes a part of each of its updates, and counts as much of a step
+in |a|, so that a merge goes as far:
+
+    b n / B at most 1        b of the global batch's B samples, n ranks
+
+A rate that suits B samples, and B / n of them well enough, need not suit one: with a share of 1 of 24, a rank alone
+would diverge at a rate that synchronous training bears, and what is merged of where it got to makes that worse. With a
+rate in proportion to the batch (linear scaling, Goyal et al. 2017, arXiv 1706.02677) as many samples take it as far as
+the others.
 """
 
 from __future__ import annotations
@@ -49,6 +59,11 @@ def round_lengths(step_s: Sequence[float], round_steps: int) -> tuple[int, ...]:
                          f"Received: {list(step_s)}.")
     fastest = min(step_s)
     return tuple(min(max(math.floor(round_steps * (fastest / s) * (1.0 + SAME)), 1), round_steps) for s in step_s)
+
+
+def step_part(share: int, whole: int, ranks: int) -> float:
+    """The part of an update that a rank with this share of the global batch makes apart; 1.0 for one without any."""
+    return min(1.0, share * ranks / whole) if share else 1.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,6 +35,7 @@ class ParameterStore:
         fragments = fragments_by_kind(kinds, [p.numel() for p in parameters], count)
         self._members = [[parameters[index] for index in chosen] for chosen in fragments]
         self.lossy: list[bool] = [kinds[chosen[0]][2] for chosen in fragments]
+        self.narrow = any(p.dtype != WIRE[p.dtype] for p in parameters)
         self._known: dict[tuple[int, int], list[torch.Tensor]] = {}  # the least recently used first
 
     def shapes(self, index: int) -> list[tuple[int, ...]]:
@@ -71,6 +72,10 @@ class ParameterStore:
         else:
             torch._foreach_add_(parts, members)
             torch._foreach_copy_(members, parts)
+
+    @torch.no_grad()
+    def blend(self, index: int, flat: torch.Tensor, part: float) -> None:
+        torch._foreach_lerp_(self._members[index], self._parts(index, flat), 1.0 - part)
 
     def _parts(self, index: int, flat: torch.Tensor) -> list[torch.Tensor]:
         """What `flat` holds of each parameter, in its shape. Merges take the same few arrays over and over, so views of

@@ -119,7 +119,9 @@ class Run:
     def present(self) -> dict[int, RankRun]:
         """The ranks that there were at the end, by the newest plan: others have left an elastic job, or the job went on
         from a checkpoint without them."""
-        last = max(self.ranks.values(), key=lambda run: run.steps[-1].t_s if run.steps else 0.0)
+        # There is always a rank 0; to look for who recorded last would be to compare the clocks of hosts.
+        those = [self.ranks[0]] if 0 in self.ranks and self.ranks[0].steps else self.ranks.values()
+        last = max(those, key=lambda run: run.steps[-1].t_s if run.steps else 0.0)
         size = len(last.plans[-1].shares) if last.plans else math.inf
         return {rank: run for rank, run in self.ranks.items() if rank < size}
 

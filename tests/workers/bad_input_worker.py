@@ -195,7 +195,7 @@ def table(folder):
         ("parameters that differ", lambda: train(spoil=shift), "others than rank 0's on rank 1"),
         ("a torn checkpoint", lambda: torn_checkpoint(folder), "is torn"),
         ("another job's checkpoint", lambda: foreign_checkpoint(folder), "state of a job with values"),
-        ("no place for a checkpoint", lambda: unwritable_checkpoint(folder), "A whole one is kept"),
+        ("no place for a checkpoint", lambda: unwritable_checkpoint(folder), "There is none before it"),
         ("steps between checkpoints", lambda: hvd.Checkpoint(folder / "x", hvd.elastic.TorchState(), every_steps=0),
          "every_steps: expected"),
         ("checkpoints at unlike steps", lambda: hvd.Checkpoint(folder / "x", hvd.elastic.TorchState(), every_steps=2 + last),
