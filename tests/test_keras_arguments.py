@@ -2,6 +2,7 @@
 arguments that raise before anything is exchanged."""
 
 import ast
+import contextlib
 import importlib.util
 import inspect
 from pathlib import Path
@@ -112,3 +113,14 @@ def test_a_divisor_that_is_none(wrong):
         hvd.DistributedOptimizer(
             keras.optimizers.SGD(), balancer=hvd.Balancer(4, engine=SoloEngine()), gradient_predivide_factor=wrong
         )
+
+
+def test_stopping_together_takes_an_optimizer_that_the_model_was_not_compiled_with():
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(), balancer=hvd.Balancer(4, engine=SoloEngine()))
+    for given in (optimizer, None):
+        callback = hvd.callbacks.StopTogetherCallback(given)
+        callback.set_model(model)
+        with contextlib.nullcontext() if given else pytest.raises(ValueError, match="pass one of them"):
+            callback.on_train_begin()

@@ -133,3 +133,25 @@ def test_a_model_whose_layers_are_not_built_yet_is_broadcast_after_its_first_ste
     model.fit(X, Y, batch_size=4, epochs=2, callbacks=[callback], verbose=0)
     whole = len(model.weights) + len(model.optimizer.variables)
     assert len(model.weights) == 4 and sent[-1] == whole and sent.count(whole) == 1, "once, with all of them"
+
+
+def test_a_metric_that_is_one_number_for_a_batch_weighs_what_the_loss_does():
+    """Keras counts batches for it, which are as many on all ranks."""
+
+    def one_number(y, prediction):
+        return keras.ops.mean(keras.ops.abs(y - prediction))
+
+    def program(engine):
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2, kernel_initializer="ones")])
+        model.compile("sgd", "mse", metrics=["mae", one_number], jit_compile=False)
+        callback = hvd.callbacks.MetricAverageCallback(engine=engine)
+        mine = slice(0, 6) if engine.rank == 0 else slice(6, 8)
+        x = np.arange(24, dtype="float32").reshape(8, 3)
+        logs = model.fit(
+            x[mine], Y[mine], batch_size=8, validation_data=(x[mine], Y[mine]), verbose=0, callbacks=[callback]
+        ).history
+        assert logs["one_number"] == pytest.approx(logs["mae"])
+        assert logs["val_one_number"] == pytest.approx(logs["val_mae"])
+        return True
+
+    assert World(2).run(program, timeout_s=60) == [True, True]

@@ -232,7 +232,8 @@ class Balancer(framework_free.Balancer):
                 self.fail()  # a rank that loads more slowly may not see it, and would wait for this one
             raise RuntimeError(
                 "Expected the number of samples of this batch before its gradients are applied. Received: none. Fit on "
-                "hvd.BalancedDataset(..., balancer=balancer), or call balancer.begin(samples) before each batch."
+                "hvd.BalancedDataset(..., balancer=balancer), with the balancer that the optimizer has, or call "
+                "balancer.begin(samples) before each batch."
                 + (AHEAD if self._next.ahead else "")
             )
         if not self.timesheet.running:  # the first step of all: nobody was there when it began

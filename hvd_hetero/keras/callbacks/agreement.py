@@ -92,6 +92,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
         self._trained: dict[str, float] | None = None  # of the epoch
         self._validated: dict[str, float] | None = None  # of its validation
         self._name = ""
+        self._batches = self._test_batches = 0  # of the epoch, and of the validation
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Names its operations anew: the ranks may have become others."""
@@ -100,20 +101,27 @@ class MetricAverageCallback(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Forgets the samples of the last epoch."""
         self._trained = self._validated = None
+        self._batches = 0
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Notes the samples of the epoch with its last batch."""
+        self._batches = batch + 1
         if batch + 1 == (self.params or {}).get("steps"):
-            self._trained = self._counts()
+            self._trained = self._counts(self._batches)
 
     def on_test_begin(self, logs: Any = None) -> None:
         """Notes the samples of the epoch, before the validation counts its own."""
         if self._trained is None:
-            self._trained = self._counts()
+            self._trained = self._counts(self._batches)
+        self._test_batches = 0
+
+    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Counts the batches of the validation."""
+        self._test_batches = batch + 1
 
     def on_test_end(self, logs: Any = None) -> None:
         """Notes the samples of the validation."""
-        self._validated = self._counts()
+        self._validated = self._counts(self._test_batches)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Averages `logs` in place. A collective call."""
@@ -122,8 +130,8 @@ class MetricAverageCallback(keras.callbacks.Callback):
         if self._engine is None:
             self._engine = backend.engine(self._process_set)
         self._name = self._name or self._engine.unique("hvd_hetero.metrics.")
-        trained = self._counts() if self._trained is None else self._trained
-        validated = self._counts() if self._validated is None else self._validated
+        trained = self._counts(self._batches) if self._trained is None else self._trained
+        validated = self._counts(self._test_batches) if self._validated is None else self._validated
         self._trained = self._validated = None
         own = {key: np.asarray(value, "float64") for key, value in sorted(logs.items()) if _is_numeric(value)}
         named = ", ".join(key + (str(list(value.shape)) if value.ndim else "") for key, value in own.items())
@@ -145,8 +153,10 @@ class MetricAverageCallback(keras.callbacks.Callback):
             mean = summed.reshape(value.shape) / weight if weight else np.full(value.shape, math.nan)
             logs[key] = mean if mean.ndim else float(mean)
 
-    def _counts(self) -> dict[str, float]:
-        """What metrics are means over, as far as they are: samples seen since they were reset, by their names."""
+    def _counts(self, batches: int = 0) -> dict[str, float]:
+        """What metrics are means over, as far as they are: samples seen since they were reset, by their names. Not of
+        those that have counted these `batches`, as where a function makes one number of a batch: they weigh what the
+        loss does, as ranks have batches of unlike sizes."""
         every = [each for metric in self.model.metrics for each in (metric, *getattr(metric, "metrics", ()))]
         # Where the number of rows is not known while TensorFlow traces, Keras counts batches for the loss of each of
         # several outputs. They are parts of the loss, and weigh what it weighs.
@@ -154,11 +164,12 @@ class MetricAverageCallback(keras.callbacks.Callback):
         named = {each.name: each for each in every if id(each) not in parts}
         named |= _by_key(getattr(self.model, "_compile_metrics", None))
         counts = {key: getattr(each, "count", None) for key, each in named.items()}
-        return {
+        found = {
             key: float(keras.ops.convert_to_numpy(count))
             for key, count in counts.items()
             if isinstance(count, keras.Variable) and len(count.shape) == 0  # R2Score has one for each class
         }
+        return {key: count for key, count in found.items() if key == "loss" or count != batches or "loss" not in found}
 
 
 def _by_key(compiled: Any) -> dict[str, Any]:

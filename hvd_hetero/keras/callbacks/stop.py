@@ -16,15 +16,23 @@ class StopTogetherCallback(keras.callbacks.Callback):
     own clock, and the other ranks would wait for the one that has stopped. The wish travels with the gradients of the
     next batch, with local steps with the next merge, and all stop after it.
 
-    To be put last. For the model's `DistributedOptimizer`; all ranks have it.
+    To be put last. All ranks have it.
+
+    Args:
+        optimizer: a DistributedOptimizer that is trained with (default: the model's).
     """
 
+    def __init__(self, optimizer: Any = None) -> None:
+        super().__init__()
+        self._given = optimizer
+
     def _balancer(self) -> Balancer:
-        reducer = vars(self.model.optimizer).get("_reducer")
+        optimizer = self.model.optimizer if self._given is None else self._given
+        reducer = vars(optimizer).get("_reducer")
         if reducer is None:
             raise ValueError(
-                f"optimizer: expected a model compiled with an hvd.DistributedOptimizer. Received: "
-                f"{self.model.optimizer}."
+                f"optimizer: expected a model compiled with an hvd.DistributedOptimizer. Received: {optimizer}. Where "
+                "a train_step has the optimizers, pass one of them: StopTogetherCallback(optimizer)."
             )
         balancer: Balancer = reducer.balancer
         return balancer
