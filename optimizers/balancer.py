@@ -21,6 +21,7 @@ from .dialogue import Dialogue
 from .forgotten import deals, ends
 from .keeping import Keeping
 from .ladder import Ladder
+from .late_count import LateCount
 from .meter import Stopwatch
 from .partial_sum import PartialSums
 from .place import Places
@@ -85,6 +86,8 @@ class Balancer:
         self.step = -1  # index of the global batch begun last, counted over all epochs
         self.origin: int | None = None  # stands for where in its epoch a loader dealt that batch; None: not told
         self.batch_order = BatchOrder()
+        self.late_count = LateCount()
+        self.rows: int | None = None  # of a batch whose loader made fewer of them than there are samples
         self.dependents = Dependents()
         self.departure = Departure()
         self.strategies = Strategies()
@@ -218,6 +221,7 @@ class Balancer:
     def _begin(self, samples: int) -> None:
         check_whole("samples", samples, least=0)
         self.departure.check()
+        self.late_count.begins(self.backward_passes)
         self.step += 1
         self.samples, self._counted = samples, 0.0
         self.timesheet.begin(samples)
@@ -245,6 +249,8 @@ class Balancer:
         terms = float(terms)
         if not 0 <= terms < float("inf"):
             raise ValueError(f"terms: expected a number of loss terms, 0 or more. Received: {terms}.")
+        self.late_count.said(terms, self.backward_passes)
+        self.rows = None
         self._set_count(terms)
 
     def _set_count(self, terms: float) -> None:

@@ -15,6 +15,7 @@ from hvd_hetero.optimizers.stream import StreamSampler
 
 from .batch_sampler import ONE_AT_A_TIME, BalancedBatchSampler
 from .feed import Feed, NumberedFeed
+from .row import fewer_rows
 from .stream import StreamFeed
 from .whole import whole_numbers
 
@@ -78,9 +79,15 @@ class BalancedDataLoader:
     ) -> None:
         for name in ("batch_size", "sampler", "batch_sampler"):
             if name in arguments:
+                instead = (
+                    "Give the global batch to hvd.Balancer."
+                    if name == "batch_size"
+                    else "Draw the same on all ranks, with a generator of one seed, and make a loader of "
+                    "Subset(dataset, list(sampler)) with shuffle=False for each epoch."
+                )
                 raise TypeError(
                     f"{name}: expected none, because the balancer deals the batches. Received: {arguments[name]!r}. "
-                    f"Give the global batch to hvd.Balancer."
+                    f"{instead}"
                 )
         if not arguments.get("in_order", True):
             raise TypeError("in_order: expected True: sizes go with batches in the order dealt. Received: False.")
@@ -159,6 +166,7 @@ class BalancedDataLoader:
             self.balancer.timesheet.data_s += time.perf_counter() - start
             self.balancer.origin = self.batch_sampler.origin
             self.balancer.begin(loaded.samples)
+            self.balancer.rows = fewer_rows(loaded.batch, loaded.samples) if loaded.samples else None
             self.balancer.batch_order.begins(loaded.samples, first=first)
             first = False
             yield loaded.batch

@@ -114,6 +114,7 @@ class LocalTraining:
         """Says whose steps these are."""
         self._optimizer = weakref.ref(optimizer)
 
+    @torch.compiler.disable  # a script may compile a whole step of training
     def before_step(self) -> None:
         """Before the update of a step apart. The first one is a collective call."""
         self.steps.before_step()

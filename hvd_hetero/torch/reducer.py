@@ -245,14 +245,19 @@ class GradientReducer:
         """Whether this step's gradient stays this rank's own."""
         return self.local is not None and self.local.steps.apart()
 
+    # A script may compile a whole step of training, and not these with it, which differ from step to step.
+
+    @torch.compiler.disable
     def forget(self) -> None:
         """See `StepPhases.forget`."""
         self._phases.forget()
 
+    @torch.compiler.disable
     def flush(self) -> None:
         """See `StepPhases.flush`."""
         self._phases.flush()
 
+    @torch.compiler.disable
     def finished(self, *, lr: float) -> None:
         """Ends the step, after the update; `lr`: its learning rate."""
         phases = self._phases
@@ -270,11 +275,13 @@ class GradientReducer:
     def on_epoch_end(self) -> None:
         """The samples of an epoch are used up."""
         if self.local is not None and self.local.steps.rule.merge_each_epoch:
+            self._phases.check_unchanged()
             self.local.merge()
 
     def merge(self, model: torch.nn.Module | None) -> None:
         """Returns when all ranks hold one model, and one model's buffers. A collective call."""
         if self.local is not None:
+            self._phases.check_unchanged()
             self.local.merge()
         if model is not None:
             share = self._balancer.plan.shares[self._balancer.rank]

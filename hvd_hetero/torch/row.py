@@ -100,6 +100,17 @@ def cut(batch: Batch, part: slice, samples: int) -> Batch:
     )
 
 
+def fewer_rows(batch: Any, samples: int) -> int | None:
+    """How many rows its tensors have, where all have as many, and fewer than there are samples; else None, also where
+    samples are counted along another dimension."""
+    if has_samples(batch, samples):
+        return None
+    tensors = [leaf for leaf in _leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.ndim > 0]
+    rows = {len(leaf) for leaf in tensors}
+    along = any(samples in leaf.shape for leaf in tensors)
+    return min(rows) if len(rows) == 1 and min(rows) < samples and not along else None
+
+
 def none_of(batch: Batch) -> Batch:
     """A batch of no samples in the form of `batch`, whose one is another rank's."""
     if not has_samples(batch, 1):

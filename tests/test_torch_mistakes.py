@@ -1,0 +1,127 @@
+"""What a script gets wrong without an error: a late count, samples left out, the step of the wrapped optimizer."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import SubsetRandomSampler, TensorDataset, default_collate
+
+pytest.importorskip("horovod.torch", reason="build it with hvd-hetero build-horovod")
+
+import hvd_hetero.torch as hvd
+from hvd_hetero.engine.local import SoloEngine, World
+
+PROTOTYPE = nn.Linear(2, 1)
+
+
+def told_of(body):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        body()
+    return [str(each.message) for each in caught]
+
+
+def trains(count, collate_fn=None, engine=None):
+    model = nn.Linear(2, 1)
+    balancer = hvd.Balancer(4, engine=engine or SoloEngine())
+    loader = hvd.BalancedDataLoader(TensorDataset(torch.ones(12, 2)), balancer=balancer, collate_fn=collate_fn)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), balancer=balancer)
+    for (x,) in loader:
+        optimizer.zero_grad()
+        loss = model(x).mean()
+        if count == "before":
+            balancer.count(len(x))
+        loss.backward()
+        if count == "after":
+            balancer.count(len(x))
+        optimizer.step()
+
+
+@pytest.mark.parametrize("count", ["before", "after", None])
+def test_a_count_after_the_backward_pass_is_told_of(count):
+    told = told_of(lambda: trains(count))
+    assert any("balancer.count() before" in each for each in told) == (count == "after")
+
+
+@pytest.mark.parametrize("count", ["before", None])
+def test_samples_that_a_collate_fn_leaves_out_are_told_of_unless_they_are_counted(count):
+    told = told_of(lambda: trains(count, collate_fn=lambda samples: default_collate(samples[:-1])))
+    assert any("as many rows as the loader dealt" in each for each in told) == (count is None)
+
+
+def test_the_step_of_the_wrapped_optimizer_is_an_error_with_a_local_strategy():
+    def rank(engine):
+        model = copy.deepcopy(PROTOTYPE)
+        balancer = hvd.Balancer(4, engine=engine)
+        within = torch.optim.SGD(model.parameters(), lr=0.1)
+        strategy = hvd.LocalSGD(round_steps=2, warmup_steps=1)
+        hvd.DistributedOptimizer(within, balancer=balancer, strategy=strategy)
+        with pytest.raises(RuntimeError, match=r"Expected step\(\) of the hvd.DistributedOptimizer"):
+            for _ in range(6):
+                balancer.begin(2)
+                within.zero_grad()
+                model(torch.full((2, 2), float(engine.rank + 1))).mean().backward()
+                within.step()
+
+    World(2).run(rank)
+
+
+def test_a_step_left_out_is_none_with_a_local_strategy():
+    def rank(engine):
+        model = copy.deepcopy(PROTOTYPE)
+        balancer = hvd.Balancer(4, engine=engine)
+        strategy = hvd.LocalSGD(round_steps=2, warmup_steps=1)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), balancer=balancer, strategy=strategy
+        )
+        for step in range(8):
+            balancer.begin(2)
+            optimizer.zero_grad()
+            model(torch.full((2, 2), float(engine.rank + 1))).mean().backward()
+            if step < 3 or step % 3 or not engine.rank:
+                optimizer.step()
+        optimizer.merge()
+        return model.weight.detach().clone()
+
+    first, second = World(2).run(rank)
+    assert torch.equal(first, second)
+
+
+def test_a_sampler_is_refused_with_what_to_do_instead():
+    balancer = hvd.Balancer(4, engine=SoloEngine())
+    with pytest.raises(TypeError, match="list\\(sampler\\)"):
+        data = TensorDataset(torch.ones(8, 2))
+        hvd.BalancedDataLoader(data, balancer=balancer, sampler=SubsetRandomSampler(range(8)))
+
+
+def test_rows_along_another_dimension_are_none_that_are_left_out():
+    """As of a `collate_fn` that puts time first."""
+    told = told_of(lambda: trains(None, collate_fn=lambda samples: (torch.ones(2, len(samples), 2),)))
+    assert not any("as many rows as the loader dealt" in each for each in told)
+
+
+@pytest.mark.parametrize("strategy", ["synchronous", hvd.LocalSGD(warmup_steps=2)])
+def test_a_step_that_is_compiled_as_a_whole_is_compiled_no_more_after_its_first_ones(strategy):
+    torch._dynamo.reset()
+    model, balancer = nn.Linear(2, 1), hvd.Balancer(4, engine=SoloEngine())
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), balancer=balancer, strategy=strategy
+    )
+
+    @torch.compile(backend="eager")
+    def train(x):
+        loss = model(x).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    frames = []
+    for _ in range(30):
+        balancer.begin(4)
+        train(torch.ones(4, 2))
+        frames.append(torch._dynamo.utils.counters["frames"]["total"])
+    optimizer.merge()
+    assert frames[9] == frames[-1], frames
