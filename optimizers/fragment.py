@@ -159,6 +159,13 @@ class Fragment:
         """A copy of this rank's parameters."""
         return self.store.read(self.index, self._free.pop() if self._free else None)
 
+    def _copied(self, flat: Any) -> Any:
+        if not self._free:
+            return verbs_of(flat).copied(flat)
+        copy = self._free.pop()
+        copy[:] = flat
+        return copy
+
     def _submit(self, lane: Lane, sent: Any, work: Work) -> None:
         self._turn = (self._turn + 1) % len(self.lanes)
         self._pending.append((lane, sent, work))
@@ -204,7 +211,7 @@ class Fragment:
         factor, square, mean = scale(total), 0.0, results[0][: len(self.z)]
         before = sent
         if self.work.steps and sent is None:
-            before = verbs_of(self.z).copied(self.z)  # which is about to move
+            before = self._copied(self.z)  # which is about to move
         if factor > 0.0:
             square = verbs_of(mean).squares(mean)
             self.outer.move(self.z, mean, self.outer_state)

@@ -374,6 +374,7 @@ def test_all_hold_one_model_in_the_end_and_nothing_is_lost(codec, fragments, nod
             rounds.after_step(1.0)
             time.sleep(0.001 * engine.rank)
         rounds.finish()
+        assert all(len(fragment._free) <= 2 for fragment in rounds.fragments), "copies are used again"
         return models, sent, done, store.values
 
     found = World(3).run(program)
