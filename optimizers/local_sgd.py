@@ -23,6 +23,8 @@ BOUND_ROUNDS, BOUND_STEPS = 4.0, 16
 class LocalSGD:
     """Local SGD as a strategy: what all ranks must have the same.
 
+    A rank whose share is less than the mean of all makes a part of each of its updates (`policy.staleness`).
+
     Args:
         round_steps: updates between two contributions of the fastest rank; with several backward passes per step, each
             is over as many global batches. None: 4, or 2 with an optimizer of Adam's kind.
