@@ -76,3 +76,16 @@ def test_the_reference_has_all_that_is_ours(reference, exported):
 def test_the_reference_has_all_callbacks(reference):
     names = set(re.findall(r'"(\w+)"', (ROOT / "hvd_hetero" / "keras" / "callbacks" / "__init__.py").read_text()))
     assert names == {each.partition(".")[2] for each in reference.FACES["keras"] if each.startswith("callbacks.")}
+
+
+@pytest.mark.parametrize("face", ["torch", "keras"])
+def test_what_faces_say_of_a_balancers_arguments_is_what_the_balancer_says(face):
+    """They repeat it, for `help()`."""
+
+    def told(path):
+        text = (ROOT / path).read_text().split("class Balancer", 1)[1].split('"""')[1]
+        return re.findall(r"^        (\w[\w, ]*): (.*(?:\n {12}.*)*)", text.split("Args:")[1], re.MULTILINE)
+
+    of_all = dict(told("optimizers/balancer.py"))
+    repeated = {name: said for name, said in told(f"hvd_hetero/{face}/balancer.py") if name in of_all}
+    assert len(repeated) >= 6 and repeated == {name: of_all[name] for name in repeated}
