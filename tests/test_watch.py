@@ -831,3 +831,18 @@ def test_who_is_through_with_an_operation_whose_last_bytes_are_on_their_way_is_n
     two.wait(0, "sum", 1.5, (0, 1))  # a second time, to which the other does not come
     again.join()
     assert any("the same operations" in text for text in two.said)
+
+
+def test_of_too_many_operations_none_is_counted_so_that_nobody_who_is_missing_seems_to_have_come():
+    mine = waits.Waits()
+    for number in range(waits.NAMES):
+        mine.submit(f"sum.{number}")
+    assert mine.times("sum.0") == 1
+    mine.submit("sum.0")
+    assert mine.times("sum.0") == 2 and mine.times("another") == 0
+    mine.submit("another")
+    mine.submit("sum.0")
+    assert mine.times("sum.0") == 0 == mine.times("another")
+    mine.forget()
+    mine.submit("sum.0")
+    assert mine.times("sum.0") == 1

@@ -49,7 +49,9 @@ class Waits:
     def __init__(self) -> None:
         self._submitted: dict[str, deque[Callable[[], bool]]] = {}  # what tells of each time whether it is over
         self.step_s: deque[float] = deque(maxlen=STEPS)
-        self._times: dict[str, int] = {}  # how often each was submitted since the ranks met
+        # How often each was submitted since the ranks met; None: there were too many names. Some of them would begin
+        # anew, on each rank at another time, and who is missing would seem to have come.
+        self._times: dict[str, int] | None = {}
         self._waits: dict[Hashable, Wait] = {}  # by thread, or by the operation that a framework waits for
         self._began: dict[str, float] = {}
         self._outside = time.monotonic()  # when this rank's last wait ended
@@ -67,7 +69,7 @@ class Waits:
     def forget(self) -> None:
         """What was under way is of other ranks."""
         self._submitted.clear()
-        self._times.clear()
+        self._times = {}
         self.step_s.clear()
         self._began.clear()
         for wait in self.now():
@@ -83,14 +85,15 @@ class Waits:
     def submit(self, operation: str, over: Callable[[], bool] = lambda: False) -> None:
         """This rank takes part in an operation; `over()` tells whether all have, as far as that can be seen."""
         self._submitted.setdefault(operation, deque()).append(over)
-        self._times[operation] = self._times.pop(operation, 0) + 1  # the latest last
-        if len(self._times) > NAMES:
-            del self._times[next(iter(self._times))]
+        if (counts := self._times) is not None:
+            counts[operation] = counts.get(operation, 0) + 1
+            if len(counts) > NAMES:
+                self._times = None
 
     def times(self, operation: str) -> int:
-        """How often this rank has submitted an operation of this name: what is over for it already may not be for the
-        others, to which the last bytes are on their way."""
-        return self._times.get(operation, 0)
+        """How often this rank has submitted an operation of this name; 0 where that is not known. What is over for it
+        already may not be for the others, to which the last bytes are on their way."""
+        return 0 if self._times is None else self._times.get(operation, 0)
 
     def end(self, operation: str) -> None:
         """The operation is over for this rank, well or not."""
