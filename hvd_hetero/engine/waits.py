@@ -93,7 +93,7 @@ class Waits:
     def times(self, operation: str) -> int:
         """How often this rank has submitted an operation of this name; 0 where that is not known. What is over for it
         already may not be for the others, to which the last bytes are on their way."""
-        return 0 if self._times is None else self._times.get(operation, 0)
+        return (self._times or {}).get(operation, 0)  # read once: another thread may end the counting
 
     def end(self, operation: str) -> None:
         """The operation is over for this rank, well or not."""
