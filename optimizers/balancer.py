@@ -15,13 +15,13 @@ from .agreement import Terms, agree
 from .argument import check_whole
 from .attachment import Exchanges
 from .batch_order import BatchOrder
+from .count_warnings import CountWarnings
 from .departure import Departure, Flag
 from .dependent import Dependents
 from .dialogue import Dialogue
 from .forgotten import deals, ends
 from .keeping import Keeping
 from .ladder import Ladder
-from .late_count import LateCount
 from .meter import Stopwatch
 from .partial_sum import PartialSums
 from .place import Places
@@ -86,8 +86,7 @@ class Balancer:
         self.step = -1  # index of the global batch begun last, counted over all epochs
         self.origin: int | None = None  # stands for where in its epoch a loader dealt that batch; None: not told
         self.batch_order = BatchOrder()
-        self.late_count = LateCount()
-        self.rows: int | None = None  # of a batch whose loader made fewer of them than there are samples
+        self.count_warnings = CountWarnings()
         self.dependents = Dependents()
         self.departure = Departure()
         self.strategies = Strategies()
@@ -103,7 +102,7 @@ class Balancer:
         self.name = self.engine.unique("balancer")
         self.terms = agree(self.engine, self._asked, name=f"hvd_hetero.{self.name}.terms")
         self.adaptive = self.terms.adaptive and self.size > 1
-        self.planner = Planner(self.terms, self.terms.rule)
+        self.planner = Planner(self.terms)
         self.ladder = Ladder(self.plan.shares, tell=self._moved)
         self.count_now: float | None = None  # loss terms of the next backward pass
         self._counted = 0.0  # those of this batch's passes before the present one
@@ -221,7 +220,7 @@ class Balancer:
     def _begin(self, samples: int) -> None:
         check_whole("samples", samples, least=0)
         self.departure.check()
-        self.late_count.begins(self.backward_passes)
+        self.count_warnings.begins(self.backward_passes)
         self.step += 1
         self.samples, self._counted = samples, 0.0
         self.timesheet.begin(samples)
@@ -249,8 +248,7 @@ class Balancer:
         terms = float(terms)
         if not 0 <= terms < float("inf"):
             raise ValueError(f"terms: expected a number of loss terms, 0 or more. Received: {terms}.")
-        self.late_count.said(terms, self.backward_passes)
-        self.rows = None
+        self.count_warnings.said(terms, self.backward_passes)
         self._set_count(terms)
 
     def _set_count(self, terms: float) -> None:

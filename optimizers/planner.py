@@ -12,7 +12,7 @@ from typing import Any
 from hvd_hetero.policy.ladder import TRY_STEPS, trial
 from hvd_hetero.policy.partition import Bound, split
 from hvd_hetero.policy.regime import last_shift, latest_regime
-from hvd_hetero.policy.replan import Plan, ReplanRule, decide
+from hvd_hetero.policy.replan import Plan, decide
 from hvd_hetero.policy.speed import Observation, SpeedModel, fit, passes_of
 
 from .agreement import Terms
@@ -73,12 +73,11 @@ class Planner:
     the first, and those with which a rank went out or came back.
 
     Args:
-        terms: the bounds of all ranks, the global batch and the first shares.
-        rule: when a new plan pays.
+        terms: the bounds of all ranks, the global batch, the first shares, and when a new plan pays.
     """
 
-    def __init__(self, terms: Terms, rule: ReplanRule) -> None:
-        self._terms, self._rule = terms, rule
+    def __init__(self, terms: Terms) -> None:
+        self._terms, self._rule = terms, terms.rule
         self.size = len(terms.bounds)
         self.plans: list[Plan] = [Plan(version=0, step=0, shares=terms.first_shares, reason="first plan")]
         self.models: tuple[SpeedModel, ...] | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -14,11 +15,11 @@ from hvd_hetero.policy.link import Curve, fit_curve
 
 from .route import Candidate
 
-SIZES_BYTES = (2**14, 2**18, 2**21)  # timed; what lies beyond follows the line through them
-# Timed as well where it promises to take no longer than this: on quick links, caches and codecs that work by the piece
-# bend the line, and slow ones make it straight.
 LARGE_BYTES = 2**23
-LARGE_S = 0.2
+# Sizes that are timed, each where a sum of it promises to take no longer than so many seconds; what lies beyond follows
+# the line through them. On quick links, caches and codecs that work by the piece bend the line, and slow ones make it
+# straight: two sizes tell it.
+SIZES_BYTES = {2**14: math.inf, 2**18: math.inf, 2**21: 4.0, LARGE_BYTES: 0.2}
 REPEATS = 3
 # Quick sums are timed more often, for so long and so often at most: they vary most.
 QUICK_S, MOST_REPEATS = 0.05, 12
@@ -28,14 +29,18 @@ UNSEEN = 2  # sums before those that count: names are negotiated at their first 
 def timed_curve(levels: Levels, candidate: Candidate, like: Any, *, clock: Callable[[], float]) -> Curve:
     """The times of sums of arrays of the type of `like`, the same on all ranks. A collective call.
 
-    Sizes are timed in turn: what disturbs the machine for a moment would otherwise spoil one of them alone.
+    Sizes that are timed more often are timed in turn: what disturbs the machine for a moment would otherwise spoil one
+    of them alone.
     """
-    sums = {size: _Sum(levels, candidate, like, size, clock=clock) for size in SIZES_BYTES}
-    taken = {size: one.times(REPEATS) for size, one in sums.items()}
-    largest = SIZES_BYTES[-1]
-    if taken[largest].max() * LARGE_BYTES <= LARGE_S * largest:
-        sums[LARGE_BYTES] = _Sum(levels, candidate, like, LARGE_BYTES, clock=clock)
-        taken[LARGE_BYTES] = sums[LARGE_BYTES].times(REPEATS)
+    sums: dict[int, _Sum] = {}
+    taken: dict[int, np.ndarray] = {}
+    promised_s = 0.0  # for a byte
+    for size, most_s in SIZES_BYTES.items():
+        if promised_s * size > most_s:
+            break
+        sums[size] = _Sum(levels, candidate, like, size, clock=clock)
+        taken[size] = sums[size].times(REPEATS)
+        promised_s = float(np.median(taken[size])) / size
     wanted = {size: min(MOST_REPEATS, int(QUICK_S / float(np.median(times)))) for size, times in taken.items()}
     while more := [size for size, times in taken.items() if len(times) < wanted[size]]:
         for size in more:

@@ -15,7 +15,7 @@ STANDARD = set(sys.stdlib_module_names)
 ALLOWED = {
     "policy": ({"policy"}, {"numpy"}),
     "codecs": ({"codecs"}, {"numpy"}),  # and a framework in a file of its own, see below
-    "trace": ({"trace", "policy"}, set()),
+    "trace": ({"trace", "policy", "engine.environment", "engine.host"}, set()),
     "engine": ({"engine", "policy"}, {"numpy"}),
     "optimizers": ({"optimizers", "policy", "codecs", "engine.port", "engine.hierarchy"}, {"numpy"}),
     "torch": ({"torch", "optimizers", "engine", "policy", "codecs", "trace"}, {"torch", "horovod", "tqdm"}),

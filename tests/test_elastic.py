@@ -72,7 +72,8 @@ def planner(identities):
     return Planner(Terms(
         global_batch_size=64, min_share=1, max_share=None, quantum=1, max_micro_batch=None, shares=None, adaptive=True,
         identities=identities, bounds=bounds, micro_caps=(None,) * len(identities), first_shares=shares,
-    ), ReplanRule(warmup_steps=0))  # fmt: skip
+        rule=ReplanRule(warmup_steps=0),
+    ))  # fmt: skip
 
 
 def measured(identities, speeds):

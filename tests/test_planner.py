@@ -16,7 +16,6 @@ from hvd_hetero.optimizers.planner import Past, Planner
 from hvd_hetero.policy import replan
 from hvd_hetero.policy.ladder import idle_since
 from hvd_hetero.policy.partition import Bound, split, step_time_s
-from hvd_hetero.policy.replan import ReplanRule
 from hvd_hetero.policy.speed import Observation, SpeedModel
 
 BATCH, STEPS = 64, 300
@@ -66,7 +65,7 @@ def planner_of(ranks: int = 4, *, batch: int | None = None, least: int = 1) -> P
         first_shares=(whole // ranks,) * ranks,
         micro_caps=(None,) * ranks,
     )
-    return Planner(terms, ReplanRule())
+    return Planner(terms)
 
 
 def run(seed: int, *, slow_at: int | None = None, steps: int = STEPS) -> tuple[Planner, list[float]]:
@@ -136,7 +135,7 @@ def test_a_rank_that_is_out_comes_back_when_it_has_recovered(again: bool) -> Non
         slow = 25.0 if step >= 100 and not (again and step >= 200) else 1.0
         return [0.01 * share * (slow if rank == 3 else 1.0) for rank, share in enumerate(shares)]
 
-    given = [shares[3] for shares, _ in job(Planner(terms, ReplanRule()), 1000, compute_of)]
+    given = [shares[3] for shares, _ in job(Planner(terms), 1000, compute_of)]
     out = given.index(0)
     assert 100 < out < 200 and not any(given[out : out + 256])
     assert 1 in given[out + 256 : out + 400], "it was never tried again"
@@ -159,7 +158,7 @@ def test_other_ranks_than_before_get_shares_that_know_of_their_passes() -> None:
             adaptive=True, identities=tuple(range(ranks)), bounds=(Bound(lower=1),) * ranks,
             first_shares=(60 // ranks,) * ranks, micro_caps=caps,
         )  # fmt: skip
-        return Planner(terms, ReplanRule())
+        return Planner(terms)
 
     before, after = planner(4, None, None), planner(4, None)
     for step in range(6, 18):

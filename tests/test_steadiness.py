@@ -13,7 +13,6 @@ from hvd_hetero.optimizers.steadiness import MEMORY, Steadiness
 from hvd_hetero.optimizers.stop import StopMeter
 from hvd_hetero.policy.jitter import Ran, with_stops
 from hvd_hetero.policy.partition import Bound
-from hvd_hetero.policy.replan import ReplanRule
 from hvd_hetero.policy.speed import Observation, SpeedModel
 
 MODEL = SpeedModel(overhead_s=0.01, seconds_per_sample=0.002, standard_error=0.01, observations=20)
@@ -44,7 +43,7 @@ def planned(*, apart: bool, stops: tuple[float, ...], seed: int = 0, steps: int 
         global_batch_size=64, min_share=1, max_share=None, quantum=1, max_micro_batch=None, shares=None, adaptive=True,
         bounds=(Bound(lower=1),) * 4, first_shares=(16,) * 4, micro_caps=(None,) * 4,
     )  # fmt: skip
-    planner = Planner(terms, ReplanRule())
+    planner = Planner(terms)
     planner.apart = lambda step: apart
     for step in range(steps):
         shares = planner.plan_at(step).shares

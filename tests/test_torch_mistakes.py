@@ -51,6 +51,31 @@ def test_samples_that_a_collate_fn_leaves_out_are_told_of_unless_they_are_counte
     assert any("as many rows as the loader dealt" in each for each in told) == (count is None)
 
 
+@pytest.mark.parametrize(("ranks", "optimizer", "grad"), [
+    (2, "none", True), (2, "none", False), (2, "distributed", True), (1, "none", True),
+])  # fmt: skip
+def test_an_epoch_of_training_that_exchanges_nothing_is_told_of(ranks, optimizer, grad):
+    def rank(engine):
+        model = copy.deepcopy(PROTOTYPE)
+        balancer = hvd.Balancer(4, engine=engine)
+        loader = hvd.BalancedDataLoader(TensorDataset(torch.ones(8, 2)), balancer=balancer)
+        update = torch.optim.SGD(model.parameters(), lr=0.1)
+        if optimizer == "distributed":
+            update = hvd.DistributedOptimizer(update, balancer=balancer)
+        with torch.set_grad_enabled(grad):
+            for (x,) in loader:
+                update.zero_grad()
+                loss = model(x).mean()
+                if grad:
+                    loss.backward()
+                    update.step()
+
+    told = told_of(lambda: World(ranks).run(rank))
+    assert any("each rank has trained a model of its own" in each for each in told) == (
+        ranks == 2 and optimizer == "none" and grad
+    )
+
+
 def test_the_step_of_the_wrapped_optimizer_is_an_error_with_a_local_strategy():
     def rank(engine):
         model = copy.deepcopy(PROTOTYPE)

@@ -89,7 +89,7 @@ def _noteworthy(run: Run) -> list[str]:
         for event in rank.events:
             fields = event.fields
             if event.kind == "ranks":
-                lines.append(f"From step {fields.get('step', '?')} on there were {fields.get('size', '?')} ranks.")
+                lines.append(f"After step {fields.get('step', '?')} there were {fields.get('size', '?')} ranks.")
             elif event.kind == "parameters":
                 lines.append(f"Parameters of {_ranks(fields.get('ranks', []))} were off by rounding, and mended.")
             elif event.kind == "wait":

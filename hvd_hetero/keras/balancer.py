@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter, deque
 from collections.abc import Sequence
 from typing import Any
 
-from hvd_hetero.engine.environment import run_folder
-from hvd_hetero.engine.host import host_identity
 from hvd_hetero.engine.port import Engine
 from hvd_hetero.optimizers import balancer as framework_free
 from hvd_hetero.optimizers.argument import check_whole
 from hvd_hetero.optimizers.meter import Moment
 from hvd_hetero.policy.replan import ReplanRule
-from hvd_hetero.trace.record import trace_of
+from hvd_hetero.trace.own import own_trace
 
 from . import backend
 from .factor import Factors
@@ -93,10 +90,7 @@ class Balancer(framework_free.Balancer):
             shares=shares,
             adaptive=adaptive,
             rule=rule,
-            trace=trace_of(
-                run or run_folder(engine.ranks, engine.rank),
-                rank=engine.rank, clock=time.time, host=host_identity()[0],
-            ),
+            trace=own_trace(run, ranks=engine.ranks, rank=engine.rank),
         )
         self.factors = Factors()  # of the optimizers' learning rates
         # By who announces them (None: the script); what comes next is of the last one. A dataset that is evaluated in

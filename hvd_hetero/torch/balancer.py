@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch.utils import _pytree as pytree
 
-from hvd_hetero.engine.environment import run_folder
 from hvd_hetero.engine.horovod import HorovodEngine
-from hvd_hetero.engine.host import host_identity
 from hvd_hetero.engine.port import Engine
 from hvd_hetero.optimizers import balancer as framework_free
 from hvd_hetero.policy.partition import micro_batches
 from hvd_hetero.policy.replan import ReplanRule
-from hvd_hetero.trace.record import trace_of
+from hvd_hetero.trace.own import own_trace
 
 from .loss import mean_over_ranks
 from .row import Batch, cut, has_samples
@@ -70,10 +67,7 @@ class Balancer(framework_free.Balancer):
             shares=shares,
             adaptive=adaptive,
             rule=rule,
-            trace=trace_of(
-                run or run_folder(engine.ranks, engine.rank),
-                rank=engine.rank, clock=time.time, host=host_identity()[0],
-            ),
+            trace=own_trace(run, ranks=engine.ranks, rank=engine.rank),
         )
 
     def mean(self, value: Any) -> Any:

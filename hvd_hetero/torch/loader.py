@@ -7,10 +7,12 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from hvd_hetero.optimizers.balancer import Balancer
 from hvd_hetero.optimizers.content import checksum
+from hvd_hetero.optimizers.forgotten import warn_of_none
 from hvd_hetero.optimizers.stream import StreamSampler
 
 from .batch_sampler import ONE_AT_A_TIME, BalancedBatchSampler
@@ -146,6 +148,8 @@ class BalancedDataLoader:
         self.batch_sampler.end_epoch()
         self.balancer.batch_order.ends()
         self.balancer.end_epoch()
+        if torch.is_grad_enabled():
+            warn_of_none(self.balancer)
 
     def _batches(self, bar: Any) -> Iterator[Any]:
         self._iterations = mine = self._iterations + 1
@@ -166,7 +170,8 @@ class BalancedDataLoader:
             self.balancer.timesheet.data_s += time.perf_counter() - start
             self.balancer.origin = self.batch_sampler.origin
             self.balancer.begin(loaded.samples)
-            self.balancer.rows = fewer_rows(loaded.batch, loaded.samples) if loaded.samples else None
+            if loaded.samples and self.balancer.count_warnings.looks_at_rows:
+                self.balancer.count_warnings.deals(fewer_rows(loaded.batch, loaded.samples))
             self.balancer.batch_order.begins(loaded.samples, first=first)
             first = False
             yield loaded.batch

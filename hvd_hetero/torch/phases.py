@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import enum
 import threading
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,6 +21,7 @@ from .backward import backward_pass
 from .layouts import Layouts
 from .passes import Passes, is_zero
 from .step import BROKEN_OFF, WITHIN, ReducedStep
+from .unchanged import Unchanged
 
 
 class Phase(enum.Enum):
@@ -34,16 +34,6 @@ class Phase(enum.Enum):
     READY = "what `p.grad` holds is what the update takes"
 
 
-FOREIGN = (
-    "Expected step() of the hvd.DistributedOptimizer after each backward() of a local strategy, or none. Received: "
-    "parameters that something else has changed, such as step() of the optimizer that it was made of, so that what "
-    "this rank did is in no merge. Step, and give to scalers and schedulers, what hvd.DistributedOptimizer returned."
-)
-FEWER = (
-    "Expected a batch of as many rows as the loader dealt samples, {samples}. Received: {rows}, as of a collate_fn "
-    "that leaves samples out: its gradient is weighted by {samples}. Say balancer.count(rows), or over what else the "
-    "loss is a mean, before backward()."
-)
 _IN_PASS = (Phase.PASS, Phase.LAST_PASS)
 
 
@@ -81,21 +71,15 @@ class StepPhases:
         self._taker: Callable[[torch.nn.Parameter], None] | None = None  # of the backward pass's gradients
         self._passed = -1  # the part of a batch that the last backward pass was over: see `Balancer.part`
         self._last = False  # whether the exchange follows the backward pass that has ended
-        self._versions: int | None = None  # of the parameters, as the passes of a step apart end
-        self._told = False  # of a batch with fewer rows than samples
+        self._unchanged = Unchanged(parameters)  # since the passes of a step apart ended
         self.terms = 0.0
         self.wait_s = 0.0
         self.bytes_sent = 0
 
-    def _versions_now(self) -> int:
-        return sum(parameter._version for parameter in self._parameters)
-
     def check_unchanged(self) -> None:
         """Raises RuntimeError where parameters are not what they were as the passes of a step apart ended, and no
         step() was made. What follows may change them."""
-        if self._versions not in (None, self._versions_now()):
-            raise RuntimeError(FOREIGN)
-        self._versions = None
+        self._unchanged.check()
 
     @property
     def number(self) -> int:
@@ -132,7 +116,7 @@ class StepPhases:
 
     def begin_anew(self) -> None:
         """The update is made, or others may be made for the same batch."""
-        self._versions = None
+        self._unchanged.release()
         if self.ready:
             self._phase = Phase.BETWEEN
 
@@ -196,9 +180,7 @@ class StepPhases:
                 "hvd.BalancedDataLoader, or call balancer.begin(samples) for each batch."
             )
         self._balancer.batch_order.passes()
-        if (rows := self._balancer.rows) is not None and not self._told:
-            self._told = True
-            warnings.warn(FEWER.format(rows=rows, samples=self._balancer.samples), stacklevel=2)
+        self._balancer.count_warnings.passes(self._balancer.samples)
         backward_pass().add(self)
         last = self._balancer.last_pass and self._weighing.complete
         self._phase = Phase.LAST_PASS if last else Phase.PASS
@@ -319,4 +301,4 @@ class StepPhases:
         self._passes.clear()
         self._weighing.end()
         self._phase = Phase.READY
-        self._versions = self._versions_now()
+        self._unchanged.keep()

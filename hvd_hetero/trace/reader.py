@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from hvd_hetero.policy.replan import Plan
 
@@ -29,8 +29,7 @@ class NewerFormatError(Exception):
     """The record was written by a newer hvd_hetero."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Step:
+class Step(NamedTuple):
     """One step of one rank. Seconds that were not finite, and fields that the file lacks, are 0."""
 
     step: int
@@ -222,10 +221,15 @@ def _take(run: RankRun, fields: Sequence[str], entry: Any) -> None:
 
 
 def _step(fields: Sequence[str], values: Sequence[Any]) -> Step:
+    if len(values) != len(fields):
+        raise ValueError(f"Expected {len(fields)} values. Received: {values}.")
+    for value in values:
+        if value is not None and not isinstance(value, (int, float)):
+            raise TypeError(f"Expected numbers. Received: {values}.")
+    if fields == Step._fields:
+        return Step._make(value or 0 for value in values)
     seen = dict(zip(fields, values, strict=True))
-    if not all(isinstance(value, (int, float, type(None))) for value in values):
-        raise TypeError(f"Expected numbers. Received: {values}.")
-    return Step(**{name: seen.get(name) or 0 for name in FIELDS})
+    return Step(**{name: seen.get(name) or 0 for name in Step._fields})
 
 
 def _median(values: Iterable[float]) -> float:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import time
 import warnings
 from typing import Any
 
 import keras
 import numpy as np
 
-from hvd_hetero.engine.host import host_identity
 from hvd_hetero.engine.port import gather_text, in_turn
 from hvd_hetero.optimizers.latency_lr import NAMES, LatencyLR, Rule, agreed_latency_lr
-from hvd_hetero.trace.record import trace_of
+from hvd_hetero.trace.own import own_trace
 
 from ..balancer import Balancer
 from ..factor import RateFactor, ask_from_now_on, factor_of
@@ -221,7 +219,7 @@ class TraceCallback(keras.callbacks.Callback):
     def __init__(self, run: str, balancer: Balancer) -> None:
         super().__init__()
         if balancer.trace is None:
-            balancer.trace = trace_of(run, rank=balancer.rank, clock=time.time, host=host_identity()[0])
+            balancer.trace = own_trace(run, ranks=balancer.engine.ranks, rank=balancer.rank)
         self.trace = balancer.trace
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:

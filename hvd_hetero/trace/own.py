@@ -1,0 +1,21 @@
+"""Where this process's own record of a run goes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from hvd_hetero.engine.environment import run_folder
+from hvd_hetero.engine.host import host_identity
+
+from .record import Trace, trace_of
+
+
+def own_trace(run: str | None, *, ranks: Sequence[int], rank: int) -> Trace | None:
+    """A balancer's trace in the folder `run`, or where `HVD_HETERO_RUN` says; None without either.
+
+    Args:
+        ranks: the global ranks that train together.
+        rank: this one's number among them.
+    """
+    return trace_of(run or run_folder(ranks, rank), rank=rank, clock=time.time, host=host_identity()[0])
