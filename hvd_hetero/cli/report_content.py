@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 from hvd_hetero.cli.console import rate_text, seconds_text
 from hvd_hetero.cli.error import CommandError
-from hvd_hetero.trace.reader import NewerFormatError, Run, read
+from hvd_hetero.trace.reader import NewerFormatError, RankSummary, Run, read
 from hvd_hetero.trace.waiting import Waiting, parts, waiting
 
 SKIP = 5  # steps in which frameworks compile, and caches fill
@@ -38,6 +39,16 @@ class Report:
         """The part of the steps that were synchronous."""
         return self.waits.steps / max(1, self.steps - self.skip)
 
+    @cached_property
+    def summaries(self) -> tuple[RankSummary, ...]:
+        """What each rank's record amounts to, in the order of ranks."""
+        return self.run.summaries(skip=self.skip)
+
+    @cached_property
+    def parts(self) -> dict[int, Mapping[str, float]]:
+        """What each rank's time went into: see `waiting.parts`."""
+        return {number: parts(rank, skip=self.skip) for number, rank in self.run.ranks.items()}
+
     @property
     def merges(self) -> int:
         """How often ranks merged that made steps apart."""
@@ -47,8 +58,8 @@ class Report:
     def as_dict(self) -> dict[str, Any]:
         """Everything, as JSON takes it."""
         ranks = []
-        for rank, summary in zip(self.run.ranks.values(), self.run.summaries(skip=self.skip), strict=True):
-            numbers = {"rank": rank.rank, "host": rank.host, "parts": parts(rank, skip=self.skip), **asdict(summary)}
+        for rank, summary in zip(self.run.ranks.values(), self.summaries, strict=True):
+            numbers = {"rank": rank.rank, "host": rank.host, "parts": self.parts[rank.rank], **asdict(summary)}
             ranks.append({**numbers, "dropped": rank.dropped, "unreadable": rank.unreadable})
         waits = {**asdict(self.waits), "causes": [cause._asdict() for cause in self.waits.causes]}
         return {
@@ -90,7 +101,7 @@ def shares_text(shares: Sequence[int]) -> str:
 def headline(report: Report) -> str:
     """What run this is."""
     gone = report.run.gone
-    summaries = [each for each in report.run.summaries(skip=report.skip) if each.rank not in gone]
+    summaries = [each for each in report.summaries if each.rank not in gone]
     samples_per_s = sum(summary.samples_per_s for summary in summaries)
     words = f"{report.run.folder}: {len(summaries)} ranks"
     if gone:
@@ -109,10 +120,10 @@ def advice(report: Report) -> list[str]:
     waits, said = report.waits, []
     if waits.waited_part * report.together >= WORTH_WAITING:
         said.append(_of_waiting(waits))
-    for rank in report.run.ranks.values():
-        data = parts(rank, skip=report.skip)["data"]
+    for number, part in report.parts.items():
+        data = part["data"]
         if data >= WORTH_DATA:
-            said.append(f"Rank {rank.rank} waits for its data for {percent(data)} of its time: more num_workers (in "
+            said.append(f"Rank {number} waits for its data for {percent(data)} of its time: more num_workers (in "
                         "Keras, workers), or a quicker disk.")
     if waits.exchange_part * report.together >= WORTH_EXCHANGE:
         chosen = any(event.kind == "route" for rank in report.run.ranks.values() for event in rank.events)

@@ -9,7 +9,7 @@ from typing import Any
 
 from hvd_hetero.cli.error import CommandError
 from hvd_hetero.cli.report_content import MOST_RANKS, Report
-from hvd_hetero.trace.waiting import parts, timed
+from hvd_hetero.trace.waiting import timed
 
 COLOURS = {"compute": "#4c78a8", "data": "#f2a541", "exchange": "#9d9d9d", "waiting": "#d1495b", "rest": "#c9b79c"}
 POINTS = 400  # of a line: steps beyond are taken together
@@ -47,7 +47,7 @@ def _time(axes: Any, report: Report) -> None:
     ranks = list(report.run.ranks.values())
     exchange = report.waits.exchange_part
     left = [0.0] * len(ranks)
-    shown = [parts(rank, skip=report.skip) for rank in ranks]
+    shown = [report.parts[rank.rank] for rank in ranks]
     pieces = {
         "compute": [part["compute"] for part in shown],
         "data": [part["data"] for part in shown],

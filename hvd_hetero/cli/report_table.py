@@ -9,7 +9,7 @@ from hvd_hetero.cli.console import rate_text, rich_console, seconds_text, table
 from hvd_hetero.cli.report_content import MOST_RANKS, Report, advice, headline, percent, shares_text
 from hvd_hetero.policy.strategy import SYNCHRONOUS
 from hvd_hetero.trace.reader import Run
-from hvd_hetero.trace.waiting import Waiting, parts
+from hvd_hetero.trace.waiting import Waiting
 
 MOST_PLANS = 12
 
@@ -37,8 +37,8 @@ def show(report: Report) -> None:
 
 def _of_ranks(report: Report, make: Any) -> Any:
     rows = []
-    for rank, summary in zip(report.run.ranks.values(), report.run.summaries(skip=report.skip), strict=True):
-        part = parts(rank, skip=report.skip)
+    for rank, summary in zip(report.run.ranks.values(), report.summaries, strict=True):
+        part = report.parts[rank.rank]
         share = str(rank.steps[-1].share) if rank.steps else "–"
         index = report.waits.ranks.index(rank.rank)
         last = percent(report.waits.last[index] / report.waits.steps) if report.waits.steps else "–"
