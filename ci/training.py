@@ -32,11 +32,9 @@ import hvd_hetero.torch as hvd
 from hvd_hetero.engine.local import World
 from hvd_hetero.optimizers.dealer import Dealer, cut
 from hvd_hetero.optimizers.keeping import Keeping
-from hvd_hetero.optimizers.local_sgd import strategy_of
 from hvd_hetero.optimizers.recipe import Wire
 from hvd_hetero.optimizers.ways import Ways
 from hvd_hetero.torch.local import LocalTraining
-from hvd_hetero.torch.second_moments import has_second_moments
 
 WHOLE = 64
 EVEN, UNEVEN = (16, 16, 16, 16), (35, 16, 7, 6)
@@ -226,8 +224,7 @@ def apart(task: Task, way: Way, inner: str, seed: int) -> tuple[float, list[dict
 
 
 def _ranks(way: Way, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Rank]:
-    rule = strategy_of(way.rule, second_moments=has_second_moments(optimizer))
-    rule = replace(rule, most_missed=0)  # who waits for whom is known here only where all are in each merge
+    rule = replace(way.rule, most_missed=0)  # who waits for whom is known here only where all are in each merge
 
     def program(engine: Any) -> Rank:
         rank = Rank(*copy.deepcopy((model, optimizer)))

@@ -30,11 +30,11 @@ class RoundLengths:
 
     def __init__(self, rule: LocalSGD, size: int, *, most_missed: int = 0) -> None:
         self._limited = rule.drift_limit is not None
-        self._guard = Guard(round_steps=rule.longest_round, limit=rule.drift_limit or math.inf)
+        self._guard = Guard(round_steps=rule.round_steps, limit=rule.drift_limit or math.inf)
         self._most = most_missed + 1
         self._idle = [False] * size  # ranks whose last steps were without samples: no measure of anybody's
         self._step_s: np.ndarray = np.zeros(size)  # of each rank's local step, smoothed over merges
-        self.by_rank = (rule.longest_round,) * size
+        self.by_rank = (rule.round_steps,) * size
         self.intervals = (1,) * size
 
     @property

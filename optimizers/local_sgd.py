@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from hvd_hetero.policy.guard import Guard
-from hvd_hetero.policy.staleness import ROUND_STEPS, ROUND_STEPS_OF_ADAM
+from hvd_hetero.policy.staleness import ROUND_STEPS
 
 from .argument import check_whole
 from .outer import Outer
@@ -27,7 +27,7 @@ class LocalSGD:
 
     Args:
         round_steps: updates between two contributions of the fastest rank; with several backward passes per step, each
-            is over as many global batches. None: 4, or 2 with an optimizer of Adam's kind.
+            is over as many global batches.
         bound_rounds: a rank waits when it has gone on for so many rounds since its last contribution without a merge;
             0 to wait for each merge. None: 4, or as many as make 16 updates.
         most_missed: a rank of which one step takes about two rounds of the fastest rank, or more, takes part in fewer
@@ -54,7 +54,7 @@ class LocalSGD:
             speeds, stops and exchanges measured while the job runs (`policy.strategy`).
     """
 
-    round_steps: int | None = None
+    round_steps: int = ROUND_STEPS
     bound_rounds: float | None = None
     most_missed: int = 3
     warmup_steps: int = 20
@@ -69,7 +69,7 @@ class LocalSGD:
 
     def __post_init__(self) -> None:
         for name, least in (("round_steps", 1), ("most_missed", 0), ("warmup_steps", 0), ("fragments", 1)):
-            check_whole(name, getattr(self, name), least=least, optional=name == "round_steps")
+            check_whole(name, getattr(self, name), least=least)
         for name in ("bound_rounds", "compensation"):
             value = getattr(self, name)
             left = value is None and name == "bound_rounds"
@@ -89,24 +89,14 @@ class LocalSGD:
             raise ValueError(f"drift_limit: expected a number above {CALM}, or None. Received: {self.drift_limit!r}.")
 
     @property
-    def longest_round(self) -> int:
-        """`round_steps`, as a number."""
-        return ROUND_STEPS if self.round_steps is None else self.round_steps
-
-    @property
     def most_rounds(self) -> float:
         """`bound_rounds`, as a number."""
-        return max(BOUND_ROUNDS, BOUND_STEPS / self.longest_round) if self.bound_rounds is None else self.bound_rounds
+        return max(BOUND_ROUNDS, BOUND_STEPS / self.round_steps) if self.bound_rounds is None else self.bound_rounds
 
 
-def strategy_of(strategy: LocalSGD | str, *, second_moments: bool) -> LocalSGD | None:
-    """The local strategy that a user's argument names; None for synchronous training.
-
-    `second_moments`: whether it is for an optimizer that keeps some.
-    """
+def strategy_of(strategy: LocalSGD | str) -> LocalSGD | None:
+    """The local strategy that a user's argument names; None for synchronous training."""
     if isinstance(strategy, LocalSGD):
-        if strategy.round_steps is None and second_moments:
-            return replace(strategy, round_steps=ROUND_STEPS_OF_ADAM)
         return strategy
     if strategy not in ("synchronous", "local", "auto"):
         raise ValueError(
@@ -114,4 +104,4 @@ def strategy_of(strategy: LocalSGD | str, *, second_moments: bool) -> LocalSGD |
         )
     if strategy == "synchronous":
         return None
-    return strategy_of(LocalSGD(when="always" if strategy == "local" else "faster"), second_moments=second_moments)
+    return LocalSGD(when="always" if strategy == "local" else "faster")

@@ -114,7 +114,7 @@ class Rounds:
     @property
     def most_ahead(self) -> int:
         """Batches that a rank may begin after it has contributed and before it has to see the merge."""
-        return max(1, math.ceil(self.rule.most_rounds * self.rule.longest_round)) * self._batches()
+        return max(1, math.ceil(self.rule.most_rounds * self.rule.round_steps)) * self._batches()
 
     def after_step(
         self, samples: float, *, lr: float = 1.0, compute: tuple[float, float] = (0.0, 0.0), gradients: float = 1.0
@@ -275,7 +275,7 @@ class Rounds:
             self.balancer.ladder.hear_intervals(self.lengths.intervals, self.lengths.reason)
             leads = self._leads
             if leads:
-                self.balancer.dialogue.staleness = merge.carried.steps / self.rule.longest_round
+                self.balancer.dialogue.staleness = merge.carried.steps / self.rule.round_steps
             self._on_merge({
                 "merge": self.merges, "step": self.balancer.step, "behind": at - self.balancer.step,
                 "samples": sum(said.samples), "carried_steps": merge.carried.steps, "waits": self.waits,
@@ -350,4 +350,4 @@ class Rounds:
         for fragment in self.fragments:
             fragment.outer_state, fragment.work = {}, Work()
         self.merges = 0
-        self.lengths.resume(self.rule.longest_round)
+        self.lengths.resume(self.rule.round_steps)

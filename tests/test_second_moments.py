@@ -13,7 +13,6 @@ pytest.importorskip("horovod.torch", reason="build it with hvd-hetero build-horo
 
 import hvd_hetero.torch as hvd
 from hvd_hetero.engine.local import World
-from hvd_hetero.optimizers.local_sgd import strategy_of
 from hvd_hetero.optimizers.second_moments import SecondMoments
 from hvd_hetero.policy.second_moments import mixture, window
 from hvd_hetero.torch.second_moments import has_second_moments, mix, moments_of
@@ -199,15 +198,6 @@ def test_who_is_of_adams_kind():
 # The strategy ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_default_length_of_rounds_is_that_of_the_optimizer():
-    for strategy in ("local", "auto", hvd.LocalSGD()):
-        assert strategy_of(strategy, second_moments=True).longest_round == 2
-        assert strategy_of(strategy, second_moments=False).longest_round == 4
-    for second_moments in (True, False):
-        assert strategy_of(hvd.LocalSGD(round_steps=3), second_moments=second_moments).longest_round == 3
-        assert strategy_of("synchronous", second_moments=second_moments) is None
-
-
 WHOLE, SHARES = 32, (20, 8, 4)
 
 
@@ -240,7 +230,7 @@ def moments_after(engine, strategy, steps=60, *, epoch=60, forgets_after=False):
     {}, {"round_steps": 8}, {"forgets_after": True}, {"epoch": 3}, {"epoch": 3, "forgets_after": True},
 ])
 def test_ranks_apart_keep_the_second_moments_of_synchronous_training(options):
-    rule = {"round_steps": options.pop("round_steps", None), "warmup_steps": 4}
+    rule = {"round_steps": options.pop("round_steps", 2), "warmup_steps": 4}
     together = World(3).run(lambda engine: moments_after(engine, "synchronous"))
     apart = World(3).run(lambda engine: moments_after(engine, hvd.LocalSGD(**rule), **options))
     own = World(3).run(lambda engine: moments_after(engine, hvd.LocalSGD(**rule, second_moments="own"), **options))

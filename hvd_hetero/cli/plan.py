@@ -20,7 +20,7 @@ from hvd_hetero.policy.forecast import Forecast, advice, forecasts
 from hvd_hetero.policy.jitter import Jitter, synchronous_step_s
 from hvd_hetero.policy.partition import Bound, InfeasibleError
 from hvd_hetero.policy.speed import Observation, SpeedModel, fit, passes_of
-from hvd_hetero.policy.staleness import ROUND_STEPS, ROUND_STEPS_OF_ADAM
+from hvd_hetero.policy.staleness import ROUND_STEPS
 from hvd_hetero.trace.reader import RankRun, Run
 from hvd_hetero.trace.record import file_name
 from hvd_hetero.trace.waiting import Timed, apart, timed
@@ -176,7 +176,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--global-batch-size", type=int, metavar="N", help="of the job (default: the run's)")
     parser.add_argument("--round-steps", type=int, default=ROUND_STEPS, metavar="N",
                         help="of the fastest rank between two merges, where ranks make steps apart (default: "
-                             f"%(default)s; hvd.LocalSGD's is {ROUND_STEPS_OF_ADAM} with Adam and its like)")
+                             "%(default)s, as of hvd.LocalSGD)")
     parser.add_argument("--max-share", action="append", default=[], metavar="RANK:N",
                         help="the most samples that this rank's memory holds (default: the run's max_share); may be "
                              "given for several ranks")

@@ -21,7 +21,6 @@ from .argument import check_unused, op_of
 from .compression import Compression
 from .factor import PLACE, RateFactor
 from .reducer import GradientReducer
-from .second_moments import has_second_moments
 from .subclass import distributed_class
 
 
@@ -91,7 +90,7 @@ def DistributedOptimizer(
         )
     check_unused(name=name, device_dense=device_dense, device_sparse=device_sparse)
     steps = _accumulated(optimizer, backward_passes_per_step)
-    local = strategy_of(strategy, second_moments=has_second_moments(optimizer))
+    local = strategy_of(strategy)
     balancer = weights_of(balancer, process_set)
     if keras.config.dtype_policy().name == "mixed_float16" and not _scales(optimizer):
         optimizer = keras.optimizers.LossScaleOptimizer(optimizer, name="loss_scale_optimizer")

@@ -39,7 +39,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 # Local steps of the fastest rank between two merges where nobody says: docs/local_sgd.md says why.
-ROUND_STEPS, ROUND_STEPS_OF_ADAM = 4, 2
+ROUND_STEPS = 2
 
 SAME = 1e-9      # relative: a quotient this close below a whole number is that number, rounded
 

@@ -23,7 +23,6 @@ from .hooks import release
 from .methods import methods_of
 from .plain import plain_optimizer, release_plain
 from .reducer import GradientReducer
-from .second_moments import has_second_moments
 
 
 def DistributedOptimizer(
@@ -84,7 +83,7 @@ def DistributedOptimizer(
         raise TypeError(f"optimizer: expected a torch.optim.Optimizer. Received: a {type(optimizer).__name__}.")
     optimizer = _unwrapped(optimizer)
     check_devices(p for group in optimizer.param_groups for p in group["params"])
-    local = strategy_of(strategy, second_moments=has_second_moments(optimizer))
+    local = strategy_of(strategy)
     wire = wire_of(compression)
     ours = is_ours(compression) or topology is not None or local is not None
     if balancer is None:
