@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from hvd_hetero.policy.guard import Guard
-from hvd_hetero.policy.staleness import ROUND_STEPS
+from hvd_hetero.policy.staleness import ROUND_STEPS, usual_bound
 
 from .argument import check_whole
 from .outer import Outer
@@ -15,8 +15,6 @@ WEIGHTS = ("samples", "fednova")
 WHEN = ("always", "faster")
 SECOND_MOMENTS = ("global", "own")
 CALM = Guard(round_steps=1).calm
-# Short rounds are for what is learned; a rank that stands still for a second or two is to hold nobody up all the same.
-BOUND_ROUNDS, BOUND_STEPS = 4.0, 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +89,7 @@ class LocalSGD:
     @property
     def most_rounds(self) -> float:
         """`bound_rounds`, as a number."""
-        return max(BOUND_ROUNDS, BOUND_STEPS / self.round_steps) if self.bound_rounds is None else self.bound_rounds
+        return usual_bound(self.round_steps) if self.bound_rounds is None else self.bound_rounds
 
 
 def strategy_of(strategy: LocalSGD | str) -> LocalSGD | None:

@@ -18,7 +18,8 @@ def phase_of(rule: LocalSGD, balancer: Balancer) -> Callable[[int], bool]:
         planner.apart = lambda step: step >= rule.warmup_steps
     else:
         planner.selection = Selection(
-            planner.steadiness, round_steps=rule.round_steps, first_step=max(rule.warmup_steps, balancer.step + 1)
+            planner.steadiness, round_steps=rule.round_steps, bound_rounds=rule.most_rounds,
+            first_step=max(rule.warmup_steps, balancer.step + 1),
         )
         planner.apart = lambda step: planner.plan_at(max(step, 0)).strategy == LOCAL
     return planner.apart

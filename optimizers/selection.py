@@ -38,16 +38,18 @@ class Selection:
     Args:
         steadiness: of the ranks.
         round_steps: local steps of the fastest rank in a round, if there should be rounds.
+        bound_rounds: rounds for which a rank goes on without a merge; None: the usual ones.
         first_step: no choice before this batch.
         hold_steps: a strategy holds for so many batches at least.
     """
 
     def __init__(
-        self, steadiness: Steadiness, *, round_steps: int, first_step: int, hold_steps: int = 40,
-        rule: StrategyRule | None = None,
+        self, steadiness: Steadiness, *, round_steps: int, first_step: int, bound_rounds: float | None = None,
+        hold_steps: int = 40, rule: StrategyRule | None = None,
     ) -> None:
         self._steadiness = steadiness
-        self._round_steps, self._rule, self._hold_steps = round_steps, rule or StrategyRule(), hold_steps
+        self._round_steps, self._bound_rounds = round_steps, bound_rounds
+        self._rule, self._hold_steps = rule or StrategyRule(), hold_steps
         self._exchange_s: deque[float] = deque(maxlen=EXCHANGES)
         self._next_look = self._first_look = first_step
 
@@ -87,8 +89,8 @@ class Selection:
                 models, shares, jitters=jitters, exchange_s=self.exchange_s, micro_batch=micro_batch
             ),
             predict_local(
-                models, shares, round_steps=self._round_steps, merge_s=self.exchange_s, jitters=jitters,
-                micro_batch=micro_batch,
+                models, shares, round_steps=self._round_steps, bound_rounds=self._bound_rounds,
+                merge_s=self.exchange_s, jitters=jitters, micro_batch=micro_batch,
             ),
         )
 

@@ -193,7 +193,9 @@ def test_a_plan_is_for_rounds_as_long_as_one_says(capsys):
         ways = json.loads(capsys.readouterr().out)["forecasts"]
         return next(way["samples_per_s"] for way in ways if way["title"] == "best shares, local steps")
 
-    assert local("--round-steps", "2") < local() == local("--round-steps", "4"), "a merge takes longer than two steps"
+    assert local("--round-steps", "32") == local(), "nobody waits for a merge of ten steps"
+    slow = ["--exchange-ms", "5000"]
+    assert local(*slow, "--round-steps", "32") > local(*slow) == local(*slow, "--round-steps", "2")
 
 
 @pytest.mark.parametrize("arguments, code, words", [

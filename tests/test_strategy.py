@@ -7,9 +7,11 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from hvd_hetero.optimizers.local_sgd import LocalSGD
 from hvd_hetero.policy.jitter import Jitter, Ran, estimate, synchronous_step_s
 from hvd_hetero.policy.partition import Bound, InfeasibleError, split
 from hvd_hetero.policy.speed import SpeedModel
+from hvd_hetero.policy.staleness import round_lengths
 from hvd_hetero.policy.strategy import (
     Choice,
     Prediction,
@@ -145,19 +147,50 @@ def test_local_ranks_go_at_their_own_rates():
     assert passes.samples_per_s == pytest.approx(16 / 6)
 
 
-def test_a_merge_costs_only_what_is_longer_than_the_round():
-    models = [model(1 / 8), model(1 / 8)]
-    times = {merge_s: predict_local(models, [8, 8], round_steps=10, merge_s=merge_s) for merge_s in (0.0, 9.9, 20.0)}
-    assert times[0.0] == times[9.9] and times[0.0].samples_per_s == pytest.approx(16.0)
-    assert times[20.0].samples_per_s == pytest.approx(8.0) and times[20.0].period_s == 20.0
-    assert predict_local(models, [8, 8], round_steps=20, merge_s=20.0).samples_per_s == pytest.approx(16.0)
+def simulated_rate(step_s, samples, round_steps, bound_rounds, merge_s, horizon_s):
+    """Samples per second of ranks that go on while a merge is under way, until the bound."""
+    lengths = round_lengths(step_s, round_steps)
+    now, work, waits_for = [0.0] * len(step_s), [0] * len(step_s), [0] * len(step_s)
+    sent, merged, done = [[]], [], 0
+    while min(now) < horizon_s:
+        i = min(range(len(step_s)), key=lambda rank: now[rank])
+        over = [at for at in merged if at <= now[i]]
+        if waits_for[i] > len(over) and work[i] >= bound_rounds * lengths[i]:  # at the bound: until the merge is there
+            now[i] = merged[waits_for[i] - 1] if len(merged) >= waits_for[i] else now[i] + 0.01 * min(step_s)
+            continue
+        if waits_for[i] <= len(over) and work[i] >= lengths[i]:
+            sent[-1].append(now[i])
+            work[i], waits_for[i] = 0, waits_for[i] + 1
+            if len(sent[-1]) == len(step_s):
+                merged.append(max(sent[-1]) + merge_s)
+                sent.append([])
+            continue
+        now[i], work[i], done = now[i] + step_s[i], work[i] + 1, done + samples[i]
+    return done / horizon_s
+
+
+@pytest.mark.parametrize("merge_s", [0.0, 0.7, 5.0, 9.9, 30.0, 90.0])
+@pytest.mark.parametrize("bound_rounds", [0, 1, 2, 8])
+def test_ranks_wait_for_a_merge_that_takes_longer_than_the_bound(bound_rounds, merge_s):
+    models, samples = [model(1 / 8), model(1 / 4)], [8, 4]
+    found = predict_local(models, samples, round_steps=5, bound_rounds=bound_rounds, merge_s=merge_s)
+    rate = simulated_rate([1.0, 1.0], samples, 5, bound_rounds, merge_s, 4000.0)
+    assert found.samples_per_s == pytest.approx(rate, rel=0.12)
+    assert found.period_s == (max(5.0, merge_s) if bound_rounds else 5.0 + merge_s)
+
+
+def test_a_usual_round_is_bounded_as_that_of_the_strategy():
+    for round_steps in (1, 2, 4, 32):
+        usual, named = (predict_local([model()], [8], round_steps=round_steps, merge_s=90.0, bound_rounds=bound)
+                        for bound in (None, LocalSGD(round_steps=round_steps).most_rounds))
+        assert usual == named
 
 
 @pytest.mark.parametrize(("trouble", "strategy"), [
     ({}, "synchronous"), ({"exchange_s": 0.01}, "synchronous"), ({"exchange_s": 1.0}, "local"),
     ({"jitters": [Jitter(variation=0.02)] * 4}, "synchronous"), ({"jitters": [Jitter(variation=0.5)] * 4}, "local"),
     ({"jitters": [Jitter()] * 3 + [Jitter(stalled=0.3, stall_s=5.0)]}, "local"),
-    ({"exchange_s": 1.0, "merge_s": 100.0}, "synchronous"),
+    ({"exchange_s": 1.0, "merge_s": 1000.0}, "synchronous"),
 ])
 def test_the_choice_for_known_clusters(trouble, strategy):
     choice = choose(*predict([model(0.1), model(0.1), model(0.2), model(0.4)], 24, round_steps=20, **trouble))

@@ -40,6 +40,8 @@ from dataclasses import dataclass
 
 # Local steps of the fastest rank between two merges where nobody says: docs/local_sgd.md says why.
 ROUND_STEPS = 2
+# Short rounds are for what is learned; a rank that stands still for a second or two is to hold nobody up all the same.
+BOUND_ROUNDS, BOUND_STEPS = 4.0, 16
 
 SAME = 1e-9      # relative: a quotient this close below a whole number is that number, rounded
 
@@ -59,6 +61,11 @@ def round_lengths(step_s: Sequence[float], round_steps: int) -> tuple[int, ...]:
                          f"Received: {list(step_s)}.")
     fastest = min(step_s)
     return tuple(min(max(math.floor(round_steps * (fastest / s) * (1.0 + SAME)), 1), round_steps) for s in step_s)
+
+
+def usual_bound(round_steps: int) -> float:
+    """For how many rounds a rank goes on without a merge, where nobody says."""
+    return max(BOUND_ROUNDS, BOUND_STEPS / round_steps)
 
 
 def step_part(share: int, whole: int, ranks: int) -> float:

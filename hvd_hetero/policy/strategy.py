@@ -1,7 +1,8 @@
 """Which strategy pays: synchronous steps, in which all wait for all, or local SGD, in which nobody does.
 
     synchronous    B / (mean time of the slowest rank, stops of any rank, exchange that backward does not hide)
-    local          sum_i b_i (1 - f_i) / t_i(b_i),   times round / merge where a merge takes longer than a round
+    local          sum_i b_i (1 - f_i) / t_i(b_i),   times bound / merge where a merge takes longer than the bound, the
+                   rounds for which a rank goes on without one; without a bound, times round / (round + merge)
 
 Samples are not progress: a synchronous step is exact, and local steps between merges are worth a little less each. So
 synchronous training is chosen wherever it comes near the faster one, and once chosen it has to be clearly slower before
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 
 from .jitter import Jitter, synchronous_step_s
 from .speed import SpeedModel
-from .staleness import round_lengths
+from .staleness import round_lengths, usual_bound
 
 SYNCHRONOUS, LOCAL = "synchronous", "local"
 
@@ -73,15 +74,16 @@ def predict_synchronous(models: Sequence[SpeedModel], shares: Sequence[int], *, 
     return Prediction(strategy=SYNCHRONOUS, samples_per_s=sum(shares) / step_s, period_s=step_s)
 
 
-def predict_local(models: Sequence[SpeedModel], samples: Sequence[int], *, round_steps: int, merge_s: float = 0.0,
-                  jitters: Sequence[Jitter] | None = None,
+def predict_local(models: Sequence[SpeedModel], samples: Sequence[int], *, round_steps: int,
+                  bound_rounds: float | None = None, merge_s: float = 0.0, jitters: Sequence[Jitter] | None = None,
                   micro_batch: Sequence[int | None] | None = None) -> Prediction:
     """What local SGD should achieve, ranks going on while they merge.
 
     Args:
         samples: of one local step of each rank; 0 for one that takes no part.
         round_steps: local steps of the fastest rank in a round; the others' follow from `staleness.round_lengths`.
-        merge_s: seconds of one merge. Ranks wait for it only where it takes longer than a round.
+        bound_rounds: rounds for which a rank goes on without a merge; 0: it waits for each. None: the usual ones.
+        merge_s: seconds of one merge.
         jitters: by rank; None: all are steady.
     """
     if not (math.isfinite(merge_s) and merge_s >= 0.0):
@@ -92,9 +94,11 @@ def predict_local(models: Sequence[SpeedModel], samples: Sequence[int], *, round
     lengths = iter(round_lengths(taking_part, round_steps))
     steps = tuple(next(lengths) if s > 0.0 else 0 for s in alone_s)
     computing_s = max(h * s for h, s in zip(steps, alone_s, strict=True))
-    round_s = max(computing_s, merge_s)
+    bound_rounds = usual_bound(round_steps) if bound_rounds is None else bound_rounds
+    round_s = max(computing_s, merge_s) if bound_rounds else computing_s + merge_s
+    busy = min(1.0, max(1.0, bound_rounds) * computing_s / round_s)
     rate = math.fsum(b / s for b, s in zip(samples, alone_s, strict=True) if s > 0.0)
-    return Prediction(strategy=LOCAL, samples_per_s=rate * computing_s / round_s, period_s=round_s, round_lengths=steps)
+    return Prediction(strategy=LOCAL, samples_per_s=rate * busy, period_s=round_s, round_lengths=steps)
 
 
 def choose(synchronous: Prediction, local: Prediction, *, current: str | None = None,
