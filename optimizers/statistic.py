@@ -15,14 +15,15 @@ def merged_statistics(
     numbers: Sequence[np.ndarray],
     *,
     weight: float,
+    otherwise: float = 1.0,
     engine: Engine,
     name: str,
 ) -> list[np.ndarray]:
     """The merged `means`, `moments` (one after the other) and `numbers`, in this order, the same on all ranks.
     A collective call.
 
-    Means are weighted by `weight` (this rank's samples; equal where no rank has any), and are of the ranks on which
-    they are finite, if there is any. Moments are pairs of a mean and a variance; the variance becomes that of all
+    Means are weighted by `weight` (this rank's samples), where no rank has any by `otherwise`, and are of the ranks on
+    which they are finite, if there is any. Moments are pairs of a mean and a variance; the variance becomes that of all
     samples together: the mean of E[x^2] = variance + mean^2, less the square of the merged mean. Whole numbers become
     the largest.
     """
@@ -31,7 +32,7 @@ def merged_statistics(
         mean = np.asarray(mean, dtype=np.float64)
         exact += [mean, np.asarray(variance, dtype=np.float64) + mean**2]
     pairs = range(len(means), len(exact), 2)
-    parts = _summed(exact, weight, engine, f"{name}.mean", pairs=pairs) if exact else []
+    parts = _summed(exact, (weight, otherwise), engine, f"{name}.mean", pairs=pairs) if exact else []
     merged, rest = parts[: len(means)], parts[len(means) :]
     for mean, square in zip(rest[::2], rest[1::2], strict=True):
         merged += [mean, np.maximum(square - mean**2, 0.0)]
@@ -43,14 +44,14 @@ def merged_statistics(
 
 
 def _summed(
-    arrays: Sequence[np.ndarray], weight: float, engine: Engine, name: str, *, pairs: Sequence[int]
+    arrays: Sequence[np.ndarray], weights: tuple[float, ...], engine: Engine, name: str, *, pairs: Sequence[int]
 ) -> list[np.ndarray]:
     """Weighted means over the ranks. After an array of `pairs` comes its second moment, and both are of the same ranks.
     """
     flat = np.concatenate([array.reshape(-1) for array in arrays])
-    whole = float(engine.allreduce_async(np.array([float(weight)]), name=f"{name}.weight").wait()[0])
-    if not whole > 0:
-        weight, whole = 1.0, float(engine.size)
+    own = np.array([*weights, 1.0])
+    sums = engine.allreduce_async(own.copy(), name=f"{name}.weight").wait()
+    weight, whole = next((mine, float(whole)) for mine, whole in zip(own.tolist(), sums, strict=True) if whole > 0)
     # A weight of 0 leaves nothing of what a rank has, not even a NaN.
     own = flat * weight if weight else np.zeros_like(flat)
     means = engine.allreduce_async(own, name=name).wait() / whole

@@ -69,3 +69,40 @@ def test_they_are_those_of_the_whole_batch(options):
 def test_a_second_step_takes_the_same_gradient_again():
     for found in World(3).run(lambda engine: trained(engine, backward=True, times=2)):
         assert torch.allclose(found, by_one_process(times=2), rtol=0, atol=1e-12)
+
+
+BATCHES = torch.randn(8, 4, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def of_masters(engine, passes, strategy="synchronous"):
+    """A model in single precision, whose parameters in double precision are what is trained."""
+    model = nn.Linear(3, 1, bias=False)
+    master = nn.Parameter(torch.ones(1, 3, dtype=torch.float64))
+    optimizer = torch.optim.SGD([master], lr=0.01)
+    if engine is not None:
+        balancer = hvd.Balancer(4, engine=engine, shares=(3, 1), adaptive=False)
+        optimizer = hvd.DistributedOptimizer(
+            optimizer, balancer=balancer, backward_passes_per_step=passes, strategy=strategy
+        )
+    for step in range(0, len(BATCHES), passes):
+        model.zero_grad()
+        with torch.no_grad():
+            model.weight.copy_(master)
+        for x in BATCHES[step : step + passes]:
+            if engine is not None:
+                x = x[:3] if engine.rank == 0 else x[3:]
+                balancer.begin(len(x))
+            model(x.float()).square().mean().backward()
+        master.grad = model.weight.grad.double()
+        optimizer.step()
+    if engine is not None:
+        optimizer.merge()
+    return master.detach()
+
+
+@pytest.mark.parametrize("strategy", ["synchronous", hvd.LocalSGD(round_steps=1, bound_rounds=0, warmup_steps=0)])
+@pytest.mark.parametrize("passes", [1, 2, 4])
+def test_what_a_script_has_added_up_over_batches_is_their_sum(passes, strategy):
+    expected = of_masters(None, passes)
+    for found in World(2).run(lambda engine: of_masters(engine, passes, strategy)):
+        assert (found - expected).abs().max() <= 1e-6

@@ -72,3 +72,29 @@ def test_a_file_that_cannot_be_read_is_a_checkpoint_error_on_all_ranks(tmp_path)
     CheckpointFile(tmp_path / "x").write([b"[4]\nwhat"])
     for error in World(2).run(restore, errors="return"):
         assert isinstance(error, CheckpointError) and "weights_only" not in str(error), error
+
+
+class Whole(torch.Tensor):
+    """As torchao's states of 8 bits: can be saved, and not cloned."""
+
+    def __deepcopy__(self, memo):
+        raise NotImplementedError("aten.clone")
+
+
+def test_what_can_be_saved_and_not_cloned_is_kept_all_the_same(tmp_path):
+    torch.serialization.add_safe_globals([Whole])
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.state[model.weight]["codes"] = torch.arange(3.0).as_subclass(Whole)
+
+    def program(engine):
+        state = TorchState(model, optimizer, epoch=0)
+        state.codec_states = list
+        checkpoint = Checkpoint(tmp_path / "x", state, engine=engine, every_steps=None)
+        checkpoint.save()
+        optimizer.state[model.weight]["codes"] = None
+        assert checkpoint.restore()
+        return optimizer.state[model.weight]["codes"]
+
+    found = World(1).run(program)[0]
+    assert type(found) is Whole and found.as_subclass(torch.Tensor).tolist() == [0.0, 1.0, 2.0]

@@ -725,3 +725,77 @@ def test_a_rank_with_a_small_share_does_not_spoil_what_is_learned():
         for strategy in ("synchronous", "local")
     )
     assert min(apart) < 5 * max(together)
+
+
+class Coded(torch.optim.Optimizer):
+    """A momentum of 8 bits, with a scale, and a count of its own: as bitsandbytes and torchao keep theirs."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            state = self.state[p]
+            if not state:
+                state.update(codes=torch.zeros(p.shape, dtype=torch.int8), scale=torch.zeros(()), times=0)
+            state["times"] += 1
+            momentum = 0.9 * state["codes"] * state["scale"] + p.grad
+            state["scale"] = momentum.abs().max().float() / 127
+            state["codes"] = (momentum / state["scale"].clamp_min(1e-20)).round().to(torch.int8)
+            p.sub_(momentum, alpha=0.1 / state["times"] ** 0.5)
+
+
+@pytest.mark.parametrize("shares", [(5, 3), (8, 0)])
+def test_codes_of_8_bits_are_alike_where_ranks_come_together(shares):
+    """Nobody can take means of them; synchronous steps with those of each rank would part the ranks."""
+    generator = torch.Generator().manual_seed(0)
+    x, prototype = torch.randn(8, 6, generator=generator), nn.Linear(6, 2)
+
+    def program(engine):
+        model = copy.deepcopy(prototype)
+        balancer = hvd.Balancer(8, engine=engine, shares=shares, adaptive=False, min_share=0)
+        optimizer = hvd.DistributedOptimizer(
+            Coded(model.parameters()), balancer=balancer, strategy=hvd.LocalSGD(round_steps=2, warmup_steps=0)
+        )
+        optimizer._reducer.local.steps._phase = lambda step: step < 8
+        mine = slice(0, shares[0]) if engine.rank == 0 else slice(shares[0], 8)
+        for _ in range(12):
+            balancer.begin(shares[engine.rank])
+            optimizer.zero_grad()
+            if shares[engine.rank]:
+                model(x[mine]).square().mean().backward()
+            optimizer.step()
+        return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+    first, second = World(2).run(program)
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("strategy", [hvd.LocalSGD(warmup_steps=0), hvd.LocalSGD(), "auto", "synchronous"])
+def test_statistics_of_a_second_model_and_after_synchronous_steps_are_of_as_many_rows(strategy):
+    """As of averaged weights (`update_bn`), after merge(model) has used up the samples that were counted."""
+    x = torch.randn(64, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    x[:, 0] += torch.arange(64) % 8  # the second rank's rows are others
+    prototype = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1)).double()
+
+    def program(engine):
+        model = copy.deepcopy(prototype)
+        balancer = hvd.Balancer(8, engine=engine, shares=(6, 2), adaptive=False)
+        data = torch.utils.data.TensorDataset(x)
+        loader = hvd.BalancedDataLoader(data, balancer=balancer, shuffle=False)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.01), balancer=balancer, strategy=strategy
+        )
+        for (rows,) in loader:
+            optimizer.zero_grad()
+            model(rows).square().mean().backward()
+            optimizer.step()
+        averaged = torch.optim.swa_utils.AveragedModel(model)
+        optimizer.merge(model)
+        torch.optim.swa_utils.update_bn(loader, averaged)
+        optimizer.merge(averaged)
+        return averaged.module[0].running_mean
+
+    for found in World(2).run(program):
+        torch.testing.assert_close(found, x.mean(0))

@@ -599,3 +599,26 @@ def test_compiled_autograd_is_refused():
     optimizer.zero_grad()
     model(torch.randn(8, 6)).square().mean().backward()
     optimizer.step()
+
+
+class Lengths(torch.utils.data.Dataset):
+    def __len__(self):
+        return 9  # the last global batch has one sample
+
+    def __getitem__(self, index):
+        return torch.full((index % 3 + 1, 4), float(index))
+
+
+@pytest.mark.parametrize("collate", [
+    lambda rows: torch.nested.nested_tensor(rows, layout=torch.jagged),
+    lambda rows: torch.nested.nested_tensor(rows, layout=torch.strided),
+    lambda rows: torch.stack([row[0] for row in rows]).to_sparse(),
+    lambda rows: torch.stack([row[0] for row in rows]).to_sparse_csr(),
+], ids=["jagged", "nested", "coordinates", "rows"])  # fmt: skip
+def test_batches_of_nested_and_sparse_tensors_are_cut(collate):
+    def program(engine):
+        balancer = hvd.Balancer(4, engine=engine, shares=(3, 1), adaptive=False, min_share=0, max_micro_batch=2)
+        loader = hvd.BalancedDataLoader(Lengths(), balancer=balancer, collate_fn=collate)
+        return [[part.size(0) for part in balancer.micro_batches(batch)] for batch in loader]
+
+    assert World(2).run(program) == [[[2, 1], [2, 1], [1]], [[1], [1], [0]]]

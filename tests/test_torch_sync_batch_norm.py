@@ -203,3 +203,13 @@ def test_batches_in_parts_are_refused_on_all_ranks(options, divided):
     for said in World(2).run(program, timeout_s=20):
         assert (said is not None) == divided
         assert not divided or f"max_micro_batch={options['max_micro_batch']} on rank 0, where" in said
+
+
+class WithActivation(nn.BatchNorm2d):
+    def forward(self, x):
+        return super().forward(x).relu()
+
+
+def test_a_batch_normalisation_that_does_more_is_not_replaced_by_one_that_does_not():
+    with pytest.raises(TypeError, match="WithActivation"):
+        hvd.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Conv2d(3, 4, 3), WithActivation(4)))

@@ -78,6 +78,10 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
     def _merge(self, part: Any) -> None:
         """Makes one model of those of all ranks, where `part` is an optimizer with a local strategy."""
 
+    def _copy(self, state: Any) -> Any:
+        """A copy of what a part keeps."""
+        return copy.deepcopy(state)
+
     def _sync_part(self, part: Any, root: int) -> None:
         """All ranks get that of rank `root`. A collective call."""
         mine = part.state_dict() if self._horovod.rank() == root else None
@@ -109,7 +113,7 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
         self._kept_codecs = copy.deepcopy(self.codec_states())
         keepers = [balancer.keepers.named for balancer in self._balancers]
         self._kept_back = [{name: keeper.kept_back() for name, keeper in named.items()} for named in keepers]
-        self._kept = {name: copy.deepcopy(part.state_dict()) for name, part in self._parts.items()}
+        self._kept = {name: self._copy(part.state_dict()) for name, part in self._parts.items()}
         self._kept_values = {name: _copied(getattr(self, name)) for name in self._plain}
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -129,7 +133,7 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
         self._parts[name] = part
         self._find_parts()
         for each in (name, *(set(self._parts) - known)):
-            self._kept[each] = copy.deepcopy(self._parts[each].state_dict())
+            self._kept[each] = self._copy(self._parts[each].state_dict())
 
     # What a job does with it ----------------------------------------------------------------------------------------
 
@@ -174,7 +178,7 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
         if not self._broken_off:
             self.settle()
         for name, part in self._parts.items():
-            self._restore_part(part, copy.deepcopy(self._kept[name]))
+            self._restore_part(part, self._copy(self._kept[name]))
         for name, value in self._kept_values.items():
             setattr(self, name, _copied(value))
         self.load_sum_states(self._kept_sums)

@@ -212,8 +212,11 @@ class LocalTraining:
     def _merge(
         self, variables: Sequence[Any], moments: Sequence[tuple[Any, Any]] = (), *, weight: float
     ) -> None:
-        name = f"{self._weighing.name}.statistics"
-        merge_variables(variables, moments, weight=weight, engine=self._weighing.engine, name=name)
+        balancer, name = self._weighing.balancer, f"{self._weighing.name}.statistics"
+        share = balancer.plan.shares[balancer.rank]
+        merge_variables(
+            variables, moments, weight=weight, otherwise=share, engine=self._weighing.engine, name=name
+        )
 
 
 def averages_of(optimizer: Any) -> list[Any]:
@@ -253,7 +256,8 @@ def statistics_of(model: keras.Model) -> tuple[list[Any], list[tuple[Any, Any]]]
 
 
 def merge_variables(
-    variables: Sequence[Any], moments: Sequence[tuple[Any, Any]] = (), *, weight: float, engine: Engine, name: str
+    variables: Sequence[Any], moments: Sequence[tuple[Any, Any]] = (), *, weight: float, otherwise: float = 1.0,
+    engine: Engine, name: str,
 ) -> None:
     """Gives all ranks the same values, see `optimizers.statistic.merged_statistics`. A collective call.
 
@@ -274,6 +278,7 @@ def merge_variables(
         [(read(mean), read(variance)) for mean, variance in moments],
         [read(v) for v in whole],
         weight=weight,
+        otherwise=otherwise,
         engine=engine,
         name=name,
     )

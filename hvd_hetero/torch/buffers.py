@@ -11,12 +11,14 @@ from hvd_hetero.engine.port import Engine
 from hvd_hetero.optimizers.statistic import merged_statistics
 
 
-def average_buffers(model: torch.nn.Module, *, weight: float, engine: Engine, name: str) -> None:
+def average_buffers(
+    model: torch.nn.Module, *, weight: float, otherwise: float = 1.0, engine: Engine, name: str
+) -> None:
     """Gives all ranks the same buffers. A collective call.
 
-    A floating-point buffer becomes the mean over ranks, weighted by `weight` (this rank's samples; equal where no rank
-    has any). A `running_var` beside a `running_mean` becomes the variance of all samples together: the mean of
-    E[x^2] = var + mean^2, less the square of the merged mean. Complex numbers become means as well, whole numbers
+    A floating-point buffer becomes the mean over ranks, weighted by `weight` (this rank's samples; where no rank has
+    any, by `otherwise`). A `running_var` beside a `running_mean` becomes the variance of all samples together: the mean
+    of E[x^2] = var + mean^2, less the square of the merged mean. Complex numbers become means as well, whole numbers
     (`num_batches_tracked`) the largest, and a truth (a mask) is one where it is one on any rank. Sparse ones stay.
     """
     floats: list[torch.Tensor] = []
@@ -42,6 +44,7 @@ def average_buffers(model: torch.nn.Module, *, weight: float, engine: Engine, na
         [(_array(mean), _array(variance)) for mean, variance in moments],
         [_array(buffer) for buffer in whole],
         weight=weight,
+        otherwise=otherwise,
         engine=engine,
         name=name,
     )

@@ -52,6 +52,12 @@ class TorchState(JobState):
         if isinstance(part, torch.optim.Optimizer) and hasattr(part, "merge"):
             part.merge()
 
+    def _copy(self, state: Any) -> Any:
+        try:
+            return super()._copy(state)
+        except NotImplementedError:  # a kind of tensor that can be saved and cannot be cloned, as torchao's of 8 bits
+            return loaded(saved(state))
+
     def _sync_part(self, part: Any, root: int) -> None:
         if isinstance(part, torch.nn.Module):
             broadcast_parameters(part.state_dict(), root_rank=root)

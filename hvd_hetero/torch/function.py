@@ -130,8 +130,10 @@ def broadcast_optimizer_state(
     places = {p.device.type: p.device for group in optimizer.param_groups for p in group["params"]}
 
     def described(value: torch.Tensor) -> Any:
-        # Horovod's broadcast takes no sparse tensors, such as momenta of sparse gradients are.
-        inline = value.detach().cpu() if value.numel() <= INLINE or value.is_sparse else None
+        # Horovod's broadcast takes no sparse tensors, such as momenta of sparse gradients are, and none that consist of
+        # several, such as codes of 8 bits with their scales.
+        whole = value.numel() <= INLINE or value.is_sparse or type(value) not in (torch.Tensor, torch.nn.Parameter)
+        inline = value.detach().cpu() if whole else None
         if inline is None:
             tensors.append(value.detach())
         # In this memory format, by which fused optimizers go.

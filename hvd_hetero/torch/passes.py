@@ -106,9 +106,11 @@ class Passes:
         self._said = False
         self._by += 1
 
-    def put(self, terms: float) -> None:
-        """Counts what a script has put into `p.grad`, without a pass, as the mean gradient over `terms` loss terms."""
+    def put(self, terms: float, *, batches: int = 1) -> None:
+        """Counts what a script has put into `p.grad`, without a pass, as the sum over so many batches of their mean
+        gradients, over `terms` loss terms in all."""
         self.begin(terms)
+        self._multiply(1.0 / batches)
         self._kept = True
 
     def end_loss(self) -> None:

@@ -284,10 +284,11 @@ class GradientReducer:
             self._phases.check_unchanged()
             self.local.merge()
         if model is not None:
-            share = self._balancer.plan.shares[self._balancer.rank]
-            weight = float(share) if self.local is None else self.local.steps.take_samples()
+            # Steps apart count, but a second model has none left, and synchronous steps are of the shares' sizes.
+            share = float(self._balancer.plan.shares[self._balancer.rank])
+            weight = share if self.local is None else self.local.steps.take_samples()
             name = f"{self._weighing.name}.buffers"
-            average_buffers(model, weight=weight, engine=self._weighing.engine, name=name)
+            average_buffers(model, weight=weight, otherwise=share, engine=self._weighing.engine, name=name)
 
     def withdraw(self) -> Callable[[], bool] | None:
         """See `Attached.withdraw`."""

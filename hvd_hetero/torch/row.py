@@ -17,7 +17,7 @@ Batch = TypeVar("Batch")
 
 def has_rows(leaf: Any, samples: int) -> bool:
     """Whether it is a tensor of so many samples, and not one for all of them, such as a number or classes' weights."""
-    return isinstance(leaf, torch.Tensor) and leaf.ndim > 0 and len(leaf) == samples
+    return isinstance(leaf, torch.Tensor) and leaf.ndim > 0 and leaf.size(0) == samples
 
 
 def is_listed(node: Any, samples: int) -> bool:
@@ -85,6 +85,19 @@ def _cut_packed(packed: PackedSequence, part: slice) -> PackedSequence:
     return pack_sequence(chosen, enforce_sorted=packed.sorted_indices is None)
 
 
+def _rows(tensor: torch.Tensor, part: slice) -> torch.Tensor:
+    """Those of `part`, also of nested and sparse tensors, which cannot be sliced."""
+    if tensor.is_nested:
+        chosen = list(tensor.unbind()[part])
+        if tensor.layout is torch.jagged and not chosen:
+            return torch.nested.nested_tensor_from_jagged(tensor.values()[:0], offsets=tensor.offsets()[:1])
+        return torch.nested.as_nested_tensor(chosen, layout=tensor.layout)
+    if tensor.layout is torch.strided:
+        return tensor[part]
+    numbers = torch.arange(tensor.size(0), device=tensor.device)[part]
+    return tensor.to_sparse_coo().index_select(0, numbers).to_sparse(layout=tensor.layout)
+
+
 def cut(batch: Batch, part: slice, samples: int) -> Batch:
     """`batch`, of so many samples, with those of `part` alone. What is not of so many samples stays whole."""
 
@@ -93,7 +106,9 @@ def cut(batch: Batch, part: slice, samples: int) -> Batch:
             return _cut_packed(leaf, part)
         if (held := _held(leaf)) is not None:
             return _holding(leaf, cut(held, part, samples))
-        return leaf[part] if has_rows(leaf, samples) or is_listed(leaf, samples) else leaf
+        if has_rows(leaf, samples):
+            return _rows(leaf, part)
+        return leaf[part] if is_listed(leaf, samples) else leaf
 
     return pytree.tree_map(  # type: ignore[no-any-return]
         cut_leaf, batch, is_leaf=lambda node: _is_leaf(node, samples)
@@ -105,9 +120,9 @@ def fewer_rows(batch: Any, samples: int) -> int | None:
     samples are counted along another dimension."""
     if has_samples(batch, samples):
         return None
-    tensors = [leaf for leaf in _leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.ndim > 0]
-    rows = {len(leaf) for leaf in tensors}
-    along = any(samples in leaf.shape for leaf in tensors)
+    tensors = [each for each in _leaves(batch) if isinstance(each, torch.Tensor) and each.ndim and not each.is_nested]
+    rows = {len(each) for each in tensors}
+    along = any(samples in each.shape for each in tensors)
     return min(rows) if len(rows) == 1 and min(rows) < samples and not along else None
 
 

@@ -10,8 +10,10 @@ from typing import Any
 import torch
 
 from hvd_hetero.codecs.verbs import verbs_of
-from hvd_hetero.engine.port import Engine, gather_text
+from hvd_hetero.engine.port import Engine, broadcast_bytes, gather_text
 from hvd_hetero.optimizers.statistic import merged_statistics
+
+from .content import loaded, saved
 
 Place = tuple[int, str]  # a parameter's number and the name of what is kept for it
 
@@ -35,15 +37,20 @@ def average_state(optimizer: torch.optim.Optimizer, *, weight: float, engine: En
     """Gives all ranks the same moments. A collective call.
 
     Tensors become the mean over ranks, weighted by `weight` (this rank's samples), and counts of steps the largest.
-    What a rank does not have yet, because it never had a sample, it gets. Sparse tensors stay sparse. Whatever is no
-    tensor stays; a history, as LBFGS has, is of no use on other ranks, and begins anew with all that is kept beside it.
+    What a rank does not have yet, because it never had a sample, it gets. Sparse tensors stay sparse. Where something
+    else is kept for a parameter, as codes of 8 bits, of which no mean is one, all that is kept for it becomes that of
+    the rank with the most samples. A history, as LBFGS has, is of no use on other ranks, and begins anew with all that
+    is kept beside it.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for p in parameters:
         if any(map(_is_history, optimizer.state.get(p, {}).values())):
             del optimizer.state[p]
+    whole = _taken_whole(optimizer, parameters, weight=weight, engine=engine, name=name)
     kept: dict[Place, torch.Tensor] = {}
     for index, p in enumerate(parameters):
+        if index in whole:
+            continue
         for key, value in optimizer.state.get(p, {}).items():
             if isinstance(value, torch.Tensor) or key == "step" and type(value) is int:  # some count with integers
                 kept[index, key] = torch.as_tensor(value)
@@ -73,6 +80,37 @@ def average_state(optimizer: torch.optim.Optimizer, *, weight: float, engine: En
         state = optimizer.state[parameters[index]]
         if isinstance(state[key], int):
             state[key] = int(count)
+
+
+def _taken_whole(
+    optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor], *, weight: float, engine: Engine, name: str
+) -> set[int]:
+    """The numbers of the parameters of which all ranks have taken what one keeps: that with the most samples of those
+    that keep something, as a rank may never have had a gradient of a parameter."""
+    states = [optimizer.state.get(p, {}) for p in parameters]
+    odd = [i for i, state in enumerate(states) if not all(_has_mean(*each) for each in state.items())]
+    said = [json.loads(line) for line in gather_text(engine, json.dumps([weight, odd]), name=f"{name}.whole")]
+    roots: dict[int, int] = {}
+    for rank in sorted(range(len(said)), key=lambda rank: (said[rank][0], -rank)):
+        roots.update(dict.fromkeys(said[rank][1], rank))
+    for root in sorted(set(roots.values())):
+        chosen = [index for index in roots if roots[index] == root]
+        mine = saved({index: dict(states[index]) for index in chosen}) if engine.rank == root else b""
+        content = broadcast_bytes(engine, mine, root=root, name=f"{name}.content.{root}")
+        for index, state in loaded(content).items() if engine.rank != root else ():
+            there = parameters[index].device
+            optimizer.state[parameters[index]] = {
+                key: value.to(there) if isinstance(value, torch.Tensor) and value.ndim else value
+                for key, value in state.items()
+            }
+    return set(roots)
+
+
+def _has_mean(key: str, value: Any) -> bool:
+    """Whether ranks' values have a mean, or, as counts of steps, a largest one."""
+    if type(value) is torch.Tensor:
+        return value.is_floating_point() or key == "step"
+    return value is None or key == "step" and type(value) is int
 
 
 def _is_history(value: Any) -> bool:

@@ -69,6 +69,9 @@ def _check_whole(balancer: Balancer) -> None:
         )
 
 
+_FORWARDS = {_BatchNorm.forward, torch.nn.SyncBatchNorm.forward}
+
+
 class SyncBatchNorm(_BatchNorm):
     """Batch normalisation over the rows of all ranks: what BatchNorm of one process does on the global batch.
 
@@ -161,6 +164,12 @@ class SyncBatchNorm(_BatchNorm):
     ) -> torch.nn.Module:
         """`module` with a `SyncBatchNorm` in place of each batch normalisation, on the same parameters and buffers."""
         if isinstance(module, _BatchNorm) and not isinstance(module, cls):
+            if type(module).forward not in _FORWARDS:
+                raise TypeError(
+                    "module: expected batch normalisations of torch.nn, or such as have their forward(). Received: "
+                    f"{type(module).__qualname__}, whose own forward() a SyncBatchNorm would not call, as with an "
+                    "activation in it. Put an hvd.SyncBatchNorm, and what else it does, in its place by hand."
+                )
             converted = cls(
                 module.num_features,
                 module.eps,
