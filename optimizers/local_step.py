@@ -188,7 +188,8 @@ class LocalSteps:
             raise RuntimeError(
                 "Expected the same parameters on every rank before ranks train apart. Received: others than rank 0's "
                 f"on rank {', '.join(map(str, others))}. Broadcast the parameters from rank 0 after making the "
-                "optimizer, and load checkpoints on all ranks or before it."
+                "optimizer, and load checkpoints on all ranks or before it. A Keras model that is built by its first "
+                "step is broadcast after that: begin it with keras.Input(...)."
             )
 
     @property

@@ -625,6 +625,22 @@ def test_any_samples_of_a_stream_can_be_taken():
         assert source.take(np.arange(first, stop))[0].tolist() == list(range(first, stop))
 
 
+@pytest.mark.parametrize("options", [{"workers": 2}, {"use_multiprocessing": True}])
+def test_a_stream_for_a_validation_is_read_by_one_thread(options):
+    """Two would each take the other's place in it: samples come twice or not at all."""
+
+    class DatasetV2(Stream):
+        """What passes for one of TensorFlow's."""
+
+        __module__ = "tensorflow.python.data"
+
+    balancer = Balancer(SoloEngine(), shares=(WHOLE,))
+    with pytest.raises(ValueError, match="workers=1"):
+        EvaluationDataset(DatasetV2(LENGTH), balancer=balancer, **options)
+    data = EvaluationDataset(DatasetV2(LENGTH), balancer=balancer)
+    assert [number for batch in data for number in batch[0].tolist()] == list(range(LENGTH))
+
+
 ENDLESS = """
 import os, sys, time
 import numpy as np

@@ -10,7 +10,7 @@ import numpy as np
 from hvd_hetero.optimizers.balancer import Balancer
 from hvd_hetero.optimizers.dealer import evaluation_part
 
-from .source import Batch, source_of, with_texts
+from .source import Batch, StreamSource, source_of, with_texts
 
 
 class EvaluationDataset(keras.utils.PyDataset):
@@ -23,6 +23,7 @@ class EvaluationDataset(keras.utils.PyDataset):
     Args:
         x, y, sample_weight: as of `BalancedDataset`.
         balancer: says the shares, and by them the size of a batch.
+        options: of a `keras.utils.PyDataset`: `workers` and so on, but for a tf.data.Dataset, which one thread reads.
     """
 
     def __init__(
@@ -30,6 +31,11 @@ class EvaluationDataset(keras.utils.PyDataset):
     ) -> None:
         super().__init__(**options)
         self._source = source_of(x, y, sample_weight, global_batch_size=balancer.global_batch_size)
+        if isinstance(self._source, StreamSource) and (self.workers > 1 or self.use_multiprocessing):
+            raise ValueError(
+                "x: expected workers=1, and no processes, with a tf.data.Dataset, which is read in its own order. "
+                f"Received: workers={self.workers}, use_multiprocessing={self.use_multiprocessing}. Use its prefetch()."
+            )
         self._balancer = balancer
         if len(self._source) < balancer.size:
             raise ValueError(

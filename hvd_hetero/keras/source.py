@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
@@ -11,6 +12,7 @@ import numpy as np
 # Kinds of tf.data.Dataset, as TensorFlow calls them.
 KEEPS_ELEMENTS = {"AssertCardinality", "Cache", "Options", "Prefetch", "Repeat", "Shard", "Shuffle", "Skip", "Take"}
 BATCHES = {"Batch", "ParallelBatch", "PaddedBatch"}
+MAPS = {"Map", "ParallelMap"}
 
 Batch = Any  # a tuple (x,), (x, y) or (x, y, sample_weight) of nested arrays, or a dictionary
 
@@ -218,6 +220,13 @@ class StreamSource:
                 "of batches. Leave its batch() out, or add unbatch(). Where such a batch is one sample: map(lambda "
                 "*x: x). In place of padded_batch(): pad all samples to one length, with map()."
             )
+        if _maps_batches(samples):
+            warnings.warn(
+                "x: expected a tf.data.Dataset of single samples: the balancer makes the batches. Received: one of "
+                "batches that a map() follows, each of which counts as one sample here. Leave its batch() out, or add "
+                "unbatch(), unless that is meant.",
+                stacklevel=4,
+            )
         self._length = int(samples.cardinality())
         if self._length < 0:
             raise ValueError(
@@ -240,17 +249,50 @@ class StreamSource:
                 self._stream, self._at = self._whole.as_numpy_iterator(), -1
             while self._at < number:
                 at, self._at = self._at, -1  # where reading fails, the stream has moved on all the same
-                self._batch = packed(next(self._stream))
+                self._batch = packed(self._read())
                 self._at = at + 1
             parts.append(_rows_of(self._batch, indices[indices // self._size == number] - number * self._size))
         return _joined(parts)
 
 
+    def _read(self) -> Any:
+        try:
+            return next(self._stream)
+        except Exception as error:
+            told = getattr(error, "message", "")
+            if type(error).__name__ != "InvalidArgumentError" or "batch tensors with different shapes" not in told:
+                raise
+            raise ValueError(
+                f"Expected samples of one shape. Received: {told} Pad all to one length. Where the tf.data.Dataset "
+                "makes batches before a map(), leave its batch() out, or add unbatch()."
+            ) from error
+
+
 def _ends_in_batches(dataset: Any) -> bool:
     """Whether a tf.data.Dataset makes batches, and nothing of them."""
-    while (name := type(dataset).__name__.strip("_").removesuffix("Dataset")) in KEEPS_ELEMENTS:
+    while (name := _kind(dataset)) in KEEPS_ELEMENTS:
         dataset = getattr(dataset, "_input_dataset", None)
     return name in BATCHES
+
+
+def _maps_batches(dataset: Any) -> bool:
+    """Whether a tf.data.Dataset makes batches and maps them, so that their rows stay: what takes a batch apart, as
+    where it is a piece of text, makes a sample of it."""
+    batches, mapped = dataset, False
+    while (name := _kind(batches)) in KEEPS_ELEMENTS | MAPS:
+        mapped |= name in MAPS
+        batches = getattr(batches, "_input_dataset", None)
+    return name in BATCHES and mapped and len(_leading(batches)) == 1 and _leading(batches) == _leading(dataset)
+
+
+def _kind(dataset: Any) -> str:
+    return type(dataset).__name__.strip("_").removesuffix("Dataset")
+
+
+def _leading(dataset: Any) -> set[Any]:
+    """The lengths of the first axes of a tf.data.Dataset's elements; None where that is not known, -1 for a number."""
+    shapes = [leaf.shape for leaf in keras.tree.flatten(dataset.element_spec)]
+    return {-1 if shape.rank == 0 else shape[0] if shape.rank else None for shape in shapes}
 
 
 def _rows(batch: Batch) -> int:

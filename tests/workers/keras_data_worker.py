@@ -9,6 +9,7 @@ import os
 import sys
 import tempfile
 import time
+import warnings
 
 import keras
 import numpy as np
@@ -634,9 +635,20 @@ def samples_of_tf_data():
         (samples.padded_batch(2).shuffle(3, seed=0).repeat(2).take(9).cache(), "unbatch"),
     ):
         expect(what, lambda given=given: hvd.BalancedDataset(given, balancer=balancer, shuffle=False))
-    for given in (samples.batch(2).map(lambda x, y: (x, y)), samples.batch(2).unbatch().take(len(x))):
+    text = tf.data.Dataset.range(90).batch(9, drop_remainder=True).map(lambda piece: (piece[:-1], piece[1:]))
+    for given, told in (
+        (samples.batch(2, drop_remainder=True).map(lambda x, y: (x, y)).prefetch(1), True),
+        (samples.batch(2).map(lambda x, y: (x, y), num_parallel_calls=2), True),
+        (samples.batch(2).unbatch().take(len(x)), False), (samples.map(lambda x, y: (x, y)), False), (text, False),
+    ):
         given = given.apply(tf.data.experimental.assert_cardinality(len(x)))
-        hvd.BalancedDataset(given, balancer=balancer, shuffle=False)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            hvd.BalancedDataset(given, balancer=balancer, shuffle=False)
+        assert any("Leave its batch() out" in str(each.message) for each in caught) == told, given
+    short = tf.data.Dataset.range(5).batch(2).map(lambda numbers: numbers)
+    source = hvd.BalancedDataset(short, balancer=balancer, shuffle=False)._source
+    expect("samples of one shape", lambda: source.take(np.arange(3)))
 
 
 def texts_come_as_keras_takes_them():
