@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -29,6 +30,8 @@ from .planner import Planner
 from .record import Record
 from .strategies import Strategies
 from .timesheet import Timesheet
+
+LOOK_CLOCK = time.perf_counter  # of what looks at the speeds take
 
 
 class Balancer:
@@ -102,7 +105,7 @@ class Balancer:
         self.name = self.engine.unique("balancer")
         self.terms = agree(self.engine, self._asked, name=f"hvd_hetero.{self.name}.terms")
         self.adaptive = self.terms.adaptive and self.size > 1
-        self.planner = Planner(self.terms)
+        self.planner = Planner(self.terms, clock=LOOK_CLOCK)
         self.ladder = Ladder(self.plan.shares, tell=self._moved)
         self.count_now: float | None = None  # loss terms of the next backward pass
         self._counted = 0.0  # those of this batch's passes before the present one

@@ -26,7 +26,7 @@ SKIPPED = 2  # steps after a change of plan that are not observed: caches, JIT a
 # drifts change together, and a rank judged by its last steps alone would be compared with the others' past.
 CHANGED = 0.3
 LOOK_EVERY = 4  # steps between two looks at the speeds
-LOOK_S = 1.2e-4  # a look takes for each rank, and all wait for rank 0 meanwhile
+LOOK_S = 1.2e-4  # a look takes for each rank, at the least, and all wait for rank 0 meanwhile
 BUDGET = 0.005  # the part of the time that looks may take
 APART = 10  # times as many batches take a try where ranks train apart
 EARLY_STEPS = 40  # while the first plans are made it looks at every step, and looks may take `EARLY_BUDGET`
@@ -74,9 +74,12 @@ class Planner:
 
     Args:
         terms: the bounds of all ranks, the global batch, the first shares, and when a new plan pays.
+        clock: in seconds; tells what a look takes.
     """
 
-    def __init__(self, terms: Terms) -> None:
+    def __init__(self, terms: Terms, *, clock: Callable[[], float] = lambda: 0.0) -> None:
+        self._clock = clock
+        self._looks_s: deque[float] = deque([0.0, 0.0], maxlen=2)
         self._terms, self._rule = terms, terms.rule
         self.size = len(terms.bounds)
         self.plans: list[Plan] = [Plan(version=0, step=0, shares=terms.first_shares, reason="first plan")]
@@ -159,6 +162,11 @@ class Planner:
         if step < self._next_look or self.announcement is not None:
             return
         self._next_look = step + self._pause(step, measured_step_s or 0.0)
+        began = self._clock()
+        self._look(step, measured_step_s)
+        self._looks_s.append(self._clock() - began)
+
+    def _look(self, step: int, measured_step_s: float | None) -> None:
         recent = [[seen for _, seen in window] for window in self._windows]
         idle = [share == 0 for share in self.plans[-1].shares]
         if any(
@@ -185,7 +193,8 @@ class Planner:
         """Steps from one look to the next, so that looks take no more than their part of the time."""
         least, budget = (1, EARLY_BUDGET) if step < EARLY_STEPS else (LOOK_EVERY, BUDGET)
         step_s = max([step_s, *(window[-1][1].compute_s for window in self._windows if window)])
-        return max(least, math.ceil(LOOK_S * self.size / (budget * step_s))) if step_s else least
+        look_s = max(LOOK_S * self.size, min(self._looks_s))  # the shorter of two: one may have been interrupted
+        return max(least, math.ceil(look_s / (budget * step_s))) if step_s else least
 
     def _comparable(self) -> list[Sequence[tuple[int, Observation]]]:
         """Of each rank what was measured at its speed of now, and when: since the last plan that changed anybody's, and

@@ -249,3 +249,33 @@ def test_a_rank_that_never_had_a_sample_is_taken_for_an_ordinary_one():
     planner.look(40)
     *known, idle = (model.seconds_per_sample for model in planner.models)
     assert min(known) < idle < max(known)
+
+
+def test_ranks_whose_steps_take_twice_as_long_half_the_time_get_few_plans() -> None:
+    """As with long and short sequences in turn: whichever speed has the majority of a window is not the rank's."""
+    for seed in range(2):
+        planner, draw = planner_of(), random.Random(seed)
+
+        def compute_of(step: int, shares: tuple[int, ...], draw: random.Random = draw) -> list[float]:
+            return [
+                (overhead + each * share) * draw.choice((1.0, 2.0)) * draw.gauss(1, 0.03)
+                for (overhead, each), share in zip(SPEEDS, shares, strict=True)
+            ]
+
+        job(planner, 1500, compute_of)
+        assert planner.plans[-1].version <= 30, planner.plans[-1].version
+
+
+def test_looks_that_take_long_become_rarer() -> None:
+    now, looked = [0.0], []
+
+    class Slow(Planner):
+        def _look(self, step: int, measured_step_s: float | None) -> None:
+            now[0] += 0.05
+            looked.append(step)
+
+    planner = Slow(planner_of()._terms, clock=lambda: now[0])
+    for step in range(1000):
+        planner.observe(step - 1, [16] * 4, [0.1] * 4)
+        planner.look(step, measured_step_s=0.1)
+    assert 0.05 * sum(step >= 40 for step in looked) <= 0.01 * 0.1 * 1000

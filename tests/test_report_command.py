@@ -186,6 +186,40 @@ def test_a_plan_needs_no_run_where_speeds_are_told(capsys):
     assert "200:200:80:80" in said and "140:140:140:140" in said and "2,240" in said and "keep all" in said
 
 
+@pytest.mark.parametrize("line", [
+    "[60, 1e400, 32, 0, NaN, -1e400, 0, 32, 1e400]",
+    '{"event": "limits", "t_s": 1.0, "fields": {"lower": 1, "quantum": 1, "of": "another version"}}',
+    '{"event": "limits", "t_s": 1.0, "fields": {"lower": "1", "upper": null, "quantum": 1, "micro_batch": null}}',
+    '{"event": "apart", "t_s": 1.0, "fields": {}}',
+    '{"event": "together", "t_s": 1.0, "fields": {"step": "now"}}',
+    '{"event": "wait", "t_s": 1.0, "fields": {"waited_s": "long", "missing": [1]}}',
+    '{"event": "parameters", "t_s": 1.0, "fields": {"ranks": null}}',
+    '{"event": "parameters", "t_s": 1.0, "fields": null}',
+])
+def test_lines_that_are_of_no_use_end_no_command(tmp_path, capsys, line):
+    def refused(constant):
+        raise ValueError(constant)
+
+    record(tmp_path)
+    with open(tmp_path / "rank-00000.jsonl", "a") as file:
+        file.write(line + "\n")
+    assert main(["report", str(tmp_path)]) == 0
+    assert line.startswith("[") or "1 that cannot be read" in " ".join(capsys.readouterr().out.split())
+    capsys.readouterr()
+    for command in ("report", "plan"):
+        assert main([command, str(tmp_path), "--json"]) == 0
+        json.loads(capsys.readouterr().out, parse_constant=refused)
+
+
+def test_a_report_of_many_ranks_tells_of_those_that_the_others_waited_for(tmp_path, capsys):
+    record(tmp_path, speeds=(0.001,) * 47 + (0.004,), shares=(32,) * 48, steps=12)
+    assert main(["report", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "of 48 ranks, the 32 that the others waited for longest" in said and "host47" in said
+    tables = [line for line in said.splitlines() if line.startswith("│")]
+    assert len(tables) < 80 and max(map(len, tables)) <= 132
+
+
 def test_a_plan_is_for_rounds_as_long_as_one_says(capsys):
     def local(*more):
         speeds = ["--speeds", "800,320", "--exchange-ms", "500", "--global-batch-size", "56"]
@@ -218,8 +252,9 @@ def test_a_plan_is_for_rounds_as_long_as_one_says(capsys):
     (["plan", "--speeds", "800,fast", "--global-batch-size", "64"], 1, "--speeds: expected samples per second"),
     (["plan", "--speeds", "800,0", "--global-batch-size", "64"], 1, "--speeds: expected samples per second"),
     (["plan", "--speeds", "800,320"], 2, "--speeds: expected --global-batch-size N with it"),
-    (["plan", "--speeds", "800,320", "--global-batch-size", "0"], 1, "--global-batch-size: expected 1 or more"),
+    (["plan", "--speeds", "800,320", "--global-batch-size", "0"], 1, "--global-batch-size: expected a number from"),
     (["plan", "--speeds", "8,3", "--global-batch-size", "1"], 1, "--global-batch-size or --max-share"),
+    (["plan", "--speeds", "8,3", "--global-batch-size", "9" * 23], 1, "--global-batch-size: expected a number from"),
     (["plan", "--speeds", "8,3", "--round-steps", "0", "--global-batch-size", "8"], 1, "--round-steps: expected 1"),
     (["plan", "--speeds", "8,3", "--exchange-ms", "-1", "--global-batch-size", "8"], 1, "--exchange-ms: expected 0"),
 ])  # fmt: skip

@@ -550,3 +550,15 @@ def test_the_clock_of_a_host_that_has_left_says_nothing_of_who_is_there(tmp_path
                 trace.step(step=step, samples=4)
     run = read(tmp_path)
     assert set(run.present) == {0, 1} and run.gone == (2,)
+
+
+def test_a_clock_that_is_set_back_holds_up_no_line(tmp_path):
+    clock = Clock()
+    clock.now = 10_000.0
+    trace = Trace(tmp_path, rank=0, clock=clock)
+    trace.step(step=0, samples=1)
+    clock.now -= 3600
+    for step in range(1, 20):
+        clock.now += 1.1
+        trace.step(step=step, samples=1)
+    assert len(read(tmp_path).ranks[0].steps) >= 19

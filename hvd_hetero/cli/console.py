@@ -12,11 +12,15 @@ from hvd_hetero.cli.error import CommandError
 from hvd_hetero.engine.environment import under_mpi
 
 TO_STDOUT = "-"
+LONG_S = 600.0  # of as much and more, minutes are told
 WIDTH = 132  # of the tables where output is no terminal: horovodrun's prefix comes on top
 
 
 def seconds_text(seconds: float) -> str:
-    """Seconds for people: "85 µs", "1.2 ms", "3.4 s"."""
+    """Seconds for people: "85 µs", "1.2 ms", "3.4 s", "12 min", "3 h 5 min"."""
+    if seconds >= LONG_S:
+        hours, minutes = divmod(round(seconds / 60), 60)
+        return f"{hours} h {minutes} min" if hours else f"{minutes} min"
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
         if seconds >= 0.9995 * scale or unit == "µs":      # which is shown as 1
             break

@@ -15,7 +15,8 @@ from typing import Any
 
 from hvd_hetero.cli.console import TO_STDOUT, rate_text, rich_console, seconds_text, table, write
 from hvd_hetero.cli.error import CommandError, UsageError
-from hvd_hetero.cli.report_content import SKIP, report_of, shares_text
+from hvd_hetero.cli.report_content import SKIP, run_in, shares_text
+from hvd_hetero.optimizers.agreement import MOST
 from hvd_hetero.policy.forecast import Forecast, advice, forecasts
 from hvd_hetero.policy.jitter import Jitter, synchronous_step_s
 from hvd_hetero.policy.partition import Bound, InfeasibleError
@@ -46,11 +47,10 @@ class Seen:
 
 def limits_of(rank: RankRun) -> tuple[Bound, int | None]:
     """What a rank's shares may be, and the most samples of one pass, as its balancer was told last."""
-    said = [dict(event.fields) for event in rank.events if event.kind == "limits"]
+    said = [event.fields for event in rank.events if event.kind == "limits"]
     if not said:  # an older trace does not tell
         return Bound(lower=1), None
-    micro_batch = said[-1].pop("micro_batch")
-    return Bound(**said[-1]), micro_batch
+    return Bound(**{name: said[-1][name] for name in ("lower", "upper", "quantum")}), said[-1]["micro_batch"]
 
 
 def speed_of(rank: RankRun, *, skip: int) -> tuple[SpeedModel, Jitter]:
@@ -200,13 +200,13 @@ def command(arguments: argparse.Namespace) -> int:
                          f"{arguments.exchange_ms:g}.")
     if arguments.run is not None:
         skip = SKIP if arguments.skip is None else arguments.skip
-        run = report_of(arguments.run, skip=skip).run
+        run = run_in(arguments.run, skip=skip)
         seen = seen_in(run, skip=skip)
     else:
         run, seen = None, told(arguments.speeds, exchange_ms=arguments.exchange_ms or 0.0)
     whole = arguments.global_batch_size if arguments.global_batch_size is not None else sum(seen.shares)
-    if whole < 1:
-        raise CommandError(f"--global-batch-size: expected 1 or more. Received: {whole}.")
+    if not 1 <= whole <= MOST:
+        raise CommandError(f"--global-batch-size: expected a number from 1 to {MOST}. Received: {whole}.")
     if arguments.round_steps < 1:
         raise CommandError(f"--round-steps: expected 1 or more. Received: {arguments.round_steps}.")
     try:

@@ -69,8 +69,8 @@ class Report:
         }
 
 
-def report_of(folder: str, *, skip: int = SKIP) -> Report:
-    """The report of the run in `folder`. Raises CommandError where there is none that can be read."""
+def run_in(folder: str, *, skip: int = SKIP) -> Run:
+    """The run in `folder`. Raises CommandError where there is none that can be read, of more than `skip` steps."""
     if skip < 0:
         raise CommandError(f"--skip: expected 0 or more. Received: {skip}.")
     try:
@@ -82,6 +82,12 @@ def report_of(folder: str, *, skip: int = SKIP) -> Report:
         raise CommandError(f"expected a run of more than {skip} steps. Received: {folder}, of "
                            f"{max(len(rank.steps) for rank in run.ranks.values())}.\n"
                            "  What to do: train for longer, or take --skip 0.")
+    return run
+
+
+def report_of(folder: str, *, skip: int = SKIP) -> Report:
+    """The report of the run in `folder`. Raises CommandError as `run_in` does."""
+    run = run_in(folder, skip=skip)
     return Report(run=run, skip=skip, waits=waiting(run, skip=skip))
 
 

@@ -12,6 +12,8 @@ from hvd_hetero.trace.reader import Run
 from hvd_hetero.trace.waiting import Waiting
 
 MOST_PLANS = 12
+MOST_ROWS = 32  # ranks in a table
+MOST_COLUMNS = 8  # beside their sum: lines are as wide as a terminal
 
 
 def show(report: Report) -> None:
@@ -23,6 +25,8 @@ def show(report: Report) -> None:
 
     say(headline(report))
     console.print(_of_ranks(report, make))
+    if len(report.run.ranks) > MOST_ROWS:
+        say(f"… of {len(report.run.ranks)} ranks, the {MOST_ROWS} that the others waited for longest.")
     if any(map(any, report.waits.waited_s)):
         console.print(_who_waited(report.waits, make))
     if plans := report.run.plans:
@@ -36,12 +40,14 @@ def show(report: Report) -> None:
 
 
 def _of_ranks(report: Report, make: Any) -> Any:
-    rows = []
+    waits, rows = report.waits, []
+    longest = sorted(waits.ranks, key=lambda rank: waits.waited_for(waits.ranks.index(rank)), reverse=True)[:MOST_ROWS]
     for rank, summary in zip(report.run.ranks.values(), report.summaries, strict=True):
+        if rank.rank not in longest:
+            continue
         part = report.parts[rank.rank]
         share = str(rank.steps[-1].share) if rank.steps else "–"
-        index = report.waits.ranks.index(rank.rank)
-        last = percent(report.waits.last[index] / report.waits.steps) if report.waits.steps else "–"
+        last = percent(waits.last[waits.ranks.index(rank.rank)] / waits.steps) if waits.steps else "–"
         rows.append([str(rank.rank), rank.host or "–", share, rate_text(summary.samples_per_s),
                      *(percent(part[name]) for name in ("compute", "data", "wait", "rest")), last])
     columns = ["rank", "host", "last share", "samples/s", "compute", "data", "waiting", "rest", "came last in"]
@@ -49,7 +55,7 @@ def _of_ranks(report: Report, make: Any) -> Any:
 
 
 def _who_waited(waits: Waiting, make: Any) -> Any:
-    indices = sorted(range(len(waits.ranks)), key=waits.waited_for, reverse=True)[:MOST_RANKS]
+    indices = sorted(range(len(waits.ranks)), key=waits.waited_for, reverse=True)[:MOST_COLUMNS]
     indices = sorted(i for i in indices if waits.waited_for(i) > 0)
     rows = []
     for i in sorted(range(len(waits.ranks)), key=lambda i: -sum(waits.waited_s[i]))[:MOST_RANKS]:

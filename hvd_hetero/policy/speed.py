@@ -30,6 +30,7 @@ OVERHEAD_SPREAD = 0.15       # how far, as a fraction of the step, overhead may 
 WORTH_HEARING = 2.0          # an overhead known so many times better than it now shows itself is left as it is
 USUAL_NOISE = 0.05           # relative noise assumed before anything was seen; weighs as much as one observation
 OUTLIER = 0.2                # relative: what is nearer than this to its size's median is none
+MOST_OUTLIERS = 0.25         # of all: where more are off, a rank has two speeds in turn, and neither is an outlier
 DRIFT = 0.025                # relative: what one size is measured too long or too short by, for good
 ENOUGH_OF_A_SIZE = 3         # a median of fewer does not withstand one spike
 LEAST_NOISE = 0.02           # relative noise between neighbouring steps, at the least
@@ -173,6 +174,8 @@ def _typical_times(times: Mapping[float, Sequence[float]]) -> tuple[list[_Size],
     off = {b: [(t, abs(t / expected[b] - 1.0)) for t in seen] for b, seen in times.items()}
     cut = max(OUTLIER, 3.0 * 1.4826 * middle(sorted(d for pairs in off.values() for _, d in pairs)))
     near = {b: [(t, d) for t, d in pairs if d <= cut] for b, pairs in sorted(off.items())}
+    if sum(map(len, near.values())) < (1.0 - MOST_OUTLIERS) * sum(map(len, off.values())):
+        near = dict(sorted(off.items()))
     sizes = [_Size(samples=b, count=len(pairs), time_s=math.fsum(t for t, _ in pairs) / len(pairs))
              for b, pairs in near.items() if pairs]
     squares = [d**2 for pairs in near.values() for _, d in pairs]

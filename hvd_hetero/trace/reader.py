@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from statistics import median
+from types import NoneType
 from typing import Any, NamedTuple
 
 from hvd_hetero.policy.replan import Plan
@@ -22,6 +23,14 @@ from hvd_hetero.policy.replan import Plan
 from .files import files, lines
 from .record import FIELDS, FORMAT
 
+# What reports read of events, which are of no use without.
+READ: dict[str, dict[str, Any]] = {
+    "apart": {"step": int},
+    "together": {"step": int},
+    "wait": {"waited_s": (int, float), "missing": list},
+    "parameters": {"ranks": list},
+    "limits": {"lower": int, "upper": (int, NoneType), "quantum": int, "micro_batch": (int, NoneType)},
+}
 PAUSE = 10.0      # an interval so many times longer than the median one is a pause (a checkpoint, a validation)
 
 
@@ -215,9 +224,17 @@ def _take(run: RankRun, fields: Sequence[str], entry: Any) -> None:
     elif "plan" in entry:
         run.plans.append(Plan(**{**entry["plan"], "shares": tuple(entry["plan"]["shares"])}))
     elif "event" in entry:
-        run.events.append(Event(t_s=entry["t_s"], kind=entry["event"], fields=entry["fields"]))
+        run.events.append(_event(entry))
     else:
         run.dropped += entry["dropped"]
+
+
+def _event(entry: dict[str, Any]) -> Event:
+    event = Event(t_s=entry["t_s"], kind=entry["event"], fields=dict(entry["fields"]))
+    for name, kinds in READ.get(event.kind, {}).items():
+        if not isinstance(event.fields[name], kinds):
+            raise TypeError(f"Expected {name} of {kinds}. Received: {entry}.")
+    return event
 
 
 def _step(fields: Sequence[str], values: Sequence[Any]) -> Step:
@@ -226,10 +243,11 @@ def _step(fields: Sequence[str], values: Sequence[Any]) -> Step:
     for value in values:
         if value is not None and not isinstance(value, (int, float)):
             raise TypeError(f"Expected numbers. Received: {values}.")
+    finite = [value if value and math.isfinite(value) else 0 for value in values]
     if fields == Step._fields:
-        return Step._make(value or 0 for value in values)
-    seen = dict(zip(fields, values, strict=True))
-    return Step(**{name: seen.get(name) or 0 for name in Step._fields})
+        return Step._make(finite)
+    seen = dict(zip(fields, finite, strict=True))
+    return Step(**{name: seen.get(name, 0) for name in Step._fields})
 
 
 def _median(values: Iterable[float]) -> float:

@@ -197,7 +197,7 @@ class Trace:
             else:
                 self._lines.append(line)
                 self._used += len(line)
-        if now - self._last_flush_s >= self._flush_every_s or len(self._lines) >= KEPT_LINES:
+        if not 0.0 <= now - self._last_flush_s < self._flush_every_s or len(self._lines) >= KEPT_LINES:
             self._last_flush_s = now
             if not self._closed:
                 self.flush()
