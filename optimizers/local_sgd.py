@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from hvd_hetero.policy.guard import Guard
-from hvd_hetero.policy.staleness import ROUND_STEPS, usual_bound
+from hvd_hetero.policy.staleness import usual_bound
 
 from .argument import check_whole
 from .outer import Outer
@@ -52,7 +52,7 @@ class LocalSGD:
             speeds, stops and exchanges measured while the job runs (`policy.strategy`).
     """
 
-    round_steps: int = ROUND_STEPS
+    round_steps: int = 2
     bound_rounds: float | None = None
     most_missed: int = 3
     warmup_steps: int = 20

@@ -11,7 +11,7 @@ from hvd_hetero.optimizers.local_sgd import LocalSGD
 from hvd_hetero.policy.jitter import Jitter, Ran, estimate, synchronous_step_s
 from hvd_hetero.policy.partition import Bound, InfeasibleError, split
 from hvd_hetero.policy.speed import SpeedModel
-from hvd_hetero.policy.staleness import round_lengths
+from hvd_hetero.policy.staleness import ROUND_STEPS, round_lengths
 from hvd_hetero.policy.strategy import (
     Choice,
     Prediction,
@@ -179,7 +179,8 @@ def test_ranks_wait_for_a_merge_that_takes_longer_than_the_bound(bound_rounds, m
     assert found.period_s == (max(5.0, merge_s) if bound_rounds else 5.0 + merge_s)
 
 
-def test_a_usual_round_is_bounded_as_that_of_the_strategy():
+def test_a_usual_round_is_as_long_and_as_bounded_as_that_of_the_strategy():
+    assert LocalSGD().round_steps == ROUND_STEPS
     for round_steps in (1, 2, 4, 32):
         usual, named = (predict_local([model()], [8], round_steps=round_steps, merge_s=90.0, bound_rounds=bound)
                         for bound in (None, LocalSGD(round_steps=round_steps).most_rounds))
