@@ -34,21 +34,25 @@ def ends(balancer: Balancer) -> None:
         _DEALT.last_by = None
 
 
+LOOKS = 2
+
+
 class Forgotten:
     """To be made with what reduces gradients without a balancer."""
 
     def __init__(self) -> None:
-        self._made, self._checked = _DEALT.number, False
+        self._made, self._looks = _DEALT.number, LOOKS
 
     def check(self) -> None:
-        """Before gradients are reduced, for the first time.
+        """Before gradients are reduced, for the first time and the second: a tape is made within the loop, once the
+        first batch was dealt.
 
         Raises:
             RuntimeError: what was dealt last, since this was made, is of a balancer without an optimizer.
         """
-        if self._checked:
+        if not self._looks:
             return
-        self._checked = True
+        self._looks -= 1
         last_by = None if _DEALT.last_by is None else _DEALT.last_by()
         if _DEALT.number > self._made and last_by is not None and not last_by.exchanges.ever:
             raise RuntimeError(

@@ -138,3 +138,21 @@ def test_a_state_may_be_of_a_model_that_is_not_compiled():
     state.epoch = 4
     state.restore()
     assert state.epoch == 3
+
+
+@pytest.mark.parametrize(("distributed", "words"), [
+    (True, "with a distributed SGD without this balancer as"), (False, "with a plain SGD as"),
+])
+def test_an_epoch_without_an_exchange_of_its_balancer_says_what_the_optimizer_lacks(distributed, words):
+    balancer = hvd.Balancer(8, engine=SoloEngine())
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    optimizer = keras.optimizers.SGD()
+    if distributed:
+        optimizer = hvd.DistributedOptimizer(optimizer, balancer=hvd.Balancer(8, engine=SoloEngine()))
+    model.compile(optimizer, "mse", jit_compile=False)
+    callback = hvd.callbacks.RebalanceCallback(balancer)
+    callback.set_model(model)
+    callback.on_epoch_begin(0)
+    callback.on_train_batch_end(0)
+    with pytest.raises(RuntimeError, match=words):
+        callback.on_epoch_end(0)

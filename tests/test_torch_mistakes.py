@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import SubsetRandomSampler, TensorDataset, default_collate
+from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset, default_collate
 
 pytest.importorskip("horovod.torch", reason="build it with hvd-hetero build-horovod")
 
@@ -74,6 +74,13 @@ def test_an_epoch_of_training_that_exchanges_nothing_is_told_of(ranks, optimizer
     assert any("each rank has trained a model of its own" in each for each in told) == (
         ranks == 2 and optimizer == "none" and grad
     )
+
+
+def test_a_loader_is_no_dataset():
+    data = DataLoader(TensorDataset(torch.ones(12, 2)))
+    for kind in (hvd.BalancedDataLoader, hvd.EvaluationDataLoader):
+        with pytest.raises(TypeError, match=r"Give loader\.dataset"):
+            kind(data, balancer=hvd.Balancer(4, engine=SoloEngine()))
 
 
 def test_the_step_of_the_wrapped_optimizer_is_an_error_with_a_local_strategy():

@@ -1046,6 +1046,25 @@ def test_a_balancer_whose_epoch_is_over_is_not_forgotten():
         without.check()
 
 
+def test_a_balancer_is_forgotten_also_where_what_reduces_is_made_within_the_loop():
+    """As a tape is."""
+    batches = iter(hvd.BalancedDataLoader(Data(), balancer=hvd.Balancer(WHOLE, engine=SoloEngine())))
+    next(batches)
+    without = Forgotten()
+    without.check()
+    next(batches)
+    with pytest.raises(RuntimeError, match="Pass balancer="):
+        without.check()
+
+
+def test_a_validation_that_is_broken_off_later_has_forgotten_nothing():
+    without = Forgotten()
+    for _ in range(2):
+        without.check()
+    next(iter(hvd.BalancedDataLoader(Data(), balancer=hvd.Balancer(WHOLE, engine=SoloEngine()))))
+    without.check()
+
+
 class Holding:
     """An optimizer that holds another one, and is none of PyTorch's."""
 

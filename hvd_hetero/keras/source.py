@@ -137,7 +137,9 @@ class ArraySource:
         self._arrays = keras.tree.map_structure(_column, packed(_weighted_alike(given)))
         self.arrays: Sequence[np.ndarray] = keras.tree.flatten(self._arrays)
         if any(leaf.ndim == 0 for leaf in self.arrays):
-            raise ValueError("Expected arrays with samples along the first axis. Received: a scalar.")
+            raise ValueError(
+                "x, y, sample_weight: expected arrays with samples along their first axis. Received: a scalar."
+            )
         lengths = sorted({len(leaf) for leaf in self.arrays})
         if len(lengths) != 1:
             raise ValueError(f"Expected arrays of the same number of samples. Received: {lengths}.")

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from hvd_hetero.optimizers.balancer import Balancer
 from hvd_hetero.optimizers.content import checksum
@@ -24,6 +24,9 @@ from .whole import whole_numbers
 
 def check_map_style(dataset: Any) -> None:
     """Raises TypeError for a dataset whose samples cannot be dealt."""
+    if isinstance(dataset, DataLoader):
+        raise TypeError("dataset: expected the dataset itself. Received: a DataLoader. Give loader.dataset, and the "
+                        "loader's collate_fn, num_workers and so on as arguments.")
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise TypeError(
             "dataset: expected a map-style dataset (with __getitem__ and __len__), so that every sample can be dealt "

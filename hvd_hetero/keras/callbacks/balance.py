@@ -73,11 +73,12 @@ class RebalanceCallback(keras.callbacks.Callback):
         """
         if self._trained and self.balancer.step == self._step:
             optimizer = self.model.optimizer
-            plain = "a plain" if "_reducer" not in vars(optimizer) else "without this balancer, a distributed"
+            ours = "_reducer" in vars(optimizer)
+            kind, lacks = ("a distributed", " without this balancer") if ours else ("a plain", "")
             raise RuntimeError(
                 "Expected gradients of all ranks in each step, weighted as the balancer says. Received: an epoch "
-                f"without an exchange of it, with {plain} {type(optimizer).__name__} as the model's optimizer. Compile "
-                "the model with hvd.DistributedOptimizer(..., balancer=balancer), also after clone_model() and "
+                f"without an exchange of it, with {kind} {type(optimizer).__name__}{lacks} as the model's optimizer. "
+                "Compile the model with hvd.DistributedOptimizer(..., balancer=balancer), also after clone_model() and "
                 "keras.models.load_model(), which leave a plain one (hvd.load_model does not)."
             )
         if logs is not None:
