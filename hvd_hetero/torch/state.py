@@ -98,11 +98,13 @@ def _taken_whole(
         mine = saved({index: dict(states[index]) for index in chosen}) if engine.rank == root else b""
         content = broadcast_bytes(engine, mine, root=root, name=f"{name}.content.{root}")
         for index, state in loaded(content).items() if engine.rank != root else ():
-            there = parameters[index].device
-            optimizer.state[parameters[index]] = {
-                key: value.to(there) if isinstance(value, torch.Tensor) and value.ndim else value
-                for key, value in state.items()
-            }
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor):
+                    before = states[index].get(key)
+                    # Numbers are where fused and capturable optimizers have them: on the host, but for these.
+                    there = parameters[index].device if value.ndim else value.device
+                    state[key] = value.to(before.device if isinstance(before, torch.Tensor) else there)
+            optimizer.state[parameters[index]] = state
     return set(roots)
 
 
