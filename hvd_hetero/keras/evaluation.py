@@ -56,4 +56,6 @@ class EvaluationDataset(keras.utils.PyDataset):
 
     def __getitem__(self, index: int) -> Batch:
         mine, size = self._mine()
+        if index * size >= len(mine):
+            raise IndexError(index)  # ends a loop over it, where Keras's PyDataset has none of its own
         return with_texts(self._source.take(np.array(mine[index * size : (index + 1) * size])))
