@@ -66,9 +66,9 @@ def warn_of_none(balancer: Balancer) -> None:
     """At the end of an epoch that a script trained on: warns where nothing has reduced gradients by the balancer."""
     if balancer.size > 1 and not balancer.exchanges.ever:
         warnings.warn(
-            "Expected hvd.DistributedOptimizer(..., balancer=balancer) with the loader's balancer. Received: none, and "
-            "an epoch is over: unless the script averages gradients by itself, each rank has trained a model of its "
-            "own; what else averages them counts all ranks alike, whatever their shares. For an evaluation, take "
-            "hvd.EvaluationDataLoader, or iterate under torch.no_grad().",
+            "Where this is training: expected hvd.DistributedOptimizer(..., balancer=balancer) with the loader's "
+            "balancer. Received: none, and an epoch is over: unless the script averages gradients by itself, each rank "
+            "has trained a model of its own; what else averages them counts all ranks alike, whatever their shares. "
+            "For an evaluation, take hvd.EvaluationDataLoader, or iterate under torch.no_grad().",
             stacklevel=3,
         )

@@ -49,9 +49,9 @@ def _summed(
     """Weighted means over the ranks. After an array of `pairs` comes its second moment, and both are of the same ranks.
     """
     flat = np.concatenate([array.reshape(-1) for array in arrays])
-    own = np.array([*weights, 1.0])
-    sums = engine.allreduce_async(own.copy(), name=f"{name}.weight").wait()
-    weight, whole = next((mine, float(whole)) for mine, whole in zip(own.tolist(), sums, strict=True) if whole > 0)
+    choices = np.array([*weights, 1.0])
+    wholes = engine.allreduce_async(choices.copy(), name=f"{name}.weight").wait()
+    weight, whole = next((w, float(all_w)) for w, all_w in zip(choices.tolist(), wholes, strict=True) if all_w > 0)
     # A weight of 0 leaves nothing of what a rank has, not even a NaN.
     own = flat * weight if weight else np.zeros_like(flat)
     means = engine.allreduce_async(own, name=name).wait() / whole

@@ -44,7 +44,7 @@ def test_each_row_shows_the_slowest_link_that_it_stands_for():
 
 @pytest.mark.parametrize("seconds, text", [(0.0, "0 µs"), (85e-6, "85 µs"), (9.9999e-4, "1 ms"), (0.0123, "12.3 ms"),
                                            (3.4, "3.4 s"), (599.0, "599 s"), (700.0, "12 min"),
-                                           (11085.0, "3 h 5 min")])
+                                           (11085.0, "3 h 5 min"), (float("inf"), "inf s")])
 def test_seconds_are_for_people(seconds, text):
     assert command.seconds_text(seconds) == text
 

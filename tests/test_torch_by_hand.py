@@ -100,6 +100,35 @@ def of_masters(engine, passes, strategy="synchronous"):
     return master.detach()
 
 
+def test_batches_of_which_a_rank_had_no_sample_are_no_part_of_what_it_added_up():
+    """As with backward passes."""
+
+    def program(engine, by_hand):
+        parameter = nn.Parameter(torch.ones(3, dtype=torch.float64))
+        balancer = hvd.Balancer(4, engine=engine, shares=(3, 1), adaptive=False, min_share=0)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD([parameter], lr=0.01), balancer=balancer, backward_passes_per_step=2
+        )
+        for step in range(2):
+            optimizer.zero_grad()
+            found = torch.zeros(3, dtype=torch.float64)
+            for x in (BATCHES[2 * step], BATCHES[2 * step + 1][:3]):
+                mine = x[:3] if engine.rank == 0 else x[3:]
+                balancer.begin(len(mine))
+                if len(mine) and by_hand:
+                    found += torch.autograd.grad((mine @ parameter).square().mean(), parameter)[0]
+                elif len(mine):
+                    (mine @ parameter).square().mean().backward()
+            if by_hand:
+                parameter.grad = found
+            optimizer.step()
+        return parameter.detach()
+
+    expected = World(2).run(lambda engine: program(engine, False))[0]
+    for found in World(2).run(lambda engine: program(engine, True)):
+        assert torch.allclose(found, expected, rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize("strategy", ["synchronous", hvd.LocalSGD(round_steps=1, bound_rounds=0, warmup_steps=0)])
 @pytest.mark.parametrize("passes", [1, 2, 4])
 def test_what_a_script_has_added_up_over_batches_is_their_sum(passes, strategy):

@@ -799,3 +799,25 @@ def test_statistics_of_a_second_model_and_after_synchronous_steps_are_of_as_many
 
     for found in World(2).run(program):
         torch.testing.assert_close(found, x.mean(0))
+
+
+class Thing:
+    """What nothing can save."""
+
+
+@pytest.mark.parametrize(("kept", "expected"), [
+    ({"scale": 1.0, "ready": True}, 0.5), ({"thing": Thing()}, 0.5), ({"scale": "unlike"}, 1.0),
+])
+def test_moments_are_means_unless_what_is_kept_beside_them_differs(kept, expected):
+    def program(engine):
+        parameter = nn.Parameter(torch.zeros(2))
+        optimizer = torch.optim.SGD([parameter], lr=0.1)
+        beside = {key: float(engine.rank) if value == "unlike" else value for key, value in kept.items()}
+        moment = nn.Parameter(torch.full((2,), float(engine.rank)), requires_grad=False)
+        optimizer.state[parameter] = {"momentum_buffer": moment, **beside}
+        average_state(optimizer, weight=1.0 + 1e-9 * engine.rank, engine=engine, name="state")
+        state = optimizer.state[parameter]
+        return state["momentum_buffer"].tolist(), state.get("scale")
+
+    for moment, scale in World(2).run(program):
+        assert moment == pytest.approx([expected] * 2) and scale in (kept.get("scale"), 1.0)

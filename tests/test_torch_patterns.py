@@ -606,7 +606,13 @@ class Lengths(torch.utils.data.Dataset):
         return 9  # the last global batch has one sample
 
     def __getitem__(self, index):
-        return torch.full((index % 3 + 1, 4), float(index))
+        return torch.full((index % 3 + 1, 4), index)
+
+
+def numbers_in(part):
+    """The number of each sample."""
+    rows = part.unbind() if part.is_nested else part.to_dense()
+    return [int(row.reshape(-1)[0]) for row in rows]
 
 
 @pytest.mark.parametrize("collate", [
@@ -618,7 +624,9 @@ class Lengths(torch.utils.data.Dataset):
 def test_batches_of_nested_and_sparse_tensors_are_cut(collate):
     def program(engine):
         balancer = hvd.Balancer(4, engine=engine, shares=(3, 1), adaptive=False, min_share=0, max_micro_batch=2)
-        loader = hvd.BalancedDataLoader(Lengths(), balancer=balancer, collate_fn=collate)
-        return [[part.size(0) for part in balancer.micro_batches(batch)] for batch in loader]
+        loader = hvd.BalancedDataLoader(Lengths(), balancer=balancer, collate_fn=collate, shuffle=False)
+        parts = [list(balancer.micro_batches(batch)) for batch in loader]
+        assert {part.dtype for batch in parts for part in batch} == {torch.int64}
+        return [[numbers_in(part) for part in batch] for batch in parts]
 
-    assert World(2).run(program) == [[[2, 1], [2, 1], [1]], [[1], [1], [0]]]
+    assert World(2).run(program) == [[[[0, 1], [2]], [[4, 5], [6]], [[8]]], [[[3]], [[7]], [[]]]]

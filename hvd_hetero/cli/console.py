@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ WIDTH = 132  # of the tables where output is no terminal: horovodrun's prefix co
 
 def seconds_text(seconds: float) -> str:
     """Seconds for people: "85 µs", "1.2 ms", "3.4 s", "12 min", "3 h 5 min"."""
-    if seconds >= LONG_S:
+    if LONG_S <= seconds < math.inf:
         hours, minutes = divmod(round(seconds / 60), 60)
         return f"{hours} h {minutes} min" if hours else f"{minutes} min"
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):

@@ -25,10 +25,13 @@ def show(report: Report) -> None:
 
     say(headline(report))
     console.print(_of_ranks(report, make))
-    if len(report.run.ranks) > MOST_ROWS:
-        say(f"… of {len(report.run.ranks)} ranks, the {MOST_ROWS} that the others waited for longest.")
-    if any(map(any, report.waits.waited_s)):
+    ranks, waited = len(report.run.ranks), any(map(any, report.waits.waited_s))
+    if ranks > MOST_ROWS:
+        say(f"… of {ranks} ranks, {f'the {MOST_ROWS} that the others waited for longest' if waited else MOST_ROWS}.")
+    if waited:
         console.print(_who_waited(report.waits, make))
+        if ranks > MOST_COLUMNS:
+            say(f"… at most the {MOST_COLUMNS} of {ranks} ranks that the others waited for longest.")
     if plans := report.run.plans:
         console.print(_of_plans(report, make))
         if len(plans) > MOST_PLANS:

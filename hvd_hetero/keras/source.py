@@ -220,7 +220,7 @@ class StreamSource:
             raise ValueError(
                 "x: expected a tf.data.Dataset of single samples: the balancer makes the batches. Received: one "
                 "of batches. Leave its batch() out, or add unbatch(). Where such a batch is one sample: map(lambda "
-                "*x: x). In place of padded_batch(): pad all samples to one length, with map()."
+                "*x: x), and heed no warning. In place of padded_batch(): pad all samples to one length, with map()."
             )
         if _maps_batches(samples):
             warnings.warn(
@@ -293,8 +293,8 @@ def _kind(dataset: Any) -> str:
 
 def _leading(dataset: Any) -> set[Any]:
     """The lengths of the first axes of a tf.data.Dataset's elements; None where that is not known, -1 for a number."""
-    shapes = [leaf.shape for leaf in keras.tree.flatten(dataset.element_spec)]
-    return {-1 if shape.rank == 0 else shape[0] if shape.rank else None for shape in shapes}
+    shapes = [getattr(leaf, "shape", None) for leaf in keras.tree.flatten(dataset.element_spec)]
+    return {-1 if shape.rank == 0 else shape[0] if shape.rank else None for shape in shapes if shape is not None}
 
 
 def _rows(batch: Batch) -> int:

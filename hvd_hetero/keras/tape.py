@@ -59,8 +59,8 @@ _SERIES = _Series()
 class DistributedGradientTape:
     """A `tf.GradientTape` whose `gradient()` is that of the global batch; everything else is the given tape's.
 
-    With a balancer the loop calls `balancer.begin(samples)` for each batch. Tapes with the same arguments are one
-    series of exchanges.
+    With a balancer the loop calls `balancer.begin(samples)` for each batch, unless it is over a `BalancedDataset`.
+    Tapes with the same arguments are one series of exchanges.
 
     Args:
         gradtape: the tape.

@@ -2,7 +2,7 @@
 
     synchronous    B / (mean time of the slowest rank, stops of any rank, exchange that backward does not hide)
     local          sum_i b_i (1 - f_i) / t_i(b_i),   times bound / merge where a merge takes longer than the bound, the
-                   rounds for which a rank goes on without one; without a bound, times round / (round + merge)
+                   rounds for which a rank goes on without one; with a bound of 0, times round / (round + merge)
 
 Samples are not progress: a synchronous step is exact, and local steps between merges are worth a little less each. So
 synchronous training is chosen wherever it comes near the faster one, and once chosen it has to be clearly slower before

@@ -69,7 +69,7 @@ class StepPhases:
         self._phase = Phase.BETWEEN
         self._turn = threading.RLock()  # a backward pass has a thread for each device
         self._taker: Callable[[torch.nn.Parameter], None] | None = None  # of the backward pass's gradients
-        self._earlier = 0.0  # terms of this step's batches before the present one
+        self._earlier = 0.0, 0  # terms of this step's batches before the present one, and how many have some
         self._passed = -1  # the part of a batch that the last backward pass was over: see `Balancer.part`
         self._last = False  # whether the exchange follows the backward pass that has ended
         self._unchanged = Unchanged(parameters)  # since the passes of a step apart ended
@@ -105,7 +105,7 @@ class StepPhases:
         if self._passes_by and self._weighing.passes > 1:
             self._passes.pass_by(self._balancer.part_terms)
         counts = self._weighing.begun > 0 and self._weighing.passes > 1
-        self._earlier = self._earlier + self._balancer.batch_terms if counts else 0.0
+        self._earlier = self._by_now() if counts else (0.0, 0)
         self._passes.end_batch(counts=self._weighing.passes > 1, loop=self._balancer.loop)
         self._phase = Phase.BETWEEN  # also where a script skipped the last step
 
@@ -127,7 +127,7 @@ class StepPhases:
         """The gradients so far are to be zero. After a pass that did not end, a collective call."""
         self.break_off()  # or what it has left would be of the next one
         self._passes.clear()
-        self._earlier = 0.0
+        self._earlier = 0.0, 0
         # By any parameters' passes, which all ranks make alike: whether there was one with these depends on samples.
         passed = self._balancer.passed == self._balancer.part
         self._weighing.forget(present=passed or self._balancer.batch_order.over)
@@ -151,7 +151,7 @@ class StepPhases:
             self._weighing.noise.forget()
         self._step.drop()
         self._passes.clear()
-        self._earlier = 0.0
+        self._earlier = 0.0, 0
         for parameter in self._parameters:
             parameter.grad = None
 
@@ -161,9 +161,14 @@ class StepPhases:
         but none with a gradient of these parameters. It is zero then, over as many terms."""
         return self._balancer.passed == self._balancer.part != self._passed and self._weighing.begun > 0
 
+    def _by_now(self) -> tuple[float, int]:
+        """The terms of this step's batches, and how many of these have some on this rank."""
+        (terms, batches), now = self._earlier, self._balancer.batch_terms
+        return terms + now, batches + (now > 0)
+
     def _set_by_hand(self) -> bool:
         """Whether a script has put gradients of this step's samples where no backward pass did."""
-        if not self._balancer.count_now and not self._earlier:
+        if not self._by_now()[0]:
             return False
         found = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         return not all(is_zero(gradient) for gradient in found)
@@ -245,7 +250,8 @@ class StepPhases:
             self._passes.pass_by(self._balancer.part_terms)
         elif not self._passes.begun and (self._balancer.begin_unseen() or self._set_by_hand()):
             self._balancer.batch_order.passes()
-            self._passes.put(self._earlier + self._balancer.batch_terms, batches=self._weighing.batches)
+            terms, batches = self._by_now()
+            self._passes.put(terms, batches=max(1, batches))
         self._passes.end_batch(counts=True, loop=self._balancer.loop)
         self._send_rest()
         self._finish()
@@ -257,7 +263,7 @@ class StepPhases:
             self._step.take_rest()
 
     def _finish(self) -> None:
-        self.terms, self._earlier = self._passes.terms, 0.0
+        self.terms, self._earlier = self._passes.terms, (0.0, 0)
         self._balancer.batch_order.steps()
         self._ended()
         if self._apart():

@@ -91,7 +91,7 @@ def _rows(tensor: torch.Tensor, part: slice) -> torch.Tensor:
         chosen = list(tensor.unbind()[part])
         if tensor.layout is torch.jagged and not chosen:
             return torch.nested.nested_tensor_from_jagged(tensor.values()[:0], offsets=tensor.offsets()[:1])
-        return torch.nested.as_nested_tensor(chosen, layout=tensor.layout)
+        return torch.nested.as_nested_tensor(chosen, dtype=tensor.dtype, device=tensor.device, layout=tensor.layout)
     if tensor.layout is torch.strided:
         return tensor[part]
     numbers = torch.arange(tensor.size(0), device=tensor.device)[part]

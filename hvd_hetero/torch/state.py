@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -86,13 +87,24 @@ def _taken_whole(
     optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor], *, weight: float, engine: Engine, name: str
 ) -> set[int]:
     """The numbers of the parameters of which all ranks have taken what one keeps: that with the most samples of those
-    that keep something, as a rank may never have had a gradient of a parameter."""
+    that keep something, as a rank may never have had a gradient of a parameter. They are those with tensors that have
+    no mean, and with other values that differ between ranks. What cannot be saved stays each rank's own."""
     states = [optimizer.state.get(p, {}) for p in parameters]
-    odd = [i for i, state in enumerate(states) if not all(_has_mean(*each) for each in state.items())]
-    said = [json.loads(line) for line in gather_text(engine, json.dumps([weight, odd]), name=f"{name}.whole")]
+    others = {i: rest for i, state in enumerate(states) if (rest := _without_mean(state))}
+    with_tensors = [i for i, rest in others.items() if any(isinstance(each, torch.Tensor) for each in rest.values())]
+    plain = {i: zlib.crc32(repr(sorted(rest.items())).encode()) for i, rest in others.items() if i not in with_tensors}
+    try:
+        saved({i: dict(states[i]) for i in with_tensors})
+    except Exception:  # before anybody waits for it
+        with_tensors = []
+    said = [json.loads(line) for line in gather_text(
+        engine, json.dumps([weight, with_tensors, sorted(plain.items())]), name=f"{name}.whole"
+    )]  # fmt: skip
+    values = [dict(map(tuple, each)) for _, _, each in said]
+    differ = {index for each in values for index in each if len({one.get(index) for one in values}) > 1}
     roots: dict[int, int] = {}
     for rank in sorted(range(len(said)), key=lambda rank: (said[rank][0], -rank)):
-        roots.update(dict.fromkeys(said[rank][1], rank))
+        roots.update(dict.fromkeys([*said[rank][1], *(differ & set(values[rank]))], rank))
     for root in sorted(set(roots.values())):
         chosen = [index for index in roots if roots[index] == root]
         mine = saved({index: dict(states[index]) for index in chosen}) if engine.rank == root else b""
@@ -108,10 +120,16 @@ def _taken_whole(
     return set(roots)
 
 
+def _without_mean(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What ranks' values of have no mean and, as counts of steps, no largest one; nothing where some of it is of a kind
+    that is not saved."""
+    rest = {key: value for key, value in state.items() if not _has_mean(key, value)}
+    return rest if all(isinstance(each, (torch.Tensor, int, float, str, tuple)) for each in rest.values()) else {}
+
+
 def _has_mean(key: str, value: Any) -> bool:
-    """Whether ranks' values have a mean, or, as counts of steps, a largest one."""
-    if type(value) is torch.Tensor:
-        return value.is_floating_point() or key == "step"
+    if type(value) in (torch.Tensor, torch.nn.Parameter):
+        return value.is_floating_point() or value.is_complex() or key == "step"
     return value is None or key == "step" and type(value) is int
 
 

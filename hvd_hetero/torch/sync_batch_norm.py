@@ -163,13 +163,14 @@ class SyncBatchNorm(_BatchNorm):
         cls, module: torch.nn.Module, process_set: Any = None, *, balancer: Balancer | None = None
     ) -> torch.nn.Module:
         """`module` with a `SyncBatchNorm` in place of each batch normalisation, on the same parameters and buffers."""
-        if isinstance(module, _BatchNorm) and not isinstance(module, cls):
-            if type(module).forward not in _FORWARDS:
+        for each in module.modules():
+            if isinstance(each, _BatchNorm) and not isinstance(each, cls) and type(each).forward not in _FORWARDS:
                 raise TypeError(
                     "module: expected batch normalisations of torch.nn, or such as have their forward(). Received: "
-                    f"{type(module).__qualname__}, whose own forward() a SyncBatchNorm would not call, as with an "
+                    f"{type(each).__qualname__}, whose own forward() a SyncBatchNorm would not call, as with an "
                     "activation in it. Put an hvd.SyncBatchNorm, and what else it does, in its place by hand."
                 )
+        if isinstance(module, _BatchNorm) and not isinstance(module, cls):
             converted = cls(
                 module.num_features,
                 module.eps,

@@ -18,6 +18,7 @@ from statistics import median
 from types import NoneType
 from typing import Any, NamedTuple
 
+from hvd_hetero.policy.partition import Bound
 from hvd_hetero.policy.replan import Plan
 
 from .files import files, lines
@@ -193,7 +194,7 @@ def _read_rank(rank: int, paths: Sequence[str]) -> RankRun:
                 run.session_starts.add(first)
                 plans_before = None
             _take(run, fields, entry)
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, OverflowError):
             run.unreadable += 1
     return run
 
@@ -234,6 +235,10 @@ def _event(entry: dict[str, Any]) -> Event:
     for name, kinds in READ.get(event.kind, {}).items():
         if not isinstance(event.fields[name], kinds):
             raise TypeError(f"Expected {name} of {kinds}. Received: {entry}.")
+    if event.kind == "limits":
+        Bound(**{name: event.fields[name] for name in ("lower", "upper", "quantum")})
+        if event.fields["micro_batch"] is not None and event.fields["micro_batch"] < 1:
+            raise ValueError(f"Expected micro_batch of 1 or more. Received: {entry}.")
     return event
 
 

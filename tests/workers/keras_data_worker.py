@@ -639,6 +639,7 @@ def samples_of_tf_data():
     for given, told in (
         (samples.batch(2, drop_remainder=True).map(lambda x, y: (x, y)).prefetch(1), True),
         (samples.batch(2).map(lambda x, y: (x, y), num_parallel_calls=2), True),
+        (samples.batch(2, drop_remainder=True).map(lambda x, y: (x, None)), True),
         (samples.batch(2).unbatch().take(len(x)), False), (samples.map(lambda x, y: (x, y)), False), (text, False),
     ):
         given = given.apply(tf.data.experimental.assert_cardinality(len(x)))
