@@ -22,7 +22,7 @@ from hvd_hetero.policy.jitter import Jitter, synchronous_step_s
 from hvd_hetero.policy.partition import Bound, InfeasibleError
 from hvd_hetero.policy.speed import Observation, SpeedModel, fit, passes_of
 from hvd_hetero.policy.staleness import ROUND_STEPS
-from hvd_hetero.trace.reader import RankRun, Run
+from hvd_hetero.trace.reader import RankRun, Run, bound_in
 from hvd_hetero.trace.record import file_name
 from hvd_hetero.trace.waiting import Timed, apart, timed
 
@@ -50,7 +50,7 @@ def limits_of(rank: RankRun) -> tuple[Bound, int | None]:
     said = [event.fields for event in rank.events if event.kind == "limits"]
     if not said:  # an older trace does not tell
         return Bound(lower=1), None
-    return Bound(**{name: said[-1][name] for name in ("lower", "upper", "quantum")}), said[-1]["micro_batch"]
+    return bound_in(said[-1]), said[-1]["micro_batch"]
 
 
 def speed_of(rank: RankRun, *, skip: int) -> tuple[SpeedModel, Jitter]:

@@ -44,22 +44,25 @@ def show(report: Report) -> None:
 
 def _of_ranks(report: Report, make: Any) -> Any:
     waits, rows = report.waits, []
-    longest = sorted(waits.ranks, key=lambda rank: waits.waited_for(waits.ranks.index(rank)), reverse=True)[:MOST_ROWS]
-    for rank, summary in zip(report.run.ranks.values(), report.summaries, strict=True):
-        if rank.rank not in longest:
-            continue
+    ranks = list(report.run.ranks.values())
+    for index in sorted(_waited_for_longest(waits, MOST_ROWS)):
+        rank, summary = ranks[index], report.summaries[index]
         part = report.parts[rank.rank]
         share = str(rank.steps[-1].share) if rank.steps else "–"
-        last = percent(waits.last[waits.ranks.index(rank.rank)] / waits.steps) if waits.steps else "–"
+        last = percent(waits.last[index] / waits.steps) if waits.steps else "–"
         rows.append([str(rank.rank), rank.host or "–", share, rate_text(summary.samples_per_s),
                      *(percent(part[name]) for name in ("compute", "data", "wait", "rest")), last])
     columns = ["rank", "host", "last share", "samples/s", "compute", "data", "waiting", "rest", "came last in"]
     return table(make, "Where the time of each rank went", columns, rows, left=["host"])
 
 
+def _waited_for_longest(waits: Waiting, most: int) -> list[int]:
+    """At most so many ranks, by their places."""
+    return sorted(range(len(waits.ranks)), key=waits.waited_for, reverse=True)[:most]
+
+
 def _who_waited(waits: Waiting, make: Any) -> Any:
-    indices = sorted(range(len(waits.ranks)), key=waits.waited_for, reverse=True)[:MOST_COLUMNS]
-    indices = sorted(i for i in indices if waits.waited_for(i) > 0)
+    indices = sorted(i for i in _waited_for_longest(waits, MOST_COLUMNS) if waits.waited_for(i) > 0)
     rows = []
     for i in sorted(range(len(waits.ranks)), key=lambda i: -sum(waits.waited_s[i]))[:MOST_RANKS]:
         cells = ["–" if i == j else seconds_text(waits.waited_s[i][j]) for j in indices]

@@ -170,6 +170,10 @@ class SyncBatchNorm(_BatchNorm):
                     f"{type(each).__qualname__}, whose own forward() a SyncBatchNorm would not call, as with an "
                     "activation in it. Put an hvd.SyncBatchNorm, and what else it does, in its place by hand."
                 )
+        return cls._converted(module, process_set, balancer)
+
+    @classmethod
+    def _converted(cls, module: torch.nn.Module, process_set: Any, balancer: Balancer | None) -> torch.nn.Module:
         if isinstance(module, _BatchNorm) and not isinstance(module, cls):
             converted = cls(
                 module.num_features,
@@ -183,5 +187,5 @@ class SyncBatchNorm(_BatchNorm):
             converted._parameters, converted._buffers = module._parameters, module._buffers
             return converted.train(module.training)
         for name, child in module.named_children():
-            module.add_module(name, cls.convert_sync_batchnorm(child, process_set, balancer=balancer))
+            module.add_module(name, cls._converted(child, process_set, balancer))
         return module

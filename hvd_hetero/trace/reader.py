@@ -10,7 +10,7 @@ import json
 import math
 import os
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -230,13 +230,18 @@ def _take(run: RankRun, fields: Sequence[str], entry: Any) -> None:
         run.dropped += entry["dropped"]
 
 
+def bound_in(limits: Mapping[str, Any]) -> Bound:
+    """The bound that an event "limits" tells of. Raises ValueError where it is none."""
+    return Bound(lower=limits["lower"], upper=limits["upper"], quantum=limits["quantum"])
+
+
 def _event(entry: dict[str, Any]) -> Event:
     event = Event(t_s=entry["t_s"], kind=entry["event"], fields=dict(entry["fields"]))
     for name, kinds in READ.get(event.kind, {}).items():
         if not isinstance(event.fields[name], kinds):
             raise TypeError(f"Expected {name} of {kinds}. Received: {entry}.")
     if event.kind == "limits":
-        Bound(**{name: event.fields[name] for name in ("lower", "upper", "quantum")})
+        bound_in(event.fields)
         if event.fields["micro_batch"] is not None and event.fields["micro_batch"] < 1:
             raise ValueError(f"Expected micro_batch of 1 or more. Received: {entry}.")
     return event
