@@ -39,7 +39,7 @@ class TorchVerbs:
     def write(self, array: torch.Tensor, values: Sequence[float]) -> None:
         # From memory that is not pinned, a copy to a GPU would wait for all that the GPU is at.
         pinned = array.device.type == "cuda"
-        array.copy_(torch.tensor(values, dtype=array.dtype, pin_memory=pinned), non_blocking=pinned)
+        array.copy_(torch.tensor(values, dtype=array.dtype, device="cpu", pin_memory=pinned), non_blocking=pinned)
 
     def largest(self, array: torch.Tensor) -> float:
         return float(_largest(array)) if array.numel() else 0.0

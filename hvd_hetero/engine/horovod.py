@@ -94,7 +94,7 @@ class HorovodEngine(ProcessSetEngine):
     @while_there
     def alltoall_async(self, array: Any, *, splits: Sequence[int], name: str) -> HorovodHandle:
         counts = self._torch.tensor(
-            checked_splits(splits, rows=len(array), size=self.size, name=name), dtype=self._torch.int32
+            checked_splits(splits, rows=len(array), size=self.size, name=name), dtype=self._torch.int32, device="cpu"
         )
         handle = self._binding.alltoall_async(self._tensor(array), splits=counts, name=name, process_set=self._set)
         return HorovodHandle(self, handle, array, name)

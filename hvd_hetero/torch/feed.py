@@ -89,7 +89,8 @@ def iterating(loader: DataLoader[Any]) -> Iterator[Iterator[Any]]:
     They are told to by a queue, which no longer sends once the garbage collector has found it with the iterator in a
     cycle, as an exception's traceback makes: PyTorch would wait for each worker until it gives up, and end it.
     """
-    source = iter(loader)
+    with torch.device("cpu"):  # as its generator is, also where scripts make tensors elsewhere
+        source = iter(loader)
     for worker in getattr(source, "_workers", ()):
         worker.terminate = worker._popen.kill  # where it is stuck in what it reads: ours outlive the SIGTERM of this
     if id(source) not in _IN_USE:

@@ -45,6 +45,7 @@ class Hooks:
         self._known: dict[int, torch.nn.Parameter] = {}  # by id
         self._looks_before = False
         self._handles: list[Any] = []
+        self._before_handles: list[Any] = []
         self._nodes: list[Any] = []  # that add to `p.grad`
 
     def new_of(self, parameters: Sequence[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
@@ -82,7 +83,15 @@ class Hooks:
             with _thawed(parameter):
                 node = torch.autograd.graph.get_gradient_edge(parameter).node
             self._nodes.append(node)  # kept, or its hook would go with it
-            self._handles.append(node.register_prehook(self._before))
+            self._before_handles.append(node.register_prehook(self._before))
+
+    def hook_anew(self) -> None:
+        """Parameters are elsewhere, or of another type, and have other nodes since, as after `model.to(device)`."""
+        for handle in self._before_handles:
+            handle.remove()
+        self._before_handles, self._nodes = [], []
+        if self._looks_before:
+            self._hook_before(self._known.values())
 
     def thawed(self, groups: Sequence[Mapping[str, Any]]) -> int:
         """How many of these parameter groups require a gradient and are not known."""
@@ -90,7 +99,7 @@ class Hooks:
 
     def remove(self) -> None:
         """Sees no gradient any more."""
-        for handle in self._handles:
+        for handle in (*self._handles, *self._before_handles):
             handle.remove()
 
 

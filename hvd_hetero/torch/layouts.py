@@ -1,4 +1,4 @@
-"""The layouts of one optimizer's gradients: another one when parameters come, or some turn out to be sparse."""
+"""The layouts of one optimizer's gradients: another one when parameters come or move, or some turn out to be sparse."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from hvd_hetero.optimizers.ways import Ways
 from hvd_hetero.optimizers.weighing import BUCKET_BYTES, Weighing
 
-from .layout import WIRE, Groups
+from .layout import WIRE, Groups, check_type
 from .passes import Passes
 from .sparse import SparseParameters
 from .step import ReducedStep
@@ -46,6 +46,7 @@ class Layouts:
         self._sparse_as_dense, self._bucket_bytes, self._groups = sparse_as_dense, bucket_bytes, groups
         self._sparse = SparseParameters(parameters, known=all_sparse)
         weighing.keeping.put_saying("sparse", self._sparse)
+        self._agreed = False  # whether a rank has asked for another layout
         self.step = self._laid_out()
         if not sparse_as_dense:
             self._sparse.changed = self._lay_out_anew
@@ -68,6 +69,8 @@ class Layouts:
 
     def _lay_out_anew(self) -> None:
         """Between two steps. What codecs have kept back goes with the next sums."""
+        for parameter in self._parameters:
+            check_type(parameter)
         kept = self.step.kept_back()
         self.step = self._laid_out()
         self.step.give_back(kept)
@@ -88,14 +91,20 @@ class Layouts:
     @property
     def asks(self) -> bool:
         """Whether this rank wants another layout."""
-        return self._sparse.asks
+        return self._sparse.asks or self.step.layout.misplaced
 
     def take_in(self, hear: Callable[[], None]) -> None:
         """Takes in what all ranks said with an exchange, with `hear`: one of them may want another layout."""
         hear()
         if self._weighing.relayout:
+            self._agreed = True
             self._sparse.tell(self._weighing.engine, name=f"{self._weighing.name}.sparse")
 
-    def renew(self) -> None:
-        """Takes the layout that all ranks have agreed on, if they have. A batch begins."""
+    def renew(self) -> bool:
+        """Takes the layout that all ranks have agreed on, if they have, and says whether. A batch begins."""
+        before, agreed = self.step, self._agreed
+        self._agreed = False
         self._sparse.hear()
+        if agreed and self.step is before:
+            self._lay_out_anew()
+        return self.step is not before

@@ -19,6 +19,11 @@ from .layout import WIRE
 from .second_moments import mix, moments_of
 from .state import all_finite, average_state
 
+MOVED = (
+    "Expected parameters of a local strategy on the device, and of the type, that they had when steps apart began. "
+    "Received: others. Move the model before training, or, without synchronous steps first, before making "
+    "hvd.DistributedOptimizer."
+)
 KNOWN = 4  # arrays of a fragment of which views are kept: the model, and what a rank was when it last sent, and before
 
 
@@ -36,7 +41,15 @@ class ParameterStore:
         self._members = [[parameters[index] for index in chosen] for chosen in fragments]
         self.lossy: list[bool] = [kinds[chosen[0]][2] for chosen in fragments]
         self.narrow = any(p.dtype != WIRE[p.dtype] for p in parameters)
+        # Looking at each costs Python time.
+        ends = [(kinds[at][:2], parameters[at]) for chosen in fragments for at in (chosen[0], chosen[-1])]
+        self._ends = [(device, wire, parameter) for (wire, device), parameter in ends]
         self._known: dict[tuple[int, int], list[torch.Tensor]] = {}  # the least recently used first
+
+    @property
+    def misplaced(self) -> bool:
+        """Whether parameters are no longer where they were, or no longer of that type."""
+        return any(p.device != device or WIRE.get(p.dtype) != wire for device, wire, p in self._ends)
 
     def shapes(self, index: int) -> list[tuple[int, ...]]:
         return [tuple(p.shape) for p in self._members[index]]
@@ -47,7 +60,7 @@ class ParameterStore:
         return torch.zeros(length + tail, dtype=WIRE[first.dtype], device=first.device)
 
     def control(self, length: int) -> torch.Tensor:
-        return torch.zeros(length, dtype=torch.float64)
+        return torch.zeros(length, dtype=torch.float64, device="cpu")
 
     def checksum(self, index: int) -> int:
         return checksum(self._members[index])
@@ -98,17 +111,29 @@ class LocalTraining:
     Args:
         parameters: those that are trained.
         weighing: of their gradients.
+        before: whose place it takes.
     """
 
     def __init__(
-        self, rule: LocalSGD, parameters: Sequence[torch.nn.Parameter], weighing: Weighing, *, ways: Ways
+        self,
+        rule: LocalSGD,
+        parameters: Sequence[torch.nn.Parameter],
+        weighing: Weighing,
+        *,
+        ways: Ways,
+        before: LocalTraining | None = None,
     ) -> None:
         self._weighing = weighing
-        store = ParameterStore(parameters, rule.fragments, lambda p: ways.takes(tuple(p.shape)))
+        self._store = store = ParameterStore(parameters, rule.fragments, lambda p: ways.takes(tuple(p.shape)))
         self.steps = LocalSteps(rule, store, weighing=weighing, ways=ways, on_give_up=self._forget_what_is_not_finite)
         find = moments_of if rule.second_moments == "global" else lambda optimizer: ()
         self._moments = SecondMoments(find, copy=torch.clone, mix=mix, exchanges=True)
-        self._optimizer: Callable[[], torch.optim.Optimizer | None] = lambda: None
+        self._optimizer: Callable[[], torch.optim.Optimizer | None] = before._optimizer if before else lambda: None
+
+    @property
+    def misplaced(self) -> bool:
+        """Whether parameters have moved since this was made, as by `model.to(device)`."""
+        return self._store.misplaced
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
         """Says whose steps these are."""
@@ -117,6 +142,8 @@ class LocalTraining:
     @torch.compiler.disable  # a script may compile a whole step of training
     def before_step(self) -> None:
         """Before the update of a step apart. The first one is a collective call."""
+        if self.misplaced:
+            raise RuntimeError(MOVED)
         self.steps.before_step()
         self._moments.before_step(self._optimizer())
 

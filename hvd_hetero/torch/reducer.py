@@ -6,6 +6,7 @@ DistributedDataParallel – so clipping, `GradScaler` and whatever else looks at
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,9 +19,10 @@ from hvd_hetero.optimizers.noise import GradientNoise
 from hvd_hetero.optimizers.ways import Ways
 from hvd_hetero.optimizers.weighing import Weighing
 
+from .argument import check_devices
 from .buffers import average_buffers
 from .hooks import Hooks
-from .layout import Groups
+from .layout import Groups, check_type
 from .layouts import Layouts
 from .local import LocalTraining, ParameterStore
 from .loss import mean_over_ranks
@@ -64,6 +66,7 @@ class GradientReducer:
     ) -> None:
         self._balancer = balancer
         self._parameters: list[torch.nn.Parameter] = []
+        self._place: tuple[torch.device, torch.dtype] | None = None  # see `_place_now`
         self.local: LocalTraining | None = None
         self._weighing = Weighing(
             balancer,
@@ -105,7 +108,10 @@ class GradientReducer:
             )
             self._take_over()
             if strategy is not None:
-                self.local = LocalTraining(strategy, self._parameters, self._weighing, ways=ways)
+                self._make_local = functools.partial(
+                    LocalTraining, strategy, self._parameters, self._weighing, ways=ways
+                )
+                self.local = self._make_local()
         except BaseException:
             self.replace()  # or the balancer would tell one that was never made of its batches
             raise
@@ -178,6 +184,25 @@ class GradientReducer:
         if self._weighing.leads and new:
             self._balancer.measure_with(stopwatch_of(new[0].device))
         self._parameters += new
+        self._place = self._place_now()
+
+    def _place_now(self) -> tuple[torch.device, torch.dtype] | None:
+        """Where the first of the parameters is, and its type."""
+        return (self._parameters[0].device, self._parameters[0].dtype) if self._parameters else None
+
+    def _follow_parameters(self) -> None:
+        """After `model.to(device)`, or to another type: what is this rank's own follows at once, and the layout once all
+        ranks have heard of it."""
+        place = self._place_now()
+        if place is None or place == self._place:
+            return
+        check_devices(self._parameters)
+        for parameter in self._parameters:
+            check_type(parameter)
+        if self._weighing.leads:
+            self._balancer.measure_with(stopwatch_of(place[0]))
+        self._hooks.hook_anew()
+        self._place = place
 
     def _take_over(self) -> None:
         """Sends what others kept back whose parameters these were."""
@@ -227,11 +252,20 @@ class GradientReducer:
 
     def on_begin(self) -> None:
         """A global batch begins."""
+        self._follow_parameters()
         self._phases.begin_batch()
-        self._layouts.renew()
+        if self._layouts.renew() and self.local is not None and self.local.misplaced and not self.local.steps.begun:
+            self._make_local_anew()
         if self.local is not None and self.local.steps.over:
             self.local.come_together()  # so did this rank, with the last step apart
         self._weighing.begin()
+
+    def _make_local_anew(self) -> None:
+        """For parameters that have moved. A collective call."""
+        strategies, place = self._balancer.strategies, self._weighing.place
+        strategies.hand_over(place, to=place)
+        strategies.remove(place)
+        self.local = self._make_local(before=self.local)
 
     def on_count(self, terms: float) -> None:
         """Before a pass over `terms` loss terms."""

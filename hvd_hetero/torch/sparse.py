@@ -73,7 +73,7 @@ class SparseParameters:
         rank has not used it – unless one waits for this rank elsewhere before it can tell."""
         if self._told is None:
             line = f"{json.dumps(self._numbered(self.seen))}\n".encode()
-            self._told = engine.allgather_async(torch.tensor([*line], dtype=torch.uint8), name=name)
+            self._told = engine.allgather_async(torch.tensor([*line], dtype=torch.uint8, device="cpu"), name=name)
         # With a second exchange in one batch it is heard already, and Horovod's handle gone.
         if self._heard is not None or engine.wait_unless_awaited(self._told.done, name=name):
             for parameter, dimensions in self.told().items():
@@ -147,7 +147,7 @@ class SparseExchange:
 
     def carry(self, parameter: torch.nn.Parameter, kept: torch.Tensor) -> None:
         """Sends with the next sum what a codec had kept back, dense and weighted, before this exchange was made."""
-        self._carried[parameter] = kept
+        self._carried[parameter] = kept.to(parameter.device)
 
     def carried(self) -> dict[torch.nn.Parameter, torch.Tensor]:
         """What is yet to be sent of that."""

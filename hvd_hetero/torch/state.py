@@ -54,7 +54,7 @@ def average_state(optimizer: torch.optim.Optimizer, *, weight: float, engine: En
             continue
         for key, value in optimizer.state.get(p, {}).items():
             if isinstance(value, torch.Tensor) or key == "step" and type(value) is int:  # some count with integers
-                kept[index, key] = torch.as_tensor(value)
+                kept[index, key] = value if isinstance(value, torch.Tensor) else torch.tensor(value, device="cpu")
     mine = [[*place, list(value.shape), str(value.dtype)] for place, value in kept.items()]
     said = [json.loads(line) for line in gather_text(engine, json.dumps(mine), name=f"{name}.places")]
     for index, key, shape, dtype in chain(*said):

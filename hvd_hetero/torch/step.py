@@ -18,6 +18,8 @@ from .layout import BucketLayout, Groups
 from .passes import Passes
 from .sparse import SparseExchange
 
+HOST = torch.device("cpu")
+
 REENTRANT = (
     "Expected each parameter's gradient once per backward pass. Received: {}, as reentrant checkpointing does. Use "
     "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
@@ -57,7 +59,6 @@ class ReducedStep:
         rows: Mapping[torch.nn.Parameter, int],
     ) -> None:
         self._parameters, self._weighing, self._passes = parameters, weighing, passes
-        self._device = parameters[0].device if parameters else torch.device("cpu")
         # The control vector rides in a bucket unless a codec would round it.
         tail = weighing.tail
         self.layout = BucketLayout(
@@ -71,7 +72,7 @@ class ReducedStep:
         self._exchange = weighing.exchange(
             self.layout,
             [[tuple(p.shape) for p in members] for members in self.layout.members],
-            control=torch.zeros(tail, dtype=torch.float64),
+            control=torch.zeros(tail, dtype=torch.float64, device=HOST),
             terms=lambda: passes.terms,
         )
         self._sparse = SparseExchange(weighing.engine, rows, name=f"{self._exchange.name}.sparse")
@@ -155,7 +156,7 @@ class ReducedStep:
         terms, batches = self._passes.terms, weighing.batches
         balancer.pause()
         try:
-            with _full_precision(self._device):
+            with _full_precision(self._parameters[0].device if self._parameters else HOST):
                 results, total = self._exchange.finish(weighing.factor, counts=counts)
                 bytes_sent = sum(flat.numel() * flat.element_size() for flat in results) + self._sparse.bytes_sent
                 sums = self._sparse.finish(weighing.factor(total))
@@ -192,7 +193,10 @@ class ReducedStep:
         """Sends what `kept_back` returned with the next sums."""
         arrays = []
         for members, flat in zip(self.layout.members, self.layout.buckets, strict=True):
-            parts = [kept.get(parameter, flat.new_zeros(parameter.numel())) for parameter in members]
+            parts = [
+                kept[parameter].to(flat) if parameter in kept else flat.new_zeros(parameter.numel())
+                for parameter in members
+            ]
             arrays.append(torch.cat(parts) if any(parameter in kept for parameter in members) else None)
         self._exchange.give_back(arrays, 1.0)
         for parameter, rest in kept.items():
