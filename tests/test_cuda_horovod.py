@@ -19,7 +19,7 @@ pytestmark = [
 
 CHECKS = (
     "sgd", "clipped", "fused_adamw", "capturable_adamw", "scaled", "bfloat16", "sparse", "another_stream", "prefetched",
-    "small_buckets", "one_group", "compiled", "cuda_graphs", "loader_with_pinned_memory",
+    "small_buckets", "one_group", "compiled", "cuda_graphs", "loader_with_pinned_memory", "moved", "moved_local",
     "compute_is_timed_where_it_happens", "identical_to_plain_horovod",
 )  # fmt: skip
 

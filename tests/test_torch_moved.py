@@ -46,7 +46,6 @@ def part_of(rank):
     return slice(begin, begin + SHARES[rank])
 
 
-
 @pytest.mark.parametrize(
     "options", [{}, {"backward_passes_per_step": 2}, {"op": hvd.Sum}, {"compression": hvd.Compression.int8}]
 )
@@ -97,7 +96,7 @@ def test_after_the_first_exchange_nothing_is_rounded():
 
 
 def test_a_model_that_is_moved_on_one_rank_only_takes_all_to_another_layout(monkeypatch):
-    """As from the host to the one GPU that there is. Types of what travels have to be alike, so here it only says so."""
+    """As from the host to the one GPU that there is. Types of what travels have to be alike, so it only says so."""
     first = []
     monkeypatch.setattr(BucketLayout, "misplaced", property(lambda layout: layout in first))
 
@@ -153,6 +152,7 @@ def test_a_type_that_cannot_travel_is_told():
         model.to(torch.complex64)
         with pytest.raises(TypeError, match="real floating type. Received: torch.complex64"):
             balancer.begin(SHARES[engine.rank])
+        del optimizer
 
     World(3).run(program)
 

@@ -191,7 +191,7 @@ class GradientReducer:
         return (self._parameters[0].device, self._parameters[0].dtype) if self._parameters else None
 
     def _follow_parameters(self) -> None:
-        """After `model.to(device)`, or to another type: what is this rank's own follows at once, and the layout once all
+        """After `model.to(device)`, or `.to(type)`: what is this rank's own follows at once, and the layout when all
         ranks have heard of it."""
         place = self._place_now()
         if place is None or place == self._place:
@@ -350,4 +350,3 @@ class GradientReducer:
         self._phases.begin_anew()  # it may be called again
         name, terms = f"{self._weighing.name}.loss", self._balancer.batch_terms
         return mean_over_ranks(loss, terms=terms, engine=self._weighing.engine, name=name)
-

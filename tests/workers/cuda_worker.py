@@ -18,6 +18,7 @@ from checks import run_checks
 from torch import nn
 
 import hvd_hetero.torch as hvd
+from hvd_hetero.engine.stopwatch import CudaStopwatch
 
 cuda_device.install()
 
@@ -87,7 +88,7 @@ def on_another_stream() -> Any:
 
 def equals_one_process(
     *, make: Any = None, bound: float = 1e-5, wrap: Any = lambda model: model, scaled: bool = False,
-    sparse: bool = False, stream: bool = False, options: Any = None, **others: Any,
+    sparse: bool = False, stream: bool = False, late: bool = False, options: Any = None, **others: Any,
 ) -> Any:  # fmt: skip
     """A check of law 2: the parameters after some steps are those of one process with all samples."""
     make = make or (lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9))
@@ -97,8 +98,11 @@ def equals_one_process(
         ours = Net(sparse=sparse).to(DEVICE)
         alone = copy.deepcopy(ours)
         start = copy.deepcopy(ours)
+        if late:
+            ours.cpu()
         balancer = hvd.Balancer(WHOLE, shares=SHARES, adaptive=False)
         optimizer = hvd.DistributedOptimizer(make(ours.parameters()), balancer=balancer, **(options or {}))
+        ours.to(DEVICE)
         scalers = [torch.amp.GradScaler("cuda", init_scale=2.0**10) if scaled else None for _ in range(2)]
         with on_another_stream() if stream else contextlib.nullcontext():
             steps(wrap(ours), optimizer, mine, balancer, scalers[0], **others)
@@ -218,6 +222,23 @@ def identical_to_plain_horovod() -> None:
     assert all(map(torch.equal, *found))
 
 
+def moved_local() -> None:
+    """A model that moves to the GPU once its optimizer is made, and that ranks train apart then."""
+    torch.manual_seed(0)
+    model = Net()
+    balancer = hvd.Balancer(WHOLE, shares=SHARES, adaptive=False)
+    strategy = hvd.LocalSGD(warmup_steps=2, round_steps=1)
+    optimizer = hvd.DistributedOptimizer(adamw()(model.parameters()), balancer=balancer, strategy=strategy)
+    model.to(DEVICE)
+    steps(model, optimizer, mine, balancer)
+    optimizer.merge()
+    layouts = optimizer._reducer._layouts
+    assert all(flat.device == DEVICE for flat in layouts.step.layout.buckets), "buckets are where the gradients are"
+    assert isinstance(balancer.timesheet._meter.stopwatch, CudaStopwatch), "compute is timed where it happens"
+    sums = hvd.allgather(torch.stack([each.detach().double().sum() for each in model.parameters()])[None])
+    assert torch.equal(sums[0], sums[1]), "one model on both ranks"
+
+
 def adamw(**options: Any) -> Any:
     return lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, **options)
 
@@ -237,6 +258,8 @@ CHECKS = {
     "compiled": equals_one_process(wrap=torch.compile),
     "cuda_graphs": equals_one_process(wrap=lambda model: torch.compile(model, mode="reduce-overhead")),
     "loader_with_pinned_memory": loader_with_pinned_memory,
+    "moved": equals_one_process(late=True, make=adamw(fused=True), bound=2e-4),
+    "moved_local": moved_local,
     "compute_is_timed_where_it_happens": compute_is_timed_where_it_happens,
     "identical_to_plain_horovod": identical_to_plain_horovod,
 }
