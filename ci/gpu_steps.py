@@ -1,12 +1,14 @@
 """What a step takes on a GPU, by how gradients travel: `horovodrun -np 2 python ci/gpu_steps.py [--percents 50:50]`.
 
-For each way: milliseconds of a step, milliseconds of processor time in it (all threads of rank 0), and how often the
-host waits for the device before a step is over. All ranks have equal shares of random text.
+For each way: milliseconds of a step, milliseconds of processor time in it (all threads of rank 0), how often the host
+waits for the device before a step is over, and the most memory of the GPU that rank 0 had taken. All ranks have equal
+shares of random text.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
 import time
 import warnings
@@ -82,6 +84,9 @@ def waits(training: Iterator[None]) -> float:
 
 
 def measure(way: str, batch: int) -> None:
+    gc.collect()  # what the way before has left in cycles
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
     training = steps(way, batch)
     for _ in range(WARMUP):
         next(training)
@@ -91,11 +96,12 @@ def measure(way: str, batch: int) -> None:
         next(training)
     torch.cuda.synchronize()
     took, cpu = time.perf_counter() - began, time.process_time() - cpu
+    taken = torch.cuda.max_memory_allocated() / 2**20
     waited = waits(training)
     training.close()
     if hvd.rank() == 0:
         step_ms, cpu_ms = 1e3 * took / STEPS, 1e3 * cpu / STEPS
-        print(f"{way:22s} {step_ms:7.2f} ms  {cpu_ms:7.2f} ms CPU  {waited:5.1f} waits", flush=True)
+        print(f"{way:22s} {step_ms:7.2f} ms  {cpu_ms:7.2f} ms CPU  {waited:5.1f} waits  {taken:6.0f} MiB", flush=True)
 
 
 def main() -> None:
