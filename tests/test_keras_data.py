@@ -20,7 +20,8 @@ import keras
 from hvd_hetero.engine.local import SoloEngine, World
 from hvd_hetero.keras.dataset import BalancedDataset
 from hvd_hetero.keras.evaluation import EvaluationDataset
-from hvd_hetero.keras.source import StreamSource, source_of
+from hvd_hetero.keras.source import source_of
+from hvd_hetero.keras.stream import StreamSource
 from hvd_hetero.optimizers.attachment import PeerError
 from hvd_hetero.optimizers.balancer import Balancer as FrameworkFree
 

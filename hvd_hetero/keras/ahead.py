@@ -9,8 +9,9 @@ from functools import partial
 
 from hvd_hetero.optimizers.sampler import Dealt
 
+from .batch import Batch
 from .loading import processes, take
-from .source import Batch, Source
+from .source import Source
 
 BY_EACH = 2  # batches that a worker loads ahead
 

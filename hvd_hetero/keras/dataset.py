@@ -13,9 +13,11 @@ from hvd_hetero.optimizers.sampler import ShareSampler
 from . import backend
 from .ahead import Ahead
 from .balancer import Balancer
+from .batch import Batch, with_texts
 from .ending import free_at_exit
 from .randomness import Aside
-from .source import Batch, StreamSource, source_of, with_texts
+from .source import source_of
+from .stream import StreamSource
 
 READ_AHEAD = 2  # batches, by TensorFlow
 

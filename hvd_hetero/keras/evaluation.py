@@ -10,7 +10,9 @@ import numpy as np
 from hvd_hetero.optimizers.balancer import Balancer
 from hvd_hetero.optimizers.dealer import evaluation_part
 
-from .source import Batch, StreamSource, source_of, with_texts
+from .batch import Batch, with_texts
+from .source import source_of
+from .stream import StreamSource
 
 
 class EvaluationDataset(keras.utils.PyDataset):

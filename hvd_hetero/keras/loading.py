@@ -10,7 +10,8 @@ import numpy as np
 
 from hvd_hetero.engine.loading import Loaders, loaders
 
-from .source import Batch, Source
+from .batch import Batch
+from .source import Source
 
 _source: Source | None = None  # in such a process
 

@@ -16,13 +16,9 @@ def keepers_of(optimizer: Any) -> list[Any]:
     return getattr(optimizer, "_inner_optimizers", None) or [getattr(optimizer, "inner_optimizer", optimizer)]
 
 
-def has_second_moments(optimizer: Any) -> bool:
-    """Whether an optimizer, or one within it, is of Adam's kind: Adam, AdamW, Nadam or Lamb. With `amsgrad` it is none:
-    what divides its steps are the largest second moments that there have been."""
-    return any(_is_adam(keeper) for keeper in keepers_of(optimizer))
-
-
 def _is_adam(keeper: Any) -> bool:
+    """Whether an optimizer is of Adam's kind: Adam, AdamW, Nadam or Lamb. With `amsgrad` it is none: what divides its
+    steps are the largest second moments that there have been."""
     kind = keras.optimizers.Adam, keras.optimizers.Nadam, keras.optimizers.Lamb
     return isinstance(keeper, kind) and not getattr(keeper, "amsgrad", False)
 

@@ -1,0 +1,75 @@
+"""Batches of nested arrays: their rows, and batches made of several or of samples."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+Batch = Any  # a tuple (x,), (x, y) or (x, y, sample_weight) of nested arrays, or a dictionary
+
+
+def array_of(leaf: Any) -> np.ndarray:
+    """A numpy view of an array or tensor, where there is one."""
+    if hasattr(leaf, "detach"):  # a torch tensor
+        leaf = leaf.detach().cpu()
+    return leaf.to_numpy() if hasattr(leaf, "to_numpy") else np.asarray(leaf)
+
+
+def as_floatx(leaf: np.ndarray) -> np.ndarray:
+    """Floating point in Keras' floatx, as `fit` makes it of arrays."""
+    return leaf.astype(keras.config.floatx(), copy=False) if leaf.dtype.kind == "f" else leaf
+
+
+def with_texts(batch: Batch) -> Batch:
+    """The batch, with its texts as the tensors that TensorFlow, which alone has any, makes of them: Keras takes no
+    arrays of them from a PyDataset."""
+    if keras.backend.backend() != "tensorflow":
+        return batch
+    return keras.tree.map_structure(
+        lambda leaf: keras.ops.convert_to_tensor(leaf, "string") if leaf.dtype.kind in "OSU" else leaf, batch
+    )
+
+
+def packed(sample: Any) -> Batch:
+    """`sample` as a PyDataset's batches are: a tuple or a dictionary, with tuples for lists within it, of which tf.data
+    takes none."""
+    sample = keras.tree.lists_to_tuples(sample)
+    return sample if isinstance(sample, (tuple, dict)) else (sample,)
+
+
+def rows_in(batch: Batch) -> int:
+    """How many rows a batch has."""
+    return len(keras.tree.flatten(batch)[0])
+
+
+def rows_of(batch: Batch, rows: np.ndarray) -> Batch:
+    """These rows of a batch, in this order."""
+    return keras.tree.map_structure(lambda leaf: array_of(leaf)[rows], batch)
+
+
+def joined(parts: Sequence[Batch]) -> Batch:
+    """One batch of the rows of several."""
+    if len(parts) == 1:
+        return keras.tree.map_structure(as_floatx, parts[0])
+    return keras.tree.map_structure(lambda *leaves: _one(np.concatenate, leaves, [x.shape[1:] for x in leaves]), *parts)
+
+
+def stacked(samples: Sequence[Batch]) -> Batch:
+    """A batch of single samples."""
+
+    def stack(*leaves: Any) -> np.ndarray:
+        arrays = [array_of(leaf) for leaf in leaves]
+        return _one(np.stack, arrays, [x.shape for x in arrays])
+
+    return keras.tree.map_structure(stack, *samples)
+
+
+def _one(put: Any, arrays: Sequence[np.ndarray], shapes: Sequence[tuple[int, ...]]) -> np.ndarray:
+    """`put` of all arrays, with samples of these shapes."""
+    if len(set(shapes)) > 1:
+        found = ", ".join(map(str, sorted(set(shapes))))
+        raise ValueError(f"Expected samples of one shape. Received: {found}. Pad all to one length.")
+    return as_floatx(put(arrays))

@@ -1,0 +1,107 @@
+"""Samples of a tf.data.Dataset, which has no numbers for them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from .batch import Batch, joined, packed, rows_of
+
+# Kinds of tf.data.Dataset, as TensorFlow calls them.
+KEEPS_ELEMENTS = {"AssertCardinality", "Cache", "Options", "Prefetch", "Repeat", "Shard", "Shuffle", "Skip", "Take"}
+BATCHES = {"Batch", "ParallelBatch", "PaddedBatch"}
+MAPS = {"Map", "ParallelMap"}
+
+
+class StreamSource:
+    """A tf.data.Dataset of single samples, read in its order: each rank passes over the samples of the others.
+
+    Its order has to be the same on all ranks: shuffle with a seed, or not at all.
+    """
+
+    block = 1
+    arrays: Sequence[np.ndarray] = ()
+
+    def __init__(self, samples: Any, *, global_batch_size: int) -> None:
+        if _ends_in_batches(samples):
+            raise ValueError(
+                "x: expected a tf.data.Dataset of single samples: the balancer makes the batches. Received: one "
+                "of batches. Leave its batch() out, or add unbatch(). Where such a batch is one sample: map(lambda "
+                "*x: x), and heed no warning. In place of padded_batch(): pad all samples to one length, with map()."
+            )
+        if _maps_batches(samples):
+            warnings.warn(
+                "x: expected a tf.data.Dataset of single samples: the balancer makes the batches. Received: one of "
+                "batches that a map() follows, each of which counts as one sample here. Leave its batch() out, or add "
+                "unbatch(), unless that is meant.",
+                stacklevel=4,
+            )
+        self._length = int(samples.cardinality())
+        if self._length < 0:
+            raise ValueError(
+                "x: expected a tf.data.Dataset of known length. Received: one of unknown or infinite length. Say it "
+                "with .apply(tf.data.experimental.assert_cardinality(n))."
+            )
+        self._size = global_batch_size
+        self._whole = samples.batch(global_batch_size)
+        self._stream: Iterator[Any] = iter(())
+        self._at, self._batch = -1, None  # the global batch read last
+
+    def __len__(self) -> int:
+        return self._length
+
+    def take(self, indices: np.ndarray) -> Batch:
+        """These samples, in ascending order, out of the global batches that they are in."""
+        parts = []
+        for number in np.unique(indices // self._size).tolist():
+            if number < self._at or self._at < 0:
+                self._stream, self._at = self._whole.as_numpy_iterator(), -1
+            while self._at < number:
+                at, self._at = self._at, -1  # where reading fails, the stream has moved on all the same
+                self._batch = packed(self._read())
+                self._at = at + 1
+            parts.append(rows_of(self._batch, indices[indices // self._size == number] - number * self._size))
+        return joined(parts)
+
+    def _read(self) -> Any:
+        try:
+            return next(self._stream)
+        except Exception as error:
+            told = getattr(error, "message", "")
+            if type(error).__name__ != "InvalidArgumentError" or "batch tensors with different shapes" not in told:
+                raise
+            raise ValueError(
+                f"Expected samples of one shape. Received: {told} Pad all to one length. Where the tf.data.Dataset "
+                "makes batches before a map(), leave its batch() out, or add unbatch()."
+            ) from error
+
+
+def _ends_in_batches(dataset: Any) -> bool:
+    """Whether a tf.data.Dataset makes batches, and nothing of them."""
+    while (name := _kind(dataset)) in KEEPS_ELEMENTS:
+        dataset = getattr(dataset, "_input_dataset", None)
+    return name in BATCHES
+
+
+def _maps_batches(dataset: Any) -> bool:
+    """Whether a tf.data.Dataset makes batches and maps them, so that their rows stay: what takes a batch apart, as
+    where it is a piece of text, makes a sample of it."""
+    batches, mapped = dataset, False
+    while (name := _kind(batches)) in KEEPS_ELEMENTS | MAPS:
+        mapped |= name in MAPS
+        batches = getattr(batches, "_input_dataset", None)
+    return name in BATCHES and mapped and len(_leading(batches)) == 1 and _leading(batches) == _leading(dataset)
+
+
+def _kind(dataset: Any) -> str:
+    return type(dataset).__name__.strip("_").removesuffix("Dataset")
+
+
+def _leading(dataset: Any) -> set[Any]:
+    """The lengths of the first axes of a tf.data.Dataset's elements; None where that is not known, -1 for a number."""
+    shapes = [getattr(leaf, "shape", None) for leaf in keras.tree.flatten(dataset.element_spec)]
+    return {-1 if shape.rank == 0 else shape[0] if shape.rank else None for shape in shapes if shape is not None}
