@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from hvd_hetero.codecs.verbs import arrays_like
 from hvd_hetero.engine.port import in_lane
 
 from . import merge_control
@@ -232,6 +233,16 @@ class LocalSteps:
     def abandon(self) -> None:
         """Forgets what was done since the last merge: the ranks are gone that it would be merged with."""
         self.begun = False
+
+    def take_over(self, before: LocalSteps) -> None:
+        """Goes on in the place of another one of the same parameters: with what its codecs kept back, if fragments are
+        the same, and what it counted."""
+        self._counted.value = before._counted.value
+        for mine, theirs in zip(self.rounds.fragments, before.rounds.fragments, strict=False):
+            lane, found = mine.lanes[0], theirs.lanes[0].exchange.kept_back()
+            kept = arrays_like(lane.buffer, {str(at): each for at, each in enumerate(found) if each is not None})
+            units = before.rounds.unit / self.rounds.unit
+            lane.exchange.give_back([kept.get(str(at)) for at in range(len(found))], units)
 
     def take_samples(self) -> float:
         """This rank's samples of steps apart since the last call."""

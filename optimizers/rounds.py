@@ -15,7 +15,6 @@ that it is finishing, and then all hold one model, in which every step of every 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,7 +29,6 @@ from .length import RoundLengths
 from .local_sgd import LocalSGD
 
 Lanes = tuple[Sequence[Lane], Callable[[int], Lane] | None]  # of a fragment, and what gives one a buffer of its own
-POLL_S = 1e-3  # between two looks at several merges; a single one is waited for without
 
 
 @dataclass(frozen=True)
@@ -149,8 +147,11 @@ class Rounds:
     def _wait_for_merge(self, name: str) -> bool:
         """Waits until one of the merges under way comes; False where another rank waits for this one elsewhere, as in a
         validation that all ranks make together."""
+        return self.balancer.engine.wait_unless_awaited(self._one_came(), name=name)
+
+    def _one_came(self) -> Callable[[], bool]:
         under_way = [fragment for fragment in self.fragments if fragment.under_way]
-        return self.balancer.engine.wait_unless_awaited(lambda: any(each.done() for each in under_way), name=name)
+        return lambda: any(fragment.done() for fragment in under_way)
 
     def _serve(self, due: Callable[[Fragment], bool]) -> bool:
         """Takes in the merges that came and sends what is due. True if one came."""
@@ -169,8 +170,9 @@ class Rounds:
             self._merge(self.fragments[0])
             return
         while not self._serve(lambda fragment: False):
-            if not self._wait_for_merge(next(each.operation for each in self.fragments if each.under_way)):
-                time.sleep(POLL_S)  # another rank waits for this one elsewhere, and says so
+            # Who waits for this rank in a merge of another optimizer has to see that it waits itself, and to go on.
+            first = next(fragment.operation for fragment in self.fragments if fragment.under_way)
+            self.balancer.engine.wait_for(self._one_came(), name=first)
 
     def _at_bound(self, fragment: Fragment) -> bool:
         return fragment.under_way and fragment.work.steps >= self.rule.most_rounds * self.round_steps

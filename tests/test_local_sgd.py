@@ -313,7 +313,7 @@ def test_a_finish_over_several_fragments_waits_where_the_watchdog_sees_it():
 
     def program(engine):
         rounds, store, balancer = rounds_of(engine, LocalSGD(round_steps=2, fragments=2, warmup_steps=0), START)
-        wait = engine.wait_unless_awaited
+        wait = engine.wait_for
 
         def watched(done, *, name):
             waits.set()
@@ -323,7 +323,7 @@ def test_a_finish_over_several_fragments_waits_where_the_watchdog_sees_it():
         rounds.after_step(1.0, lr=0.1)
         if engine.rank:
             assert waits.wait(10.0), "rank 0 waits, and no watchdog knows of it"
-        engine.wait_unless_awaited = watched
+        engine.wait_for = watched
         last = rounds.fragments[1]
         done = last.done
         asked = itertools.count()

@@ -821,3 +821,32 @@ def test_moments_are_means_unless_what_is_kept_beside_them_differs(kept, expecte
 
     for moment, scale in World(2).run(program):
         assert moment == pytest.approx([expected] * 2) and scale in (kept.get("scale"), 1.0)
+
+
+@pytest.mark.parametrize("bound", [0, None])
+def test_ranks_that_wait_in_merges_of_two_optimizers_of_several_parts_come_together(bound):
+    """One is at the end of an epoch, and others, at their bound in another optimizer's merge, wait for it."""
+    torch.manual_seed(0)
+    made = [nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)) for _ in range(2)]
+
+    def program(engine):
+        models = copy.deepcopy(made)
+        balancer = hvd.Balancer(4, shares=(2, 2), adaptive=False, engine=engine)
+        rule = hvd.LocalSGD(warmup_steps=0, round_steps=2, fragments=2, bound_rounds=bound)
+        optimizers = [
+            hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), balancer=balancer, strategy=rule)
+            for model in models
+        ]
+        loader = hvd.BalancedDataLoader(torch.utils.data.TensorDataset(torch.ones(48, 3)), balancer=balancer)
+        for epoch in range(4):
+            loader.set_epoch(epoch)
+            for (x,) in loader:
+                time.sleep((0.003 if bound == 0 else 0.02) * (engine.rank == 0))
+                for optimizer in optimizers:
+                    optimizer.zero_grad()
+                sum(model(x).mean() for model in models).backward()
+                for optimizer in optimizers:
+                    optimizer.step()
+        return True
+
+    assert World(2).run(program, timeout_s=30) == [True] * 2

@@ -13,7 +13,7 @@ pytest.importorskip("horovod.torch", reason="build it with hvd-hetero build-horo
 
 import hvd_hetero.torch as hvd
 from hvd_hetero.engine.local import World
-from hvd_hetero.torch.layout import BucketLayout
+from hvd_hetero.optimizers.equal import EqualWeights
 
 WHOLE, SHARES, STEPS = 8, (5, 2, 1), 6
 PROTOTYPE = nn.Sequential(nn.Linear(6, 40), nn.Tanh(), nn.Linear(40, 3))
@@ -95,23 +95,27 @@ def test_after_the_first_exchange_nothing_is_rounded():
             assert (gradient - parameter.grad).abs().max() < 1e-15
 
 
-def test_a_model_that_is_moved_on_one_rank_only_takes_all_to_another_layout(monkeypatch):
+@pytest.mark.parametrize("strategy", ["synchronous", hvd.LocalSGD(warmup_steps=2, round_steps=1)])
+@pytest.mark.parametrize("which", [(1,), (0, 1, 2)])
+def test_a_model_that_moves_on_some_ranks_takes_all_to_another_layout(which, strategy):
     """As from the host to the one GPU that there is. Types of what travels have to be alike, so it only says so."""
-    first = []
-    monkeypatch.setattr(BucketLayout, "misplaced", property(lambda layout: layout in first))
 
     def program(engine):
         model = copy.deepcopy(PROTOTYPE).double()
         balancer = hvd.Balancer(WHOLE, engine=engine, shares=SHARES, adaptive=False)
-        optimizer = hvd.DistributedOptimizer(sgd(model), balancer=balancer)
-        layouts = optimizer._reducer._layouts
-        before = layouts.step
-        if engine.rank == 1:
-            first.append(before.layout)
-        train(model, optimizer, part_of(engine.rank), balancer, steps=3)
-        return layouts.step is not before
+        optimizer = hvd.DistributedOptimizer(sgd(model), balancer=balancer, strategy=strategy)
+        reducer = optimizer._reducer
+        before = reducer._layouts.step
+        if engine.rank in which:
+            reducer._layouts.parameters_moved()
+        train(model, optimizer, part_of(engine.rank), balancer)
+        optimizer.merge(model)
+        assert reducer._layouts.step is not before
+        return [p.detach() for p in model.parameters()]
 
-    assert World(3).run(program) == [True] * 3
+    found = World(3).run(program)
+    for rank in found:
+        assert all(map(torch.equal, rank, found[0]))
 
 
 @pytest.mark.parametrize("strategy", [hvd.LocalSGD(warmup_steps=2, round_steps=1), "auto"])
@@ -155,6 +159,148 @@ def test_a_type_that_cannot_travel_is_told():
         del optimizer
 
     World(3).run(program)
+
+
+class ToDouble(nn.Module):
+    def forward(self, x):
+        return x.double()
+
+
+PARTED = nn.Sequential(nn.Linear(6, 40), nn.Tanh(), ToDouble(), nn.Linear(40, 3))
+OF_PARTS = pytest.mark.parametrize("options", [{}, {"backward_passes_per_step": 2}, {"op": hvd.Sum}])
+
+
+def equal_to_one_process(prototype, make, whole_steps, options):
+    """Whether all ranks end with what one process makes of `whole_steps`; `make`: their program."""
+    found = World(3).run(make)
+    whole = copy.deepcopy(prototype)
+    optimizer = torch.optim.SGD(whole.parameters(), lr=0.3 if options.get("op") is hvd.Sum else 0.1)
+    whole_steps(whole, optimizer)
+    for rank in found:
+        for a, b, c in zip(rank, whole.parameters(), found[0], strict=True):
+            assert (a - b).abs().max() <= 1e-5 and torch.equal(a, c)
+
+
+@OF_PARTS
+@pytest.mark.parametrize("within", [False, True])
+def test_a_part_of_a_model_moves(options, within):
+    """Its first parameter stays; before the first batch, or when that has begun."""
+    passes = options.get("backward_passes_per_step", 1)
+
+    def steps(model, optimizer, part=slice(None), balancer=None):
+        x, y = data()
+        if not within:
+            model[3].double()
+        for step in range(STEPS):
+            if balancer is not None:
+                balancer.begin(part.stop - part.start)
+            model[3].double()
+            if step % passes == 0:
+                optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x[step, part].float()), y[step, part]).backward()
+            if step % passes == passes - 1:
+                optimizer.step()
+
+    def program(engine):
+        model = copy.deepcopy(PARTED)
+        balancer = hvd.Balancer(WHOLE, engine=engine, shares=SHARES, adaptive=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = hvd.DistributedOptimizer(optimizer, balancer=balancer, **options)
+        steps(model, optimizer, part_of(engine.rank), balancer)
+        return [p.detach() for p in model.parameters()]
+
+    equal_to_one_process(PARTED, program, steps, options)
+
+
+@OF_PARTS
+def test_a_model_moves_that_no_balancer_is_told_of(options):
+    passes = options.get("backward_passes_per_step", 1)
+
+    def steps(model, optimizer, part=slice(0, 6)):
+        model.double()
+        x, y = data()
+        for step in range(STEPS):
+            if step % passes == 0:
+                optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x[step, part]), y[step, part]).backward()
+            if step % passes == passes - 1:
+                optimizer.step()
+
+    def program(engine):
+        model = copy.deepcopy(PROTOTYPE)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = hvd.DistributedOptimizer(optimizer, balancer=EqualWeights(engine), **options)
+        steps(model, optimizer, slice(2 * engine.rank, 2 * engine.rank + 2))
+        return [p.detach() for p in model.parameters()]
+
+    equal_to_one_process(PROTOTYPE, program, steps, options)
+
+
+def test_parameters_are_added_after_a_move():
+    def program(engine):
+        model = copy.deepcopy(PROTOTYPE)
+        balancer = hvd.Balancer(WHOLE, engine=engine, shares=SHARES, adaptive=False)
+        optimizer = torch.optim.SGD(model[2].parameters(), lr=0.1)
+        optimizer = hvd.DistributedOptimizer(optimizer, balancer=balancer, op=hvd.Sum)
+        model.double()
+        optimizer.add_param_group({"params": list(model[0].parameters())})
+        train(model, optimizer, part_of(engine.rank), balancer)
+        return [p.detach() for p in model.parameters()]
+
+    equal_to_one_process(copy.deepcopy(PROTOTYPE).double(), program, train, {"op": hvd.Sum})
+
+
+def test_a_model_that_moves_between_the_passes_of_a_step_is_told():
+    def program(engine):
+        model = copy.deepcopy(PROTOTYPE)
+        balancer = hvd.Balancer(WHOLE, engine=engine, shares=SHARES, adaptive=False)
+        optimizer = hvd.DistributedOptimizer(sgd(model), balancer=balancer, backward_passes_per_step=2)
+        with pytest.raises(RuntimeError, match="Move the model before"):
+            for batch in range(2):
+                balancer.begin(SHARES[engine.rank])
+                if batch == 1:
+                    model.double()
+                model(torch.ones(2, 6, dtype=model[0].weight.dtype)).sum().backward()
+        del optimizer
+
+    World(3).run(program)
+
+
+def test_what_codecs_of_merges_have_kept_back_and_samples_outlive_a_move():
+    def kept(steps):
+        exchanges = [fragment.lanes[0].exchange for fragment in steps.rounds.fragments]
+        return sum(float(a.abs().sum()) for one in exchanges for a in one.kept_back() if a is not None)
+
+    def program(engine):
+        model = nn.Sequential(nn.Linear(6, 400), nn.Linear(400, 3))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(torch.sin(torch.arange(parameter.numel())).reshape(parameter.shape))
+        balancer = hvd.Balancer(WHOLE, engine=engine, shares=SHARES, adaptive=False)
+        strategy = hvd.LocalSGD(warmup_steps=0, round_steps=1)
+        optimizer = hvd.DistributedOptimizer(
+            sgd(model), balancer=balancer, compression=hvd.Compression.int8, strategy=strategy
+        )
+        reducer = optimizer._reducer
+        first, said = reducer.local, []
+        first.steps._phase = lambda step: step < 3  # they come together then
+        x, y = data()
+        for step in range(STEPS):
+            if step == 4:
+                model.double()
+            balancer.begin(SHARES[engine.rank])
+            reducer.local.steps._phase = first.steps._phase
+            optimizer.zero_grad()
+            part = part_of(engine.rank)
+            nn.functional.cross_entropy(model(x[step, part].to(model[0].weight.dtype)), y[step, part]).backward()
+            optimizer.step()
+            said.append((kept(reducer.local.steps), reducer.local.steps.samples))
+        assert reducer.local is not first
+        return said
+
+    for said in World(3).run(program):
+        assert said[3][0] > 0 and said[5][0] == pytest.approx(said[3][0], rel=1e-5)
+        assert said[5][1] == said[3][1] > 0
 
 
 @pytest.mark.parametrize("options", [

@@ -111,6 +111,12 @@ class LocalEngine:
                 time.sleep(0.001)
             return True
 
+    def wait_for(self, done: Callable[[], bool], *, name: str) -> None:
+        with self._group.waiting(self._group.calls.get(name)), self._around.entered():
+            while not done():
+                self._group.check(name)
+                time.sleep(0.001)
+
     def rebuild(self) -> None:
         """What an elastic job does when its ranks have changed."""
         self._forgets.call()

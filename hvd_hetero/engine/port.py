@@ -86,6 +86,9 @@ class Engine(Protocol):
         """Sleeps until `done()`, which `name` is about. False where another rank waits for this one in an operation
         that this one has not come to: then what it waits for might never be done."""
 
+    def wait_for(self, done: Callable[[], bool], *, name: str) -> None:
+        """Sleeps until `done()`, which `name` is about; the other ranks see that this one waits."""
+
     def allreduce_async(self, array: Any, *, name: str, op: Op = "sum") -> Handle:
         """Reduces `array` over the group. Shapes and types must be equal. From here on `array` is the engine's: the
         result may be `array`, overwritten, or another one, and then nothing is said of what `array` holds."""

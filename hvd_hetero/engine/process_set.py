@@ -223,6 +223,11 @@ class ProcessSetEngine:
                 return wait_until(done)
             return self._watch.wait_unless_awaited(done, name, self.ranks)
 
+    def wait_for(self, done: Callable[[], bool], *, name: str) -> None:
+        watched = contextlib.nullcontext() if self._watch is None else self._watch.waiting(name, self.ranks)
+        with AROUND_WAITS.entered(), watched:
+            wait_until(done)
+
     def _track(self, operation: str, over: Callable[[], bool] = lambda: False) -> Tracked:
         """Notes that this rank takes part in an operation; `over()` tells whether all have."""
         return Tracked(operation, self.ranks, self._watch, over)

@@ -43,7 +43,7 @@ class Hooks:
     ) -> None:
         self._owner, self._after, self._before = weakref.ref(owner), _while_it_lives(after), _while_it_lives(before)
         self._known: dict[int, torch.nn.Parameter] = {}  # by id
-        self._looks_before = False
+        self.looks_before = False
         self._handles: list[Any] = []
         self._before_handles: list[Any] = []
         self._nodes: list[Any] = []  # that add to `p.grad`
@@ -69,13 +69,13 @@ class Hooks:
             _REDUCED_BY[parameter] = self._owner
             with _thawed(parameter):
                 self._handles.append(parameter.register_post_accumulate_grad_hook(self._after))
-        if self._looks_before:
+        if self.looks_before:
             self._hook_before(new)
 
     def look_before(self) -> None:
         """Calls `before` from now on."""
-        if not self._looks_before:
-            self._looks_before = True
+        if not self.looks_before:
+            self.looks_before = True
             self._hook_before(self._known.values())
 
     def _hook_before(self, parameters: Iterable[torch.nn.Parameter]) -> None:
@@ -90,7 +90,7 @@ class Hooks:
         for handle in self._before_handles:
             handle.remove()
         self._before_handles, self._nodes = [], []
-        if self._looks_before:
+        if self.looks_before:
             self._hook_before(self._known.values())
 
     def thawed(self, groups: Sequence[Mapping[str, Any]]) -> int:

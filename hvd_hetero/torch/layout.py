@@ -49,6 +49,7 @@ class BucketLayout:
         bucket_of: the index of a parameter's bucket, by the parameter's id: a tensor's own hash costs Python time.
         tail: the view of the tail, None without one.
         tail_in: the index of the bucket that has it.
+        outdated: whether parameters have moved since, as by `model.to(device)`.
     """
 
     def __init__(
@@ -81,17 +82,7 @@ class BucketLayout:
             self.buckets.append(flat)
         self._shares = [_sharing(flat) for flat in self.buckets]
         self._sparse = {} if sparse is None else sparse
-
-    @property
-    def misplaced(self) -> bool:
-        """Whether parameters are no longer where they were when this was made, or no longer of that type, as after
-        `model.to(device)`."""
-        return any(map(self._elsewhere, range(len(self.members))))
-
-    def _elsewhere(self, index: int) -> bool:
-        """Of bucket `index`: as its first parameter or its last one says, since looking costs Python time."""
-        flat, members = self.buckets[index], self.members[index]
-        return any(p.device != flat.device or WIRE.get(p.dtype) != flat.dtype for p in (members[0], members[-1]))
+        self.outdated = False
 
     def fill(self, index: int, weight: float) -> None:
         """Writes the gradients of bucket `index` into it, times `weight`; zeros where there are none."""
@@ -140,7 +131,6 @@ class BucketLayout:
     def deliver(self, index: int, flat: torch.Tensor) -> None:
         """Makes `flat`, what the exchange returned for bucket `index`, its parameters' gradients; but for those that
         were frozen since, which an optimizer of one process would leave alone."""
-        elsewhere = self._elsewhere(index)
         with torch.no_grad():
             if flat is not self.buckets[index]:
                 self.buckets[index].copy_(flat)
@@ -153,7 +143,9 @@ class BucketLayout:
                 if self._sparse and parameter in self._sparse:
                     # As autograd makes them, also where this rank had no sample.
                     parameter.grad = view.to(parameter).to_sparse(self._sparse[parameter])
-                elif view.dtype == parameter.dtype and view.stride() == parameter.stride() and not elsewhere:
+                elif view.dtype == parameter.dtype and view.stride() == parameter.stride() and not (
+                    self.outdated and view.device != parameter.device
+                ):
                     if grad is None or grad.data_ptr() != view.data_ptr():
                         parameter.grad = view.detach()  # whoever keeps it shares the bucket's memory: see `_kept`
                 elif grad is not None and grad.stride() == parameter.stride():

@@ -80,6 +80,10 @@ class Layouts:
         self._sparse.grow()
         self._lay_out_anew()
 
+    def parameters_moved(self) -> None:
+        """Asks for another layout, as parameters are elsewhere, or of another type."""
+        self.step.layout.outdated = True
+
     def learn(self, optimizer: torch.optim.Optimizer) -> None:
         """Learns from an optimizer's state whose gradients are sparse."""
         self._sparse.learn(optimizer)
@@ -91,7 +95,7 @@ class Layouts:
     @property
     def asks(self) -> bool:
         """Whether this rank wants another layout."""
-        return self._sparse.asks or self.step.layout.misplaced
+        return self._sparse.asks or self.step.layout.outdated
 
     def take_in(self, hear: Callable[[], None]) -> None:
         """Takes in what all ranks said with an exchange, with `hear`: one of them may want another layout."""

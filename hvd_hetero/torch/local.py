@@ -135,6 +135,10 @@ class LocalTraining:
         """Whether parameters have moved since this was made, as by `model.to(device)`."""
         return self._store.misplaced
 
+    def take_over(self, before: LocalTraining) -> None:
+        """Goes on with what codecs of merges have kept back, and the samples counted."""
+        self.steps.take_over(before.steps)
+
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
         """Says whose steps these are."""
         self._optimizer = weakref.ref(optimizer)

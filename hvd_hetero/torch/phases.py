@@ -46,6 +46,7 @@ class StepPhases:
         layouts: what sends and delivers the gradients.
         apart: whether the present step's gradients stay this rank's own.
         ended: is called at the end of a step's passes.
+        follow: is called at the first gradient of a backward pass, before the pass is counted.
 
     Attributes:
         terms: of the last step, on this rank.
@@ -62,10 +63,11 @@ class StepPhases:
         layouts: Callable[[], Layouts],
         apart: Callable[[], bool],
         ended: Callable[[], None],
+        follow: Callable[[], None],
     ) -> None:
         self._parameters, self._weighing, self._passes = parameters, weighing, passes
         self._balancer = weighing.balancer
-        self._layouts, self._apart, self._ended = layouts, apart, ended
+        self._layouts, self._apart, self._ended, self._follow = layouts, apart, ended, follow
         self._phase = Phase.BETWEEN
         self._turn = threading.RLock()  # a backward pass has a thread for each device
         self._taker: Callable[[torch.nn.Parameter], None] | None = None  # of the backward pass's gradients
@@ -181,6 +183,7 @@ class StepPhases:
 
     def _begin_pass(self) -> None:
         """At the first gradient of a backward pass."""
+        self._follow()
         self._balancer.begin_unseen()
         self._balancer.backward_passes += 1
         terms = self._balancer.count_now

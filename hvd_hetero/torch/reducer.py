@@ -31,6 +31,11 @@ from .phases import StepPhases
 from .step import ReducedStep
 from .stopwatch import stopwatch_of
 
+MOVED = (
+    "Expected parameters that stay where they are, and of their type, from one backward() to the next of a step. "
+    "Received: some that have moved in between, so that what backward() adds to is lost. Move the model before."
+)
+
 
 class GradientReducer:
     """Reduces the gradients of `parameters` after each backward pass, weighted by `balancer`'s counts.
@@ -66,7 +71,7 @@ class GradientReducer:
     ) -> None:
         self._balancer = balancer
         self._parameters: list[torch.nn.Parameter] = []
-        self._place: tuple[torch.device, torch.dtype] | None = None  # see `_place_now`
+        self._places: tuple[list[torch.device], list[torch.dtype]] = [], []  # of all parameters
         self.local: LocalTraining | None = None
         self._weighing = Weighing(
             balancer,
@@ -87,6 +92,7 @@ class GradientReducer:
             layouts=lambda: self._layouts,
             apart=lambda: self.apart,
             ended=lambda: balancer.exchanges.ended(self),
+            follow=self._follow_in_pass,
         )
         self._hooks = Hooks(self, after=self._phases.gradient_added, before=self._phases.before_gradient)
         self.replaced = False  # another optimizer reduces these gradients
@@ -184,25 +190,29 @@ class GradientReducer:
         if self._weighing.leads and new:
             self._balancer.measure_with(stopwatch_of(new[0].device))
         self._parameters += new
-        self._place = self._place_now()
+        devices, dtypes = _places_of(new)
+        self._places = self._places[0] + devices, self._places[1] + dtypes
 
-    def _place_now(self) -> tuple[torch.device, torch.dtype] | None:
-        """Where the first of the parameters is, and its type."""
-        return (self._parameters[0].device, self._parameters[0].dtype) if self._parameters else None
-
-    def _follow_parameters(self) -> None:
+    def _follow_parameters(self) -> bool:
         """After `model.to(device)`, or `.to(type)`: what is this rank's own follows at once, and the layout when all
-        ranks have heard of it."""
-        place = self._place_now()
-        if place is None or place == self._place:
-            return
+        ranks have heard of it. False where none has moved."""
+        places = _places_of(self._parameters)
+        if places == self._places:
+            return False
         check_devices(self._parameters)
         for parameter in self._parameters:
             check_type(parameter)
         if self._weighing.leads:
-            self._balancer.measure_with(stopwatch_of(place[0]))
+            self._balancer.measure_with(stopwatch_of(places[0][0]))
         self._hooks.hook_anew()
-        self._place = place
+        self._layouts.parameters_moved()
+        self._places = places
+        return True
+
+    def _follow_in_pass(self) -> None:
+        """At the first gradient of a backward pass. What an earlier one has left, hooks had to see to before that."""
+        if self._follow_parameters() and self._hooks.looks_before and self._passes.begun:
+            raise RuntimeError(MOVED)
 
     def _take_over(self) -> None:
         """Sends what others kept back whose parameters these were."""
@@ -254,7 +264,8 @@ class GradientReducer:
         """A global batch begins."""
         self._follow_parameters()
         self._phases.begin_batch()
-        if self._layouts.renew() and self.local is not None and self.local.misplaced and not self.local.steps.begun:
+        # That there is another layout all ranks know, but whose parameters have moved each rank of its own.
+        if self._layouts.renew() and self.local is not None and not self.local.steps.begun:
             self._make_local_anew()
         if self.local is not None and self.local.steps.over:
             self.local.come_together()  # so did this rank, with the last step apart
@@ -265,7 +276,9 @@ class GradientReducer:
         strategies, place = self._balancer.strategies, self._weighing.place
         strategies.hand_over(place, to=place)
         strategies.remove(place)
-        self.local = self._make_local(before=self.local)
+        before, self.local = self.local, self._make_local(before=self.local)
+        assert before is not None
+        self.local.take_over(before)
 
     def on_count(self, terms: float) -> None:
         """Before a pass over `terms` loss terms."""
@@ -285,6 +298,7 @@ class GradientReducer:
     def forget(self) -> None:
         """See `StepPhases.forget`."""
         self._phases.forget()
+        self._follow_parameters()
 
     @torch.compiler.disable
     def flush(self) -> None:
@@ -350,3 +364,8 @@ class GradientReducer:
         self._phases.begin_anew()  # it may be called again
         name, terms = f"{self._weighing.name}.loss", self._balancer.batch_terms
         return mean_over_ranks(loss, terms=terms, engine=self._weighing.engine, name=name)
+
+
+def _places_of(parameters: Sequence[torch.nn.Parameter]) -> tuple[list[torch.device], list[torch.dtype]]:
+    """Where they are, and their types. A part of a model may move."""
+    return [parameter.device for parameter in parameters], [parameter.dtype for parameter in parameters]
