@@ -137,6 +137,11 @@ class Fragment:
         return not self._pending or self._pending[0][0].exchange.done()
 
     @property
+    def merges(self) -> int:
+        """How many merges have come."""
+        return self.sends - len(self._pending)
+
+    @property
     def operation(self) -> str:
         """The name of the oldest merge under way."""
         return self._pending[0][0].exchange.operation

@@ -72,6 +72,7 @@ class Rounds:
         self.merges = 0  # of fragment 0
         self.waits = 0  # times that this rank had to wait
         self._stepped = self._heard = 0  # in this phase
+        self._given_way = (-1, -1)  # the merge that it has not waited for, as others wait for this rank
         self._finishing = False
         self._ended: set[int] = set()  # fragments whose last merge came while all ranks were finishing
         self._recent: list[tuple[float, float]] = []  # samples and seconds of steps since the last contribution
@@ -133,8 +134,10 @@ class Rounds:
         late = [fragment for fragment in self.fragments if self._at_bound(fragment)]
         self.waits += any(not fragment.done() for fragment in late)
         while late := [fragment for fragment in self.fragments if self._at_bound(fragment)]:
-            if not self._wait_for_merge(late[0].operation):
-                # Whoever waits for this rank may be the one whose contribution it waits for.
+            merge = late[0].index, late[0].merges
+            if merge == self._given_way or not self._wait_for_merge(late[0].operation):
+                # Whoever waits for this rank, until it comes, may be the one whose contribution it waits for.
+                self._given_way = merge
                 self.balancer.dialogue.horizon.lift()
                 break
             came |= self._serve(self._due)

@@ -1,5 +1,6 @@
 """Initialising Horovod: who chooses its settings."""
 
+import contextlib
 import sys
 import types
 
@@ -105,3 +106,23 @@ def test_a_rank_that_is_alone_though_several_were_started_does_not_train_by_itse
         binding.init("torch", **options)
         said = capsys.readouterr().err
         assert outcome in said and bool(said) == bool(outcome)
+
+
+@pytest.mark.parametrize(("took_s", "comes"), [
+    ([300.0, 10.0, 200.0, 1.0], True),  # until the driver has hosts, and Gloo gives up a rank that loads too long
+    ([10.0] * 20, False),
+])  # fmt: skip
+def test_a_long_wait_for_hosts_leaves_time_for_further_tries(monkeypatch, took_s, comes):
+    now_s, left = [0.0], list(took_s)
+    monkeypatch.setattr(binding, "time", types.SimpleNamespace(monotonic=lambda: now_s[0], sleep=lambda seconds: None))
+    monkeypatch.setattr(binding, "is_elastic", lambda: True)
+
+    def init():
+        now_s[0] += left.pop(0)
+        if left:
+            raise ValueError("Horovod initialization failed. Please check log messages above.")
+
+    horovod = types.SimpleNamespace(init=init, shutdown=lambda: None)
+    with contextlib.nullcontext() if comes else pytest.raises(RuntimeError, match="Expected to reach all ranks"):
+        binding._initialise(horovod)
+    assert bool(left) is not comes

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
@@ -308,3 +311,104 @@ def test_the_elastic_driver_says_that_it_waits_for_a_second_host(caplog: pytest.
         assert caplog.text.count("--network-interfaces lo") == 1
     finally:
         driver.stop()
+
+
+@needs("late_discovery")
+def test_a_discovery_script_that_hangs_keeps_nobody_waiting(tmp_path: Path) -> None:
+    from horovod.runner.elastic.discovery import HostDiscoveryScript
+    from horovod.runner.elastic.driver import ElasticDriver
+
+    script = tmp_path / "hosts.sh"
+    script.write_text(f"#!/bin/sh\n[ -e {tmp_path}/hang ] && {{ touch {tmp_path}/hangs; sleep 60; }}\necho a:1\n")
+    script.chmod(0o755)
+    server = SimpleNamespace(init=lambda assignments: None, stop=lambda: None)
+    driver = ElasticDriver(server, HostDiscoveryScript(str(script), 1), 1, 1, timeout=LIMIT_S)
+    driver.wait_for_available_slots(1)
+    (tmp_path / "hang").touch()
+    wait_for(lambda: (tmp_path / "hangs").exists())
+    for call in (lambda: driver.wait_for_available_slots(1), driver.stop):
+        thread = threading.Thread(target=call, daemon=True)
+        thread.start()
+        thread.join(LIMIT_S)
+        assert not thread.is_alive()
+
+
+@needs("late_discovery")
+def test_a_discovery_script_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from horovod.runner.elastic import discovery
+
+    monkeypatch.setattr(discovery, "DISCOVERY_SECS", 0.5)
+    with pytest.raises(RuntimeError, match="did not end within"):
+        discovery.HostDiscoveryScript("sleep 60", 1).find_available_hosts_and_slots()
+
+
+@needs("ended_waits")
+def test_who_waits_for_hosts_hears_that_the_job_is_to_end() -> None:
+    from horovod.runner.elastic.discovery import FixedHosts
+    from horovod.runner.elastic.driver import ElasticDriver
+
+    server = SimpleNamespace(init=lambda assignments: None, stop=lambda: None)
+    driver = ElasticDriver(server, FixedHosts({"a": 1}), 2, 2, timeout=60)
+    heard = threading.Event()
+
+    def wait() -> None:
+        with pytest.raises(RuntimeError, match="shutdown"):
+            driver.wait_for_available_slots(2)
+        heard.set()
+
+    threading.Thread(target=wait, daemon=True).start()
+    driver.told_to_end.set()
+    assert heard.wait(LIMIT_S)
+    driver.stop()
+
+
+@needs("kept_output")
+def test_what_a_rank_has_said_stays_when_its_place_is_taken(tmp_path: Path) -> None:
+    from horovod.runner import gloo_run
+
+    settings = SimpleNamespace(
+        elastic=True, verbose=0, output_filename=str(tmp_path), num_proc=2, ssh_port=None, ssh_identity_file=None,
+        prefix_output_with_timestamp=False,
+    )  # fmt: skip
+    slot = SimpleNamespace(rank=1, hostname="localhost")
+    said = tmp_path / "rank.1" / "stdout"
+    for _ in range(2):  # of the next job with this folder alone
+        run = gloo_run._exec_command_fn(settings)
+        run("echo why it died", slot, [])
+        run("echo of the next one", slot, [])
+        assert said.read_text().count("\n") == 2
+
+
+@needs("termination")
+def test_what_a_script_of_the_users_waits_for_hears_that_it_is_to_end(tmp_path: Path) -> None:
+    from horovod.runner.common.util import safe_shell_exec
+
+    rank = tmp_path / "rank.py"
+    rank.write_text(
+        "import pathlib, signal, sys\n"
+        f"here = pathlib.Path({str(tmp_path)!r})\n"
+        "signal.signal(signal.SIGTERM, lambda *_: ((here / 'heard').touch(), sys.exit(75)))\n"
+        "(here / 'began').touch()\nsignal.pause()\n"
+    )
+    script = tmp_path / "run.sh"
+    script.write_text(f"#!/bin/bash\n{sys.executable} {rank}\nexit $?\n")
+    script.chmod(0o755)
+    end, status = threading.Event(), []
+
+    def run() -> None:
+        out = io.StringIO(), io.StringIO()
+        status.append(safe_shell_exec.execute(str(script), stdout=out[0], stderr=out[1], events=[end]))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    wait_for(lambda: (tmp_path / "began").exists())
+    end.set()
+    thread.join(LIMIT_S)
+    assert (tmp_path / "heard").exists() and status == [75]
+
+
+def wait_for(done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

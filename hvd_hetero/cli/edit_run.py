@@ -86,11 +86,22 @@ def filter_local_addresses(all_host_names):
         replace="""COMMAND_TERMINATION_TIME_S = max(0.0, float(os.environ.get('HOROVOD_TERMINATION_TIME') or 5))
 
 
+SHELLS = ('sh', 'ash', 'bash', 'dash', 'ksh', 'mksh', 'zsh', 'busybox')
+
+
 def is_shell(process):
-    try:
-        return process.name() in ('sh', 'ash', 'bash', 'dash', 'ksh', 'mksh', 'zsh', 'busybox')
+    try:  # a script has its own name
+        return process.name() in SHELLS or os.path.basename(process.exe()) in SHELLS
     except psutil.Error:
         return True
+
+
+def commands_of(process):
+    try:
+        children = process.children() if is_shell(process) else []
+    except psutil.NoSuchProcess:
+        children = []
+    return [command for child in children for command in commands_of(child)] or [process]
 
 
 def is_running(process):
@@ -111,26 +122,28 @@ def wait_for_end(processes, timeout):
     Edit(
         name="termination",
         reason="a shell that has a single command becomes that, where it is bash: then it is the rank, and was stopped "
-        "and killed without a word",
+        "and killed without a word. And a script that starts a rank ends at once by SIGTERM, and the rank, which heard "
+        "nothing, trained on: of a shell, what it waits for is told",
         file="horovod/runner/common/util/safe_shell_exec.py",
         find="""    # Terminate children gracefully.
     for child in p.children():
 """,
         replace="""    # Terminate the command gracefully, which the shell may have become.
-    command = p.children() if is_shell(p) else [p]
+    command = commands_of(p)
+    end = time.monotonic() + COMMAND_TERMINATION_TIME_S
     for child in command:
 """,
     ),
     Edit(
         name="termination",
-        reason="it is waited for as long as is given; and the shell, which ends with it, has its exit status: it is "
-        "not stopped before it can",
+        reason="it is waited for as long as is given; and the shell, which ends with it or has more to do then, has "
+        "its exit status: it is not stopped before it can",
         file="horovod/runner/common/util/safe_shell_exec.py",
         find="""    gone, alive = psutil.wait_procs(p.children(), timeout=GRACEFUL_TERMINATION_TIME_S)
 """,
         replace="""    alive = wait_for_end(command, COMMAND_TERMINATION_TIME_S)
     if not alive:
-        wait_for_end([p], 1)
+        wait_for_end([p], max(1, end - time.monotonic()))
 """,
     ),
     Edit(
@@ -157,6 +170,43 @@ def wait_for_end(processes, timeout):
         p.kill()
     except psutil.NoSuchProcess:
         pass
+""",
+    ),
+    Edit(
+        name="termination",
+        reason="what a shell has begun since is ended as well",
+        file="horovod/runner/common/util/safe_shell_exec.py",
+        find="""    for child in alive:
+""",
+        replace="""    try:
+        alive = [*alive, *p.children()]
+    except psutil.NoSuchProcess:
+        pass
+    for child in alive:
+""",
+    ),
+    Edit(
+        name="kept_output",
+        reason="with --output-filename, the process that takes the place of one that has failed overwrites what that "
+        "one has said: why it failed is in no file",
+        file="horovod/runner/gloo_run.py",
+        find="""            stdout_file = open(os.path.join(output_dir_rank, 'stdout'), 'w')
+            stderr_file = open(os.path.join(output_dir_rank, 'stderr'), 'w')
+""",
+        replace="""            mode = 'a' if index in written else 'w'
+            written.add(index)
+            stdout_file = open(os.path.join(output_dir_rank, 'stdout'), mode)
+            stderr_file = open(os.path.join(output_dir_rank, 'stderr'), mode)
+""",
+    ),
+    Edit(
+        name="kept_output",
+        reason="which files are of this job",
+        file="horovod/runner/gloo_run.py",
+        find="""    terminate_all_event = None if settings.elastic else threading.Event()
+""",
+        replace="""    terminate_all_event = None if settings.elastic else threading.Event()
+    written = set()
 """,
     ),
 )

@@ -24,7 +24,8 @@ _ENGINES = {
 }
 
 
-INIT_S = 120.0  # an elastic job tries for so long to bring its ranks together
+INIT_S = 120.0  # an elastic job tries for so long to bring its ranks together,
+TRY_S = 30.0  # of which a try counts for no more: the rest is the driver's wait for hosts, which has its own bound
 UNLIKE = (
     "hvd_hetero: the first exchange of the ranks failed. Where none of them is gone: the Gloo of this one sums by "
     "{!r}, which has to be the same on all. Build Horovod alike on all hosts (hvd-hetero doctor), and set "
@@ -90,15 +91,17 @@ def _come_together(framework: str, *args: Any, **kwargs: Any) -> Methods:
 
 def _initialise(horovod: Any, *args: Any, **kwargs: Any) -> None:
     """Initialises; again, in an elastic job, where a rank was lost in that moment."""
-    deadline = time.monotonic() + INIT_S
+    tried_s = 0.0
     while True:
+        began_s = time.monotonic()
         try:
             horovod.init(*args, **kwargs)
             return
         except ValueError as error:
             if "initialization failed" not in str(error):
                 raise
-            if not is_elastic() or time.monotonic() > deadline:
+            tried_s += min(TRY_S, time.monotonic() - began_s)
+            if not is_elastic() or tried_s > INIT_S:
                 raise RuntimeError(
                     "Expected to reach all ranks, and the same process sets on all. Received: a failed initialisation; "
                     "the log above says what failed. Check that all hosts reach each other (horovodrun "
