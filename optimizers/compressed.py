@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from hvd_hetero.codecs.codec import Codec, Identity
 from hvd_hetero.codecs.half import ScaledHalf, scale_for
-from hvd_hetero.codecs.verbs import NOT_FINITE, verbs_of
+from hvd_hetero.codecs.verbs import NOT_FINITE, NOTHING, verbs_of
 from hvd_hetero.engine.port import Engine, Steps
 
 
@@ -45,17 +45,21 @@ class KeepsNothing:
 
 
 class Exact(KeepsNothing):
-    """The plain sum, or that of a codec whose wire form can be summed and that keeps nothing back."""
+    """The plain sum, or that of a codec whose wire form can be summed and that keeps nothing back.
 
-    def __init__(self, codec: Codec | None = None) -> None:
-        self._codec = codec or Identity()
+    Args:
+        shape: in which the codec sees an array; None: as it is, flat.
+    """
+
+    def __init__(self, codec: Codec | None = None, *, shape: tuple[int, ...] | None = None) -> None:
+        self._codec, self._shape = codec or Identity(), shape
         self.is_plain = isinstance(self._codec, Identity)
         self.name = "exact" if self.is_plain else type(self._codec).__name__
 
     def steps(self, engine: Engine, array: Any, *, name: str) -> Steps:
-        wire, context = self._codec.encode(array)
+        wire, context = self._codec.encode(array if self._shape is None else array.reshape(self._shape))
         total = yield engine.allreduce_async(wire, name=name)
-        return self._codec.decode(total, context)
+        return self._codec.decode(total, context).reshape(-1)
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -64,12 +68,16 @@ class Exact(KeepsNothing):
         pass
 
 
+SPARE = 10  # bits of float16's range that values can do without
+
+
 class Half(KeepsNothing):
     """float16 sums that cannot overflow unseen.
 
     With the values travels each rank's exponent, in a slot of its own (a sum with zeros, so a gather): the scale of
-    the next step. What has grown by more than the scale leaves room for is sent again as it is; all ranks see the same
-    infinity and do so together. The first step is exact.
+    the next step. What has grown by more than the scale leaves room for is sent again as it is, and so is what has
+    fallen so far that few digits are left of it; all ranks see the same infinity, and the same exponents, and do so
+    together. The first step is exact.
     """
 
     name = "fp16"
@@ -89,12 +97,24 @@ class Half(KeepsNothing):
         else:
             result, said = yield from self._scaled(engine, array, slots, scale, name=name)
         exponents = [int(value) for value in said.tolist()]
-        if scale is not None and NOT_FINITE not in exponents and not verbs.all_finite([result]):
-            result = yield engine.allreduce_async(verbs.copied(array), name=f"{name}.again")
         now = max(exponents)
-        if now != NOT_FINITE:  # a falling scale is followed slowly, since gradients come and go
-            self._exponent = now if self._exponent is None else max(now, self._exponent - 1)
+        if scale is not None and now != NOT_FINITE:
+            assert self._exponent is not None
+            fallen = NOTHING < now < self._exponent - SPARE
+            if fallen or not verbs.all_finite([result]):
+                result = yield engine.allreduce_async(verbs.copied(array), name=f"{name}.again")
+        if now != NOT_FINITE:
+            self._exponent = self._following(now)
         return result
+
+    def _following(self, now: int) -> int:
+        """The exponent for the scale of the next step. What falls is followed slowly, since gradients come and go, but
+        as far as digits last."""
+        if self._exponent is None:
+            return now
+        if now == NOTHING:
+            return max(now, self._exponent - 1)
+        return max(now, min(self._exponent - 1, now + SPARE))
 
     def _scaled(self, engine: Engine, array: Any, slots: Any, scale: float, *, name: str) -> Steps:
         verbs, pieces, handles = verbs_of(array), pieces_of(len(array)), []

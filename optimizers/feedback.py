@@ -9,6 +9,7 @@ so that over time everything is sent (Seide et al. 2014; Karimireddy et al. 2019
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Mapping
@@ -17,7 +18,7 @@ from typing import Any
 from hvd_hetero.codecs.block import BlockCodec
 from hvd_hetero.codecs.lowrank import LowRank, orthonormal
 from hvd_hetero.codecs.sparse import TopK
-from hvd_hetero.codecs.verbs import verbs_of
+from hvd_hetero.codecs.verbs import exponent_of, verbs_of
 from hvd_hetero.engine.port import Engine, Handle, Steps
 from hvd_hetero.policy.partition import equal_shares
 
@@ -202,6 +203,9 @@ class Sparse(WarmedUp):
         return total
 
 
+FAR = 2.0**20
+
+
 class Factored(WarmedUp):
     """Sums of matrices as products of thin ones (PowerSGD)."""
 
@@ -212,7 +216,8 @@ class Factored(WarmedUp):
         self._codec = codec
 
     def _q(self, like: Any) -> list[Any]:
-        """Q of the last step. A column that has died out would stay so: a new one takes its place."""
+        """Q of the last step. A column that has died out would stay so: a new one takes its place. Columns that are far
+        from 1 are brought there: P is M times these, and would go with the square of the gradients."""
         codec = self._codec
         if "q" not in self._now:
             return codec.first_q(like)
@@ -220,9 +225,12 @@ class Factored(WarmedUp):
         largest = verbs_of(like).joined([verbs_of(like).row_largest(matrix.T) for matrix in chosen]).tolist()
         for index, matrix in enumerate(chosen):
             for column in range(matrix.shape[1]):
-                if largest.pop(0) == 0.0:
+                most = largest.pop(0)
+                if most == 0.0:
                     seed = (codec.seed + 7919 * self._step + 31 * index + column) % 2**32
                     matrix[:, column] = verbs_of(like).seeded((len(matrix),), seed, like)
+                elif not 1.0 / FAR < most < FAR and math.isfinite(most):
+                    matrix[:, column] *= math.ldexp(1.0, min(-exponent_of(most), 120))
         return chosen
 
     def _compressed(self, engine: Engine, array: Any, *, name: str) -> Steps:

@@ -77,6 +77,8 @@ class Ways:
 
     def bucket_bytes(self, like: Any, *, most: int) -> int:
         """At most so many bytes of gradients of the type of `like` should travel together. A collective call."""
+        if self._compressor is not None:
+            return 1  # one of a user's own gets each gradient by itself, as Horovod's do
         if self._router is None or not self._measures:
             return most
         return cap_bytes(self._router.line(like, lossy=not self.exact), most=most)
@@ -93,7 +95,8 @@ class Ways:
     def way(self, name: str, bucket: Any, shapes: Sequence[Shape], lossy: bool) -> Way:
         """The way of one bucket, of tensors of these shapes; `lossy`: through the codec. A collective call."""
         if self._router is None:
-            return Route(self._levels, "flat", cross=Exact(self._compressor))
+            shape = tuple(shapes[0]) if len(shapes) == 1 else None
+            return Route(self._levels, "flat", cross=Exact(self._compressor, shape=shape))
         return self._router.way(name, bucket, shapes, lossy=lossy)
 
 

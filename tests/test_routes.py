@@ -479,3 +479,62 @@ def test_a_topology_of_other_ranks_is_found_anew_in_an_elastic_job_alone(monkeyp
     assert topology_now(engine, two) == "auto"
     told = capfd.readouterr().err
     assert ("one of 2 ranks, and there are 3" in told) is (rank == 0), "said once"
+
+
+def test_half_keeps_its_digits_after_a_step_of_very_large_gradients():
+    """What falls out of the scale is sent again, as what grows out of it is."""
+
+    def program(engine):
+        route, off = Route(one_level(engine), "flat", cross=Half()), []
+        for step in range(12):
+            size = np.float32(1e12 if step == 3 else 1.0)
+            each = [gradient * size for gradient in gradients(2, step, np.float32)]
+            got, true = route.start(each[engine.rank].copy(), name="x").wait(), sum(each)
+            off.append(float(np.linalg.norm(got - true) / np.linalg.norm(true)))
+            route.settle(True)
+        return off
+
+    assert max(World(2).run(program)[0]) < 1e-3
+
+
+def test_zeros_now_and_then_leave_the_scale_of_half_as_it_is():
+    sent = []
+
+    def program(engine):
+        start = engine.allreduce_async
+        engine.allreduce_async = lambda array, **how: sent.append(how["name"]) or start(array, **how)
+        route = Route(one_level(engine), "flat", cross=Half())
+        for step in range(8):
+            route.start(np.full(8, 0.0 if step % 2 else 5.0, dtype=np.float32), name="x").wait()
+
+    World(2).run(program)
+    assert "x.again" not in sent
+
+
+def powersgd_sends(factor, array, spike=1.0):
+    """The sums of some steps, over `factor`; the fourth is of gradients so many times as large."""
+
+    def program(engine):
+        recipe, found = Recipe(name="powersgd", rank=2, warmup_steps=0), []
+        route = Route(one_level(engine), "flat", cross=recipe.reduction(SHAPES))
+        for step in range(10):
+            size = np.float32(factor * (spike if step == 3 else 1.0))
+            mine = gradients(2, step, np.float32)[engine.rank] * size
+            found.append(np.asarray(route.start(array(mine), name="x").wait()) / size)
+            route.settle(True)
+        return found
+
+    return World(2).run(program)[0]
+
+
+@pytest.mark.parametrize("array", LIBRARIES.values(), ids=LIBRARIES)
+@pytest.mark.parametrize("scale", [2.0**-100, 2.0**-50, 2.0**30, 2.0**60, 2.0**100])
+def test_powersgd_sends_of_large_and_small_gradients_what_it_sends_of_usual_ones(scale, array):
+    """P is M Q, and Q what was M^T P before: in squares of gradients float32 has no room for these."""
+    for usual, other in zip(powersgd_sends(1.0, array), powersgd_sends(scale, array), strict=True):
+        assert usual.any() and other.any(), "a sum of zeros is no step"
+        np.testing.assert_allclose(other, usual, rtol=0, atol=1e-3)
+
+
+def test_a_step_of_very_large_gradients_does_not_stop_those_of_powersgd_after_it():
+    assert all(each.any() for each in powersgd_sends(1.0, np.asarray, spike=1e12))

@@ -266,3 +266,9 @@ def test_of_several_gaps_the_widest_parts_nodes(scale):
         joins = {"ab": 30.0, "ac": slow, "bc": slow, "ad": slower, "bd": slower, "cd": slower}
         bandwidth = matrix("abcd", 0.0, lambda a, b, joins=joins: joins["".join(sorted((a, b)))])
         assert group("abcd", scale * bandwidth) == nodes
+
+
+@pytest.mark.parametrize("nodes", [[[0, 1], [2]], (range(2), range(2, 3)), ((0, 1), np.array([2])), ([0, 1], {2})])
+def test_nodes_may_be_anything_that_lists_ranks(nodes):
+    assert Topology(nodes=nodes) == Topology(nodes=((0, 1), (2,)))
+    assert Topology(nodes=((rank,) for rank in range(2))).nodes == ((0,), (1,))

@@ -261,3 +261,40 @@ def test_what_a_codec_kept_back_outlives_parameters_that_are_added(how):
     for found in World(2).run(program):
         for one, other in zip(found, expected, strict=True):
             assert (one - other).abs().max() <= 1e-12
+
+
+@pytest.mark.parametrize("options", [{}, {"strategy": "local"}, {"bucket_bytes": 1 << 20}])
+def test_a_compressor_of_ones_own_sees_each_gradient_in_its_shape(options):
+    """As Horovod's do: one may leave vectors alone, or keep something for each layer."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+    shapes = {tuple(parameter.shape) for parameter in model.parameters()}
+
+    def program(engine):
+        seen = set()
+
+        class Halves:
+            @staticmethod
+            def compress(tensor):
+                seen.add(tuple(tensor.shape))
+                return (tensor.half(), tensor.dtype) if tensor.dim() > 1 else (tensor, None)
+
+            @staticmethod
+            def decompress(tensor, dtype):
+                return tensor if dtype is None else tensor.to(dtype)
+
+        ours = copy.deepcopy(model)
+        balancer = hvd.Balancer(6, engine=engine, shares=(4, 2), adaptive=False)
+        optimizer = torch.optim.SGD(ours.parameters(), lr=0.0)
+        optimizer = hvd.DistributedOptimizer(optimizer, balancer=balancer, compression=Halves, **options)
+        balancer.begin(balancer.share)
+        x = torch.sin(torch.arange(24.0)).reshape(6, 4)
+        ours(x[:4] if engine.rank == 0 else x[4:]).square().mean().backward()
+        optimizer.step()
+        return seen, [parameter.grad for parameter in ours.parameters()], x
+
+    for seen, gradients, x in World(2).run(program):
+        assert seen == ({(sum(p.numel() for p in model.parameters()),)} if "bucket_bytes" in options else shapes)
+        whole = copy.deepcopy(model)
+        whole(x).square().mean().backward()
+        for found, parameter in zip(gradients, whole.parameters(), strict=True):
+            assert torch.allclose(found, parameter.grad, rtol=2**-9, atol=1e-4)

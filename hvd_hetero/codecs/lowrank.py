@@ -14,6 +14,7 @@ from typing import Any
 
 from .verbs import verbs_of
 
+LEAST = 1e-37  # below, float32 holds no inverse
 TINY = 1e-8  # columns shorter than this times the longest are taken for noise of the others
 
 
@@ -30,6 +31,8 @@ def orthonormal(matrices: Sequence[Any]) -> list[Any]:
     parts = [whole[: len(matrix), : matrix.shape[1]] for whole, matrix in zip(batch, matrices, strict=True)]
     for part, matrix in zip(parts, matrices, strict=True):
         part[:] = matrix
+    most = verbs.row_largest(batch.reshape(len(matrices), -1))
+    batch *= verbs.inverse(most, LEAST).reshape(-1, 1, 1)  # whose squares are neither too large nor too small
     tiny = TINY * verbs.row_largest((batch * batch).sum(1) ** 0.5)
     for j in range(columns):
         column, before = batch[:, :, j : j + 1], batch[:, :, :j]

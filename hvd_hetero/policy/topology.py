@@ -37,15 +37,17 @@ class Topology:
 
     def __post_init__(self) -> None:
         try:
-            ranks = [operator.index(rank) for node in self.nodes for rank in node]
+            nodes = tuple(tuple(operator.index(rank) for rank in node) for node in self.nodes)
         except TypeError:
             raise TypeError(
                 f"nodes: expected the ranks of each node, as ((0, 1), (2, 3)). Received: {self.nodes!r}."
             ) from None
-        if not ranks or not all(self.nodes) or sorted(ranks) != list(range(len(ranks))):
+        object.__setattr__(self, "nodes", nodes)
+        ranks = [rank for node in nodes for rank in node]
+        if not ranks or not all(nodes) or sorted(ranks) != list(range(len(ranks))):
             raise ValueError("nodes: expected each rank from 0 upwards in exactly one node, and no empty node. "
                              f"Received: {self.nodes}.")
-        if any(list(node) != sorted(node) for node in self.nodes) or list(self.nodes) != sorted(self.nodes):
+        if any(list(node) != sorted(node) for node in nodes) or list(nodes) != sorted(nodes):
             raise ValueError("nodes: expected the ranks of each node in ascending order, and nodes in the order of "
                              f"their first rank. Received: {self.nodes}.")
 
