@@ -5,6 +5,9 @@ import ast
 import contextlib
 import importlib.util
 import inspect
+import pickle
+import types
+import warnings
 from pathlib import Path
 
 import pytest
@@ -13,9 +16,11 @@ pytest.importorskip("keras", reason="pip install keras with TensorFlow or torch"
 pytest.importorskip("horovod", reason="build it with hvd-hetero build-horovod")
 
 import keras
+import numpy as np
 
 import hvd_hetero.keras as hvd
 from hvd_hetero.engine.local import SoloEngine
+from hvd_hetero.keras import backend
 
 FOLDER = Path(importlib.util.find_spec("horovod").origin).parent
 NAMES = ["allreduce", "allgather", "broadcast", "reducescatter", "load_model", "DistributedOptimizer"]
@@ -124,3 +129,44 @@ def test_stopping_together_takes_an_optimizer_that_the_model_was_not_compiled_wi
         callback.set_model(model)
         with contextlib.nullcontext() if given else pytest.raises(ValueError, match="pass one of them"):
             callback.on_train_begin()
+
+
+def test_the_first_of_the_ranks_that_train_a_model_saves_the_best_one(monkeypatch):
+    """As in a process set, whose ranks train without the others."""
+    saved = []
+    monkeypatch.setattr(keras.callbacks.ModelCheckpoint, "_save_model", lambda self, *_: saved.append(rank))
+    engine = types.SimpleNamespace(ranks=(1, 2))
+    ours = types.SimpleNamespace(_reducer=types.SimpleNamespace(balancer=types.SimpleNamespace(engine=engine)))
+    for optimizer, first in ((ours, 1), (types.SimpleNamespace(), 0)):
+        for rank in range(3):
+            monkeypatch.setattr(backend.horovod, "rank", lambda rank=rank: rank)
+            best = hvd.callbacks.BestModelCheckpoint()
+            best.set_model(types.SimpleNamespace(optimizer=optimizer))
+            best._save_model(0, None, {})
+        assert saved == [first]
+        saved.clear()
+
+
+def test_a_distributed_optimizer_is_pickled_as_a_plain_one():
+    balancer = hvd.Balancer(4, engine=SoloEngine())
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.25), balancer=balancer)
+    plain = pickle.loads(pickle.dumps(optimizer))
+    assert isinstance(plain, keras.optimizers.Adam) and not hasattr(plain, "merge") and plain.learning_rate == 0.25
+
+
+@pytest.mark.parametrize("name", ["on_epoch_begin", "on_epoch_end"])
+def test_what_a_pydataset_would_do_between_epochs_is_told_to_be_left_out(name):
+    class Batches(keras.utils.PyDataset):
+        def __len__(self):
+            return 2
+
+        def __getitem__(self, index):
+            return np.ones((2, 3)), np.ones((2, 1))
+
+    balancer = hvd.Balancer(4, engine=SoloEngine())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        hvd.BalancedDataset(Batches(), balancer=balancer)
+    shuffling = type("Shuffling", (Batches,), {name: lambda self: None})
+    with pytest.warns(UserWarning, match=rf"{name}\(\), which is not called"):
+        hvd.BalancedDataset(shuffling(), balancer=balancer)

@@ -67,7 +67,8 @@ class BalancedDataset(keras.utils.PyDataset):
         if isinstance(self._source, StreamSource) and (shuffle or workers):
             raise ValueError(
                 "x: expected shuffle=False and workers=0 with a tf.data.Dataset, which is read in its own order. "
-                f"Received: shuffle={shuffle}, workers={workers}. Use its shuffle(seed=...) and prefetch()."
+                f"Received: shuffle={shuffle}, workers={workers}. Use its shuffle(n, seed=..., "
+                "reshuffle_each_iteration=False) and prefetch()."
             )
         self.balancer, self._terms = balancer, terms
         self.sampler = ShareSampler(

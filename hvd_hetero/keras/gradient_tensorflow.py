@@ -74,8 +74,9 @@ def tracing() -> bool:
         return False
     if GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
         raise ValueError(
-            "jit_compile: expected False with hvd.DistributedOptimizer on the TensorFlow back end, because XLA cannot "
-            'communicate. Received: True, or "auto" where there is a GPU. Pass jit_compile=False to model.compile().'
+            "jit_compile: expected False where ranks exchange gradients on the TensorFlow back end, because XLA cannot "
+            'communicate. Received: True, or "auto" where there is a GPU. Pass jit_compile=False to model.compile() or '
+            "to the tf.function: XLA may compile the forward pass within it."
         )
     return True
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -148,6 +149,13 @@ class BatchSource:
     def __init__(self, batches: keras.utils.PyDataset) -> None:
         if batches.num_batches is None:
             raise ValueError("x: expected a PyDataset of finite length. Received: an infinite one.")
+        for name in ("on_epoch_begin", "on_epoch_end"):
+            if getattr(type(batches), name) is not getattr(keras.utils.PyDataset, name):
+                warnings.warn(
+                    "x: expected a PyDataset with the same batches in each epoch, of which the balancer deals the "
+                    f"samples in another order. Received: one with a method {name}(), which is not called.",
+                    stacklevel=4,
+                )
         self._batches = batches
         self.block = rows_in(packed(batches[0]))
         self._length = self.block * (batches.num_batches - 1) + rows_in(packed(batches[batches.num_batches - 1]))

@@ -20,7 +20,8 @@ MAPS = {"Map", "ParallelMap"}
 class StreamSource:
     """A tf.data.Dataset of single samples, read in its order: each rank passes over the samples of the others.
 
-    Its order has to be the same on all ranks: shuffle with a seed, or not at all.
+    Its order has to be the same on all ranks, and each time that it is read: shuffle with a seed and with
+    `reshuffle_each_iteration=False`, or not at all.
     """
 
     block = 1
@@ -39,6 +40,13 @@ class StreamSource:
                 "batches that a map() follows, each of which counts as one sample here. Leave its batch() out, or add "
                 "unbatch(), unless that is meant.",
                 stacklevel=4,
+            )
+        if any(getattr(each, "_reshuffle_each_iteration", False) for each in _with_inputs(samples)):
+            raise ValueError(
+                "x: expected a tf.data.Dataset that gives its samples in the same order each time that it is read, as "
+                "ranks read it unlike often. Received: one with a shuffle() that has another order each time. Say "
+                "shuffle(n, seed=..., reshuffle_each_iteration=False), or give arrays or a PyDataset, which the "
+                "balancer shuffles anew for each epoch."
             )
         self._length = int(samples.cardinality())
         if self._length < 0:
@@ -78,6 +86,13 @@ class StreamSource:
                 f"Expected samples of one shape. Received: {told} Pad all to one length. Where the tf.data.Dataset "
                 "makes batches before a map(), leave its batch() out, or add unbatch()."
             ) from error
+
+
+def _with_inputs(dataset: Any) -> Iterator[Any]:
+    """A tf.data.Dataset, and those that it is made of. TensorFlow has no public name for them."""
+    yield dataset
+    for each in getattr(dataset, "_inputs", tuple)():
+        yield from _with_inputs(each)
 
 
 def _ends_in_batches(dataset: Any) -> bool:

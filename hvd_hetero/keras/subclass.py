@@ -93,5 +93,6 @@ def _methods(base: type) -> dict[str, Any]:
         "finalize_variable_values": finalize_variable_values,
         "_reduce_anew": reduce_anew,
         "from_config": classmethod(from_config),
+        "_unpickle_model": staticmethod(base._unpickle_model),  # type: ignore[attr-defined]  # as `from_config`
         "__setattr__": set_attribute,
     }

@@ -633,6 +633,9 @@ def samples_of_tf_data():
         (samples.filter(lambda x, y: True), "assert_cardinality"),
         (samples.batch(2, drop_remainder=True).prefetch(1), "unbatch"),
         (samples.padded_batch(2).shuffle(3, seed=0).repeat(2).take(9).cache(), "unbatch"),
+        (samples.shuffle(9, seed=3), "reshuffle_each_iteration=False"),
+        (tf.data.Dataset.zip((samples.shuffle(9, seed=3), samples)).map(lambda a, b: a).prefetch(2), "reshuffle_each"),
+        (samples.concatenate(samples.shuffle(9, seed=1)).cache(), "reshuffle_each_iteration=False"),
     ):
         expect(what, lambda given=given: hvd.BalancedDataset(given, balancer=balancer, shuffle=False))
     text = tf.data.Dataset.range(90).batch(9, drop_remainder=True).map(lambda piece: (piece[:-1], piece[1:]))
@@ -640,6 +643,7 @@ def samples_of_tf_data():
         (samples.batch(2, drop_remainder=True).map(lambda x, y: (x, y)).prefetch(1), True),
         (samples.batch(2).map(lambda x, y: (x, y), num_parallel_calls=2), True),
         (samples.batch(2, drop_remainder=True).map(lambda x, y: (x, None)), True),
+        (samples.shuffle(9, seed=3, reshuffle_each_iteration=False), False),
         (samples.batch(2).unbatch().take(len(x)), False), (samples.map(lambda x, y: (x, y)), False), (text, False),
     ):
         given = given.apply(tf.data.experimental.assert_cardinality(len(x)))

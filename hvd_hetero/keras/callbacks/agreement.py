@@ -207,7 +207,8 @@ def _weight(counts: Mapping[str, float], name: str) -> float:
 
 
 class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
-    """Saves the best model so far, on rank 0 alone. To be put after `MetricAverageCallback`.
+    """Saves the best model so far, on rank 0 alone, or the first of its process set. To be put after
+    `MetricAverageCallback`.
 
     Args:
         monitor, verbose, save_weights_only, mode, save_freq: as of `keras.callbacks.ModelCheckpoint`, in the order of
@@ -244,5 +245,7 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
         )
 
     def _save_model(self, epoch: int, batch: int | None, logs: Any) -> None:
-        if backend.horovod.rank() == 0:
+        reducer = vars(self.model.optimizer).get("_reducer")
+        first = 0 if reducer is None else reducer.balancer.engine.ranks[0]
+        if backend.horovod.rank() == first:
             super()._save_model(epoch, batch, logs)
