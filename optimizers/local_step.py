@@ -235,11 +235,14 @@ class LocalSteps:
         self.begun = False
 
     def take_over(self, before: LocalSteps) -> None:
-        """Goes on in the place of another one of the same parameters: with what its codecs kept back, if fragments are
-        the same, and what it counted."""
+        """Goes on in the place of another one of the same parameters: with what it counted, and, where fragments are of
+        the same ones, with what its codecs kept back."""
         self._counted.value = before._counted.value
-        for mine, theirs in zip(self.rounds.fragments, before.rounds.fragments, strict=False):
-            lane, found = mine.lanes[0], theirs.lanes[0].exchange.kept_back()
+        lanes, others = ([each.lanes[0] for each in one.rounds.fragments] for one in (self, before))
+        if [len(lane.buffer) for lane in lanes] != [len(lane.buffer) for lane in others]:
+            return
+        for lane, other in zip(lanes, others, strict=True):
+            found = other.exchange.kept_back()
             kept = arrays_like(lane.buffer, {str(at): each for at, each in enumerate(found) if each is not None})
             units = before.rounds.unit / self.rounds.unit
             lane.exchange.give_back([kept.get(str(at)) for at in range(len(found))], units)

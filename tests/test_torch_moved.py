@@ -316,7 +316,7 @@ def test_a_scripts_default_device_is_none_of_ours(options):
         x, y = data()
         dataset = torch.utils.data.TensorDataset(x.reshape(-1, 6).float(), y.reshape(-1))
         balancer = hvd.Balancer(WHOLE, engine=engine, shares=SHARES)
-        optimizer = hvd.DistributedOptimizer(torch.optim.AdamW(model.parameters()), balancer=balancer, **options)
+        optimizer = hvd.DistributedOptimizer(sgd(model), balancer=balancer, **options)  # AdamW counts there
         hvd.LatencyAwareLR(optimizer, balancer, rule="adascale", base_batch_size=4)
         with torch.device("meta"):
             loader = hvd.BalancedDataLoader(dataset, balancer=balancer, seed=1)

@@ -80,7 +80,7 @@ class Hooks:
 
     def _hook_before(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         for parameter in parameters:
-            with _thawed(parameter):
+            with _thawed(parameter), torch.enable_grad():
                 node = torch.autograd.graph.get_gradient_edge(parameter).node
             self._nodes.append(node)  # kept, or its hook would go with it
             self._before_handles.append(node.register_prehook(self._before))

@@ -272,7 +272,7 @@ class GradientReducer:
         self._weighing.begin()
 
     def _make_local_anew(self) -> None:
-        """For parameters that have moved. A collective call."""
+        """For another layout. A collective call."""
         strategies, place = self._balancer.strategies, self._weighing.place
         strategies.hand_over(place, to=place)
         strategies.remove(place)

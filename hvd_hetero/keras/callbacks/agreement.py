@@ -245,7 +245,7 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
         )
 
     def _save_model(self, epoch: int, batch: int | None, logs: Any) -> None:
-        reducer = vars(self.model.optimizer).get("_reducer")
+        reducer = getattr(getattr(self.model, "optimizer", None), "__dict__", {}).get("_reducer")
         first = 0 if reducer is None else reducer.balancer.engine.ranks[0]
         if backend.horovod.rank() == first:
             super()._save_model(epoch, batch, logs)
