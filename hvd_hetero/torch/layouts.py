@@ -9,7 +9,7 @@ import torch
 from hvd_hetero.optimizers.ways import Ways
 from hvd_hetero.optimizers.weighing import BUCKET_BYTES, Weighing
 
-from .layout import WIRE, Groups, check_type
+from .layout import WIRE, Groups
 from .passes import Passes
 from .sparse import SparseParameters
 from .step import ReducedStep
@@ -69,8 +69,6 @@ class Layouts:
 
     def _lay_out_anew(self) -> None:
         """Between two steps. What codecs have kept back goes with the next sums."""
-        for parameter in self._parameters:
-            check_type(parameter)
         kept = self.step.kept_back()
         self.step = self._laid_out()
         self.step.give_back(kept)
