@@ -2,9 +2,9 @@
 
 It is summed like a gradient. Each rank writes into its own slots and leaves the others' zero, so the sum is a gather:
 the number of loss terms, of every rank last step's share and compute time, how long it ran and was stopped, whether it
-has failed, was told to end, wants all to stop or to lay out buckets anew, how many batches it has dealt ahead, at times
-a hash of its parameters, which batch it is at and where in an epoch that was dealt, and – written by rank 0 alone – the
-next plan.
+has failed, was told to end, wants all to stop, to lay out buckets anew or to choose anew how these travel, how many
+batches it has dealt ahead, at times a hash of its parameters, which batch it is at and where in an epoch that was
+dealt, and – written by rank 0 alone – the next plan.
 All ranks read the identical sum, and therefore hold the identical plan. The slots for the noise of the gradient are
 there whether or not anybody measures it, so that all ranks' vectors have one length.
 """
@@ -20,7 +20,7 @@ from hvd_hetero.policy.strategy import LOCAL, SYNCHRONOUS
 
 REASON_LENGTH = 80  # characters of a plan's reason that travel
 STRATEGIES = (SYNCHRONOUS, LOCAL)  # by the number that travels
-LEAVES, STOPS, LAYS_OUT = 1, 2, 4  # in one slot
+LEAVES, STOPS, LAYS_OUT, CHOOSES = 1, 2, 4, 8  # in one slot
 BATCHES, ORIGINS = 1 << 20, 15  # are told apart, in one slot: at most 2**24 together
 PER_RANK, PER_PLAN = 10, 3  # slots of a rank, and of a plan beside its shares and reason
 
@@ -67,6 +67,7 @@ class Report:
     leaving: tuple[int, ...]  # ranks that were told to end
     stopping: tuple[int, ...]  # ranks that want all to stop training
     lays_out: bool  # whether any rank wants all to lay out their buckets anew
+    chooses: bool  # whether any rank wants all to choose anew how buckets travel
     dealt_ahead: tuple[int, ...]  # batches after the one whose gradient this is
     ran: tuple[Ran, ...]
     staleness: float  # mean over the ranks
@@ -95,6 +96,7 @@ def pack(
     leaves: bool = False,
     stops: bool = False,
     lays_out: bool = False,
+    chooses: bool = False,
     look: Look | None = None,
     dealt_ahead: int = 0,
     ran: Ran | None = None,
@@ -110,7 +112,7 @@ def pack(
     vector[1 + ranks + rank] = samples
     vector[1 + 2 * ranks + rank] = float(failed)
     vector[1 + 3 * ranks + rank] = dealt_ahead
-    look, ends = look or Look(), LEAVES * leaves + STOPS * stops + LAYS_OUT * lays_out
+    look, ends = look or Look(), LEAVES * leaves + STOPS * stops + LAYS_OUT * lays_out + CHOOSES * chooses
     at = 0 if batch is None else batch % BATCHES + 1 + (0 if origin is None else (origin + 1) * BATCHES)
     for place, value in enumerate((*(ran or Ran()), ends, look.hash, at), start=4):
         vector[1 + place * ranks + rank] = value
@@ -159,6 +161,7 @@ def unpack(total: Sequence[float], *, ranks: int) -> Report:
         leaving=tuple(rank for rank in range(ranks) if int(ends[rank]) & LEAVES),
         stopping=tuple(rank for rank in range(ranks) if int(ends[rank]) & STOPS),
         lays_out=any(int(value) & LAYS_OUT for value in ends),
+        chooses=any(int(value) & CHOOSES for value in ends),
         hashes=tuple(int(value) for value in hashes),
         batches=tuple(value % BATCHES if value >= 0 else -1 for value in at_batch),
         origins=tuple(value // BATCHES - 1 if value >= 0 else -1 for value in at_batch),

@@ -11,6 +11,7 @@ from hvd_hetero.policy.replan import Plan
 from . import control
 from .departure import Departure
 from .horizon import Horizon
+from .links import Links
 from .noise import NoiseMeter
 from .planner import Planner
 from .timesheet import Timesheet
@@ -36,6 +37,7 @@ class Dialogue:
 
     Attributes:
         horizon: how far this rank has dealt.
+        links: whether they have changed.
         entered: samples of the last global batch that all have heard of.
         steps: updates of the model that the last exchange was about: those of the foremost rank, where ranks make
             steps apart.
@@ -61,7 +63,7 @@ class Dialogue:
         self._said: dict[str, Any] = {}  # in the last exchange, of what is said again where there is nothing new
         self._listeners: list[Callable[[], None]] = []
         self.entered, self.steps, self.staleness, self.mean_staleness = entered, 1, 0.0, 0.0
-        self.horizon = Horizon(place.step)
+        self.horizon, self.links = Horizon(place.step), Links()
         engine.on_change(self.unheard)
 
     def restart(self) -> None:
@@ -89,11 +91,13 @@ class Dialogue:
         batch: int | None = None,
         origin: int | None = None,
         lays_out: bool = False,
+        chooses: bool = False,
     ) -> list[float]:
         """This rank's control vector. Before it hears the answer – or so many `answers`, since it says the next ones
         in advance – it begins at most `ahead` further batches. `measured`: samples and seconds of its batches, where
         they are not those of the last one. `batch`: the one that it is at, where ranks have to be at the same one;
-        `origin`: where that was dealt. `lays_out`: whether it wants all to lay out their buckets anew."""
+        `origin`: where that was dealt. `lays_out`, `chooses`: whether it wants all to lay out their buckets anew, or to
+        choose anew how these travel."""
         samples, seconds = measured or (self._timesheet.reported if leads else (0.0, 0.0))
         dealt_ahead = 0
         if leads:
@@ -112,6 +116,7 @@ class Dialogue:
             leaves=self._departure.leaving.said,
             stops=self._departure.stopping.said,
             lays_out=lays_out,
+            chooses=chooses,
             look=look,
             ran=self._timesheet.take_stops() if leads else None,
             announcement=self._planner.announcement if leads and self._engine.rank == 0 else None,
@@ -190,6 +195,7 @@ class Dialogue:
         if planner.selection is not None:
             whole_s = self._timesheet.last_step_s if together else None
             planner.selection.hear(compute_s=report.compute_s, step_s=whole_s)
+        self.links.hear(step, compute_s=report.compute_s, together=together)
         looks = self._engine.rank == 0 and (self._replans or planner.selection is not None)
         if report.announcement is None and looks:
             with self._timesheet.beside():

@@ -35,6 +35,9 @@ class Router:
         wire: the codecs.
         tell: is told of each choice, by the bucket's name.
         clock: seconds.
+
+    Attributes:
+        timing_s: seconds of timing so far.
     """
 
     def __init__(
@@ -48,7 +51,9 @@ class Router:
     ) -> None:
         self._levels, self._algorithm, self._wire = levels, algorithm, wire
         self._tell, self._clock = tell, clock
+        self.timing_s = 0.0
         self._timed: dict[tuple[str, str], Link] = {}
+        self._alike: dict[tuple[str, str], tuple[Candidate, Any]] = {}  # of what was timed, and nothing of such a type
 
     def line(self, like: Any, *, lossy: bool) -> Link:
         """Time over size of the route that is fastest for large buckets of the type of `like`."""
@@ -65,8 +70,21 @@ class Router:
             if not (recipe.whole and algorithm in IN_PARTS)
         ]
 
-    def way(self, name: str, array: Any, shapes: Sequence[Shape], *, lossy: bool) -> Way:
-        """The way of the bucket `array`, made of tensors of these shapes; `lossy`: through the codecs."""
+    @property
+    def chooses(self) -> bool:
+        """Whether anything was chosen by timing."""
+        return bool(self._timed)
+
+    def time_anew(self) -> None:
+        """Times again what was timed: links may have changed."""
+        for key, (candidate, like) in self._alike.items():
+            self._timed[key] = timed_curve(self._levels, candidate, like, clock=self._clock)
+
+    def way(
+        self, name: str, array: Any, shapes: Sequence[Shape], *, lossy: bool, before: Way | None = None
+    ) -> Way:
+        """The way of the bucket `array`, made of tensors of these shapes; `lossy`: through the codecs. That is `before`
+        where the same is chosen again."""
         candidates = {candidate.title: candidate for candidate in self._candidates(lossy)}
         if len(candidates) == 1 and self._algorithm != "auto":
             return next(iter(candidates.values())).route(self._levels, shapes)
@@ -74,10 +92,15 @@ class Router:
         size_bytes = len(array) * array.itemsize
         choice = choose(size_bytes, timed, default=next(iter(candidates)))
         self._tell(name, choice)
+        if isinstance(before, Trial) and before.title == choice.route:
+            return before
+        route = candidates[choice.route].route(self._levels, shapes)
+        if isinstance(before, Route) and before.title == route.title:
+            return before
         near = rivals(size_bytes, timed, choice.route)
         # Steps of a warm-up say nothing of what follows: there the choice rests on the timing.
         if len(near) == 1 or any(candidates[title].cross.gentle_steps for title in near):
-            return candidates[choice.route].route(self._levels, shapes)
+            return route
         return Trial(
             {title: candidates[title].route(self._levels, shapes) for title in near},
             chosen=choice.route,
@@ -102,7 +125,10 @@ class Router:
         """What this route takes for several sizes, the same on all ranks."""
         key = (candidate.title, str(like.dtype))
         if key not in self._timed:
+            begin = self._clock()
             self._timed[key] = timed_curve(self._levels, candidate, like, clock=self._clock)
+            self.timing_s += self._clock() - begin
+            self._alike[key] = candidate, verbs_of(like).zeros([0], like)
         return self._timed[key]
 
 

@@ -19,7 +19,7 @@ LARGE_BYTES = 2**23
 # Sizes that are timed, each where a sum of it promises to take no longer than so many seconds; what lies beyond follows
 # the line through them. On quick links, caches and codecs that work by the piece bend the line, and slow ones make it
 # straight: two sizes tell it.
-SIZES_BYTES = {2**14: math.inf, 2**18: math.inf, 2**21: 2.0, LARGE_BYTES: 0.2}
+SIZES_BYTES = {2**14: math.inf, 2**18: math.inf, 2**21: 0.2, LARGE_BYTES: 0.2}
 REPEATS = 3
 # Quick sums are timed more often, for so long and so often at most: they vary most.
 QUICK_S, MOST_REPEATS = 0.05, 12

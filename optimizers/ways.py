@@ -71,6 +71,26 @@ class Ways:
         """Whether each bucket is summed as it is, in one all-reduce."""
         return self.exact and not self._measures
 
+    @property
+    def chooses(self) -> bool:
+        """Whether a way was chosen by timing: another choice may come to be better."""
+        return self._router is not None and self._router.chooses
+
+    @property
+    def timing_s(self) -> float:
+        """Seconds that this rank has timed ways for."""
+        return 0.0 if self._router is None else self._router.timing_s
+
+    @property
+    def gentle_steps(self) -> int:
+        """How many steps a codec may lose less first, and take longer."""
+        return max(recipe.gentle_steps for recipe in self._wire.recipes)
+
+    def time_anew(self) -> None:
+        """Times again what was timed. A collective call."""
+        if self._router is not None:
+            self._router.time_anew()
+
     def takes(self, shape: Shape) -> bool:
         """Whether the gradient of a parameter of this shape goes through a codec."""
         return self._compressor is not None or self._wire.takes(shape)
@@ -84,20 +104,28 @@ class Ways:
         return cap_bytes(self._router.line(like, lossy=not self.exact), most=most)
 
     def of(
-        self, buckets: Sequence[Any], shapes: Sequence[Sequence[Shape]], lossy: Sequence[bool], *, name: str
+        self,
+        buckets: Sequence[Any],
+        shapes: Sequence[Sequence[Shape]],
+        lossy: Sequence[bool],
+        *,
+        name: str,
+        before: Sequence[Way] | None = None,
     ) -> list[Way]:
-        """A way for each bucket. All ranks call it with the same layout."""
+        """A way for each bucket; that of `before` where it is chosen again. All ranks call it with the same layout."""
+        ways = [None] * len(buckets) if before is None else before
         return [
             self.way(f"{name}.bucket.{index}", *one)
-            for index, one in enumerate(zip(buckets, shapes, lossy, strict=True))
+            for index, one in enumerate(zip(buckets, shapes, lossy, ways, strict=True))
         ]
 
-    def way(self, name: str, bucket: Any, shapes: Sequence[Shape], lossy: bool) -> Way:
-        """The way of one bucket, of tensors of these shapes; `lossy`: through the codec. A collective call."""
+    def way(self, name: str, bucket: Any, shapes: Sequence[Shape], lossy: bool, before: Way | None = None) -> Way:
+        """The way of one bucket, of tensors of these shapes; `lossy`: through the codec. The first one for a type is a
+        collective call."""
         if self._router is None:
             shape = tuple(shapes[0]) if len(shapes) == 1 else None
             return Route(self._levels, "flat", cross=Exact(self._compressor, shape=shape))
-        return self._router.way(name, bucket, shapes, lossy=lossy)
+        return self._router.way(name, bucket, shapes, lossy=lossy, before=before)
 
 
 def _described(

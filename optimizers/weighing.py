@@ -5,6 +5,9 @@ See `weighted` for the formula. Here n_ref is chosen, and what every exchange te
 
 from __future__ import annotations
 
+import functools
+import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,7 +20,7 @@ from .local_step import ParameterStore
 from .noise import Buckets, GradientNoise
 from .parameter_guard import ParameterGuard, check_origins, check_together
 from .ways import Ways
-from .weighted import WeightedExchange
+from .weighted import Way, WeightedExchange
 
 # Few and large: an operation costs each rank a negotiation.
 BUCKET_BYTES = 8 << 20
@@ -57,6 +60,8 @@ class Weighing:
         at: int | None = None,
     ) -> None:
         self._lays_out, self.relayout = lays_out, False
+        self._exchanges: weakref.WeakSet[WeightedExchange] = weakref.WeakSet()
+        self._chosen = balancer.dialogue.links.asked  # of the times that ways were to be chosen anew
         self.balancer, self.passes, self._ways = balancer, passes, ways
         self.scale, self._predivide = scale, predivide
         self.number, self._attached = balancer.exchanges.attach(attached), attached
@@ -170,8 +175,25 @@ class Weighing:
         look = Look(hash=found, interval=interval)
         return self.balancer.dialogue.outgoing(
             leads=self._carries, count=terms, noise=self.noise, look=look, batch=self.balancer.batch,
-            origin=self.balancer.origin, lays_out=self._lays_out(),
+            origin=self.balancer.origin, lays_out=self._lays_out(), chooses=self._chooses,
         )  # fmt: skip
+
+    @property
+    def _chooses(self) -> bool:
+        """Whether this rank wants all to choose anew how buckets travel."""
+        return self._ways.chooses and self._chosen < self.balancer.dialogue.links.asked
+
+    def _choose_anew(self) -> None:
+        """Between two steps. A collective call."""
+        links, start = self.balancer.dialogue.links, time.perf_counter()
+        with self.balancer.timesheet.beside():
+            self._ways.time_anew()
+            # Each by itself: how long exchanges live that are no longer needed differs from rank to rank.
+            changed = any([exchange.choose_anew() for exchange in self._exchanges])
+        timing_s, self._chosen = time.perf_counter() - start, links.asked
+        links.chosen(timing_s, changed=changed)
+        why = {"reason": links.reason} if links.reason else {}  # which rank 0 knows
+        self.balancer.record.event("links", step=self.balancer.step, timing_s=timing_s, changed=changed, **why)
 
     def incoming(
         self, total: Sequence[float], *, norms: Callable[[], Sequence[Any]], terms: float, batches: int,
@@ -199,6 +221,8 @@ class Weighing:
             terms=terms, weight=self.weight(terms), merged=norms() if self.engine.rank == 0 else (),
             gain=self.scale * batches, all_terms=total[0], batches=batches,
         )  # fmt: skip
+        if report.chooses:
+            self._choose_anew()
 
     def _reference(self, terms: float) -> float | None:
         """How many loss terms a global batch has, as far as a rank knows that has so many, of its share; None where its
@@ -215,20 +239,33 @@ class Weighing:
         collective call."""
         self._generation += 1
         name = f"{self.name}.{self._generation}"
+        ways = functools.partial(self._way_of_each, layout, shapes)
         exchange = WeightedExchange(
             self.engine,
             layout.buckets,
             control if layout.tail is None else layout.tail,
-            routes=self._ways.of(layout.buckets, shapes, layout.lossy, name=name),
+            routes=ways(name),
             rides_in=layout.tail_in,
             outgoing=lambda: self.outgoing(terms()),
             name=name,
             keeps=self._ways.keeps,
             weight=lambda: self._reference(terms()),
             fails=lambda total: bool(failed_in(total, ranks=self.engine.size)),
+            choose=ways,
         )
+        self._exchanges.add(exchange)
+        if self._ways.chooses and self.engine.rank == 0:
+            self.balancer.dialogue.links.matter(
+                timing_s=self._ways.timing_s, gentle_steps=self._ways.gentle_steps
+            )
         self.keeping.put(kind, [exchange], lambda: self.part_unit)
         return exchange
+
+    def _way_of_each(
+        self, layout: Buckets, shapes: Sequence[Sequence[tuple[int, ...]]], name: str,
+        before: Sequence[Way] | None = None,
+    ) -> list[Way]:
+        return self._ways.of(layout.buckets, shapes, layout.lossy, name=name, before=before)
 
     def succeeds(self, before: Weighing) -> bool:
         """Takes the place of an exchange of some of the same gradients; whether that keeps back what this one can send.

@@ -56,6 +56,7 @@ class WeightedExchange:
         keeps: whether a route may keep something back, which a step that is not finite must leave alone.
         weight: what this rank's arrays weigh in the sums, in any unit: see `Carry`. Called as each is sent.
         fails: whether the summed control vector says that the step counts for nobody.
+        choose: the ways that buckets should take, given the present ones, in operations of this name.
     """
 
     def __init__(
@@ -71,15 +72,34 @@ class WeightedExchange:
         keeps: bool = False,
         weight: Callable[[], float | None] = lambda: None,
         fails: Callable[[Sequence[float]], bool] = lambda sums: False,
+        choose: Callable[[str, Sequence[Way]], Sequence[Way]] = lambda name, ways: ways,
     ) -> None:
         self._engine, self._buckets, self._control = engine, list(buckets), control
         self._rides_in, self._outgoing, self.name = rides_in, outgoing, name
-        self._routes, self._keeps, self._weight, self._fails = list(routes), keeps, weight, fails
+        self._keeps, self._weight, self._fails = keeps, weight, fails
+        self._choose, self._first_name, self._choices = choose, name, 0
         self._handles: dict[int, Handle] = {}
         self._control_handle: Handle | None = None
-        self._carry = Carry(self._routes)
         self.counted = True  # whether the last step did, as far as codecs are concerned
+        self._take(routes)
+
+    def _take(self, routes: Sequence[Way]) -> None:
+        self._routes = list(routes)
+        self._carry = Carry(self._routes)
         self._new = self.state_dict()
+
+    def choose_anew(self) -> bool:
+        """Takes other ways, between two steps, and says whether they are others. What codecs have kept back goes with
+        the next sums."""
+        self._choices += 1
+        name = f"{self._first_name}.{self._choices}"  # what is known by one is of the kind that it was
+        routes = self._choose(name, self._routes)
+        if all(one is other for one, other in zip(routes, self._routes, strict=True)):
+            return False
+        kept, self.name = self.release(), name
+        self._take(routes)
+        self.give_back(kept, 1.0)
+        return True
 
     @property
     def submitted(self) -> frozenset[int]:

@@ -14,8 +14,8 @@ pytestmark = [
 ]
 
 CHECKS = [
-    "routes_keep_the_laws", "training_composes", "law_1_without_a_balancer", "errors_on_every_rank",
-    "a_script_may_have_the_same_process_sets", "operations_without_a_name",
+    "routes_keep_the_laws", "training_composes", "links_that_change", "law_1_without_a_balancer",
+    "errors_on_every_rank", "a_script_may_have_the_same_process_sets", "operations_without_a_name",
 ]  # fmt: skip
 HOSTS = {3: "localhost:2,127.0.0.1:1", 4: "localhost:2,127.0.0.1:2"}
 

@@ -95,7 +95,7 @@ def _ranks(numbers: Sequence[int]) -> str:
 
 
 def _noteworthy(run: Run) -> list[str]:
-    """Changes of ranks and long waits, as they were recorded; each once, however many ranks tell of it."""
+    """Changes of ranks and links, and long waits, as they were recorded; each once, however many ranks tell of it."""
     lines: list[str] = []
     for rank in run.ranks.values():
         for event in rank.events:
@@ -104,6 +104,10 @@ def _noteworthy(run: Run) -> list[str]:
                 lines.append(f"After step {fields.get('step', '?')} there were {fields.get('size', '?')} ranks.")
             elif event.kind == "parameters":
                 lines.append(f"Parameters of {_ranks(fields.get('ranks', []))} were off by rounding, and mended.")
+            elif event.kind == "links" and "reason" in fields:
+                chosen = "others were chosen" if fields.get("changed") else "they stayed the same"
+                lines.append(f"At step {fields.get('step', '?')}: {fields['reason']}. Ways to sum gradients were "
+                             f"timed, and {chosen}.")
             elif event.kind == "wait":
                 lines.append(f"Rank {rank.rank} waited {seconds_text(float(fields.get('waited_s', 0)))} for "
                              f"{_ranks(fields.get('missing', []))}, at {fields.get('line', 'an unknown line')}.")

@@ -13,9 +13,10 @@ from torch import nn
 import hvd_hetero.torch as hvd
 from hvd_hetero.engine.hierarchy import ALGORITHMS, levels_of
 from hvd_hetero.engine.horovod import HorovodEngine
-from hvd_hetero.optimizers import timing
+from hvd_hetero.optimizers import router, timing
 from hvd_hetero.optimizers.recipe import Recipe
 from hvd_hetero.optimizers.route import Route
+from hvd_hetero.policy.link import Link
 from hvd_hetero.policy.topology import Topology
 
 timing.LARGE_S = timing.QUICK_S = 0.0  # what "auto" times is timed once: here it only has to be the same on all ranks
@@ -84,7 +85,7 @@ def make_data(steps, dtype=torch.float64):
     return x, torch.randint(0, 4, (steps, WHOLE), generator=generator)
 
 
-def trained(steps, dtype=torch.float64, **options):
+def trained(steps, dtype=torch.float64, on_step=lambda *what: None, **options):
     """The parameters after training on uneven shares, as one vector."""
     model, (x, y), shares = make_model(dtype), make_data(steps, dtype), UNEVEN[hvd.size()]
     balancer = hvd.Balancer(WHOLE, shares=shares, adaptive=False)
@@ -99,6 +100,7 @@ def trained(steps, dtype=torch.float64, **options):
         balancer.begin(shares[hvd.rank()])
         nn.functional.cross_entropy(model(x[step, mine]), y[step, mine]).backward()
         optimizer.step()
+        on_step(step, balancer, optimizer)
     return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
 
 
@@ -137,6 +139,26 @@ def training_composes():
             error = (found - expected).abs().max() / moved
             assert alike(found), f"law 5: {name}, {how}"
             assert error < {"topk": 0.7, "powersgd": 0.7}.get(name, 0.05), f"{name}, {how}: {error}"
+
+
+def links_that_change():
+    """What was chosen for other links goes: nothing that its codec kept back is lost."""
+    timed = router.timed_curve
+    router.timed_curve = lambda levels, candidate, like, clock: Link(
+        latency_s=1e-6 if candidate.title.startswith("leader, int8") else 1.0, bandwidth_bytes_per_s=1e9
+    )
+    titles = []
+
+    def change(step, balancer, optimizer):
+        titles.append([way.title or "on trial" for way in optimizer._reducer._step._exchange._routes])
+        if step == 3:
+            router.timed_curve = timed
+            balancer.dialogue.links.asked += hvd.rank() == 0
+
+    found, expected = trained(30, on_step=change, topology="auto", compression=hvd.Compression.auto), alone(30)
+    assert alike(found) and (found - expected).abs().max() <= 0.05 * (expected - alone(0)).abs().max()
+    first, last = (sum("leader, int8" in title for title in titles[step]) for step in (3, -1))
+    assert first and not last, titles
 
 
 def law_1_without_a_balancer():

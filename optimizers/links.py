@@ -1,0 +1,51 @@
+"""Whether links have changed since it was chosen how gradients travel, as rank 0 sees it for all."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from hvd_hetero.policy.link_watch import LinkWatch
+
+
+class Links:
+    """What rank 0 knows of it; on other ranks, nothing.
+
+    Args:
+        clock: seconds.
+
+    Attributes:
+        asked: how many times all ranks were to choose anew.
+        reason: of the last time.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock, self._heard = clock, (0.0, -1)  # when the last exchange was heard of, and its batch
+        self._watch: LinkWatch | None = None
+        self._choosing = False  # all ranks are about to
+        self.asked, self.reason = 0, ""
+
+    def matter(self, *, timing_s: float, gentle_steps: int) -> None:
+        """Says that there is something to choose: see `LinkWatch`."""
+        self._watch = self._watch or LinkWatch(timing_s=timing_s, gentle_steps=gentle_steps)
+
+    def hear(self, step: int, *, compute_s: Sequence[float], together: bool) -> None:
+        """Takes in the exchange of a batch, and what each rank needed for one before it; `together`: all ranks are at
+        the same one."""
+        if self._watch is None or self._choosing:
+            return
+        (before_s, before), self._heard = self._heard, (self._clock(), step if together else -1)
+        if not 0 <= before < step:
+            return
+        reason = self._watch.hear(
+            compute_s=max(compute_s) * (step - before), step_s=self._heard[0] - before_s
+        )
+        if reason is not None:
+            self._choosing, self.reason = True, reason
+            self.asked += 1
+
+    def chosen(self, timing_s: float, *, changed: bool) -> None:
+        """All ranks have chosen for one optimizer: see `LinkWatch`."""
+        self._choosing, self._heard = False, (0.0, -1)
+        if self._watch is not None:
+            self._watch.chosen(timing_s, changed=changed)

@@ -1,0 +1,186 @@
+"""Links that change in the middle of a job: when ranks choose anew how gradients travel, and that nothing is lost."""
+
+import copy
+import json
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("horovod.torch", reason="build it with hvd-hetero build-horovod")
+
+import hvd_hetero.torch as hvd
+from hvd_hetero.cli.report_table import _noteworthy
+from hvd_hetero.engine.local import World
+from hvd_hetero.optimizers import router
+from hvd_hetero.optimizers.links import Links
+from hvd_hetero.policy.link import Link
+from hvd_hetero.policy.link_watch import EVERY, SETTLING, WINDOW, LinkWatch
+from hvd_hetero.trace import reader
+
+LONG = SETTLING + 2 * WINDOW
+
+
+def watching(timing_s=0.0, **options):
+    return LinkWatch(timing_s=timing_s, **options)
+
+
+def asked(watch, exchange_s, steps, compute_s=0.1, noise=None):
+    """After how many steps that take so long the watch asks for another choice; None: not at all."""
+    for step in range(steps):
+        exchange = exchange_s * (1.0 if noise is None else noise.gamma(4.0) / 4.0)
+        if watch.hear(compute_s=compute_s, step_s=compute_s + exchange):
+            return step + 1
+    return None
+
+
+@pytest.mark.parametrize("factor", [0.1, 5.0])
+def test_a_link_that_changes_is_seen_within_a_window(factor):
+    watch, noise = watching(), np.random.RandomState(0)
+    assert asked(watch, 0.05, 2000, noise=noise) is None
+    seen = asked(watch, 0.05 * factor, WINDOW, noise=noise)
+    assert seen is not None and seen >= WINDOW // 2, "a few odd steps are no other link"
+
+
+def test_what_takes_little_of_a_step_is_not_worth_a_choice():
+    watch = watching()
+    assert asked(watch, 0.002, LONG, compute_s=1.0) is None
+    assert asked(watch, 0.2, LONG, compute_s=1.0) is None
+    assert asked(watch, 0.5, LONG, compute_s=1.0)
+
+
+def test_first_steps_that_lose_less_say_nothing_of_links():
+    """And with codecs that have none, they do: else this would show nothing."""
+    for gentle, expected in ((100, False), (0, True)):
+        watch = watching(gentle_steps=gentle)
+        assert asked(watch, 1.0, 100) is None
+        assert bool(asked(watch, 0.1, 200)) == expected
+
+
+@pytest.mark.parametrize(("choices", "times"), [((), 1), ((True,), 1), ((False,), 2), ((False,) * 9, 16)])
+@pytest.mark.parametrize(("exchange_s", "saved_s"), [(0.5, 0.4), (0.01, 0.01)])
+def test_links_are_timed_once_that_could_have_saved_as_much_and_more_where_it_changed_nothing(
+    choices, times, exchange_s, saved_s
+):
+    watch = watching(20.0)
+    for changed in choices:
+        watch.chosen(20.0, changed=changed)
+    assert asked(watch, 0.1, LONG) is None
+    lost_s = saved_s * asked(watch, exchange_s, 10**5)
+    assert 20.0 * times <= lost_s <= 20.0 * times + (WINDOW + EVERY) * saved_s
+
+
+def test_what_has_changed_for_a_while_and_is_as_before_is_forgotten():
+    watch = watching(50.0)
+    for _ in range(20):
+        assert asked(watch, 0.1, LONG) is None
+        assert asked(watch, 0.5, 2 * WINDOW) is None
+    assert asked(watch, 0.5, 10**4)
+
+
+def test_unknown_times_say_nothing():
+    watch = watching()
+    assert asked(watch, 0.1, LONG, compute_s=0.0) is None
+    assert asked(watch, 0.9, LONG, compute_s=0.0) is None
+
+
+@pytest.mark.parametrize("passes", [1, 4])
+def test_an_exchange_is_what_all_its_batches_took_beyond_computing(passes):
+    """Also where several batches go into one."""
+    now = 0.0
+    links = Links(clock=lambda: now)
+    links.matter(timing_s=0.0, gentle_steps=0)
+    step = 0
+    for exchange_s, expected in ((0.1, 0), (0.4, 1)):
+        for _ in range(LONG):
+            step, now = step + passes, now + 0.2 * passes + exchange_s
+            links.hear(step, compute_s=(0.1, 0.2), together=True)
+        assert links.asked == expected
+    assert "400 ms, where they took 100 ms" in links.reason
+    links.chosen(5.0, changed=True)
+    now += 5.0
+    for _ in range(LONG):
+        step, now = step + passes, now + 0.2 * passes + 0.4
+        links.hear(step, compute_s=(0.1, 0.2), together=True)
+    assert links.asked == 1
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_all_ranks_choose_anew_and_lose_nothing(tmp_path, monkeypatch, passes):
+    """From exact sums to int8 and back: the gradient is the same in each step, so what int8 kept back shows."""
+    best = {}  # by rank: what is fastest when it times next
+    monkeypatch.setattr(router, "timed_curve", lambda levels, candidate, like, clock: Link(
+        latency_s=1e-6 if candidate.title.startswith(best[levels.everyone.rank]) else 1.0, bandwidth_bytes_per_s=1e9
+    ))  # fmt: skip
+    prototype = nn.Linear(64, 40).double()
+    data = torch.randn(8, 64, generator=torch.Generator().manual_seed(0)).double()
+    shares, steps = (5, 3), 24
+
+    def program(engine):
+        rank = engine.rank
+        best[rank] = "flat, none"
+        model = copy.deepcopy(prototype)
+        balancer = hvd.Balancer(8, engine=engine, shares=shares, adaptive=False, run=str(tmp_path))
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=1.0), model.named_parameters(), balancer=balancer,
+            compression=hvd.Compression.auto, topology=hvd.Topology(nodes=((0,), (1,))),
+            backward_passes_per_step=passes,
+        )  # fmt: skip
+        mine = data[sum(shares[:rank]) :][: shares[rank]]
+        taken = []
+        for step in range(steps):
+            if step in (6, 15):
+                best[rank] = {6: "flat, int8", 15: "flat, none"}[step]
+                links = balancer.dialogue.links
+                links.asked += rank == 0
+                links.reason = "exchanges take 9 ms, where they took 3 ms" if rank == 0 else ""
+            optimizer.zero_grad()
+            for _ in range(passes):
+                balancer.begin(len(mine))
+                model(mine).mean().backward()
+            optimizer.step()
+            taken.append([way.title for way in optimizer._reducer._step._exchange._routes])
+        balancer.trace.close()
+        return [p.detach().clone() for p in model.parameters()], taken
+
+    (first, taken), (second, others) = World(2).run(program)
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True)), "law 5"
+    assert taken == others
+    assert taken[5] == taken[-1] != taken[10] and any("int8" in title for title in taken[10])
+    reference = copy.deepcopy(prototype)
+    reference(data).mean().backward()
+    for parameter, weight in zip(reference.parameters(), first, strict=True):
+        expected = parameter.detach() - steps * passes * parameter.grad
+        assert (weight - expected).abs().max() < 1e-9, "law 6"
+    for file in tmp_path.iterdir():
+        events = [json.loads(line) for line in file.read_text().splitlines() if '"links"' in line]
+        assert [event["fields"]["changed"] for event in events] == [True, True]
+    told = _noteworthy(reader.read(tmp_path))
+    assert len(told) == 2 and "exchanges take 9 ms, where they took 3 ms. Ways to sum" in told[0], "rank 0 tells it"
+
+
+def test_what_is_chosen_again_stays_as_it_is(monkeypatch):
+    """PowerSGD's factors, and steps that a codec takes more gently at first, are not begun anew."""
+    monkeypatch.setattr(router, "timed_curve", lambda levels, candidate, like, clock: Link(
+        latency_s=1e-6 if candidate.title.startswith("leader") else 1.0, bandwidth_bytes_per_s=1e9
+    ))  # fmt: skip
+    prototype = nn.Linear(64, 40)
+
+    def program(engine):
+        model = copy.deepcopy(prototype)
+        balancer = hvd.Balancer(8, engine=engine, adaptive=False)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), balancer=balancer,
+            compression=hvd.Compression.powersgd(2, warmup_steps=3), topology=hvd.Topology(nodes=((0, 1), (2, 3))),
+        )  # fmt: skip
+        exchange = optimizer._reducer._step._exchange
+        before, name = list(exchange._routes), exchange.name
+        balancer.dialogue.links.asked += engine.rank == 0
+        for _ in range(3):
+            balancer.begin(2)
+            model(torch.ones(2, 64)).square().mean().backward()
+            optimizer.step()
+        return balancer.dialogue.links.asked, exchange._choices, before == exchange._routes and name == exchange.name
+
+    assert World(4).run(program) == [(1, 1, True), *[(0, 1, True)] * 3]
