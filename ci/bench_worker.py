@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from emulation.network import reshape_here
 from emulation.worker.emulation_hold import SOCKET_VARIABLE, ask, hold, release
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -225,6 +226,8 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--slow-at", type=int, default=-1, help="the step at which a rank becomes slower")
     parser.add_argument("--slow-rank", type=int, default=1)
     parser.add_argument("--slow-cores", type=float, default=0.2)
+    parser.add_argument("--link-at", type=int, default=-1, help="the step at which the nodes' links become others")
+    parser.add_argument("--link-mbit", type=float, default=20.0)
     parser.add_argument("--package", default="hvd_hetero", help="hetero: its name, where there are two versions")
     return parser
 
@@ -248,6 +251,8 @@ def main() -> None:
             cores = f"cores {arguments.slow_rank} {arguments.slow_cores}"
             if ask(os.environ[SOCKET_VARIABLE], cores) != "ok":
                 raise RuntimeError(f"the emulated cluster did not accept {cores!r}")
+        if step == arguments.link_at and os.environ.get("HOROVOD_LOCAL_RANK") == "0":
+            reshape_here(arguments.link_mbit)
         start = time.perf_counter()
         contender.step()
         end = time.perf_counter()

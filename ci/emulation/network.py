@@ -162,4 +162,13 @@ def namespaces_missing() -> str:
 
 
 def _shape(space: str, device: str, rate: str) -> None:
-    run("tc", *f"-n {space} qdisc add dev {device} root tbf rate {rate} burst 256kb latency 100ms".split())
+    run("tc", *f"-n {space} qdisc add {_bucket(device, rate)}".split())
+
+
+def reshape_here(mbit: float) -> None:
+    """From within a node: what it sends is as fast as this from now on."""
+    run("tc", *f"qdisc change {_bucket(Namespaces.interface, f'{round(mbit * 1000)}kbit')}".split())
+
+
+def _bucket(device: str, rate: str) -> str:
+    return f"dev {device} root tbf rate {rate} burst 256kb latency 100ms"
