@@ -23,6 +23,7 @@ class Dealt(NamedTuple):
 
     indices: np.ndarray  # of the samples; never none, so that a batch always has a form
     used: int  # how many of them are this rank's: 0 where it has no sample in a short batch, and the one is another's
+    epoch: int
 
 
 class ShareSampler:
@@ -118,7 +119,8 @@ class ShareSampler:
         """The next batch. A batch without a sample of this rank holds one that is another rank's."""
         with self._lock:
             epochs, index = divmod(self.position + len(self._dealt), len(self.dealer))
-            batch = self.dealer.batch(self.dealer.epoch + epochs, index)
+            epoch = self.dealer.epoch + epochs
+            batch = self.dealer.batch(epoch, index)
             step, run = self._next, self._run
         shares = self.balancer.deal(step).shares  # may wait, and `used` must not
         with self._lock:
@@ -126,14 +128,15 @@ class ShareSampler:
             if run == self._run:  # else it is of a run that is over
                 self._dealt.append(len(mine))
                 self._next = step + 1
-        return Dealt(mine if len(mine) else batch[:1], len(mine))
+        return Dealt(mine if len(mine) else batch[:1], len(mine), epoch)
 
     def peek(self, index: int) -> Dealt:
         """Batch `index` from where the epoch is, as it would be dealt now; nothing is dealt."""
         epochs, place = divmod(self.position + index, len(self.dealer))
-        batch = self.dealer.batch(self.dealer.epoch + epochs, place)
+        epoch = self.dealer.epoch + epochs
+        batch = self.dealer.batch(epoch, place)
         mine = cut(batch, self.balancer.plan_at(self.balancer.step + 1 + index).shares, self.balancer.rank)
-        return Dealt(mine if len(mine) else batch[:1], len(mine))
+        return Dealt(mine if len(mine) else batch[:1], len(mine), epoch)
 
     @property
     def pending(self) -> int:

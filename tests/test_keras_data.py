@@ -1,5 +1,6 @@
 """`hvd.BalancedDataset` on ranks that are threads: what `fit`'s adapters read from it, in whatever way they read."""
 
+import functools
 import os
 import queue
 import random
@@ -605,8 +606,8 @@ def test_training_on_another_dataset_between_two_epochs_takes_nothing_from_them(
 class Stream:
     """What a tf.data.Dataset is to its source: batches in one order, from the start each time."""
 
-    def __init__(self, length):
-        self.length = length
+    def __init__(self, length, first=0):
+        self.length, self.first = length, first
 
     def cardinality(self):
         return self.length
@@ -616,7 +617,14 @@ class Stream:
         return self
 
     def as_numpy_iterator(self):
-        return iter([np.arange(at, min(at + self.size, self.length)) for at in range(0, self.length, self.size)])
+        starts = range(0, self.length, self.size)
+        return iter([self.first + np.arange(at, min(at + self.size, self.length)) for at in starts])
+
+
+def tf_data(length, first=0):
+    """What passes for one of TensorFlow's."""
+    kind = type("DatasetV2", (Stream,), {"__module__": "tensorflow.python.data"})
+    return kind(length, first)
 
 
 def test_any_samples_of_a_stream_can_be_taken():
@@ -629,17 +637,57 @@ def test_any_samples_of_a_stream_can_be_taken():
 @pytest.mark.parametrize("options", [{"workers": 2}, {"use_multiprocessing": True}])
 def test_a_stream_for_a_validation_is_read_by_one_thread(options):
     """Two would each take the other's place in it: samples come twice or not at all."""
-
-    class DatasetV2(Stream):
-        """What passes for one of TensorFlow's."""
-
-        __module__ = "tensorflow.python.data"
-
     balancer = Balancer(SoloEngine(), shares=(WHOLE,))
     with pytest.raises(ValueError, match="workers=1"):
-        EvaluationDataset(DatasetV2(LENGTH), balancer=balancer, **options)
-    data = EvaluationDataset(DatasetV2(LENGTH), balancer=balancer)
+        EvaluationDataset(tf_data(LENGTH), balancer=balancer, **options)
+    data = EvaluationDataset(tf_data(LENGTH), balancer=balancer)
     assert [number for batch in data for number in batch[0].tolist()] == list(range(LENGTH))
+
+
+def used(dataset, balancer):
+    """The samples of an epoch that is trained on."""
+    seen = []
+    for batch in dataset:
+        balancer.exchange(len(batch[0]))
+        seen += batch[0].tolist()
+    return seen
+
+
+@pytest.mark.parametrize("bound", [False, True])
+def test_a_function_of_the_epoch_gives_the_stream_of_each_epoch(bound):
+    made = []
+
+    def make(epoch, times=100):
+        made.append(epoch)
+        return tf_data(LENGTH, first=times * epoch)
+
+    function = functools.partial(make, times=1000) if bound else make
+    times = 1000 if bound else 100
+    balancer = Balancer(SoloEngine())
+    dataset = BalancedDataset(function, balancer=balancer, shuffle=False)
+    for epoch in range(3):
+        seen = used(dataset, balancer)
+        assert seen == list(range(epoch * times, epoch * times + LENGTH))
+    assert made == [0, 1, 2], "each is made once"
+    dataset = BalancedDataset(function, balancer=Balancer(SoloEngine()), shuffle=False)
+    dataset.load_state_dict({"epoch": 5, "position": 2, "length": LENGTH, "seed": 0, "global_batch_size": WHOLE})
+    assert [batch[0].tolist() for batch in dataset] == [list(range(5 * times + 2 * WHOLE, 5 * times + LENGTH))]
+
+
+def test_a_function_of_the_epoch_has_to_give_streams_of_one_length():
+    def make(function, **options):
+        return BalancedDataset(function, balancer=Balancer(SoloEngine()), **{"shuffle": False, **options})
+
+    dataset = make(lambda epoch: tf_data(LENGTH + epoch))
+    used(dataset, dataset.balancer)
+    with pytest.raises(ValueError, match="22 for epoch 0, and of 23 for epoch 1"):
+        used(dataset, dataset.balancer)
+    with pytest.raises(TypeError, match="Received: one that gives ndarray"):
+        make(lambda epoch: np.zeros(4))
+    with pytest.raises(ValueError, match="expected shuffle=False"):
+        make(lambda epoch: tf_data(LENGTH), shuffle=True)
+    with pytest.raises(TypeError, match="expected none, because function"):
+        make(lambda epoch: tf_data(LENGTH), y=np.zeros(4))
 
 
 ENDLESS = """

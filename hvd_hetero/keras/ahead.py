@@ -12,6 +12,7 @@ from hvd_hetero.optimizers.sampler import Dealt
 from .batch import Batch
 from .loading import processes, take
 from .source import Source
+from .stream import EpochStreams
 
 BY_EACH = 2  # batches that a worker loads ahead
 
@@ -42,6 +43,8 @@ class Ahead:
 
     def load(self, dealt: Dealt) -> Batch:
         """What was dealt, now."""
+        if isinstance(self._source, EpochStreams):
+            self._source.epoch = dealt.epoch
         return self._source.take(dealt.indices)
 
     def next(self, deal: Callable[[], Dealt]) -> tuple[Dealt, Callable[[], Batch]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,10 +18,11 @@ from .balancer import Balancer
 from .batch import Batch, with_texts
 from .ending import free_at_exit
 from .randomness import Aside
-from .source import source_of
-from .stream import StreamSource
+from .source import Source, source_of
+from .stream import EpochStreams, StreamSource
 
 READ_AHEAD = 2  # batches, by TensorFlow
+FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 
 
 class BalancedDataset(keras.utils.PyDataset):
@@ -36,7 +39,7 @@ class BalancedDataset(keras.utils.PyDataset):
         x, y, sample_weight: arrays, tensors, or nested structures of them. Or x alone, with all of it: a PyDataset
             whose batches are all of one size but the last; an object with `__len__` and `__getitem__` that gives single
             samples; or a tf.data.Dataset of single samples, of known length and in the same order on all ranks, which
-            every rank reads as a whole (`shuffle=False`).
+            every rank reads as a whole (`shuffle=False`), or a function that gives one for the number of an epoch.
         balancer: deals the shares.
         terms: of a batch, called as `terms(x, y)` or with its sample weights as well, over how many loss terms the loss
             is a mean; needed where that is not the number of samples: with a mask, with `ignore_class`, with
@@ -63,12 +66,18 @@ class BalancedDataset(keras.utils.PyDataset):
     ) -> None:
         # Keras' own workers would deal batches out of order, and twice after an interruption.
         super().__init__(workers=1, use_multiprocessing=False)
-        self._source = source_of(x, y, sample_weight, global_batch_size=balancer.global_batch_size)
-        if isinstance(self._source, StreamSource) and (shuffle or workers):
+        whole = balancer.global_batch_size
+        by_epoch = isinstance(x, FUNCTIONS) and y is None and sample_weight is None
+        self._source: Source = (
+            EpochStreams(x, global_batch_size=whole) if by_epoch
+            else source_of(x, y, sample_weight, global_batch_size=whole)
+        )  # fmt: skip
+        if isinstance(self._source, (StreamSource, EpochStreams)) and (shuffle or workers):
             raise ValueError(
                 "x: expected shuffle=False and workers=0 with a tf.data.Dataset, which is read in its own order. "
-                f"Received: shuffle={shuffle}, workers={workers}. Use its shuffle(n, seed=..., "
-                "reshuffle_each_iteration=False) and prefetch()."
+                f"Received: shuffle={shuffle}, workers={workers}. Use its prefetch(), and its shuffle(n, seed=..., "
+                "reshuffle_each_iteration=False): of lambda epoch: dataset.shuffle(n, seed=epoch, "
+                "reshuffle_each_iteration=False) each epoch has an order of its own."
             )
         self.balancer, self._terms = balancer, terms
         self.sampler = ShareSampler(

@@ -10,7 +10,7 @@ import keras
 import numpy as np
 
 from .batch import Batch, array_of, as_floatx, joined, packed, rows_in, rows_of, stacked
-from .stream import StreamSource
+from .stream import StreamSource, is_tf_data
 
 
 class Source(Protocol):
@@ -31,14 +31,14 @@ def source_of(x: Any, y: Any, sample_weight: Any, *, global_batch_size: int) -> 
     Raises:
         TypeError, ValueError: for what has no numbered samples.
     """
-    if not _is_tf_data(x) and _is_array_like(x):
+    if not is_tf_data(x) and _is_array_like(x):
         return ArraySource(x, y, sample_weight)
     if y is not None or sample_weight is not None:
         raise TypeError(
             f"y, sample_weight: expected none, because {type(x).__name__} holds them itself. Received: some. Let it "
             "give (x, y) or (x, y, sample_weight)."
         )
-    if _is_tf_data(x):
+    if is_tf_data(x):
         return StreamSource(x, global_batch_size=global_batch_size)
     if isinstance(x, keras.utils.PyDataset):
         return BatchSource(x)
@@ -47,13 +47,6 @@ def source_of(x: Any, y: Any, sample_weight: Any, *, global_batch_size: int) -> 
     raise TypeError(
         "x: expected arrays, a keras.utils.PyDataset, a tf.data.Dataset of known length, or samples by number (with "
         f"__len__ and __getitem__). Received: {type(x).__name__}. A generator has no numbered samples: collect them."
-    )
-
-
-def _is_tf_data(x: Any) -> bool:
-    """Whether x is a tf.data.Dataset, without importing TensorFlow."""
-    return any(
-        cls.__name__ == "DatasetV2" and cls.__module__.startswith("tensorflow.") for cls in type(x).__mro__
     )
 
 

@@ -1,9 +1,9 @@
-"""Samples of a tf.data.Dataset, which has no numbers for them."""
+"""Samples of a tf.data.Dataset, which has no numbers for them, or of one for each epoch."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -45,8 +45,8 @@ class StreamSource:
             raise ValueError(
                 "x: expected a tf.data.Dataset that gives its samples in the same order each time that it is read, as "
                 "ranks read it unlike often. Received: one with a shuffle() that has another order each time. Say "
-                "shuffle(n, seed=..., reshuffle_each_iteration=False), or give arrays or a PyDataset, which the "
-                "balancer shuffles anew for each epoch."
+                "shuffle(n, seed=..., reshuffle_each_iteration=False); for another order in each epoch give a function "
+                "of it: lambda epoch: dataset.shuffle(n, seed=epoch, reshuffle_each_iteration=False)."
             )
         self._length = int(samples.cardinality())
         if self._length < 0:
@@ -86,6 +86,54 @@ class StreamSource:
                 f"Expected samples of one shape. Received: {told} Pad all to one length. Where the tf.data.Dataset "
                 "makes batches before a map(), leave its batch() out, or add unbatch()."
             ) from error
+
+
+class EpochStreams:
+    """A tf.data.Dataset for each epoch: see `StreamSource`.
+
+    Args:
+        make: gives that of an epoch, the same on all ranks; all of one length.
+
+    Attributes:
+        epoch: whose samples are taken.
+    """
+
+    block = 1
+    arrays: Sequence[np.ndarray] = ()
+
+    def __init__(self, make: Callable[[int], Any], *, global_batch_size: int) -> None:
+        self._make, self._size = make, global_batch_size
+        self.epoch = self._made = 0
+        self._stream = self._of(0)
+
+    def __len__(self) -> int:
+        return len(self._stream)
+
+    def take(self, indices: np.ndarray) -> Batch:
+        """These samples of the epoch, in ascending order."""
+        if self.epoch != self._made:
+            stream = self._of(self.epoch)
+            if len(stream) != len(self):
+                raise ValueError(
+                    "x: expected a tf.data.Dataset of as many samples for each epoch. Received: one of "
+                    f"{len(self)} for epoch {self._made}, and of {len(stream)} for epoch {self.epoch}."
+                )
+            self._stream, self._made = stream, self.epoch
+        return self._stream.take(indices)
+
+    def _of(self, epoch: int) -> StreamSource:
+        samples = self._make(epoch)
+        if not is_tf_data(samples):
+            raise TypeError(
+                "x: expected a function that gives a tf.data.Dataset for the number of an epoch. Received: one that "
+                f"gives {type(samples).__name__}."
+            )
+        return StreamSource(samples, global_batch_size=self._size)
+
+
+def is_tf_data(x: Any) -> bool:
+    """Whether x is a tf.data.Dataset, without importing TensorFlow."""
+    return any(cls.__name__ == "DatasetV2" and cls.__module__.startswith("tensorflow.") for cls in type(x).__mro__)
 
 
 def _with_inputs(dataset: Any) -> Iterator[Any]:

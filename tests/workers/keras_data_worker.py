@@ -614,15 +614,33 @@ def samples_of_tf_data():
         found.append(model.get_weights())
     assert worst(*found) == 0.0
     samples = tf.data.Dataset.from_tensor_slices((x, y))
+
+    def shuffled(epoch):
+        return samples.shuffle(len(x), seed=epoch, reshuffle_each_iteration=False)
+
+    def fit(data, epochs):
+        model.fit(hvd.BalancedDataset(*data, balancer=balancer, shuffle=False), epochs=epochs, verbose=0)
+
+    found = []
+    read = [list(shuffled(epoch).as_numpy_iterator()) for epoch in (0, 1)]
+    orders = [keras.tree.map_structure(lambda *leaves: np.stack(leaves), *each) for each in read]
+    assert not np.array_equal(orders[0][1], orders[1][1])
+    for each in ([([shuffled], 2)], [(order, 1) for order in orders]):
+        balancer = make_balancer()
+        model = compile_model(make_model(), hvd.DistributedOptimizer(sgd(), balancer=balancer))
+        for data, epochs in each:
+            fit(data, epochs)
+        found.append(model.get_weights())
+    assert worst(*found) == 0.0, "each epoch in its own order"
     fails = [True]
 
-    def read(number):
+    def once(number):
         if fails and number == WHOLE + 1:
             fails.clear()
             raise OSError("disk on fire")
         return number
 
-    numbers = tf.data.Dataset.range(3 * WHOLE).map(lambda number: tf.numpy_function(read, [number], tf.int64))
+    numbers = tf.data.Dataset.range(3 * WHOLE).map(lambda number: tf.numpy_function(once, [number], tf.int64))
     source = hvd.BalancedDataset(numbers, balancer=balancer, shuffle=False)._source
     for begin in (0, WHOLE, 2 * WHOLE):
         rows = np.arange(begin, begin + WHOLE)
