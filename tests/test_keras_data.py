@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 
 import numpy as np
 import pytest
@@ -611,6 +612,9 @@ class Stream:
 
     def cardinality(self):
         return self.length
+
+    def options(self):
+        return types.SimpleNamespace(deterministic=None)
 
     def batch(self, size):
         self.size = size

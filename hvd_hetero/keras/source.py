@@ -16,8 +16,13 @@ from .stream import StreamSource, is_tf_data
 class Source(Protocol):
     """Samples that can be taken by number."""
 
-    block: int  # neighbouring samples that are loaded together
-    arrays: Sequence[np.ndarray]  # with all samples, where they are in memory
+    @property
+    def block(self) -> int:
+        """Neighbouring samples that are loaded together."""
+
+    @property
+    def arrays(self) -> Sequence[np.ndarray]:
+        """Those that should be the same on all ranks: with all samples, where they are in memory."""
 
     def __len__(self) -> int: ...
 

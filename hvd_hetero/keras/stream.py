@@ -25,7 +25,6 @@ class StreamSource:
     """
 
     block = 1
-    arrays: Sequence[np.ndarray] = ()
 
     def __init__(self, samples: Any, *, global_batch_size: int) -> None:
         if _ends_in_batches(samples):
@@ -41,12 +40,13 @@ class StreamSource:
                 "unbatch(), unless that is meant.",
                 stacklevel=4,
             )
-        if any(getattr(each, "_reshuffle_each_iteration", False) for each in _with_inputs(samples)):
+        if varies := _variation(samples):
             raise ValueError(
-                "x: expected a tf.data.Dataset that gives its samples in the same order each time that it is read, as "
-                "ranks read it unlike often. Received: one with a shuffle() that has another order each time. Say "
-                "shuffle(n, seed=..., reshuffle_each_iteration=False); for another order in each epoch give a function "
-                "of it: lambda epoch: dataset.shuffle(n, seed=epoch, reshuffle_each_iteration=False)."
+                "x: expected a tf.data.Dataset that gives its samples in the same order on all ranks, and each time "
+                f"that it is read, as ranks read it unlike often. Received: one with {varies}. Say "
+                "shuffle(n, seed=..., reshuffle_each_iteration=False), and leave deterministic=False out; for another "
+                "order in each epoch give a function of it: lambda epoch: dataset.shuffle(n, seed=epoch, "
+                "reshuffle_each_iteration=False)."
             )
         self._length = int(samples.cardinality())
         if self._length < 0:
@@ -61,6 +61,14 @@ class StreamSource:
 
     def __len__(self) -> int:
         return self._length
+
+    @property
+    def arrays(self) -> Sequence[np.ndarray]:
+        """Those of the first global batch; none where it cannot be read, which whoever needs it hears."""
+        try:
+            return keras.tree.flatten(self.take(np.arange(min(self._size, self._length))))
+        except Exception:
+            return ()
 
     def take(self, indices: np.ndarray) -> Batch:
         """These samples, in ascending order, out of the global batches that they are in."""
@@ -99,7 +107,6 @@ class EpochStreams:
     """
 
     block = 1
-    arrays: Sequence[np.ndarray] = ()
 
     def __init__(self, make: Callable[[int], Any], *, global_batch_size: int) -> None:
         self._make, self._size = make, global_batch_size
@@ -108,6 +115,11 @@ class EpochStreams:
 
     def __len__(self) -> int:
         return len(self._stream)
+
+    @property
+    def arrays(self) -> Sequence[np.ndarray]:
+        """Of the first global batch of an epoch: see `StreamSource`."""
+        return self._stream.arrays
 
     def take(self, indices: np.ndarray) -> Batch:
         """These samples of the epoch, in ascending order."""
@@ -141,6 +153,24 @@ def _with_inputs(dataset: Any) -> Iterator[Any]:
     yield dataset
     for each in getattr(dataset, "_inputs", tuple)():
         yield from _with_inputs(each)
+
+
+def _variation(dataset: Any) -> str:
+    """What makes the order of a tf.data.Dataset's elements another one, on each rank or each time; empty where nothing
+    is known that does."""
+    if dataset.options().deterministic is False:
+        return "options().deterministic=False"
+    for each in _with_inputs(dataset):
+        if getattr(each, "_reshuffle_each_iteration", False):
+            return "a shuffle() that has another order each time"
+        if getattr(each, "_rerandomize", None):
+            return "rerandomize_each_iteration=True"
+        if getattr(each, "_deterministic", None) == "false":
+            return "deterministic=False"
+        seeds = [int(seed) for name in ("_seed", "_seed2") if (seed := getattr(each, name, None)) is not None]
+        if seeds and not any(seeds):
+            return f"a {'shuffle()' if _kind(each) == 'Shuffle' else 'random choice'} without a seed"
+    return ""
 
 
 def _ends_in_batches(dataset: Any) -> bool:

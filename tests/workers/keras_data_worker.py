@@ -647,6 +647,10 @@ def samples_of_tf_data():
         if begin == WHOLE:
             expect("disk on fire", lambda rows=rows: source.take(rows), kind=Exception)
         assert list(source.take(rows)[0]) == list(rows)
+    tf.random.set_seed(None)  # what make_model() has set, by which ranks that draw alike agree
+    unseeded = samples.shuffle(9, reshuffle_each_iteration=False)
+    sloppy = tf.data.Options()
+    sloppy.deterministic = False
     for given, what in (
         (samples.filter(lambda x, y: True), "assert_cardinality"),
         (samples.batch(2, drop_remainder=True).prefetch(1), "unbatch"),
@@ -654,8 +658,14 @@ def samples_of_tf_data():
         (samples.shuffle(9, seed=3), "reshuffle_each_iteration=False"),
         (tf.data.Dataset.zip((samples.shuffle(9, seed=3), samples)).map(lambda a, b: a).prefetch(2), "reshuffle_each"),
         (samples.concatenate(samples.shuffle(9, seed=1)).cache(), "reshuffle_each_iteration=False"),
+        (unseeded, "a shuffle() without a seed"),
+        (tf.data.Dataset.zip((samples, tf.data.Dataset.random().take(len(x)))), "a random choice without a seed"),
+        (samples.map(lambda x, y: (x, y), num_parallel_calls=2, deterministic=False), "with deterministic=False"),
+        (samples.with_options(sloppy), "options().deterministic=False"),
     ):
         expect(what, lambda given=given: hvd.BalancedDataset(given, balancer=balancer, shuffle=False))
+    turned = samples if hvd.rank() else samples.skip(1).concatenate(samples.take(1))
+    expect("checksum of the data", lambda: hvd.BalancedDataset(turned, balancer=balancer, shuffle=False))
     text = tf.data.Dataset.range(90).batch(9, drop_remainder=True).map(lambda piece: (piece[:-1], piece[1:]))
     for given, told in (
         (samples.batch(2, drop_remainder=True).map(lambda x, y: (x, y)).prefetch(1), True),
