@@ -62,6 +62,7 @@ class Weighing:
         self._lays_out, self.relayout = lays_out, False
         self._exchanges: weakref.WeakSet[WeightedExchange] = weakref.WeakSet()
         self._chosen = balancer.dialogue.links.asked  # of the times that ways were to be chosen anew
+        self._to_choose = False  # as all ranks have heard
         self.balancer, self.passes, self._ways = balancer, passes, ways
         self.scale, self._predivide = scale, predivide
         self.number, self._attached = balancer.exchanges.attach(attached), attached
@@ -105,9 +106,12 @@ class Weighing:
         return f"hvd_hetero.{self.balancer.name}.{self.number}"
 
     def begin(self) -> None:
-        """A global batch begins."""
+        """A global batch begins. May be a collective call."""
         self.begun += 1
         self._over = False
+        # Not where it was heard: exchanges of several optimizers may end in another order on each rank.
+        if self._to_choose:
+            self._choose_anew()
 
     @property
     def begun(self) -> int:
@@ -185,6 +189,7 @@ class Weighing:
 
     def _choose_anew(self) -> None:
         """Between two steps. A collective call."""
+        self._to_choose = False
         links, start = self.balancer.dialogue.links, time.perf_counter()
         with self.balancer.timesheet.beside():
             self._ways.time_anew()
@@ -221,8 +226,7 @@ class Weighing:
             terms=terms, weight=self.weight(terms), merged=norms() if self.engine.rank == 0 else (),
             gain=self.scale * batches, all_terms=total[0], batches=batches,
         )  # fmt: skip
-        if report.chooses:
-            self._choose_anew()
+        self._to_choose |= report.chooses
 
     def _reference(self, terms: float) -> float | None:
         """How many loss terms a global batch has, as far as a rank knows that has so many, of its share; None where its

@@ -160,6 +160,43 @@ def test_all_ranks_choose_anew_and_lose_nothing(tmp_path, monkeypatch, passes):
     assert len(told) == 2 and "exchanges take 9 ms, where they took 3 ms. Ways to sum" in told[0], "rank 0 tells it"
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_optimizers_may_step_in_any_order_where_a_rank_has_no_samples(monkeypatch, order):
+    """Their exchanges end in another order there than on ranks with a backward pass, whose hooks end them."""
+
+    def timed(levels, candidate, like, clock):
+        engine = levels.everyone
+        engine.allreduce_async(np.zeros(1), name=engine.unique("timing.")).wait()
+        return Link(latency_s=1e-6, bandwidth_bytes_per_s=1e9)
+
+    monkeypatch.setattr(router, "timed_curve", timed)
+    prototypes = nn.Linear(64, 40), nn.Linear(40, 64)
+
+    def program(engine):
+        models = copy.deepcopy(prototypes)
+        balancer = hvd.Balancer(8, engine=engine, shares=(4, 4), adaptive=False)
+        optimizers = [
+            hvd.DistributedOptimizer(
+                torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(prefix=str(number)),
+                balancer=balancer, compression=hvd.Compression.auto,
+            )
+            for number, model in enumerate(models)
+        ]  # fmt: skip
+        for step in range(5):
+            balancer.dialogue.links.asked += step == 2 and engine.rank == 0
+            samples = 0 if step == 2 and engine.rank == 1 else 4
+            balancer.begin(samples)
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            if samples:
+                models[1](models[0](torch.ones(samples, 64))).square().mean().backward()
+            for number in order:
+                optimizers[number].step()
+        return [each._reducer._step._exchange._choices for each in optimizers]
+
+    assert World(2).run(program) == [[1, 1]] * 2
+
+
 def test_what_is_chosen_again_stays_as_it_is(monkeypatch):
     """PowerSGD's factors, and steps that a codec takes more gently at first, are not begun anew."""
     monkeypatch.setattr(router, "timed_curve", lambda levels, candidate, like, clock: Link(
