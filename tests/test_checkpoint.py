@@ -130,6 +130,23 @@ def made(engine, path, state, **options):
     return Checkpoint(path, state, engine=engine, every_steps=options.get("every_steps"))
 
 
+def test_a_rank_whose_others_are_gone_saves_what_all_share_and_not_over_a_newer_one(tmp_path):
+    def program(engine):
+        state = Words(engine.rank, b"committed", b"own")
+        checkpoint = made(engine, tmp_path / "x", state)
+        if engine.rank == 1:
+            state.at_end_alone()
+            state.shared = b"older"
+            state.at_end_alone()
+        checkpoint.close()
+        assert state.at_end_alone is None
+
+    World(2).run(program)
+    state = Words(0, own=b"new")
+    assert made(SoloEngine(), tmp_path / "x", state).restore()
+    assert (state.shared, state.own) == (b"committed", b"new")
+
+
 def test_each_rank_gets_what_all_share_and_its_own(tmp_path):
     def save(engine):
         made(engine, tmp_path / "x", Words(engine.rank, b"shared", b"own" * engine.rank)).save()

@@ -275,7 +275,7 @@ def test_a_rank_that_was_told_to_end_does_not_come_together_with_others_again():
     with pytest.raises(SystemExit) as end:
         elastic_loop(train, state.log)(state)
     assert end.value.code == LEFT
-    assert state.log == ["sync", "leave", "break_off", "restore"]
+    assert state.log == ["sync", "leave", "break_off", "restore", "leave_alone"]
 
 
 def test_a_job_that_cannot_tell_who_leaves_ends_by_sigterm_as_ever():

@@ -29,3 +29,30 @@ def test_a_back_end_without_a_horovod_is_refused(other):
     done = run(f"import keras; keras.backend.backend = lambda: {other!r}; import hvd_hetero.keras", "torch")
     assert done.returncode and 'Expected the back end "tensorflow" or "torch"' in done.stderr, done.stderr[-2000:]
     assert f'Received: "{other}"' in done.stderr
+
+
+REPLICAS = """
+import tensorflow as tf
+
+tf.config.set_logical_device_configuration(
+    tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 2
+)
+
+import keras
+import numpy as np
+
+import hvd_hetero.keras as hvd
+
+hvd.init()
+balancer = hvd.Balancer(8)
+with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), balancer=balancer)
+    model.compile(optimizer, loss="mse", jit_compile=False)
+model.fit(hvd.BalancedDataset(np.ones((16, 2)), np.ones(16), balancer=balancer), verbose=0)
+"""
+
+
+def test_several_replicas_in_one_process_are_an_error_that_says_so():
+    done = run(REPLICAS, "tensorflow")
+    assert done.returncode and "expected one replica in each process" in done.stderr, done.stderr[-2000:]

@@ -26,6 +26,9 @@ class State(Protocol):
     at_end: Callable[[], object] | None
     """Saves a checkpoint, where all ranks of an elastic job leave at a commit."""
 
+    at_end_alone: Callable[[], object] | None
+    """Saves one without the other ranks, where this one leaves after they have gone."""
+
     read_late: Callable[[], object] | None
     """Reads the checkpoint that this process left to those that it joined, where none of them is left."""
 
@@ -80,7 +83,7 @@ class Checkpoint:
         self._joins = self._agree(goes_on=False)
         engine.remember(self._rebuild)
         self._asking: Handle | None = None
-        state.at_end = self.save
+        state.at_end, state.at_end_alone = self.save, self._save_alone
         self._notice = Notice(state.leave, say="this rank leaves once a checkpoint is written.")
 
     def _rebuild(self) -> None:
@@ -110,7 +113,7 @@ class Checkpoint:
         """Leaves SIGTERM to others again, and the end of the job."""
         self._notice.close()
         if self._state.at_end == self.save:
-            self._state.at_end = None
+            self._state.at_end = self._state.at_end_alone = None
 
     # Leaving --------------------------------------------------------------------------------------------------------
 
@@ -163,6 +166,17 @@ class Checkpoint:
                 problem = f"{type(error).__name__}: {error}"
         self._check(problem, name="saved")
         self._number += 1
+
+    def _save_alone(self) -> None:
+        """Writes one without what is each rank's own, as for other ranks; not over a newer one."""
+        if self._file.number() > self._number:
+            return
+        try:
+            self._file.write(_packed([self._state.shared_content()]), number=self._number + 1)
+        except Exception as error:  # it ends all the same
+            tell(f"hvd_hetero: {type(error).__name__}: {error}: nothing was saved to {self._file.path}.")
+        else:
+            tell(f"hvd_hetero: the last commit is saved to {self._file.path}.")
 
     def _check(self, problem: str, *, name: str) -> None:
         """Raises CheckpointError on every rank, where one has a problem with saving."""

@@ -30,6 +30,8 @@ class ElasticState(Protocol):
 
     def leave(self) -> None: ...
 
+    def leave_alone(self) -> None: ...
+
     def sync(self) -> None: ...
 
     def break_off(self) -> None: ...
@@ -101,7 +103,8 @@ def run(
             while True:
                 try:
                     if changed:
-                        if notice is not None and notice.told:  # the others come together without it
+                        if notice is not None and notice.told:  # the others come together without it, if any are left
+                            state.leave_alone()
                             raise SystemExit(LEFT)
                         restart()
                         ranks = size()

@@ -53,6 +53,7 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
         self._rebuilt = False  # on other ranks, since the last sync
         self._broken_off = False  # ranks are gone, until the next sync
         self.at_end: Callable[[], object] | None = None  # see `checkpoint.State`
+        self.at_end_alone: Callable[[], object] | None = None
         self.read_late: Callable[[], object] | None = None
         for name, value in given.items():
             if (part := self._part(value)) is not None:
@@ -249,6 +250,12 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
         """Tells all ranks that this one was told to end."""
         for balancer in self._balancers:
             balancer.leave()
+
+    def leave_alone(self) -> None:
+        """Saves what this rank has gone back to, if there is a checkpoint: it was told to end, and cannot tell whether
+        another goes on. Not a collective call."""
+        if self.at_end_alone is not None and self._synced:
+            self.at_end_alone()
 
     # Checkpoints ----------------------------------------------------------------------------------------------------
 

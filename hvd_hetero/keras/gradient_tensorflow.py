@@ -68,8 +68,14 @@ def tracing() -> bool:
     """Whether a function is being traced: then this step takes longer than its samples do.
 
     Raises:
-        ValueError: for XLA, which cannot leave the graph, and for which Horovod has no operations.
+        ValueError: for XLA, which cannot leave the graph, and for which Horovod has no operations; and for replicas
+            within this process, as a `tf.distribute.MirroredStrategy` makes them.
     """
+    if (replicas := tf.distribute.get_strategy().num_replicas_in_sync) > 1:
+        raise ValueError(
+            "tf.distribute: expected one replica in each process, as each rank is one process with one device. "
+            f"Received: a strategy with {replicas} replicas in sync. Start a rank for each device, without a strategy."
+        )
     if tf.executing_eagerly():
         return False
     if GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
