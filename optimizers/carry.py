@@ -44,6 +44,10 @@ class Carry:
         self._given: dict[int, Any] = {}  # what others kept back, of a usual weight
         self._taken: set[int] = set()  # of those that wait, what is under way
 
+    def weigh_as(self, before: Carry) -> None:
+        """Goes on from what arrays weighed in sums by other routes; what these kept back, `give` is told."""
+        self._last, self._usual = before._last, before._usual
+
     def add_to(self, index: int, array: Any, weight: float | None) -> None:
         """Adds to array `index`, which weighs `weight` (None: as much as ever) and is about to be summed, what it takes
         with it."""

@@ -26,8 +26,9 @@ class Links:
         self.asked, self.reason = 0, ""
 
     def matter(self, *, timing_s: float, gentle_steps: int) -> None:
-        """Says that there is something to choose: see `LinkWatch`."""
-        self._watch = self._watch or LinkWatch(timing_s=timing_s, gentle_steps=gentle_steps)
+        """Says that there is something to choose for a new exchange: see `LinkWatch`."""
+        self._watch = LinkWatch(timing_s=timing_s, gentle_steps=gentle_steps)  # other buckets take another time
+        self._choosing = False  # who was about to may be gone
 
     def hear(self, step: int, *, compute_s: Sequence[float], together: bool) -> None:
         """Takes in the exchange of a batch, and what each rank needed for one before it; `together`: all ranks are at

@@ -72,8 +72,8 @@ class Router:
 
     @property
     def chooses(self) -> bool:
-        """Whether anything was chosen by timing."""
-        return bool(self._timed)
+        """Whether anything was chosen by timing: what has no other is timed as well, for the size of buckets."""
+        return bool(self._timed) and any(len(self._candidates(lossy)) > 1 for lossy in (False, True))
 
     def time_anew(self) -> None:
         """Times again what was timed: links may have changed."""
@@ -87,7 +87,7 @@ class Router:
         where the same is chosen again."""
         candidates = {candidate.title: candidate for candidate in self._candidates(lossy)}
         if len(candidates) == 1 and self._algorithm != "auto":
-            return next(iter(candidates.values())).route(self._levels, shapes)
+            return before or next(iter(candidates.values())).route(self._levels, shapes)
         timed = {title: self._time(array, candidate) for title, candidate in candidates.items()}
         size_bytes = len(array) * array.itemsize
         choice = choose(size_bytes, timed, default=next(iter(candidates)))
@@ -128,7 +128,7 @@ class Router:
             begin = self._clock()
             self._timed[key] = timed_curve(self._levels, candidate, like, clock=self._clock)
             self.timing_s += self._clock() - begin
-            self._alike[key] = candidate, verbs_of(like).zeros([0], like)
+        self._alike[key] = candidate, verbs_of(like).zeros([0], like)  # the last: models may move
         return self._timed[key]
 
 

@@ -96,8 +96,9 @@ class WeightedExchange:
         routes = self._choose(name, self._routes)
         if all(one is other for one, other in zip(routes, self._routes, strict=True)):
             return False
-        kept, self.name = self.release(), name
+        kept, before, self.name = self.release(), self._carry, name
         self._take(routes)
+        self._carry.weigh_as(before)
         self.give_back(kept, 1.0)
         return True
 

@@ -12,8 +12,9 @@ pytest.importorskip("horovod.torch", reason="build it with hvd-hetero build-horo
 
 import hvd_hetero.torch as hvd
 from hvd_hetero.cli.report_table import _noteworthy
+from hvd_hetero.engine.hierarchy import levels_of
 from hvd_hetero.engine.local import World
-from hvd_hetero.optimizers import router
+from hvd_hetero.optimizers import router, ways
 from hvd_hetero.optimizers.links import Links
 from hvd_hetero.policy.link import Link
 from hvd_hetero.policy.link_watch import EVERY, SETTLING, WINDOW, LinkWatch
@@ -104,6 +105,40 @@ def test_an_exchange_is_what_all_its_batches_took_beyond_computing(passes):
         step, now = step + passes, now + 0.2 * passes + 0.4
         links.hear(step, compute_s=(0.1, 0.2), together=True)
     assert links.asked == 1
+
+
+def heard(links, exchange_s, steps, begun=0):
+    """Hears of so many steps that take so long."""
+    for step in range(begun, begun + steps):
+        links._clock.now += 0.2 + exchange_s
+        links.hear(step, compute_s=(0.2,), together=True)
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def test_other_buckets_are_no_other_links():
+    """Layers that are thawed make exchanges longer."""
+    links = Links(clock=Clock())
+    for number, exchange_s in enumerate((0.1, 0.5)):
+        links.matter(timing_s=1.0, gentle_steps=0)
+        heard(links, exchange_s, LONG, begun=number * LONG)
+    assert links.asked == 0
+
+
+def test_an_exchange_that_is_made_anew_once_ranks_were_asked_does_not_end_the_watch():
+    links = Links(clock=Clock())
+    links.matter(timing_s=0.0, gentle_steps=0)
+    for number, exchange_s in enumerate((0.1, 0.5, 0.5, 0.1)):
+        if number == 2:
+            assert links.asked == 1
+            links.matter(timing_s=0.0, gentle_steps=0)
+        heard(links, exchange_s, LONG, begun=number * LONG)
+    assert links.asked == 2
 
 
 @pytest.mark.parametrize("passes", [1, 2])
@@ -221,3 +256,69 @@ def test_what_is_chosen_again_stays_as_it_is(monkeypatch):
         return balancer.dialogue.links.asked, exchange._choices, before == exchange._routes and name == exchange.name
 
     assert World(4).run(program) == [(1, 1, True), *[(0, 1, True)] * 3]
+
+
+@pytest.mark.parametrize(
+    ("compression", "topology", "times"),
+    [(hvd.Compression.auto, None, 1), (hvd.Compression.powersgd(2, warmup_steps=3), "leader", 0)],
+)
+def test_a_way_without_another_one_is_not_begun_anew(monkeypatch, compression, topology, times):
+    """Nor is anything timed, where no bucket has a choice."""
+    monkeypatch.setattr(router, "timed_curve", lambda levels, candidate, like, clock: Link(
+        latency_s=1e-6 if candidate.title == "flat, none" else 1.0, bandwidth_bytes_per_s=1e9
+    ))  # fmt: skip
+    nodes = ((0, 1), (2, 3)) if topology else ((0, 1, 2, 3),)
+    monkeypatch.setattr(ways, "levels_for", lambda engine, topology: levels_of(engine, hvd.Topology(nodes=nodes)))
+    prototype = nn.Linear(64, 40)
+
+    def program(engine):
+        model = copy.deepcopy(prototype)
+        balancer = hvd.Balancer(8, engine=engine, adaptive=False)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), balancer=balancer,
+            compression=compression, topology=topology,
+        )  # fmt: skip
+        exchange = optimizer._reducer._step._exchange
+        before = list(exchange._routes)
+        for step in range(8):
+            balancer.dialogue.links.asked += engine.rank == 0 and step == 5
+            balancer.begin(2)
+            optimizer.zero_grad()
+            model(torch.ones(2, 64)).square().mean().backward()
+            optimizer.step()
+        return exchange._choices, before == exchange._routes
+
+    assert World(4).run(program) == [(times, True)] * 4
+
+
+def test_what_was_kept_back_counts_for_what_it_is_in_a_short_batch_after_a_change(monkeypatch):
+    """Of gradients that are the same in each step, updates and what is kept back are the sum."""
+    best = {}
+    monkeypatch.setattr(router, "timed_curve", lambda levels, candidate, like, clock: Link(
+        latency_s=1e-6 if candidate.title.startswith(best[levels.everyone.rank]) else 1.0, bandwidth_bytes_per_s=1e9
+    ))  # fmt: skip
+    prototype = nn.Linear(64, 40, bias=False).double()
+    gradient = torch.randn(40, 64, generator=torch.Generator().manual_seed(0)).double()
+
+    def program(engine):
+        best[engine.rank] = "flat"
+        model = copy.deepcopy(prototype)
+        balancer = hvd.Balancer(8, engine=engine, shares=(4, 4), adaptive=False)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=1.0), model.named_parameters(), balancer=balancer,
+            compression=hvd.Compression.topk(0.01, warmup_steps=0), topology=hvd.Topology(nodes=((0,), (1,))),
+        )  # fmt: skip
+        exchange = optimizer._reducer._step._exchange
+        for step, samples in enumerate((4, 4, 4, 4, 1, 4, 4, 4)):
+            if step == 3:  # which is heard of before the short one begins
+                best[engine.rank] = "leader"
+                balancer.dialogue.links.asked += engine.rank == 0
+            balancer.begin(samples)
+            optimizer.zero_grad()
+            (model.weight * gradient).sum().backward()
+            optimizer.step()
+        return (prototype.weight - model.weight).detach().reshape(-1), exchange.kept_back()[0], exchange._choices
+
+    (moved, kept, choices), (_, others, _) = World(2).run(program)
+    assert choices == 1 and kept.abs().max() > 1.0
+    assert (moved + (kept + others) / 2 - 8 * gradient.reshape(-1)).abs().max() < 1e-9
