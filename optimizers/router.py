@@ -37,7 +37,7 @@ class Router:
         clock: seconds.
 
     Attributes:
-        timing_s: seconds of timing so far.
+        timing_s: seconds of timing, of the last time where it was timed anew.
     """
 
     def __init__(
@@ -77,8 +77,9 @@ class Router:
 
     def time_anew(self) -> None:
         """Times again what was timed: links may have changed."""
-        for key, (candidate, like) in self._alike.items():
-            self._timed[key] = timed_curve(self._levels, candidate, like, clock=self._clock)
+        self._timed, self.timing_s = {}, 0.0
+        for candidate, like in self._alike.values():
+            self._time(like, candidate)
 
     def way(
         self, name: str, array: Any, shapes: Sequence[Shape], *, lossy: bool, before: Way | None = None

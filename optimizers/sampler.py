@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import zlib
 from collections import deque
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -124,18 +125,21 @@ class ShareSampler:
             step, run = self._next, self._run
         shares = self.balancer.deal(step).shares  # may wait, and `used` must not
         with self._lock:
-            mine = cut(batch, shares, self.balancer.rank)
+            dealt = self._mine(batch, shares, epoch)
             if run == self._run:  # else it is of a run that is over
-                self._dealt.append(len(mine))
+                self._dealt.append(dealt.used)
                 self._next = step + 1
-        return Dealt(mine if len(mine) else batch[:1], len(mine), epoch)
+        return dealt
 
     def peek(self, index: int) -> Dealt:
         """Batch `index` from where the epoch is, as it would be dealt now; nothing is dealt."""
         epochs, place = divmod(self.position + index, len(self.dealer))
         epoch = self.dealer.epoch + epochs
         batch = self.dealer.batch(epoch, place)
-        mine = cut(batch, self.balancer.plan_at(self.balancer.step + 1 + index).shares, self.balancer.rank)
+        return self._mine(batch, self.balancer.plan_at(self.balancer.step + 1 + index).shares, epoch)
+
+    def _mine(self, batch: np.ndarray, shares: Sequence[int], epoch: int) -> Dealt:
+        mine = cut(batch, shares, self.balancer.rank)
         return Dealt(mine if len(mine) else batch[:1], len(mine), epoch)
 
     @property

@@ -78,7 +78,7 @@ class Ways:
 
     @property
     def timing_s(self) -> float:
-        """Seconds that this rank has timed ways for."""
+        """Seconds that this rank has timed ways for: see `Router`."""
         return 0.0 if self._router is None else self._router.timing_s
 
     @property
@@ -108,7 +108,6 @@ class Ways:
         buckets: Sequence[Any],
         shapes: Sequence[Sequence[Shape]],
         lossy: Sequence[bool],
-        *,
         name: str,
         before: Sequence[Way] | None = None,
     ) -> list[Way]:

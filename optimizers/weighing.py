@@ -6,7 +6,6 @@ See `weighted` for the formula. Here n_ref is chosen, and what every exchange te
 from __future__ import annotations
 
 import functools
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,7 +19,7 @@ from .local_step import ParameterStore
 from .noise import Buckets, GradientNoise
 from .parameter_guard import ParameterGuard, check_origins, check_together
 from .ways import Ways
-from .weighted import Way, WeightedExchange
+from .weighted import WeightedExchange
 
 # Few and large: an operation costs each rank a negotiation.
 BUCKET_BYTES = 8 << 20
@@ -190,12 +189,12 @@ class Weighing:
     def _choose_anew(self) -> None:
         """Between two steps. A collective call."""
         self._to_choose = False
-        links, start = self.balancer.dialogue.links, time.perf_counter()
+        links = self.balancer.dialogue.links
         with self.balancer.timesheet.beside():
             self._ways.time_anew()
             # Each by itself: how long exchanges live that are no longer needed differs from rank to rank.
             changed = any([exchange.choose_anew() for exchange in self._exchanges])
-        timing_s, self._chosen = time.perf_counter() - start, links.asked
+        timing_s, self._chosen = self._ways.timing_s, links.asked
         links.chosen(timing_s, changed=changed)
         why = {"reason": links.reason} if links.reason else {}  # which rank 0 knows
         self.balancer.record.event("links", step=self.balancer.step, timing_s=timing_s, changed=changed, **why)
@@ -243,7 +242,7 @@ class Weighing:
         collective call."""
         self._generation += 1
         name = f"{self.name}.{self._generation}"
-        ways = functools.partial(self._way_of_each, layout, shapes)
+        ways = functools.partial(self._ways.of, layout.buckets, shapes, layout.lossy)
         exchange = WeightedExchange(
             self.engine,
             layout.buckets,
@@ -264,12 +263,6 @@ class Weighing:
             )
         self.keeping.put(kind, [exchange], lambda: self.part_unit)
         return exchange
-
-    def _way_of_each(
-        self, layout: Buckets, shapes: Sequence[Sequence[tuple[int, ...]]], name: str,
-        before: Sequence[Way] | None = None,
-    ) -> list[Way]:
-        return self._ways.of(layout.buckets, shapes, layout.lossy, name=name, before=before)
 
     def succeeds(self, before: Weighing) -> bool:
         """Takes the place of an exchange of some of the same gradients; whether that keeps back what this one can send.

@@ -141,13 +141,40 @@ def test_an_exchange_that_is_made_anew_once_ranks_were_asked_does_not_end_the_wa
     assert links.asked == 2
 
 
+def timing_prefers(monkeypatch, title_of):
+    """`title_of(rank)`: the beginning of the title of what is fastest when that rank times next."""
+
+    def timed(levels, candidate, like, clock):
+        quick = candidate.title.startswith(title_of(levels.everyone.rank))
+        return Link(latency_s=1e-6 if quick else 1.0, bandwidth_bytes_per_s=1e9)
+
+    monkeypatch.setattr(router, "timed_curve", timed)
+
+
+def exchange_of(engine, prototype, *, steps, asks_at, **options):
+    """The exchange of an optimizer that trains for so many steps, in one of which rank 0 asks all to choose anew; the
+    ways and the name that it began with; and how often this rank has asked."""
+    model = copy.deepcopy(prototype)
+    balancer = hvd.Balancer(8, engine=engine, adaptive=False)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), balancer=balancer, **options
+    )
+    exchange = optimizer._reducer._step._exchange
+    before = list(exchange._routes), exchange.name
+    for step in range(steps):
+        balancer.dialogue.links.asked += engine.rank == 0 and step == asks_at
+        balancer.begin(2)
+        optimizer.zero_grad()
+        model(torch.ones(2, 64)).square().mean().backward()
+        optimizer.step()
+    return exchange, before, balancer.dialogue.links.asked
+
+
 @pytest.mark.parametrize("passes", [1, 2])
 def test_all_ranks_choose_anew_and_lose_nothing(tmp_path, monkeypatch, passes):
     """From exact sums to int8 and back: the gradient is the same in each step, so what int8 kept back shows."""
-    best = {}  # by rank: what is fastest when it times next
-    monkeypatch.setattr(router, "timed_curve", lambda levels, candidate, like, clock: Link(
-        latency_s=1e-6 if candidate.title.startswith(best[levels.everyone.rank]) else 1.0, bandwidth_bytes_per_s=1e9
-    ))  # fmt: skip
+    best = {}  # by rank
+    timing_prefers(monkeypatch, best.__getitem__)
     prototype = nn.Linear(64, 40).double()
     data = torch.randn(8, 64, generator=torch.Generator().manual_seed(0)).double()
     shares, steps = (5, 3), 24
@@ -234,26 +261,14 @@ def test_optimizers_may_step_in_any_order_where_a_rank_has_no_samples(monkeypatc
 
 def test_what_is_chosen_again_stays_as_it_is(monkeypatch):
     """PowerSGD's factors, and steps that a codec takes more gently at first, are not begun anew."""
-    monkeypatch.setattr(router, "timed_curve", lambda levels, candidate, like, clock: Link(
-        latency_s=1e-6 if candidate.title.startswith("leader") else 1.0, bandwidth_bytes_per_s=1e9
-    ))  # fmt: skip
+    timing_prefers(monkeypatch, lambda rank: "leader")
     prototype = nn.Linear(64, 40)
+    options = {"compression": hvd.Compression.powersgd(2, warmup_steps=3)}
+    options["topology"] = hvd.Topology(nodes=((0, 1), (2, 3)))
 
     def program(engine):
-        model = copy.deepcopy(prototype)
-        balancer = hvd.Balancer(8, engine=engine, adaptive=False)
-        optimizer = hvd.DistributedOptimizer(
-            torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), balancer=balancer,
-            compression=hvd.Compression.powersgd(2, warmup_steps=3), topology=hvd.Topology(nodes=((0, 1), (2, 3))),
-        )  # fmt: skip
-        exchange = optimizer._reducer._step._exchange
-        before, name = list(exchange._routes), exchange.name
-        balancer.dialogue.links.asked += engine.rank == 0
-        for _ in range(3):
-            balancer.begin(2)
-            model(torch.ones(2, 64)).square().mean().backward()
-            optimizer.step()
-        return balancer.dialogue.links.asked, exchange._choices, before == exchange._routes and name == exchange.name
+        exchange, before, times = exchange_of(engine, prototype, steps=3, asks_at=0, **options)
+        return times, exchange._choices, before == (exchange._routes, exchange.name)
 
     assert World(4).run(program) == [(1, 1, True), *[(0, 1, True)] * 3]
 
@@ -264,28 +279,15 @@ def test_what_is_chosen_again_stays_as_it_is(monkeypatch):
 )
 def test_a_way_without_another_one_is_not_begun_anew(monkeypatch, compression, topology, times):
     """Nor is anything timed, where no bucket has a choice."""
-    monkeypatch.setattr(router, "timed_curve", lambda levels, candidate, like, clock: Link(
-        latency_s=1e-6 if candidate.title == "flat, none" else 1.0, bandwidth_bytes_per_s=1e9
-    ))  # fmt: skip
+    timing_prefers(monkeypatch, lambda rank: "flat, none")
     nodes = ((0, 1), (2, 3)) if topology else ((0, 1, 2, 3),)
     monkeypatch.setattr(ways, "levels_for", lambda engine, topology: levels_of(engine, hvd.Topology(nodes=nodes)))
     prototype = nn.Linear(64, 40)
 
     def program(engine):
-        model = copy.deepcopy(prototype)
-        balancer = hvd.Balancer(8, engine=engine, adaptive=False)
-        optimizer = hvd.DistributedOptimizer(
-            torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), balancer=balancer,
-            compression=compression, topology=topology,
-        )  # fmt: skip
-        exchange = optimizer._reducer._step._exchange
-        before = list(exchange._routes)
-        for step in range(8):
-            balancer.dialogue.links.asked += engine.rank == 0 and step == 5
-            balancer.begin(2)
-            optimizer.zero_grad()
-            model(torch.ones(2, 64)).square().mean().backward()
-            optimizer.step()
+        exchange, (before, _), _ = exchange_of(
+            engine, prototype, steps=8, asks_at=5, compression=compression, topology=topology
+        )
         return exchange._choices, before == exchange._routes
 
     assert World(4).run(program) == [(times, True)] * 4
@@ -293,10 +295,8 @@ def test_a_way_without_another_one_is_not_begun_anew(monkeypatch, compression, t
 
 def test_what_was_kept_back_counts_for_what_it_is_in_a_short_batch_after_a_change(monkeypatch):
     """Of gradients that are the same in each step, updates and what is kept back are the sum."""
-    best = {}
-    monkeypatch.setattr(router, "timed_curve", lambda levels, candidate, like, clock: Link(
-        latency_s=1e-6 if candidate.title.startswith(best[levels.everyone.rank]) else 1.0, bandwidth_bytes_per_s=1e9
-    ))  # fmt: skip
+    best = {}  # by rank
+    timing_prefers(monkeypatch, best.__getitem__)
     prototype = nn.Linear(64, 40, bias=False).double()
     gradient = torch.randn(40, 64, generator=torch.Generator().manual_seed(0)).double()
 
