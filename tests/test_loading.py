@@ -88,7 +88,7 @@ def test_they_outlive_sigterm_and_end_with_the_rank(program, arguments):
 
 
 STUCK = """
-import sys, time
+import os, sys, time
 import torch
 import hvd_hetero.torch as hvd
 from hvd_hetero.engine.local import SoloEngine
@@ -98,7 +98,7 @@ class Data(torch.utils.data.Dataset):
         return 80
 
     def __getitem__(self, index):
-        print("reads", flush=True)
+        os.write(1, b"reads\n")  # at once: unbuffered, print writes a line and its end one after another
         time.sleep(3600)
 
 if __name__ == "__main__":
