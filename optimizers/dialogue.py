@@ -195,7 +195,7 @@ class Dialogue:
         if planner.selection is not None:
             whole_s = self._timesheet.last_step_s if together else None
             planner.selection.hear(compute_s=report.compute_s, step_s=whole_s)
-        self.links.hear(step, compute_s=report.compute_s, together=together)
+        self.links.hear(step, busy_s=report.compute_s, together=together)
         looks = self._engine.rank == 0 and (self._replans or planner.selection is not None)
         if report.announcement is None and looks:
             with self._timesheet.beside():

@@ -53,6 +53,7 @@ class Router:
         self._tell, self._clock = tell, clock
         self.timing_s = 0.0
         self._timed: dict[tuple[str, str], Link] = {}
+        self._names: dict[tuple[str, str], str] = {}  # of operations: Horovod's cache has room for so many
         self._alike: dict[tuple[str, str], tuple[Candidate, Any]] = {}  # of what was timed, and nothing of such a type
 
     def line(self, like: Any, *, lossy: bool) -> Link:
@@ -127,7 +128,11 @@ class Router:
         key = (candidate.title, str(like.dtype))
         if key not in self._timed:
             begin = self._clock()
-            self._timed[key] = timed_curve(self._levels, candidate, like, clock=self._clock)
+            if key not in self._names:
+                self._names[key] = self._levels.everyone.unique("hvd_hetero.timing.")
+            self._timed[key] = timed_curve(
+                self._levels, candidate, like, name=self._names[key], clock=self._clock
+            )
             self.timing_s += self._clock() - begin
         self._alike[key] = candidate, verbs_of(like).zeros([0], like)  # the last: models may move
         return self._timed[key]

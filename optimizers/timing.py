@@ -26,8 +26,9 @@ QUICK_S, MOST_REPEATS = 0.05, 12
 UNSEEN = 2  # sums before those that count: names are negotiated at their first use, and memory is touched
 
 
-def timed_curve(levels: Levels, candidate: Candidate, like: Any, *, clock: Callable[[], float]) -> Curve:
-    """The times of sums of arrays of the type of `like`, the same on all ranks. A collective call.
+def timed_curve(levels: Levels, candidate: Candidate, like: Any, *, name: str, clock: Callable[[], float]) -> Curve:
+    """The times of sums of arrays of the type of `like`, in operations of this name, the same on all ranks. A
+    collective call.
 
     Sizes that are timed more often are timed in turn: what disturbs the machine for a moment would otherwise spoil one
     of them alone.
@@ -38,7 +39,7 @@ def timed_curve(levels: Levels, candidate: Candidate, like: Any, *, clock: Calla
     for size, most_s in SIZES_BYTES.items():
         if promised_s * size > most_s:
             break
-        sums[size] = _Sum(levels, candidate, like, size, clock=clock)
+        sums[size] = _Sum(levels, candidate, like, size, name=f"{name}.{size}", clock=clock)
         taken[size] = sums[size].times(REPEATS)
         promised_s = float(np.median(taken[size])) / size
     wanted = {size: min(MOST_REPEATS, int(QUICK_S / float(np.median(times)))) for size, times in taken.items()}
@@ -54,15 +55,21 @@ class _Sum:
     """A sum of so many bytes, as a bucket's is: over and over in the same memory."""
 
     def __init__(
-        self, levels: Levels, candidate: Candidate, like: Any, size_bytes: int, *, clock: Callable[[], float]
+        self,
+        levels: Levels,
+        candidate: Candidate,
+        like: Any,
+        size_bytes: int,
+        *,
+        name: str,
+        clock: Callable[[], float],
     ) -> None:
-        self._engine, self._clock = levels.everyone, clock
+        self._engine, self._name, self._clock = levels.everyone, name, clock
         side = max(1, int((size_bytes / like.itemsize) ** 0.5))
         self._source = verbs_of(like).seeded([side * side], 0, like)
         self._array = verbs_of(like).copied(self._source)
         warm = candidate._replace(cross=replace(candidate.cross, warmup_steps=0))
         self._route = warm.route(levels, [(side, side)])
-        self._name = f"{self._engine.unique('hvd_hetero.timing.')}.{size_bytes}"
         for _ in range(UNSEEN):
             self._seconds()
 

@@ -195,7 +195,7 @@ class Weighing:
             # Each by itself: how long exchanges live that are no longer needed differs from rank to rank.
             changed = any([exchange.choose_anew() for exchange in self._exchanges])
         timing_s, self._chosen = self._ways.timing_s, links.asked
-        links.chosen(timing_s, changed=changed)
+        links.chosen(self.number, timing_s, changed=changed)
         why = {"reason": links.reason} if links.reason else {}  # which rank 0 knows
         self.balancer.record.event("links", step=self.balancer.step, timing_s=timing_s, changed=changed, **why)
 
@@ -259,7 +259,7 @@ class Weighing:
         self._exchanges.add(exchange)
         if self._ways.chooses and self.engine.rank == 0:
             self.balancer.dialogue.links.matter(
-                timing_s=self._ways.timing_s, gentle_steps=self._ways.gentle_steps
+                self.number, timing_s=self._ways.timing_s, gentle_steps=self._ways.gentle_steps
             )
         self.keeping.put(kind, [exchange], lambda: self.part_unit)
         return exchange
@@ -275,6 +275,7 @@ class Weighing:
     def close(self) -> None:
         """Exchanges no more: what its codecs and its strategy keep is nobody's any longer."""
         self.balancer.strategies.remove(self.place)
+        self.balancer.dialogue.links.gone(self.number)
         self._keepers.remove(self.keeping)
 
     @property

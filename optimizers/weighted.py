@@ -102,6 +102,11 @@ class WeightedExchange:
         self.give_back(kept, 1.0)
         return True
 
+    def weigh_as(self, before: WeightedExchange) -> None:
+        """Goes on from what arrays weighed in the exchange whose place this one takes; what that has kept back,
+        `give_back` is told."""
+        self._carry.weigh_as(before._carry)
+
     @property
     def submitted(self) -> frozenset[int]:
         """The buckets under way."""

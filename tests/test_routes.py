@@ -332,6 +332,21 @@ def test_the_router_gives_every_rank_the_same_way():
     assert len(set(map(tuple, chosen))) == 1 and len(chosen[0]) == 2
 
 
+def test_what_is_timed_anew_goes_by_the_same_names():
+    """Horovod keeps what has been agreed on for so many names: with further ones gradients would have to be anew."""
+
+    def program(engine):
+        names = set()
+        levels = levels_of(Watched(engine, lambda name, _: names.add(name)), Topology(nodes=((0, 1), (2, 3))))
+        router = Router(levels, algorithm="auto", wire=Wire())
+        router.way("b", np.zeros(2**12), [(2**6, 2**6)], lossy=False)
+        before, timing_s = set(names), router.timing_s
+        router.time_anew()
+        return len(before) > 1, names == before, router.timing_s not in (0.0, timing_s)
+
+    assert World(4).run(program) == [(True, True, True)] * 4
+
+
 def test_a_codec_within_nodes_is_timed_and_leaves_out_what_has_no_place_for_it():
     def program(engine):
         names = []

@@ -24,12 +24,11 @@ class LinkWatch:
     """Watches the exchanges of one job, on one rank, which tells the others.
 
     Args:
-        timing_s: seconds of the timing before a choice.
         gentle_steps: of so many steps after a choice, exchanges take longer than they will.
     """
 
-    def __init__(self, *, timing_s: float, gentle_steps: int = 0) -> None:
-        self._timing_s, self._patience = timing_s, 1.0
+    def __init__(self, *, gentle_steps: int = 0) -> None:
+        self._patience = self._patience_before = 1.0
         self._settling = SETTLING + gentle_steps
         self._begin()
 
@@ -38,17 +37,18 @@ class LinkWatch:
         self._first: list[float] = []
         self._last: deque[tuple[float, float]] = deque(maxlen=WINDOW)
 
-    def hear(self, *, compute_s: float, step_s: float) -> str | None:
+    def hear(self, *, busy_s: float, step_s: float, timing_s: float) -> str | None:
         """Takes in a synchronous step: says what has changed where it is time for another choice, else None.
 
         Args:
-            compute_s: seconds of it in which the slowest rank computed; 0 where that is not known.
+            busy_s: seconds of it in which the slowest rank loaded data and computed; 0 where that is not known.
             step_s: from its beginning to its end.
+            timing_s: seconds of the timing before a choice.
         """
-        if not compute_s > 0.0:
+        if not busy_s > 0.0:
             return None
         self._seen += 1
-        exchange_s = max(0.0, step_s - compute_s)
+        exchange_s = max(0.0, step_s - busy_s)
         if self._seen <= 0:
             return None
         if len(self._first) < WINDOW:
@@ -64,11 +64,14 @@ class LinkWatch:
             self._lost_s = 0.0
             return None
         self._lost_s += EVERY * min(now_s, most - least)  # at most: no more than all of it could be saved
-        if self._lost_s < self._patience * self._timing_s:
+        if self._lost_s < self._patience * timing_s:
             return None
         return f"exchanges take {1e3 * now_s:.0f} ms, where they took {1e3 * before_s:.0f} ms"
 
-    def chosen(self, timing_s: float, *, changed: bool) -> None:
-        """A choice was made, of which the timing took so long; `changed`: and is another one than before."""
-        self._timing_s, self._patience = timing_s, 1.0 if changed else min(2.0 * self._patience, MOST_PATIENCE)
+    def chosen(self, *, changed: bool, again: bool = False) -> None:
+        """A choice was made; `changed`: and is another one than before. `again`: this, and not what was said last, is
+        what came of it."""
+        if not again:
+            self._patience_before = self._patience
+        self._patience = 1.0 if changed else min(2.0 * self._patience_before, MOST_PATIENCE)
         self._begin()

@@ -69,9 +69,8 @@ class Layouts:
 
     def _lay_out_anew(self) -> None:
         """Between two steps. What codecs have kept back goes with the next sums."""
-        kept = self.step.kept_back()
-        self.step = self._laid_out()
-        self.step.give_back(kept)
+        before, self.step = self.step, self._laid_out()
+        self.step.take_over(before)
 
     def grow(self) -> None:
         """Takes in parameters that are new. A collective call."""

@@ -189,6 +189,12 @@ class ReducedStep:
             kept.update(zip(members, parts, strict=False))
         return kept
 
+    def take_over(self, before: ReducedStep) -> None:
+        """Goes on where another layout of the same optimizer was: what that has kept back goes with the next sums that
+        weigh as much as usual."""
+        self._exchange.weigh_as(before._exchange)
+        self.give_back(before.kept_back())
+
     def give_back(self, kept: Mapping[torch.nn.Parameter, torch.Tensor]) -> None:
         """Sends what `kept_back` returned with the next sums."""
         arrays = []

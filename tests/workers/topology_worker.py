@@ -144,7 +144,7 @@ def training_composes():
 def links_that_change():
     """What was chosen for other links goes: nothing that its codec kept back is lost."""
     timed = router.timed_curve
-    router.timed_curve = lambda levels, candidate, like, clock: Link(
+    router.timed_curve = lambda levels, candidate, like, name, clock: Link(
         latency_s=1e-6 if candidate.title.startswith("leader, int8") else 1.0, bandwidth_bytes_per_s=1e9
     )
     titles = []
