@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from emulation.network import reshape_here
 from emulation.worker.emulation_hold import SOCKET_VARIABLE, ask, hold, release
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -54,6 +54,20 @@ class HandShares:
             yield order[first + start : first + start + self.shares[self.rank]]
 
 
+class FromDisk(Dataset[Any]):
+    """Samples that take so many seconds each to come, and no processor time."""
+
+    def __init__(self, samples: Any, seconds: float) -> None:
+        self.samples, self.seconds = samples, seconds
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(self.seconds)
+        return self.samples[index]
+
+
 class Contender:
     """How one contender sets up and makes a step: `step()` trains on one batch and returns when it is done."""
 
@@ -68,6 +82,11 @@ class Contender:
         self.size = int(os.environ.get("HOROVOD_SIZE", os.environ.get("WORLD_SIZE", "1")))
         self.shares = [int(share) for share in arguments.shares.split(":")]
         self.windows: Any = self.data()
+        if arguments.load_ms:
+            delays = [float(each) for each in arguments.load_ms.split(":")]
+            self.windows = FromDisk(self.windows, 1e-3 * delays[self.rank if arguments.rank is None else arguments.rank])
+        if arguments.workers:
+            self.loading = {**self.loading, "num_workers": arguments.workers}
         torch.manual_seed(0)
         self.model = self.network()
         self.optimizer: Any = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
@@ -228,6 +247,8 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--slow-cores", type=float, default=0.2)
     parser.add_argument("--link-at", type=int, default=-1, help="the step at which the nodes' links become others")
     parser.add_argument("--link-mbit", type=float, default=20.0)
+    parser.add_argument("--load-ms", help="of one sample, by rank, as from disks of their own: 1:4")
+    parser.add_argument("--workers", type=int, default=0, help="processes of each rank that load")
     parser.add_argument("--package", default="hvd_hetero", help="hetero: its name, where there are two versions")
     return parser
 

@@ -183,6 +183,18 @@ class ComputeMeter:
             aside_s=aside_s if waits else 0.0,
         )
 
+    def processor_s(self) -> float:
+        """Seconds of processor time of this process."""
+        return self._processor_s()
+
+    def count_loading(self, since_s: float) -> None:
+        """Says that what this process has done since a moment of processor time, beside the open segment, was computing
+        in its own way."""
+        seconds = self._processor_s() - since_s
+        self._computing_s += seconds
+        if self._start is None and self._mark_s is not None:
+            self._mark_s += seconds
+
     def take_aside_s(self) -> float:
         """The seconds since the last call that this rank waited for others in the middle of its compute."""
         seconds, self._aside_s = self._aside_s, 0.0
@@ -208,8 +220,9 @@ class ComputeMeter:
         self._computing_s = self._waiting_s = self._aside_s = 0.0
 
     def take_extra_s(self, compute_s: float) -> float:
-        """The seconds that what was done since the last call takes this rank's cores beyond `compute_s` of compute: for
-        serving the communication, and because of a quota; 0 where compute does not run on them."""
+        """The seconds that what was done since the last call takes this rank's cores beyond `compute_s` of computing,
+        and of loading that was counted: for serving the communication, and because of a quota; 0 where compute does not
+        run on them."""
         computing_s, waiting_s = self._computing_s, self._waiting_s
         self._computing_s = self._waiting_s = 0.0
         if not isinstance(self.stopwatch, WallClock) or computing_s <= 0.0:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from hvd_hetero.policy.jitter import Ran
+from hvd_hetero.policy.loading import LoadingPace
 
 from .meter import ComputeMeter, Moment, Pace, Stopwatch, Taken, WallClock
 from .stop import StopMeter
@@ -21,7 +22,7 @@ class Entry(NamedTuple):
     samples: int
     data_s: float  # waited for data
     compute_s: float
-    extra_s: float  # beyond that, as plans reckon: see `ComputeMeter.take_extra_s`
+    extra_s: float  # beyond that, as plans reckon: see `Timesheet.read`
 
 
 class Ended(NamedTuple):
@@ -31,6 +32,7 @@ class Ended(NamedTuple):
     samples: int
     batches: int
     data_s: float
+    own_s: float  # of these, in which this rank loaded its data itself
     discarded: bool
     tell: Callable[[Entry], None]
 
@@ -44,26 +46,35 @@ class Timesheet:
     Args:
         stopwatch: measures compute; None: wall time, until somebody knows better (see `measure_with`).
         quota_cores: the cores that a CPU quota allows this process; None: as many as there are.
+        clock: seconds, for what no device has a part in.
     """
 
     def __init__(
-        self, stopwatch: Stopwatch | None, *, quota_cores: Callable[[], float | None] = lambda: None
+        self,
+        stopwatch: Stopwatch | None,
+        *,
+        quota_cores: Callable[[], float | None] = lambda: None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._meter = ComputeMeter(stopwatch or WallClock(), quota_cores=quota_cores)
+        self._meter, self._clock = ComputeMeter(stopwatch or WallClock(), quota_cores=quota_cores), clock
         self._given = stopwatch is not None
         self._ended: Ended | None = None  # whose time is not read yet
         self._late = False  # whether there ever was one
+        self._by_itself = True  # whether this rank loads its data itself
+        self._loading: LoadingPace | None = None  # of what loads beside this rank's computing
         self.restart()
 
     def restart(self) -> None:
         """Forgets what was done: it was for other ranks."""
         self.read()
         self._meter.forget()
-        self._pace = Pace()
+        self._pace = Pace(self._clock)
         self._stops = StopMeter()
         self._samples = self._batches = 0
         self._discarded = False
-        self.data_s = 0.0
+        self._data_s = self._own_s = 0.0
+        self._loading = None if self._loading is None else LoadingPace()
+        self._waited_s = 0.0  # for that, since the last batch
         self.known: tuple[float, float] = (0.0, 0.0)  # samples and seconds per batch, as they were read last
 
     def measure_with(self, stopwatch: Stopwatch) -> None:
@@ -74,6 +85,9 @@ class Timesheet:
     def begin(self, samples: int) -> None:
         """A batch of `samples` begins."""
         self._pace.begin()
+        if self._loading is not None:
+            self._loading.hear(samples, step_s=self._pace.last_s, waited_s=self._waited_s)
+        self._waited_s = 0.0
         self._batches += 1
         self._samples += samples
 
@@ -90,15 +104,36 @@ class Timesheet:
         """Compute ends; what follows is waiting."""
         self._meter.pause()
 
+    def will_load(self, *, beside: bool, in_parts: bool = True) -> None:
+        """Says that another iteration over data begins.
+
+        Args:
+            beside: others load it, while this rank computes.
+            in_parts: a rank loads its share; else it reads all, and waits as long for it whatever its share.
+        """
+        self._by_itself = not beside
+        if not (beside and in_parts):
+            self._loading = None
+        elif self._loading is None:
+            self._loading = LoadingPace()
+        else:
+            self._loading.interrupt()
+
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
-        """While this rank waits for data, between two of its computations."""
-        start = time.perf_counter()
-        try:
-            with self._meter.aside(waits=False):
-                yield
-        finally:
-            self.data_s += time.perf_counter() - start
+        """While this rank waits for data, between two of its computations; what raises does not count."""
+        start_s, processor_s = self._clock(), self._meter.processor_s()
+        with self._meter.aside(waits=False):
+            yield
+        seconds = self._clock() - start_s
+        if self._by_itself:
+            self._own_s += seconds
+            self._meter.count_loading(processor_s)
+        self._has_waited(seconds)
+
+    def _has_waited(self, seconds: float) -> None:
+        self._data_s += seconds
+        self._waited_s += seconds
 
     def beside(self) -> contextlib.AbstractContextManager[None]:
         """While this rank does what is no computation of its samples."""
@@ -118,7 +153,7 @@ class Timesheet:
 
     def loaded(self, at: Moment) -> None:
         """Says that the batch that begins was there at a moment: where this rank was ready before, it waited."""
-        self.data_s += self._meter.begin_at(at)
+        self._has_waited(self._meter.begin_at(at))
 
     def discard(self) -> None:
         """Says that what is done now takes longer than it will ever again."""
@@ -127,8 +162,11 @@ class Timesheet:
     def end(self, tell: Callable[[Entry], None]) -> None:
         """Ends what was done since the last call; `tell` hears of it as soon as it is known how long it took."""
         self.read()
-        ended = Ended(self._meter.take(), self._samples, self._batches, self.data_s, self._discarded, tell)
-        self._samples, self._batches, self.data_s, self._discarded = 0, 0, 0.0, False
+        ended = Ended(
+            self._meter.take(), self._samples, self._batches, self._data_s, self._own_s, self._discarded, tell
+        )
+        self._samples, self._batches, self._discarded = 0, 0, False
+        self._data_s = self._own_s = 0.0
         self._ended = ended
         if ended.taken.known():
             self.read()
@@ -137,17 +175,24 @@ class Timesheet:
             atexit.register(_read_at_exit, weakref.ref(self))  # the last step is known as well
 
     def read(self) -> None:
-        """Reads how long it took what has ended; where the device is still at it, this waits for it."""
+        """Reads how long it took what has ended; where the device is still at it, this waits for it.
+
+        To plans a rank that loads its data itself takes as long as that and computing do, and one that others load for
+        as long as the longer of the two.
+        """
         if self._ended is None:
             return
         ended, self._ended = self._ended, None
         compute_s = ended.taken.seconds()
-        extra_s = self._meter.take_extra_s(compute_s)
+        extra_s = ended.own_s + self._meter.take_extra_s(compute_s + ended.own_s)
+        if self._loading is not None and self._loading.seconds_per_sample is not None:
+            extra_s = max(extra_s, self._loading.seconds_per_sample * ended.samples - compute_s)
+        pends = self._loading is not None and self._loading.pends
         batches = max(ended.batches, 1)
         if ended.discarded:
             compute_s = extra_s = 0.0
         self._stops.add(ended.samples / batches, compute_s / batches, batches=batches)
-        self.known = (ended.samples / batches, (compute_s + extra_s) / batches)
+        self.known = (ended.samples / batches, 0.0 if pends else (compute_s + extra_s) / batches)
         ended.tell(Entry(samples=ended.samples, data_s=ended.data_s, compute_s=compute_s, extra_s=extra_s))
 
     @property

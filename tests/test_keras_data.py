@@ -678,6 +678,22 @@ def test_a_function_of_the_epoch_gives_the_stream_of_each_epoch(bound):
     assert [batch[0].tolist() for batch in dataset] == [list(range(5 * times + 2 * WHOLE, 5 * times + LENGTH))]
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_dataset_says_who_loads_it(workers, ahead):
+    """A rank reads a stream whatever its share: see `Timesheet.will_load`."""
+    balancer = Balancer(SoloEngine())
+    numbers = np.arange(LENGTH)
+    for data in (
+        BalancedDataset(numbers, balancer=balancer, workers=workers),
+        BalancedDataset(tf_data(LENGTH), balancer=balancer, shuffle=False),
+    ):
+        next(data._epoch(1, ahead=ahead))
+        sheet, in_parts = balancer.timesheet, not isinstance(data._source, StreamSource)
+        by_itself = not ahead and not (in_parts and workers)
+        assert (sheet._by_itself, sheet._loading is not None) == (by_itself, in_parts and not by_itself)
+
+
 def test_a_function_of_the_epoch_has_to_give_streams_of_one_length():
     def make(function, **options):
         return BalancedDataset(function, balancer=Balancer(SoloEngine()), **{"shuffle": False, **options})

@@ -148,12 +148,12 @@ def test_what_was_not_read_is_neither_lost_nor_another_step_s():
     timesheet = Timesheet(watch)
     timesheet.begin(samples=4)
     timesheet.discard()
-    timesheet.data_s = 0.5
+    timesheet._data_s = 0.5
     timesheet.end(heard.append)
     timesheet.begin(samples=6)
     timesheet.run()
     watch.now_s += 7.0
-    timesheet.data_s = 0.25
+    timesheet._data_s = 0.25
     timesheet.pause()
     timesheet.end(heard.append)
     assert timesheet.reported == (6.0, 7.0) and timesheet.take_stops().running_s == 7.0

@@ -208,6 +208,10 @@ class BalancedDataset(keras.utils.PyDataset):
         self.balancer.forget(ahead=ahead, by=self)
         self.sampler.rewind()
         self._fresh, self._ahead_of_use = False, ahead
+        self.balancer.timesheet.will_load(
+            beside=ahead or self._ahead.pool is not None,
+            in_parts=not isinstance(self._source, (StreamSource, EpochStreams)),
+        )
 
     def _settle(self) -> int:
         """Tells the sampler what was used since the last time; the number of batches."""

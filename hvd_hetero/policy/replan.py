@@ -140,7 +140,7 @@ def decide(
     minimum *= 2.0 if changed and lately >= EARLY_PLANS else 1.0
     if (now_s - new_s) / step_s <= max(minimum, surprise * error * now_s / step_s):
         return None
-    reason = f"rank {before} is slowest: compute {now_s:.4g} s, with the new shares {new_s:.4g} s"
+    reason = f"rank {before} is slowest: it takes {now_s:.4g} s, with the new shares {new_s:.4g} s"
     return _next_plan(current, shares, step, reason, step_s - (now_s - new_s))
 
 

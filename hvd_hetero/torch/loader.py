@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -157,20 +156,22 @@ class BalancedDataLoader:
     def _batches(self, bar: Any) -> Iterator[Any]:
         self._iterations = mine = self._iterations + 1
         batches = self._feed.batches()
+        self.balancer.timesheet.will_load(
+            beside=self.loader.num_workers > 0, in_parts=not isinstance(self.dataset, IterableDataset)
+        )
         first = True
         while True:
             if self._iterations != mine:
                 raise RuntimeError(ONE_AT_A_TIME)
-            start = time.perf_counter()
             try:
-                loaded = next(batches, None)
+                with self.balancer.timesheet.loading():
+                    loaded = next(batches)
+            except StopIteration:
+                return
             except Exception:
                 self.balancer.fail()
                 self.balancer.batch_order.leaves()
                 raise
-            if loaded is None:
-                return
-            self.balancer.timesheet.data_s += time.perf_counter() - start
             self.balancer.origin = self.batch_sampler.origin
             self.balancer.begin(loaded.samples)
             if loaded.samples and self.balancer.count_warnings.looks_at_rows:

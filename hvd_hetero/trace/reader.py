@@ -50,7 +50,7 @@ class Step(NamedTuple):
     wait_s: float
     bytes: int
     share: int
-    extra_s: float = 0.0      # beyond compute_s, as plans reckon: service of the communication, and a CPU quota's part
+    extra_s: float = 0.0      # beyond compute_s, as plans reckon: loading, serving the communication, a quota's part
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -125,8 +125,8 @@ class Trace:
     def step(self, *, step: int, samples: int, data_s: float = 0.0, compute_s: float = 0.0, wait_s: float = 0.0,
              bytes: int = 0, share: int = 0, extra_s: float = 0.0, t_s: float | None = None) -> None:
         """None; records one step: seconds of each kind, and the bytes this rank gave to be exchanged. It ended at
-        `t_s`, or now. `extra_s`: what its samples take beyond `compute_s` in the long run, as plans reckon: serving
-        the communication, and what a CPU quota withholds."""
+        `t_s`, or now. `extra_s`: what its samples take beyond `compute_s` in the long run, as plans reckon: loading
+        them, serving the communication, and what a CPU quota withholds."""
         now = self._clock() if t_s is None else t_s
         line = LINE % (step, now, samples, data_s, compute_s, wait_s, bytes, share, extra_s)
         if "n" in line:      # nan or inf, which JSON does not know

@@ -1,0 +1,76 @@
+"""How fast a rank gets its samples where others load them beside its computing: processes, or a thread.
+
+While a rank has to wait for its batches, those who load are at work all the time, and the seconds from one batch to the
+next are what they need for it. While it has not, that is the most they need: how much less shows once the rank has more
+samples. So a rank that no longer waits is said to be a little faster now and then; where that was too much, more and
+more rarely, and else more often.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+# Batches that are looked at together: several that load end at about the same time, and then none. At first fewer do,
+# for the first plan not to be made without.
+WINDOW, FEW = 16, 8
+WAITS = 0.05  # of the time: who waits less for its batches could have more of them
+LEAST, MOST = 40, 5120  # batches from one try to the next
+MORE = 4  # times as many after a try that failed
+TRIED = 0.9  # of the seconds that a sample is taken to need, in a try
+
+
+class LoadingPace:
+    """What loading allows one rank, over its batches.
+
+    Attributes:
+        seconds_per_sample: that a sample needs at least; None: less than the rank has noticed.
+    """
+
+    def __init__(self) -> None:
+        self.seconds_per_sample: float | None = None
+        self._seen: deque[tuple[int, float, float]] = deque(maxlen=WINDOW)
+        self._pause, self._since, self._tries = LEAST, 0, False
+        self._fresh = True
+
+    @property
+    def pends(self) -> bool:
+        """Whether the rank waits, and it is not known yet for how fast a loader."""
+        return self.seconds_per_sample is None and bool(self._seen) and self._sums()[2]
+
+    def _sums(self) -> tuple[int, float, bool]:
+        """Samples and seconds of the batches that are looked at, and whether the rank waits for them."""
+        number, steps_s, waited_s = (sum(each) for each in zip(*self._seen, strict=True))
+        return number, steps_s, waited_s >= WAITS * steps_s
+
+    def interrupt(self) -> None:
+        """Says that loading ends or begins here: the next batch is the first."""
+        self._seen.clear()
+        self._fresh = True
+
+    def hear(self, samples: int, *, step_s: float | None, waited_s: float) -> None:
+        """Takes in a batch that is there.
+
+        Args:
+            step_s: seconds since the batch before it was there; None where there was none.
+            waited_s: for how many of these the rank waited for it.
+        """
+        fresh, self._fresh = self._fresh, False
+        if fresh or step_s is None:
+            return
+        self._seen.append((samples, step_s, waited_s))
+        number, steps_s, waits = self._sums()
+        if len(self._seen) < FEW or not number:
+            return
+        if waits:
+            if self._tries:
+                self._pause = min(MORE * self._pause, MOST)
+            self.seconds_per_sample = steps_s / number
+            self._since, self._tries = 0, False
+        elif self.seconds_per_sample is not None:
+            self.seconds_per_sample = min(self.seconds_per_sample, steps_s / number)
+            self._since += 1
+            if self._since >= self._pause:
+                if self._tries:
+                    self._pause = max(self._pause // MORE, LEAST)
+                self.seconds_per_sample *= TRIED
+                self._since, self._tries = 0, True

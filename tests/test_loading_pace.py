@@ -1,0 +1,270 @@
+"""Ranks that wait for their samples: what loads them is a part of how fast they are."""
+
+import random
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("horovod.torch", reason="build it with hvd-hetero build-horovod")
+
+import hvd_hetero.torch as hvd
+from hvd_hetero.engine.local import World
+from hvd_hetero.optimizers.agreement import Terms
+from hvd_hetero.optimizers.meter import ComputeMeter, WallClock
+from hvd_hetero.optimizers.planner import Planner
+from hvd_hetero.optimizers.timesheet import Timesheet
+from hvd_hetero.policy.loading import FEW, LEAST, MOST, TRIED, WINDOW, LoadingPace
+from hvd_hetero.policy.partition import Bound, equal_shares
+
+DEPTH = 4  # batches that are loaded ahead
+
+
+class Loaded:
+    """One rank of a synchronous job, whose loader works beside it, `DEPTH` batches ahead."""
+
+    def __init__(self):
+        self.pace, self.begins, self.free_s = LoadingPace(), [], 0.0
+
+    def step(self, now_s, samples, *, loads_s, computes_s):
+        """When it is done with a batch, and how long it says that it needs for one."""
+        wanted_s = self.begins[-DEPTH] if len(self.begins) >= DEPTH else 0.0
+        self.free_s = max(self.free_s, wanted_s) + loads_s * samples
+        begins_s = max(now_s, self.free_s)
+        step_s = begins_s - self.begins[-1] if self.begins else None
+        self.pace.hear(samples, step_s=step_s, waited_s=begins_s - now_s)
+        self.begins.append(begins_s)
+        compute_s = computes_s * samples
+        return begins_s + compute_s, max(compute_s, (self.pace.seconds_per_sample or 0.0) * samples)
+
+
+def job(steps, *, loads, computes, batch=64, noise=0.05, seed=0):
+    """The seconds of each step, and the plans, from equal shares on; `loads(step)`: seconds of a sample, by rank."""
+    draw, ranks, now_s, ends = random.Random(seed), len(computes), 0.0, [0.0]
+    first = equal_shares(batch, ranks)
+    planner = Planner(Terms(
+        global_batch_size=batch, min_share=1, max_share=None, quantum=1, max_micro_batch=None, shares=None,
+        adaptive=True, bounds=(Bound(lower=1),) * ranks, first_shares=first, micro_caps=(None,) * ranks,
+    ))  # fmt: skip
+    workers, said = [Loaded() for _ in range(ranks)], None
+    for step in range(steps):
+        shares = planner.plan_at(step).shares
+        if said is not None:
+            planner.observe(step - 1, *said)
+        if planner.announcement:
+            planner.accept(planner.announcement, step)
+        else:
+            planner.look(step, measured_step_s=ends[-1] - ends[-2] if len(ends) > 1 else None)
+        done = [
+            each.step(now_s, n, loads_s=load_s * draw.gauss(1.0, noise), computes_s=compute_s * draw.gauss(1.0, noise))
+            for each, n, load_s, compute_s in zip(workers, shares, loads(step), computes, strict=True)
+        ]
+        said, now_s = (shares, [seconds for _, seconds in done]), max(end for end, _ in done) + 0.002
+        ends.append(now_s)
+    return [end - begin for begin, end in zip(ends, ends[1:], strict=False)], planner.plans
+
+
+def best_s(loads, computes, batch=64):
+    """What a step takes at least, of samples that can be divided."""
+    return batch / sum(1.0 / max(pair) for pair in zip(loads, computes, strict=True))
+
+
+def mean(values):
+    return sum(values) / len(values)
+
+
+@pytest.mark.parametrize("loads", [(0.001, 0.006), (0.006, 0.001), (0.004, 0.008), (0.005, 0.005)])
+@pytest.mark.parametrize("computes", [(0.002, 0.002), (0.004, 0.002)])
+def test_a_rank_that_waits_for_its_samples_has_fewer(loads, computes):
+    for seed in range(3):
+        steps, plans = job(800, loads=lambda _: loads, computes=computes, seed=seed)
+        assert mean(steps[100:]) <= 1.12 * best_s(loads, computes) + 0.002
+        assert len(plans) <= 12
+
+
+@pytest.mark.parametrize("slow", [range(300), range(300, 600)])
+def test_a_rank_whose_samples_come_faster_again_has_more(slow):
+    """From a cold disk and then from memory; or where others used that disk for a while."""
+    before, after = (0.001, 0.006), (0.001, 0.001)
+    steps, _ = job(1600, loads=lambda step: before if step in slow else after, computes=(0.002, 0.002))
+    assert mean(steps[slow.start + 150 : slow.stop]) <= 1.12 * best_s(before, (0.002, 0.002)) + 0.002
+    assert mean(steps[-200:]) <= 1.06 * best_s(after, (0.002, 0.002)) + 0.002
+
+
+def heard(pace, count, *, step_s, waited_s, samples=4):
+    for _ in range(count):
+        pace.hear(samples, step_s=step_s, waited_s=waited_s)
+    return pace.seconds_per_sample
+
+
+def test_who_does_not_wait_says_nothing():
+    assert heard(LoadingPace(), 1000, step_s=1.0, waited_s=0.01) is None
+
+
+def test_who_waits_needs_what_a_batch_takes_to_come():
+    """As for processes that end together: then there are several, and none for a while."""
+    pace = LoadingPace()
+    for _ in range(WINDOW):
+        pace.hear(4, step_s=0.1, waited_s=0.0)
+        pace.hear(4, step_s=0.7, waited_s=0.6)
+    assert pace.seconds_per_sample == pytest.approx(0.1)
+
+
+def test_tries_are_rarer_where_they_fail_and_more_frequent_where_they_do_not():
+    pace, pauses = LoadingPace(), []
+    heard(pace, 1, step_s=None, waited_s=0.2)
+    for _ in range(6):
+        found = heard(pace, WINDOW, step_s=1.0, waited_s=0.2)
+        assert found == 0.25
+        heard(pace, WINDOW, step_s=1.0, waited_s=0.0)  # until it has not waited, as far back as it looks
+        steps = next(n for n in range(10**5) if heard(pace, 1, step_s=1.0, waited_s=0.0) < found)
+        assert pace.seconds_per_sample == TRIED * found
+        pauses.append(steps + WINDOW)
+    assert LEAST <= pauses[0] <= LEAST + WINDOW
+    assert all(later >= earlier for earlier, later in zip(pauses, pauses[1:], strict=False))
+    assert MOST <= pauses[-1] <= MOST + WINDOW
+    heard(pace, 40 * MOST, step_s=1.0, waited_s=0.0)
+    assert pace.seconds_per_sample < 0.01 and pace._pause == LEAST
+
+
+def test_the_time_between_two_epochs_is_no_loading():
+    pace = LoadingPace()
+    for _ in range(100):
+        pace.interrupt()
+        heard(pace, 1, step_s=60.0, waited_s=60.0)
+        heard(pace, FEW - 1, step_s=0.1, waited_s=0.05)
+    assert pace.seconds_per_sample is None, "an epoch as short says nothing"
+    heard(pace, 1, step_s=0.1, waited_s=0.05)
+    assert pace.seconds_per_sample == pytest.approx(0.025)
+
+
+class Clock(WallClock):
+    """Of a test: seconds and processor seconds."""
+
+    now_s = cpu_s = 0.0
+
+    def mark(self):
+        return self.now_s
+
+    def passes(self, seconds, cpu_s=0.0):
+        self.now_s, self.cpu_s = self.now_s + seconds, self.cpu_s + cpu_s
+
+
+def timesheet_of(clock):
+    sheet = Timesheet(clock, clock=lambda: clock.now_s)
+    sheet._meter = ComputeMeter(clock, processor_s=lambda: clock.cpu_s)
+    return sheet
+
+
+@pytest.mark.parametrize("open_segment", [False, True])
+@pytest.mark.parametrize("cpu", [0.0, 1.0])
+def test_a_rank_that_loads_by_itself_takes_as_long_as_that_and_computing(open_segment, cpu):
+    """Whether or not it is the processor that loads: what serves the communication is told from both."""
+    clock, heard = Clock(), []
+    sheet = timesheet_of(clock)
+    sheet.will_load(beside=False)
+    for _ in range(3):
+        if open_segment:
+            sheet.run()
+        with sheet.loading():
+            clock.passes(3.0, 3.0 * cpu)
+        sheet.begin(4)
+        sheet.run()
+        clock.passes(5.0, 5.0)
+        sheet.pause()
+        clock.passes(2.0, 0.8 if cpu else 0.5)  # waits, and serves
+        sheet.end(heard.append)
+    served_s = 0.8
+    for entry in heard[1:]:
+        assert (entry.data_s, entry.compute_s) == (3.0, 5.0)
+        assert entry.extra_s == pytest.approx(3.0 + served_s)
+    assert sheet.reported == pytest.approx((4, 8.0 + served_s))
+
+
+def test_a_rank_for_which_others_load_takes_the_longer_of_both():
+    clock, heard, reported = Clock(), [], []
+    sheet = timesheet_of(clock)
+    sheet.will_load(beside=True)
+    for _ in range(2):  # an iteration that was broken off
+        with sheet.loading():
+            clock.passes(99.0)
+        sheet.begin(1)
+        sheet.will_load(beside=True)
+    sheet.end(lambda entry: None)
+    for step in range(3 * WINDOW):
+        samples, waits_s = (4, 3.0) if step < WINDOW + 1 else (2, 0.0)
+        with sheet.loading():
+            clock.passes(waits_s)
+        sheet.begin(samples)
+        sheet.run()
+        clock.passes(5.0 * samples / 4)
+        sheet.pause()
+        sheet.end(heard.append)
+        reported.append(sheet.reported)
+    assert [entry.extra_s for entry in heard[:FEW]] == [0.0] * FEW
+    assert reported[1:FEW] == [(4, 0.0)] * (FEW - 1), "better nothing than what a plan would be wrong with"
+    assert reported[FEW:-1] == [(entry.samples, entry.compute_s + entry.extra_s) for entry in heard[FEW:-1]]
+    assert heard[WINDOW].extra_s == pytest.approx(3.0), "8 s for 4 samples"
+    assert heard[WINDOW + 2].extra_s == pytest.approx(1.5, rel=0.1), "as much for a sample"
+    assert {entry.data_s for entry in heard} == {3.0, 0.0}
+
+
+def test_what_a_device_has_a_part_in_and_what_loads_are_one_after_another():
+    clock = Clock()
+    sheet = Timesheet(clock, clock=lambda: clock.now_s)
+    sheet._meter._processor_s = lambda: clock.cpu_s
+    sheet.discard()
+    with sheet.loading():
+        clock.passes(9.0, 9.0)
+    sheet.begin(4)
+    sheet.end(lambda entry: None)
+    assert sheet.reported == (4, 0.0), "what takes longer than ever again is not said"
+
+
+def test_what_a_rank_reads_whatever_its_share_is_no_slowness_where_others_read_it():
+    """Fewer samples would not make it faster. Where it reads by itself, they leave it more time for that."""
+    for beside in (True, False):
+        clock = Clock()
+        sheet = timesheet_of(clock)
+        sheet.will_load(beside=beside, in_parts=False)
+        for _ in range(2 * WINDOW):
+            with sheet.loading():
+                clock.passes(7.0)
+            sheet.begin(4)
+            sheet.run()
+            clock.passes(1.0)
+            sheet.pause()
+            sheet.end(lambda entry: None)
+        assert sheet.reported == (4, 1.0 if beside else 8.0)
+
+
+class Numbered(torch.utils.data.Dataset):
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        return torch.ones(3)
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter([torch.ones(3)] * 12)
+
+
+@pytest.mark.parametrize("data", [Numbered, Stream])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_loader_says_who_loads(data, workers):
+    def program(engine):
+        balancer = hvd.Balancer(4, engine=engine, adaptive=False)
+        model = nn.Linear(3, 1)
+        nn.init.ones_(model.weight)
+        nn.init.ones_(model.bias)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), balancer=balancer)
+        for batch in hvd.BalancedDataLoader(data(), balancer=balancer, num_workers=workers):
+            optimizer.zero_grad()
+            model(batch).mean().backward()
+            optimizer.step()
+        sheet = balancer.timesheet
+        return sheet._by_itself, sheet._loading is not None, sheet._own_s
+
+    assert World(2).run(program) == [(workers == 0, workers > 0 and data is Numbered, 0.0)] * 2
