@@ -83,8 +83,8 @@ class Contender:
         self.shares = [int(share) for share in arguments.shares.split(":")]
         self.windows: Any = self.data()
         if arguments.load_ms:
-            delays = [float(each) for each in arguments.load_ms.split(":")]
-            self.windows = FromDisk(self.windows, 1e-3 * delays[self.rank if arguments.rank is None else arguments.rank])
+            delay_ms = float(arguments.load_ms.split(":")[self.rank if arguments.rank is None else arguments.rank])
+            self.windows = FromDisk(self.windows, 1e-3 * delay_ms)
         if arguments.workers:
             self.loading = {**self.loading, "num_workers": arguments.workers}
         torch.manual_seed(0)
