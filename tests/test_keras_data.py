@@ -657,16 +657,20 @@ def used(dataset, balancer):
     return seen
 
 
-@pytest.mark.parametrize("bound", [False, True])
-def test_a_function_of_the_epoch_gives_the_stream_of_each_epoch(bound):
+@pytest.mark.parametrize("kind", ["function", "partial", "object"])
+def test_a_function_of_the_epoch_gives_the_stream_of_each_epoch(kind):
     made = []
 
     def make(epoch, times=100):
         made.append(epoch)
         return tf_data(LENGTH, first=times * epoch)
 
-    function = functools.partial(make, times=1000) if bound else make
-    times = 1000 if bound else 100
+    class Made:
+        def __call__(self, epoch):
+            return make(epoch)
+
+    function = {"function": make, "partial": functools.partial(make, times=1000), "object": Made()}[kind]
+    times = 1000 if kind == "partial" else 100
     balancer = Balancer(SoloEngine())
     dataset = BalancedDataset(function, balancer=balancer, shuffle=False)
     for epoch in range(3):

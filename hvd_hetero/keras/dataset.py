@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,10 +17,9 @@ from .batch import Batch, with_texts
 from .ending import free_at_exit
 from .randomness import Aside
 from .source import Source, source_of
-from .stream import EpochStreams, StreamSource
+from .stream import EpochStreams, StreamSource, is_function
 
 READ_AHEAD = 2  # batches, by TensorFlow
-FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 
 
 class BalancedDataset(keras.utils.PyDataset):
@@ -67,7 +64,7 @@ class BalancedDataset(keras.utils.PyDataset):
         # Keras' own workers would deal batches out of order, and twice after an interruption.
         super().__init__(workers=1, use_multiprocessing=False)
         whole = balancer.global_batch_size
-        by_epoch = isinstance(x, FUNCTIONS) and y is None and sample_weight is None
+        by_epoch = is_function(x) and y is None and sample_weight is None
         self._source: Source = (
             EpochStreams(x, global_batch_size=whole) if by_epoch
             else source_of(x, y, sample_weight, global_batch_size=whole)

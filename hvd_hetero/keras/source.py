@@ -51,7 +51,8 @@ def source_of(x: Any, y: Any, sample_weight: Any, *, global_batch_size: int) -> 
         return SampleSource(x)
     raise TypeError(
         "x: expected arrays, a keras.utils.PyDataset, a tf.data.Dataset of known length, or samples by number (with "
-        f"__len__ and __getitem__). Received: {type(x).__name__}. A generator has no numbered samples: collect them."
+        f"__len__ and __getitem__). Received: {type(x).__name__}. A generator has no numbered samples: collect them. "
+        "Where this is a function of the epoch, BalancedDataset takes it, and a validation one of its datasets."
     )
 
 

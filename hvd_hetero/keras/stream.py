@@ -143,6 +143,11 @@ class EpochStreams:
         return StreamSource(samples, global_batch_size=self._size)
 
 
+def is_function(x: Any) -> bool:
+    """Whether x can be called, and holds no samples itself."""
+    return callable(x) and not any(hasattr(x, name) for name in ("shape", "__getitem__", "__len__"))
+
+
 def is_tf_data(x: Any) -> bool:
     """Whether x is a tf.data.Dataset, without importing TensorFlow."""
     return any(cls.__name__ == "DatasetV2" and cls.__module__.startswith("tensorflow.") for cls in type(x).__mro__)
