@@ -96,6 +96,7 @@ class Balancer:
         self._settle()
         self._introduce()
         self.record.waits(engine)
+        self.timesheet.tell_limit = lambda s: self.record.event("loading", step=self.step, seconds_per_sample=s)
         engine.during_waits(self.timesheet.waiting)
         engine.remember(self.rebuild)
 

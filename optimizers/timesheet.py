@@ -15,6 +15,8 @@ from hvd_hetero.policy.loading import LoadingPace
 from .meter import ComputeMeter, Moment, Pace, Stopwatch, Taken, WallClock
 from .stop import StopMeter
 
+CLEARLY = 1.25  # times as long
+
 
 class Entry(NamedTuple):
     """What was done since the last exchange."""
@@ -47,6 +49,10 @@ class Timesheet:
         stopwatch: measures compute; None: wall time, until somebody knows better (see `measure_with`).
         quota_cores: the cores that a CPU quota allows this process; None: as many as there are.
         clock: seconds, for what no device has a part in.
+
+    Attributes:
+        tell_limit: is told of the seconds that a sample takes to be loaded beside computing, where that is what limits
+            this rank; of 0 where it no longer is.
     """
 
     def __init__(
@@ -61,6 +67,7 @@ class Timesheet:
         self._ended: Ended | None = None  # whose time is not read yet
         self._late = False  # whether there ever was one
         self._by_itself = True  # whether this rank loads its data itself
+        self.tell_limit: Callable[[float], None] = lambda seconds_per_sample: None
         self._loading: LoadingPace | None = None  # of what loads beside this rank's computing
         self.restart()
 
@@ -75,6 +82,7 @@ class Timesheet:
         self._data_s = self._own_s = 0.0
         self._loading = None if self._loading is None else LoadingPace()
         self._waited_s = 0.0  # for that, since the last batch
+        self._limit_s = 0.0  # as was said last
         self.known: tuple[float, float] = (0.0, 0.0)  # samples and seconds per batch, as they were read last
 
     def measure_with(self, stopwatch: Stopwatch) -> None:
@@ -186,7 +194,9 @@ class Timesheet:
         compute_s = ended.taken.seconds()
         extra_s = ended.own_s + self._meter.take_extra_s(compute_s + ended.own_s)
         if self._loading is not None and self._loading.seconds_per_sample is not None:
-            extra_s = max(extra_s, self._loading.seconds_per_sample * ended.samples - compute_s)
+            loading_s = self._loading.seconds_per_sample * ended.samples
+            self._tell_limit(self._loading.seconds_per_sample, loading_s / max(compute_s + extra_s, 1e-9))
+            extra_s = max(extra_s, loading_s - compute_s)
         pends = self._loading is not None and self._loading.pends
         batches = max(ended.batches, 1)
         if ended.discarded:
@@ -194,6 +204,15 @@ class Timesheet:
         self._stops.add(ended.samples / batches, compute_s / batches, batches=batches)
         self.known = (ended.samples / batches, 0.0 if pends else (compute_s + extra_s) / batches)
         ended.tell(Entry(samples=ended.samples, data_s=ended.data_s, compute_s=compute_s, extra_s=extra_s))
+
+    def _tell_limit(self, seconds_per_sample: float, longer: float) -> None:
+        """Says that loading is what limits this rank, or is no more, where it is clearly another than was said last:
+        it takes so many times as long as all else does."""
+        now = seconds_per_sample if longer >= 1.0 else 0.0
+        said = self._limit_s
+        if now and not 1.0 < CLEARLY * said / now < CLEARLY**2 or said and longer * CLEARLY < 1.0:
+            self._limit_s = now
+            self.tell_limit(now)
 
     @property
     def reported(self) -> tuple[float, float]:

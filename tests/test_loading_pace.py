@@ -182,8 +182,9 @@ def test_a_rank_that_loads_by_itself_takes_as_long_as_that_and_computing(open_se
 
 
 def test_a_rank_for_which_others_load_takes_the_longer_of_both():
-    clock, heard, reported = Clock(), [], []
+    clock, heard, reported, told = Clock(), [], [], []
     sheet = timesheet_of(clock)
+    sheet.tell_limit = told.append
     sheet.will_load(beside=True)
     for _ in range(2):  # an iteration that was broken off
         with sheet.loading():
@@ -207,6 +208,16 @@ def test_a_rank_for_which_others_load_takes_the_longer_of_both():
     assert heard[WINDOW].extra_s == pytest.approx(3.0), "8 s for 4 samples"
     assert heard[WINDOW + 2].extra_s == pytest.approx(1.5, rel=0.1), "as much for a sample"
     assert {entry.data_s for entry in heard} == {3.0, 0.0}
+    assert told[0] == 2.0, "what limits it"
+
+
+def test_it_is_said_what_limits_a_rank_where_that_is_clearly_another():
+    told = []
+    sheet = Timesheet(None)
+    sheet.tell_limit = told.append
+    for each in ((2.0, 0.9), (2.0, 1.5), (2.2, 1.1), (2.0, 0.9), (2.0, 0.7), (2.0, 0.7), (3.0, 1.1), (1.5, 1.0)):
+        sheet._tell_limit(*each)
+    assert told == [2.0, 0.0, 3.0, 1.5]
 
 
 def test_what_a_device_has_a_part_in_and_what_loads_are_one_after_another():

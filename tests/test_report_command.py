@@ -66,6 +66,18 @@ def test_a_report_does_not_advise_what_the_run_has_and_says_whose_record_is_miss
     assert "Plans are for 2 ranks, and there is no record of 1: bring" in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.parametrize("said", [(0.009,), (0.009, 0.0), ()])
+def test_a_report_names_a_rank_that_gets_what_is_loaded_for_it(tmp_path, capsys, said):
+    record(tmp_path, speeds=(0.001, 0.001), exchange=0.001)
+    with open(tmp_path / "rank-00001.jsonl", "a") as file:
+        for seconds in said:
+            fields = {"step": 9, "seconds_per_sample": seconds}
+            file.write(json.dumps({"event": "loading", "t_s": 1.0, "fields": fields}) + "\n")
+    assert main(["report", str(tmp_path)]) == 0
+    words = "Rank 1 has as many samples as are loaded for it, one in 9 ms: more num_workers there"
+    assert (words in " ".join(capsys.readouterr().out.split())) == (said == (0.009,))
+
+
 @pytest.mark.parametrize("empty", [False, True])
 def test_without_the_record_of_the_slow_rank_nothing_is_said_of_waiting_and_nothing_planned(tmp_path, capsys, empty):
     record(tmp_path, speeds=(0.001, 0.001, 0.02), shares=(32, 32, 32))
