@@ -71,7 +71,7 @@ class Contender:
         self.model, self.rows = char_lm(arguments.width, arguments.layers), windows()
         self.optimizer: Any = keras.optimizers.AdamW(1e-3)
         self.balancer: Any = None
-        self.rank = arguments.rank or 0
+        self.rank = int(os.environ.get("RANK", "0")) if arguments.rank is None else arguments.rank
         self.whole = sum(self.shares)
         if arguments.contender == "alone":
             self.whole = self.shares[self.rank]
@@ -131,19 +131,20 @@ def main() -> None:
     hold()
     for _ in range(arguments.warmup):
         contender.step()
-    cpu, began = time.process_time(), time.perf_counter()
-    times, waits = [], []
+    cpu, ends, waits = time.process_time(), [time.perf_counter()], []
     for _ in range(arguments.steps):
-        start = time.perf_counter()
         contender.step()
-        times.append(time.perf_counter() - start)
+        ends.append(time.perf_counter())
         if balancer is not None:
             waits.append(contender.optimizer._reducer.wait_s)
-    seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
+    seconds, cpu = ends[-1] - ends[0], time.process_time() - cpu
     release()
     record = {
         "rank": contender.rank,
         "samples_per_s": whole * arguments.steps / seconds,
+        "apart": arguments.contender == "alone",  # then that is what this rank did, and not all of them
+        "samples": [whole] * arguments.steps,
+        "ends_s": ends,
         "step_ms": 1e3 * seconds / arguments.steps,
         "cpu_ms": 1e3 * cpu / arguments.steps,
         "parameters": contender.model.count_params(),
@@ -151,7 +152,7 @@ def main() -> None:
     }
     if balancer is not None:
         record["waits_s"] = waits
-        record["busy_s"] = [whole - wait for whole, wait in zip(times, waits, strict=True)]
+        record["busy_s"] = [end - start - wait for start, end, wait in zip(ends, ends[1:], waits, strict=False)]
     print("BENCH " + json.dumps(record), flush=True)
 
 
