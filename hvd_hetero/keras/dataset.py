@@ -131,9 +131,11 @@ class BalancedDataset(keras.utils.PyDataset):
         """Before the first batch of an epoch."""
         if self._fresh:
             self._rewind(ahead=backend.NAME == "tensorflow")
-        elif self.sampler.pending == len(self._ahead):
-            # Nothing that was announced is unused; and another dataset may have been trained on since the last epoch.
-            self.balancer.forget(ahead=self._ahead_of_use, by=self)
+        else:
+            self._will_load()
+            if self.sampler.pending == len(self._ahead):
+                # Nothing that was announced is unused; another dataset may have been trained on since the last epoch.
+                self.balancer.forget(ahead=self._ahead_of_use, by=self)
         if self._at is None:
             self._at = self.balancer.begun(self)
         self.balancer.resume()  # what went before, such as a validation, is no part of a step
@@ -205,8 +207,11 @@ class BalancedDataset(keras.utils.PyDataset):
         self.balancer.forget(ahead=ahead, by=self)
         self.sampler.rewind()
         self._fresh, self._ahead_of_use = False, ahead
+        self._will_load()
+
+    def _will_load(self) -> None:
         self.balancer.timesheet.will_load(
-            beside=ahead or self._ahead.pool is not None,
+            beside=self._ahead_of_use or self._ahead.pool is not None,
             in_parts=not isinstance(self._source, (StreamSource, EpochStreams)),
         )
 
