@@ -82,6 +82,7 @@ class Timesheet:
         self._data_s = self._own_s = 0.0
         self._loading = None if self._loading is None else LoadingPace()
         self._waited_s = 0.0  # for that, since the last batch
+        self._computed_s = 0.0  # as was read since
         self._limit_s = 0.0  # as was said last
         self.known: tuple[float, float] = (0.0, 0.0)  # samples and seconds per batch, as they were read last
 
@@ -94,8 +95,10 @@ class Timesheet:
         """A batch of `samples` begins."""
         self._pace.begin()
         if self._loading is not None:
-            self._loading.hear(samples, step_s=self._pace.last_s, waited_s=self._waited_s)
-        self._waited_s = 0.0
+            self._loading.hear(
+                samples, step_s=self._pace.last_s, waited_s=self._waited_s, computed_s=self._computed_s
+            )
+        self._waited_s = self._computed_s = 0.0
         self._batches += 1
         self._samples += samples
 
@@ -192,6 +195,7 @@ class Timesheet:
             return
         ended, self._ended = self._ended, None
         compute_s = ended.taken.seconds()
+        self._computed_s += compute_s
         extra_s = ended.own_s + self._meter.take_extra_s(compute_s + ended.own_s)
         if self._loading is not None and self._loading.seconds_per_sample is not None:
             loading_s = self._loading.seconds_per_sample * ended.samples

@@ -24,21 +24,21 @@ class Loaded:
     """One rank of a synchronous job, whose loader works beside it, `DEPTH` batches ahead."""
 
     def __init__(self):
-        self.pace, self.begins, self.free_s = LoadingPace(), [], 0.0
+        self.pace, self.begins, self.free_s, self.computed_s = LoadingPace(), [], 0.0, 0.0
 
-    def step(self, now_s, samples, *, loads_s, computes_s):
+    def step(self, now_s, samples, *, loads_s, computes_s, hands_s):
         """When it is done with a batch, and how long it says that it needs for one."""
         wanted_s = self.begins[-DEPTH] if len(self.begins) >= DEPTH else 0.0
         self.free_s = max(self.free_s, wanted_s) + loads_s * samples
-        begins_s = max(now_s, self.free_s)
+        begins_s = max(now_s, self.free_s) + hands_s
         step_s = begins_s - self.begins[-1] if self.begins else None
-        self.pace.hear(samples, step_s=step_s, waited_s=begins_s - now_s)
+        self.pace.hear(samples, step_s=step_s, waited_s=begins_s - now_s, computed_s=self.computed_s)
         self.begins.append(begins_s)
-        compute_s = computes_s * samples
+        self.computed_s = compute_s = computes_s * samples
         return begins_s + compute_s, max(compute_s, (self.pace.seconds_per_sample or 0.0) * samples)
 
 
-def job(steps, *, loads, computes, batch=64, noise=0.05, seed=0):
+def job(steps, *, loads, computes, batch=64, noise=0.05, seed=0, hands_s=0.0):
     """The seconds of each step, and the plans, from equal shares on; `loads(step)`: seconds of a sample, by rank."""
     draw, ranks, now_s, ends = random.Random(seed), len(computes), 0.0, [0.0]
     first = equal_shares(batch, ranks)
@@ -56,9 +56,12 @@ def job(steps, *, loads, computes, batch=64, noise=0.05, seed=0):
         else:
             planner.look(step, measured_step_s=ends[-1] - ends[-2] if len(ends) > 1 else None)
         done = [
-            each.step(now_s, n, loads_s=load_s * draw.gauss(1.0, noise), computes_s=compute_s * draw.gauss(1.0, noise))
+            each.step(
+                now_s, n, loads_s=load_s * draw.gauss(1.0, noise), computes_s=compute_s * draw.gauss(1.0, noise),
+                hands_s=hands_s,
+            )
             for each, n, load_s, compute_s in zip(workers, shares, loads(step), computes, strict=True)
-        ]
+        ]  # fmt: skip
         said, now_s = (shares, [seconds for _, seconds in done]), max(end for end, _ in done) + 0.002
         ends.append(now_s)
     return [end - begin for begin, end in zip(ends, ends[1:], strict=False)], planner.plans
@@ -82,6 +85,15 @@ def test_a_rank_that_waits_for_its_samples_has_fewer(loads, computes):
         assert len(plans) <= 12
 
 
+@pytest.mark.parametrize("hands_s", [0.0, 0.01, 0.03])
+def test_what_it_takes_to_hand_over_a_batch_is_no_loading(hands_s):
+    """Shares follow computing, however much of a step that is."""
+    computes = (0.001, 0.003)
+    steps, plans = job(300, loads=lambda _: (0.0005, 0.0005), computes=computes, hands_s=hands_s)
+    assert mean(steps[60:]) <= 1.1 * (best_s((0.0, 0.0), computes) + 0.002 + hands_s)
+    assert len(plans) <= 4
+
+
 @pytest.mark.parametrize("slow", [range(300), range(300, 600)])
 def test_a_rank_whose_samples_come_faster_again_has_more(slow):
     """From a cold disk and then from memory; or where others used that disk for a while."""
@@ -93,7 +105,7 @@ def test_a_rank_whose_samples_come_faster_again_has_more(slow):
 
 def heard(pace, count, *, step_s, waited_s, samples=4):
     for _ in range(count):
-        pace.hear(samples, step_s=step_s, waited_s=waited_s)
+        pace.hear(samples, step_s=step_s, waited_s=waited_s, computed_s=(step_s or 0.0) - waited_s)
     return pace.seconds_per_sample
 
 
@@ -101,12 +113,20 @@ def test_who_does_not_wait_says_nothing():
     assert heard(LoadingPace(), 1000, step_s=1.0, waited_s=0.01) is None
 
 
+def test_who_waits_longer_for_others_could_have_had_its_samples():
+    for waited_s, known in ((0.2, False), (0.4, False), (0.5, True)):
+        pace = LoadingPace()
+        for _ in range(WINDOW):
+            pace.hear(4, step_s=1.0, waited_s=waited_s, computed_s=0.1)
+        assert (pace.seconds_per_sample is not None) == known
+
+
 def test_who_waits_needs_what_a_batch_takes_to_come():
     """As for processes that end together: then there are several, and none for a while."""
     pace = LoadingPace()
     for _ in range(WINDOW):
-        pace.hear(4, step_s=0.1, waited_s=0.0)
-        pace.hear(4, step_s=0.7, waited_s=0.6)
+        pace.hear(4, step_s=0.1, waited_s=0.0, computed_s=0.1)
+        pace.hear(4, step_s=0.7, waited_s=0.6, computed_s=0.1)
     assert pace.seconds_per_sample == pytest.approx(0.1)
 
 

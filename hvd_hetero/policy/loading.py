@@ -1,9 +1,10 @@
 """How fast a rank gets its samples where others load them beside its computing: processes, or a thread.
 
-While a rank has to wait for its batches, those who load are at work all the time, and the seconds from one batch to the
-next are what they need for it. While it has not, that is the most they need: how much less shows once the rank has more
-samples. So a rank that no longer waits is said to be a little faster now and then; where that was too much, more and
-more rarely, and else more often.
+While a rank waits for its batches, and has hardly anything else to wait for, those who load are at work all the time,
+and the seconds from one batch to the next are what they need for it. (Where it has, they could have loaded meanwhile:
+then it takes so long to hand over what is there.) While it does not wait, that is the most they need: how much less
+shows once the rank has more samples. So it is then said to be a little faster now and then; where that was too much,
+more and more rarely, and else more often.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class LoadingPace:
 
     def __init__(self) -> None:
         self.seconds_per_sample: float | None = None
-        self._seen: deque[tuple[int, float, float]] = deque(maxlen=WINDOW)
+        self._seen: deque[tuple[int, float, float, float]] = deque(maxlen=WINDOW)
         self._pause, self._since, self._tries = LEAST, 0, False
         self._fresh = True
 
@@ -39,25 +40,26 @@ class LoadingPace:
 
     def _sums(self) -> tuple[int, float, bool]:
         """Samples and seconds of the batches that are looked at, and whether the rank waits for them."""
-        number, steps_s, waited_s = (sum(each) for each in zip(*self._seen, strict=True))
-        return number, steps_s, waited_s >= WAITS * steps_s
+        number, steps_s, waited_s, computed_s = (sum(each) for each in zip(*self._seen, strict=True))
+        return number, steps_s, waited_s >= max(WAITS * steps_s, steps_s - computed_s - waited_s)
 
     def interrupt(self) -> None:
         """Says that loading ends or begins here: the next batch is the first."""
         self._seen.clear()
         self._fresh = True
 
-    def hear(self, samples: int, *, step_s: float | None, waited_s: float) -> None:
+    def hear(self, samples: int, *, step_s: float | None, waited_s: float, computed_s: float) -> None:
         """Takes in a batch that is there.
 
         Args:
             step_s: seconds since the batch before it was there; None where there was none.
             waited_s: for how many of these the rank waited for it.
+            computed_s: for how many of these it computed.
         """
         fresh, self._fresh = self._fresh, False
         if fresh or step_s is None:
             return
-        self._seen.append((samples, step_s, waited_s))
+        self._seen.append((samples, step_s, waited_s, computed_s))
         number, steps_s, waits = self._sums()
         if len(self._seen) < FEW or not number:
             return
