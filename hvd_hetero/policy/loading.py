@@ -44,8 +44,7 @@ class LoadingPace:
         return number, steps_s, waited_s >= max(WAITS * steps_s, steps_s - computed_s - waited_s)
 
     def interrupt(self) -> None:
-        """Says that loading ends or begins here: the next batch is the first."""
-        self._seen.clear()
+        """Says that loading ends or begins here: the next batch is the first, and for that a rank waits once."""
         self._fresh = True
 
     def hear(self, samples: int, *, step_s: float | None, waited_s: float, computed_s: float) -> None:
