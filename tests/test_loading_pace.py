@@ -1,6 +1,7 @@
 """Ranks that wait for their samples: what loads them is a part of how fast they are."""
 
 import random
+import time
 
 import pytest
 import torch
@@ -272,10 +273,14 @@ def test_what_a_rank_reads_whatever_its_share_is_no_slowness_where_others_read_i
 
 
 class Numbered(torch.utils.data.Dataset):
+    def __init__(self, length=12, seconds=0.0):
+        self.length, self.seconds = length, seconds
+
     def __len__(self):
-        return 12
+        return self.length
 
     def __getitem__(self, index):
+        time.sleep(self.seconds)
         return torch.ones(3)
 
 
@@ -284,20 +289,36 @@ class Stream(torch.utils.data.IterableDataset):
         return iter([torch.ones(3)] * 12)
 
 
+def train(engine, data, *, batch=4, workers=0, **options):
+    """The balancer after an epoch."""
+    balancer = hvd.Balancer(batch, engine=engine, **options)
+    model = nn.Linear(3, 1)
+    nn.init.ones_(model.weight)
+    nn.init.ones_(model.bias)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), balancer=balancer)
+    for part in hvd.BalancedDataLoader(data, balancer=balancer, num_workers=workers):
+        optimizer.zero_grad()
+        model(part).mean().backward()
+        optimizer.step()
+    return balancer
+
+
 @pytest.mark.parametrize("data", [Numbered, Stream])
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_loader_says_who_loads(data, workers):
     def program(engine):
-        balancer = hvd.Balancer(4, engine=engine, adaptive=False)
-        model = nn.Linear(3, 1)
-        nn.init.ones_(model.weight)
-        nn.init.ones_(model.bias)
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), balancer=balancer)
-        for batch in hvd.BalancedDataLoader(data(), balancer=balancer, num_workers=workers):
-            optimizer.zero_grad()
-            model(batch).mean().backward()
-            optimizer.step()
-        sheet = balancer.timesheet
+        sheet = train(engine, data(), workers=workers, adaptive=False).timesheet
         return sheet._by_itself, sheet._loading is not None, sheet._own_s
 
     assert World(2).run(program) == [(workers == 0, workers > 0 and data is Numbered, 0.0)] * 2
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_shares_follow_how_fast_samples_come(workers):
+    def program(engine):
+        data = Numbered(40 * 16, seconds=(0.0005, 0.006)[engine.rank])
+        return [plan.shares for plan in train(engine, data, batch=16, workers=workers).plans]
+
+    (shares, others) = World(2).run(program)
+    assert shares == others and shares[0] == (8, 8)
+    assert max(first for first, _ in shares) >= 11
