@@ -107,7 +107,7 @@ class ComputeMeter:
         self._segments: list[tuple[Any, Any]] = []
         self._start: Any = None
         self._mark_s: float | None = None  # of processor time, where the present segment or pause began
-        self._computing_s = self._waiting_s = 0.0  # of processor time
+        self._computing_s = self._waiting_s = self._loading_s = 0.0  # of processor time
         self._aside_s = 0.0  # waited for others in the middle of compute
         self._is_aside = False
         self._pieces: list[Piece] = []  # of the open segment, up to where it begins now
@@ -188,10 +188,10 @@ class ComputeMeter:
         return self._processor_s()
 
     def count_loading(self, since_s: float) -> None:
-        """Says that what this process has done since a moment of processor time, beside the open segment, was computing
-        in its own way."""
+        """Says that what this process has done since a moment of processor time, beside the open segment, was loading.
+        """
         seconds = self._processor_s() - since_s
-        self._computing_s += seconds
+        self._loading_s += seconds
         if self._start is None and self._mark_s is not None:
             self._mark_s += seconds
 
@@ -217,23 +217,26 @@ class ComputeMeter:
         """Forgets what was done and not taken."""
         self.take()
         self._pieces.clear()
-        self._computing_s = self._waiting_s = self._aside_s = 0.0
+        self._computing_s = self._waiting_s = self._loading_s = self._aside_s = 0.0
 
-    def take_extra_s(self, compute_s: float) -> float:
+    def take_extra_s(self, compute_s: float, loaded_s: float = 0.0) -> float:
         """The seconds that what was done since the last call takes this rank's cores beyond `compute_s` of computing,
-        and of loading that was counted: for serving the communication, and because of a quota; 0 where compute does not
-        run on them."""
-        computing_s, waiting_s = self._computing_s, self._waiting_s
-        self._computing_s = self._waiting_s = 0.0
+        and `loaded_s` of loading that was counted: for serving the communication, and because of a quota; 0 where
+        compute does not run on them. How fast they are is told from computing: who loads may wait for a disk."""
+        computing_s, waiting_s, loading_s = self._computing_s, self._waiting_s, self._loading_s
+        self._computing_s = self._waiting_s = self._loading_s = 0.0
         if not isinstance(self.stopwatch, WallClock) or computing_s <= 0.0:
             return 0.0
         cores, head_start_s = self._look_at_quota(), 0.0
         if cores is not None:
             # The median of some steps: how compute falls into the quota's periods moves it by one of them.
-            self._ahead_s.append(computing_s / cores - compute_s)
+            self._ahead_s.append((computing_s + loading_s) / cores - compute_s - loaded_s)
             head_start_s = max(0.0, statistics.median(self._ahead_s))
         # Who waits without sleeping, as MPI does, spends much more: that is no service.
-        return head_start_s + min(compute_s, waiting_s * (compute_s + head_start_s) / computing_s)
+        slowness = compute_s / computing_s
+        if head_start_s > 0.0:
+            slowness = (compute_s + loaded_s + head_start_s) / (computing_s + loading_s)
+        return head_start_s + min(compute_s, waiting_s * slowness)
 
     def _look_at_quota(self) -> float | None:
         """The quota's cores, looked at now and then: files are to be read for that."""

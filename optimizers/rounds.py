@@ -122,11 +122,11 @@ class Rounds:
 
         Args:
             lr: the step's learning rate; 1 where there is none, on all ranks.
-            compute: samples and seconds of this step, as measured; zeros for not measured.
+            compute: samples and seconds of this step, as measured; a zero for not measured.
             gradients: see `Work`.
         """
         self._stepped += 1
-        if compute[0] > 0:
+        if min(compute) > 0:
             self._recent.append(compute)
         for fragment in self.fragments:
             fragment.work.add(samples, lr, self.part_of_batch(samples), gradients)

@@ -74,7 +74,7 @@ class Selection:
 
     @property
     def exchange_s(self) -> float:
-        """Seconds of a synchronous step beyond its slowest rank: the median, since waits for data are none."""
+        """Seconds of a synchronous step beyond its slowest rank: the median, since a long wait for data is none."""
         return statistics.median(self._exchange_s) if self._exchange_s else 0.0
 
     def predict(

@@ -35,6 +35,8 @@ class Ended(NamedTuple):
     batches: int
     data_s: float
     own_s: float  # of these, in which this rank loaded its data itself
+    step_s: float | None  # since the end before; None where that is not of the same iteration
+    loading: LoadingPace | None  # of what loaded it beside this rank's computing
     discarded: bool
     tell: Callable[[Entry], None]
 
@@ -51,6 +53,7 @@ class Timesheet:
         clock: seconds, for what no device has a part in.
 
     Attributes:
+        iteration: number of the last one over data that was told of.
         tell_limit: is told of the seconds that a sample takes to be loaded beside computing, where that is what limits
             this rank; of 0 where it no longer is.
     """
@@ -67,8 +70,10 @@ class Timesheet:
         self._ended: Ended | None = None  # whose time is not read yet
         self._late = False  # whether there ever was one
         self._by_itself = True  # whether this rank loads its data itself
+        self.iteration = 0
         self.tell_limit: Callable[[float], None] = lambda seconds_per_sample: None
-        self._loading: LoadingPace | None = None  # of what loads beside this rank's computing
+        self._beside = LoadingPace()  # of what loads beside this rank's computing, also while something else does
+        self._loading: LoadingPace | None = None  # it, while that loads
         self.restart()
 
     def restart(self) -> None:
@@ -80,9 +85,7 @@ class Timesheet:
         self._samples = self._batches = 0
         self._discarded = False
         self._data_s = self._own_s = 0.0
-        self._loading = None if self._loading is None else LoadingPace()
-        self._waited_s = 0.0  # for that, since the last batch
-        self._computed_s = 0.0  # as was read since
+        self._ended_s: float | None = None  # when what was done last ended, of the present iteration
         self._limit_s = 0.0  # as was said last
         self.known: tuple[float, float] = (0.0, 0.0)  # samples and seconds per batch, as they were read last
 
@@ -94,11 +97,6 @@ class Timesheet:
     def begin(self, samples: int) -> None:
         """A batch of `samples` begins."""
         self._pace.begin()
-        if self._loading is not None:
-            self._loading.hear(
-                samples, step_s=self._pace.last_s, waited_s=self._waited_s, computed_s=self._computed_s
-            )
-        self._waited_s = self._computed_s = 0.0
         self._batches += 1
         self._samples += samples
 
@@ -115,20 +113,21 @@ class Timesheet:
         """Compute ends; what follows is waiting."""
         self._meter.pause()
 
-    def will_load(self, *, beside: bool, in_parts: bool = True) -> None:
-        """Says that another iteration over data begins.
+    def will_load(self, *, beside: bool, in_parts: bool = True, loaders: int = 1) -> None:
+        """Says that another iteration over data begins, or that one goes on within which there was another.
 
         Args:
             beside: others load it, while this rank computes.
             in_parts: a rank loads its share; else it reads all, and waits as long for it whatever its share.
+            loaders: how many do, side by side.
         """
         self._by_itself = not beside
-        if not (beside and in_parts):
-            self._loading = None
-        elif self._loading is None:
-            self._loading = LoadingPace()
-        else:
-            self._loading.interrupt()
+        self._beside.look_back(loaders)
+        self._loading = self._beside if beside and in_parts else None
+        self._ended_s = None  # for its first batch a rank waits once
+        if not self._batches:
+            self._data_s = self._own_s = 0.0  # waited for what was no training, as a validation's
+        self.iteration += 1
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
@@ -140,11 +139,7 @@ class Timesheet:
         if self._by_itself:
             self._own_s += seconds
             self._meter.count_loading(processor_s)
-        self._has_waited(seconds)
-
-    def _has_waited(self, seconds: float) -> None:
         self._data_s += seconds
-        self._waited_s += seconds
 
     def beside(self) -> contextlib.AbstractContextManager[None]:
         """While this rank does what is no computation of its samples."""
@@ -164,7 +159,7 @@ class Timesheet:
 
     def loaded(self, at: Moment) -> None:
         """Says that the batch that begins was there at a moment: where this rank was ready before, it waited."""
-        self._has_waited(self._meter.begin_at(at))
+        self._data_s += self._meter.begin_at(at)
 
     def discard(self) -> None:
         """Says that what is done now takes longer than it will ever again."""
@@ -173,9 +168,12 @@ class Timesheet:
     def end(self, tell: Callable[[Entry], None]) -> None:
         """Ends what was done since the last call; `tell` hears of it as soon as it is known how long it took."""
         self.read()
+        now_s, before_s = self._clock(), self._ended_s
         ended = Ended(
-            self._meter.take(), self._samples, self._batches, self._data_s, self._own_s, self._discarded, tell
-        )
+            self._meter.take(), self._samples, self._batches, self._data_s, self._own_s,
+            None if before_s is None else now_s - before_s, self._loading, self._discarded, tell,
+        )  # fmt: skip
+        self._ended_s = now_s
         self._samples, self._batches, self._discarded = 0, 0, False
         self._data_s = self._own_s = 0.0
         self._ended = ended
@@ -194,15 +192,20 @@ class Timesheet:
         if self._ended is None:
             return
         ended, self._ended = self._ended, None
-        compute_s = ended.taken.seconds()
-        self._computed_s += compute_s
-        extra_s = ended.own_s + self._meter.take_extra_s(compute_s + ended.own_s)
-        if self._loading is not None and self._loading.seconds_per_sample is not None:
-            loading_s = self._loading.seconds_per_sample * ended.samples
-            self._tell_limit(self._loading.seconds_per_sample, loading_s / max(compute_s + extra_s, 1e-9))
-            extra_s = max(extra_s, loading_s - compute_s)
-        pends = self._loading is not None and self._loading.pends
-        batches = max(ended.batches, 1)
+        compute_s, loading, batches = ended.taken.seconds(), ended.loading, max(ended.batches, 1)
+        own_s = ended.own_s
+        if ended.step_s is not None:  # where nobody waits for a device, as in steps apart, it computes meanwhile
+            own_s = min(own_s, max(0.0, ended.step_s - compute_s))
+        extra_s = own_s + self._meter.take_extra_s(compute_s, own_s)
+        if loading is not None and not ended.discarded:
+            # All of one batch: where a device is behind, it is not the one that is in use now.
+            loading.hear(ended.samples, step_s=ended.step_s, waited_s=ended.data_s, computed_s=compute_s)
+            if loading.seconds_per_sample is not None:
+                loading_s = loading.seconds_per_sample * ended.samples
+                if 2 * ended.samples >= self.known[0] * batches:  # a short batch says nothing of the others
+                    self._tell_limit(loading.seconds_per_sample, loading_s / max(compute_s + extra_s, 1e-9))
+                extra_s = max(extra_s, loading_s - compute_s)
+        pends = loading is not None and loading.pends
         if ended.discarded:
             compute_s = extra_s = 0.0
         self._stops.add(ended.samples / batches, compute_s / batches, batches=batches)
@@ -249,6 +252,7 @@ class Timesheet:
         self.read()
         self._meter.forget()
         self.known = (state["samples"], 0.0)
+        self._data_s, self._own_s, self._ended_s = 0.0, 0.0, None
         self._samples, self._batches = state["begun"]
         self._discarded = self._batches > 0  # it is not known how long these took
 

@@ -24,11 +24,12 @@ class Ahead:
         workers: threads, or processes; 0 to load a batch when it is asked for, in the thread that asks.
 
     Attributes:
-        pool: of the workers; None for none.
+        workers: how many.
+        pool: of them; None for none.
     """
 
     def __init__(self, source: Source, *, workers: int, use_processes: bool) -> None:
-        self._source, self._most = source, BY_EACH * workers
+        self._source, self.workers, self._most = source, workers, BY_EACH * workers
         self.pool: Executor | None = None
         if workers and use_processes:
             self.pool = processes(workers, source)

@@ -213,6 +213,7 @@ class BalancedDataset(keras.utils.PyDataset):
         self.balancer.timesheet.will_load(
             beside=self._ahead_of_use or self._ahead.pool is not None,
             in_parts=not isinstance(self._source, (StreamSource, EpochStreams)),
+            loaders=self._ahead.workers,
         )
 
     def _settle(self) -> int:

@@ -9,14 +9,16 @@ more and more rarely, and else more often.
 
 from __future__ import annotations
 
+import statistics
 from collections import deque
 
-# Batches that are looked at together: several that load end at about the same time, and then none. At first fewer do,
-# for the first plan not to be made without.
+# Batches that are looked at together, or as many as there are who load: these end at about the same time, and then none
+# does. At first fewer do, for the first plan not to be made without.
 WINDOW, FEW = 16, 8
 WAITS = 0.05  # of the time: who waits less for its batches could have more of them
 LEAST, MOST = 40, 5120  # batches from one try to the next
 MORE = 4  # times as many after a try that failed
+LONG = 2.0  # times as long as usual, beside waiting: what a batch takes beyond that is no loading, as compiling
 TRIED = 0.9  # of the seconds that a sample is taken to need, in a try
 
 
@@ -31,32 +33,35 @@ class LoadingPace:
         self.seconds_per_sample: float | None = None
         self._seen: deque[tuple[int, float, float, float]] = deque(maxlen=WINDOW)
         self._pause, self._since, self._tries = LEAST, 0, False
-        self._fresh = True
 
     @property
     def pends(self) -> bool:
         """Whether the rank waits, and it is not known yet for how fast a loader."""
         return self.seconds_per_sample is None and bool(self._seen) and self._sums()[2]
 
+    def look_back(self, loaders: int) -> None:
+        """Says how many load side by side."""
+        if (most := max(WINDOW, loaders)) != self._seen.maxlen:
+            self._seen = deque(self._seen, maxlen=most)
+
     def _sums(self) -> tuple[int, float, bool]:
         """Samples and seconds of the batches that are looked at, and whether the rank waits for them."""
         number, steps_s, waited_s, computed_s = (sum(each) for each in zip(*self._seen, strict=True))
-        return number, steps_s, waited_s >= max(WAITS * steps_s, steps_s - computed_s - waited_s)
-
-    def interrupt(self) -> None:
-        """Says that loading ends or begins here: the next batch is the first, and for that a rank waits once."""
-        self._fresh = True
+        others_s = steps_s - computed_s - waited_s
+        usual_s = statistics.median(step_s - wait_s for _, step_s, wait_s, _ in self._seen)
+        if usual_s > 0.0:
+            steps_s = sum(min(step_s, wait_s + LONG * usual_s) for _, step_s, wait_s, _ in self._seen)
+        return number, steps_s, waited_s >= max(WAITS * steps_s, others_s)
 
     def hear(self, samples: int, *, step_s: float | None, waited_s: float, computed_s: float) -> None:
-        """Takes in a batch that is there.
+        """Takes in a batch that is done.
 
         Args:
-            step_s: seconds since the batch before it was there; None where there was none.
+            step_s: seconds since the batch before it was; None for the first one, for which a rank waits once.
             waited_s: for how many of these the rank waited for it.
             computed_s: for how many of these it computed.
         """
-        fresh, self._fresh = self._fresh, False
-        if fresh or step_s is None:
+        if step_s is None:
             return
         self._seen.append((samples, step_s, waited_s, computed_s))
         number, steps_s, waits = self._sums()

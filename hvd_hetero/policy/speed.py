@@ -5,7 +5,7 @@
 where one forward and backward pass takes b, or ceil(b / c) of them do, which hold c samples at most. What many passes
 took is that many times what one took on an equal part of the samples, and is seen as that.
 
-Compute time alone goes in. In synchronous training every rank's *step* takes equally long, because waiting hides speed.
+Waiting for others is left out. In synchronous training every *step* takes equally long: waiting hides speed.
 
 - Observations are judged by the median of their size or, where sizes are mostly seen once, by the line of Theil (1950)
   and Sen (1968), "Estimates of the regression coefficient based on Kendall's tau"; outliers go, and least squares with
@@ -38,7 +38,7 @@ LEAST_NOISE = 0.02           # relative noise between neighbouring steps, at the
 
 @dataclass(frozen=True, kw_only=True)
 class Observation:
-    """One step of one rank: the share it processed and the seconds of compute alone (no waiting, no data)."""
+    """One step of one rank: the share it processed and the seconds that it needed, also for loading; no waiting."""
 
     samples: int
     compute_s: float

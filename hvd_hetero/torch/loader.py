@@ -156,15 +156,20 @@ class BalancedDataLoader:
     def _batches(self, bar: Any) -> Iterator[Any]:
         self._iterations = mine = self._iterations + 1
         batches = self._feed.batches()
-        self.balancer.timesheet.will_load(
-            beside=self.loader.num_workers > 0, in_parts=not isinstance(self.dataset, IterableDataset)
-        )
+        sheet, iteration = self.balancer.timesheet, None
         first = True
         while True:
             if self._iterations != mine:
                 raise RuntimeError(ONE_AT_A_TIME)
+            if sheet.iteration != iteration:  # it begins, or goes on after one of another loader
+                sheet.will_load(
+                    beside=self.loader.num_workers > 0,
+                    in_parts=not isinstance(self.dataset, IterableDataset),
+                    loaders=self.loader.num_workers,
+                )
+                iteration = sheet.iteration
             try:
-                with self.balancer.timesheet.loading():
+                with sheet.loading():
                     loaded = next(batches)
             except StopIteration:
                 return
