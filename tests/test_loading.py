@@ -98,7 +98,7 @@ class Data(torch.utils.data.Dataset):
         return 80
 
     def __getitem__(self, index):
-        os.write(1, b"reads\n")  # at once: unbuffered, print writes a line and its end one after another
+        os.write(1, b"reads\\n")  # at once: unbuffered, print writes a line and its end one after another
         time.sleep(3600)
 
 if __name__ == "__main__":

@@ -261,7 +261,7 @@ def test_a_plan_knows_how_many_passes_a_share_takes():
     plan = decide(current, models, step=50, global_batch_size=64, micro_batch=caps)
     assert plan.shares[1] < 32 and "rank 1 is slowest" in plan.reason
     assert plan.predicted_step_s == pytest.approx(step_time_s(models, plan.shares, caps))
-    assert f"compute {models[1].time_s(32, 8):.4g} s" in plan.reason
+    assert f"it takes {models[1].time_s(32, 8):.4g} s" in plan.reason
 
 
 def test_a_share_shrinks_by_the_square_of_what_it_may_grow_by():
