@@ -3,6 +3,7 @@
 import functools
 import gc
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -44,6 +45,31 @@ def test_of_two_ranks_that_wait_for_each_other_one_goes_on():
         return waited
 
     assert not all(World(2).run(program, timeout_s=5))
+
+
+def test_who_waits_in_what_came_after_waits_for_nobody_in_what_is_over():
+    """One rank looks, then the sum ends, and then it sees the other one wait in the next."""
+    looked = threading.Event()
+
+    def program(engine):
+        if engine.rank == 1:
+            assert looked.wait(10)
+        first = engine.allreduce_async(np.zeros(1), name="first")
+
+        def over():
+            if looked.is_set():
+                return first.done()
+            looked.set()
+            deadline = time.monotonic() + 10
+            while all(0 in call.arrays for call in engine._group.waited_for) and time.monotonic() < deadline:
+                time.sleep(0.001)
+            return False  # as it was when it looked
+
+        waited = engine.wait_unless_awaited(over, name="first") if engine.rank == 0 else first.wait() is not None
+        engine.allreduce_async(np.zeros(1), name="second").wait()
+        return waited
+
+    assert World(2).run(program, timeout_s=30) == [True, True]
 
 
 def test_solo_engine_is_an_engine_and_the_identity():

@@ -150,12 +150,12 @@ def test_who_has_submitted_is_not_missing(ranks):
     assert two.watches[0].explain((0, 1)) == "", "who answers explains no failure"
 
 
-def hears_that_it_is_awaited(two, operation, seconds, *, at):
+def hears_that_it_is_awaited(two, operation, seconds, *, at, limit_s=LIMIT_S / 2):
     """Whether rank 0, which waits `at` another operation, goes on because rank 1 waits for it in `operation`."""
     seen = threading.Event()
     waiter = threading.Thread(target=two.wait, args=(1, operation, seconds, (0, 1), seen.is_set))
     waiter.start()
-    give_up = time.monotonic() + LIMIT_S / 2
+    give_up = time.monotonic() + limit_s
     alone = two.watches[0].wait_unless_awaited(lambda: time.monotonic() > give_up, at, (0, 1))
     seen.set()
     waiter.join()
@@ -167,6 +167,16 @@ def test_who_has_not_taken_in_an_operation_is_missing_in_the_next_of_its_name(ra
     two = ranks(2, patience=TALKS)
     two.watches[0].submitted("merge", over=lambda: True)
     assert hears_that_it_is_awaited(two, "merge", 0.0, at="another")
+
+
+def test_who_waits_in_what_comes_after_an_operation_waits_for_nobody_in_it(ranks):
+    """The operation is over for rank 1, which is in the next one; rank 0 has not heard of its end yet, as where it had
+    no core: it is about to, and then comes."""
+    two = ranks(2, patience=TALKS)
+    for one in two.watches:
+        one.submitted("merge.0", over=lambda: True)
+    two.watches[1].ended("merge.0")
+    assert not hears_that_it_is_awaited(two, "merge.1", 0.0, at="merge.0", limit_s=2.0)
 
 
 def until(condition):
@@ -540,7 +550,7 @@ def test_who_waits_for_long_asks_ever_more_rarely_and_never_stops(monkeypatch):
     monkeypatch.setattr(company.background, "begin", lambda work, name: work())
     others = company.Company(lambda: ())
     monkeypatch.setattr(others, "_asked", lambda *_: asked.append(clock.now) or [])
-    awaited = others.awaits((0, 1))
+    awaited = others.awaits("merge", (0, 1))
     while clock.now < 1000.0:
         assert not awaited()
         clock.now += 0.25
@@ -736,6 +746,22 @@ def test_who_has_heard_that_it_is_awaited_waits_no_longer_until_it_has_waited_el
     assert not one._company.awaited
     with pytest.raises(AssertionError, match="it waits"):
         one.wait_unless_awaited(lambda: True, "merge", (0, 1))
+
+
+def test_who_is_awaited_in_what_comes_after_the_end_of_its_wait_has_waited_to_the_end(monkeypatch):
+    """One rank looks, then the operation ends, and then another one is seen to wait in the next."""
+    one, looks = Watch(None), iter([False, True, False])
+
+    def awaited():
+        one._company.awaited = True
+        return True
+
+    monkeypatch.setattr(one._company, "awaits", lambda operation, ranks: awaited)
+    assert one.wait_unless_awaited(lambda: next(looks), "merge", (0, 1)) is True
+    assert not one._company.awaited, "the next wait is one"
+    monkeypatch.setattr(one._company, "awaits", lambda operation, ranks: lambda: False)
+    later = iter([False, False, True])
+    assert one.wait_unless_awaited(lambda: next(later), "merge", (0, 1)) is True
 
 
 def test_a_wait_lasts_as_long_as_the_watch_has_looked_and_slept(monkeypatch):

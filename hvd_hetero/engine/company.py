@@ -65,14 +65,15 @@ class Company:
         found = [each for each in asked if each is not None and not (operation == JOIN and each.answers)]
         return [each for each in found if not each.elsewhere] or found
 
-    def awaits(self, ranks: Sequence[int]) -> Callable[[], bool]:
-        """What tells, called again and again while this rank waits for these, whether one of them waits for it in an
-        operation that it has not come to. They are asked beside what this rank does."""
+    def awaits(self, operation: str, ranks: Sequence[int]) -> Callable[[], bool]:
+        """What tells, called again and again while this rank waits for these in an operation, whether one of them waits
+        for it in another one that it has not come to. They are asked beside what this rank does."""
         began, answers = time.monotonic(), SimpleQueue[bool]()
+        is_waiting = functools.partial(self._is_waiting, operation=operation)
         due_s: float | None = FIRST_S  # None: somebody is being asked
 
         def inquire() -> None:
-            answers.put(any(self._asked(self._is_waiting, ranks)))
+            answers.put(any(self._asked(is_waiting, ranks)))
 
         def is_awaited() -> bool:
             nonlocal due_s
@@ -87,8 +88,11 @@ class Company:
 
         return is_awaited
 
-    def _is_waiting(self, peer: Peer) -> bool:
-        """Whether a peer waits for this rank. One that does not answer waits for nobody."""
+    def _is_waiting(self, peer: Peer, operation: str) -> bool:
+        """Whether a peer waits for this rank, which waits in an operation. One that does not answer waits for nobody;
+        nor does one for which the operation is over: it is about to be so here, and then this rank comes."""
         with contextlib.suppress(ConnectionError):
-            return waits_for(self.me, ask(peer, {"kind": "state"}), self._submitted())
+            state = ask(peer, {"kind": "state", "operation": operation})
+            over = operation not in state["submitted"] and 0 < self._times(operation) <= state["times"]
+            return not over and waits_for(self.me, state, self._submitted())
         return False

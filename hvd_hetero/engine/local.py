@@ -107,7 +107,7 @@ class LocalEngine:
             while not done():
                 self._group.check(name)
                 if any(self._rank not in call.arrays for call in list(self._group.waited_for)):
-                    return False
+                    return done()  # they may be in the next operation because this one has just ended
                 time.sleep(0.001)
             return True
 

@@ -10,12 +10,12 @@ LONGEST_S = 0.002
 
 
 def wait_until(done: Callable[[], bool], *, unless: Callable[[], bool] = lambda: False) -> bool:
-    """Sleeps until `done()`; or, False, until `unless()`. A look costs CPU that a slow rank needs, so the longer the
-    wait, the rarer the looks."""
+    """Sleeps until `done()`; or, False, until `unless()` and not `done()` meanwhile. A look costs CPU that a slow rank
+    needs, so the longer the wait, the rarer the looks."""
     start = time.perf_counter()
     while not done():
         if unless():
-            return False
+            return done()
         waited = time.perf_counter() - start
         time.sleep(min(LONGEST_S, max(SHORTEST_S, waited / 16)))
     return True

@@ -129,7 +129,10 @@ class Watch:
         if self._company.awaited:
             return done()
         with self.waiting(operation, ranks):
-            return wait_until(done, unless=self._company.awaits(ranks))
+            over = wait_until(done, unless=self._company.awaits(operation, ranks))
+        if over:  # who was seen to wait may do so in what came after it
+            self._company.awaited = False
+        return over
 
     def close(self) -> None:
         """Watches no more."""
