@@ -10,8 +10,8 @@ import json
 import time
 from typing import Any
 
+import bench_worker
 import torch
-from bench_worker import Contender, validation_loss
 from emulation.worker.emulation_hold import hold, release
 from torch.utils.data import Subset
 
@@ -19,7 +19,7 @@ CHECK_EVERY = 5  # steps after which ranks that step together agree on the time
 POST_LOCAL = {"warmup_steps": 8, "period": 4}  # of torch's post-local SGD
 
 
-class Straggling(Contender):
+class Straggling(bench_worker.Contender):
     """The contenders of `ci/bench`, post-local SGD of torch, and ours."""
 
     def data(self) -> Any:
@@ -75,6 +75,7 @@ class Straggling(Contender):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.set_defaults(**vars(bench_worker.parser().parse_args(["alone"])))  # of what is no option here
     parser.add_argument("contender", choices=["alone", "horovod", "ddp", "post-local", "hetero", "local"])
     parser.add_argument("--shares", default="32:16:8:8")
     parser.add_argument("--rank", type=int, help="of `alone`: which share")
@@ -87,8 +88,6 @@ def main() -> None:
     parser.add_argument("--snapshot-s", type=float, default=2.5)
     parser.add_argument("--epoch-samples", type=int, default=0, help="so many make an epoch, at whose end ranks with a "
                         "local strategy merge, and that they end with; 0: all there are, and no end to wait at")
-    parser.set_defaults(width=136, layers=2, codec="none", topology=None, bucket_bytes=None, dense_steps=0,
-                        strategy="synchronous", package="hvd_hetero")
     arguments = parser.parse_args()
     contender = Straggling(arguments)
     apart = arguments.contender in ("alone", "local")
@@ -141,7 +140,7 @@ def main() -> None:
         losses = []
         for at, state in snapshots:
             contender.model.load_state_dict(state)
-            losses.append((round(at, 2), round(validation_loss(contender, windows, batches=4), 4)))
+            losses.append((round(at, 2), round(bench_worker.validation_loss(contender, windows, batches=4), 4)))
         record["losses"] = losses
     print("BENCH " + json.dumps(record), flush=True)
 
