@@ -96,7 +96,6 @@ class Balancer:
         self._settle()
         self._introduce()
         self.record.waits(engine)
-        self.timesheet.tell_limit = lambda s: self.record.event("loading", step=self.step, seconds_per_sample=s)
         engine.during_waits(self.timesheet.waiting)
         engine.remember(self.rebuild)
 
@@ -394,5 +393,6 @@ class Balancer:
         self.step = int(state["step"])
         self.dialogue.restart()
         self.planner.load_state_dict(state["planner"], self.step)
+        self.timesheet.resume_loading(self.planner.loading_s[self.rank])
         self.strategies.load_state_dict(state["strategies"])
         self.ladder = Ladder(self.planner.plans[-1].shares, tell=self._moved)

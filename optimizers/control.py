@@ -1,7 +1,8 @@
 """The control vector: what ranks tell each other with every gradient, at no message of its own.
 
 It is summed like a gradient. Each rank writes into its own slots and leaves the others' zero, so the sum is a gather:
-the number of loss terms, of every rank last step's share and compute time, how long it ran and was stopped, whether it
+the number of loss terms, of every rank last step's share and compute time, what loading allows, how long it ran and was
+stopped, whether it
 has failed, was told to end, wants all to stop, to lay out buckets anew or to choose anew how these travel, how many
 batches it has dealt ahead, at times a hash of its parameters, which batch it is at and where in an epoch that was
 dealt, and – written by rank 0 alone – the next plan.
@@ -22,7 +23,7 @@ REASON_LENGTH = 80  # characters of a plan's reason that travel
 STRATEGIES = (SYNCHRONOUS, LOCAL)  # by the number that travels
 LEAVES, STOPS, LAYS_OUT, CHOOSES = 1, 2, 4, 8  # in one slot
 BATCHES, ORIGINS = 1 << 20, 15  # are told apart, in one slot: at most 2**24 together
-PER_RANK, PER_PLAN = 10, 3  # slots of a rank, and of a plan beside its shares and reason
+PER_RANK, PER_PLAN = 11, 3  # slots of a rank, and of a plan beside its shares and reason
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +63,7 @@ class Report:
 
     count: float
     compute_s: tuple[float, ...]
+    loading_s: tuple[float, ...]  # that a sample takes to be loaded beside computing, at least
     samples: tuple[float, ...]
     failed: tuple[int, ...]
     leaving: tuple[int, ...]  # ranks that were told to end
@@ -78,6 +80,12 @@ class Report:
     origins: tuple[int, ...]  # where in its epoch each rank's batch was dealt, below `ORIGINS`; not said where -1
     interval: int
 
+    @property
+    def busy_s(self) -> tuple[float, ...]:
+        """Of each rank the seconds that its samples took; 0 where it has not said what computing them did."""
+        said = zip(self.compute_s, self.loading_s, self.samples, strict=True)
+        return tuple(max(compute_s, each_s * samples) if compute_s else 0.0 for compute_s, each_s, samples in said)
+
 
 def length(ranks: int) -> int:
     """The number of elements of the control vector."""
@@ -93,6 +101,7 @@ def pack(
     samples: float,
     failed: bool,
     announcement: Announcement | None,
+    loading_s: float = 0.0,
     leaves: bool = False,
     stops: bool = False,
     lays_out: bool = False,
@@ -114,7 +123,7 @@ def pack(
     vector[1 + 3 * ranks + rank] = dealt_ahead
     look, ends = look or Look(), LEAVES * leaves + STOPS * stops + LAYS_OUT * lays_out + CHOOSES * chooses
     at = 0 if batch is None else batch % BATCHES + 1 + (0 if origin is None else (origin + 1) * BATCHES)
-    for place, value in enumerate((*(ran or Ran()), ends, look.hash, at), start=4):
+    for place, value in enumerate((*(ran or Ran()), ends, look.hash, at, loading_s), start=4):
         vector[1 + place * ranks + rank] = value
     if announcement is not None:
         at = 1 + PER_RANK * ranks
@@ -151,11 +160,14 @@ def unpack(total: Sequence[float], *, ranks: int) -> Report:
             predicted_step_s=predicted_step_s,
             strategy=STRATEGIES[int(strategy)],
         )
-    *ran, ends, hashes, said = (total[1 + place * ranks : 1 + (place + 1) * ranks] for place in range(4, PER_RANK))
+    *ran, ends, hashes, said, loading_s = (
+        total[1 + place * ranks : 1 + (place + 1) * ranks] for place in range(4, PER_RANK)
+    )
     at_batch = [int(value) - 1 for value in said]
     return Report(
         count=total[0],
         compute_s=tuple(total[1 : 1 + ranks]),
+        loading_s=tuple(loading_s),
         samples=tuple(total[1 + ranks : 1 + 2 * ranks]),
         failed=failed_in(total, ranks=ranks),
         leaving=tuple(rank for rank in range(ranks) if int(ends[rank]) & LEAVES),

@@ -103,12 +103,16 @@ class Dialogue:
         if leads:
             place = self._place
             dealt_ahead = self.horizon.said(place.step, lookahead=place.lookahead, ahead=ahead, answers=answers)
-            self._said = {"samples": samples, "dealt_ahead": dealt_ahead, "staleness": self.staleness}
+            self._said = {
+                "samples": samples, "dealt_ahead": dealt_ahead, "staleness": self.staleness,
+                "loading_s": self._timesheet.loading_s,
+            }  # fmt: skip
         return control.pack(
             ranks=self._engine.size,
             rank=self._engine.rank,
             count=count,
             compute_s=seconds,
+            loading_s=self._timesheet.loading_s if leads else 0.0,
             samples=samples,
             dealt_ahead=dealt_ahead,
             staleness=self.staleness if leads else 0.0,
@@ -190,15 +194,15 @@ class Dialogue:
     def _hear_speeds(self, report: control.Report, step: int, *, together: bool) -> None:
         """Takes in what each rank needed; rank 0 looks whether another plan pays."""
         planner = self._planner
-        planner.observe(step - 1, report.samples, report.compute_s)
+        planner.observe(step - 1, report.samples, report.compute_s, report.loading_s)
         planner.steadiness.hear(step - 1, report.ran)
         if planner.selection is not None:
             whole_s = self._timesheet.last_step_s if together else None
-            planner.selection.hear(compute_s=report.compute_s, step_s=whole_s)
-        self.links.hear(step, busy_s=report.compute_s, together=together)
+            planner.selection.hear(busy_s=report.busy_s, step_s=whole_s)
+        self.links.hear(step, busy_s=report.busy_s, together=together)
         looks = self._engine.rank == 0 and (self._replans or planner.selection is not None)
         if report.announcement is None and looks:
-            with self._timesheet.beside():
+            with self._timesheet.aside():
                 planner.look(step, measured_step_s=self._timesheet.usual_step_s)
 
     def unheard(self) -> None:

@@ -58,7 +58,7 @@ class Record:
         def tell(entry: Entry) -> None:
             trace.step(
                 step=step, samples=entry.samples, data_s=entry.data_s, compute_s=entry.compute_s, wait_s=wait_s,
-                bytes=bytes_sent, share=share, extra_s=entry.extra_s, t_s=t_s,
+                bytes=bytes_sent, share=share, extra_s=entry.extra_s, loading_s=entry.loading_s, t_s=t_s,
             )  # fmt: skip
 
         return tell

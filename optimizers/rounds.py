@@ -276,7 +276,7 @@ class Rounds:
             self.merges += 1
             drift, noise = self.lengths.watch(said.sums, merge.square, said.steps, said.samples)
             at = int(max(said.positions))
-            self.lengths.hear(self.balancer.planner.steadiness.alone_s(report.compute_s))
+            self.lengths.hear(self.balancer.planner.steadiness.alone_s(report.busy_s))
             self.balancer.ladder.hear_intervals(self.lengths.intervals, self.lengths.reason)
             leads = self._leads
             if leads:

@@ -53,15 +53,15 @@ class Selection:
         self._exchange_s: deque[float] = deque(maxlen=EXCHANGES)
         self._next_look = self._first_look = first_step
 
-    def hear(self, *, compute_s: Sequence[float], step_s: float | None) -> None:
+    def hear(self, *, busy_s: Sequence[float], step_s: float | None) -> None:
         """Takes in what a batch took.
 
         Args:
-            compute_s: of each rank.
+            busy_s: of each rank, without waiting for others.
             step_s: from the batch's beginning to its end, where it was a synchronous one.
         """
-        if step_s is not None and max(compute_s) > 0:
-            self._exchange_s.append(max(0.0, step_s - max(compute_s)))
+        if step_s is not None and max(busy_s) > 0:
+            self._exchange_s.append(max(0.0, step_s - max(busy_s)))
 
     def state_dict(self) -> list[float]:
         """What exchanges took."""

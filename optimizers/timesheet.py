@@ -6,16 +6,14 @@ import atexit
 import contextlib
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from hvd_hetero.policy.jitter import Ran
-from hvd_hetero.policy.loading import LoadingPace
 
-from .meter import ComputeMeter, Moment, Pace, Stopwatch, Taken, WallClock
+from .meter import ComputeMeter, Pace, Stopwatch, Taken, WallClock
 from .stop import StopMeter
-
-CLEARLY = 1.25  # times as long
+from .supply import Supplied, Supply
 
 
 class Entry(NamedTuple):
@@ -25,6 +23,7 @@ class Entry(NamedTuple):
     data_s: float  # waited for data
     compute_s: float
     extra_s: float  # beyond that, as plans reckon: see `Timesheet.read`
+    loading_s: float  # that its samples take to be loaded beside computing, at least
 
 
 class Ended(NamedTuple):
@@ -33,10 +32,7 @@ class Ended(NamedTuple):
     taken: Taken
     samples: int
     batches: int
-    data_s: float
-    own_s: float  # of these, in which this rank loaded its data itself
-    step_s: float | None  # since the end before; None where that is not of the same iteration
-    loading: LoadingPace | None  # of what loaded it beside this rank's computing
+    supplied: Supplied
     discarded: bool
     tell: Callable[[Entry], None]
 
@@ -51,11 +47,13 @@ class Timesheet:
         stopwatch: measures compute; None: wall time, until somebody knows better (see `measure_with`).
         quota_cores: the cores that a CPU quota allows this process; None: as many as there are.
         clock: seconds, for what no device has a part in.
+        processor_s: seconds of processor time of this process.
 
     Attributes:
-        iteration: number of the last one over data that was told of.
-        tell_limit: is told of the seconds that a sample takes to be loaded beside computing, where that is what limits
-            this rank; of 0 where it no longer is.
+        supply: how this rank gets its samples.
+        known: samples and seconds per batch, as they were read last.
+        loading_s: seconds that a sample takes to be loaded beside computing, at least, as it was read last; 0: less
+            than was noticed.
     """
 
     def __init__(
@@ -64,16 +62,14 @@ class Timesheet:
         *,
         quota_cores: Callable[[], float | None] = lambda: None,
         clock: Callable[[], float] = time.perf_counter,
+        processor_s: Callable[[], float] = time.process_time,
     ) -> None:
-        self._meter, self._clock = ComputeMeter(stopwatch or WallClock(), quota_cores=quota_cores), clock
-        self._given = stopwatch is not None
+        self._meter = ComputeMeter(stopwatch or WallClock(), processor_s=processor_s, quota_cores=quota_cores)
+        self._clock, self._given = clock, stopwatch is not None
         self._ended: Ended | None = None  # whose time is not read yet
         self._late = False  # whether there ever was one
-        self._by_itself = True  # whether this rank loads its data itself
-        self.iteration = 0
-        self.tell_limit: Callable[[float], None] = lambda seconds_per_sample: None
-        self._beside = LoadingPace()  # of what loads beside this rank's computing, also while something else does
-        self._loading: LoadingPace | None = None  # it, while that loads
+        self.supply = Supply(self._meter, clock)
+        self.loading_s = 0.0
         self.restart()
 
     def restart(self) -> None:
@@ -84,10 +80,14 @@ class Timesheet:
         self._stops = StopMeter()
         self._samples = self._batches = 0
         self._discarded = False
-        self._data_s = self._own_s = 0.0
-        self._ended_s: float | None = None  # when what was done last ended, of the present iteration
-        self._limit_s = 0.0  # as was said last
-        self.known: tuple[float, float] = (0.0, 0.0)  # samples and seconds per batch, as they were read last
+        self.supply.restart()
+        self.known: tuple[float, float] = (0.0, 0.0)
+
+    def resume_loading(self, loading_s: float) -> None:
+        """Goes on from what was known of this rank's loaders, see `loading_s`: it may be another process now."""
+        if loading_s and not self.loading_s:
+            self.supply.pace.resume(loading_s)
+            self.loading_s = loading_s
 
     def measure_with(self, stopwatch: Stopwatch) -> None:
         """Measures compute with what suits the device, unless the constructor was told."""
@@ -97,6 +97,7 @@ class Timesheet:
     def begin(self, samples: int) -> None:
         """A batch of `samples` begins."""
         self._pace.begin()
+        self.supply.begin()
         self._batches += 1
         self._samples += samples
 
@@ -113,35 +114,7 @@ class Timesheet:
         """Compute ends; what follows is waiting."""
         self._meter.pause()
 
-    def will_load(self, *, beside: bool, in_parts: bool = True, loaders: int = 1) -> None:
-        """Says that another iteration over data begins, or that one goes on within which there was another.
-
-        Args:
-            beside: others load it, while this rank computes.
-            in_parts: a rank loads its share; else it reads all, and waits as long for it whatever its share.
-            loaders: how many do, side by side.
-        """
-        self._by_itself = not beside
-        self._beside.look_back(loaders)
-        self._loading = self._beside if beside and in_parts else None
-        self._ended_s = None  # for its first batch a rank waits once
-        if not self._batches:
-            self._data_s = self._own_s = 0.0  # waited for what was no training, as a validation's
-        self.iteration += 1
-
-    @contextlib.contextmanager
-    def loading(self) -> Iterator[None]:
-        """While this rank waits for data, between two of its computations; what raises does not count."""
-        start_s, processor_s = self._clock(), self._meter.processor_s()
-        with self._meter.aside(waits=False):
-            yield
-        seconds = self._clock() - start_s
-        if self._by_itself:
-            self._own_s += seconds
-            self._meter.count_loading(processor_s)
-        self._data_s += seconds
-
-    def beside(self) -> contextlib.AbstractContextManager[None]:
+    def aside(self) -> contextlib.AbstractContextManager[None]:
         """While this rank does what is no computation of its samples."""
         return self._meter.aside(waits=False)
 
@@ -153,14 +126,6 @@ class Timesheet:
         """The seconds of such waits since the last call."""
         return self._meter.take_aside_s()
 
-    def now(self) -> Moment:
-        """This moment, for `loaded`; also for another thread, which loads ahead."""
-        return self._meter.now()
-
-    def loaded(self, at: Moment) -> None:
-        """Says that the batch that begins was there at a moment: where this rank was ready before, it waited."""
-        self._data_s += self._meter.begin_at(at)
-
     def discard(self) -> None:
         """Says that what is done now takes longer than it will ever again."""
         self._discarded = True
@@ -168,14 +133,9 @@ class Timesheet:
     def end(self, tell: Callable[[Entry], None]) -> None:
         """Ends what was done since the last call; `tell` hears of it as soon as it is known how long it took."""
         self.read()
-        now_s, before_s = self._clock(), self._ended_s
-        ended = Ended(
-            self._meter.take(), self._samples, self._batches, self._data_s, self._own_s,
-            None if before_s is None else now_s - before_s, self._loading, self._discarded, tell,
-        )  # fmt: skip
-        self._ended_s = now_s
+        supplied = self.supply.end()
+        ended = Ended(self._meter.take(), self._samples, self._batches, supplied, self._discarded, tell)
         self._samples, self._batches, self._discarded = 0, 0, False
-        self._data_s = self._own_s = 0.0
         self._ended = ended
         if ended.taken.known():
             self.read()
@@ -186,40 +146,31 @@ class Timesheet:
     def read(self) -> None:
         """Reads how long it took what has ended; where the device is still at it, this waits for it.
 
-        To plans a rank that loads its data itself takes as long as that and computing do, and one that others load for
-        as long as the longer of the two.
+        A rank that loads its data itself takes as long as that and computing do. Where others load it meanwhile, that
+        takes its time by itself: see `loading_s`. Until it is known how long, where this rank waits for it, better
+        nothing is known than what a plan would be wrong with.
         """
         if self._ended is None:
             return
         ended, self._ended = self._ended, None
-        compute_s, loading, batches = ended.taken.seconds(), ended.loading, max(ended.batches, 1)
-        own_s = ended.own_s
-        if ended.step_s is not None:  # where nobody waits for a device, as in steps apart, it computes meanwhile
-            own_s = min(own_s, max(0.0, ended.step_s - compute_s))
+        compute_s, supplied, batches = ended.taken.seconds(), ended.supplied, max(ended.batches, 1)
+        own_s, pace = supplied.own_s, supplied.pace
+        if supplied.step_s is not None:  # where nobody waits for a device, as in steps apart, it computes meanwhile
+            own_s = min(own_s, max(0.0, supplied.step_s - compute_s))
         extra_s = own_s + self._meter.take_extra_s(compute_s, own_s)
-        if loading is not None and not ended.discarded:
+        if pace is not None and not ended.discarded:
             # All of one batch: where a device is behind, it is not the one that is in use now.
-            loading.hear(ended.samples, step_s=ended.step_s, waited_s=ended.data_s, computed_s=compute_s)
-            if loading.seconds_per_sample is not None:
-                loading_s = loading.seconds_per_sample * ended.samples
-                if 2 * ended.samples >= self.known[0] * batches:  # a short batch says nothing of the others
-                    self._tell_limit(loading.seconds_per_sample, loading_s / max(compute_s + extra_s, 1e-9))
-                extra_s = max(extra_s, loading_s - compute_s)
-        pends = loading is not None and loading.pends
+            pace.hear(ended.samples, step_s=supplied.step_s, waited_s=supplied.waited_s, computed_s=compute_s)
+        self.loading_s = 0.0 if pace is None else pace.seconds_per_sample or 0.0
         if ended.discarded:
             compute_s = extra_s = 0.0
         self._stops.add(ended.samples / batches, compute_s / batches, batches=batches)
+        pends = pace is not None and pace.pends
         self.known = (ended.samples / batches, 0.0 if pends else (compute_s + extra_s) / batches)
-        ended.tell(Entry(samples=ended.samples, data_s=ended.data_s, compute_s=compute_s, extra_s=extra_s))
-
-    def _tell_limit(self, seconds_per_sample: float, longer: float) -> None:
-        """Says that loading is what limits this rank, or is no more, where it is clearly another than was said last:
-        it takes so many times as long as all else does."""
-        now = seconds_per_sample if longer >= 1.0 else 0.0
-        said = self._limit_s
-        if now and not 1.0 < CLEARLY * said / now < CLEARLY**2 or said and longer * CLEARLY < 1.0:
-            self._limit_s = now
-            self.tell_limit(now)
+        ended.tell(Entry(
+            samples=ended.samples, data_s=supplied.waited_s, compute_s=compute_s, extra_s=extra_s,
+            loading_s=self.loading_s * ended.samples,
+        ))  # fmt: skip
 
     @property
     def reported(self) -> tuple[float, float]:
@@ -252,8 +203,10 @@ class Timesheet:
         self.read()
         self._meter.forget()
         self.known = (state["samples"], 0.0)
-        self._data_s, self._own_s, self._ended_s = 0.0, 0.0, None
+        self.supply.restart()
         self._samples, self._batches = state["begun"]
+        if self._batches:
+            self.supply.begin()
         self._discarded = self._batches > 0  # it is not known how long these took
 
 

@@ -190,7 +190,7 @@ class Weighing:
         """Between two steps. A collective call."""
         self._to_choose = False
         links = self.balancer.dialogue.links
-        with self.balancer.timesheet.beside():
+        with self.balancer.timesheet.aside():
             self._ways.time_anew()
             # Each by itself: how long exchanges live that are no longer needed differs from rank to rank.
             changed = any([exchange.choose_anew() for exchange in self._exchanges])

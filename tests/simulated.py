@@ -134,18 +134,19 @@ class RecordedRanks:
         self.waits: list[list[float]] = [[] for _ in range(size)]
 
     def step(
-        self, step: int, *, compute, data=None, rest=None, shares=None, extra=None, exchange: float = 0.01
+        self, step: int, *, compute, data=None, rest=None, shares=None, extra=None, loading=None, exchange: float = 0.01
     ) -> None:
-        """What each rank does in a step, in seconds."""
+        """What each rank does in a step, in seconds; `loading`, for which it waits in `data`, others do beside it."""
         size = len(self.traces)
         data, rest, shares = data or [0.0] * size, rest or [0.0] * size, shares or [4] * size
-        extra = extra or [0.0] * size
+        extra, loading = extra or [0.0] * size, loading or [0.0] * size
         busy = [a + b + c for a, b, c in zip(compute, data, rest, strict=True)]
         self.now += max(busy) + exchange
         for rank, trace in enumerate(self.traces):
             self.waits[rank].append(max(busy) - busy[rank] + exchange)
             trace.step(step=step, samples=shares[rank], compute_s=compute[rank], data_s=data[rank], bytes=100,
-                       wait_s=self.waits[rank][-1], share=shares[rank], extra_s=extra[rank])
+                       wait_s=self.waits[rank][-1], share=shares[rank], extra_s=extra[rank],
+                       loading_s=loading[rank])
 
     def read(self) -> Run:
         """The run so far."""

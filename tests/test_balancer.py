@@ -414,6 +414,15 @@ def test_the_batch_that_a_rank_is_at_is_heard_in_single_precision_and_where_it_w
         assert report.batches == (5, heard[0], -1) and report.origins == (1, heard[1], -1), (batch, origin)
 
 
+def test_a_rank_is_busy_with_what_takes_longer():
+    """A rank that has not said how long it computed says nothing of that."""
+    report = heard_of(
+        {"samples": 4.0, "compute_s": 1.0, "loading_s": 0.5}, {"samples": 4.0, "compute_s": 3.0, "loading_s": 0.5},
+        {"samples": 4.0, "loading_s": 0.5}, {"samples": 4.0, "compute_s": 1.0},
+    )  # fmt: skip
+    assert report.loading_s == (0.5, 0.5, 0.5, 0.0) and report.busy_s == (2.0, 3.0, 0.0, 1.0)
+
+
 def test_who_leaves_stops_or_lays_out_anew_is_heard_of_each_rank_by_itself():
     flags = list(itertools.product([False, True], repeat=3))
     for one, other in itertools.product(flags, flags):
@@ -490,7 +499,7 @@ def test_what_ranks_took_is_of_the_batch_before_and_rank_0_looks_at_it_where_sha
             said = [control.pack(ranks=2, rank=each, count=0.0, compute_s=0.5, samples=4.0, failed=False,
                                  announcement=None if each else announced) for each in range(2)]
             balancer.dialogue.incoming(sum_of(*said), leads=True)
-            assert observed == [(5, (4.0, 4.0), (0.5, 0.5))] and [step for step, _ in stops] == [5]
+            assert observed == [(5, (4.0, 4.0), (0.5, 0.5), (0.0, 0.0))] and [step for step, _ in stops] == [5]
             assert looks == ([6] if rank == 0 and adaptive and announced is None else [])
 
 

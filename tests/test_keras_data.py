@@ -685,7 +685,7 @@ def test_a_function_of_the_epoch_gives_the_stream_of_each_epoch(kind):
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_dataset_says_who_loads_it(workers, ahead):
-    """A rank reads a stream whatever its share: see `Timesheet.will_load`."""
+    """A rank reads a stream whatever its share: see `Supply.will_load`."""
     balancer = Balancer(SoloEngine())
     numbers = np.arange(LENGTH)
     for data in (
@@ -693,9 +693,9 @@ def test_a_dataset_says_who_loads_it(workers, ahead):
         BalancedDataset(tf_data(LENGTH), balancer=balancer, shuffle=False),
     ):
         next(data._epoch(1, ahead=ahead))
-        sheet, in_parts = balancer.timesheet, not isinstance(data._source, StreamSource)
+        supply, in_parts = balancer.timesheet.supply, not isinstance(data._source, StreamSource)
         by_itself = not ahead and not (in_parts and workers)
-        assert (sheet._by_itself, sheet._loading is not None) == (by_itself, in_parts and not by_itself)
+        assert (supply.by_itself, supply.end().pace is not None) == (by_itself, in_parts and not by_itself)
 
 
 def test_a_function_of_the_epoch_has_to_give_streams_of_one_length():

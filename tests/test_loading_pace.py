@@ -1,5 +1,6 @@
 """Ranks that wait for their samples: what loads them is a part of how fast they are."""
 
+import dataclasses
 import random
 import time
 
@@ -12,7 +13,7 @@ pytest.importorskip("horovod.torch", reason="build it with hvd-hetero build-horo
 import hvd_hetero.torch as hvd
 from hvd_hetero.engine.local import World
 from hvd_hetero.optimizers.agreement import Terms
-from hvd_hetero.optimizers.meter import ComputeMeter, WallClock
+from hvd_hetero.optimizers.meter import WallClock
 from hvd_hetero.optimizers.planner import Planner
 from hvd_hetero.optimizers.timesheet import Timesheet
 from hvd_hetero.policy.loading import FEW, LEAST, MOST, TRIED, WINDOW, LoadingPace
@@ -25,18 +26,18 @@ class Loaded:
     """One rank of a synchronous job, whose loader works beside it, `DEPTH` batches ahead."""
 
     def __init__(self):
-        self.pace, self.begins, self.free_s, self.computed_s = LoadingPace(), [], 0.0, 0.0
+        self.pace, self.begins, self.loaded_s, self.computed_s = LoadingPace(), [], 0.0, 0.0
 
     def step(self, now_s, samples, *, loads_s, computes_s, hands_s):
-        """When it is done with a batch, and how long it says that it needs for one."""
+        """When it is done with a batch, how long it has computed, and what it says that it needs to load a sample."""
         wanted_s = self.begins[-DEPTH] if len(self.begins) >= DEPTH else 0.0
-        self.free_s = max(self.free_s, wanted_s) + loads_s * samples
-        begins_s = max(now_s, self.free_s) + hands_s
+        self.loaded_s = max(self.loaded_s, wanted_s) + loads_s * samples
+        begins_s = max(now_s, self.loaded_s) + hands_s
         step_s = begins_s - self.begins[-1] if self.begins else None
         self.pace.hear(samples, step_s=step_s, waited_s=begins_s - now_s, computed_s=self.computed_s)
         self.begins.append(begins_s)
         self.computed_s = compute_s = computes_s * samples
-        return begins_s + compute_s, max(compute_s, (self.pace.seconds_per_sample or 0.0) * samples)
+        return begins_s + compute_s, 0.0 if self.pace.pends else compute_s, self.pace.seconds_per_sample or 0.0
 
 
 def job(steps, *, loads, computes, batch=64, noise=0.05, seed=0, hands_s=0.0):
@@ -63,7 +64,8 @@ def job(steps, *, loads, computes, batch=64, noise=0.05, seed=0, hands_s=0.0):
             )
             for each, n, load_s, compute_s in zip(workers, shares, loads(step), computes, strict=True)
         ]  # fmt: skip
-        said, now_s = (shares, [seconds for _, seconds in done]), max(end for end, _ in done) + 0.002
+        end_s, compute_s, loading_s = zip(*done, strict=True)
+        said, now_s = (shares, compute_s, loading_s), max(end_s) + 0.002
         ends.append(now_s)
     return [end - begin for begin, end in zip(ends, ends[1:], strict=False)], planner.plans
 
@@ -78,12 +80,13 @@ def mean(values):
 
 
 @pytest.mark.parametrize("loads", [(0.001, 0.006), (0.006, 0.001), (0.004, 0.008), (0.005, 0.005)])
-@pytest.mark.parametrize("computes", [(0.002, 0.002), (0.004, 0.002)])
+@pytest.mark.parametrize("computes", [(0.002, 0.002), (0.004, 0.002), (0.0005, 0.0005)])
 def test_a_rank_that_waits_for_its_samples_has_fewer(loads, computes):
+    """Also where it only shows how slowly they come to a rank once it has been given too many."""
     for seed in range(3):
         steps, plans = job(800, loads=lambda _: loads, computes=computes, seed=seed)
-        assert mean(steps[100:]) <= 1.12 * best_s(loads, computes) + 0.002
-        assert len(plans) <= 12
+        assert mean(steps[100:]) <= 1.08 * (best_s(loads, computes) + 0.002)
+        assert len(plans) <= 17
 
 
 @pytest.mark.parametrize("hands_s", [0.0, 0.01, 0.03])
@@ -92,7 +95,7 @@ def test_what_it_takes_to_hand_over_a_batch_is_no_loading(hands_s):
     computes = (0.001, 0.003)
     steps, plans = job(300, loads=lambda _: (0.0005, 0.0005), computes=computes, hands_s=hands_s)
     assert mean(steps[60:]) <= 1.1 * (best_s((0.0, 0.0), computes) + 0.002 + hands_s)
-    assert len(plans) <= 4
+    assert len(plans) <= 5
 
 
 @pytest.mark.parametrize("slow", [range(300), range(300, 600)])
@@ -192,9 +195,7 @@ class Clock(WallClock):
 
 
 def timesheet_of(clock):
-    sheet = Timesheet(clock, clock=lambda: clock.now_s)
-    sheet._meter = ComputeMeter(clock, processor_s=lambda: clock.cpu_s)
-    return sheet
+    return Timesheet(clock, clock=lambda: clock.now_s, processor_s=lambda: clock.cpu_s)
 
 
 @pytest.mark.parametrize("open_segment", [False, True])
@@ -203,11 +204,11 @@ def test_a_rank_that_loads_by_itself_takes_as_long_as_that_and_computing(open_se
     """Whether or not it is the processor that loads: what serves the communication is told from both."""
     clock, heard = Clock(), []
     sheet = timesheet_of(clock)
-    sheet.will_load(beside=False)
+    sheet.supply.will_load(beside=False)
     for _ in range(3):
         if open_segment:
             sheet.run()
-        with sheet.loading():
+        with sheet.supply.loading():
             clock.passes(3.0, 3.0 * cpu)
         sheet.begin(4)
         sheet.run()
@@ -222,56 +223,43 @@ def test_a_rank_that_loads_by_itself_takes_as_long_as_that_and_computing(open_se
     assert sheet.reported == pytest.approx((4, 8.0 + served_s))
 
 
-def test_a_rank_for_which_others_load_takes_the_longer_of_both():
-    clock, heard, reported, told = Clock(), [], [], []
+def test_a_rank_for_which_others_load_says_how_long_both_take():
+    clock, heard, reported = Clock(), [], []
     sheet = timesheet_of(clock)
-    sheet.tell_limit = told.append
-    sheet.will_load(beside=True)
+    sheet.supply.will_load(beside=True)
     for _ in range(2):  # an iteration that was broken off
-        with sheet.loading():
+        with sheet.supply.loading():
             clock.passes(99.0)
         sheet.begin(1)
-        sheet.will_load(beside=True)
+        sheet.supply.will_load(beside=True)
     sheet.end(lambda entry: None)
-    sheet.will_load(beside=True)
+    sheet.supply.will_load(beside=True)
     for step in range(3 * WINDOW):
         samples, waits_s = (4, 3.0) if step < WINDOW + 1 else (2, 0.0)
-        with sheet.loading():
+        with sheet.supply.loading():
             clock.passes(waits_s)
         sheet.begin(samples)
         sheet.run()
         clock.passes(5.0 * samples / 4)
         sheet.pause()
         sheet.end(heard.append)
-        reported.append(sheet.reported)
-    assert [entry.extra_s for entry in heard[:FEW]] == [0.0] * FEW
-    assert reported[1:FEW] == [(4, 0.0)] * (FEW - 1), "better nothing than what a plan would be wrong with"
-    assert reported[FEW:-1] == [(entry.samples, entry.compute_s + entry.extra_s) for entry in heard[FEW:-1]]
-    assert heard[WINDOW].extra_s == pytest.approx(3.0), "8 s for 4 samples"
-    assert heard[WINDOW + 2].extra_s == pytest.approx(1.5, rel=0.1), "as much for a sample"
-    assert {entry.data_s for entry in heard} == {3.0, 0.0}
-    assert told[0] == 2.0, "what limits it"
+        reported.append((*sheet.reported, sheet.loading_s))
+    assert reported[1:FEW] == [(4, 0.0, 0.0)] * (FEW - 1), "better nothing than what a plan would be wrong with"
+    assert reported[FEW : WINDOW + 1] == [(4, 5.0, pytest.approx(2.0))] * (WINDOW + 1 - FEW), "8 s for 4 samples"
+    assert reported[WINDOW + 1] == (2, 2.5, pytest.approx(2.0, rel=0.1)), "as much for a sample"
+    assert [entry.loading_s for entry in heard] == [loading_s * samples for samples, _, loading_s in reported]
+    assert {(entry.data_s, entry.extra_s) for entry in heard} == {(3.0, 0.0), (0.0, 0.0)}
 
 
-def test_it_is_said_what_limits_a_rank_where_that_is_clearly_another():
-    told = []
-    sheet = Timesheet(None)
-    sheet.tell_limit = told.append
-    for each in ((2.0, 0.9), (2.0, 1.5), (2.2, 1.1), (2.0, 0.9), (2.0, 0.7), (2.0, 0.7), (3.0, 1.1), (1.5, 1.0)):
-        sheet._tell_limit(*each)
-    assert told == [2.0, 0.0, 3.0, 1.5]
-
-
-def test_what_a_device_has_a_part_in_and_what_loads_are_one_after_another():
+def test_a_step_that_takes_longer_than_it_ever_will_again_says_nothing():
     clock = Clock()
-    sheet = Timesheet(clock, clock=lambda: clock.now_s)
-    sheet._meter._processor_s = lambda: clock.cpu_s
+    sheet = timesheet_of(clock)
     sheet.discard()
-    with sheet.loading():
+    with sheet.supply.loading():
         clock.passes(9.0, 9.0)
     sheet.begin(4)
     sheet.end(lambda entry: None)
-    assert sheet.reported == (4, 0.0), "what takes longer than ever again is not said"
+    assert sheet.reported == (4, 0.0)
 
 
 def test_what_a_rank_reads_whatever_its_share_is_no_slowness_where_others_read_it():
@@ -279,16 +267,16 @@ def test_what_a_rank_reads_whatever_its_share_is_no_slowness_where_others_read_i
     for beside in (True, False):
         clock = Clock()
         sheet = timesheet_of(clock)
-        sheet.will_load(beside=beside, in_parts=False)
+        sheet.supply.will_load(beside=beside, in_parts=False)
         for _ in range(2 * WINDOW):
-            with sheet.loading():
+            with sheet.supply.loading():
                 clock.passes(7.0)
             sheet.begin(4)
             sheet.run()
             clock.passes(1.0)
             sheet.pause()
             sheet.end(lambda entry: None)
-        assert sheet.reported == (4, 1.0 if beside else 8.0)
+        assert (*sheet.reported, sheet.loading_s) == (4, 1.0 if beside else 8.0, 0.0)
 
 
 class Numbered(torch.utils.data.Dataset):
@@ -326,8 +314,9 @@ def train(engine, data, *, batch=4, workers=0, **options):
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_loader_says_who_loads(data, workers):
     def program(engine):
-        sheet = train(engine, data(), workers=workers, adaptive=False).timesheet
-        return sheet._by_itself, sheet._loading is not None, sheet._own_s
+        supply = train(engine, data(), workers=workers, adaptive=False).timesheet.supply
+        _, own_s, _, pace = supply.end()
+        return supply.by_itself, pace is not None, own_s
 
     assert World(2).run(program) == [(workers == 0, workers > 0 and data is Numbered, 0.0)] * 2
 
@@ -354,7 +343,7 @@ def late_steps(clock, sheet, count, *, hands_s, computes_s, waits_s, first_s=0.0
     """What is said in each of so many steps, once its exchange asks for what ended last."""
     said = []
     for step in range(count):
-        with sheet.loading():
+        with sheet.supply.loading():
             clock.passes(hands_s)
         sheet.begin(samples)
         sheet.run()
@@ -371,7 +360,7 @@ def test_a_first_step_that_a_device_takes_long_for_is_no_loading(first_s):
     """A fast rank waits for others, and a little for what is handed over: it is to have more samples."""
     clock = Late()
     sheet = timesheet_of(clock)
-    sheet.will_load(beside=True)
+    sheet.supply.will_load(beside=True)
     said = late_steps(clock, sheet, 60, hands_s=0.06, computes_s=0.4, waits_s=0.54, first_s=first_s)
     assert said[2:] == [pytest.approx((4, 0.4))] * 58
 
@@ -393,9 +382,9 @@ def test_what_a_device_computes_while_its_rank_loads_takes_no_longer_than_both()
     for loads_s, expected_s in ((0.6, 1.0), (1.5, 1.5)):
         clock = Beside()
         sheet = timesheet_of(clock)
-        sheet.will_load(beside=False)
+        sheet.supply.will_load(beside=False)
         for _ in range(4):
-            with sheet.loading():
+            with sheet.supply.loading():
                 clock.passes(loads_s)
             sheet.begin(4)
             sheet.run()
@@ -406,30 +395,52 @@ def test_what_a_device_computes_while_its_rank_loads_takes_no_longer_than_both()
 
 
 def test_what_limits_a_rank_is_known_after_something_else_has_loaded_and_after_a_short_batch():
-    clock, told = Clock(), []
+    clock = Clock()
     sheet = timesheet_of(clock)
-    sheet.tell_limit = told.append
 
-    def train(batches, waits_s, samples=4):
-        sheet.will_load(beside=True)
+    def train(batches, waits_s, samples=4, beside=True):
+        sheet.supply.will_load(beside=beside)
         for _ in range(batches):
-            with sheet.loading():
+            with sheet.supply.loading():
                 clock.passes(waits_s)
             sheet.begin(samples)
             sheet.run()
             clock.passes(0.4 + 0.05 * samples)
             sheet.pause()
             sheet.end(lambda entry: None)
-        return sheet.reported
+        return sheet.loading_s
 
-    assert train(2 * WINDOW, 0.4)[1] == pytest.approx(1.0)
-    train(1, 0.0, samples=1)
-    assert told == [pytest.approx(0.25)]
-    sheet.will_load(beside=False)
+    assert train(2 * WINDOW, 0.4) == pytest.approx(0.25)
+    assert train(1, 0.0, samples=1) == pytest.approx(0.25)
+    sheet.supply.will_load(beside=False)
     for _ in range(3):
-        with sheet.loading():
+        with sheet.supply.loading():
             clock.passes(60.0)  # of a validation, which begins no batch
-    assert train(1, 0.4)[1] == pytest.approx(1.0)
+    assert train(1, 0.4) == pytest.approx(0.25)
+    assert train(1, 0.4, beside=False) == 0.0, "what loads now does not do so beside computing"
+    assert train(1, 0.4) == pytest.approx(0.25)
+
+
+def test_what_limits_a_rank_is_known_to_who_resumes_it():
+    """On whichever place of whichever ranks it is; of other hardware it says nothing."""
+
+    def run(state, identities):
+        def program(engine):
+            balancer = hvd.Balancer(16, engine=engine)
+            balancer.planner._terms = dataclasses.replace(balancer.planner._terms, identities=identities)
+            if state is None:
+                balancer.planner.observe(0, (8.0, 8.0), (0.1, 0.1), (0.5, 0.0))
+            else:
+                balancer.load_state_dict(state)
+            sheet = balancer.timesheet
+            return balancer.state_dict(), sheet.loading_s, sheet.supply.pace.seconds_per_sample
+
+        return World(2).run(program)
+
+    state = run(None, ("a", "b"))[0][0]
+    for identities, expected in ((("a", "b"), [0.5, 0.0]), (("b", "a"), [0.0, 0.5]), (("b", "c"), [0.0, 0.0])):
+        for (_, loading_s, pace_s), wanted in zip(run(state, identities), expected, strict=True):
+            assert (loading_s, pace_s or 0.0) == (wanted, wanted)
 
 
 def test_a_loader_within_another_one_s_loop_loads_for_itself():
@@ -440,8 +451,8 @@ def test_a_loader_within_another_one_s_loop_loads_for_itself():
         with torch.no_grad():
             for step, _ in enumerate(outer):
                 if step == 0:
-                    said += [balancer.timesheet._by_itself for _ in inner]
-                said.append(balancer.timesheet._by_itself)
+                    said += [balancer.timesheet.supply.by_itself for _ in inner]
+                said.append(balancer.timesheet.supply.by_itself)
         return said
 
     assert World(2).run(program) == [[True] * 3 + [True, False, False]] * 2

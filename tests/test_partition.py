@@ -11,14 +11,14 @@ from hvd_hetero.policy.partition import Bound, InfeasibleError, equal_shares, mi
 from hvd_hetero.policy.speed import SpeedModel
 
 
-def model(seconds_per_sample=1.0, overhead_s=0.0):
-    return SpeedModel(overhead_s=overhead_s, seconds_per_sample=seconds_per_sample)
+def model(seconds_per_sample=1.0, overhead_s=0.0, loading_s=0.0):
+    return SpeedModel(overhead_s=overhead_s, seconds_per_sample=seconds_per_sample, loading_s=loading_s)
 
 
 def random_case(rng, *, uneven_quanta):
     ranks, whole = rng.randint(1, 4), rng.randint(1, 22)
-    models = [model(rng.choice([1.0, 0.05 + rng.random()]), rng.choice([0.0, 0.0, 5 * rng.random()]))
-              for _ in range(ranks)]
+    models = [model(rng.choice([1.0, 0.05 + rng.random()]), rng.choice([0.0, 0.0, 5 * rng.random()]),
+                    rng.choice([0.0, 0.0, 1.5 * rng.random()])) for _ in range(ranks)]
     quantum, bounds = rng.choice([1, 1, 2, 3]), []
     for _ in range(ranks):
         lower = rng.choice([0, 0, 1, 3])
@@ -49,21 +49,23 @@ def test_no_other_split_has_a_smaller_slowest_rank(uneven_quanta):
 def test_a_slower_rank_never_gets_more():
     rng = random.Random(6)
     for _ in range(300):
-        models = [model(rng.choice([1.0, 2.0, 3.0]), rng.choice([0.0, 1.0, 2.0])) for _ in range(rng.randint(2, 6))]
+        models = [model(rng.choice([1.0, 2.0, 3.0]), rng.choice([0.0, 1.0, 2.0]), rng.choice([0.0, 1.5, 2.5]))
+                  for _ in range(rng.randint(2, 6))]
         whole = rng.choice([rng.randint(1, 8), rng.randint(1, 60)])
         shares = split(models, whole)
         for a, b in itertools.permutations(range(len(models)), 2):
             times = [(models[a].time_s(n), models[b].time_s(n)) for n in range(1, whole + 2)]
-            slower = models[a] != models[b] and all(of_a >= of_b for of_a, of_b in times)
+            slower = all(of_a >= of_b for of_a, of_b in times) and any(of_a > of_b for of_a, of_b in times)
             assert not slower or shares[a] <= shares[b], (models, shares)
 
 
 def test_large_batches_are_split_exactly_as_one_by_one_and_quickly():
     rng = random.Random(8)
-    models = [model(0.01 + rng.random(), rng.random()) for _ in range(16)]
+    models = [model(0.01 + rng.random(), rng.random(), rng.choice([0.0, rng.random()])) for _ in range(16)]
+    each_s = [max(each.seconds_per_sample, each.loading_s) for each in models]
     singly = [0] * 16
     for _ in range(3000):
-        i = min(range(16), key=lambda i: (models[i].time_s(singly[i] + 1), models[i].seconds_per_sample, i))
+        i = min(range(16), key=lambda i: (models[i].time_s(singly[i] + 1), each_s[i], i))
         singly[i] += 1
     assert split(models, 3000) == tuple(singly)
     start = time.perf_counter()
@@ -81,6 +83,14 @@ def test_shares_follow_speeds_and_overhead():
     assert split([model(1.0), model(1.0, overhead_s=4.0)], 10) == (7, 3)
     assert split([model(1.0), model(1.0, overhead_s=40.0)], 10) == (10, 0)       # best left out
     assert split([model(1.0), model(1.0, overhead_s=40.0)], 10, [Bound(), Bound(lower=1)]) == (9, 1)
+
+
+def test_loading_beside_computing_takes_its_time_by_itself():
+    limited = model(0.1, overhead_s=1.0, loading_s=0.5)
+    assert [limited.time_s(n) for n in (0, 1, 2, 3, 10)] == pytest.approx([0.0, 1.1, 1.2, 1.5, 5.0])
+    assert limited.time_s(10, micro_batch=1) == pytest.approx(11.0)
+    assert split([limited, model(0.1)], 60) == (10, 50)
+    assert split([limited, model(0.1)], 2) == (0, 2)
 
 
 def test_micro_batches_cost_their_overhead():

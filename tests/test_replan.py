@@ -318,3 +318,15 @@ def test_a_gain_that_errors_of_measurement_explain_is_none(ranks, plans, errors)
         noisy = [replace(model, standard_error=part * border) for model in models]
         found = decide(current, noisy, rule=ReplanRule(minimum_gain=0.0, dead_band=0.0), **asked)
         assert (found is not None) is planned, part
+
+
+def test_a_share_that_loading_limits_may_grow_from_little():
+    """How long computing takes is not known well for so many samples; it is by far not what they take."""
+    held = Plan(version=2, step=0, shares=(3, 61), reason="too far")
+    slow, fast = (replace(each, overhead_error=0.15) for each in known(0.001, 0.001))
+    told = {"step": 60, "global_batch_size": 64, "rule": ReplanRule(trust_region=math.inf)}
+    plan = decide(held, [replace(slow, loading_s=0.0045), replace(fast, loading_s=0.00147)], **told)
+    assert plan is not None and plan.shares == (16, 48)
+    # Of computing that takes as long, it would be too little.
+    computes = [replace(slow, seconds_per_sample=0.0045), replace(fast, seconds_per_sample=0.00147)]
+    assert decide(held, computes, **told) is None

@@ -66,16 +66,37 @@ def test_a_report_does_not_advise_what_the_run_has_and_says_whose_record_is_miss
     assert "Plans are for 2 ranks, and there is no record of 1: bring" in " ".join(capsys.readouterr().out.split())
 
 
-@pytest.mark.parametrize("said", [(0.009,), (0.009, 0.0), ()])
-def test_a_report_names_a_rank_that_gets_what_is_loaded_for_it(tmp_path, capsys, said):
-    record(tmp_path, speeds=(0.001, 0.001), exchange=0.001)
-    with open(tmp_path / "rank-00001.jsonl", "a") as file:
-        for seconds in said:
-            fields = {"step": 9, "seconds_per_sample": seconds}
-            file.write(json.dumps({"event": "loading", "t_s": 1.0, "fields": fields}) + "\n")
+def record_of_loading(folder, *, each_s, shares, computes=(0.001, 0.001)):
+    """A run in which others load for each rank, so many seconds for a sample."""
+    ranks = RecordedRanks(folder, len(shares))
+    for trace in ranks.traces:
+        trace.plan(Plan(version=0, step=0, shares=shares, reason="first plan"))
+    for step in range(60):
+        compute = [each * share for each, share in zip(computes, shares, strict=True)]
+        loading = [each * share for each, share in zip(each_s, shares, strict=True)]
+        data = [max(0.0, loads - seconds) for loads, seconds in zip(loading, compute, strict=True)]
+        ranks.step(step, compute=compute, data=data, loading=loading, shares=shares)
+    ranks.read()
+
+
+@pytest.mark.parametrize(("each_s", "limited"), [((0.0, 0.009), True), ((0.0, 0.0008), False), ((0.0, 0.0), False)])
+def test_a_report_names_a_rank_that_gets_what_is_loaded_for_it(tmp_path, capsys, each_s, limited):
+    record_of_loading(tmp_path, each_s=each_s, shares=(56, 8))
     assert main(["report", str(tmp_path)]) == 0
     words = "Rank 1 has as many samples as are loaded for it, one in 9 ms: more num_workers there"
-    assert (words in " ".join(capsys.readouterr().out.split())) == (said == (0.009,))
+    assert (words in " ".join(capsys.readouterr().out.split())) == limited
+
+
+def test_a_plan_knows_how_fast_samples_come(tmp_path, capsys):
+    """The more samples rank 1 has, the longer it waits for them, however fast it computes."""
+    record_of_loading(tmp_path, each_s=(0.001, 0.003), shares=(40, 24), computes=(0.002, 0.0005))
+    assert main(["plan", str(tmp_path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [rank["seconds_per_sample"] for rank in found["ranks"]] == pytest.approx([0.002, 0.0005], rel=0.02)
+    assert [rank["loading_s"] for rank in found["ranks"]] == pytest.approx([0.001, 0.003], rel=0.02)
+    ways = {way["title"]: way for way in found["forecasts"]}
+    assert ways["best shares"]["shares"] in ([38, 26], [39, 25])
+    assert ways["equal shares"]["step_s"] == pytest.approx(32 * 0.003 + 0.01, rel=0.02)
 
 
 @pytest.mark.parametrize("empty", [False, True])
@@ -307,7 +328,7 @@ def test_a_report_of_a_job_that_lost_a_rank_is_of_the_steps_of_those_that_stayed
         for step in range(100):
             compute = 0.03 if rank == 1 else 0.01
             wait = 0.001 if rank == 1 else 0.021
-            lines.append(json.dumps([step, 1e6 + 0.031 * (step + 1), 12, 0.0, compute, wait, 0, 12, 0.0]))
+            lines.append(json.dumps([step, 1e6 + 0.031 * (step + 1), 12, 0.0, compute, wait, 0, 12, 0.0, 0.0]))
         with open(path, "a") as file:
             file.write("\n".join(lines) + "\n")
     assert main(["report", str(tmp_path)]) == 0

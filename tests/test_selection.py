@@ -63,7 +63,7 @@ def job(selection, steps, *, stops, exchange_s=0.002, share=16, each_s=0.01, fir
             meter.add(share, time_s)
         whole_s = max(times) + exchange_s if current == SYNCHRONOUS else None
         selection._steadiness.hear(step, [meter.take() for meter in meters])
-        selection.hear(compute_s=times, step_s=whole_s)
+        selection.hear(busy_s=times, step_s=whole_s)
         choice = selection.look(step, current, models, windows, [share] * 4)
         if choice is not None:
             made.append((step, choice))
@@ -192,7 +192,7 @@ def test_what_speaks_for_steps_apart_is_in_a_state():
 
     before, after = planner(), planner()
     before.steadiness.hear(7, [Ran(10.0, 5.0, 5.0)])
-    before.selection.hear(compute_s=[0.1], step_s=0.3)
+    before.selection.hear(busy_s=[0.1], step_s=0.3)
     after.load_state_dict(before.state_dict(), 7)
     assert after.steadiness._lately == before.steadiness._lately
     assert after.selection.exchange_s == pytest.approx(0.2)
@@ -209,7 +209,7 @@ def test_predictions_take_a_small_part_of_the_time(monkeypatch, stops, looks):
     models = [SpeedModel(overhead_s=0.0, seconds_per_sample=0.01 / 16, standard_error=0.0, observations=20)] * 4
     windows = [[Observation(samples=16, compute_s=0.01)] * 20] * 4
     for _ in range(8):
-        selection.hear(compute_s=[0.01] * 4, step_s=0.01)
+        selection.hear(busy_s=[0.01] * 4, step_s=0.01)
     for step in range(1000):
         assert selection.look(step, SYNCHRONOUS, models, windows, [16] * 4) is None
     assert len(found) == looks, "10 ms are 0.5 % of 200 steps of 10 ms"
@@ -234,20 +234,20 @@ def foreseen(selection, synchronous, local):
     return looked
 
 
-def heard(selection, count, compute_s=(1.0, 2.0), step_s=2.5):
+def heard(selection, count, busy_s=(1.0, 2.0), step_s=2.5):
     for _ in range(count):
-        selection.hear(compute_s=compute_s, step_s=step_s)
+        selection.hear(busy_s=busy_s, step_s=step_s)
 
 
 def test_an_exchange_is_what_a_synchronous_step_takes_beyond_its_slowest_rank():
     selection = Selection(Steadiness(2), round_steps=4, first_step=0)
     assert selection.exchange_s == 0.0
     heard(selection, 2, step_s=None)  # apart
-    heard(selection, 2, compute_s=(0.0, 0.0), step_s=9.0)  # nobody has said anything
+    heard(selection, 2, busy_s=(0.0, 0.0), step_s=9.0)  # nobody has said anything
     assert selection.exchange_s == 0.0
     heard(selection, 3)
     heard(selection, 1, step_s=1.5)  # as clocks may have it: none is below 0
-    heard(selection, 1, compute_s=(0.0, 2.0), step_s=7.0)
+    heard(selection, 1, busy_s=(0.0, 2.0), step_s=7.0)
     assert selection.exchange_s == 0.5
     heard(selection, 4, step_s=1.5)
     assert selection.exchange_s == 0.0

@@ -226,6 +226,8 @@ def test_what_is_no_change_has_to_be_said(wrong):
     lambda: SpeedModel(overhead_s=0.0, seconds_per_sample=1.0, standard_error=-0.1),
     lambda: SpeedModel(overhead_s=0.0, seconds_per_sample=1.0, overhead_error=-0.1),
     lambda: SpeedModel(overhead_s=0.0, seconds_per_sample=1.0, observations=-1),
+    lambda: SpeedModel(overhead_s=0.0, seconds_per_sample=1.0, loading_s=-1.0),
+    lambda: SpeedModel(overhead_s=0.0, seconds_per_sample=1.0, loading_s=float("inf")),
 ])
 def test_a_single_number_that_is_none_is_refused(make):
     with pytest.raises(ValueError, match="expected .* Received: "):

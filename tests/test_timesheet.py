@@ -148,12 +148,12 @@ def test_what_was_not_read_is_neither_lost_nor_another_step_s():
     timesheet = Timesheet(watch)
     timesheet.begin(samples=4)
     timesheet.discard()
-    timesheet._data_s = 0.5
+    timesheet.supply._waited_s = 0.5
     timesheet.end(heard.append)
     timesheet.begin(samples=6)
     timesheet.run()
     watch.now_s += 7.0
-    timesheet._data_s = 0.25
+    timesheet.supply._waited_s = 0.25
     timesheet.pause()
     timesheet.end(heard.append)
     assert timesheet.reported == (6.0, 7.0) and timesheet.take_stops().running_s == 7.0
@@ -272,15 +272,15 @@ def test_whoever_is_ready_before_its_batch_waited_for_it():
     sheet.run()
     assert sheet.running
     now[0] += 2.0
-    loaded = sheet.now()
+    loaded = sheet.supply.now()
     now[0] += 3.0
-    sheet.loaded(loaded)
+    sheet.supply.loaded(loaded)
     sheet.pause()
     assert not sheet.running
     sheet.end(heard.append)
     assert (heard[0].data_s, heard[0].compute_s) == (2.0, 3.0)
     sheet.run()
-    sheet.loaded(loaded)  # it was there before: nothing was waited for
+    sheet.supply.loaded(loaded)  # it was there before: nothing was waited for
     now[0] += 1.0
     sheet.pause()
     sheet.end(heard.append)

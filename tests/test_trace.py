@@ -44,7 +44,7 @@ def test_what_is_recorded_is_read_again(tmp_path):
     for rank in (1, 0):
         with Trace(tmp_path / "run", rank=rank, clock=clock) as trace:
             trace.step(step=2, samples=4, data_s=0.01, compute_s=1 / 3, wait_s=0.25, bytes=12345678, share=4,
-                       extra_s=0.125)
+                       extra_s=0.125, loading_s=0.5)
             trace.plan(PLAN)
             trace.event("evaluation", loss=1.5, note='a "quoted"\nline', what={1, }, bad=float("nan"))
     run = read(tmp_path / "run")
@@ -52,7 +52,8 @@ def test_what_is_recorded_is_read_again(tmp_path):
     record = run.ranks[1]
     step = record.steps[0]
     assert (step.step, step.samples, step.bytes, step.share, step.t_s) == (2, 4, 12345678, 4, 100.0)
-    assert step.compute_s == pytest.approx(1 / 3, rel=1e-4) and (step.wait_s, step.extra_s) == (0.25, 0.125)
+    assert step.compute_s == pytest.approx(1 / 3, rel=1e-4)
+    assert (step.wait_s, step.extra_s, step.loading_s) == (0.25, 0.125, 0.5)
     assert record.events[0].kind == "evaluation" and record.events[0].fields["note"] == 'a "quoted"\nline'
     assert (record.sessions, record.dropped, record.unreadable) == (1, 0, 0)
 
@@ -61,11 +62,11 @@ def test_what_a_field_less_of_an_older_record_says_is_read(tmp_path):
     write(tmp_path, Clock())
     file = tmp_path / "rank-00000.jsonl"
     header, *lines = file.read_text().splitlines()
-    older = [header.replace(', "extra_s"', "")] + [line[: line.rindex(",")] + "]" for line in lines]
+    older = [header.replace(', "extra_s", "loading_s"', "")] + [line.rsplit(",", 2)[0] + "]" for line in lines]
     file.write_text("\n".join(older) + "\n")
     record = read(tmp_path).ranks[0]
     assert len(record.steps) == 10 and not record.unreadable
-    assert all((step.share, step.extra_s) == (4, 0.0) for step in record.steps)
+    assert all((step.share, step.extra_s, step.loading_s) == (4, 0.0, 0.0) for step in record.steps)
 
 
 def test_a_run_that_begins_anew_goes_on_in_the_file_of_its_rank(tmp_path):

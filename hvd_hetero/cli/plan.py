@@ -67,7 +67,8 @@ def speed_of(rank: RankRun, *, skip: int) -> tuple[SpeedModel, Jitter]:
     ratios = sorted(model.ratio(one) for one in seen[-NEWEST:])
     tenth = len(ratios) // 10  # stops, and a first step, are no noise
     kept = ratios[tenth : len(ratios) - tenth]
-    return model, Jitter(variation=statistics.pstdev(kept) / statistics.fmean(kept))
+    jitter = Jitter(variation=statistics.pstdev(kept) / statistics.fmean(kept))
+    return replace(model, loading_s=rank.loading_s), jitter
 
 
 def seen_in(run: Run, *, skip: int) -> Seen:
@@ -148,7 +149,7 @@ def as_dict(seen: Seen, found: Sequence[Forecast]) -> dict[str, Any]:
     ways = [{"title": each.title, "shares": each.shares, "step_s": each.step_s, "samples_per_s": each.samples_per_s,
              "without": each.without} for each in found]
     speeds = [{"rank": rank, "overhead_s": model.overhead_s, "seconds_per_sample": model.seconds_per_sample,
-               "variation": jitter.variation}
+               "loading_s": model.loading_s, "variation": jitter.variation}
               for rank, model, jitter in zip(seen.ranks, seen.models, seen.jitters, strict=True)]
     return {"ranks": speeds, "shares": seen.shares, "step_s": seen.step_s, "exchange_s": seen.exchange_s,
             "forecasts": ways, "advice": advice(found)}

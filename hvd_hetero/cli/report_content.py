@@ -132,10 +132,11 @@ def advice(report: Report) -> list[str]:
             said.append(f"Rank {number} waits for its data for {percent(data)} of its time: more num_workers (in "
                         "Keras, workers), or a quicker disk.")
     for number, rank in report.run.present.items():
-        limits = [event.fields.get("seconds_per_sample", 0) for event in rank.events if event.kind == "loading"]
-        if limits and limits[-1]:
-            said.append(f"Rank {number} has as many samples as are loaded for it, one in {seconds_text(limits[-1])}: "
-                        "more num_workers there (in Keras, workers), or a quicker disk, and it gets more.")
+        longer = [step.loading_s > step.compute_s + step.extra_s for step in rank.newest]
+        if 2 * sum(longer) > len(longer):
+            said.append(f"Rank {number} has as many samples as are loaded for it, one in "
+                        f"{seconds_text(rank.loading_s)}: more num_workers there (in Keras, workers), or a quicker "
+                        "disk, and it gets more.")
     if waits.exchange_part * report.together >= WORTH_EXCHANGE:
         chosen = any(event.kind == "route" for rank in report.run.ranks.values() for event in rank.events)
         tries = "" if chosen else 'topology="auto" and hvd.Compression.auto try what is faster; '

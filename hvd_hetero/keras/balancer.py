@@ -119,7 +119,7 @@ class Balancer(framework_free.Balancer):
     def announce_loaded(self, *, by: Any = None) -> None:
         """Says that the next batch announced, which is loaded while others are in use, is there."""
         if (queue := self._queues.get(by)) is not None:
-            queue.loaded.append(self.timesheet.now())
+            queue.loaded.append(self.timesheet.supply.now())
 
     def forget(self, *, ahead: bool = False, by: Any = None) -> None:
         """Drops what was announced `by` one whose batches come next: an epoch begins, or a fit was interrupted. The
@@ -234,7 +234,7 @@ class Balancer(framework_free.Balancer):
             self.discard()
         queue = self._next
         if queue.loaded:
-            self.timesheet.loaded(queue.loaded.popleft())
+            self.timesheet.supply.loaded(queue.loaded.popleft())
         self._begin(queue.samples.popleft())
         self._count()
         queue.unseen = True

@@ -210,7 +210,7 @@ class BalancedDataset(keras.utils.PyDataset):
         self._will_load()
 
     def _will_load(self) -> None:
-        self.balancer.timesheet.will_load(
+        self.balancer.timesheet.supply.will_load(
             beside=self._ahead_of_use or self._ahead.pool is not None,
             in_parts=not isinstance(self._source, (StreamSource, EpochStreams)),
             loaders=self._ahead.workers,
@@ -232,7 +232,7 @@ class BalancedDataset(keras.utils.PyDataset):
             batch = self._fetched()
             self.balancer.announce_loaded(by=self)
             return batch
-        with self.balancer.timesheet.loading():
+        with self.balancer.timesheet.supply.loading():
             return self._fetched()
 
     def _fetched(self) -> Batch:

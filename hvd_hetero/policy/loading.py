@@ -27,31 +27,24 @@ class LoadingPace:
 
     Attributes:
         seconds_per_sample: that a sample needs at least; None: less than the rank has noticed.
+        pends: whether the rank waits, and it is not known yet for how fast a loader.
     """
 
     def __init__(self) -> None:
         self.seconds_per_sample: float | None = None
+        self.pends = False
         self._seen: deque[tuple[int, float, float, float]] = deque(maxlen=WINDOW)
         self._pause, self._since, self._tries = LEAST, 0, False
 
-    @property
-    def pends(self) -> bool:
-        """Whether the rank waits, and it is not known yet for how fast a loader."""
-        return self.seconds_per_sample is None and bool(self._seen) and self._sums()[2]
+    def resume(self, seconds_per_sample: float) -> None:
+        """Goes on from what was known of this rank's loaders, as in an earlier process."""
+        if self.seconds_per_sample is None:
+            self.seconds_per_sample = seconds_per_sample
 
     def look_back(self, loaders: int) -> None:
         """Says how many load side by side."""
         if (most := max(WINDOW, loaders)) != self._seen.maxlen:
             self._seen = deque(self._seen, maxlen=most)
-
-    def _sums(self) -> tuple[int, float, bool]:
-        """Samples and seconds of the batches that are looked at, and whether the rank waits for them."""
-        number, steps_s, waited_s, computed_s = (sum(each) for each in zip(*self._seen, strict=True))
-        others_s = steps_s - computed_s - waited_s
-        usual_s = statistics.median(step_s - wait_s for _, step_s, wait_s, _ in self._seen)
-        if usual_s > 0.0:
-            steps_s = sum(min(step_s, wait_s + LONG * usual_s) for _, step_s, wait_s, _ in self._seen)
-        return number, steps_s, waited_s >= max(WAITS * steps_s, others_s)
 
     def hear(self, samples: int, *, step_s: float | None, waited_s: float, computed_s: float) -> None:
         """Takes in a batch that is done.
@@ -64,13 +57,19 @@ class LoadingPace:
         if step_s is None:
             return
         self._seen.append((samples, step_s, waited_s, computed_s))
-        number, steps_s, waits = self._sums()
+        number, steps_s, waited_s, computed_s = (sum(each) for each in zip(*self._seen, strict=True))
+        others_s = steps_s - computed_s - waited_s
+        usual_s = statistics.median(step_s - wait_s for _, step_s, wait_s, _ in self._seen)
+        if usual_s > 0.0:
+            steps_s = sum(min(step_s, wait_s + LONG * usual_s) for _, step_s, wait_s, _ in self._seen)
+        waits = waited_s >= max(WAITS * steps_s, others_s)
+        self.pends = waits and self.seconds_per_sample is None
         if len(self._seen) < FEW or not number:
             return
         if waits:
             if self._tries:
                 self._pause = min(MORE * self._pause, MOST)
-            self.seconds_per_sample = steps_s / number
+            self.seconds_per_sample, self.pends = steps_s / number, False
             self._since, self._tries = 0, False
         elif self.seconds_per_sample is not None:
             self.seconds_per_sample = min(self.seconds_per_sample, steps_s / number)

@@ -8,8 +8,9 @@ it has handed out everything that finishes by a deadline found by bisection: the
 Unequal quanta make reaching the sum a subset-sum problem: the earliest deadline by which it can be reached is searched
 for with sets of reachable sums as the bits of integers (Bellman 1957).
 
-Ties go to the smaller seconds per sample, then to the lower rank, so that the answer is the same wherever it is
-computed and a slower rank never gets more.
+Ties go to the smaller seconds per sample, of computing or of loading beside it, whichever takes longer, then to the
+quicker first one, then to the lower rank, so that the answer is the same wherever it is computed and a slower rank
+never gets more.
 """
 
 from __future__ import annotations
@@ -119,12 +120,22 @@ class _Rank:
             raise InfeasibleError(f"bounds: expected a multiple of {bound.quantum} between {bound.lower} and "
                                   f"{bound.upper} for rank {rank}. Received: a range without one.")
 
+    @property
+    def each_s(self) -> float:
+        """Seconds of a sample, of many."""
+        return max(self.model.seconds_per_sample, self.model.loading_s)
+
+    def offer(self, share: int) -> tuple[float, float, float, int]:
+        """The smallest of these takes a share that all others would take for as long."""
+        return self.time_s(share), self.each_s, self.model.compute_s(1), self.rank
+
     def time_s(self, share: int) -> float:
         return self.model.time_s(share, self.cap)
 
     def within(self, deadline_s: float) -> int:
         """The largest share that finishes by the deadline; the lowest where none does."""
         each, overhead, passes = self.model.seconds_per_sample, self.model.overhead_s, 0
+        loaded = self.highest if not self.model.loading_s else int(min(deadline_s / self.model.loading_s, self.highest))
         if self.cap is not None:
             passes = int(min(deadline_s / (overhead + self.cap * each), self.highest // self.cap))
             deadline_s, asked_s = deadline_s - passes * (overhead + self.cap * each), deadline_s
@@ -132,7 +143,7 @@ class _Rank:
             asked_s = deadline_s
         rest = max(0, int(min((deadline_s - overhead) / each, self.highest)))
         share = passes * (self.cap or 0) + (rest if self.cap is None else min(rest, self.cap))
-        share = min(max(share // self.quantum * self.quantum, self.lowest), self.highest)
+        share = min(max(min(share, loaded) // self.quantum * self.quantum, self.lowest), self.highest)
         while share < self.highest and self.time_s(share + self.quantum) <= asked_s:
             share += self.quantum
         while share > self.lowest and self.time_s(share) > asked_s:
@@ -175,16 +186,13 @@ def _split_even_quanta(ranks: Sequence[_Rank], whole: int) -> tuple[int, ...]:
     quantum = ranks[0].quantum
     _, shares = _deadline(ranks, whole, HANDED_OUT_SINGLY * len(ranks) * quantum)
 
-    def offer(r: _Rank) -> tuple[float, float, int]:
-        return r.time_s(shares[r.rank] + quantum), r.model.seconds_per_sample, r.rank
-
-    queue = [offer(r) for r in ranks if shares[r.rank] < r.highest]
+    queue = [r.offer(shares[r.rank] + quantum) for r in ranks if shares[r.rank] < r.highest]
     heapq.heapify(queue)
     for _ in range((whole - sum(shares)) // quantum):
-        r = ranks[queue[0][2]]
+        r = ranks[queue[0][-1]]
         shares[r.rank] += quantum
         if shares[r.rank] < r.highest:
-            heapq.heapreplace(queue, offer(r))
+            heapq.heapreplace(queue, r.offer(shares[r.rank] + quantum))
         else:
             heapq.heappop(queue)
     return tuple(shares)
@@ -199,7 +207,7 @@ def _split_uneven_quanta(ranks: Sequence[_Rank], whole: int) -> tuple[int, ...]:
     early, late = 0.0, max(r.time_s(r.highest) for r in ranks)
     if sum(r.lowest for r in ranks) < whole:
         early, _ = _deadline(ranks, whole - 1, sum(r.quantum for r in ranks))
-    stride = max(r.quantum * r.model.seconds_per_sample for r in ranks)
+    stride = max(r.quantum * r.each_s for r in ranks)
     while True:
         finished = [r.within(early) for r in ranks]
         times = [r.time_s(b + r.quantum) for r, b in zip(ranks, finished, strict=True) if b < r.highest]
@@ -238,7 +246,7 @@ def _pick(ranks: Sequence[_Rank], most: Sequence[int], whole: int) -> tuple[int,
     for kind in dict.fromkeys((r.lowest, r.highest, r.quantum, r.cap) for r in ranks):
         alike = [r for r in ranks if (r.lowest, r.highest, r.quantum, r.cap) == kind]
         sizes = sorted((shares[r.rank] for r in alike), reverse=True)
-        times = {r.rank: (r.time_s(sizes[0]), r.model.seconds_per_sample, r.rank) for r in alike}
+        times = {r.rank: r.offer(sizes[0]) for r in alike}
         swapped = dict(zip(sorted(times, key=times.__getitem__), sizes, strict=True))
         if all(b <= most[rank] for rank, b in swapped.items()):
             shares = [swapped.get(rank, b) for rank, b in enumerate(shares)]

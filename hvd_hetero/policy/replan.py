@@ -129,10 +129,13 @@ def decide(
     if all(abs(new - old) <= rule.dead_band * old for new, old in zip(shares, current.shares, strict=True)):
         return None
     before, after = _slowest(models, current.shares, micro_batch), _slowest(models, shares, micro_batch)
-    now_s, new_s = (models[i].time_s(s[i], micro_batch[i] if micro_batch else None)
-                    for i, s in ((before, current.shares), (after, shares)))
+    cap = micro_batch[after] if micro_batch else None
+    now_s = models[before].time_s(current.shares[before], micro_batch[before] if micro_batch else None)
+    new_s = models[after].time_s(shares[after], cap)
     step_s = max(now_s, measured_step_s or 0.0)
     stretch = models[after].overhead_error * abs(shares[after] / max(current.shares[after], 1) - 1.0)
+    # Where that rank's loading takes longer than its computing, only what computing could take beyond that is in doubt.
+    stretch = max(0.0, models[after].compute_s(shares[after], cap) * (1.0 + stretch) / new_s - 1.0)
     known = [models[rank].standard_error for rank in {before, after}]     # one rank's error is the same in both times
     error = math.hypot(*known, stretch) * new_s / now_s
     surprise = max(2.0, math.sqrt(2.0 * math.log(len(ranks)))) * (1.0 if recent < FEW_PLANS else 1.5)

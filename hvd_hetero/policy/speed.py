@@ -5,7 +5,8 @@
 where one forward and backward pass takes b, or ceil(b / c) of them do, which hold c samples at most. What many passes
 took is that many times what one took on an equal part of the samples, and is seen as that.
 
-Waiting for others is left out. In synchronous training every *step* takes equally long: waiting hides speed.
+Waiting for others is left out. In synchronous training every *step* takes equally long: waiting hides speed. Where
+samples are loaded beside computing, b of them take as long as the longer of the two: see `loading`.
 
 - Observations are judged by the median of their size or, where sizes are mostly seen once, by the line of Theil (1950)
   and Sen (1968), "Estimates of the regression coefficient based on Kendall's tau"; outliers go, and least squares with
@@ -66,13 +67,17 @@ class Observation:
 
 @dataclass(frozen=True, kw_only=True)
 class SpeedModel:
-    """How long one pass of a rank computes: overhead_s + b * seconds_per_sample, and how well that is known."""
+    """How long one pass of a rank computes: overhead_s + b * seconds_per_sample, and how well that is known.
+
+    `loading_s`: seconds that a sample takes to be loaded beside computing, which b samples take at least.
+    """
 
     overhead_s: float
     seconds_per_sample: float
     standard_error: float = 0.0     # of the predicted time at the sizes seen, relative to it
     observations: int = 0           # how many it was fitted to
     overhead_error: float = OVERHEAD_SPREAD      # standard error of overhead_s, relative to the time at the sizes seen
+    loading_s: float = 0.0
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.overhead_s) and self.overhead_s >= 0.0):
@@ -83,15 +88,21 @@ class SpeedModel:
         if not (self.standard_error >= 0.0 and self.overhead_error >= 0.0 and self.observations >= 0):
             raise ValueError("standard_error, overhead_error and observations: expected 0 or more. Received: "
                              f"{self.standard_error}, {self.overhead_error} and {self.observations}.")
+        if not (math.isfinite(self.loading_s) and self.loading_s >= 0.0):
+            raise ValueError(f"loading_s: expected a finite number, 0 or more. Received: {self.loading_s}.")
 
     def time_s(self, samples: int, micro_batch: int | None = None) -> float:
-        """The predicted seconds of compute on `samples`, taken at most `micro_batch` at once; 0.0 for no samples."""
+        """The predicted seconds that `samples` take, computed at most `micro_batch` at once; 0.0 for no samples."""
         if samples <= 0:
             return 0.0
+        return max(self.compute_s(samples, micro_batch), samples * self.loading_s)
+
+    def compute_s(self, samples: int, micro_batch: int | None = None) -> float:
+        """Of these the seconds of computing, for 1 sample or more."""
         return passes_of(samples, micro_batch) * self.overhead_s + samples * self.seconds_per_sample
 
     def ratio(self, seen: Observation) -> float:
-        """How many times as long as predicted something took."""
+        """How many times as long as predicted something was computed."""
         return seen.pass_s / (self.overhead_s + seen.size * self.seconds_per_sample)
 
 

@@ -156,20 +156,20 @@ class BalancedDataLoader:
     def _batches(self, bar: Any) -> Iterator[Any]:
         self._iterations = mine = self._iterations + 1
         batches = self._feed.batches()
-        sheet, iteration = self.balancer.timesheet, None
+        supply, iteration = self.balancer.timesheet.supply, None
         first = True
         while True:
             if self._iterations != mine:
                 raise RuntimeError(ONE_AT_A_TIME)
-            if sheet.iteration != iteration:  # it begins, or goes on after one of another loader
-                sheet.will_load(
+            if supply.iteration != iteration:  # it begins, or goes on after one of another loader
+                supply.will_load(
                     beside=self.loader.num_workers > 0,
                     in_parts=not isinstance(self.dataset, IterableDataset),
                     loaders=self.loader.num_workers,
                 )
-                iteration = sheet.iteration
+                iteration = supply.iteration
             try:
-                with sheet.loading():
+                with supply.loading():
                     loaded = next(batches)
             except StopIteration:
                 return

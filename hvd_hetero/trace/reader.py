@@ -32,6 +32,7 @@ READ: dict[str, dict[str, Any]] = {
     "parameters": {"ranks": list},
     "limits": {"lower": int, "upper": (int, NoneType), "quantum": int, "micro_batch": (int, NoneType)},
 }
+NEWEST = 64       # steps of a rank that are of late
 PAUSE = 10.0      # an interval so many times longer than the median one is a pause (a checkpoint, a validation)
 
 
@@ -51,6 +52,7 @@ class Step(NamedTuple):
     bytes: int
     share: int
     extra_s: float = 0.0      # beyond compute_s, as plans reckon: loading, serving the communication, a quota's part
+    loading_s: float = 0.0    # what its samples take to be loaded beside that, at least; 0: less than was noticed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +92,16 @@ class RankRun:
     session_starts: set[int] = field(default_factory=set)      # the first step of each
     dropped: int = 0         # records that could not be written
     unreadable: int = 0      # lines that are not of this format
+
+    @property
+    def newest(self) -> list[Step]:
+        """Its last steps with samples."""
+        return [step for step in self.steps[-NEWEST:] if step.samples > 0]
+
+    @property
+    def loading_s(self) -> float:
+        """Seconds that a sample took of late to be loaded beside computing, at least; 0.0: less than was noticed."""
+        return _median(step.loading_s / step.samples for step in self.newest)
 
     def summary(self, *, skip: int = 0) -> RankSummary:
         """Medians, speed and the history of shares, without the first `skip` steps."""

@@ -31,8 +31,9 @@ from typing import Any
 from hvd_hetero.policy.replan import Plan
 
 FORMAT = 1
-FIELDS = ("step", "t_s", "samples", "data_s", "compute_s", "wait_s", "bytes", "share", "extra_s")
-LINE = "[%d,%.5f,%d,%.5g,%.5g,%.5g,%d,%d,%.4g]\n"
+FIELDS = ("step", "t_s", "samples", "data_s", "compute_s", "wait_s", "bytes", "share", "extra_s",
+          "loading_s")
+LINE = "[%d,%.5f,%d,%.5g,%.5g,%.5g,%d,%d,%.4g,%.4g]\n"
 KEPT_LINES = 4096            # no more wait in memory for the next flush
 MOST_BYTES = 1 << 28        # of a rank's file: some millions of steps
 ROOM_TO_END_BYTES = 256      # kept free in a bounded file for the line that tells what was dropped
@@ -123,12 +124,14 @@ class Trace:
         self.flush()
 
     def step(self, *, step: int, samples: int, data_s: float = 0.0, compute_s: float = 0.0, wait_s: float = 0.0,
-             bytes: int = 0, share: int = 0, extra_s: float = 0.0, t_s: float | None = None) -> None:
+             bytes: int = 0, share: int = 0, extra_s: float = 0.0, loading_s: float = 0.0,
+             t_s: float | None = None) -> None:
         """None; records one step: seconds of each kind, and the bytes this rank gave to be exchanged. It ended at
         `t_s`, or now. `extra_s`: what its samples take beyond `compute_s` in the long run, as plans reckon: loading
-        them, serving the communication, and what a CPU quota withholds."""
+        them, where nothing else does, serving the communication, and what a CPU quota withholds. `loading_s`: what they
+        take at least to be loaded beside computing; 0: less than was noticed."""
         now = self._clock() if t_s is None else t_s
-        line = LINE % (step, now, samples, data_s, compute_s, wait_s, bytes, share, extra_s)
+        line = LINE % (step, now, samples, data_s, compute_s, wait_s, bytes, share, extra_s, loading_s)
         if "n" in line:      # nan or inf, which JSON does not know
             line = line.replace("nan", "null").replace("-inf", "null").replace("inf", "null")
         self._add(line, now, room=0.875)
