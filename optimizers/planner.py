@@ -91,7 +91,8 @@ class Planner:
         )
         self._pasts = tuple(Past() for _ in range(self.size))
         self.loading_s = [0.0] * self.size  # that a sample takes on each rank to be loaded beside computing, at least
-        self._unaware = -1  # the last plan that was made before it was known how slow a rank's loading is
+        self._slowest_s = [0.0] * self.size  # the most of it that was known so far
+        self._unaware = -1  # the last plan that was made before that was known
         self._next_look = 0
         self._ahead = 0  # batches that passed before the last plan held
         self.steadiness = Steadiness(self.size)
@@ -127,8 +128,9 @@ class Planner:
         """Takes in what each rank needed for its samples of batch `step`; 0 where there is nothing to say. And what it
         needs for loading a sample beside that, at least."""
         if loading_s is not None:
-            if any(new > SLOWER * old for new, old in zip(loading_s, self.loading_s, strict=True)):
+            if any(new > SLOWER * most for new, most in zip(loading_s, self._slowest_s, strict=True)):
                 self._unaware = self.plans[-1].version
+                self._slowest_s = list(map(max, loading_s, self._slowest_s))
             self.loading_s = list(loading_s)
         settled = step >= self._rule.warmup_steps and (step - self.plan_at(step).step >= SKIPPED or step < SKIPPED)
         if not settled:
@@ -206,6 +208,11 @@ class Planner:
             for model, loading_s in zip(models, self.loading_s, strict=True)
         )
 
+    @property
+    def _counting(self) -> list[Plan]:
+        """The plans before the present one that tell how restless shares are: they knew what is known now."""
+        return [plan for plan in self.plans[:-1] if plan.version >= self._unaware]
+
     def _pause(self, step: int, step_s: float) -> int:
         """Steps from one look to the next, so that looks take no more than their part of the time."""
         least, budget = (1, EARLY_BUDGET) if step < EARLY_STEPS else (LOOK_EVERY, BUDGET)
@@ -240,7 +247,7 @@ class Planner:
                 global_batch_size=self._terms.global_batch_size,
                 bounds=self._terms.bounds,
                 rule=self._rule,
-                previous=[plan for plan in self.plans[:-1] if plan.version >= self._unaware],
+                previous=self._counting,
                 micro_batch=self._terms.micro_caps,
                 measured_step_s=step_s,
             ) or trial(
@@ -289,8 +296,9 @@ class Planner:
         alike = before == now or (len(before) == len(now) and not set(before) & set(now))
         places = range(self.size) if alike else [before.index(each) if each in before else None for each in now]
         known = [[] if place is None else windows[place] for place in places]
-        loading_s = state.get("loading_s", [0.0] * len(before))
+        loading_s = state.get("loading_s", [0.0] * len(windows))
         self.loading_s = [0.0 if place is None else loading_s[place] for place in places]
+        self._slowest_s = list(self.loading_s)
         self.steadiness.load_state_dict(state.get("steadiness", {}), places)
         self._exchange_s = list(state.get("exchange_s", ())) if alike else []
         for window, saved in zip(self._windows, known, strict=True):

@@ -239,6 +239,25 @@ def test_measurements_follow_a_rank_to_its_new_number():
     after.load_state_dict(before.state_dict(), 30)
     slow, fast = after.plan_at(30).shares
     assert fast > 2 * slow
+    before.observe(30, (16, 16), (0.1, 0.3), (0.1, 0.0))
+    after.load_state_dict(before.state_dict(), 30)
+    fast, slow = after.plan_at(30).shares
+    assert after.loading_s == [0.0, 0.1] and fast > 2 * slow, "whose samples come slowly"
+    older = before.state_dict()
+    del older["loading_s"]
+    planner_of(2).load_state_dict({**older, "identities": []}, 30)  # a checkpoint of an earlier version
+
+
+def test_plans_do_not_count_that_were_made_before_it_was_known_how_slowly_samples_come():
+    planner, shares = planner_of(2), [(40, 24), (44, 20), (40, 24), (44, 20)]
+    for version, announced in enumerate(shares, start=1):
+        planner.accept(Announcement(
+            version=version, shares=announced, reason="", predicted_step_s=0.1, strategy="synchronous"
+        ), 10 * version)  # fmt: skip
+        if version < 4:
+            loading_s = [0.0, 0.0] if version == 2 else [0.0, 0.1]  # another loader is in use meanwhile
+            planner.observe(10 * version + 5, announced, (0.1, 0.1), loading_s)
+    assert planner._counting == planner.plans[1:-1], "only what is slower than ever is news"
 
 
 def test_a_rank_that_never_had_a_sample_is_taken_for_an_ordinary_one():
