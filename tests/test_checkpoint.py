@@ -9,6 +9,7 @@ import stat
 import numpy as np
 import pytest
 
+from hvd_hetero.engine import checkpoint as checkpoint_module
 from hvd_hetero.engine import checkpoint_file, notice
 from hvd_hetero.engine.checkpoint import Checkpoint
 from hvd_hetero.engine.checkpoint_file import CheckpointError, CheckpointFile
@@ -128,6 +129,25 @@ class Words:
 
 def made(engine, path, state, **options):
     return Checkpoint(path, state, engine=engine, every_steps=options.get("every_steps"))
+
+
+@pytest.mark.parametrize("elastic", [False, True])
+def test_two_jobs_that_write_to_one_path_are_told(tmp_path, capfd, monkeypatch, elastic):
+    monkeypatch.setattr(checkpoint_module, "is_elastic", lambda: elastic)
+    one, other = (made(SoloEngine(), tmp_path / "x", Words(0, name)) for name in (b"one", b"other"))
+    for job in (one, one, one):
+        job.save()
+    assert not capfd.readouterr().err
+    other.save()
+    said = capfd.readouterr().err
+    assert ("Received: checkpoint 3. Another job writes there" in said) == (not elastic)
+    other.save()
+    assert not capfd.readouterr().err, "of each checkpoint once"
+    one.save()
+    said = capfd.readouterr().err
+    assert ("expected checkpoint 3, this job's last, as the newest. Received: checkpoint 5." in said) == (not elastic)
+    for job in (one, other):
+        job.close()
 
 
 def test_a_rank_whose_others_are_gone_saves_what_all_share_and_not_over_a_newer_one(tmp_path):

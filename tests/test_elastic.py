@@ -1,5 +1,6 @@
 """Ranks that have become others: everything made on them is rebuilt, and training goes on as if nothing had been."""
 
+import contextlib
 import copy
 import os
 import signal
@@ -10,7 +11,7 @@ from torch import nn
 
 from hvd_hetero.engine.elastic import Failures, run
 from hvd_hetero.engine.local import World
-from hvd_hetero.engine.notice import LEFT
+from hvd_hetero.engine.notice import LEFT, Notice
 from hvd_hetero.engine.remembered import Remembered
 from hvd_hetero.optimizers.agreement import Terms
 from hvd_hetero.optimizers.equal import EqualWeights
@@ -276,6 +277,32 @@ def test_a_rank_that_was_told_to_end_does_not_come_together_with_others_again():
         elastic_loop(train, state.log)(state)
     assert end.value.code == LEFT
     assert state.log == ["sync", "leave", "break_off", "restore", "leave_alone"]
+
+
+def test_a_rank_may_be_told_to_end_while_it_comes_together_with_others(monkeypatch):
+    """A thread hears of it there, as `Notice` says: whoever waits for hosts does so in C++."""
+    state, within = State(leaving=()), []
+
+    @contextlib.contextmanager
+    def unreachable(notice, leave):
+        within.append(True)
+        yield leave()
+        within.clear()
+
+    def restart():
+        state.log.append(f"restart {bool(within)}")
+
+    def train(state):
+        state.log.append("train")
+        if len(state.log) < 4:
+            raise ConnectionError("another rank has died")
+
+    monkeypatch.setattr(Notice, "unreachable", unreachable)
+    run(train, restart=restart, size=lambda: 2, recoverable=lambda error: True, explain=lambda: "")(state)
+    assert state.log == [
+        "sync", "train", "break_off", "restore", "leave_alone", "restart True", "on_reset", "sync", "train"
+    ]  # fmt: skip
+    assert not within
 
 
 def test_a_job_that_cannot_tell_who_leaves_ends_by_sigterm_as_ever():

@@ -6,7 +6,10 @@ import gc
 import io
 import os
 import signal
+import subprocess
 import sys
+import textwrap
+import time
 import weakref
 
 import pytest
@@ -92,3 +95,77 @@ def test_who_hears_sigterm_is_not_kept_and_swallows_none_once_it_is_gone():
         assert passed_on == [True] and not notice.told
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+RENDEZVOUS = """
+    import ctypes, signal, sys, threading
+    from hvd_hetero.engine import notice
+    from hvd_hetero.engine.notice import Notice
+
+    how = sys.argv[1]
+    notice.LATE_S = 20.0 if how == "over" else 0.3
+    waits = Notice(lambda: print("heard", flush=True), say="so it is.")
+    if how == "own":
+        signal.signal(signal.SIGTERM, lambda *_: print("own heard", flush=True))
+
+    def leave():
+        print("leaves", flush=True)
+        if how == "fails":
+            raise OSError("no room")
+
+    def stuck(seconds):  # in C, where signals interrupt nothing: a lock that is taken already
+        lock = ctypes.create_string_buffer(128)
+        libc = ctypes.CDLL(None)
+        libc.pthread_mutex_lock(lock)
+        threading.Timer(seconds, libc.pthread_mutex_unlock, [lock]).start()
+        libc.pthread_mutex_lock(lock)
+
+    with waits.unreachable(leave):
+        print("waits", flush=True)
+        if how == "heard":
+            signal.pause()
+        stuck(60.0 if how in ("stuck", "fails", "heard") else 1.0)
+    assert signal.set_wakeup_fd(-1) == -1
+    print("goes on", flush=True)
+"""
+
+
+@pytest.mark.parametrize(("how", "said", "status"), [
+    ("stuck", ["leaves"], 75), ("fails", ["leaves"], 75), ("own", ["own heard", "goes on"], 0),
+    ("over", ["goes on"], 0), ("heard", ["leaves"], 75),
+])  # fmt: skip
+def test_who_is_stuck_in_a_rendezvous_ends_in_order(tmp_path, how, said, status):
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(RENDEZVOUS))
+    process = subprocess.Popen(
+        [sys.executable, str(script), how], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "waits\n"
+    if how != "over":
+        time.sleep(0.3)  # it is stuck by now, most likely
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    lines = out.split("\n")[:-1]
+    assert [line for line in lines if line != "heard"] == said and process.returncode == status, err
+    assert "heard" in lines or how not in ("over", "heard")
+    assert ("OSError('no room')" in err) == (how == "fails")
+
+
+def test_signals_wake_who_they_woke_before_and_after():
+    reads, writes = os.pipe()
+    os.set_blocking(writes, False)
+    mine = signal.signal(signal.SIGUSR1, lambda *_: None)
+    before = signal.set_wakeup_fd(writes, warn_on_full_buffer=False)
+    try:
+        notice = Notice(lambda: None, say="so it is.")
+        with notice.unreachable(lambda: None):
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert os.read(reads, 1) == bytes([signal.SIGUSR1])
+        notice.close()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert os.read(reads, 1) == bytes([signal.SIGUSR1])
+    finally:
+        signal.set_wakeup_fd(before)
+        signal.signal(signal.SIGUSR1, mine)
+        os.close(reads)
+        os.close(writes)

@@ -160,12 +160,24 @@ class Checkpoint:
         self._check(problem, name="own")  # before anything is written
         owns, problem = gather_bytes(engine, own, name="hvd_hetero.checkpoint.own", root=0), ""
         if engine.rank == 0:
+            self._look_for_others()
             try:
                 self._file.write(_packed([self._state.shared_content(), *owns]), number=self._number + 1)
             except Exception as error:
                 problem = f"{type(error).__name__}: {error}"
         self._check(problem, name="saved")
         self._number += 1
+
+    def _look_for_others(self) -> None:
+        """Says so where another job has written there. In an elastic one it may have been a rank that left alone."""
+        newest = self._file.number()
+        if newest > self._number and not is_elastic():
+            self._number, before = newest, self._number
+            tell(
+                f"hvd_hetero: {self._file.path}: expected checkpoint {before}, this job's last, as the newest. "
+                f"Received: checkpoint {newest}. Another job writes there: give each a path of its own. This one's is "
+                f"written now; what it replaces is kept at {self._file.previous.name} until the next."
+            )
 
     def _save_alone(self) -> None:
         """Writes one without what is each rank's own, as for other ranks; not over a newer one."""

@@ -7,6 +7,7 @@ ranks that are gone. Here each round is: initialise, rebuild what was made on th
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 from collections.abc import Callable, Sequence
@@ -106,7 +107,8 @@ def run(
                         if notice is not None and notice.told:  # the others come together without it, if any are left
                             state.leave_alone()
                             raise SystemExit(LEFT)
-                        restart()
+                        with contextlib.nullcontext() if notice is None else notice.unreachable(state.leave_alone):
+                            restart()
                         ranks = size()
                         state.on_reset()
                     state.sync()

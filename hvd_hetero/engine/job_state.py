@@ -253,9 +253,13 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
 
     def leave_alone(self) -> None:
         """Saves what this rank has gone back to, if there is a checkpoint: it was told to end, and cannot tell whether
-        another goes on. Not a collective call."""
-        if self.at_end_alone is not None and self._synced:
-            self.at_end_alone()
+        another goes on. Not a collective call, and perhaps the last one of this process."""
+        try:
+            if self.at_end_alone is not None and self._synced:
+                self.at_end_alone()
+        finally:
+            for balancer in self._balancers:
+                balancer.record.flush()
 
     # Checkpoints ----------------------------------------------------------------------------------------------------
 

@@ -7,19 +7,24 @@ second one that comes later acts as it always did.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import os
 import signal
+import socket
+import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
+from . import background
 from .stderr import tell
 
 ONE_S = 5.0  # signals within so long are one
+LATE_S = 2.0  # who waits for others so long may do so for minutes, and `horovodrun` kills it after 5 s
 LEFT = 75  # exit status of who left in order: a temporary failure (sysexits.h); try again
 
 
@@ -64,6 +69,54 @@ class Notice:
         elif time.monotonic() - self._first_s >= ONE_S:
             self.close()
             os.kill(os.getpid(), number)
+
+    @contextlib.contextmanager
+    def unreachable(self, leave: Callable[[], object]) -> Iterator[None]:
+        """While the main thread may be where no signal reaches it: in Horovod's rendezvous, which waits for hosts for
+        minutes. Where SIGTERM comes and that is not over `LATE_S` later, `leave()` is called, by another thread, and
+        this process ends in order.
+        """
+        if not self._installed:
+            yield
+            return
+        reads, writes = socket.socketpair()
+        writes.setblocking(False)
+        before = signal.set_wakeup_fd(writes.fileno(), warn_on_full_buffer=False)
+        over = threading.Event()
+
+        def listen() -> None:
+            with reads:
+                while numbers := reads.recv(64):  # of signals
+                    if before >= 0:
+                        with contextlib.suppress(OSError):
+                            os.write(before, numbers)
+                    if signal.SIGTERM in numbers and not over.wait(LATE_S):
+                        self._leave_at_once(leave)
+
+        background.begin(listen, name="hvd_hetero.notice")
+        if self.told:  # in between
+            writes.send(bytes([signal.SIGTERM]))
+        try:
+            yield
+        finally:
+            over.set()
+            signal.set_wakeup_fd(before)
+            writes.close()
+
+    @staticmethod
+    def _leave_at_once(leave: Callable[[], object]) -> None:
+        """Ends this process, unless the script hears the signal itself."""
+        if getattr(signal.getsignal(signal.SIGTERM), "__func__", None) is not Notice._handle:
+            return
+        tell("hvd_hetero: SIGTERM: this rank was waiting for others to begin with, and ends.")
+        try:
+            leave()
+        except Exception as error:
+            tell(f"hvd_hetero: it could not do so in order: {error!r}")
+        finally:
+            with contextlib.suppress(OSError, ValueError):
+                sys.stdout.flush()
+            os._exit(LEFT)
 
     def hear(self) -> None:
         """What the signal does."""
