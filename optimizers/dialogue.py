@@ -112,7 +112,7 @@ class Dialogue:
             rank=self._engine.rank,
             count=count,
             compute_s=seconds,
-            loading_s=self._timesheet.loading_s if leads else 0.0,
+            loading_s=self._timesheet.loading_s if leads or measured else 0.0,  # what was measured needs it
             samples=samples,
             dealt_ahead=dealt_ahead,
             staleness=self.staleness if leads else 0.0,

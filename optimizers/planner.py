@@ -276,6 +276,7 @@ class Planner:
                 [(step, seen.samples, seen.compute_s, seen.passes) for step, seen in window] for window in self._windows
             ],
             "loading_s": self.loading_s,
+            "unaware": self._unaware,
             "steadiness": self.steadiness.state_dict(),
             "exchange_s": self._exchange_s if self.selection is None else self.selection.state_dict(),
         }
@@ -299,6 +300,7 @@ class Planner:
         loading_s = state.get("loading_s", [0.0] * len(windows))
         self.loading_s = [0.0 if place is None else loading_s[place] for place in places]
         self._slowest_s = list(self.loading_s)
+        self._unaware = state.get("unaware", -1)
         self.steadiness.load_state_dict(state.get("steadiness", {}), places)
         self._exchange_s = list(state.get("exchange_s", ())) if alike else []
         for window, saved in zip(self._windows, known, strict=True):

@@ -388,6 +388,9 @@ def test_exchanges_that_do_not_lead_tell_of_no_batch_and_move_no_plan():
         assert said.samples[balancer.rank] == 4.0 and said.compute_s[balancer.rank] == 0.5 and said.staleness == 1.0
         assert said.ran[balancer.rank] == (3.0, 2.0, 1.0), "and of stops nothing was lost"
         assert (said.announcement is None) == (balancer.rank != 0)
+        balancer.timesheet.loading_s = 0.25  # what is measured apart counts for rounds of those that do not lead, too
+        said = control.unpack(dialogue.outgoing(leads=False, count=3.0, measured=(8.0, 0.5)), ranks=2)
+        assert said.busy_s[balancer.rank] == 2.0
 
 
 def sum_of(*vectors):

@@ -262,7 +262,7 @@ class State:
 
 
 def elastic_loop(train, log):
-    return run(train, restart=lambda: log.append("restart"), size=lambda: 2, recoverable=lambda error: True,
+    return run(train, restart=lambda waiting: log.append("restart"), size=lambda: 2, recoverable=lambda error: True,
                explain=lambda: "")  # fmt: skip
 
 
@@ -289,8 +289,9 @@ def test_a_rank_may_be_told_to_end_while_it_comes_together_with_others(monkeypat
         yield leave()
         within.clear()
 
-    def restart():
-        state.log.append(f"restart {bool(within)}")
+    def restart(waiting):
+        with waiting():
+            state.log.append(f"restart {bool(within)}")
 
     def train(state):
         state.log.append("train")

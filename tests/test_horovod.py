@@ -60,7 +60,7 @@ def test_laws_under_gloo(ranks):
 @pytest.mark.skipif(
     not (installed_build() or {}).get("mpi") or not shutil.which("mpirun"), reason="Horovod was built without MPI"
 )
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_laws_under_mpi(ranks):
     checks = [check for check in checks_for(ranks, "mpi") if check != "waiting_does_not_spin"]
     run_checks(ranks, checks, controller="mpi")

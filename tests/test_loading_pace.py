@@ -83,8 +83,8 @@ def mean(values):
 @pytest.mark.parametrize("computes", [(0.002, 0.002), (0.004, 0.002), (0.0005, 0.0005)])
 def test_a_rank_that_waits_for_its_samples_has_fewer(loads, computes):
     """Also where it only shows how slowly they come to a rank once it has been given too many."""
-    for seed in range(3):
-        steps, plans = job(800, loads=lambda _: loads, computes=computes, seed=seed)
+    for seed in range(2):
+        steps, plans = job(600, loads=lambda _: loads, computes=computes, seed=seed)
         assert mean(steps[100:]) <= 1.08 * (best_s(loads, computes) + 0.002)
         assert len(plans) <= 17
 
@@ -456,3 +456,20 @@ def test_a_loader_within_another_one_s_loop_loads_for_itself():
         return said
 
     assert World(2).run(program) == [[True] * 3 + [True, False, False]] * 2
+
+
+def test_what_is_known_of_an_earlier_process_s_loaders_is_tried_soon():
+    """There may be more of them now."""
+    known, resumed = LoadingPace(), LoadingPace()
+    known.seconds_per_sample = 1.0
+    resumed.resume(1.0)
+    for pace in (known, resumed):
+        for _ in range(LEAST):
+            pace.hear(4, step_s=4.0, waited_s=0.0, computed_s=4.0)
+    assert known.seconds_per_sample > 0.8 > 0.7 > resumed.seconds_per_sample
+    for _ in range(WINDOW):
+        resumed.hear(4, step_s=4.0, waited_s=2.0, computed_s=2.0)
+    assert resumed.seconds_per_sample == 1.0
+    for _ in range(LEAST):
+        resumed.hear(4, step_s=4.0, waited_s=0.0, computed_s=4.0)
+    assert resumed.seconds_per_sample > 0.8, "what it has waited for is known"

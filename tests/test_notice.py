@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 import weakref
 
@@ -98,7 +99,7 @@ def test_who_hears_sigterm_is_not_kept_and_swallows_none_once_it_is_gone():
 
 
 RENDEZVOUS = """
-    import ctypes, signal, sys, threading
+    import ctypes, signal, sys, threading, time
     from hvd_hetero.engine import notice
     from hvd_hetero.engine.notice import Notice
 
@@ -112,10 +113,14 @@ RENDEZVOUS = """
         print("leaves", flush=True)
         if how == "fails":
             raise OSError("no room")
+        if how == "saves":  # the rendezvous is over meanwhile
+            libc.pthread_mutex_unlock(lock)
+            time.sleep(0.5)
+            print("left", flush=True)
+
+    lock, libc = ctypes.create_string_buffer(128), ctypes.CDLL(None)
 
     def stuck(seconds):  # in C, where signals interrupt nothing: a lock that is taken already
-        lock = ctypes.create_string_buffer(128)
-        libc = ctypes.CDLL(None)
         libc.pthread_mutex_lock(lock)
         threading.Timer(seconds, libc.pthread_mutex_unlock, [lock]).start()
         libc.pthread_mutex_lock(lock)
@@ -124,7 +129,7 @@ RENDEZVOUS = """
         print("waits", flush=True)
         if how == "heard":
             signal.pause()
-        stuck(60.0 if how in ("stuck", "fails", "heard") else 1.0)
+        stuck(3.0 if how in ("own", "over") else 60.0)
     assert signal.set_wakeup_fd(-1) == -1
     print("goes on", flush=True)
 """
@@ -132,7 +137,7 @@ RENDEZVOUS = """
 
 @pytest.mark.parametrize(("how", "said", "status"), [
     ("stuck", ["leaves"], 75), ("fails", ["leaves"], 75), ("own", ["own heard", "goes on"], 0),
-    ("over", ["goes on"], 0), ("heard", ["leaves"], 75),
+    ("over", ["goes on"], 0), ("heard", ["leaves"], 75), ("saves", ["leaves", "left"], 75),
 ])  # fmt: skip
 def test_who_is_stuck_in_a_rendezvous_ends_in_order(tmp_path, how, said, status):
     script = tmp_path / "script.py"
@@ -169,3 +174,21 @@ def test_signals_wake_who_they_woke_before_and_after():
         signal.signal(signal.SIGUSR1, mine)
         os.close(reads)
         os.close(writes)
+
+
+def test_who_hears_in_a_rendezvous_ends_though_a_fork_has_its_ends():
+    notice = Notice(lambda: None, say="so it is.")
+    with notice.unreachable(lambda: None):
+        child = os.fork()
+        if not child:
+            time.sleep(60)
+            os._exit(0)
+    try:
+        threads = [each for each in threading.enumerate() if each.name == "hvd_hetero.notice"]
+        for each in threads:
+            each.join(10)
+        assert not any(each.is_alive() for each in threads)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        notice.close()

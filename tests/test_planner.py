@@ -258,6 +258,11 @@ def test_plans_do_not_count_that_were_made_before_it_was_known_how_slowly_sample
             loading_s = [0.0, 0.0] if version == 2 else [0.0, 0.1]  # another loader is in use meanwhile
             planner.observe(10 * version + 5, announced, (0.1, 0.1), loading_s)
     assert planner._counting == planner.plans[1:-1], "only what is slower than ever is news"
+    resumed = planner_of(2)
+    resumed.load_state_dict(planner.state_dict(), 45)
+    assert resumed._counting == resumed.plans[1:-1]
+    resumed.load_state_dict(planner_of(2).state_dict(), 45)
+    assert resumed._unaware == -1, "of plans that are gone nothing is known"
 
 
 def test_a_rank_that_never_had_a_sample_is_taken_for_an_ordinary_one():

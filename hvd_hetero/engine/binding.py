@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import time
@@ -137,13 +138,15 @@ def shutdown(framework: str) -> None:
     importlib.import_module(_class(framework).binding).shutdown()
 
 
-def _restart(framework: str) -> None:
+def _restart(framework: str, waiting: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
     """Initialises Horovod as it was, on the ranks that there are now; what was made on engines is rebuilt on them.
-    A collective call of those ranks."""
+    A collective call of those ranks, for which it waits within `waiting()`."""
     cls = _class(framework)
     importlib.import_module(cls.binding).shutdown()
     cls.forget()
-    cls.rebuild(_again[framework]())
+    with waiting():
+        methods = _again[framework]()
+    cls.rebuild(methods)
 
 
 def elastic_run(framework: str, train: Callable[..., T], *, gone: Callable[[Exception], bool]) -> Callable[..., T]:

@@ -160,11 +160,12 @@ class Checkpoint:
         self._check(problem, name="own")  # before anything is written
         owns, problem = gather_bytes(engine, own, name="hvd_hetero.checkpoint.own", root=0), ""
         if engine.rank == 0:
-            self._look_for_others()
             try:
+                self._look_for_others()
                 self._file.write(_packed([self._state.shared_content(), *owns]), number=self._number + 1)
             except Exception as error:
                 problem = f"{type(error).__name__}: {error}"
+                self._number = max(self._number, self._file.number())  # it may be there all the same
         self._check(problem, name="saved")
         self._number += 1
 
@@ -172,9 +173,10 @@ class Checkpoint:
         """Says so where another job has written there. In an elastic one it may have been a rank that left alone."""
         newest = self._file.number()
         if newest > self._number and not is_elastic():
-            self._number, before = newest, self._number
+            before = f"checkpoint {self._number}" if self._number else "none"
+            self._number = newest
             tell(
-                f"hvd_hetero: {self._file.path}: expected checkpoint {before}, this job's last, as the newest. "
+                f"hvd_hetero: {self._file.path}: expected {before} as the newest, as this job left or found it. "
                 f"Received: checkpoint {newest}. Another job writes there: give each a path of its own. This one's is "
                 f"written now; what it replaces is kept at {self._file.previous.name} until the next."
             )

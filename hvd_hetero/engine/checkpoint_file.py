@@ -38,7 +38,7 @@ class CheckpointFile:
         says; 0 where there is none. Files of earlier versions count as the first."""
         numbers = [0]
         for path in (self.path, self.previous):
-            with contextlib.suppress(OSError, ValueError, TypeError), open(path, "rb") as file:
+            with contextlib.suppress(OSError, ValueError, TypeError, OverflowError), open(path, "rb") as file:
                 head = json.loads(file.readline(LONGEST_LINE))
                 numbers.append(int(head.get("number", 1)) if isinstance(head, dict) and head.get("kind") == KIND else 0)
         return max(numbers)

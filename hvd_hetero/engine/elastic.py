@@ -74,7 +74,7 @@ def let_leave(leaving: Sequence[int], *, rank: int) -> None:
 def run(
     train: Callable[..., T],
     *,
-    restart: Callable[[], None],
+    restart: Callable[[Callable[[], contextlib.AbstractContextManager[None]]], None],
     size: Callable[[], int],
     recoverable: Callable[[Exception], bool],
     explain: Callable[[], str],
@@ -83,7 +83,8 @@ def run(
 
     Args:
         train: may end at any exchange, and is called again; it goes on from what `state` says.
-        restart: initialises Horovod on the ranks that there are now, and rebuilds what was made on them.
+        restart: initialises Horovod on the ranks that there are now, and rebuilds what was made on them. It is given
+            what to enter while it waits for them.
         size: the number of ranks.
         recoverable: whether it is what an exchange raises when a peer is gone. What else `train` raises ends this rank.
         explain: which ranks are gone, in words.
@@ -107,8 +108,10 @@ def run(
                         if notice is not None and notice.told:  # the others come together without it, if any are left
                             state.leave_alone()
                             raise SystemExit(LEFT)
-                        with contextlib.nullcontext() if notice is None else notice.unreachable(state.leave_alone):
-                            restart()
+                        restart(
+                            contextlib.nullcontext if notice is None
+                            else functools.partial(notice.unreachable, state.leave_alone)
+                        )  # fmt: skip
                         ranks = size()
                         state.on_reset()
                     state.sync()

@@ -74,7 +74,8 @@ class Notice:
     def unreachable(self, leave: Callable[[], object]) -> Iterator[None]:
         """While the main thread may be where no signal reaches it: in Horovod's rendezvous, which waits for hosts for
         minutes. Where SIGTERM comes and that is not over `LATE_S` later, `leave()` is called, by another thread, and
-        this process ends in order.
+        this process ends in order. Where it is over before that has ended, the main thread goes on no further: what is
+        saved has to stay as it is.
         """
         if not self._installed:
             yield
@@ -82,7 +83,7 @@ class Notice:
         reads, writes = socket.socketpair()
         writes.setblocking(False)
         before = signal.set_wakeup_fd(writes.fileno(), warn_on_full_buffer=False)
-        over = threading.Event()
+        over, leaving = threading.Event(), threading.Lock()
 
         def listen() -> None:
             with reads:
@@ -91,7 +92,9 @@ class Notice:
                         with contextlib.suppress(OSError):
                             os.write(before, numbers)
                     if signal.SIGTERM in numbers and not over.wait(LATE_S):
-                        self._leave_at_once(leave)
+                        with leaving:
+                            if not over.is_set():
+                                self._leave_at_once(leave)
 
         background.begin(listen, name="hvd_hetero.notice")
         if self.told:  # in between
@@ -99,8 +102,10 @@ class Notice:
         try:
             yield
         finally:
-            over.set()
+            with leaving:  # for good, where this process is about to end
+                over.set()
             signal.set_wakeup_fd(before)
+            writes.shutdown(socket.SHUT_RDWR)  # also where a fork has it
             writes.close()
 
     @staticmethod

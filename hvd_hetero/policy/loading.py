@@ -34,12 +34,15 @@ class LoadingPace:
         self.seconds_per_sample: float | None = None
         self.pends = False
         self._seen: deque[tuple[int, float, float, float]] = deque(maxlen=WINDOW)
+        self._least = LEAST  # batches from one try to the next
         self._pause, self._since, self._tries = LEAST, 0, False
 
     def resume(self, seconds_per_sample: float) -> None:
-        """Goes on from what was known of this rank's loaders, as in an earlier process."""
+        """Goes on from what was known of this rank's loaders, as in an earlier process. There may be more of them now:
+        until the rank has waited for these, tries come sooner."""
         if self.seconds_per_sample is None:
-            self.seconds_per_sample = seconds_per_sample
+            self.seconds_per_sample, self.pends = seconds_per_sample, False
+            self._least = self._pause = FEW
 
     def look_back(self, loaders: int) -> None:
         """Says how many load side by side."""
@@ -67,6 +70,7 @@ class LoadingPace:
         if len(self._seen) < FEW or not number:
             return
         if waits:
+            self._least, self._pause = LEAST, max(self._pause, LEAST)
             if self._tries:
                 self._pause = min(MORE * self._pause, MOST)
             self.seconds_per_sample, self.pends = steps_s / number, False
@@ -76,6 +80,6 @@ class LoadingPace:
             self._since += 1
             if self._since >= self._pause:
                 if self._tries:
-                    self._pause = max(self._pause // MORE, LEAST)
+                    self._pause = max(self._pause // MORE, self._least)
                 self.seconds_per_sample *= TRIED
                 self._since, self._tries = 0, True
