@@ -193,13 +193,13 @@ class Dialogue:
 
     def _hear_speeds(self, report: control.Report, step: int, *, together: bool) -> None:
         """Takes in what each rank needed; rank 0 looks whether another plan pays."""
-        planner = self._planner
+        planner, busy_s = self._planner, report.busy_s
         planner.observe(step - 1, report.samples, report.compute_s, report.loading_s)
         planner.steadiness.hear(step - 1, report.ran)
         if planner.selection is not None:
             whole_s = self._timesheet.last_step_s if together else None
-            planner.selection.hear(busy_s=report.busy_s, step_s=whole_s)
-        self.links.hear(step, busy_s=report.busy_s, together=together)
+            planner.selection.hear(busy_s=busy_s, step_s=whole_s)
+        self.links.hear(step, busy_s=busy_s, together=together)
         looks = self._engine.rank == 0 and (self._replans or planner.selection is not None)
         if report.announcement is None and looks:
             with self._timesheet.aside():
