@@ -393,6 +393,6 @@ class Balancer:
         self.step = int(state["step"])
         self.dialogue.restart()
         self.planner.load_state_dict(state["planner"], self.step)
-        self.timesheet.resume_loading(self.planner.loading_s[self.rank])
+        self.timesheet.resume_loading(self.planner.loading.seconds[self.rank])
         self.strategies.load_state_dict(state["strategies"])
         self.ladder = Ladder(self.planner.plans[-1].shares, tell=self._moved)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from hvd_hetero.policy.speed import Observation, SpeedModel, fit, passes_of
 
 from .agreement import Terms
 from .control import Announcement
+from .loading_limits import LoadingLimits
 from .selection import Selection
 from .steadiness import Steadiness
 
@@ -25,7 +26,6 @@ SKIPPED = 2  # steps after a change of plan that are not observed: caches, JIT a
 # A speed that changes by more starts a new window. Less is left to the window to forget: the ranks of a machine that
 # drifts change together, and a rank judged by its last steps alone would be compared with the others' past.
 CHANGED = 0.3
-SLOWER = 1.25  # times as slow as was known loading is that plans were wrong about
 LOOK_EVERY = 4  # steps between two looks at the speeds
 LOOK_S = 1.2e-4  # a look takes for each rank, at the least, and all wait for rank 0 meanwhile
 BUDGET = 0.005  # the part of the time that looks may take
@@ -90,9 +90,7 @@ class Planner:
             deque(maxlen=WINDOW) for _ in range(self.size)
         )
         self._pasts = tuple(Past() for _ in range(self.size))
-        self.loading_s = [0.0] * self.size  # that a sample takes on each rank to be loaded beside computing, at least
-        self._slowest_s = [0.0] * self.size  # the most of it that was known so far
-        self._unaware = -1  # the last plan that was made before that was known
+        self.loading = LoadingLimits(self.size)
         self._next_look = 0
         self._ahead = 0  # batches that passed before the last plan held
         self.steadiness = Steadiness(self.size)
@@ -128,10 +126,7 @@ class Planner:
         """Takes in what each rank needed for its samples of batch `step`; 0 where there is nothing to say. And what it
         needs for loading a sample beside that, at least."""
         if loading_s is not None:
-            if any(new > SLOWER * most for new, most in zip(loading_s, self._slowest_s, strict=True)):
-                self._unaware = self.plans[-1].version
-                self._slowest_s = list(map(max, loading_s, self._slowest_s))
-            self.loading_s = list(loading_s)
+            self.loading.observe(loading_s, version=self.plans[-1].version)
         settled = step >= self._rule.warmup_steps and (step - self.plan_at(step).step >= SKIPPED or step < SKIPPED)
         if not settled:
             return
@@ -190,7 +185,7 @@ class Planner:
         fitted = [past.fit(window) for past, window in zip(self._pasts, self._comparable(), strict=True)]
         known = sorted((model for model in fitted if model), key=lambda model: model.seconds_per_sample)
         # A rank that never had a sample is taken for an ordinary one.
-        self.models = self._loaded(model or replace(known[len(known) // 2], observations=0) for model in fitted)
+        self.models = self.loading.into(model or replace(known[len(known) // 2], observations=0) for model in fitted)
         plan = self._better(self.models, recent, step, measured_step_s)
         if plan is not None:
             self.announcement = Announcement(
@@ -200,18 +195,6 @@ class Planner:
                 predicted_step_s=plan.predicted_step_s or 0.0,
                 strategy=plan.strategy,
             )
-
-    def _loaded(self, models: Iterable[SpeedModel]) -> tuple[SpeedModel, ...]:
-        """The models of all ranks, with what loading takes."""
-        return tuple(
-            replace(model, loading_s=loading_s) if loading_s else model
-            for model, loading_s in zip(models, self.loading_s, strict=True)
-        )
-
-    @property
-    def _counting(self) -> list[Plan]:
-        """The plans before the present one that tell how restless shares are: they knew what is known now."""
-        return [plan for plan in self.plans[:-1] if plan.version >= self._unaware]
 
     def _pause(self, step: int, step_s: float) -> int:
         """Steps from one look to the next, so that looks take no more than their part of the time."""
@@ -247,7 +230,7 @@ class Planner:
                 global_batch_size=self._terms.global_batch_size,
                 bounds=self._terms.bounds,
                 rule=self._rule,
-                previous=self._counting,
+                previous=self.loading.aware(self.plans[:-1]),
                 micro_batch=self._terms.micro_caps,
                 measured_step_s=step_s,
             ) or trial(
@@ -275,8 +258,7 @@ class Planner:
             "windows": [
                 [(step, seen.samples, seen.compute_s, seen.passes) for step, seen in window] for window in self._windows
             ],
-            "loading_s": self.loading_s,
-            "unaware": self._unaware,
+            **self.loading.state_dict(),
             "steadiness": self.steadiness.state_dict(),
             "exchange_s": self._exchange_s if self.selection is None else self.selection.state_dict(),
         }
@@ -297,10 +279,7 @@ class Planner:
         alike = before == now or (len(before) == len(now) and not set(before) & set(now))
         places = range(self.size) if alike else [before.index(each) if each in before else None for each in now]
         known = [[] if place is None else windows[place] for place in places]
-        loading_s = state.get("loading_s", [0.0] * len(windows))
-        self.loading_s = [0.0 if place is None else loading_s[place] for place in places]
-        self._slowest_s = list(self.loading_s)
-        self._unaware = state.get("unaware", -1)
+        self.loading.load_state_dict(state, places)
         self.steadiness.load_state_dict(state.get("steadiness", {}), places)
         self._exchange_s = list(state.get("exchange_s", ())) if alike else []
         for window, saved in zip(self._windows, known, strict=True):
@@ -325,7 +304,7 @@ class Planner:
         """The first plan of a new set of ranks; the most equal shares where too little is known of some."""
         if not self._terms.adaptive or min(map(len, self._windows)) < self._rule.minimum_observations:
             return Plan(version=version, step=step, shares=self._terms.first_shares, reason="other ranks than before")
-        self.models = self._loaded(fit([seen for _, seen in window]) for window in self._comparable())
+        self.models = self.loading.into(fit([seen for _, seen in window]) for window in self._comparable())
         terms = self._terms
         shares = split(self.models, terms.global_batch_size, terms.bounds, micro_batch=terms.micro_caps)
         return Plan(version=version, step=step, shares=shares, reason="other ranks, all of known speed")

@@ -242,7 +242,7 @@ def test_measurements_follow_a_rank_to_its_new_number():
     before.observe(30, (16, 16), (0.1, 0.3), (0.1, 0.0))
     after.load_state_dict(before.state_dict(), 30)
     fast, slow = after.plan_at(30).shares
-    assert after.loading_s == [0.0, 0.1] and fast > 2 * slow, "whose samples come slowly"
+    assert after.loading.seconds == [0.0, 0.1] and fast > 2 * slow, "whose samples come slowly"
     older = before.state_dict()
     del older["loading_s"]
     planner_of(2).load_state_dict({**older, "identities": []}, 30)  # a checkpoint of an earlier version
@@ -257,12 +257,12 @@ def test_plans_do_not_count_that_were_made_before_it_was_known_how_slowly_sample
         if version < 4:
             loading_s = [0.0, 0.0] if version == 2 else [0.0, 0.1]  # another loader is in use meanwhile
             planner.observe(10 * version + 5, announced, (0.1, 0.1), loading_s)
-    assert planner._counting == planner.plans[1:-1], "only what is slower than ever is news"
+    assert planner.loading.aware(planner.plans[:-1]) == planner.plans[1:-1], "only what is slower than ever is news"
     resumed = planner_of(2)
     resumed.load_state_dict(planner.state_dict(), 45)
-    assert resumed._counting == resumed.plans[1:-1]
+    assert resumed.loading.aware(resumed.plans) == resumed.plans[1:]
     resumed.load_state_dict(planner_of(2).state_dict(), 45)
-    assert resumed._unaware == -1, "of plans that are gone nothing is known"
+    assert resumed.loading.aware(planner.plans) == planner.plans, "of plans that are gone nothing is known"
 
 
 def test_a_rank_that_never_had_a_sample_is_taken_for_an_ordinary_one():
