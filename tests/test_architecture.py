@@ -80,6 +80,14 @@ def test_importing_the_package_brings_in_no_framework():
     assert done.stdout.strip() == "[]"
 
 
+def test_what_only_loads_data_is_spared_the_compiler_of_torch():
+    """It takes as long to bring in as torch, and processes that load data import what their script imports."""
+    pytest.importorskip("horovod.torch")
+    program = "import sys, hvd_hetero.torch; print('torch._dynamo' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
 def test_a_second_copy_of_the_algorithms_is_refused():
     done = subprocess.run(
         [sys.executable, "-c", "import optimizers"], capture_output=True, text=True, cwd=ROOT, check=False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import horovod.torch as horovod
 import torch
@@ -19,10 +19,11 @@ from hvd_hetero.policy.topology import Topology
 from .argument import check_devices, check_names, described, groups_of, numbered
 from .compression import is_ours, wire_of
 from .factor import check_no_factor, reduces, root_of
-from .hooks import release
 from .methods import methods_of
 from .plain import plain_optimizer, release_plain
-from .reducer import GradientReducer
+
+if TYPE_CHECKING:
+    from .reducer import GradientReducer
 
 
 def DistributedOptimizer(
@@ -79,6 +80,11 @@ def DistributedOptimizer(
     Raises:
         ValueError, TypeError: arguments that do not fit together, on the rank that passed them.
     """
+    # These bring in torch's compiler, which takes as long as torch itself. To make an optimizer has done so already; a
+    # process that only loads data is spared it.
+    from .hooks import release
+    from .reducer import GradientReducer
+
     if not hasattr(optimizer, "param_groups"):
         raise TypeError(f"optimizer: expected a torch.optim.Optimizer. Received: a {type(optimizer).__name__}.")
     optimizer = _unwrapped(optimizer)

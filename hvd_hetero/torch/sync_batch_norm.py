@@ -6,56 +6,13 @@ import copy
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hvd_hetero.engine.horovod import HorovodEngine
 from hvd_hetero.engine.port import Engine
 from hvd_hetero.optimizers.balancer import Balancer
-from hvd_hetero.optimizers.moments import RowSum, merged
-
-
-class _Normalised(torch.autograd.Function):
-    """(x - mean) / sqrt(variance + eps), with the moments of all ranks' rows; they come out as well, with the number.
-
-    With y the normalised x, S and Q the weighted sums of g and g y over all rows,
-    dx = (g - S / n - y Q / n) / sqrt(variance + eps).
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, eps: float, rows: RowSum) -> tuple[torch.Tensor, ...]:
-        axes = [axis for axis in range(x.dim()) if axis != 1]
-        count = x.numel() // x.shape[1]
-        if count:
-            variance, mean = (part.double() for part in torch.var_mean(x, dim=axes, correction=0))
-        else:
-            variance = mean = x.new_zeros(x.shape[1], dtype=torch.float64)
-        own = torch.cat([mean.new_tensor([count]), count * mean, count * (variance + mean**2)])
-        whole = merged(rows.forth(own), x.shape[1], at_least=torch.clamp_min)
-        shape = [1, -1] + [1] * (x.dim() - 2)
-        scale = (whole.variance + eps).rsqrt().to(x.dtype).view(shape)
-        y = (x - whole.mean.to(x.dtype).view(shape)) * scale
-        ctx.save_for_backward(y, scale)
-        ctx.axes, ctx.rows, ctx.samples, ctx.whole_count = axes, rows, len(x), whole.rows
-        moments = whole.mean.to(x.dtype), whole.variance.to(x.dtype), whole.rows.to(x.dtype)
-        ctx.mark_non_differentiable(*moments)
-        return y, *moments
-
-    @staticmethod
-    @once_differentiable  # the sums over ranks are not seen by autograd
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        y, scale = ctx.saved_tensors
-        gradient = gradients[0]
-        own = torch.cat([gradient.sum(ctx.axes), (gradient * y).sum(ctx.axes)]).double()
-        sums = ctx.rows.back(own, ctx.samples) / ctx.whole_count.clamp_min(1.0)
-        of_ones, of_y = (part.to(y.dtype).view(scale.shape) for part in sums.chunk(2))
-        return (gradient - of_ones - y * of_y) * scale, None, None
-
-
-@torch.compiler.disable  # a compiler breaks off at its sums over ranks, and loses what forward() has saved
-def _normalised(x: torch.Tensor, eps: float, rows: RowSum) -> tuple[torch.Tensor, ...]:
-    return _Normalised.apply(x, eps, rows)  # type: ignore[no-any-return]
+from hvd_hetero.optimizers.moments import RowSum
 
 
 def _check_whole(balancer: Balancer) -> None:
@@ -130,7 +87,9 @@ class SyncBatchNorm(_BatchNorm):
             )
             engine.on_change(self._forget_ranks)
         x = input if input.dtype == torch.float64 else input.float()
-        y, *moments = _normalised(x, self.eps, self._rows)
+        from .normalised import normalised  # with torch's compiler, which takes as long as torch to be brought in
+
+        y, *moments = normalised(x, self.eps, self._rows)
         if self.track_running_stats:
             self._track(*moments)
         if self.affine:
