@@ -51,6 +51,8 @@ def pytest_collection_modifyitems(config, items):
         slow = [item for item in items if item.get_closest_marker("slow")]
         config.hook.pytest_deselected(items=slow)
         items[:] = [item for item in items if item not in slow]
+    # The longest first: two processes share the tests, and one would be left with them at the end.
+    items.sort(key=lambda item: item.get_closest_marker("horovod") is None)
 
 
 def pytest_collection_finish() -> None:

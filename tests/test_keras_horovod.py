@@ -20,7 +20,6 @@ BACKENDS = os.environ.get("HVD_HETERO_BACKENDS", "tensorflow,torch").split(",")
 
 LAW_2 = [
     "law_2:sgd,float64,1e-11",
-    "law_2:adam,float32,1e-5",
     "law_2:embedding,float64,1e-11",
     "law_2:clipping_average_and_schedule,float64,1e-11",
     "law_2:accumulation,float64,1e-11",
@@ -65,9 +64,8 @@ ON_THREE = ["law_2:adam,float64,1e-11", "law_2:weights_and_short_last_batch,floa
             "nothing_of_a_rank_without_samples"]
 LOCAL = [
     "merging_every_step_is_synchronous_training:sgd,float64,1e-11",
-    "merging_every_step_is_synchronous_training:scaled_loss,float64,1e-11",
     "merging_every_step_is_synchronous_training:scaled_loss_and_accumulation,float64,1e-11",
-    "fits_end_with_the_averages_of_all_ranks:1,2",
+    "fits_end_with_the_averages_of_all_ranks:2",
     "fit_ends_with_one_model",
     "ranks_meet_elsewhere",
     "nobody_waits_for_a_rank_that_stops",
@@ -83,15 +81,22 @@ LOCAL = [
 ]
 LOCAL_OF_TENSORFLOW = ["merging_every_step_is_synchronous_training:many_steps_per_execution,float64,1e-11"]
 # What a back end has beside all that with `--slow`.
-MORE_LAWS = {"tensorflow": ["passes_of_horovod"], "torch": ["compiled_by_dynamo"]}
+MORE_LAWS = {
+    "tensorflow": ["passes_of_horovod", "law_2:adam,float32,1e-5"],
+    "torch": ["compiled_by_dynamo", "law_2:adam,float32,1e-5"],
+}
 MORE_LOCAL = {
     "tensorflow": [
         "merging_every_step_is_synchronous_training:accumulation,float64,1e-11",
         "merging_every_step_is_synchronous_training:averages_of_weights,float64,1e-11",
         "merging_every_step_is_synchronous_training:eager,float64,1e-11",
-        "fits_end_with_the_averages_of_all_ranks:0,3",
+        "merging_every_step_is_synchronous_training:scaled_loss,float64,1e-11",
+        "fits_end_with_the_averages_of_all_ranks:0,1,3",
     ],
-    "torch": [],
+    "torch": [
+        "merging_every_step_is_synchronous_training:scaled_loss,float64,1e-11",
+        "fits_end_with_the_averages_of_all_ranks:1",
+    ],
 }
 
 

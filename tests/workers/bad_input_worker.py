@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import torch
+from checks import time_quickly
 from torch import nn
 
 import hvd_hetero.torch as hvd
@@ -206,6 +207,7 @@ def table(folder):
 def main() -> None:
     hvd.init(process_sets="dynamic")
     torch.set_num_threads(1)
+    time_quickly()
     folder = Path(hvd.broadcast_object(tempfile.mkdtemp() if hvd.rank() == 0 else None, 0, name="folder"))
     for number, (name, call, text, *others) in enumerate(table(folder)):
         began = time.perf_counter()
