@@ -1,0 +1,165 @@
+"""The edits of the driver of elastic jobs that are about hosts: one alone, those found late, and waiting for them."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from hvd_hetero.cli.edits import Edit
+
+_DRIVER = "horovod/runner/elastic/driver.py"
+_DISCOVERY = "horovod/runner/elastic/discovery.py"
+
+EDITS: Final = (
+    Edit(
+        name="lone_host",
+        reason="the driver of an elastic job on one host waits, without a word, until the elastic timeout for a second "
+        "one to find the interfaces over which they reach each other. It says so, and what to do",
+        file=_DRIVER,
+        find="""                    return current_hosts
+                if self._shutdown.is_set():
+""",
+        replace="""                    return current_hosts
+                if avail_slots >= min_num_proc and not lone:
+                    lone = True
+                    logging.warning('All %d slots are on one host. Waiting for a second host, to find out how they '
+                                    'reach each other. If there will be none, or if you know the network, name it: '
+                                    '--network-interfaces lo for one host alone, or that of all hosts.', avail_slots)
+                if self._shutdown.is_set():
+""",
+    ),
+    Edit(
+        name="lone_host",
+        reason="once",
+        file=_DRIVER,
+        find="""        self._wait_hosts_cond.acquire()
+        try:
+            while True:
+                current_hosts = self._host_manager.current_hosts
+""",
+        replace="""        lone = False
+        self._wait_hosts_cond.acquire()
+        try:
+            while True:
+                current_hosts = self._host_manager.current_hosts
+""",
+    ),
+    Edit(
+        name="late_discovery",
+        reason="the driver looks for hosts with a lock in its hand: while a discovery script hangs, ranks that come "
+        "together wait for it, and so does the end of the job. It looks without",
+        file=_DRIVER,
+        find="""            self._wait_hosts_cond.acquire()
+            try:
+                update_res = self._host_manager.update_available_hosts()
+""",
+        replace="""            found = problem = None
+            try:
+                found = self._host_manager.find()
+            except BaseException as e:
+                problem = e
+            self._wait_hosts_cond.acquire()
+            try:
+                if problem is not None:
+                    raise problem
+                update_res = self._host_manager.update_available_hosts(found)
+""",
+    ),
+    Edit(
+        name="late_discovery",
+        reason="a script that is at it when the job ends is ended",
+        file=_DRIVER,
+        find="""        self._shutdown.set()
+        self._rendezvous.stop()
+""",
+        replace="""        self._shutdown.set()
+        self._host_manager.end()
+        self._rendezvous.stop()
+""",
+    ),
+    Edit(
+        name="late_discovery",
+        reason="looking, and what comes of it",
+        file=_DISCOVERY,
+        find="    def update_available_hosts(self):\n",
+        replace="""    def find(self):
+        return self._discovery.find_available_hosts_and_slots()
+
+    def end(self):
+        if hasattr(self._discovery, 'ended'):
+            self._discovery.ended.set()
+
+    def update_available_hosts(self, found=None):
+""",
+    ),
+    Edit(
+        name="late_discovery",
+        reason="what was found",
+        file=_DISCOVERY,
+        find="        host_slots = self._discovery.find_available_hosts_and_slots()\n",
+        replace="        host_slots = self.find() if found is None else found\n",
+    ),
+    Edit(
+        name="late_discovery",
+        reason="a script that hangs is ended after a minute, and the hosts stay as they were, as where it fails",
+        file=_DISCOVERY,
+        find="""        exit_code = safe_shell_exec.execute(
+            self._discovery_script, stdout=stdout)
+""",
+        replace="""        late = threading.Event()
+        timer = threading.Timer(DISCOVERY_SECS, late.set)
+        timer.daemon = True
+        timer.start()
+        exit_code = safe_shell_exec.execute(
+            self._discovery_script, stdout=stdout, events=[late, self.ended])
+        timer.cancel()
+        if late.is_set():
+            raise RuntimeError('The discovery script {} did not end within {:.0f} s, and was ended.'.format(
+                self._discovery_script, DISCOVERY_SECS))
+""",
+    ),
+    Edit(
+        name="late_discovery",
+        reason="says that it is to end",
+        file=_DISCOVERY,
+        find="""class HostDiscoveryScript(HostDiscovery):
+    def __init__(self, discovery_script, slots):
+""",
+        replace="""DISCOVERY_SECS = 60.0
+
+
+class HostDiscoveryScript(HostDiscovery):
+    def __init__(self, discovery_script, slots):
+        self.ended = threading.Event()
+""",
+    ),
+    Edit(
+        name="ended_waits",
+        reason="horovodrun that is told to end (SIGTERM, Ctrl-C) while it waits for as many slots as --min-np says "
+        "goes on waiting, until the elastic timeout",
+        file=_DRIVER,
+        find="""                if self._shutdown.is_set():
+                    raise RuntimeError('Job has been shutdown, see above error messages for details.')
+                self._wait_hosts_cond.wait(tmout.remaining())
+""",
+        replace="""                if self._shutdown.is_set() or self.told_to_end.is_set():
+                    raise RuntimeError('Job has been shutdown, see above error messages for details.')
+                self._wait_hosts_cond.wait(min(1.0, tmout.remaining()))
+""",
+    ),
+    Edit(
+        name="ended_waits",
+        reason="what says so",
+        file=_DRIVER,
+        find="        self._worker_clients = {}\n",
+        replace="        self._worker_clients = {}\n        self.told_to_end = threading.Event()\n",
+    ),
+    Edit(
+        name="ended_waits",
+        reason="who says so",
+        file="horovod/runner/gloo_run.py",
+        find="        create_worker = _create_elastic_worker_fn(exec_command, run_command, env, event)\n",
+        replace="""        create_worker = _create_elastic_worker_fn(exec_command, run_command, env, event)
+        driver.told_to_end = event
+""",
+    ),
+)
