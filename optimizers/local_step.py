@@ -160,6 +160,11 @@ class LocalSteps:
         return self.begun and not self._phase(self._balancer.step + 1)
 
     @property
+    def leaves(self) -> bool:
+        """Whether this rank was told to leave."""
+        return self._balancer.departure.leaving.said
+
+    @property
     def over(self) -> bool:
         """Whether the global batch begun last is a synchronous one, and this rank has not merged yet."""
         return self.begun and not self.apart()
@@ -254,9 +259,10 @@ class LocalSteps:
 
 
 def _warn_at_exit(steps: weakref.ref[LocalSteps]) -> None:
-    """Says so where a job ends between merges – unless it ended in an error, which says enough."""
+    """Says so where a job ends between merges – unless it ended in an error, which says enough, or this rank was told
+    to leave: the others have gone on without what it did."""
     left = steps()
-    if left is not None and left.begun and not hasattr(sys, "last_value"):
+    if left is not None and left.begun and not left.leaves and not hasattr(sys, "last_value"):
         warnings.warn(
             "Expected optimizer.merge() after the last step of a local strategy. Received: the end of the job. "
             "What ranks did since the last merge is on each of them alone.",

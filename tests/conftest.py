@@ -1,6 +1,7 @@
 """Makes `tests/` importable for what several test files share, and chooses the back end of Keras in this process."""
 
 import gc
+import importlib
 import math
 import os
 import sys
@@ -57,5 +58,7 @@ def pytest_collection_modifyitems(config, items):
 
 def pytest_collection_finish() -> None:
     """What is loaded by now stays, and is no concern of the collector: ranks that come together collect first."""
+    if "hvd_hetero.torch" in sys.modules:
+        importlib.import_module("hvd_hetero.torch.reducer")  # which the first optimizer would load
     gc.collect()
     gc.freeze()

@@ -4,6 +4,8 @@ import copy
 import json
 import random
 import time
+import warnings
+import weakref
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ pytest.importorskip("horovod.torch", reason="build it with hvd-hetero build-horo
 
 import hvd_hetero.torch as hvd
 from hvd_hetero.engine.local import World
+from hvd_hetero.optimizers import local_step
 from hvd_hetero.optimizers.control import Announcement
 from hvd_hetero.torch.buffers import average_buffers
 from hvd_hetero.torch.local import ParameterStore
@@ -850,3 +853,25 @@ def test_ranks_that_wait_in_merges_of_two_optimizers_of_several_parts_come_toget
         return True
 
     assert World(2).run(program, timeout_s=30) == [True] * 2
+
+
+def test_the_end_of_a_job_between_merges_is_told_but_for_a_rank_that_was_told_to_leave():
+    def job(engine):
+        balancer = hvd.Balancer(4, engine=engine)
+        model = copy.deepcopy(SMALL)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), 0.1), balancer=balancer, strategy=EVERY_STEP
+        )
+        balancer.begin(4)
+        model(torch.ones(4, 2)).sum().backward()
+        optimizer.step()
+        steps = optimizer._reducer.local.steps
+        with pytest.warns(RuntimeWarning, match="after the last step of a local strategy"):
+            local_step._warn_at_exit(weakref.ref(steps))
+        balancer.leave()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            local_step._warn_at_exit(weakref.ref(steps))
+        optimizer.merge()
+
+    World(1).run(job)
