@@ -35,6 +35,15 @@ def elastic_hosts(folder: Path, ranks: int = 3) -> tuple[str, ...]:
             "--blacklist-cooldown-range", "1", "2", "--network-interfaces", "lo")  # fmt: skip
 
 
+def python_path(worker: str, *, keras: bool = False) -> str:
+    """The variable of which one of our workers starts quickly: see `workers/quick`."""
+    chosen = [WORKERS / "without"] if keras else []
+    if not worker.endswith("end_worker.py"):  # which ends as a user's script does
+        chosen.append(WORKERS / "quick")
+    before = os.environ.get("PYTHONPATH")
+    return os.pathsep.join([*map(str, chosen), *([before] if before else [])])
+
+
 def horovodrun(
     ranks: int,
     worker: str | Path,
@@ -56,9 +65,8 @@ def horovodrun(
         command += ["--mpi-args=--mca mpi_yield_when_idle 1 --oversubscribe"]
     command += [sys.executable, str(WORKERS / worker), *arguments]
     environment = {**os.environ, "PATH": f"{binaries}{os.pathsep}{os.environ.get('PATH', '')}", **env}
-    if "KERAS_BACKEND" in env and (WORKERS / worker).parent == WORKERS:
-        path = os.environ.get("PYTHONPATH")
-        environment["PYTHONPATH"] = os.pathsep.join([str(WORKERS / "without"), *([path] if path else [])])
+    if (WORKERS / worker).parent == WORKERS:
+        environment["PYTHONPATH"] = python_path(str(worker), keras="KERAS_BACKEND" in env)
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
     )

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from launch import python_path
 
 from hvd_hetero.engine.build import installed_build
 from tests.repair import needs
@@ -59,7 +60,8 @@ def _launch(mode: str, folder: Path, ranks: int, hosts: str = "", **variables: s
     command = [HOROVODRUN, "--gloo", "-np", str(ranks), "-H", hosts or f"localhost:{ranks}"]
     command += [sys.executable, WORKER, mode, folder]
     env = {n: v for n, v in os.environ.items() if not n.startswith("HOROVOD_")}
-    env.update({"OMP_NUM_THREADS": "1", "HOROVOD_GLOO_TIMEOUT_SECONDS": "20", **variables})
+    env.update({"OMP_NUM_THREADS": "1", "HOROVOD_GLOO_TIMEOUT_SECONDS": "20", "PYTHONPATH": python_path(WORKER.name)})
+    env.update(variables)
     with (output := folder / "output").open("w") as file:
         process = subprocess.Popen(command, env=env, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
         try:
