@@ -53,7 +53,7 @@ def pytest_collection_modifyitems(config, items):
         config.hook.pytest_deselected(items=slow)
         items[:] = [item for item in items if item not in slow]
     # The longest first: two processes share the tests, and one would be left with them at the end.
-    items.sort(key=lambda item: item.get_closest_marker("horovod") is None)
+    items.sort(key=lambda item: (item.get_closest_marker("horovod") is None, "keras" not in item.path.name))
 
 
 def pytest_collection_finish() -> None:
