@@ -31,7 +31,7 @@ def records(program: str, *arguments: str, **env: str) -> list[dict]:
     ("program", "arguments"),
     [
         ("bench_worker.py", ("hetero", *SHORT)),
-        ("bench_worker.py", ("horovod", *SHORT)),
+        pytest.param("bench_worker.py", ("horovod", *SHORT), marks=pytest.mark.slow),
         pytest.param(
             "bench_keras_worker.py", ("hetero", *SHORT, "--width", "16", "--layers", "1"), marks=pytest.mark.slow
         ),

@@ -41,10 +41,10 @@ def elastic_job(tmp_path, ranks, kind, *options, **env):
         not (has_edit("peer_death_with_process_sets") and has_edit("spared_hosts")),
         reason="this Horovod ends the survivors of a job with process sets, or those on the host of the dead",
     )),
-    pytest.param(2, "KILL", (), marks=pytest.mark.skipif(
+    pytest.param(2, "KILL", (), marks=[pytest.mark.slow, pytest.mark.skipif(
         not (has_edit("cross_scope") and has_edit("spared_hosts")),
         reason="in this Horovod ranks do not find each other where a host's second rank has become rank 0",
-    )),
+    )]),
 ])
 def test_a_rank_goes_and_another_joins(tmp_path, ranks, kind, options):
     found = elastic_job(tmp_path, ranks, kind, *options)

@@ -102,7 +102,7 @@ def run_pattern(name, tmp_path, *, ours, **options):
     return result[0]
 
 
-@pytest.mark.parametrize("name", ["pattern_basic.py", "pattern_accumulation.py"])
+@pytest.mark.parametrize("name", [pytest.param("pattern_basic.py", marks=pytest.mark.slow), "pattern_accumulation.py"])
 def test_a_horovod_script_gives_the_same_with_its_import_line_changed(name, tmp_path):
     assert run_pattern(name, tmp_path, ours=True) == run_pattern(name, tmp_path, ours=False)
 

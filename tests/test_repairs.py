@@ -260,7 +260,7 @@ def test_small_sums_leave_the_send_buffers_alone(hierarchy: Launch) -> None:
 
 
 @needs("cross_scope")
-@pytest.mark.parametrize("algorithm", ["ring", "hierarchical"])
+@pytest.mark.parametrize("algorithm", [pytest.param("ring", marks=pytest.mark.slow), "hierarchical"])
 def test_a_process_set_may_have_some_of_a_nodes_ranks(tmp_path: Path, algorithm: str) -> None:
     settings = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "8", "HOROVOD_GLOO_ALLREDUCE": algorithm}
     launch = _launch("uneven_set", tmp_path, 4, "localhost:2,127.0.0.1:2", **settings)
