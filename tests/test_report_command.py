@@ -1,7 +1,10 @@
 """`hvd-hetero report` and `hvd-hetero plan`: their numbers, words, pictures and errors, on traces that are known."""
 
 import json
+import os
 import random
+import subprocess
+import sys
 
 import pytest
 from simulated import RecordedRanks
@@ -10,6 +13,7 @@ from hvd_hetero.cli.main import main
 from hvd_hetero.optimizers.record import Record
 from hvd_hetero.policy.partition import Bound
 from hvd_hetero.policy.replan import Plan
+from hvd_hetero.trace import Trace, read
 
 
 def record(folder, *, late=0.0, steps=60, speeds=(0.001, 0.004), shares=(32, 32), exchange=0.01, data=0.0,
@@ -231,6 +235,10 @@ def test_a_plan_needs_no_run_where_speeds_are_told(capsys):
     '{"event": "parameters", "t_s": 1.0, "fields": null}',
     '{"event": "limits", "t_s": 1.0, "fields": {"lower": -5, "upper": null, "quantum": 0, "micro_batch": null}}',
     '{"event": "limits", "t_s": 1.0, "fields": {"lower": 1, "upper": null, "quantum": 1, "micro_batch": 0}}',
+    '{"event": "together", "t_s": 1.0, "fields": {"step": 9, "wait_s": "nan"}}',
+    '{"plan": {"version": 1, "step": 30, "shares": [32, 32], "reason": "", "predicted_step_s": "long"}, "t_s": 1.0}',
+    '{"plan": {"version": 1, "step": 30, "shares": [32, 32], "reason": 3}, "t_s": 1.0}',
+    "[" * 200_000,
 ])
 def test_lines_that_are_of_no_use_end_no_command(tmp_path, capsys, line):
     def refused(constant):
@@ -360,3 +368,75 @@ def test_a_report_of_one_rank_has_nothing_to_say_of_waiting(tmp_path, capsys):
     record(tmp_path, speeds=(0.001,), shares=(32,), exchange=0.0)
     assert main(["report", str(tmp_path)]) == 0
     assert "Nothing stands out" in " ".join(capsys.readouterr().out.split())
+
+
+def resumed(folder, *, size=2, steps=60, first=0.0, after=60):
+    """A job of two ranks that is started again, as one of `size` ranks, and then makes `steps` steps; `first`: what
+    rank 1 computes for longer in the first of these."""
+    record(folder, shares=(48, 16), speeds=(0.001, 0.003))
+    again = RecordedRanks(folder, size)
+    again.now = 1e6
+    shares = (64 // size,) * size
+    for trace in again.traces:
+        trace.plan(Plan(version=0, step=0, shares=shares, reason="first plan"))
+    for step in range(steps):
+        compute = [0.048] * size
+        compute[-1] += first if step == 0 else 0.0
+        again.step(after + step, compute=compute, shares=shares)
+    for trace in again.traces:
+        trace.close()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_job_that_was_started_again_and_made_no_step_changes_nothing(tmp_path, capsys, size):
+    record(tmp_path / "once", shares=(48, 16), speeds=(0.001, 0.003))
+    resumed(tmp_path / "again", size=size, steps=0)
+    for command in ("report", "plan"):
+        found = []
+        for name in ("once", "again"):
+            assert main([command, str(tmp_path / name), "--json"]) == 0
+            found.append({**json.loads(capsys.readouterr().out), "folder": ""})
+        assert found[0] == found[1]
+
+
+def test_the_first_steps_of_each_session_are_left_out(tmp_path, capsys):
+    resumed(tmp_path, first=30.0)
+    assert main(["report", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "Ranks wait for each other" not in said and "5 steps of each session" in said
+    assert main(["report", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["waiting"]["steps"] == 110
+    assert main(["report", str(tmp_path), "--skip", "0"]) == 0
+    assert "for rank 1, which computes for longer" in capsys.readouterr().out
+
+
+def test_what_a_session_did_again_begins_no_session(tmp_path):
+    for begins, ends in ((0, 40), (40, 50), (20, 60)):
+        with Trace(tmp_path, rank=0, clock=lambda: 0.0) as trace:
+            for step in range(begins, ends):
+                trace.step(step=step, samples=4)
+    assert read(tmp_path).ranks[0].session_starts == {0, 20}
+
+
+def test_a_plan_for_one_rank_speaks_of_no_others(capsys):
+    assert main(["plan", "--speeds", "800", "--global-batch-size", "64"]) == 0
+    assert "the others" not in capsys.readouterr().out
+
+
+def test_files_are_written_where_nobody_reads_the_tables(tmp_path):
+    record(tmp_path)
+    words = [sys.executable, "-m", "hvd_hetero.cli.main", "report", str(tmp_path), "--json", str(tmp_path / "r.json"),
+             "--picture", str(tmp_path / "r.svg")]
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    with os.fdopen(write_end, "wb") as pipe:
+        done = subprocess.run(words, stdout=pipe, stderr=subprocess.PIPE, check=False)
+    assert (done.returncode, done.stderr) == (141, b"")
+    assert json.loads((tmp_path / "r.json").read_text())["steps"] == 60 and (tmp_path / "r.svg").exists()
+
+
+def test_a_closed_output_is_no_error(tmp_path):
+    record(tmp_path)
+    words = [sys.executable, "-m", "hvd_hetero.cli.main", "report", str(tmp_path)]
+    done = subprocess.run(["sh", "-c", '"$@" >&-', "sh", *words], stderr=subprocess.PIPE, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import json
 import math
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -45,7 +47,12 @@ def rich_console() -> tuple[Any, Any]:
     console = consoles.Console(highlight=False)
     if not console.is_terminal or under_mpi():  # whose processes have terminals that nobody sees
         console = consoles.Console(highlight=False, width=WIDTH, force_terminal=False)
+    console.on_broken_pipe = _nobody_reads  # rich itself ends the process
     return console, tables.Table
+
+
+def _nobody_reads() -> None:
+    raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
 
 def table(make: Any, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, left: Sequence[str]) -> Any:
@@ -64,9 +71,12 @@ def write(found: dict[str, Any], place: str | None, *, otherwise: Callable[[], N
     if place == TO_STDOUT:
         print(json.dumps(found), flush=True)
         return
-    otherwise()
-    if place is not None:
+    failed = None
+    if place is not None:  # first: nobody may read tables to their end
         try:
             Path(place).write_text(json.dumps(found) + "\n", encoding="utf-8")
         except OSError as error:
-            raise CommandError(f"--json: expected a file that can be written. Received: {error}.") from error
+            failed = error
+    otherwise()
+    if failed is not None:
+        raise CommandError(f"--json: expected a file that can be written. Received: {failed}.") from failed

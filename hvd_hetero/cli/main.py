@@ -48,7 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="replace")  # where the locale has no dash, or no µ
     try:
         status = int(importlib.import_module(COMMANDS[arguments.command][0]).command(arguments))
-        sys.stdout.flush()
+        if sys.stdout is not None:  # which it is where the shell has closed it
+            sys.stdout.flush()
         return status
     except CommandError as error:
         print(f"hvd-hetero {arguments.command}: {error}", file=sys.stderr)

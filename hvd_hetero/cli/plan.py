@@ -58,7 +58,7 @@ def speed_of(rank: RankRun, *, skip: int) -> tuple[SpeedModel, Jitter]:
     _, cap = limits_of(rank)
     seen = [Observation(samples=step.samples, compute_s=step.compute_s + step.extra_s,
                         passes=passes_of(step.samples, cap))
-            for step in rank.steps[skip:] if step.samples > 0 and step.compute_s > 0]
+            for step in rank.after(skip) if step.samples > 0 and step.compute_s > 0]
     if len(seen) < LEAST:
         raise CommandError(f"expected {LEAST} steps of rank {rank.rank} with samples, or more. Received: {len(seen)}.\n"
                            "  What to do: train for longer, or take a smaller --skip.")
@@ -126,7 +126,7 @@ def _measured(run: Run, ranks: Sequence[RankRun], *, skip: int) -> tuple[tuple[i
 def _synchronous(rank: RankRun, *, skip: int) -> list[Timed]:
     """The newest synchronous steps of a rank of which it is known how long they took."""
     alone = apart(rank, [step.step for step in rank.steps])
-    return [each for each in timed(rank)[skip:][-NEWEST:] if each.span_s and each.step.step not in alone]
+    return [each for each in timed(rank, skip=skip)[-NEWEST:] if each.span_s and each.step.step not in alone]
 
 
 def show(seen: Seen, found: Sequence[Forecast], run: Run | None) -> None:
@@ -184,7 +184,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", nargs="?", const=TO_STDOUT, metavar="FILE",
                         help="write it as JSON to FILE, or to the output instead of the table")
     parser.add_argument("--skip", type=int, metavar="N",
-                        help=f"leave out the run's first N steps, in which frameworks compile (default: {SKIP})")
+                        help="leave out the first N steps of each of the run's sessions, in which frameworks compile "
+                             f"(default: {SKIP})")
 
 
 def command(arguments: argparse.Namespace) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hvd_hetero.cli.console import TO_STDOUT, write
 from hvd_hetero.cli.error import CommandError
-from hvd_hetero.cli.report_content import SKIP, report_of
+from hvd_hetero.cli.report_content import SKIP, Report, report_of
 from hvd_hetero.cli.report_table import show
 
 
@@ -19,16 +19,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="write everything as JSON to FILE or, last in the line, to the output instead of tables")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw it into FILE (.png, .svg)")
     parser.add_argument("--skip", type=int, default=SKIP, metavar="N",
-                        help="leave out the first N steps, in which frameworks compile (default: %(default)s)")
+                        help="leave out the first N steps of each session, in which frameworks compile (default: "
+                             "%(default)s)")
 
 
 def command(arguments: argparse.Namespace) -> int:
     """Prints the report; 0."""
     report = report_of(arguments.run, skip=arguments.skip)
-    write(report.as_dict(), arguments.json, otherwise=lambda: show(report))
-    if arguments.picture is not None:
+    try:
+        write(report.as_dict(), arguments.json, otherwise=lambda: show(report))
+    finally:  # nobody may read the tables
+        _draw(report, arguments.picture)
+    return 0
+
+
+def _draw(report: Report, place: Path | None) -> None:
+    if place is not None:
         try:
-            importlib.import_module("hvd_hetero.cli.report_picture").draw(report, arguments.picture)
+            importlib.import_module("hvd_hetero.cli.report_picture").draw(report, place)
         except (OSError, ValueError) as error:
             raise CommandError(f"--picture: expected a file that can be written. Received: {error}.") from error
-    return 0

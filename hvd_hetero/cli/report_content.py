@@ -37,7 +37,7 @@ class Report:
     @property
     def together(self) -> float:
         """The part of the steps that were synchronous."""
-        return self.waits.steps / max(1, self.steps - self.skip)
+        return self.waits.steps / max(1, max(summary.steps for summary in self.summaries))
 
     @cached_property
     def summaries(self) -> tuple[RankSummary, ...]:
@@ -78,7 +78,7 @@ def run_in(folder: str, *, skip: int = SKIP) -> Run:
     except (OSError, NewerFormatError) as error:
         raise CommandError(f"{error}\n  What to do: name the folder that hvd.Balancer(run=...) or HVD_HETERO_RUN "
                            "named, of one job.") from error
-    if not any(rank.steps[skip:] for rank in run.ranks.values()):
+    if not any(rank.after(skip) for rank in run.ranks.values()):
         raise CommandError(f"expected a run of more than {skip} steps. Received: {folder}, of "
                            f"{max(len(rank.steps) for rank in run.ranks.values())}.\n"
                            "  What to do: train for longer, or take --skip 0.")
@@ -118,7 +118,8 @@ def headline(report: Report) -> str:
         words += f"; {seconds_text(report.waits.step_s)} a step, of which the exchange {exchange}"
     if report.merges:
         words += f"; {report.merges} merges of steps apart"
-    return words + f". Without the first {report.skip} steps." * bool(report.skip)
+    sessions = " of each session" if any(rank.sessions > 1 for rank in report.run.ranks.values()) else ""
+    return words + f". Without the first {report.skip} steps{sessions}." * bool(report.skip)
 
 
 def advice(report: Report) -> list[str]:

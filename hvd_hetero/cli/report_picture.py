@@ -103,7 +103,7 @@ def _shares(axes: Any, report: Report) -> None:
 def _speed(axes: Any, report: Report) -> None:
     """Seconds of each rank's steps, and where plans begin."""
     for rank in report.run.ranks.values():
-        known = [(each.step.step, each.span_s) for each in timed(rank)[report.skip:] if each.span_s]
+        known = [(each.step.step, each.span_s) for each in timed(rank, skip=report.skip) if each.span_s]
         at, spans = _thinned([step for step, _ in known]), _thinned([1e3 * (span or 0.0) for _, span in known])
         axes.plot(at, spans, linewidth=0.8)
     for plan in report.run.plans[1:]:

@@ -137,6 +137,8 @@ def advice(found: Sequence[Forecast], *, worth: float = 0.02) -> str:
     """Which ranks to have, in a sentence; `worth`: less of a gain is none."""
     whole = next(each for each in found if each.way is Way.BEST)
     fewer = [each for each in found if each.way is Way.FEWER]
+    if len(whole.shares) == 1:
+        return "There is one rank alone: nothing can be shared out."
     if not fewer:
         return "The slowest rank cannot be done without: the others do not hold the batch."
     other = max(fewer, key=lambda each: each.samples_per_s)

@@ -13,7 +13,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
+from itertools import compress, pairwise
 from statistics import median
 from types import NoneType
 from typing import Any, NamedTuple
@@ -103,9 +103,22 @@ class RankRun:
         """Seconds that a sample took of late to be loaded beside computing, at least; 0.0: less than was noticed."""
         return _median(step.loading_s / step.samples for step in self.newest)
 
+    def counted(self, skip: int) -> list[bool]:
+        """Of each step, whether it is none of the first `skip` of its session."""
+        found, place = [], 0
+        for step in self.steps:
+            place = 0 if step.step in self.session_starts else place
+            found.append(place >= skip)
+            place += 1
+        return found
+
+    def after(self, skip: int) -> list[Step]:
+        """Its steps without the first `skip` of each session, in which frameworks compile and caches fill."""
+        return list(compress(self.steps, self.counted(skip)))
+
     def summary(self, *, skip: int = 0) -> RankSummary:
-        """Medians, speed and the history of shares, without the first `skip` steps."""
-        steps = self.steps[skip:]
+        """Medians, speed and the history of shares, without the first `skip` steps of each session."""
+        steps = self.after(skip)
         shares = [(s.step, s.share) for i, s in enumerate(steps) if i == 0 or s.share != steps[i - 1].share]
         return RankSummary(
             rank=self.rank,
@@ -196,6 +209,7 @@ def _read_rank(rank: int, paths: Sequence[str]) -> RankRun:
             entry = json.loads(line)
             if isinstance(entry, dict) and "format" in entry:
                 _check(entry["format"], ", ".join(paths))
+                _forget_idle(run, plans_before)
                 fields, plans_before, events_before = tuple(entry["fields"]), len(run.plans), len(run.events)
                 run.sessions += 1
                 run.host = str(entry.get("host") or run.host)
@@ -206,8 +220,9 @@ def _read_rank(rank: int, paths: Sequence[str]) -> RankRun:
                 run.session_starts.add(first)
                 plans_before = None
             _take(run, fields, entry)
-        except (ValueError, TypeError, KeyError, OverflowError):
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
             run.unreadable += 1
+    _forget_idle(run, plans_before)
     return run
 
 
@@ -217,10 +232,17 @@ def _check(version: int, path: str) -> None:
                                "Read it with the hvd_hetero that wrote it.")
 
 
+def _forget_idle(run: RankRun, plans_before: int | None) -> None:
+    """None; forgets the plans of a session that ended before its first step, where an earlier one made some."""
+    if plans_before is not None and run.steps:
+        del run.plans[plans_before:]
+
+
 def _go_back(run: RankRun, step: int, plans_before: int, events_before: int) -> None:
     """None; forgets what earlier sessions recorded from `step` on, and the plans that this one began with before it
     went on from a state."""
     run.steps = [s for s in run.steps if s.step < step]
+    run.session_starts = {start for start in run.session_starts if start < step}
     old, new_events = run.events[:events_before], run.events[events_before:]
     run.events = [event for event in old if event.fields.get("step", -1) < step] + new_events
     new = run.plans[plans_before:]
@@ -235,11 +257,21 @@ def _take(run: RankRun, fields: Sequence[str], entry: Any) -> None:
     if isinstance(entry, list):
         run.steps.append(_step(fields, entry))
     elif "plan" in entry:
-        run.plans.append(Plan(**{**entry["plan"], "shares": tuple(entry["plan"]["shares"])}))
+        run.plans.append(_plan(entry["plan"]))
     elif "event" in entry:
         run.events.append(_event(entry))
     else:
         run.dropped += entry["dropped"]
+
+
+def _plan(entry: dict[str, Any]) -> Plan:
+    plan = Plan(**{**entry, "shares": tuple(entry["shares"])})
+    predicted_s = plan.predicted_step_s
+    if not (isinstance(plan.reason, str) and isinstance(plan.strategy, str)
+            and all(isinstance(number, int) for number in (plan.step, *plan.shares))
+            and (predicted_s is None or math.isfinite(predicted_s))):
+        raise TypeError(f"Expected a plan. Received: {entry}.")
+    return plan
 
 
 def bound_in(limits: Mapping[str, Any]) -> Bound:
@@ -252,6 +284,8 @@ def _event(entry: dict[str, Any]) -> Event:
     for name, kinds in READ.get(event.kind, {}).items():
         if not isinstance(event.fields[name], kinds):
             raise TypeError(f"Expected {name} of {kinds}. Received: {entry}.")
+    if event.kind == "together" and not math.isfinite(event.fields.get("wait_s", 0.0)):
+        raise ValueError(f"Expected a finite wait_s. Received: {entry}.")
     if event.kind == "limits":
         bound_in(event.fields)
         if event.fields["micro_batch"] is not None and event.fields["micro_batch"] < 1:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import compress, pairwise
 from typing import NamedTuple
 
 from .reader import RankRun, Run, Step
@@ -86,15 +86,17 @@ class Timed(NamedTuple):
         return 0.0 if self.span_s is None else max(0.0, self.span_s - known)
 
 
-def timed(run: RankRun) -> list[Timed]:
-    """The steps of one rank. Between two sessions of a resumed run nothing is known."""
+def timed(run: RankRun, *, skip: int = 0) -> list[Timed]:
+    """The steps of one rank, without the first `skip` of each session. Between two sessions of a resumed run nothing is
+    known."""
 
     def span_s(before: Step, step: Step) -> float | None:
         follows = step.step == before.step + 1 and step.step not in run.session_starts
         return step.t_s - before.t_s if follows and step.t_s >= before.t_s else None
 
     first = [Timed(step, None) for step in run.steps[:1]]
-    return first + [Timed(step, span_s(before, step)) for before, step in pairwise(run.steps)]
+    whole = first + [Timed(step, span_s(before, step)) for before, step in pairwise(run.steps)]
+    return list(compress(whole, run.counted(skip)))
 
 
 def apart(run: RankRun, steps: Sequence[int]) -> set[int]:
@@ -111,13 +113,14 @@ def apart(run: RankRun, steps: Sequence[int]) -> set[int]:
 
 
 def waiting(run: Run, *, skip: int = 0) -> Waiting:
-    """Who waited for whom in a run, without its first `skip` steps, in which frameworks compile and caches fill."""
+    """Who waited for whom in a run, without the first `skip` steps of each session, in which frameworks
+    compile and caches fill."""
     ranks = tuple(run.ranks)
     rows: dict[int, dict[int, Timed]] = {}
     for index, rank in enumerate(ranks):
         record = run.ranks[rank]
         alone = apart(record, [step.step for step in record.steps])
-        for each in timed(record)[skip:]:
+        for each in timed(record, skip=skip):
             if each.step.step not in alone:
                 rows.setdefault(each.step.step, {})[index] = each
     waited = [[0.0] * len(ranks) for _ in ranks]
@@ -167,7 +170,7 @@ def _mean(values: Sequence[float]) -> float:
 
 def parts(run: RankRun, *, skip: int = 0) -> Mapping[str, float]:
     """What a rank's time went into, as parts of it: "data", "compute", "wait" (for others and the exchange), "rest"."""
-    seen = [each for each in timed(run)[skip:] if each.span_s]
+    seen = [each for each in timed(run, skip=skip) if each.span_s]
     whole = sum(each.span_s or 0.0 for each in seen)
     if not whole:
         return {"data": 0.0, "compute": 0.0, "wait": 0.0, "rest": 0.0}
