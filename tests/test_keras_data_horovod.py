@@ -42,7 +42,7 @@ FEW = [CHECKS[0], "metrics_are_those_of_all_samples"]
 
 def run(ranks, back_end, worker, *arguments):
     assert back_end in BUILT, f"Horovod was built for {', '.join(BUILT)}: run `hvd-hetero build-horovod`"
-    launched = horovodrun(ranks, worker, *arguments, timeout_s=240, KERAS_BACKEND=back_end, TF_CPP_MIN_LOG_LEVEL="3")
+    launched = horovodrun(ranks, worker, *arguments, timeout_s=500, KERAS_BACKEND=back_end, TF_CPP_MIN_LOG_LEVEL="3")
     assert launched.returncode == 0, launched.output[-6000:]
     return launched.output
 
