@@ -71,12 +71,10 @@ def write(found: dict[str, Any], place: str | None, *, otherwise: Callable[[], N
     if place == TO_STDOUT:
         print(json.dumps(found), flush=True)
         return
-    failed = None
-    if place is not None:  # first: nobody may read tables to their end
-        try:
+    try:
+        if place is not None:  # first: nobody may read tables to their end
             Path(place).write_text(json.dumps(found) + "\n", encoding="utf-8")
-        except OSError as error:
-            failed = error
-    otherwise()
-    if failed is not None:
-        raise CommandError(f"--json: expected a file that can be written. Received: {failed}.") from failed
+    except OSError as error:
+        raise CommandError(f"--json: expected a file that can be written. Received: {error}.") from error
+    finally:
+        otherwise()
