@@ -39,7 +39,7 @@ def test_the_example_goes_on_where_it_was_stopped_and_its_trace_tells_of_both_ru
 
     assert main(["report", str(tmp_path / "parts.run"), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert report["steps"] == 40 and report["waiting"]["steps"] == 35 and len(report["ranks"]) == 2
+    assert report["steps"] == 40 and report["waiting"]["steps"] == 30 and len(report["ranks"]) == 2
     for rank in report["ranks"]:
         assert rank["host"] and rank["parts"]["compute"] > 0.3 and sum(rank["parts"].values()) < 1.01
     assert main(["plan", str(tmp_path / "parts.run"), "--json"]) == 0
