@@ -90,7 +90,7 @@ class Selection:
             ),
             predict_local(
                 models, shares, round_steps=self._round_steps, bound_rounds=self._bound_rounds,
-                merge_s=self.exchange_s, jitters=jitters, micro_batch=micro_batch,
+                merge_s=self.exchange_s, jitters=jitters, micro_batch=micro_batch, meet=True,
             ),
         )
 

@@ -90,8 +90,12 @@ def test_a_rank_whose_passes_hold_few_samples_is_predicted_to_take_many():
     assert shares == split(ranks, 64, micro_batch=caps) and shares[0] < shares[1]
     assert found["best shares"].step_s == pytest.approx(step_time_s(ranks, shares, caps), rel=1e-3)
     local = found["best shares, local steps"]
-    rates = [share / model.time_s(share, cap) for model, share, cap in zip(ranks, shares, caps, strict=True)]
-    assert local.samples_per_s == pytest.approx(sum(rates))
+    assert local.samples_per_s == pytest.approx(64 / step_time_s(ranks, shares, caps)), "all make equally many steps"
+
+
+def test_local_steps_are_no_faster_where_bounds_hold_the_fast_rank_up():
+    found = by_title(forecasts(models(0.001, 0.004), 64, bounds=[Bound(upper=32)] * 2))
+    assert found["best shares, local steps"].samples_per_s == pytest.approx(64 / 0.128)
 
 
 def test_two_ranks_that_are_left_exchange_as_all_do():

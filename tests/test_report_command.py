@@ -58,6 +58,19 @@ def test_a_report_says_what_to_look_at(tmp_path, capsys, run, words):
     assert words in " ".join(capsys.readouterr().out.split())
 
 
+def test_a_report_tells_of_a_rank_that_waits_though_ranks_step_apart(tmp_path, capsys):
+    ranks = RecordedRanks(tmp_path, 2)
+    for trace in ranks.traces:
+        trace.event("apart", step=0)
+        trace.event("merge", step=1, merge=0)
+    for step in range(60):
+        ranks.step(step, compute=[0.01, 0.04], extra=[0.0, 0.0], data=[0.0, 0.0], rest=[0.0, 0.0], shares=(32, 32),
+                   exchange=0.0)
+    ranks.read()
+    assert main(["report", str(tmp_path)]) == 0
+    assert "Rank 0 waits for 75 % of its time, though ranks step apart" in " ".join(capsys.readouterr().out.split())
+
+
 def test_a_report_does_not_advise_what_the_run_has_and_says_whose_record_is_missing(tmp_path, capsys):
     record(tmp_path, speeds=(0.001, 0.001), exchange=0.02)
     with open(tmp_path / "rank-00000.jsonl", "a") as file:

@@ -106,6 +106,15 @@ def test_a_strategy_holds_for_a_while():
     assert all(b - a >= 100 for a, b in zip(made, made[1:], strict=False))
 
 
+def test_shares_that_do_not_fit_alone_do_not_speak_for_steps_apart():
+    """As where a bound holds the fast rank up: at the end of an epoch it waits for the slow one, apart or not."""
+    selection = Selection(Steadiness(2), round_steps=2, first_step=0)
+    models = [SpeedModel(overhead_s=0.0, seconds_per_sample=each) for each in (0.001, 0.003)]
+    for _ in range(LEAST_EXCHANGES):
+        selection.hear(busy_s=[0.032, 0.096], step_s=0.096)
+    assert selection.look(100, SYNCHRONOUS, models, [[], []], [32, 32]) is None
+
+
 def test_looks_are_rare():
     selection, looked = Selection(Steadiness(4), round_steps=8, first_step=0), []
     predict = selection.predict

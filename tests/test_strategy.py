@@ -147,6 +147,16 @@ def test_local_ranks_go_at_their_own_rates():
     assert passes.samples_per_s == pytest.approx(16 / 6)
 
 
+def test_who_makes_equally_many_steps_is_no_faster_apart_where_shares_do_not_fit():
+    models = [model(1 / 8), model(1 / 4)]
+    equal = predict_local(models, [16, 16], round_steps=2, meet=True)
+    assert equal.samples_per_s == pytest.approx(8.0), "the slow one has still to make its steps"
+    assert choose(predict_synchronous(models, [16, 16]), equal).strategy == "synchronous"
+    jitters = [Jitter(), Jitter(stalled=0.5, stall_s=1.0)]
+    fitting = [predict_local(models, [16, 8], round_steps=2, meet=meet, jitters=jitters) for meet in (False, True)]
+    assert fitting[0] == fitting[1], "shares follow stops"
+
+
 def simulated_rate(step_s, samples, round_steps, bound_rounds, merge_s, horizon_s):
     """Samples per second of ranks that go on while a merge is under way, until the bound."""
     lengths = round_lengths(step_s, round_steps)

@@ -366,6 +366,21 @@ def test_a_script_that_ends_leaves_nothing_in_memory(tmp_path, monkeypatch):
     assert record.trace_of(None, rank=0, clock=Clock()) is None
 
 
+def test_a_wait_for_others_that_step_apart_is_no_pause(tmp_path):
+    clock = Clock()
+    with Trace(tmp_path, rank=0, clock=clock) as trace:
+        for step in range(40):
+            if step in (10, 20):    # a merge: one at the end of an epoch, and one with a validation after it
+                clock.now += 10.0
+                trace.event("together", step=step, wait_s=10.0)
+            if step in (20, 30):
+                clock.now += 30.0
+            clock.now += 0.25
+            trace.step(step=step, samples=4)
+        trace.event("together", step=40, wait_s=5.0)
+    assert read(tmp_path).summaries()[0].samples_per_s == pytest.approx(4 * 37 / (37 * 0.25 + 25.0))
+
+
 def test_a_step_that_is_missing_says_nothing_of_the_speed(tmp_path):
     clock = Clock()
     with Trace(tmp_path, rank=0, clock=clock) as trace:

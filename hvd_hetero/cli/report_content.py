@@ -127,6 +127,12 @@ def advice(report: Report) -> list[str]:
     waits, said = report.waits, []
     if waits.waited_part * report.together >= WORTH_WAITING:
         said.append(_of_waiting(waits))
+    if report.merges and report.together < 0.5:
+        number, part = max(report.parts.items(), key=lambda each: each[1]["wait"])
+        if part["wait"] >= WORTH_WAITING:
+            said.append(f"Rank {number} waits for {percent(part['wait'])} of its time, though ranks step apart: it is "
+                        "through with its batches before the others are. See its max_share and quantum, and whether "
+                        "the plan is adaptive.")
     for number, part in report.parts.items():
         data = part["data"]
         if data >= WORTH_DATA:

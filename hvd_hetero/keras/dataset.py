@@ -158,7 +158,8 @@ class BalancedDataset(keras.utils.PyDataset):
 
     def set_epoch(self, epoch: int) -> None:
         """Chooses the order of `epoch`, and starts at its beginning – unless it was resumed in the middle of it, or at
-        its end: then nothing of it is left. For a loop of your own, which otherwise sees one epoch after the other."""
+        its end: then nothing of it is left. For a loop of your own, which otherwise sees one epoch after the other, and
+        before a `fit` with that `initial_epoch` of which no state was loaded: `fit` does not tell datasets of it."""
         self._settle()
         self._at = None
         self.sampler.set_epoch(epoch)

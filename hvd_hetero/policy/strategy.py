@@ -3,6 +3,7 @@
     synchronous    B / (mean time of the slowest rank, stops of any rank, exchange that backward does not hide)
     local          sum_i b_i (1 - f_i) / t_i(b_i),   times bound / merge where a merge takes longer than the bound, the
                    rounds for which a rank goes on without one; with a bound of 0, times round / (round + merge)
+                   at most B / max_i t_i(b_i) where ranks meet after equally many steps, as at the end of an epoch
 
 Samples are not progress: a synchronous step is exact, and local steps between merges are worth a little less each. So
 synchronous training is chosen wherever it comes near the faster one, and once chosen it has to be clearly slower before
@@ -76,7 +77,7 @@ def predict_synchronous(models: Sequence[SpeedModel], shares: Sequence[int], *, 
 
 def predict_local(models: Sequence[SpeedModel], samples: Sequence[int], *, round_steps: int,
                   bound_rounds: float | None = None, merge_s: float = 0.0, jitters: Sequence[Jitter] | None = None,
-                  micro_batch: Sequence[int | None] | None = None) -> Prediction:
+                  micro_batch: Sequence[int | None] | None = None, meet: bool = False) -> Prediction:
     """What local SGD should achieve, ranks going on while they merge.
 
     Args:
@@ -85,6 +86,8 @@ def predict_local(models: Sequence[SpeedModel], samples: Sequence[int], *, round
         bound_rounds: rounds for which a rank goes on without a merge; 0: it waits for each. None: the usual ones.
         merge_s: seconds of one merge.
         jitters: by rank; None: all are steady.
+        meet: all make equally many steps, as in an epoch that is dealt, and wait for the last one then. Stops do not
+            count for that: shares follow them while ranks are apart.
     """
     if not (math.isfinite(merge_s) and merge_s >= 0.0):
         raise ValueError(f"merge_s: expected a finite number, 0 or more. Received: {merge_s}.")
@@ -98,7 +101,8 @@ def predict_local(models: Sequence[SpeedModel], samples: Sequence[int], *, round
     round_s = max(computing_s, merge_s) if bound_rounds else computing_s + merge_s
     busy = min(1.0, max(1.0, bound_rounds) * computing_s / round_s)
     rate = math.fsum(b / s for b, s in zip(samples, alone_s, strict=True) if s > 0.0)
-    return Prediction(strategy=LOCAL, samples_per_s=rate * busy, period_s=round_s, round_lengths=steps)
+    most = sum(samples) / max(times_s) if meet and max(times_s) > 0.0 else math.inf
+    return Prediction(strategy=LOCAL, samples_per_s=min(rate * busy, most), period_s=round_s, round_lengths=steps)
 
 
 def choose(synchronous: Prediction, local: Prediction, *, current: str | None = None,

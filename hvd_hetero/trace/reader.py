@@ -116,6 +116,12 @@ class RankRun:
         """Its steps without the first `skip` of each session, in which frameworks compile and caches fill."""
         return list(compress(self.steps, self.counted(skip)))
 
+    @property
+    def _merging_s(self) -> dict[int, float]:
+        """Seconds that the merges took which ended steps apart, by the step that came next."""
+        return {event.fields["step"]: event.fields.get("wait_s", 0.0) for event in self.events
+                if event.kind == "together"}
+
     def summary(self, *, skip: int = 0) -> RankSummary:
         """Medians, speed and the history of shares, without the first `skip` steps of each session."""
         steps = self.after(skip)
@@ -127,7 +133,7 @@ class RankRun:
             median_data_s=_median(s.data_s for s in steps),
             median_compute_s=_median(s.compute_s for s in steps),
             median_wait_s=_median(s.wait_s for s in steps),
-            samples_per_s=_samples_per_s(steps),
+            samples_per_s=_samples_per_s(steps, self._merging_s),
             bytes=sum(s.bytes for s in steps),
             shares=tuple(shares),
         )
@@ -311,9 +317,13 @@ def _median(values: Iterable[float]) -> float:
     return float(median(seen)) if seen else 0.0
 
 
-def _samples_per_s(steps: Sequence[Step]) -> float:
-    """Samples over time, from the intervals between consecutive steps that are no pauses."""
-    spans = [(b.t_s - a.t_s, b.samples) for a, b in pairwise(steps) if b.step == a.step + 1 and b.t_s > a.t_s]
-    longest = PAUSE * _median(span for span, _ in spans)
-    spans = [(span, samples) for span, samples in spans if span <= longest]
-    return sum(samples for _, samples in spans) / sum(span for span, _ in spans) if spans else 0.0
+def _samples_per_s(steps: Sequence[Step], merging_s: Mapping[int, float]) -> float:
+    """Samples over time: of the intervals between consecutive steps that are no pauses, and of `merging_s`, what the
+    merges took that ended steps apart, by the step that came next."""
+    pairs = [(b, b.t_s - a.t_s) for a, b in pairwise(steps) if b.step == a.step + 1 and b.t_s > a.t_s]
+    spans = [(step.samples, max(0.0, span - merging_s.get(step.step, 0.0))) for step, span in pairs]
+    longest = PAUSE * _median(span for _, span in spans)
+    spans = [(samples, span) for samples, span in spans if span <= longest]
+    merging = sum(took for step, took in merging_s.items() if steps and steps[0].step < step <= steps[-1].step + 1)
+    whole = sum(span for _, span in spans) + merging
+    return sum(samples for samples, _ in spans) / whole if whole else 0.0
