@@ -91,7 +91,7 @@ class LocalSteps:
         self.begun = False  # whether ranks make steps apart
         self._newest = -1  # global batch of the newest step apart
         self._pace = 1.0  # of its update
-        self._before: list[Any] = []  # the parameters before it, by fragment, where that is less
+        self._before: list[Any] = []  # the parameters before it, by fragment, where a part of it is made afterwards
         self._counted = Count(0.0)
         weighing.keeping.put_count("samples apart", self._counted)
         self._on_give_up, self._warned = on_give_up, False
@@ -169,8 +169,12 @@ class LocalSteps:
         """Whether the global batch begun last is a synchronous one, and this rank has not merged yet."""
         return self.begun and not self.apart()
 
-    def before_step(self) -> None:
+    def before_step(self, *, by_rate: bool = False) -> float:
         """Before an update that ranks make apart. The first one is a collective call.
+
+        Args:
+            by_rate: the update is in proportion to its rate, which the caller multiplies by what this returns. Else
+                that is 1, and `after_step` makes a part of the update where this rank is to make no more.
 
         Raises:
             RuntimeError: on every rank, when parameters differ before ranks train apart.
@@ -182,9 +186,12 @@ class LocalSteps:
             self._balancer.record.event("apart", step=self._balancer.step)
         self._newest = self._balancer.step
         self._pace = 1.0 if self._store.narrow else self.rounds.pace
-        if self._pace < 1.0:
-            before: list[Any] = self._before or [None] * len(self._store.lossy)
-            self._before = [self._store.read(index, into) for index, into in enumerate(before)]
+        if self._pace == 1.0 or by_rate:
+            self._before = []
+            return self._pace
+        before: list[Any] = self._before or [None] * len(self._store.lossy)
+        self._before = [self._store.read(index, into) for index, into in enumerate(before)]
+        return 1.0
 
     def _check_alike(self) -> None:
         """Law 5, checked."""
@@ -206,9 +213,8 @@ class LocalSteps:
     def after_step(self, samples: float, *, lr: float, gradients: float = 1.0) -> int:
         """The bytes that this rank has sent after an update over `samples`; `gradients`: see `Work`."""
         self._counted.value += samples
-        if self._pace < 1.0:
-            for index, parameters in enumerate(self._before):
-                self._store.blend(index, parameters, self._pace)
+        for index, parameters in enumerate(self._before):
+            self._store.blend(index, parameters, self._pace)
         gradients *= self._pace
         before = [fragment.sends for fragment in self.rounds.fragments]
         self.rounds.after_step(samples, lr=lr, compute=self._balancer.timesheet.known, gradients=gradients)

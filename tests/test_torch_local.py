@@ -695,6 +695,66 @@ def test_arrays_that_come_after_others_are_not_taken_for_them():
     assert (another.read(0) == 3.0).all() and all((p == 0.0).all() for p in parameters)
 
 
+UPDATES = {
+    "SGD": (torch.optim.SGD, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+    "SGD, a rate that is a tensor": (torch.optim.SGD, {}),
+    "Adam": (torch.optim.Adam, {"amsgrad": True, "weight_decay": 0.1}),
+    "AdamW": (torch.optim.AdamW, {"weight_decay": 0.1}),
+    "AdamW, fused": (torch.optim.AdamW, {"fused": True}),
+    "NAdam": (torch.optim.NAdam, {"weight_decay": 0.1, "decoupled_weight_decay": True}),
+    "RAdam": (torch.optim.RAdam, {"weight_decay": 0.1}),
+    "Adamax": (torch.optim.Adamax, {"weight_decay": 0.1}),
+    "Adagrad": (torch.optim.Adagrad, {"lr_decay": 0.1, "weight_decay": 0.1}),
+    "Adadelta": (torch.optim.Adadelta, {"weight_decay": 0.1}),
+    "RMSprop": (torch.optim.RMSprop, {"centered": True, "momentum": 0.5, "weight_decay": 0.1}),
+}
+
+
+@pytest.mark.parametrize("name", list(UPDATES))
+def test_a_part_of_an_update_is_that_of_its_rate(name):
+    """Of an optimizer that PyTorch has; of another kind, as of a class of one's own, and where a hook looks at the
+    rate, it is made of what the parameters were."""
+    kind, options = UPDATES[name]
+    rates = []
+
+    def plain(parameters, lr, of=kind):
+        return of(parameters, lr=torch.tensor(lr, dtype=torch.float64) if "tensor" in name else lr, **options)
+
+    def own(parameters, lr):
+        return plain(parameters, lr, type("Own", (kind,), {}))
+
+    def watched(parameters, lr):
+        optimizer = plain(parameters, lr)
+        optimizer.register_step_post_hook(lambda optimizer, *_: rates.append(float(optimizer.param_groups[0]["lr"])))
+        return optimizer
+
+    def parameters(way):
+        return World(3).run(lambda engine: trained(engine, 6, rule, shares=(8, 3, 1), optimizer=way, lr=0.01))[0]
+
+    rule = hvd.LocalSGD(round_steps=1, bound_rounds=0, warmup_steps=2)
+    by_rate, afterwards, looked_at = map(parameters, (plain, own, watched))
+    assert torch.allclose(by_rate, afterwards, rtol=0, atol=1e-12) and torch.equal(afterwards, looked_at)
+    assert not torch.equal(by_rate, afterwards), "they are made in unlike ways"
+    assert set(rates) == {0.01}
+
+
+def test_a_part_of_an_update_takes_no_copy_of_the_parameters():
+    def program(engine):
+        model = copy.deepcopy(PROTOTYPE)
+        balancer = hvd.Balancer(WHOLE, engine=engine, shares=(8, 4), adaptive=False)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.AdamW(model.parameters()), balancer=balancer, strategy=hvd.LocalSGD(warmup_steps=0)
+        )
+        for _ in range(2):
+            balancer.begin(8 - 4 * engine.rank)
+            model(torch.randn(8 - 4 * engine.rank, 6, generator=torch.Generator()).double()).sum().backward()
+            optimizer.step()
+        optimizer.merge()
+        return optimizer._reducer.local.steps._before
+
+    assert World(2).run(program) == [[], []]
+
+
 def loss_after(engine, model, shares, strategy):
     """That over all data after each of the last epochs, at a rate that a batch of one sample would not bear."""
     generator = torch.Generator().manual_seed(0)

@@ -8,6 +8,11 @@ from typing import Any
 
 import torch
 
+# Whose updates are in proportion to their learning rates, weight decay included.
+PROPORTIONAL = (
+    torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax,
+    torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RMSprop,
+)  # fmt: skip
 PLACE = "_latency_lr"  # the attribute of the innermost optimizer that holds its `LatencyAwareLR`
 BALANCED = "_balanced"  # and of the one that holds the optimizer made last of those that reduce its gradients
 
@@ -58,6 +63,15 @@ def factor_applied(optimizer: Any) -> Iterator[None]:
         )
     with latency_lr.applied(optimizer):
         yield
+
+
+def in_proportion(optimizer: Any, base: type[torch.optim.Optimizer]) -> bool:
+    """Whether the updates of a balanced optimizer, which `base` makes, are in proportion to learning rates that nobody
+    else looks at or writes meanwhile, as hooks of the step do."""
+    ours = attached(optimizer) is not None
+    return base in PROPORTIONAL and not optimizer._optimizer_step_post_hooks and (
+        len(optimizer._optimizer_step_pre_hooks) <= ours
+    )
 
 
 def check_no_factor(optimizer: torch.optim.Optimizer) -> None:

@@ -144,12 +144,13 @@ class LocalTraining:
         self._optimizer = weakref.ref(optimizer)
 
     @torch.compiler.disable  # a script may compile a whole step of training
-    def before_step(self) -> None:
-        """Before the update of a step apart. The first one is a collective call."""
+    def before_step(self, *, by_rate: bool = False) -> float:
+        """Before the update of a step apart, as `LocalSteps` has it. The first one is a collective call."""
         if self.misplaced:
             raise RuntimeError(MOVED)
-        self.steps.before_step()
+        factor = self.steps.before_step(by_rate=by_rate)
         self._moments.before_step(self._optimizer())
+        return factor
 
     def after_step(self, terms: float, *, lr: float) -> int:
         """After the update of a step apart over `terms` loss terms: the bytes that it sent."""

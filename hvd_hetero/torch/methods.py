@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .factor import factor_applied, reduces
+from .factor import factor_applied, in_proportion, multiplied, reduces
 from .plain import load_in_place
 
 
@@ -23,21 +23,24 @@ def methods_of(base: type[torch.optim.Optimizer]) -> dict[str, Callable[..., Any
         reducer.check_in_use(self.param_groups)
         lr = 1.0
         if closure is not None and reducer.apart:
-            reducer.local.before_step()
+            part = reducer.local.before_step(by_rate=in_proportion(self, base))
             with factor_applied(self):
                 lr = _rate(self)
-                result = base.step(self, lambda: reducer.passed(closure))
+                with multiplied(self.param_groups, part):
+                    result = base.step(self, lambda: reducer.passed(closure))
         elif closure is not None:
             with factor_applied(self):
                 result = base.step(self, lambda: reducer.evaluated(closure))
         else:
             if self._should_synchronize:
                 self.synchronize()
+            part = 1.0
             if apart := reducer.apart:
-                reducer.local.before_step()
+                part = reducer.local.before_step(by_rate=in_proportion(self, base))
             with factor_applied(self):
                 lr = _rate(self) if apart else 1.0
-                result = base.step(self)
+                with multiplied(self.param_groups, part):
+                    result = base.step(self)
         self._synchronized = False
         reducer.finished(lr=lr)
         return result

@@ -44,12 +44,15 @@ def _numbers(steps: Sequence[Any]) -> list[float]:
 @torch.no_grad()
 def mix(moments: Sequence[Moments], before: Sequence[torch.Tensor], mixtures: Sequence[Mixture]) -> list[torch.Tensor]:
     """Makes second moments their mixtures, and `before` copies of them."""
-    copies = list(before)
-    if copies:
-        firsts, seconds = [each.first for each in moments], [each.second for each in moments]
-        torch._foreach_mul_(copies, [each.before for each in mixtures])
-        torch._foreach_addcmul_(copies, firsts, firsts, [each.first for each in mixtures])
-        torch._foreach_mul_(seconds, [each.after for each in mixtures])
-        torch._foreach_add_(seconds, copies)
+    alike: dict[Mixture, list[int]] = {}
+    for index, mixture in enumerate(mixtures):
+        alike.setdefault(mixture, []).append(index)
+    for mixture, members in alike.items():
+        copies, seconds = [before[index] for index in members], [moments[index].second for index in members]
+        if (part := 1.0 - mixture.after) > 0.0:
+            firsts = [moments[index].first for index in members]
+            torch._foreach_mul_(copies, mixture.before / part)
+            torch._foreach_addcmul_(copies, firsts, firsts, mixture.first / part)
+            torch._foreach_lerp_(seconds, copies, part)
         torch._foreach_copy_(copies, seconds)
-    return copies
+    return list(before)
