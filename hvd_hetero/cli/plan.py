@@ -22,8 +22,9 @@ from hvd_hetero.policy.jitter import Jitter, synchronous_step_s
 from hvd_hetero.policy.partition import Bound, InfeasibleError
 from hvd_hetero.policy.speed import Observation, SpeedModel, fit, passes_of
 from hvd_hetero.policy.staleness import ROUND_STEPS
-from hvd_hetero.trace.reader import RankRun, Run, bound_in
+from hvd_hetero.trace.entry import bound_in
 from hvd_hetero.trace.record import file_name
+from hvd_hetero.trace.run import RankRun, Run
 from hvd_hetero.trace.waiting import Timed, apart, timed
 
 NEWEST = 256  # steps that a rank's speed is fitted to: a machine drifts

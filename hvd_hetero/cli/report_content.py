@@ -9,7 +9,8 @@ from typing import Any
 
 from hvd_hetero.cli.console import rate_text, seconds_text
 from hvd_hetero.cli.error import CommandError
-from hvd_hetero.trace.reader import NewerFormatError, RankSummary, Run, read
+from hvd_hetero.trace.reader import NewerFormatError, read
+from hvd_hetero.trace.run import RankSummary, Run
 from hvd_hetero.trace.waiting import Waiting, parts, waiting
 
 SKIP = 5  # steps in which frameworks compile, and caches fill

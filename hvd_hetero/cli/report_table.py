@@ -8,7 +8,7 @@ from typing import Any
 from hvd_hetero.cli.console import rate_text, rich_console, seconds_text, table
 from hvd_hetero.cli.report_content import MOST_RANKS, Report, advice, headline, percent, shares_text
 from hvd_hetero.policy.strategy import SYNCHRONOUS
-from hvd_hetero.trace.reader import Run
+from hvd_hetero.trace.run import Run
 from hvd_hetero.trace.waiting import Waiting
 
 MOST_PLANS = 12

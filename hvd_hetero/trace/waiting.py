@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from itertools import compress, pairwise
 from typing import NamedTuple
 
-from .reader import RankRun, Run, Step
+from .entry import Step
+from .run import RankRun, Run
 
 NOTEWORTHY = 0.02  # of a step: who comes last by less has held nobody up
 

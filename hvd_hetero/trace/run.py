@@ -1,0 +1,161 @@
+"""The record of a run, rank by rank, and what it amounts to."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import compress, pairwise
+from statistics import median
+
+from hvd_hetero.policy.replan import Plan
+
+from .entry import Event, Step
+
+NEWEST = 64       # steps of a rank that are of late
+PAUSE = 10.0      # an interval so many times longer than the median one is a pause (a checkpoint, a validation)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankSummary:
+    """What a rank's record amounts to. Medians are over steps; 0.0 where there were none."""
+
+    rank: int
+    steps: int
+    samples: int
+    median_data_s: float
+    median_compute_s: float
+    median_wait_s: float
+    samples_per_s: float
+    bytes: int
+    shares: tuple[tuple[int, int], ...]      # (step, share) wherever the share changed
+
+
+@dataclass(kw_only=True)
+class RankRun:
+    """The record of one rank."""
+
+    rank: int
+    host: str = ""           # its name, of the last session
+    steps: list[Step] = field(default_factory=list)
+    plans: list[Plan] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    sessions: int = 0        # how often the run was started
+    session_starts: set[int] = field(default_factory=set)      # the first step of each
+    dropped: int = 0         # records that could not be written
+    unreadable: int = 0      # lines that are not of this format
+
+    @property
+    def newest(self) -> list[Step]:
+        """Its last steps with samples."""
+        return [step for step in self.steps[-NEWEST:] if step.samples > 0]
+
+    @property
+    def loading_s(self) -> float:
+        """Seconds that a sample took of late to be loaded beside computing, at least; 0.0: less than was noticed."""
+        return _median(step.loading_s / step.samples for step in self.newest)
+
+    def counted(self, skip: int) -> list[bool]:
+        """Of each step, whether it is none of the first `skip` of its session."""
+        found, place = [], 0
+        for step in self.steps:
+            place = 0 if step.step in self.session_starts else place
+            found.append(place >= skip)
+            place += 1
+        return found
+
+    def after(self, skip: int) -> list[Step]:
+        """Its steps without the first `skip` of each session, in which frameworks compile and caches fill."""
+        return list(compress(self.steps, self.counted(skip)))
+
+    @property
+    def _merging_s(self) -> dict[int, float]:
+        """Seconds that the merges took which ended steps apart, by the step that came next."""
+        return {event.fields["step"]: event.fields.get("wait_s", 0.0) for event in self.events
+                if event.kind == "together"}
+
+    def summary(self, *, skip: int = 0) -> RankSummary:
+        """Medians, speed and the history of shares, without the first `skip` steps of each session."""
+        steps = self.after(skip)
+        shares = [(s.step, s.share) for i, s in enumerate(steps) if i == 0 or s.share != steps[i - 1].share]
+        return RankSummary(
+            rank=self.rank,
+            steps=len(steps),
+            samples=sum(s.samples for s in steps),
+            median_data_s=_median(s.data_s for s in steps),
+            median_compute_s=_median(s.compute_s for s in steps),
+            median_wait_s=_median(s.wait_s for s in steps),
+            samples_per_s=_samples_per_s(steps, self._merging_s),
+            bytes=sum(s.bytes for s in steps),
+            shares=tuple(shares),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """The records of all ranks, by rank."""
+
+    folder: str
+    ranks: dict[int, RankRun]
+
+    @cached_property
+    def plans(self) -> tuple[Plan, ...]:
+        """The plans of the run. All ranks hold the same ones; they are taken from the rank that recorded the most, of
+        those that stayed: what others had seen may have been undone."""
+        longest: list[Plan] = []
+        for rank in self.present.values():
+            longest = max(longest, rank.plans, key=len)
+        return tuple(longest)
+
+    @cached_property
+    def present(self) -> dict[int, RankRun]:
+        """The ranks that there were at the end, by the newest plan: others have left an elastic job, or the job went on
+        from a checkpoint without them."""
+        # There is always a rank 0; to look for who recorded last would be to compare the clocks of hosts.
+        those = [self.ranks[0]] if 0 in self.ranks and self.ranks[0].steps else self.ranks.values()
+        last = max(those, key=lambda run: run.steps[-1].t_s if run.steps else 0.0)
+        size = len(last.plans[-1].shares) if last.plans else math.inf
+        return {rank: run for rank, run in self.ranks.items() if rank < size}
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """The numbers of ranks of the newest plan of whose steps there is no record."""
+        size = len(self.plans[-1].shares) if self.plans else 0
+        return tuple(rank for rank in range(size) if rank not in self.ranks or not self.ranks[rank].steps)
+
+    def size_at(self, step: int) -> int | None:
+        """How many ranks there were in a step, by the plan that held then; None where no plan is recorded."""
+        at = bisect_right(self._begins, step) - 1
+        return len(self.plans[max(0, at)].shares) if self.plans else None
+
+    @cached_property
+    def _begins(self) -> list[int]:
+        return [plan.step for plan in self.plans]
+
+    @property
+    def gone(self) -> tuple[int, ...]:
+        """The others' numbers."""
+        return tuple(sorted(set(self.ranks) - set(self.present)))
+
+    def summaries(self, *, skip: int = 0) -> tuple[RankSummary, ...]:
+        """One summary per rank, in the order of ranks."""
+        return tuple(rank.summary(skip=skip) for rank in self.ranks.values())
+
+
+def _median(values: Iterable[float]) -> float:
+    seen = list(values)
+    return float(median(seen)) if seen else 0.0
+
+
+def _samples_per_s(steps: Sequence[Step], merging_s: Mapping[int, float]) -> float:
+    """Samples over time: of the intervals between consecutive steps that are no pauses, and of `merging_s`, what the
+    merges took that ended steps apart, by the step that came next."""
+    pairs = [(b, b.t_s - a.t_s) for a, b in pairwise(steps) if b.step == a.step + 1 and b.t_s > a.t_s]
+    spans = [(step.samples, max(0.0, span - merging_s.get(step.step, 0.0))) for step, span in pairs]
+    longest = PAUSE * _median(span for _, span in spans)
+    spans = [(samples, span) for samples, span in spans if span <= longest]
+    merging = sum(took for step, took in merging_s.items() if steps and steps[0].step < step <= steps[-1].step + 1)
+    whole = sum(span for _, span in spans) + merging
+    return sum(samples for samples, _ in spans) / whole if whole else 0.0
