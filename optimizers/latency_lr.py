@@ -18,7 +18,6 @@ therefore computes the same bits. While the global batch stands it does not move
 from __future__ import annotations
 
 import math
-import statistics
 from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict
@@ -47,6 +46,7 @@ NAMES = (*RULES, "adascale")
 WINDOW = 10  # steps without one whole batch, after which the batch is taken to be smaller
 PROBES = (0.25, 0.5, 1.0, 2.0, 8.0)  # scales at which all ranks' rules have to give the same
 RECENT_MERGES = 64  # whose staleness says what is usual
+USUAL = 0.9  # of them are no more stale than that
 
 
 class LatencyLR:
@@ -130,8 +130,9 @@ class LatencyLR:
         self._ramp = self._ramp.towards(self._target(), self.ramp_steps)
         for _ in range(steps if self.steps else steps - 1):  # the first step is where a warm-up starts
             self._ramp = self._ramp.next()
-        self._stale.append(float(staleness))
-        self.factor = self._ramp.value * damping(staleness, statistics.median(self._stale))
+        if staleness > 0:  # else it may have been a synchronous step, which says nothing of merges
+            self._stale.append(float(staleness))
+        self.factor = self._ramp.value * damping(staleness, self._usual_staleness())
         self.steps += steps
         self.progress += steps * self.factor
         return self.factor
@@ -149,6 +150,11 @@ class LatencyLR:
         """There is another global batch now; what was heard of the one before says nothing about it."""
         self._declared = self._standing = global_batch_size
         self._recent.extend([global_batch_size] * WINDOW)
+
+    def _usual_staleness(self) -> float:
+        """What merges are seldom beyond. A middle one would not do: half of all are beyond that."""
+        known = sorted(self._stale)
+        return known[int(USUAL * (len(known) - 1))] if known else 0.0
 
     def _target(self) -> float:
         scale = self._standing / self.base_batch_size

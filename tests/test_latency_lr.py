@@ -112,6 +112,17 @@ def test_what_is_more_stale_than_usual_counts_less_and_what_is_usual_does_not():
     assert found[20] == 0.5 and found[:20] + found[21:] == [1.0] * 29
 
 
+@pytest.mark.parametrize("synchronous", [0, 70])
+def test_merges_that_come_as_late_as_they_usually_do_cost_next_to_nothing(synchronous):
+    """However they vary, and from the first one on: synchronous steps before them do not say what is usual."""
+    lr = LatencyLR(rule="linear", global_batch_size=WHOLE)
+    late = [0.0] * synchronous + np.random.RandomState(0).choice([0.25, 0.5, 0.75, 1.0, 1.75, 2.5], size=200).tolist()
+    for staleness in late:
+        lr.advance(samples=WHOLE, global_batch_size=WHOLE, staleness=staleness)
+    assert lr.progress - synchronous > 0.98 * 200
+    assert lr.advance(samples=WHOLE, global_batch_size=WHOLE, staleness=5.5) == 0.5
+
+
 def test_adascale_moves_alike_on_all_ranks_and_between_its_bounds():
     found = on_three([(40, 20, 4)] * 80, rule="adascale", base=16, noise=True, ramp_steps=5)
     assert found[0] == 1.0 and 1.0 < found[-1] < 4.0 and len(set(found[5:])) > 40
