@@ -204,6 +204,33 @@ def test_parameters_that_differ_are_told_on_every_rank():
     World(3).run(program)
 
 
+def test_layers_that_are_thawed_while_ranks_are_apart_are_to_be_merged_first():
+    def program(engine):
+        torch.set_num_threads(1)
+        balancer = hvd.Balancer(4, engine=engine, adaptive=False)
+        model, strategy = copy.deepcopy(PROTOTYPE).float(), hvd.LocalSGD(warmup_steps=0)
+        model[0].requires_grad_(False)
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = hvd.DistributedOptimizer(inner, balancer=balancer, strategy=strategy)
+        data = torch.randn(2, 6, generator=torch.Generator().manual_seed(engine.rank))
+
+        def step():
+            optimizer.zero_grad()
+            balancer.begin(2)
+            model(data).square().mean().backward()
+            optimizer.step()
+
+        step()
+        model[0].requires_grad_(True)
+        with pytest.raises(RuntimeError, match="Call optimizer.merge().*, and then make a new hvd.Distributed"):
+            step()
+        optimizer = hvd.DistributedOptimizer(inner, balancer=balancer, strategy=strategy)
+        with pytest.raises(RuntimeError, match="call its merge.* before making this one, or what ranks did is lost"):
+            step()
+
+    World(2).run(program)
+
+
 def test_a_schedule_and_its_reasons_are_in_the_trace(tmp_path):
     strategy = hvd.LocalSGD(round_steps=4, warmup_steps=4)
     World(2).run(lambda engine: trained(engine, 30, strategy, shares=(8, 4), run=str(tmp_path)))

@@ -11,7 +11,7 @@ from hvd_hetero.cli.console import rate_text, seconds_text
 from hvd_hetero.cli.error import CommandError
 from hvd_hetero.trace.reader import NewerFormatError, read
 from hvd_hetero.trace.run import RankSummary, Run
-from hvd_hetero.trace.waiting import Waiting, parts, waiting
+from hvd_hetero.trace.waiting import Waiting, parts, waited_apart, waiting
 
 SKIP = 5  # steps in which frameworks compile, and caches fill
 MOST_RANKS = 16  # that are told of one by one
@@ -127,13 +127,8 @@ def advice(report: Report) -> list[str]:
     """What to look at, most important first."""
     waits, said = report.waits, []
     if waits.waited_part * report.together >= WORTH_WAITING:
-        said.append(_of_waiting(waits))
-    if report.merges and report.together < 0.5:
-        number, part = max(report.parts.items(), key=lambda each: each[1]["wait"])
-        if part["wait"] >= WORTH_WAITING:
-            said.append(f"Rank {number} waits for {percent(part['wait'])} of its time, though ranks step apart: it is "
-                        "through with its batches before the others are. See its max_share and quantum, and whether "
-                        "the plan is adaptive.")
+        said.append(_of_waiting(waits, local=report.merges > 0))
+    said += _of_steps_apart(report)
     for number, part in report.parts.items():
         data = part["data"]
         if data >= WORTH_DATA:
@@ -158,6 +153,24 @@ def advice(report: Report) -> list[str]:
     return said or ["Nothing stands out: ranks hardly wait for each other, for data or for the exchange."]
 
 
+def _of_steps_apart(report: Report) -> list[str]:
+    """Who waits though ranks step apart, and what helps."""
+    if not report.merges or report.together >= 0.5:
+        return []
+    waited = {number: waited_apart(rank, skip=report.skip) for number, rank in report.run.present.items()}
+    said = []
+    number = max(waited, key=lambda each: waited[each][1])
+    if (part := waited[number][1]) >= WORTH_WAITING:
+        said.append(f"Rank {number} waits for {percent(part)} of its time at the end of steps apart, as of an epoch: "
+                    "it is through with its batches before the others are. See its max_share and quantum, and whether "
+                    "the plan is adaptive.")
+    number = max(waited, key=lambda each: waited[each][0])
+    if (part := waited[number][0]) >= WORTH_WAITING:
+        said.append(f"Rank {number} is at merges for {percent(part)} of its time, though ranks step apart: a larger "
+                    "bound_rounds lets it go on without one, and with a larger round_steps there are fewer.")
+    return said
+
+
 def _of_records(report: Report) -> list[str]:
     """What cannot be told, as records lack it."""
     run, said = report.run, []
@@ -174,14 +187,14 @@ def _of_records(report: Report) -> list[str]:
     return said
 
 
-def _of_waiting(waits: Waiting) -> str:
-    """For whom ranks waited, why, and what helps."""
+def _of_waiting(waits: Waiting, *, local: bool) -> str:
+    """For whom ranks waited, why, and what helps; `local`: whether the strategy is one already."""
     total = sum(map(sum, waits.waited_s))
     index = max(range(len(waits.ranks)), key=waits.waited_for)
     words = f"Ranks wait for each other for {percent(waits.waited_part)} of the time"
     if waits.waited_for(index) < ONE_RANK * total:
-        return (f"{words}, for one rank now and for another then: where each rank's steps vary, "
-                'strategy="local" waits for nobody.')
+        words += ", for one rank now and for another then"
+        return f"{words}." if local else f'{words}: where each rank\'s steps vary, strategy="local" waits for nobody.'
     causes = waits.causes[index]
     name, seconds = max(causes._asdict().items(), key=lambda each: each[1])
     words += f", {percent(waits.waited_for(index) / total)} of that for rank {waits.ranks[index]}"

@@ -44,9 +44,9 @@ class LatencyAwareLR:
         optimizer: the one that `hvd.DistributedOptimizer(optimizer, balancer=balancer)` returned, or will wrap.
         balancer: says how many samples entered, and how stale they are.
         rule: how the factor follows S, the effective batch over the base batch. "linear": S. "sqrt": its root.
-            "adascale": a gain between 1 and S, from the gradient's noise, which it measures (at least two ranks have to
-            have samples). "auto": "sqrt" for Adam and its kin, "linear" for SGD. Or a function from S to the factor,
-            with the same bits on all ranks.
+            "adascale": a gain between 1 and S, from the gradient's noise, which it measures in synchronous steps (at
+            least two ranks have to have samples). "auto": "sqrt" for Adam and its kin, "linear" for SGD. Or a function
+            from S to the factor, with the same bits on all ranks.
         base_batch_size: the samples of the batch that the learning rate was tuned for (default: the global batch).
         warmup_steps: a factor above 1 starts at 1, and is reached after so many steps.
         ramp_steps: so many steps it takes to another factor, when the effective batch has changed for good.

@@ -245,9 +245,10 @@ class GradientReducer:
                 "of one before it, whose gradients are no longer reduced."
             )
         if thawed := self._hooks.thawed(groups):
+            make = "Make" if self.local is None else "Call optimizer.merge(), and then make"
             raise RuntimeError(
                 "Expected parameters that required a gradient when hvd.DistributedOptimizer was made. Received: "
-                f"{thawed} that have come to since, whose gradients are each rank's own. Make a new "
+                f"{thawed} that have come to since, whose gradients are each rank's own. {make} a new "
                 "hvd.DistributedOptimizer with them."
             )
 

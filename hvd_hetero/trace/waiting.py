@@ -175,14 +175,31 @@ def parts(run: RankRun, *, skip: int = 0) -> Mapping[str, float]:
     whole = sum(each.span_s or 0.0 for each in seen)
     if not whole:
         return {"data": 0.0, "compute": 0.0, "wait": 0.0, "rest": 0.0}
-    first = seen[0].step.step
-    merging = sum(event.fields.get("wait_s", 0.0) for event in run.events
-                  if event.kind == "together" and event.fields["step"] >= first)
+    merging = sum(_merging_s(run, seen[0].step.step))
     rest = sum(each.rest_s for each in seen)
     sums = {
         "data": sum(each.step.data_s for each in seen),
         "compute": sum(each.step.compute_s for each in seen),
         "wait": sum(each.step.wait_s for each in seen) + min(merging, rest),
-        "rest": max(0.0, rest - merging),  # no step records the merge that ends steps apart
+        "rest": max(0.0, rest - merging),
     }
     return {name: seconds / max(whole, sum(sums.values())) for name, seconds in sums.items()}
+
+
+def waited_apart(run: RankRun, *, skip: int = 0) -> tuple[float, float]:
+    """Of a rank's time in steps that it made apart, the part that went into merges within them, and into those that
+    ended them, as at the end of an epoch."""
+    chosen = apart(run, [step.step for step in run.steps])
+    seen = [each for each in timed(run, skip=skip) if each.span_s and each.step.step in chosen]
+    if not seen:
+        return 0.0, 0.0
+    within = sum(each.step.wait_s for each in seen)
+    ends = sum(_merging_s(run, seen[0].step.step))
+    whole = sum(each.span_s or 0.0 for each in seen) + max(0.0, ends - sum(each.rest_s for each in seen))
+    return within / whole, ends / whole
+
+
+def _merging_s(run: RankRun, first: int) -> list[float]:
+    """What the merges took that ended steps apart, of those from step `first` on: no step records it."""
+    return [event.fields.get("wait_s", 0.0) for event in run.events
+            if event.kind == "together" and event.fields["step"] >= first]
