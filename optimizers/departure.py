@@ -59,11 +59,11 @@ class Departure:
         """This rank cannot go on. With an `error`, it trains on until the next exchange, which raises it here."""
         self.failed, self.error = True, error or self.error
 
-    def check(self) -> None:
+    def check(self, what: str = "batch") -> None:
         """Raises RuntimeError where a rank has failed in a way that training cannot go on from."""
         if self.final:
             raise RuntimeError(
-                "Expected no further batch after a rank could not go on. Received: one, after an error that was "
+                f"Expected no further {what} after a rank could not go on. Received: one, after an error that was "
                 "caught, while the others waited for something else than the exchange of a synchronous step: of one "
                 "apart, of a layer, or with Keras of another optimizer. Go on from a checkpoint, in new processes."
             )

@@ -233,7 +233,12 @@ class LocalSteps:
         return self.rounds.withdraw()
 
     def merge(self) -> None:
-        """Returns when all ranks hold one model, with every step of every rank in it. A collective call."""
+        """Returns when all ranks hold one model, with every step of every rank in it. A collective call.
+
+        Raises:
+            RuntimeError: a rank could not go on, and makes no further merge.
+        """
+        self._balancer.departure.check("merge")
         if self.begun:
             ends, start = self.ends, time.perf_counter()
             self.rounds.finish()

@@ -272,6 +272,8 @@ class Rounds:
         report = control.unpack(said.balancer, ranks=self.size)
         if said.finishing == self.size:
             self._ended.add(fragment.index)
+        if report.failed:
+            self.balancer.departure.final = True  # it makes no further merge
         if fragment.index == 0:
             self.merges += 1
             drift, noise = self.lengths.watch(said.sums, merge.square, said.steps, said.samples)

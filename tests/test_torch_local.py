@@ -300,6 +300,9 @@ def test_a_loader_that_raises_is_heard_of_also_before_the_first_step_apart(at):
                 model(x).square().mean().backward()
                 optimizer.step()
         except (OSError, hvd.PeerError) as error:
+            if at > 3:  # of steps apart nobody knows the end any more; to save a model, say, is no reason to wait
+                with pytest.raises(RuntimeError, match="no further merge after a rank could not go on"):
+                    optimizer.merge(model)
             return str(error)
         return "nothing"
 
