@@ -638,6 +638,16 @@ def test_any_samples_of_a_stream_can_be_taken():
         assert source.take(np.arange(first, stop))[0].tolist() == list(range(first, stop))
 
 
+@pytest.mark.parametrize("name", ["RaggedTensorSpec", "SparseTensorSpec", "DatasetSpec"])
+def test_a_stream_has_dense_samples(name):
+    stream, dense, other = Stream(LENGTH), type("TensorSpec", (), {}), type(name, (), {})
+    stream.element_spec = (dense(), {"y": type("BoundedTensorSpec", (dense,), {})()})
+    assert len(StreamSource(stream, global_batch_size=WHOLE)) == LENGTH
+    stream.element_spec = (dense(), {"y": other()})
+    with pytest.raises(ValueError, match=f"dense samples.*Received: one with elements of {name}. Make them dense"):
+        StreamSource(stream, global_batch_size=WHOLE)
+
+
 @pytest.mark.parametrize("options", [{"workers": 2}, {"use_multiprocessing": True}])
 def test_a_stream_for_a_validation_is_read_by_one_thread(options):
     """Two would each take the other's place in it: samples come twice or not at all."""

@@ -140,15 +140,17 @@ def test_a_state_may_be_of_a_model_that_is_not_compiled():
     assert state.epoch == 3
 
 
-@pytest.mark.parametrize(("distributed", "words"), [
-    (True, "with a distributed SGD without this balancer as"), (False, "with a plain SGD as"),
+@pytest.mark.parametrize(("reduces", "words"), [
+    ("with another", "with a distributed SGD without this balancer as"), ("not", "with a plain SGD as"),
+    ("with this", "with a distributed SGD that was not applied as"),
 ])
-def test_an_epoch_without_an_exchange_of_its_balancer_says_what_the_optimizer_lacks(distributed, words):
+def test_an_epoch_without_an_exchange_of_its_balancer_says_what_the_optimizer_lacks(reduces, words):
     balancer = hvd.Balancer(8, engine=SoloEngine())
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     optimizer = keras.optimizers.SGD()
-    if distributed:
-        optimizer = hvd.DistributedOptimizer(optimizer, balancer=hvd.Balancer(8, engine=SoloEngine()))
+    if reduces != "not":
+        its = balancer if reduces == "with this" else hvd.Balancer(8, engine=SoloEngine())
+        optimizer = hvd.DistributedOptimizer(optimizer, balancer=its)
     model.compile(optimizer, "mse", jit_compile=False)
     callback = hvd.callbacks.RebalanceCallback(balancer)
     callback.set_model(model)
@@ -156,3 +158,14 @@ def test_an_epoch_without_an_exchange_of_its_balancer_says_what_the_optimizer_la
     callback.on_train_batch_end(0)
     with pytest.raises(RuntimeError, match=words):
         callback.on_epoch_end(0)
+
+
+def test_a_model_with_nothing_to_train_may_be_fitted():
+    balancer = hvd.Balancer(WHOLE, engine=SoloEngine())
+    model = make_model()
+    model.trainable = False
+    with pytest.warns(UserWarning, match="any trainable weights"):
+        told = compiled(model, balancer).fit(
+            make_dataset(balancer), verbose=0, callbacks=[hvd.callbacks.RebalanceCallback(balancer, verbose=0)]
+        )
+    assert told.history["share"] == [WHOLE]

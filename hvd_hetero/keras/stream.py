@@ -48,6 +48,12 @@ class StreamSource:
                 "order in each epoch give a function of it: lambda epoch: dataset.shuffle(n, seed=epoch, "
                 "reshuffle_each_iteration=False)."
             )
+        if other := _other_than_dense(samples):
+            raise ValueError(
+                "x: expected a tf.data.Dataset of dense samples of one shape. Received: one with elements of "
+                f"{', '.join(other)}. Make them dense with map(), by to_tensor() or tf.sparse.to_dense(), and pad all "
+                "to one length."
+            )
         self._length = int(samples.cardinality())
         if self._length < 0:
             raise ValueError(
@@ -176,6 +182,12 @@ def _variation(dataset: Any) -> str:
         if seeds and not any(seeds):
             return f"a {'shuffle()' if _kind(each) == 'Shuffle' else 'random choice'} without a seed"
     return ""
+
+
+def _other_than_dense(dataset: Any) -> list[str]:
+    """What a tf.data.Dataset has among its elements beside tensors: RaggedTensorSpec and so on."""
+    kinds = map(type, keras.tree.flatten(getattr(dataset, "element_spec", ())))
+    return sorted({kind.__name__ for kind in kinds if not any(cls.__name__ == "TensorSpec" for cls in kind.__mro__)})
 
 
 def _ends_in_batches(dataset: Any) -> bool:

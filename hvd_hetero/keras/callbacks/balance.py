@@ -69,12 +69,15 @@ class RebalanceCallback(keras.callbacks.Callback):
         """Logs this rank's share, and ends the epoch.
 
         Raises:
-            RuntimeError: nothing was exchanged in it.
+            RuntimeError: nothing was exchanged in it, though the model has weights to train.
         """
-        if self._trained and self.balancer.step == self._step:
+        # A model with nothing to train exchanges nothing, of which Keras warns.
+        if self._trained and self.balancer.step == self._step and self.model.trainable_weights:
             optimizer = self.model.optimizer
-            ours = "_reducer" in vars(optimizer)
-            kind, lacks = ("a distributed", " without this balancer") if ours else ("a plain", "")
+            reducer = vars(optimizer).get("_reducer")
+            kind, lacks = "a plain" if reducer is None else "a distributed", ""
+            if reducer is not None:
+                lacks = " that was not applied" if reducer.balancer is self.balancer else " without this balancer"
             raise RuntimeError(
                 "Expected gradients of all ranks in each step, weighted as the balancer says. Received: an epoch "
                 f"without an exchange of it, with {kind} {type(optimizer).__name__}{lacks} as the model's optimizer. "
