@@ -67,11 +67,11 @@ def factor_applied(optimizer: Any) -> Iterator[None]:
 
 def in_proportion(optimizer: Any, base: type[torch.optim.Optimizer]) -> bool:
     """Whether the updates of a balanced optimizer, which `base` makes, are in proportion to learning rates that nobody
-    else looks at or writes meanwhile, as hooks of the step do."""
+    else looks at or writes meanwhile, as hooks of the step do. Not where a script compiles the step: PyTorch 2.4 would
+    compile it anew for each rate."""
     ours = attached(optimizer) is not None
-    return base in PROPORTIONAL and not optimizer._optimizer_step_post_hooks and (
-        len(optimizer._optimizer_step_pre_hooks) <= ours
-    )
+    hooks = len(optimizer._optimizer_step_pre_hooks) > ours or optimizer._optimizer_step_post_hooks
+    return base in PROPORTIONAL and not hooks and not torch.compiler.is_compiling()
 
 
 def check_no_factor(optimizer: torch.optim.Optimizer) -> None:
