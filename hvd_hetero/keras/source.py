@@ -52,7 +52,8 @@ def source_of(x: Any, y: Any, sample_weight: Any, *, global_batch_size: int) -> 
     raise TypeError(
         "x: expected arrays, a keras.utils.PyDataset, a tf.data.Dataset of known length, or samples by number (with "
         f"__len__ and __getitem__). Received: {type(x).__name__}. A generator has no numbered samples: collect them. "
-        "Where this is a function of the epoch, BalancedDataset takes it, and a validation one of its datasets."
+        "Of a torch DataLoader, take its dataset. Where this is a function of the epoch, BalancedDataset takes it, and "
+        "a validation one of its datasets."
     )
 
 
@@ -104,7 +105,8 @@ class ArraySource:
         self.arrays: Sequence[np.ndarray] = keras.tree.flatten(self._arrays)
         if any(leaf.ndim == 0 for leaf in self.arrays):
             raise ValueError(
-                "x, y, sample_weight: expected arrays with samples along their first axis. Received: a scalar."
+                "x, y, sample_weight: expected arrays with samples along their first axis. Received: a scalar. A list "
+                "is one of several arrays: make an array of numbers, np.array(y)."
             )
         lengths = sorted({len(leaf) for leaf in self.arrays})
         if len(lengths) != 1:
