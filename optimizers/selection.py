@@ -101,6 +101,8 @@ class Selection:
         """Another strategy that should hold from now on, and why; None where the current one should stay."""
         if step < self._next_look or (current == SYNCHRONOUS and len(self._exchange_s) < LEAST_EXCHANGES):
             return None
+        if len(models) == 1:  # which waits for nobody
+            return None
         predicted = self.predict(models, windows, shares, micro_batch)
         cost_s = PREDICTION_S * self._steadiness.unsteady
         self._next_look = step + max(EVERY, math.ceil(cost_s / (BUDGET * predicted[0].period_s)))

@@ -115,6 +115,15 @@ def test_shares_that_do_not_fit_alone_do_not_speak_for_steps_apart():
     assert selection.look(100, SYNCHRONOUS, models, [[], []], [32, 32]) is None
 
 
+def test_one_rank_has_nobody_to_step_apart_from():
+    """However long what is beside its computing takes."""
+    selection = Selection(Steadiness(1), round_steps=2, first_step=0)
+    models = [SpeedModel(overhead_s=0.0, seconds_per_sample=0.001)]
+    for _ in range(LEAST_EXCHANGES):
+        selection.hear(busy_s=[0.032], step_s=0.096)
+    assert selection.look(100, SYNCHRONOUS, models, [[]], [32]) is None
+
+
 def test_looks_are_rare():
     selection, looked = Selection(Steadiness(4), round_steps=8, first_step=0), []
     predict = selection.predict
