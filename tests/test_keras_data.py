@@ -641,7 +641,7 @@ def test_any_samples_of_a_stream_can_be_taken():
 @pytest.mark.parametrize("name", ["RaggedTensorSpec", "SparseTensorSpec", "DatasetSpec"])
 def test_a_stream_has_dense_samples(name):
     stream, dense, other = Stream(LENGTH), type("TensorSpec", (), {}), type(name, (), {})
-    stream.element_spec = (dense(), {"y": type("BoundedTensorSpec", (dense,), {})()})
+    stream.element_spec = (dense(), {"y": type("NoneTensorSpec", (), {})()})
     assert len(StreamSource(stream, global_batch_size=WHOLE)) == LENGTH
     stream.element_spec = (dense(), {"y": other()})
     with pytest.raises(ValueError, match=f"dense samples.*Received: one with elements of {name}. Make them dense"):

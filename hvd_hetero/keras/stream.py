@@ -15,6 +15,7 @@ from .batch import Batch, joined, packed, rows_of
 KEEPS_ELEMENTS = {"AssertCardinality", "Cache", "Options", "Prefetch", "Repeat", "Shard", "Shuffle", "Skip", "Take"}
 BATCHES = {"Batch", "ParallelBatch", "PaddedBatch"}
 MAPS = {"Map", "ParallelMap"}
+NOT_DENSE = {"RaggedTensorSpec", "SparseTensorSpec", "TensorArraySpec", "DatasetSpec"}  # of elements
 
 
 class StreamSource:
@@ -185,9 +186,10 @@ def _variation(dataset: Any) -> str:
 
 
 def _other_than_dense(dataset: Any) -> list[str]:
-    """What a tf.data.Dataset has among its elements beside tensors: RaggedTensorSpec and so on."""
-    kinds = map(type, keras.tree.flatten(getattr(dataset, "element_spec", ())))
-    return sorted({kind.__name__ for kind in kinds if not any(cls.__name__ == "TensorSpec" for cls in kind.__mro__)})
+    """What a tf.data.Dataset has among its elements of which no rows can be taken; None, for one, is no tensor, and
+    comes as it is."""
+    kinds = {type(each).__name__ for each in keras.tree.flatten(getattr(dataset, "element_spec", ()))}
+    return sorted(kinds & NOT_DENSE)
 
 
 def _ends_in_batches(dataset: Any) -> bool:
