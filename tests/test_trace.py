@@ -372,7 +372,8 @@ def test_a_wait_for_others_that_step_apart_is_no_pause(tmp_path):
         for step in range(40):
             if step in (10, 20):    # a merge: one at the end of an epoch, and one with a validation after it
                 clock.now += 10.0
-                trace.event("together", step=step, wait_s=10.0)
+                for wait_s in (4.0, 6.0):  # of two optimizers
+                    trace.event("together", step=step, wait_s=wait_s)
             if step in (20, 30):
                 clock.now += 30.0
             clock.now += 0.25

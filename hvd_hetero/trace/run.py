@@ -71,10 +71,14 @@ class RankRun:
         return list(compress(self.steps, self.counted(skip)))
 
     @property
-    def _merging_s(self) -> dict[int, float]:
-        """Seconds that the merges took which ended steps apart, by the step that came next."""
-        return {event.fields["step"]: event.fields.get("wait_s", 0.0) for event in self.events
-                if event.kind == "together"}
+    def merging_s(self) -> dict[int, float]:
+        """Seconds that the merges took which ended steps apart, by the step that came next; no step records them."""
+        found: dict[int, float] = {}
+        for event in self.events:
+            if event.kind == "together":  # of each optimizer that stepped apart
+                step = event.fields["step"]
+                found[step] = found.get(step, 0.0) + event.fields.get("wait_s", 0.0)
+        return found
 
     def summary(self, *, skip: int = 0) -> RankSummary:
         """Medians, speed and the history of shares, without the first `skip` steps of each session."""
@@ -87,7 +91,7 @@ class RankRun:
             median_data_s=_median(s.data_s for s in steps),
             median_compute_s=_median(s.compute_s for s in steps),
             median_wait_s=_median(s.wait_s for s in steps),
-            samples_per_s=_samples_per_s(steps, self._merging_s),
+            samples_per_s=_samples_per_s(steps, self.merging_s),
             bytes=sum(s.bytes for s in steps),
             shares=tuple(shares),
         )
