@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from .reducer import GradientReducer
 
 PLACE = "_factor"  # the attribute of an optimizer that holds its `RateFactor`
+# Whose updates are in proportion to their learning rates, weight decay included, where they have no momentum: Keras's
+# is a sum of updates, rates and all.
+PROPORTIONAL = ("SGD", "RMSprop", "Adam", "AdamW", "Nadam", "Adamax", "Adagrad", "Adadelta", "Lion", "Lamb")
 
 
 class RateFactor:
@@ -37,6 +40,8 @@ class RateFactor:
         self._optimizer = weakref.ref(optimizer)
         self._number = self._form.number(1.0)
         self._value, self._in_effect = 1.0, False
+        self._part: Any = None  # a number by which updates multiply their rates on top, where parts of them are made
+        self._part_value = 1.0
         self._core: LatencyLR | None = None
         self._balancer: Balancer | None = None
         self._meter: NoiseMeter | None = None
@@ -70,14 +75,28 @@ class RateFactor:
         self._in_effect = False
         self._set(1.0)
 
+    def makes_parts(self) -> bool:
+        """Whether the optimizer's updates are in proportion to their rates; those that ask for the factor from now on
+        are made as far as `make_part` says."""
+        if self._part is None and in_proportion(self._optimizer()):
+            self._part = self._form.number(1.0)
+        return self._part is not None
+
+    def make_part(self, part: float) -> None:
+        """Which part of its next updates the optimizer makes."""
+        if part != self._part_value:
+            self._part_value = part
+            self._form.set_number(self._part, part)
+
     @contextlib.contextmanager
     def applied(self, optimizer: Any, gradients: Sequence[Any]) -> Iterator[Any]:
-        """Within it, what `optimizer` updates with is the learning rate times the factor, which this gives. Once the
-        `gradients` are there, which an exchange may have moved it for."""
+        """Within it, what `optimizer` updates with is the learning rate times the factor, which this gives, or the part
+        of that which it is to make. Once the `gradients` are there, which an exchange may have moved either for."""
         updates = getattr(optimizer, "inner_optimizer", optimizer)
         rate = self._form.multiplied(optimizer.learning_rate, self._number, after=gradients)
+        made = rate if self._part is None else self._form.multiplied(rate, self._part, after=gradients)
         # All that an update reads of its learning rate comes from this method of Keras's.
-        vars(updates)["_get_current_learning_rate"] = lambda: rate
+        vars(updates)["_get_current_learning_rate"] = lambda: made
         try:
             yield rate
         finally:
@@ -153,6 +172,15 @@ class Factors:
         self._waiting = dict(state)
         for factor in self._live:
             factor.load_state_dict(self._waiting.pop(self._key(factor), {}))
+
+
+def in_proportion(optimizer: Any) -> bool:
+    """Whether the updates of a distributed optimizer are in proportion to its learning rate."""
+    inner = getattr(optimizer, "inner_optimizer", None)
+    base = type(optimizer).__mro__[1] if inner is None else type(inner)
+    if base.__module__.partition(".")[0] != "keras" or base.__name__ not in PROPORTIONAL:
+        return False
+    return not getattr(optimizer if inner is None else inner, "momentum", 0.0)
 
 
 def factor_of(optimizer: Any) -> RateFactor | None:

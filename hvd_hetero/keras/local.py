@@ -25,6 +25,7 @@ from hvd_hetero.optimizers.statistic import merged_statistics
 from hvd_hetero.optimizers.ways import Ways
 from hvd_hetero.optimizers.weighing import Weighing
 
+from .factor import RateFactor
 from .layout import Spec
 from .second_moments import copy, keepers_of, mix, moments_of
 
@@ -98,6 +99,7 @@ class LocalTraining:
         variables: those that the optimizer trains.
         weighing: of the optimizer's gradients.
         form: what is particular to the back end.
+        factor: on the optimizer's rates; None: whose these are is not known.
         batches: global batches per update, where Keras itself adds up the gradients of several.
     """
 
@@ -109,8 +111,10 @@ class LocalTraining:
         *,
         ways: Ways,
         form: Any,
+        factor: RateFactor | None = None,
         batches: int | None = None,
     ) -> None:
+        self._factor = factor if factor is not None and factor.makes_parts() else None
         self._variables, self._weighing, self._balancer = list(variables), weighing, weighing.balancer
         store = ParameterStore(variables, form, count=rule.fragments, lossy=ways.takes)
         self.steps = LocalSteps(
@@ -135,13 +139,22 @@ class LocalTraining:
 
     def before_step(self, terms: float) -> None:
         """Before the update of a step apart over `terms` loss terms. The first one is a collective call."""
-        self.steps.before_step()
+        part = self.steps.before_step(by_rate=self._factor is not None)
+        self._make_part(part)
         optimizer = self._optimizer()
         self._moments.before_step(optimizer)
         self._before = None if optimizer is None or self._batches is None else _batches_of(optimizer)
         self._terms = terms
         leads = self._weighing.leads
         self._balancer.exchanged(wait_s=self._wait_s, bytes_sent=self._bytes_sent, leads=leads)
+
+    def before_synchronous_step(self) -> None:
+        """Before an update that all ranks make together."""
+        self._make_part(1.0)
+
+    def _make_part(self, part: float) -> None:
+        if self._factor is not None:
+            self._factor.make_part(part)
 
     def after_step(self, lr: float, optimizer: Any) -> None:
         """After the update, if the step was one apart; `lr`: its learning rate."""

@@ -19,6 +19,7 @@ from hvd_hetero.optimizers.ways import Ways
 from hvd_hetero.optimizers.weighing import BUCKET_BYTES, Weighing
 
 from . import backend
+from .factor import factor_of
 from .layout import Spec
 from .local import LocalTraining, ParameterStore
 from .presence import marked, unmarked
@@ -118,8 +119,9 @@ class GradientReducer:
         if self.strategy is not None:
             if self.local is None:
                 self.local = LocalTraining(
-                    self.strategy, variables, self.weighing, ways=self.ways, form=self.form, batches=self._batches
-                )
+                    self.strategy, variables, self.weighing, ways=self.ways, form=self.form,
+                    factor=factor_of(self._of()), batches=self._batches,
+                )  # fmt: skip
             self.local.check(variables)
         # What is added up, or kept back by codecs, is of these variables, and others may have their shapes.
         key = (specs, tuple(map(number_of, variables)) if self.passes > 1 or self.ways.keeps else ())

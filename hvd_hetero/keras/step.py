@@ -177,6 +177,8 @@ class ReducedStep:
 
     def _exchanged(self) -> list[Any]:
         """The mean gradients over all ranks' loss terms."""
+        if self._owner.local is not None:
+            self._owner.local.before_synchronous_step()
         start = time.perf_counter()
         terms, batches = self._terms, self._weighing.batches
         try:

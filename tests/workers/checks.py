@@ -17,6 +17,19 @@ def time_quickly() -> None:
     timing.SIZES_BYTES, timing.QUICK_S = dict.fromkeys((2**10, 2**14), math.inf), 0.0
 
 
+def end_datasets_at_once() -> None:
+    """No dataset of TensorFlow's is tuned, of which ranks of tests make many.
+
+    The thread that tunes one may miss that its iterator ends, as what wakes it up comes before it is told (2.21). Then
+    it sleeps on, for about as long as the iterator has lived, and whoever collects that waits for it.
+    """
+    import tensorflow as tf
+
+    untuned, begin = tf.data.Options(), tf.data.Dataset.__iter__
+    untuned.autotune.enabled = False
+    tf.data.Dataset.__iter__ = lambda dataset: begin(dataset.with_options(untuned))
+
+
 def run_checks(hvd: Any, names: Iterable[str], checks: Mapping[str, Callable[[], None]]) -> None:
     """Calls the named checks on all ranks together, and prints `OK name` for each that holds."""
     time_quickly()

@@ -13,7 +13,7 @@ import warnings
 
 import keras
 import numpy as np
-from checks import expect, run_checks
+from checks import end_datasets_at_once, expect, run_checks
 from rates import One, Rates
 
 import hvd_hetero.keras as hvd
@@ -700,6 +700,8 @@ def texts_come_as_keras_takes_them():
 
 def main() -> None:
     hvd.init()
+    if keras.backend.backend() == "tensorflow":
+        end_datasets_at_once()
     run_checks(hvd, sys.argv[1:], globals())
     hvd.shutdown()
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import keras
 import numpy as np
-from checks import expect, time_quickly
+from checks import end_datasets_at_once, expect, time_quickly
 
 import hvd_hetero.keras as hvd
 from hvd_hetero.engine import port
@@ -814,6 +814,8 @@ def main(checks) -> None:
     """Runs the named ones of `checks`, which are functions by name."""
     hvd.init(process_sets="dynamic")
     time_quickly()
+    if TENSORFLOW:
+        end_datasets_at_once()
     other = "torch" if TENSORFLOW else "tensorflow"
     assert other not in sys.modules, f"importing hvd_hetero.keras brought in {other}"
     for name in sys.argv[1:]:

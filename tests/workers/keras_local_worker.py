@@ -59,6 +59,40 @@ def merging_every_step_is_synchronous_training(case, floatx, bound):
     keras.config.set_dtype_policy("float32")
 
 
+def parts_of_updates_are_those_of_their_rates():
+    """What a rank with a small share does apart: with a class of one's own, it is made of what the variables were."""
+    keras.config.set_floatx("float64")
+    keras.config.set_dtype_policy("float64")
+    arrays, shares = data(12 * WHOLE)[:2], UNEVEN[hvd.size()]
+
+    def scaled(plain):
+        return keras.optimizers.LossScaleOptimizer(plain, initial_scale=8.0)
+
+    def trained(kind, options, wrap=lambda plain: plain):
+        balancer = hvd.Balancer(WHOLE, shares=shares, adaptive=False)
+        strategy = hvd.LocalSGD(round_steps=1, bound_rounds=0, warmup_steps=4)
+        optimizer = hvd.DistributedOptimizer(wrap(kind(0.01, **options)), balancer=balancer, strategy=strategy)
+        model = dense_model()
+        model.compile(optimizer=optimizer, loss=mean_squared_error)
+        latency = hvd.callbacks.LatencyAwareLearningRate(balancer, base_batch_size=WHOLE // 2, warmup_steps=8)
+        model.fit(Share(arrays, shares, balancer), shuffle=False, verbose=0, callbacks=[latency])
+        optimizer.merge(model)
+        assert float(optimizer.learning_rate) == 0.01
+        return weights_of(model), len(optimizer._reducer.local.steps._before)
+
+    for kind, options, *wrap in [
+        (keras.optimizers.AdamW, {"weight_decay": 0.1}), (keras.optimizers.SGD, {}, scaled),
+        (keras.optimizers.RMSprop, {"gradient_accumulation_steps": 2}),
+    ]:  # fmt: skip
+        (by_rate, copies), (afterwards, kept) = (
+            trained(one, options, *wrap) for one in (kind, type("Own", (kind,), {}))
+        )
+        assert (copies, kept) == (0, int(shares[hvd.rank()] * hvd.size() < WHOLE)), (kind, copies, kept)
+        assert distance(by_rate, afterwards) <= 1e-12, (kind, distance(by_rate, afterwards))
+    keras.config.set_floatx("float32")
+    keras.config.set_dtype_policy("float32")
+
+
 class Watch(keras.callbacks.Callback):
     """Notes what the model is in each validation, and when batches end; one rank sleeps after one of them."""
 

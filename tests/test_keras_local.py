@@ -1,0 +1,60 @@
+"""Where a Keras update is in proportion to its rate, a part of it is one at that part of the rate."""
+
+import keras
+import numpy as np
+import pytest
+
+pytest.importorskip("horovod.torch", reason="build it with hvd-hetero build-horovod")
+
+import hvd_hetero.keras as hvd
+from hvd_hetero.engine.local import SoloEngine
+from hvd_hetero.keras.factor import PROPORTIONAL, in_proportion
+
+DECAYS = {"AdamW": {"weight_decay": 0.1}, "Adam": {"amsgrad": True, "weight_decay": 0.1}, "RMSprop": {"centered": True}}
+RATE = 0.01
+
+
+def optimizer_of(name, **options):
+    return distributed(getattr(keras.optimizers, name)(RATE, **DECAYS.get(name, {}), **options))
+
+
+def distributed(optimizer):
+    balancer = hvd.Balancer(4, engine=SoloEngine())
+    return hvd.DistributedOptimizer(optimizer, balancer=balancer)
+
+
+def moved(optimizer, part):
+    """How far the third update goes, of which a part is to be made."""
+    balancer = optimizer._reducer.balancer
+    variable = keras.Variable(np.linspace(1.0, 2.0, 6).reshape(2, 3), dtype="float64")
+    optimizer.build([variable])
+    for step in range(3):
+        before = variable.numpy().copy()
+        if step == 2:
+            optimizer._factor.make_part(part)
+        balancer.begin(4)
+        optimizer.apply([keras.ops.convert_to_tensor(np.cos(np.arange(6.0) + step).reshape(2, 3))])
+    return variable.numpy() - before
+
+
+@pytest.mark.parametrize("name", PROPORTIONAL)
+def test_a_part_of_an_update_is_one_at_that_part_of_the_rate(name):
+    whole, part = (optimizer_of(name) for _ in range(2))
+    assert whole._factor.makes_parts() and part._factor.makes_parts()
+    expected = 0.25 * moved(whole, 1.0)
+    # Of a decay Keras rounds what is left of a weight, 1 - decay * rate, to single precision.
+    np.testing.assert_allclose(moved(part, 0.25), expected, rtol=1e-4 if "decay" in str(DECAYS.get(name)) else 1e-7)
+    assert abs(expected).min() > 0
+
+
+class Own(keras.optimizers.Adam):
+    pass
+
+
+def test_of_others_nothing_is_known():
+    for optimizer in (Own(RATE), type("Adam", (Own,), {})(RATE), keras.optimizers.Ftrl(RATE),
+                      keras.optimizers.SGD(RATE, momentum=0.9), keras.optimizers.RMSprop(RATE, momentum=0.9),
+                      keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(RATE, momentum=0.9))):  # fmt: skip
+        factor = distributed(optimizer)._factor
+        assert not factor.makes_parts() and factor._part is None, optimizer
+    assert in_proportion(distributed(keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(RATE))))
