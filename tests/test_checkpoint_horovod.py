@@ -25,7 +25,7 @@ def test_the_example_goes_on_where_it_was_stopped_and_its_trace_tells_of_both_ru
     """From a file that only rank 0 has read; shares may differ between the runs, and with them the rounding."""
 
     def losses(steps, name):
-        words = ("--steps", str(steps), "--checkpoint", str(tmp_path / name))
+        words = ("--steps", str(steps), "--context", "32", "--checkpoint", str(tmp_path / name))
         found = horovodrun(2, "../../examples/torch_char_lm.py", *words, timeout_s=120,
                            HVD_HETERO_RUN=str(tmp_path / f"{name}.run"))
         assert found.returncode == 0, found.output[-6000:]

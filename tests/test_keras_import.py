@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from launch import python_path
 
 from hvd_hetero.engine.build import installed_build
 
@@ -12,7 +13,8 @@ pytestmark = pytest.mark.skipif(installed_build() is None, reason="no Horovod: r
 
 
 def run(program, backend):
-    env = {**os.environ, "KERAS_BACKEND": backend, "TF_CPP_MIN_LOG_LEVEL": "3"}
+    path = python_path("", keras=True)
+    env = {**os.environ, "KERAS_BACKEND": backend, "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONPATH": path}
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=env, check=False)
 
 

@@ -110,7 +110,7 @@ def speed(tmp_path_factory: pytest.TempPathFactory) -> Launch:
         4,
         HOROVOD_BLOCKING_WAIT="1",
         HOROVOD_EVENT_DRIVEN_CYCLE="1",
-        HOROVOD_CYCLE_TIME="500",
+        HOROVOD_CYCLE_TIME="2000",
         HOROVOD_GLOO_ALLREDUCE="hierarchical",
         HOROVOD_FUSION_LIMIT="1048576",
         HOROVOD_TIMELINE="DYNAMIC",
@@ -212,7 +212,7 @@ def test_waiting_takes_no_processor_time(speed: Launch) -> None:
 def test_a_long_cycle_costs_no_latency(speed: Launch) -> None:
     ended_well(speed, 4)
     for seen in speed.ranks.values():
-        assert seen["ping_s"] < 2.0, seen  # twenty cycles of 500 ms are 10 s
+        assert seen["ping_s"] < 8.0, seen  # twenty cycles of 2 s are 40 s
         assert seen["many_right"], seen
 
 
@@ -220,7 +220,7 @@ def test_a_long_cycle_costs_no_latency(speed: Launch) -> None:
 def test_changes_of_process_sets_do_not_wait_for_many_cycles(speed: Launch) -> None:
     ended_well(speed, 4)
     for seen in speed.ranks.values():
-        assert seen["add_set_s"] < 1.5 and seen["remove_set_s"] < 1.5 and seen.get("added_right", True), seen
+        assert seen["add_set_s"] < 6.0 and seen["remove_set_s"] < 6.0 and seen.get("added_right", True), seen
 
 
 @needs("event_driven_cycle")
@@ -229,7 +229,7 @@ def test_join_and_shutdown_work_with_events(speed: Launch) -> None:
     assert speed.ranks[3]["joined_sum"] == 1.0
     for seen in speed.ranks.values():
         assert seen["last_joined"] == 3 and seen["after_join"] == 4.0, seen
-        assert seen["shutdown_s"] < 1.5, seen
+        assert seen["shutdown_s"] < 6.0, seen
 
 
 @needs("allgather_with_joined")

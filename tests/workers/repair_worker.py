@@ -155,7 +155,7 @@ def plain(folder: Path) -> dict[str, Any]:
 
 
 def speed(folder: Path) -> dict[str, Any]:
-    """Four ranks with all speed variables and a cycle of half a second."""
+    """Four ranks with all speed variables and a cycle of two seconds."""
     sets = {2: hvd.ProcessSet([0, 1]), 3: hvd.ProcessSet([1, 2, 3])}
     hvd.init(process_sets=list(sets.values()))
     rank, size = hvd.rank(), hvd.size()
