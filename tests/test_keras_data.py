@@ -638,6 +638,35 @@ def test_any_samples_of_a_stream_can_be_taken():
         assert source.take(np.arange(first, stop))[0].tolist() == list(range(first, stop))
 
 
+def test_nobody_waits_for_the_end_of_a_stream():
+    """TensorFlow may take a minute for it: when a stream begins anew, and when nobody needs it any more."""
+    goes_on, threads = threading.Event(), queue.Queue()
+
+    class Slow:
+        def __init__(self, batches):
+            self.batches = batches
+
+        def __next__(self):
+            return next(self.batches)
+
+        def __del__(self):
+            goes_on.wait(5)
+            threads.put(threading.get_ident())
+
+    class Anew(Stream):
+        def as_numpy_iterator(self):
+            return Slow(super().as_numpy_iterator())
+
+    source = StreamSource(Anew(LENGTH), global_batch_size=WHOLE)
+    for _ in range(3):
+        assert source.take(np.arange(WHOLE))[0].tolist() == list(range(WHOLE))
+        source.take(np.arange(WHOLE, LENGTH))
+    del source
+    assert threads.empty(), "one has waited"
+    goes_on.set()
+    assert threading.get_ident() not in {threads.get(timeout=30) for _ in range(3)}
+
+
 @pytest.mark.parametrize("name", ["RaggedTensorSpec", "SparseTensorSpec", "DatasetSpec"])
 def test_a_stream_has_dense_samples(name):
     stream, dense, other = Stream(LENGTH), type("TensorSpec", (), {}), type(name, (), {})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import _thread
+import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -26,6 +28,7 @@ class StreamSource:
     """
 
     block = 1
+    _stream: Iterator[Any] | None = None
 
     def __init__(self, samples: Any, *, global_batch_size: int) -> None:
         if _ends_in_batches(samples):
@@ -63,7 +66,6 @@ class StreamSource:
             )
         self._size = global_batch_size
         self._whole = samples.batch(global_batch_size)
-        self._stream: Iterator[Any] = iter(())
         self._at, self._batch = -1, None  # the global batch read last
 
     def __len__(self) -> int:
@@ -82,6 +84,7 @@ class StreamSource:
         parts = []
         for number in np.unique(indices // self._size).tolist():
             if number < self._at or self._at < 0:
+                self._end()
                 self._stream, self._at = self._whole.as_numpy_iterator(), -1
             while self._at < number:
                 at, self._at = self._at, -1  # where reading fails, the stream has moved on all the same
@@ -90,7 +93,22 @@ class StreamSource:
             parts.append(rows_of(self._batch, indices[indices // self._size == number] - number * self._size))
         return joined(parts)
 
+    def _end(self) -> None:
+        """Ends the stream in a thread of its own, where that may take long.
+
+        What tunes a tf.data.Dataset sleeps for longer and longer, at last for a minute, and may miss that it is to end,
+        as what wakes it up comes before it is told (TensorFlow 2.21). Whoever ends the iterator waits for it.
+        """
+        left, self._stream = [self._stream], None
+        if left[0] is not None:
+            # A `threading.Thread` takes a lock to start, which may be held where the collector calls this.
+            with contextlib.suppress(RuntimeError):  # the interpreter ends
+                _thread.start_new_thread(left.clear, ())
+
+    __del__ = _end
+
     def _read(self) -> Any:
+        assert self._stream is not None
         try:
             return next(self._stream)
         except Exception as error:
