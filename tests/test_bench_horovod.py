@@ -48,7 +48,8 @@ def test_a_rank_says_how_fast_it_was_and_what_it_waited_for(program: str, argume
 
 
 @pytest.mark.skipif(not (CI.parent / ".git").exists(), reason="no clone: there are no earlier revisions")
-@pytest.mark.parametrize("framework", ["torch", pytest.param("keras", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("framework", ["torch", "keras"])
 def test_two_versions_train_in_turn(framework: str, tmp_path: Path) -> None:
     versus = run_path(str(CI / "versus"))
     with pytest.raises(ValueError, match="expected one of this repository's. Received: no-such-revision"):

@@ -25,21 +25,21 @@ def test_the_example_goes_on_where_it_was_stopped_and_its_trace_tells_of_both_ru
     """From a file that only rank 0 has read; shares may differ between the runs, and with them the rounding."""
 
     def losses(steps, name):
-        words = ("--steps", str(steps), "--context", "32", "--checkpoint", str(tmp_path / name))
+        words = ("--steps", str(steps), "--report-every", "10", "--context", "32", "--checkpoint", str(tmp_path / name))
         found = horovodrun(2, "../../examples/torch_char_lm.py", *words, timeout_s=120,
                            HVD_HETERO_RUN=str(tmp_path / f"{name}.run"))
         assert found.returncode == 0, found.output[-6000:]
         told = re.findall(r"step +(\d+) +validation loss (\S+)", found.output)
         return {int(step): float(loss) for step, loss in told}
 
-    whole = losses(40, "whole")
-    assert list(losses(20, "parts")) == [20]
-    rest = losses(40, "parts")
-    assert list(rest) == [40] and rest[40] == pytest.approx(whole[40], abs=2e-3) and whole[40] < whole[20] - 0.1
+    whole = losses(20, "whole")
+    assert list(losses(10, "parts")) == [10]
+    rest = losses(20, "parts")
+    assert list(rest) == [20] and rest[20] == pytest.approx(whole[20], abs=2e-3) and whole[20] < whole[10] - 0.1
 
     assert main(["report", str(tmp_path / "parts.run"), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert report["steps"] == 40 and report["waiting"]["steps"] == 30 and len(report["ranks"]) == 2
+    assert report["steps"] == 20 and report["waiting"]["steps"] == 10 and len(report["ranks"]) == 2
     for rank in report["ranks"]:
         assert rank["host"] and rank["parts"]["compute"] > 0.3 and sum(rank["parts"].values()) < 1.01
     assert main(["plan", str(tmp_path / "parts.run"), "--json"]) == 0

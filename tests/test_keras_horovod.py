@@ -84,7 +84,7 @@ LOCAL_OF_TENSORFLOW = ["merging_every_step_is_synchronous_training:many_steps_pe
 # What a back end has beside all that with `--slow`.
 MORE_LAWS = {
     "tensorflow": ["passes_of_horovod", "law_2:adam,float32,1e-5"],
-    "torch": ["compiled_by_dynamo", "law_2:adam,float32,1e-5"],
+    "torch": ["compiled_by_dynamo", "law_2:adam,float32,1e-5", *REPEATED],
 }
 MORE_LOCAL = {
     "tensorflow": [
@@ -135,13 +135,13 @@ def test_laws_on_two_ranks(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS[1:])
 def test_the_first_laws_on_the_other_back_end(backend):
-    run_checks(backend, 2, FIRST + REPEATED, "keras_repeat_worker.py")
+    run_checks(backend, 2, FIRST)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_more_laws_on_two_ranks(backend):
-    run_checks(backend, 2, MORE_LAWS[backend])
+    run_checks(backend, 2, MORE_LAWS[backend], "keras_repeat_worker.py")
 
 
 @pytest.mark.slow

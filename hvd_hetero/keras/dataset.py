@@ -18,11 +18,12 @@ from .ending import free_at_exit
 from .randomness import Aside
 from .source import Source, source_of
 from .stream import EpochStreams, StreamSource, is_function
+from .untuned import UntunedDataset, untuned
 
 READ_AHEAD = 2  # batches, by TensorFlow
 
 
-class BalancedDataset(keras.utils.PyDataset):
+class BalancedDataset(UntunedDataset):
     """Batches for `fit`, each as large as this rank's share at that moment.
 
     Every sample of an epoch is used exactly once over all ranks, whatever the plan does; the last batch may be short
@@ -182,12 +183,7 @@ class BalancedDataset(keras.utils.PyDataset):
             lambda leaf: tf.TensorSpec((None, *leaf.shape[1:]), leaf.dtype), self._ahead.load(self.sampler.peek(0))
         )
         dataset = tf.data.Dataset.from_generator(lambda: self._epoch(len(self), ahead=True), output_signature=spec)
-        options = tf.data.Options()
-        # There is nothing to tune, and TensorFlow now and then waits for its tuner when an iterator goes: that thread
-        # may miss that it is to end, and sleep on, a minute at most.
-        options.autotune.enabled = False
-        dataset = dataset.apply(tf.data.experimental.assert_cardinality(len(self))).prefetch(READ_AHEAD)
-        return dataset.with_options(options)
+        return untuned(dataset.apply(tf.data.experimental.assert_cardinality(len(self))).prefetch(READ_AHEAD))
 
     def _epoch(self, batches: int, *, ahead: bool) -> Iterator[Batch]:
         self._settle()

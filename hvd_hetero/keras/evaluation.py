@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import keras
 import numpy as np
 
 from hvd_hetero.optimizers.balancer import Balancer
@@ -13,9 +12,10 @@ from hvd_hetero.optimizers.dealer import evaluation_part
 from .batch import Batch, with_texts
 from .source import source_of
 from .stream import StreamSource
+from .untuned import UntunedDataset
 
 
-class EvaluationDataset(keras.utils.PyDataset):
+class EvaluationDataset(UntunedDataset):
     """Every sample on one rank: as many on each as its share says, in their order.
 
     For `validation_data`: `MetricAverageCallback` then makes the metrics those of all samples; and for `predict`, whose

@@ -94,11 +94,7 @@ class StreamSource:
         return joined(parts)
 
     def _end(self) -> None:
-        """Ends the stream in a thread of its own, where that may take long.
-
-        What tunes a tf.data.Dataset sleeps for longer and longer, at last for a minute, and may miss that it is to end,
-        as what wakes it up comes before it is told (TensorFlow 2.21). Whoever ends the iterator waits for it.
-        """
+        """Ends the stream in a thread of its own: this is a user's dataset, which may need its tuner; see `untuned`."""
         left, self._stream = [self._stream], None
         if left[0] is not None:
             # A `threading.Thread` takes a lock to start, which may be held where the collector calls this.

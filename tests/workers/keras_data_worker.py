@@ -154,6 +154,11 @@ def every_sample_once_while_shares_change_and_tensorflow_reads_ahead():
     model.fit(data, epochs=3, verbose=0, callbacks=[Slow(balancer)])
     assert len(balancer.plans) > 1, "no plan was made: the test shows nothing"
     assert np.abs(model.get_weights()[0][:, 0] - expected).max() <= 1e-6
+    if keras.backend.backend() == "tensorflow":  # or ends of epochs are waited for
+        from keras.src.trainers.data_adapters import get_data_adapter
+
+        for each in (data, hvd.EvaluationDataset(np.arange(length), balancer=balancer)):
+            assert get_data_adapter(each).get_tf_dataset().options().autotune.enabled is False
 
 
 def broadcast_makes_ranks_alike():
@@ -605,6 +610,9 @@ def a_callback_of_one_rank_stops_all_after_the_same_batch():
 def samples_of_tf_data():
     import tensorflow as tf
 
+    as_is = tf.autograph.experimental.do_not_convert  # or each function is read and written anew
+    pair, first = as_is(lambda x, y: (x, y)), as_is(lambda x, y: x)
+
     x, y = arrays()
     found = []
     for given in ((x, y), (tf.data.Dataset.from_tensor_slices((x, y)),)):
@@ -640,7 +648,7 @@ def samples_of_tf_data():
             raise OSError("disk on fire")
         return number
 
-    numbers = tf.data.Dataset.range(3 * WHOLE).map(lambda number: tf.numpy_function(once, [number], tf.int64))
+    numbers = tf.data.Dataset.range(3 * WHOLE).map(as_is(lambda number: tf.numpy_function(once, [number], tf.int64)))
     source = hvd.BalancedDataset(numbers, balancer=balancer, shuffle=False)._source
     for begin in (0, WHOLE, 2 * WHOLE):
         rows = np.arange(begin, begin + WHOLE)
@@ -652,34 +660,34 @@ def samples_of_tf_data():
     sloppy = tf.data.Options()
     sloppy.deterministic = False
     for given, what in (
-        (samples.filter(lambda x, y: True), "assert_cardinality"),
+        (samples.filter(as_is(lambda x, y: True)), "assert_cardinality"),
         (samples.batch(2, drop_remainder=True).prefetch(1), "unbatch"),
         (samples.padded_batch(2).shuffle(3, seed=0).repeat(2).take(9).cache(), "unbatch"),
         (samples.shuffle(9, seed=3), "reshuffle_each_iteration=False"),
-        (tf.data.Dataset.zip((samples.shuffle(9, seed=3), samples)).map(lambda a, b: a).prefetch(2), "reshuffle_each"),
+        (tf.data.Dataset.zip((samples.shuffle(9, seed=3), samples)).map(first).prefetch(2), "reshuffle_each"),
         (samples.concatenate(samples.shuffle(9, seed=1)).cache(), "reshuffle_each_iteration=False"),
         (unseeded, "a shuffle() without a seed"),
         (tf.data.Dataset.zip((samples, tf.data.Dataset.random().take(len(x)))), "a random choice without a seed"),
-        (samples.map(lambda x, y: (x, y), num_parallel_calls=2, deterministic=False), "with deterministic=False"),
+        (samples.map(pair, num_parallel_calls=2, deterministic=False), "with deterministic=False"),
         (samples.with_options(sloppy), "options().deterministic=False"),
     ):
         expect(what, lambda given=given: hvd.BalancedDataset(given, balancer=balancer, shuffle=False))
     turned = samples if hvd.rank() else samples.skip(1).concatenate(samples.take(1))
     expect("checksum of the data", lambda: hvd.BalancedDataset(turned, balancer=balancer, shuffle=False))
-    text = tf.data.Dataset.range(90).batch(9, drop_remainder=True).map(lambda piece: (piece[:-1], piece[1:]))
+    text = tf.data.Dataset.range(90).batch(9, drop_remainder=True).map(as_is(lambda piece: (piece[:-1], piece[1:])))
     for given, told in (
-        (samples.batch(2, drop_remainder=True).map(lambda x, y: (x, y)).prefetch(1), True),
-        (samples.batch(2).map(lambda x, y: (x, y), num_parallel_calls=2), True),
-        (samples.batch(2, drop_remainder=True).map(lambda x, y: (x, None)), True),
+        (samples.batch(2, drop_remainder=True).map(pair).prefetch(1), True),
+        (samples.batch(2).map(pair, num_parallel_calls=2), True),
+        (samples.batch(2, drop_remainder=True).map(as_is(lambda x, y: (x, None))), True),
         (samples.shuffle(9, seed=3, reshuffle_each_iteration=False), False),
-        (samples.batch(2).unbatch().take(len(x)), False), (samples.map(lambda x, y: (x, y)), False), (text, False),
+        (samples.batch(2).unbatch().take(len(x)), False), (samples.map(pair), False), (text, False),
     ):
         given = given.apply(tf.data.experimental.assert_cardinality(len(x)))
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             hvd.BalancedDataset(given, balancer=balancer, shuffle=False)
         assert any("Leave its batch() out" in str(each.message) for each in caught) == told, given
-    short = tf.data.Dataset.range(5).batch(2).map(lambda numbers: numbers)
+    short = tf.data.Dataset.range(5).batch(2).map(as_is(lambda numbers: numbers))
     source = hvd.BalancedDataset(short, balancer=balancer, shuffle=False)._source
     expect("samples of one shape", lambda: source.take(np.arange(3)))
 

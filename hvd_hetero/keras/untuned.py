@@ -1,0 +1,48 @@
+"""Datasets that TensorFlow does not tune, so that nobody waits for its tuner.
+
+A thread of its own tunes what an iterator of a tf.data.Dataset reads. It sleeps for longer and longer, at last for a
+minute, and may miss that it is to end, as what wakes it up comes before it is told (TensorFlow 2.21). Who lets the
+iterator go waits for it: where cores are busy, every fourth epoch of a `fit` took twice as long.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from typing import Any
+
+import keras
+
+from . import backend
+
+
+class UntunedDataset(keras.utils.PyDataset):
+    """One in which there is nothing to tune: Python makes its batches."""
+
+
+def untuned(dataset: Any) -> Any:
+    """The same tf.data.Dataset, which nothing tunes."""
+    options = sys.modules["tensorflow"].data.Options()
+    options.autotune.enabled = False
+    return dataset.with_options(options)
+
+
+def _leave_untuned() -> None:
+    """Lets Keras leave them so. It has no public place for what becomes of a PyDataset."""
+    try:
+        adapters = importlib.import_module("keras.src.trainers.data_adapters.py_dataset_adapter")
+        as_made = adapters.PyDatasetAdapter.get_tf_dataset
+    except (ImportError, AttributeError):  # in a later Keras
+        return
+
+    @functools.wraps(as_made)
+    def get_tf_dataset(self: Any) -> Any:
+        dataset = as_made(self)
+        return untuned(dataset) if isinstance(self.py_dataset, UntunedDataset) else dataset
+
+    adapters.PyDatasetAdapter.get_tf_dataset = get_tf_dataset
+
+
+if backend.NAME == "tensorflow":
+    _leave_untuned()
