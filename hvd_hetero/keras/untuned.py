@@ -2,7 +2,7 @@
 
 A thread of its own tunes what an iterator of a tf.data.Dataset reads. It sleeps for longer and longer, at last for a
 minute, and may miss that it is to end, as what wakes it up comes before it is told (TensorFlow 2.21). Who lets the
-iterator go waits for it: where cores are busy, every fourth epoch of a `fit` took twice as long.
+iterator go waits for it, about as long as it has lived: docs/measured.md has how often.
 """
 
 from __future__ import annotations
