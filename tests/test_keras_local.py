@@ -14,8 +14,8 @@ DECAYS = {"AdamW": {"weight_decay": 0.1}, "Adam": {"amsgrad": True, "weight_deca
 RATE = 0.01
 
 
-def optimizer_of(name, **options):
-    return distributed(getattr(keras.optimizers, name)(RATE, **DECAYS.get(name, {}), **options))
+def optimizer_of(name):
+    return distributed(getattr(keras.optimizers, name)(RATE, **DECAYS.get(name, {})))
 
 
 def distributed(optimizer):
