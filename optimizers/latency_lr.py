@@ -118,7 +118,8 @@ class LatencyLR:
             staleness: mean of what was merged last, in merges.
             noise: the sums of a step that was not handed in before.
         """
-        if steps < 1:
+        if steps < 1:  # nothing of what comes after it is late
+            self.factor = self._ramp.value
             return self.factor
         if global_batch_size != self._declared:
             self._declare(float(global_batch_size))

@@ -121,6 +121,8 @@ def test_merges_that_come_as_late_as_they_usually_do_cost_next_to_nothing(synchr
         lr.advance(samples=WHOLE, global_batch_size=WHOLE, staleness=staleness)
     assert lr.progress - synchronous > 0.98 * 200
     assert lr.advance(samples=WHOLE, global_batch_size=WHOLE, staleness=5.5) == 0.5
+    # Ranks come together, as at the end of an epoch: what is merged after that is not late.
+    assert lr.advance(samples=WHOLE, global_batch_size=WHOLE, staleness=5.5, steps=0) == 1.0
 
 
 def test_adascale_moves_alike_on_all_ranks_and_between_its_bounds():
