@@ -16,28 +16,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from hvd_hetero.codecs.verbs import arrays_like
-from hvd_hetero.policy.staleness import NOTHING, Contribution, contribution, step_part
+from hvd_hetero.policy.staleness import step_part
 
 from . import control, merge_control
 from .balancer import Balancer
+from .contributing import Contributing
 from .fragment import Fragment, Lane, Store, Work
 from .length import RoundLengths
 from .local_sgd import LocalSGD
 
 Lanes = tuple[Sequence[Lane], Callable[[int], Lane] | None]  # of a fragment, and what gives one a buffer of its own
-
-
-@dataclass(frozen=True)
-class Sending:
-    """What a rank contributes to the merge that it is about to send for, and how far its gradients were apart."""
-
-    contribution: Contribution = NOTHING
-    work: Work = field(default_factory=Work)
-    spread: float = 0.0
 
 
 class Rounds:
@@ -67,7 +58,6 @@ class Rounds:
     ) -> None:
         self.rule, self.balancer = rule, balancer
         self.rank, self.size = balancer.rank, balancer.size
-        self._part = 1.0 / self.size if part is None else part
         self._batches, self._on_merge = batches, on_merge
         self.merges = 0  # of fragment 0
         self.waits = 0  # times that this rank had to wait
@@ -75,10 +65,9 @@ class Rounds:
         self._given_way = (-1, -1)  # the merge that it has not waited for, as others wait for this rank
         self._finishing = False
         self._ended: set[int] = set()  # fragments whose last merge came while all ranks were finishing
-        self._recent: list[tuple[float, float]] = []  # samples and seconds of steps since the last contribution
-        self._usual: tuple[float, float] | None = None  # of those before it
-        self._sending = Sending()
-        self._missing = False  # what is sent is nothing, said in advance
+        self._contributing = Contributing(
+            rule, balancer, part=part, leads=lambda: self._leads, most_ahead=lambda: self.most_ahead
+        )
         self.fragments = [
             Fragment(index=index, store=store, lanes=list(own), spare=spare, outer=rule.outer,
                      compensation=rule.compensation)
@@ -97,7 +86,8 @@ class Rounds:
         self.balancer.strategies.begins(self)
         for fragment in self.fragments:
             fragment.begin()
-        self._stepped, self._usual = 0, None
+        self._contributing.begin()
+        self._stepped = 0
         self._heard = self.balancer.step - self._batches()  # the last batch that the model of all ranks has seen
 
     @property
@@ -126,8 +116,7 @@ class Rounds:
             gradients: see `Work`.
         """
         self._stepped += 1
-        if min(compute) > 0:
-            self._recent.append(compute)
+        self._contributing.measured(*compute)
         for fragment in self.fragments:
             fragment.work.add(samples, lr, self.part_of_batch(samples), gradients)
         came = self._serve(self._due)
@@ -203,15 +192,12 @@ class Rounds:
     # One contribution and one merge ---------------------------------------------------------------------------------
 
     def _send(self, fragment: Fragment) -> None:
-        if not fragment.send(self._weigh):
-            given_up = self._sending.work.steps
+        if not fragment.send(self._contributing.weigh):
+            given_up = self._contributing.steps
             self._on_merge({"fragment": fragment.index, "dropped_steps": given_up, "why": "not finite"})
-        self._sending, self._missing = Sending(), True
-        try:
+        with self._contributing.missing():
             for _ in range(self._missed):
                 fragment.miss()
-        finally:
-            self._missing = False
 
     @property
     def _missed(self) -> int:
@@ -220,46 +206,17 @@ class Rounds:
 
     @property
     def unit(self) -> float:
-        """How many samples of a step weigh 1: a usual share, for narrow wires. With FedNova no samples do."""
-        if self.rule.weights == "fednova":
-            return 1.0
-        return self.balancer.global_batch_size / self.size
-
-    def _weigh(self, work: Work, square: float) -> Contribution:
-        """What this rank's progress counts; where it is not finite, it is as if its steps had been without samples."""
-        norm, reach = work.gradients, work.batches
-        if self.rule.weights == "fednova":  # all ranks in rates, also who has come to a rate of 0
-            norm, reach = work.lr_sum, work.rate_batches
-        weight = self._part if self.rule.weights == "fednova" else work.samples / self.unit
-        chosen = contribution(weight, norm if math.isfinite(square) else 0.0, reach)
-        self._sending = Sending(chosen, work, chosen.spread(square) if chosen.weight else 0.0)
-        return chosen
+        """See `Contributing`."""
+        return self._contributing.unit
 
     @property
     def weight(self) -> float:
-        """What this rank's progress is multiplied by in the contribution that is being sent."""
-        return self._sending.contribution.before
+        """See `Contributing`."""
+        return self._contributing.weight
 
     def _outgoing(self, index: int) -> list[float]:
         """The control vector of fragment `index`, right before it is sent."""
-        sending, first = self._sending, index == 0
-        leads = first and self._leads
-        if first and self._recent and not self._missing:
-            # The median: a stall is no property of the share.
-            self._usual = sorted(self._recent, key=lambda each: each[1] / each[0])[len(self._recent) // 2]
-            self._recent = []
-        dialogue, work = self.balancer.dialogue, sending.work
-        if self._missing and leads:
-            said = dialogue.outgoing_in_advance()
-        else:
-            said = dialogue.outgoing(
-                leads=leads, measured=(self._usual or self.balancer.timesheet.known) if first else (0.0, 0.0),
-                count=work.samples, ahead=self.most_ahead, answers=1 + self._missed,
-            )  # fmt: skip
-        return merge_control.pack(
-            sending.contribution, spread=sending.spread, finishing=self._finishing, rank=self.rank, ranks=self.size,
-            own=(work.steps, work.samples, self.balancer.step), balancer=said,
-        )  # fmt: skip
+        return self._contributing.outgoing(index, finishing=self._finishing, answers=1 + self._missed)
 
     @property
     def _leads(self) -> bool:
@@ -315,7 +272,7 @@ class Rounds:
                     heard = True
                 else:
                     fragment.work = Work()
-                    fragment.send(self._weigh)
+                    fragment.send(self._contributing.weigh)
                     told.add(fragment.index)
             return heard
 
