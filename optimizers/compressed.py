@@ -100,7 +100,8 @@ class Half(KeepsNothing):
         now = max(exponents)
         if scale is not None and now != NOT_FINITE:
             assert self._exponent is not None
-            fallen = NOTHING < now < self._exponent - SPARE
+            # Of zeros nothing is known: the scale of what comes after them is none.
+            fallen = now > NOTHING and (self._exponent == NOTHING or now < self._exponent - SPARE)
             if fallen or not verbs.all_finite([result]):
                 result = yield engine.allreduce_async(verbs.copied(array), name=f"{name}.again")
         if now != NOT_FINITE:

@@ -215,6 +215,11 @@ class Factored(WarmedUp):
         super().__init__(warmup_steps=warmup_steps)
         self._codec = codec
 
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        if "q" in self._now and len(self._now["q"]) != self._codec.right_length:
+            del self._now["q"]  # of factors of another rank
+
     def _q(self, like: Any) -> list[Any]:
         """Q of the last step. A column that has died out would stay so: a new one takes its place. Columns that are far
         from 1 are brought there: P is M times these, and would go with the square of the gradients."""

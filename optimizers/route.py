@@ -36,6 +36,11 @@ class Route:
         self._new = self.state_dict()
 
     @property
+    def _nodes(self) -> list[list[int]]:
+        """Who sums what of the array, and with whom, with what each keeps of it."""
+        return [] if self.algorithm == "flat" else [list(node) for node in self.levels.ranks]
+
+    @property
     def is_plain(self) -> bool:
         """Whether a sum is one all-reduce of the array as it is."""
         return self.algorithm == "flat" and type(self.cross) is Exact and self.cross.is_plain
@@ -77,13 +82,15 @@ class Route:
         """What both levels keep."""
         return {
             "title": self.title,
+            "nodes": self._nodes,
             "cross": self.cross.state_dict(),
             "local": self.local.state_dict() if self.local is not None else {},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from `state`, if it is that of the same kind of route; else it begins anew."""
-        if state["title"] != self.title:
+        """Goes on from `state`, if it is that of the same kind of route over the same nodes; else it begins anew. All
+        ranks do, or none."""
+        if state["title"] != self.title or state.get("nodes", self._nodes) != self._nodes:
             state = self._new
         self.cross.load_state_dict(state["cross"])
         if self.local is not None:

@@ -116,6 +116,14 @@ def test_speed_edits_wait_for_a_variable() -> None:
         assert any("HOROVOD_" in e.replace and "nv" in e.replace for e in edits.all_edits() if e.name == name)
 
 
+def test_a_peer_that_sends_is_cut_off_before_the_memory_goes_that_it_sends_to() -> None:
+    """Where another rank has died, this one drops a hierarchy while its peers are in the midst of an all-reduce."""
+    disconnect = next(e.replace for e in edits.all_edits() if "void Disconnect()" in e.replace)
+    assert 0 < disconnect.find("ctx->closeConnections()") < disconnect.find("hierarchy.reset()")
+    alone = next(e.replace for e in edits.all_edits() if "if (!peers_reachable)" in e.replace)
+    assert 0 < alone.find("gloo_context.Disconnect()") < alone.find("DeregisterProcessSet(id)")
+
+
 def test_the_hash_follows_every_text() -> None:
     base = edits.text_hash([edit()])
     assert base == edits.text_hash([edit(reason="another")])

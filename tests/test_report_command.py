@@ -155,15 +155,17 @@ def test_without_the_record_of_the_slow_rank_nothing_is_said_of_waiting_and_noth
     assert "bring rank-00002.jsonl" in capsys.readouterr().err
 
 
-def test_a_record_that_ends_early_counts_as_far_as_it_goes(tmp_path, capsys):
+@pytest.mark.parametrize("end", [40, 20])
+def test_a_record_that_ends_early_counts_as_far_as_it_goes(tmp_path, capsys, end):
     record(tmp_path, speeds=(0.001, 0.001, 0.02), shares=(32, 32, 32))
     slow = tmp_path / "rank-00002.jsonl"
     lines = slow.read_text().splitlines()
-    cut = next(i for i, line in enumerate(lines) if line.startswith("[40,"))
+    cut = next(i for i, line in enumerate(lines) if line.startswith(f"[{end},"))
     slow.write_text("\n".join(lines[:cut]) + "\n")
     assert main(["report", str(tmp_path)]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "100 % of that for rank 2" in said and "The record of rank 2 ends at step 39 of 59." in said
+    assert f"The record of rank 2 ends at step {end - 1} of 59." in said
+    assert end < 40 or "100 % of that for rank 2" in said
     assert "Exchanges take" not in said
 
 
@@ -437,6 +439,39 @@ def test_a_job_that_was_started_again_and_made_no_step_changes_nothing(tmp_path,
             assert main([command, str(tmp_path / name), "--json"]) == 0
             found.append({**json.loads(capsys.readouterr().out), "folder": ""})
         assert found[0] == found[1]
+
+
+def test_a_plan_rests_on_the_last_session_of_a_run(tmp_path, capsys):
+    """A job was resumed, and its ranks are on each other's hosts."""
+    record(tmp_path, speeds=(0.001, 0.004), steps=200)
+    first = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    record(tmp_path / "then", speeds=(0.004, 0.001), steps=60)
+    for path in (tmp_path / "then").iterdir():
+        lines = path.read_text().splitlines()
+        for at, line in enumerate(lines):
+            if line.startswith("["):
+                step, end_s, rest = line.split(",", 2)
+                lines[at] = f"[{int(step[1:]) + 200},{float(end_s) + 1000:.5f},{rest}"
+        (tmp_path / path.name).write_text(first[path.name] + "\n".join(lines) + "\n")
+    assert main(["plan", str(tmp_path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [rank["seconds_per_sample"] for rank in found["ranks"]] == pytest.approx([0.004, 0.001], rel=0.02)
+
+
+def test_the_time_between_two_sessions_is_nobodys(tmp_path):
+    for begins, since_s in ((0, 0.0), (12, 8.0)):
+        with Trace(tmp_path, rank=0, clock=lambda: 0.0) as trace:
+            for step in range(begins, begins + 12):
+                trace.step(step=step, samples=10, t_s=since_s + step)
+    assert read(tmp_path).ranks[0].summary(skip=0).samples_per_s == pytest.approx(10.0)
+
+
+def test_a_host_in_brackets_is_no_markup(tmp_path, capsys):
+    with Trace(tmp_path, rank=0, clock=lambda: 0.0, host="[/a]b") as trace:
+        for step in range(10):
+            trace.step(step=step, samples=4, compute_s=0.1, t_s=float(step))
+    assert main(["report", str(tmp_path)]) == 0
+    assert "[/a]b" in capsys.readouterr().out
 
 
 def test_the_first_steps_of_each_session_are_left_out(tmp_path, capsys):

@@ -194,6 +194,18 @@ def test_what_grows_beyond_its_scale_is_sent_again():
     assert names.count("x.again") == 2, "once, on both ranks"
 
 
+def test_what_is_small_after_zeros_is_not_rounded_by_their_scale():
+    """The first gradients of what feeds a layer of zeros, as of LoRA, are zeros, and the next ones small."""
+
+    def program(engine):
+        route = Route(one_level(engine), "flat", cross=Half())
+        for value in (0.0, 1e-8, 1.1e-8, 0.0):
+            result = route.start(np.full(8, value, dtype=np.float32), name="x").wait()
+            np.testing.assert_allclose(result, 2 * value, rtol=2**-10)
+
+    World(2).run(program)
+
+
 def test_half_carries_zeros_and_comes_back_from_them():
     def program(engine):
         route = Route(one_level(engine), "flat", cross=Half())
@@ -427,6 +439,58 @@ def test_wrong_arguments_say_what_was_expected():
             Recipe(**wrong)
     with pytest.raises(ValueError, match="local: expected none, fp16 or bf16"):
         Wire(local=Recipe(name="topk"))
+
+
+OTHER_NODES = [(((0, 1), (2, 3)), ((0, 1, 2), (3,))), (((0, 1, 2), (3,)), ((0, 1), (2, 3)))]
+
+
+@pytest.mark.parametrize(("before", "after"), OTHER_NODES)
+@pytest.mark.parametrize("codec", ["fp16", "int8", "topk", "powersgd"])
+@pytest.mark.parametrize("algorithm", ["rails", "leader"])
+def test_a_state_of_other_nodes_is_begun_anew_on_all_ranks(before, after, codec, algorithm):
+    """A checkpoint is restored on as many ranks, of which others share a node: who sums which part is another one."""
+    if codec == "powersgd" and algorithm == "rails":
+        return
+
+    def program(engine):
+        first = route_of(engine, before, algorithm, CODECS[codec])
+        second = route_of(engine, after, algorithm, CODECS[codec])
+        for step in range(2):
+            mine = gradients(4, step)[engine.rank]
+            mine[: LENGTH // 2] *= 4.0  # parts of unlike size
+            first.start(mine, name="a").wait()
+            first.settle(True)
+        second.load_state_dict(first.state_dict())
+        result = np.array(second.start(gradients(4, 2)[engine.rank], name="b").wait())
+        second.settle(True)
+        kept = np.zeros(LENGTH)
+        second.release_into(kept)
+        return result, kept
+
+    ended = World(4).run(program, timeout_s=20)
+    assert len({result.tobytes() for result, _ in ended}) == 1
+    np.testing.assert_allclose(ended[0][0] + sum(kept for _, kept in ended), sum(gradients(4, 2)), rtol=0, atol=2e-2)
+
+
+@pytest.mark.parametrize("rank", [1, 8])
+def test_factors_of_another_rank_are_begun_anew(rank):
+    def program(engine):
+        route = None
+        for step, recipe in enumerate((CODECS["powersgd"], replace(CODECS["powersgd"], rank=rank))):
+            before, route = route, Route(one_level(engine), "flat", cross=recipe.reduction(SHAPES))
+            if before is not None:
+                route.load_state_dict(before.state_dict())
+            result = np.array(route.start(gradients(2, step)[engine.rank], name=f"{step}").wait())
+            route.settle(True)
+            results[engine.rank].append(result)
+        kept = np.zeros(LENGTH)
+        route.release_into(kept)
+        return kept
+
+    results: list[list[np.ndarray]] = [[], []]
+    kept = sum(World(2).run(program))
+    true = sum(sum(gradients(2, step)) for step in range(2))
+    np.testing.assert_allclose(sum(results[0]) + kept, true, rtol=0, atol=1e-9)
 
 
 def test_states_go_on_where_they_were():

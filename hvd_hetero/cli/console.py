@@ -57,11 +57,12 @@ def _nobody_reads() -> None:
 
 def table(make: Any, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, left: Sequence[str]) -> Any:
     """A table whose columns stand to the right, but for those of `left`."""
+    escape = importlib.import_module("rich.markup").escape  # what is in brackets, as of a host, is text
     made = make(title=title)
     for name in columns:
         made.add_column(name, justify="left" if name in left else "right", overflow="fold")
     for row in rows:
-        made.add_row(*row)
+        made.add_row(*map(escape, row))
     return made
 
 

@@ -166,10 +166,14 @@ EDITS: Final = (
     ),
     Edit(
         name="failure_disconnects",
-        reason="what closes them; a hierarchy holds its context as well",
+        reason="what closes them; a hierarchy holds its context as well. Closed first: a peer may be in the midst of "
+        "sending, and what it sends would go on arriving in the hierarchy's memory, which is gone",
         file="horovod/common/gloo/gloo_context.h",
         find="  void Enable() {\n",
         replace="""  void Disconnect() {
+    if (ctx != nullptr) {
+      ctx->closeConnections();
+    }
     hierarchy.reset();
     hierarchy_of.reset();
     global_ctx.reset();

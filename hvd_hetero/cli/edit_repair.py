@@ -120,6 +120,9 @@ EDITS: Final = (
         }
       }
       if (!peers_reachable) {
+#if HAVE_GLOO
+        id_to_process_set_[id].gloo_context.Disconnect();
+#endif
         id_to_process_set_[id].Finalize(status);
         DeregisterProcessSet(id);
         id_to_be_removed_ = NO_PENDING_REMOVAL;

@@ -57,9 +57,12 @@ def limits_of(rank: RankRun) -> tuple[Bound, int | None]:
 def speed_of(rank: RankRun, *, skip: int) -> tuple[SpeedModel, Jitter]:
     """The speed of a rank, and how much its steps vary. Raises CommandError where it has too few steps."""
     _, cap = limits_of(rank)
+    begin = max(rank.session_starts, default=0)  # this number may have been another host's before that
+    counted = [step for step in rank.after(skip) if step.samples > 0 and step.compute_s > 0]
+    newest = [step for step in counted if step.step >= begin]
     seen = [Observation(samples=step.samples, compute_s=step.compute_s + step.extra_s,
                         passes=passes_of(step.samples, cap))
-            for step in rank.after(skip) if step.samples > 0 and step.compute_s > 0]
+            for step in (newest if len(newest) >= LEAST else counted)]
     if len(seen) < LEAST:
         raise CommandError(f"expected {LEAST} steps of rank {rank.rank} with samples, or more. Received: {len(seen)}.\n"
                            "  What to do: train for longer, or take a smaller --skip.")

@@ -181,7 +181,7 @@ def _of_records(report: Report) -> list[str]:
     elif len(run.present) > 1 and not report.merges and report.waits.steps < 2:
         said.append("Too few steps were recorded by all ranks to tell who waits for whom.")
     last = max((rank.steps[-1].step for rank in run.present.values() if rank.steps), default=0)
-    for number, rank in run.present.items() if report.together >= 0.5 else ():
+    for number, rank in run.present.items() if report.together >= 0.5 or not report.merges else ():
         if rank.steps and rank.steps[-1].step < last - 1:
             said.append(f"The record of rank {number} ends at step {rank.steps[-1].step} of {last}.")
     return said

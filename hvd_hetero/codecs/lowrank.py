@@ -60,6 +60,11 @@ class LowRank:
         self.seed = seed
         self.length = sum(rows * columns for rows, columns in self.shapes)
 
+    @property
+    def right_length(self) -> int:
+        """The values that `right` returns."""
+        return sum(columns * rank for (_, columns), rank in zip(self.shapes, self.ranks, strict=True))
+
     def matrices(self, flat: Any) -> list[Any]:
         """Views of the matrices in `flat`."""
         if len(flat) != self.length:

@@ -53,6 +53,8 @@ class Levels:
     rails: int
     even: bool
     """Whether every rank has a rail."""
+    ranks: tuple[tuple[int, ...], ...] = ()
+    """Those of each node; none in one level."""
 
     @property
     def local_rank(self) -> int:
@@ -83,7 +85,9 @@ def levels_of(engine: Engine, topology: Topology) -> Levels:
             cross = group if engine.rank in ranks else cross
     even = all(len(node) == topology.rails for node in topology.nodes)
     nodes = len(topology.nodes)
-    return Levels(everyone=engine, local=local, cross=cross, nodes=nodes, rails=topology.rails, even=even)
+    return Levels(
+        everyone=engine, local=local, cross=cross, nodes=nodes, rails=topology.rails, even=even, ranks=topology.nodes
+    )
 
 
 def topology_now(engine: Engine, topology: Topology | str | None) -> Topology | str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import compress, pairwise
@@ -91,7 +91,7 @@ class RankRun:
             median_data_s=_median(s.data_s for s in steps),
             median_compute_s=_median(s.compute_s for s in steps),
             median_wait_s=_median(s.wait_s for s in steps),
-            samples_per_s=_samples_per_s(steps, self.merging_s),
+            samples_per_s=_samples_per_s(steps, self.merging_s, self.session_starts),
             bytes=sum(s.bytes for s in steps),
             shares=tuple(shares),
         )
@@ -153,10 +153,11 @@ def _median(values: Iterable[float]) -> float:
     return float(median(seen)) if seen else 0.0
 
 
-def _samples_per_s(steps: Sequence[Step], merging_s: Mapping[int, float]) -> float:
-    """Samples over time: of the intervals between consecutive steps that are no pauses, and of `merging_s`, what the
-    merges took that ended steps apart, by the step that came next."""
-    pairs = [(b, b.t_s - a.t_s) for a, b in pairwise(steps) if b.step == a.step + 1 and b.t_s > a.t_s]
+def _samples_per_s(steps: Sequence[Step], merging_s: Mapping[int, float], starts: Container[int]) -> float:
+    """Samples over time: of the intervals between consecutive steps that are no pauses, nor between the sessions that
+    `starts` begin, and of `merging_s`, what the merges took that ended steps apart, by the step that came next."""
+    follows = [(a, b) for a, b in pairwise(steps) if b.step == a.step + 1 and b.step not in starts]
+    pairs = [(b, b.t_s - a.t_s) for a, b in follows if b.t_s > a.t_s]
     spans = [(step.samples, max(0.0, span - merging_s.get(step.step, 0.0))) for step, span in pairs]
     longest = PAUSE * _median(span for _, span in spans)
     spans = [(samples, span) for samples, span in spans if span <= longest]

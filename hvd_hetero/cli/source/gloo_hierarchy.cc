@@ -446,6 +446,10 @@ struct GlooHierarchy::Run {
 
   void SumBetween(size_t chunk, Range segment) {
     if (segment.count == 0) {
+      // Nobody waits for it. But a word that stood still for 2^31 chunks would be ahead of the next one.
+      if (locals > 1) {
+        header().words[self.local_].out.store(Number(chunk), std::memory_order_release);
+      }
       return;
     }
     if (nodes == 2) {
