@@ -452,7 +452,10 @@ def test_a_plan_rests_on_the_last_session_of_a_run(tmp_path, capsys):
             if line.startswith("["):
                 step, end_s, rest = line.split(",", 2)
                 lines[at] = f"[{int(step[1:]) + 200},{float(end_s) + 1000:.5f},{rest}"
+        lines[0] = lines[0].replace("host0", "another").replace("host1", "host0").replace("another", "host1")
         (tmp_path / path.name).write_text(first[path.name] + "\n".join(lines) + "\n")
+    assert main(["report", str(tmp_path)]) == 0
+    assert "Ranks 0, 1 were on other hosts before step 200" in " ".join(capsys.readouterr().out.split())
     assert main(["plan", str(tmp_path), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [rank["seconds_per_sample"] for rank in found["ranks"]] == pytest.approx([0.004, 0.001], rel=0.02)

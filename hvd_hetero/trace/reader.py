@@ -55,6 +55,7 @@ def _read_rank(rank: int, paths: Sequence[str]) -> RankRun:
                 first = step_of(fields, entry).step
                 _go_back(run, first, plans_before, events_before)
                 run.session_starts.add(first)
+                run.hosts = {step: host for step, host in run.hosts.items() if step < first} | {first: run.host}
                 plans_before = None
             _take(run, fields, entry)
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError):

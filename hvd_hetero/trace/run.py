@@ -39,6 +39,7 @@ class RankRun:
 
     rank: int
     host: str = ""           # its name, of the last session
+    hosts: dict[int, str] = field(default_factory=dict)        # by the first step of each session
     steps: list[Step] = field(default_factory=list)
     plans: list[Plan] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
