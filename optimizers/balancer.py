@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from hvd_hetero.engine.environment import is_elastic
 from hvd_hetero.engine.port import Engine
 from hvd_hetero.policy.ladder import Move
 from hvd_hetero.policy.replan import Plan, ReplanRule
@@ -93,17 +94,24 @@ class Balancer:
         self.dependents = Dependents()
         self.departure = Departure()
         self.strategies = Strategies()
-        self._settle()
+        self._settle(others=is_elastic())
         self._introduce()
         self.record.waits(engine)
         engine.during_waits(self.timesheet.waiting)
         engine.remember(self.rebuild)
 
-    def _settle(self) -> None:
+    def _asked_now(self, others: bool) -> Terms:
+        """What is asked for, but for shares of another number of ranks where these may be `others` than at first: who
+        joins has been given them, too, and where there are as many ranks again, they hold again."""
+        shares = self._asked.shares
+        fits = not isinstance(shares, tuple) or len(shares) == self.engine.size
+        return self._asked if fits or not others else replace(self._asked, shares=None)
+
+    def _settle(self, *, others: bool) -> None:
         """Begins on the ranks that there are. A collective call."""
         self.rank, self.size = self.engine.rank, self.engine.size
         self.name = self.engine.unique("balancer")
-        self.terms = agree(self.engine, self._asked, name=f"hvd_hetero.{self.name}.terms")
+        self.terms = agree(self.engine, self._asked_now(others), name=f"hvd_hetero.{self.name}.terms")
         self.adaptive = self.terms.adaptive and self.size > 1
         self.planner = Planner(self.terms, clock=LOOK_CLOCK)
         self.ladder = Ladder(self.plan.shares, tell=self._moved)
@@ -137,9 +145,7 @@ class Balancer:
     def rebuild(self) -> None:
         """Goes on with the ranks that there are now: those known keep their measurements. A collective call."""
         state = self.state_dict()
-        if self._asked.shares is not None and len(self._asked.shares) != self.engine.size:
-            self._asked = replace(self._asked, shares=None)
-        self._settle()
+        self._settle(others=True)
         self._load(state)
         self.record.ranks(self.engine, step=self.step)
         self._introduce()

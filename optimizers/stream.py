@@ -61,6 +61,7 @@ class StreamSampler:
         self._over = False  # resumed where nothing is left
         self.run = 0  # number of the last iteration
         self._answers = 0  # to its orders
+        self.loaded = 0  # so many times a state was
         self._content = 0  # checksum of the batch in use
         balancer.lookahead = max(balancer.lookahead, lookahead)
         balancer.dependents.add(self)
@@ -157,7 +158,7 @@ class StreamSampler:
                 raise ValueError(f"Expected the state of a stream's sampler with {name} {expected}. Received: "
                                  f"{state.get(name)}.")
         self.epoch, self.position, self._resumed, self._over = state["epoch"], state["position"], True, False
-        self._first = self.position
+        self._first, self.loaded = self.position, self.loaded + 1
 
     @property
     def _order(self) -> dict[str, int]:

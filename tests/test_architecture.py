@@ -17,7 +17,10 @@ ALLOWED = {
     "codecs": ({"codecs"}, {"numpy"}),  # and a framework in a file of its own, see below
     "trace": ({"trace", "policy", "engine.environment", "engine.host"}, set()),
     "engine": ({"engine", "policy"}, {"numpy"}),
-    "optimizers": ({"optimizers", "policy", "codecs", "engine.port", "engine.hierarchy"}, {"numpy"}),
+    "optimizers": (
+        {"optimizers", "policy", "codecs", "engine.port", "engine.hierarchy", "engine.environment"},
+        {"numpy"},
+    ),
     "torch": ({"torch", "optimizers", "engine", "policy", "codecs", "trace"}, {"torch", "horovod", "tqdm"}),
     "keras": (
         {"keras", "optimizers", "engine", "policy", "codecs", "trace"},

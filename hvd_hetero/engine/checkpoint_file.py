@@ -83,11 +83,12 @@ class CheckpointFile:
         """
         problems: list[str] = []
         for path in (self.path, self.previous):
-            if not path.exists():
+            try:
+                problem = _problem(path)
+                if problem is None:
+                    return path.read_bytes().partition(b"\n")[2], "; ".join(problems)
+            except FileNotFoundError:  # or another job, which writes, has just moved it to where the one before is
                 continue
-            problem = _problem(path)
-            if problem is None:
-                return path.read_bytes().partition(b"\n")[2], "; ".join(problems)
             problems.append(f"{path} {problem}")
         if problems:
             raise CheckpointError(

@@ -108,11 +108,14 @@ def run(
                         if notice is not None and notice.told:  # the others come together without it, if any are left
                             state.leave_alone()
                             raise SystemExit(LEFT)
-                        restart(
-                            contextlib.nullcontext if notice is None
-                            else functools.partial(notice.unreachable, state.leave_alone)
-                        )  # fmt: skip
-                        ranks = size()
+                        try:
+                            restart(
+                                contextlib.nullcontext if notice is None
+                                else functools.partial(notice.unreachable, state.leave_alone)
+                            )  # fmt: skip
+                        finally:  # also of ranks one of which dies while they rebuild
+                            with contextlib.suppress(ValueError):  # not initialised
+                                ranks = size()
                         state.on_reset()
                     state.sync()
                     return train(state, *args, **kwargs)

@@ -157,6 +157,7 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
         try:
             super().check_host_updates()
         except _exceptions.HostsUpdatedInterrupt:
+            self.settle()  # all ranks are here, also where this is not called by `commit`
             self.save()
             raise
 
@@ -237,7 +238,8 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
     @property
     def leaving(self) -> Sequence[int] | None:
         """Ranks that were told to end, the same on all ranks; None without a balancer that would carry it."""
-        return self._balancers[0].leaving if self._balancers else None
+        # Of several balancers some may be through with their part of the job.
+        return sorted({rank for each in self._balancers for rank in each.leaving}) if self._balancers else None
 
     def _all_leaving(self) -> list[int]:
         """`leaving`, with those that were told to end since that was heard: all that are told at once end at one

@@ -41,6 +41,7 @@ class Notice:
         self._heard = weakref.WeakMethod(heard) if inspect.ismethod(heard) else lambda: heard
         self._text = say
         self.told = False  # this process was told to end
+        self._process = os.getpid()  # a fork that is told to end is not the rank, and does
         self._first_s: float | None = None  # when the signal came first
         self._before: Any = None
         self._installed = threading.current_thread() is threading.main_thread()
@@ -58,7 +59,8 @@ class Notice:
         signal.signal(signal.SIGTERM, self._before if self._before is not None else signal.SIG_DFL)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if not self._installed or self._heard() is None:  # closed, or forgotten, and put back by one that came later
+        # Of a fork; or closed, or forgotten, and put back by one that came later.
+        if self._process != os.getpid() or not self._installed or self._heard() is None:
             self._installed = False
             self._give_back()
             os.kill(os.getpid(), number)

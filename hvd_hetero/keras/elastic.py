@@ -206,8 +206,8 @@ def run(train: Callable[..., T]) -> Callable[..., T]:
     """Decorates `train(state, ...)`: it is called anew, with the state of the last commit, whenever ranks have died,
     joined or left.
 
-    Outside of it, ranks make the same objects in the same order – balancer, datasets, optimizers – and call nothing
-    else that is collective: a rank that joins makes them while those that stay rebuild theirs. Callbacks are made
-    within it. A `tf.function` that reduces gradients is traced anew for other ranks.
+    Outside of it, ranks make the same objects in the same order – balancer, datasets, optimizers –, keep them, and
+    call nothing else that is collective: a rank that joins makes them while those that stay rebuild theirs. Callbacks
+    are made within it. A `tf.function` that reduces gradients is traced anew for other ranks.
     """
     return binding.elastic_run(backend.NAME, train, gone=_is_gone)

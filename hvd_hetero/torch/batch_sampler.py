@@ -16,6 +16,13 @@ ONE_AT_A_TIME = (
 )
 
 
+LOADED = (
+    "Expected a new loop over data that is dealt to ranks after its place was loaded (state.restore(), "
+    "load_state_dict()). Received: the next batch of the loop that was under way, from which samples would be missing. "
+    "Leave the loop, and begin it anew, with set_epoch(state.epoch)."
+)
+
+
 class BalancedBatchSampler(Sampler[list[int]]):
     """This rank's indices of each global batch, for `DataLoader(batch_sampler=...)`.
 
@@ -53,6 +60,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
         balancer.dependents.add(self)
         self._first = 0  # where the next iteration starts: not 0 after load_state_dict()
         self._iterations = 0
+        self.loaded = 0  # so many times a state was
 
     def __len__(self) -> int:
         """Batches of an epoch, also of one that was resumed in the middle: what runs a loop by itself counts from its
@@ -87,10 +95,13 @@ class BalancedBatchSampler(Sampler[list[int]]):
             return
         self.sampler.position, self._first = self._first, 0
         self.sampler.rewind()
+        loaded = self.loaded
         for _ in range(len(self.sampler.dealer) - self.sampler.position):
             if self._iterations != mine:
                 raise RuntimeError(ONE_AT_A_TIME)
             yield self.sampler.deal().indices.tolist()
+            if self.loaded != loaded:
+                raise RuntimeError(LOADED)
 
     def used(self) -> int:
         """The number of samples of the oldest batch dealt, which is now in use."""
@@ -115,4 +126,5 @@ class BalancedBatchSampler(Sampler[list[int]]):
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Goes on where `state` was saved, on any number of ranks."""
         self.sampler.load_state_dict(state)
+        self.loaded += 1
         self._first = self.sampler.position

@@ -60,7 +60,12 @@ class TorchState(JobState):
 
     def _sync_part(self, part: Any, root: int) -> None:
         if isinstance(part, torch.nn.Module):
-            broadcast_parameters(part.state_dict(), root_rank=root)
+            state = part.state_dict()
+            tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
+            broadcast_parameters(tensors, root_rank=root)
+            if len(tensors) < len(state):  # what get_extra_state() returns
+                beside = {key: value for key, value in state.items() if key not in tensors}
+                part.load_state_dict({**tensors, **self._of_root(beside, root, name="hvd_hetero.elastic.extra_state")})
         elif isinstance(part, torch.optim.Optimizer):  # tensor by tensor, in their own types, onto this device
             broadcast_optimizer_state(part, root_rank=root)
         else:
@@ -96,8 +101,9 @@ class TorchState(JobState):
         load_random_state(state["random"])
         for name, buffers in state["buffers"].items():
             mine = dict(self._parts[name].named_buffers())
-            for key, value in buffers.items():
-                mine[key].copy_(value)
+            for key, value in buffers.items():  # masks and tables that a model makes as it is used, it makes again
+                if key in mine and mine[key].shape == value.shape:
+                    mine[key].copy_(value)
         self.load_codec_states(state.get("kept", ()))
         self.save()
 
@@ -106,8 +112,8 @@ def run(train: Callable[..., T]) -> Callable[..., T]:
     """Decorates `train(state, ...)`: it is called anew, with the state of the last commit, whenever ranks have died,
     joined or left.
 
-    Outside of it, ranks make the same objects in the same order – balancer, loaders, optimizers – and call nothing else
-    that is collective: a rank that joins makes them while those that stay rebuild theirs.
+    Outside of it, ranks make the same objects in the same order – balancer, loaders, optimizers –, keep them, and call
+    nothing else that is collective: a rank that joins makes them while those that stay rebuild theirs.
     """
     recoverable = (horovod.HorovodInternalError, PeerError)
     return binding.elastic_run("torch", train, gone=lambda error: isinstance(error, recoverable))

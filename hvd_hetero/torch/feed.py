@@ -31,6 +31,8 @@ class Loaded(NamedTuple):
 class Sampler(Protocol):
     """Where in which epoch a loader is."""
 
+    loaded: int
+
     def __len__(self) -> int: ...
 
     @property

@@ -14,7 +14,7 @@ from hvd_hetero.optimizers.content import checksum
 from hvd_hetero.optimizers.forgotten import warn_of_none
 from hvd_hetero.optimizers.stream import StreamSampler
 
-from .batch_sampler import ONE_AT_A_TIME, BalancedBatchSampler
+from .batch_sampler import LOADED, ONE_AT_A_TIME, BalancedBatchSampler
 from .feed import Feed, NumberedFeed
 from .row import fewer_rows
 from .stream import StreamFeed
@@ -157,8 +157,10 @@ class BalancedDataLoader:
         self._iterations = mine = self._iterations + 1
         batches = self._feed.batches()
         supply, iteration = self.balancer.timesheet.supply, None
-        first = True
+        first, begun_at = True, self.batch_sampler.loaded
         while True:
+            if self.batch_sampler.loaded != begun_at:
+                raise RuntimeError(LOADED)
             if self._iterations != mine:
                 raise RuntimeError(ONE_AT_A_TIME)
             if supply.iteration != iteration:  # it begins, or goes on after one of another loader

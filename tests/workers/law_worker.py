@@ -303,6 +303,25 @@ def law_5_bfloat16_and_broadcast():
     assert momentum.is_sparse and momentum.to_dense().sum() == 2.0
 
 
+def law_5_a_state_that_is_no_tensor():
+    """What `get_extra_state()` returns goes to all ranks with the rest of a job's state."""
+
+    class Counting(nn.Linear):
+        seen: object = None
+
+        def get_extra_state(self):
+            return {"seen": self.seen}
+
+        def set_extra_state(self, state):
+            self.seen = state["seen"]
+
+    model = Counting(2, 1)
+    nn.init.constant_(model.weight, float(hvd.rank()))
+    model.seen = f"rank {hvd.rank()}"
+    hvd.elastic.TorchState(model).sync()
+    assert model.seen == "rank 0" and not model.weight.any()
+
+
 def law_5_what_rank_0_alone_has_loaded():
     """The state of an optimizer with weight decay travels, and moves no parameter: Horovod's own makes a step."""
     kinds = (
