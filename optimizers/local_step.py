@@ -202,7 +202,8 @@ class LocalSteps:
                 "Expected the same parameters on every rank before ranks train apart. Received: others than rank 0's "
                 f"on rank {', '.join(map(str, others))}. Broadcast the parameters from rank 0 after making the "
                 "optimizer, and load checkpoints on all ranks or before it. Where another optimizer has trained them "
-                "apart, call its merge() before making this one, or what ranks did is lost. A Keras model that is "
+                "apart, call its merge() before making this one, or what ranks did is lost. What moves them within a "
+                "step and back, as SAM does, has to go back to a copy. A Keras model that is "
                 "built by its first step is broadcast after that: begin it with keras.Input(...)."
             )
 

@@ -16,6 +16,11 @@ from .balancer import Balancer
 from .control import ORIGINS
 from .dealer import Dealer, cut
 
+LOADED = (
+    "Expected a new loop over data that is dealt to ranks after its place was loaded (state.restore(), "
+    "load_state_dict()). Received: the next batch of the loop that was under way, from which samples would be missing. "
+    "Leave the loop, and begin it anew."
+)
 SAME_DATA = "checksum of the data (every rank needs all of it, and the same seed for a random split)"
 
 
@@ -74,6 +79,7 @@ class ShareSampler:
             block=block,
         )
         self.position = 0  # global batches of this epoch that were used
+        self.loaded = 0  # so many times a state was
         self._resumed = False  # and nothing of it was dealt yet
         self._dealt: deque[int] = deque()  # sizes of batches dealt and not yet used
         self._next = 0  # the step in which the batch after them will be used: the plan is looked up by it
@@ -185,4 +191,5 @@ class ShareSampler:
                 raise ValueError(f"Expected the state of a sampler with {name} {expected}. Received: {state[name]}.")
         with self._lock:
             self.dealer.epoch, self.position, self._resumed = state["epoch"], state["position"], True
+            self.loaded += 1
             self._drop()

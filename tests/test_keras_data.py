@@ -237,6 +237,18 @@ def test_a_loop_of_ones_own_goes_on_with_what_is_left_of_an_epoch():
     assert sorted(sum(World(3).run(program), [])) == sorted(3 * [*range(LENGTH)])
 
 
+def test_a_loop_of_ones_own_does_not_go_on_from_another_place():
+    balancer = Balancer(SoloEngine())
+    dataset = make(balancer)
+    loop = iter(dataset)
+    kept = dataset.state_dict()
+    assert len(train(balancer, loop, stop=1)) == WHOLE
+    dataset.load_state_dict(kept)
+    with pytest.raises(RuntimeError, match="Leave the loop"):
+        next(loop)
+    assert sorted(train(balancer, iter(dataset))) == list(range(LENGTH))
+
+
 def test_an_error_of_loading_ends_every_rank_after_what_was_loaded_before():
     class Broken(Samples):
         def __getitem__(self, index):

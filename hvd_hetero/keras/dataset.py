@@ -8,7 +8,7 @@ from typing import Any
 import keras
 
 from hvd_hetero.optimizers.content import checksum
-from hvd_hetero.optimizers.sampler import ShareSampler
+from hvd_hetero.optimizers.sampler import LOADED, ShareSampler
 
 from . import backend
 from .ahead import Ahead
@@ -189,8 +189,11 @@ class BalancedDataset(UntunedDataset):
         self._settle()
         self._rewind(ahead=ahead)
         self._at = self.balancer.begun(self)
+        loaded = self.sampler.loaded
         for _ in range(batches):
             yield self._next()
+            if self.sampler.loaded != loaded:
+                raise RuntimeError(LOADED)
 
     # Dealing and loading --------------------------------------------------------------------------------------------
 

@@ -8,18 +8,11 @@ from torch.utils.data import Sampler
 
 from hvd_hetero.optimizers.argument import check_whole
 from hvd_hetero.optimizers.balancer import Balancer
-from hvd_hetero.optimizers.sampler import ShareSampler
+from hvd_hetero.optimizers.sampler import LOADED, ShareSampler
 
 ONE_AT_A_TIME = (
     "Expected one iteration at a time over data that is dealt to ranks. Received: another one, begun within it, so "
     "that samples would be used twice or never. Take an hvd.EvaluationDataLoader, or a BalancedDataLoader of its own."
-)
-
-
-LOADED = (
-    "Expected a new loop over data that is dealt to ranks after its place was loaded (state.restore(), "
-    "load_state_dict()). Received: the next batch of the loop that was under way, from which samples would be missing. "
-    "Leave the loop, and begin it anew, with set_epoch(state.epoch)."
 )
 
 
@@ -60,7 +53,6 @@ class BalancedBatchSampler(Sampler[list[int]]):
         balancer.dependents.add(self)
         self._first = 0  # where the next iteration starts: not 0 after load_state_dict()
         self._iterations = 0
-        self.loaded = 0  # so many times a state was
 
     def __len__(self) -> int:
         """Batches of an epoch, also of one that was resumed in the middle: what runs a loop by itself counts from its
@@ -103,6 +95,11 @@ class BalancedBatchSampler(Sampler[list[int]]):
             if self.loaded != loaded:
                 raise RuntimeError(LOADED)
 
+    @property
+    def loaded(self) -> int:
+        """So many times a state was."""
+        return self.sampler.loaded
+
     def used(self) -> int:
         """The number of samples of the oldest batch dealt, which is now in use."""
         return self.sampler.used()
@@ -126,5 +123,4 @@ class BalancedBatchSampler(Sampler[list[int]]):
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Goes on where `state` was saved, on any number of ranks."""
         self.sampler.load_state_dict(state)
-        self.loaded += 1
         self._first = self.sampler.position

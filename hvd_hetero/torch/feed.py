@@ -31,7 +31,8 @@ class Loaded(NamedTuple):
 class Sampler(Protocol):
     """Where in which epoch a loader is."""
 
-    loaded: int
+    @property
+    def loaded(self) -> int: ...
 
     def __len__(self) -> int: ...
 

@@ -12,9 +12,10 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from hvd_hetero.optimizers.balancer import Balancer
 from hvd_hetero.optimizers.content import checksum
 from hvd_hetero.optimizers.forgotten import warn_of_none
+from hvd_hetero.optimizers.sampler import LOADED
 from hvd_hetero.optimizers.stream import StreamSampler
 
-from .batch_sampler import LOADED, ONE_AT_A_TIME, BalancedBatchSampler
+from .batch_sampler import ONE_AT_A_TIME, BalancedBatchSampler
 from .feed import Feed, NumberedFeed
 from .row import fewer_rows
 from .stream import StreamFeed
