@@ -13,6 +13,7 @@ import glob
 import hashlib
 import json
 import os
+import secrets
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -46,7 +47,8 @@ class CheckpointFile:
     def write(self, pieces: Sequence[bytes], *, number: int = 1) -> None:
         """Takes the place of what was there. Raises OSError, with nothing lost, where it cannot be written."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        new = self.path.with_name(f".{self.path.name}.{os.getpid()}.new")
+        # Processes of several hosts or containers that share a folder may have one number.
+        new = self.path.with_name(f".{self.path.name}.{os.getpid()}-{secrets.token_hex(4)}.new")
         self._clear()
         digest = hashlib.sha256()
         for piece in pieces:
