@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
@@ -105,6 +105,11 @@ def shares_text(shares: Sequence[int]) -> str:
     return ":".join(map(str, shares)) if len(shares) <= MOST_RANKS else f"{min(shares)} to {max(shares)}"
 
 
+def ranks_text(numbers: Sequence[int]) -> str:
+    """Ranks for people, by their numbers."""
+    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}" if numbers else "others"
+
+
 def headline(report: Report) -> str:
     """What run this is."""
     gone = report.run.gone
@@ -186,18 +191,11 @@ def _of_records(report: Report) -> list[str]:
             said.append(f"The record of rank {number} ends at step {rank.steps[-1].step} of {last}.")
     moved = {number: max(rank.hosts) for number, rank in run.present.items() if len(set(rank.hosts.values())) > 1}
     if moved:
-        said.append(f"{_ranks_text(moved)} on other hosts before step {max(moved.values())}: what is told of their "
-                    "speed and of who waited is of all of these. `hvd-hetero plan` takes the last session.")
+        those = ranks_text(list(moved)).capitalize() if len(moved) <= MOST_RANKS else f"{len(moved)} ranks"
+        said.append(f"{those} {'were' if len(moved) > 1 else 'was'} on other hosts before step {max(moved.values())}: "
+                    "what is told of their speed and of who waited is of all of these. `hvd-hetero plan` takes the "
+                    "last session.")
     return said
-
-
-def _ranks_text(numbers: Collection[int]) -> str:
-    """Of these ranks that they were."""
-    if len(numbers) == 1:
-        return f"Rank {min(numbers)} was"
-    if len(numbers) > MOST_RANKS:
-        return f"{len(numbers)} ranks were"
-    return f"Ranks {', '.join(map(str, sorted(numbers)))} were"
 
 
 def _of_waiting(waits: Waiting, *, local: bool) -> str:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from hvd_hetero.cli.console import rate_text, rich_console, seconds_text, table
-from hvd_hetero.cli.report_content import MOST_RANKS, Report, advice, headline, percent, shares_text
+from hvd_hetero.cli.report_content import MOST_RANKS, Report, advice, headline, percent, ranks_text, shares_text
 from hvd_hetero.policy.strategy import SYNCHRONOUS
 from hvd_hetero.trace.run import Run
 from hvd_hetero.trace.waiting import Waiting
@@ -90,10 +89,6 @@ def _of_plans(report: Report, make: Any) -> Any:
     return table(make, "Plans", columns, rows, left=["shares", "strategy", "why"])
 
 
-def _ranks(numbers: Sequence[int]) -> str:
-    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}" if numbers else "others"
-
-
 def _noteworthy(run: Run) -> list[str]:
     """Changes of ranks and links, and long waits, as they were recorded; each once, however many ranks tell of it."""
     lines: list[str] = []
@@ -103,12 +98,12 @@ def _noteworthy(run: Run) -> list[str]:
             if event.kind == "ranks":
                 lines.append(f"After step {fields.get('step', '?')} there were {fields.get('size', '?')} ranks.")
             elif event.kind == "parameters":
-                lines.append(f"Parameters of {_ranks(fields.get('ranks', []))} were off by rounding, and mended.")
+                lines.append(f"Parameters of {ranks_text(fields.get('ranks', []))} were off by rounding, and mended.")
             elif event.kind == "links" and "reason" in fields:
                 chosen = "others were chosen" if fields.get("changed") else "they stayed the same"
                 lines.append(f"At step {fields.get('step', '?')}: {fields['reason']}. Ways to sum gradients were "
                              f"timed, and {chosen}.")
             elif event.kind == "wait":
                 lines.append(f"Rank {rank.rank} waited {seconds_text(float(fields.get('waited_s', 0)))} for "
-                             f"{_ranks(fields.get('missing', []))}, at {fields.get('line', 'an unknown line')}.")
+                             f"{ranks_text(fields.get('missing', []))}, at {fields.get('line', 'an unknown line')}.")
     return list(dict.fromkeys(lines))[:MOST_PLANS]

@@ -54,8 +54,7 @@ def _read_rank(rank: int, paths: Sequence[str]) -> RankRun:
             if isinstance(entry, list) and plans_before is not None:
                 first = step_of(fields, entry).step
                 _go_back(run, first, plans_before, events_before)
-                run.session_starts.add(first)
-                run.hosts = {step: host for step, host in run.hosts.items() if step < first} | {first: run.host}
+                run.hosts[first] = run.host
                 plans_before = None
             _take(run, fields, entry)
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
@@ -80,7 +79,7 @@ def _go_back(run: RankRun, step: int, plans_before: int, events_before: int) -> 
     """None; forgets what earlier sessions recorded from `step` on, and the plans that this one began with before it
     went on from a state."""
     run.steps = [s for s in run.steps if s.step < step]
-    run.session_starts = {start for start in run.session_starts if start < step}
+    run.hosts = {start: host for start, host in run.hosts.items() if start < step}
     old, new_events = run.events[:events_before], run.events[events_before:]
     run.events = [event for event in old if event.fields.get("step", -1) < step] + new_events
     new = run.plans[plans_before:]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import compress, pairwise
@@ -39,14 +39,18 @@ class RankRun:
 
     rank: int
     host: str = ""           # its name, of the last session
-    hosts: dict[int, str] = field(default_factory=dict)        # by the first step of each session
+    hosts: dict[int, str] = field(default_factory=dict)        # that of each session, by its first step
     steps: list[Step] = field(default_factory=list)
     plans: list[Plan] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     sessions: int = 0        # how often the run was started
-    session_starts: set[int] = field(default_factory=set)      # the first step of each
     dropped: int = 0         # records that could not be written
     unreadable: int = 0      # lines that are not of this format
+
+    @property
+    def session_starts(self) -> Set[int]:
+        """The first step of each session."""
+        return self.hosts.keys()
 
     @property
     def newest(self) -> list[Step]:
@@ -154,7 +158,7 @@ def _median(values: Iterable[float]) -> float:
     return float(median(seen)) if seen else 0.0
 
 
-def _samples_per_s(steps: Sequence[Step], merging_s: Mapping[int, float], starts: Container[int]) -> float:
+def _samples_per_s(steps: Sequence[Step], merging_s: Mapping[int, float], starts: Set[int]) -> float:
     """Samples over time: of the intervals between consecutive steps that are no pauses, nor between the sessions that
     `starts` begin, and of `merging_s`, what the merges took that ended steps apart, by the step that came next."""
     follows = [(a, b) for a, b in pairwise(steps) if b.step == a.step + 1 and b.step not in starts]
