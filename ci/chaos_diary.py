@@ -24,6 +24,11 @@ def sample_seconds(folder: Path) -> float:
     return SAMPLE_S[node] * float(slower)
 
 
+def pause(began_s: float, lasts_s: float) -> None:
+    """Waits until what began then has lasted so long: what a slow machine computes meanwhile is a part of it."""
+    time.sleep(max(0.0, began_s + lasts_s - time.monotonic()))
+
+
 def wrong_use(epoch: int, used: Sequence[Sequence[Any]]) -> list[str]:
     """What is wrong with the samples that ranks have used in an epoch, which is to hold each once."""
     counts = Counter(index for at, indices in used if at == epoch for index in indices)

@@ -1,6 +1,6 @@
 """One rank of the job that `ci/chaos` disturbs: an elastic one, on samples that know their number.
 
-Its compute is a sleep for each sample, longer on some hosts. What it commits says which samples were used, and with
+Its compute takes a time for each sample, longer on some hosts. What it commits says which samples were used, and with
 which loss; each process writes what happened to it into a file of its own. `RESULT` is printed by rank 0 at the end.
 """
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from chaos_diary import COMMIT_EVERY, SAMPLES, WHOLE, Diary, sample_seconds, wrong_use
+from chaos_diary import COMMIT_EVERY, SAMPLES, WHOLE, Diary, pause, sample_seconds, wrong_use
 from torch import nn
 
 import hvd_hetero.torch as hvd
@@ -61,14 +61,14 @@ def main(folder: Path, topology: str) -> None:
         while not state.over:
             loader.set_epoch(state.epoch)
             for index, inputs, classes in loader:
-                sample_s = sample_seconds(folder)
+                began_s, sample_s = time.monotonic(), sample_seconds(folder)
                 optimizer.zero_grad()
                 mine += index.tolist()
                 if len(inputs):
                     loss = nn.functional.cross_entropy(model(inputs), classes)
                     loss.backward()
                     loss_sum += torch.tensor([loss.item() * len(inputs), len(inputs)])
-                    time.sleep(sample_s * len(inputs))
+                    pause(began_s, sample_s * len(inputs))
                 optimizer.step()
                 state.batch += 1
                 diary("step", batch=state.batch, shares=balancer.plan.shares, sample_s=sample_s)
