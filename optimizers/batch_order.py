@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
+from hvd_hetero.engine import script
 
 UNUSED = (
     "Expected a backward pass for each batch of hvd.BalancedDataLoader before the next one is loaded. Received: none "
@@ -61,7 +61,7 @@ class BatchOrder:
         self.steps()
         if not self._told and (self._unused or self._over):
             self._told = True
-            warnings.warn(UNUSED.format(samples=self._unused) if self._unused else OVER, stacklevel=2)
+            script.warn(UNUSED.format(samples=self._unused) if self._unused else OVER)
 
     def steps(self) -> None:
         """The present batch has its part in a step."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
+from hvd_hetero.engine import script
 
 LATE = (
     "Expected balancer.count() before the backward() of the loss that it is about. Received: it after the last one of "
@@ -42,11 +42,11 @@ class CountWarnings:
         """A backward pass over the batch of `samples` begins."""
         if self._rows is not None and not self._told_fewer:
             self._told_fewer = True
-            warnings.warn(FEWER.format(rows=self._rows, samples=samples), stacklevel=4)
+            script.warn(FEWER.format(rows=self._rows, samples=samples))
 
     def begins(self, passes: int) -> None:
         """The next batch begins."""
         if self._said is not None and self._began < self._said == passes and not self._told_late:
             self._told_late = True
-            warnings.warn(LATE, stacklevel=4)
+            script.warn(LATE)
         self._began, self._said, self._rows = passes, None, None

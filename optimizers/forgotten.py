@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from typing import TYPE_CHECKING
+
+from hvd_hetero.engine import script
 
 if TYPE_CHECKING:
     from .balancer import Balancer
@@ -65,10 +66,9 @@ class Forgotten:
 def warn_of_none(balancer: Balancer) -> None:
     """At the end of an epoch that a script trained on: warns where nothing has reduced gradients by the balancer."""
     if balancer.size > 1 and not balancer.exchanges.ever:
-        warnings.warn(
+        script.warn(
             "Where this is training: expected hvd.DistributedOptimizer(..., balancer=balancer) with the loader's "
             "balancer. Received: none, and an epoch is over: unless the script averages gradients by itself, each rank "
             "has trained a model of its own; what else averages them counts all ranks alike, whatever their shares. "
             "For an evaluation, take hvd.EvaluationDataLoader, or iterate under torch.no_grad().",
-            stacklevel=3,
         )

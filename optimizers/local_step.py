@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import sys
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from hvd_hetero.codecs.verbs import arrays_like
+from hvd_hetero.engine import script
 from hvd_hetero.engine.port import in_lane
 
 from . import merge_control
@@ -139,11 +139,10 @@ class LocalSteps:
         """Says once that this rank has given up what it did."""
         if not self._warned:
             self._warned = True
-            warnings.warn(
+            script.warn(
                 f"What rank {self._engine.rank} did apart was not finite, and is given up: it goes on from the last "
                 "merge. The trace has each time that this happens.",
                 RuntimeWarning,
-                stacklevel=2,
             )
 
     def apart(self) -> bool:
@@ -276,9 +275,8 @@ def _warn_at_exit(steps: weakref.ref[LocalSteps]) -> None:
     to leave: the others have gone on without what it did."""
     left = steps()
     if left is not None and left.begun and not left.leaves and not hasattr(sys, "last_value"):
-        warnings.warn(
+        script.warn(
             "Expected optimizer.merge() after the last step of a local strategy. Received: the end of the job. "
             "What ranks did since the last merge is on each of them alone.",
             RuntimeWarning,
-            stacklevel=1,
         )

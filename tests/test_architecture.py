@@ -15,10 +15,11 @@ STANDARD = set(sys.stdlib_module_names)
 ALLOWED = {
     "policy": ({"policy"}, {"numpy"}),
     "codecs": ({"codecs"}, {"numpy"}),  # and a framework in a file of its own, see below
-    "trace": ({"trace", "policy", "engine.environment", "engine.host"}, set()),
+    "trace": ({"trace", "policy", "engine.environment", "engine.host", "engine.script"}, set()),
     "engine": ({"engine", "policy"}, {"numpy"}),
     "optimizers": (
-        {"optimizers", "policy", "codecs", "engine.port", "engine.hierarchy", "engine.environment"},
+        {"optimizers", "policy", "codecs", "engine.port", "engine.hierarchy", "engine.environment", "engine.script",
+         "engine.stderr"},
         {"numpy"},
     ),
     "torch": ({"torch", "optimizers", "engine", "policy", "codecs", "trace"}, {"torch", "horovod", "tqdm"}),

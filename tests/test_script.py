@@ -2,6 +2,8 @@
 
 import gc
 import sys
+import threading
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -44,3 +46,22 @@ def test_no_garbage_is_collected_while_other_threads_are_looked_at(monkeypatch, 
     finally:
         gc.enable()
     assert looks == [False] * 4 and after is collects
+
+
+@pytest.mark.parametrize("aside", [False, True])
+def test_a_warning_is_of_the_line_of_the_script(aside):
+    """Also where another thread of the package finds out what there is to warn of."""
+    code = compile("def find(warn):\n    warn('so it is', RuntimeWarning)\n", script.__file__, "exec")
+    names = {"__name__": "hvd_hetero.somewhere"}
+    exec(code, names)
+    arguments = {"target": names["find"], "args": (script.warn,)}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if aside:
+            thread = threading.Thread(**arguments)
+            thread.start()
+            thread.join()
+        else:
+            names["find"](script.warn)
+    (warning,) = caught
+    assert warning.filename == __file__ and warning.category is RuntimeWarning

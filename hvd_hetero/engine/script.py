@@ -1,4 +1,4 @@
-"""Where in the user's script this process is, for people: as seen from whatever thread asks."""
+"""Where in the user's script this process is, for people, as seen from whatever thread asks; warnings of that line."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 import sysconfig
 import threading
 import traceback
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
@@ -48,8 +49,20 @@ def line() -> str:
         frame = _main_frame()
         if frame is None:
             return "an unknown line"
-        frame = _of_script(frame)
+        frame = _of_script(frame) or frame
         return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+def warn(text: str, category: type[Warning] = UserWarning) -> None:
+    """Warns as of the script's line that this thread is at, or else the main one, wherever in the package that is found
+    out. (What `skip_file_prefixes` of Python 3.12 does for one thread.)"""
+    own = sys._getframe(1)
+    with _looking():
+        found = (_of_script(at) for at in (own, _main_frame()) if at is not None)
+        frame = next(filter(None, found), own)
+    module, registry = frame.f_globals.get("__name__"), frame.f_globals.setdefault("__warningregistry__", {})
+    file, number = frame.f_code.co_filename, frame.f_lineno
+    warnings.warn_explicit(text, category, file, number, module=module, registry=registry)
 
 
 def calls_within(file: str) -> list[FrameType]:
@@ -83,8 +96,8 @@ def _main_frame() -> FrameType | None:
     return sys._current_frames().get(threading.main_thread().ident or 0)
 
 
-def _of_script(frame: FrameType) -> FrameType:
-    """The innermost frame that is neither of this package nor of any installed one, or else the innermost."""
+def _of_script(frame: FrameType) -> FrameType | None:
+    """The innermost frame that is neither of this package nor of any installed one; None where there is none."""
     at: FrameType | None = frame
     while at is not None:
         name = os.path.abspath(at.f_code.co_filename)
@@ -93,4 +106,4 @@ def _of_script(frame: FrameType) -> FrameType:
         if not installed and not library and not at.f_code.co_filename.startswith("<"):
             return at
         at = at.f_back
-    return frame
+    return None

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 import keras
 import numpy as np
+
+from hvd_hetero.engine import script
 
 from .batch import Batch, array_of, as_floatx, joined, packed, rows_in, rows_of, stacked
 from .stream import StreamSource, is_tf_data
@@ -152,10 +153,9 @@ class BatchSource:
             raise ValueError("x: expected a PyDataset of finite length. Received: an infinite one.")
         for name in ("on_epoch_begin", "on_epoch_end"):
             if getattr(type(batches), name) is not getattr(keras.utils.PyDataset, name):
-                warnings.warn(
+                script.warn(
                     "x: expected a PyDataset with the same batches in each epoch, of which the balancer deals the "
                     f"samples in another order. Received: one with a method {name}(), which is not called.",
-                    stacklevel=4,
                 )
         self._batches = batches
         self.block = rows_in(packed(batches[0]))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import _thread
 import contextlib
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
 import numpy as np
+
+from hvd_hetero.engine import script
 
 from .batch import Batch, joined, packed, rows_of
 
@@ -38,11 +39,10 @@ class StreamSource:
                 "*x: x), and heed no warning. In place of padded_batch(): pad all samples to one length, with map()."
             )
         if _maps_batches(samples):
-            warnings.warn(
+            script.warn(
                 "x: expected a tf.data.Dataset of single samples: the balancer makes the batches. Received: one of "
                 "batches that a map() follows, each of which counts as one sample here. Leave its batch() out, or add "
                 "unbatch(), unless that is meant.",
-                stacklevel=4,
             )
         if varies := _variation(samples):
             raise ValueError(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+
+from hvd_hetero.engine import script
 
 from .factor import factor_applied, in_proportion, multiplied, reduces
 from .plain import load_in_place
@@ -115,11 +116,10 @@ def methods_of(base: type[torch.optim.Optimizer]) -> dict[str, Callable[..., Any
         return (_unwrapped, (base, {k: v for k, v in self.__getstate__().items()}))
 
     def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
-        warnings.warn(
+        script.warn(
             "Expected a DistributedOptimizer to stay the only one of its kind. Received: a copy of it, which is the "
             f"plain {base.__name__} and reduces nothing. Make a DistributedOptimizer of the copy to train with it.",
             RuntimeWarning,
-            stacklevel=3,
         )
         make, (kind, state) = self.__reduce__()
         return make(kind, copy.deepcopy(state, memo))

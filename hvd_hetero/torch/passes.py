@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 
 import torch
+
+from hvd_hetero.engine import script
 
 CHANGED = (
     "Expected the p.grad that backward() left, where a step is over fewer passes than were to come and gradients are "
@@ -138,7 +139,7 @@ class Passes:
         """Before an exchange that comes early: warns, once, where `p.grad` is not what the last pass left."""
         if not self._warned and any(_version(p.grad) != left for p, left in self._left.items() if p.requires_grad):
             self._warned = True
-            warnings.warn(CHANGED, stacklevel=5)
+            script.warn(CHANGED)
 
     def complete(self, gain: float) -> None:
         """After all passes; `gain`: see `keep`."""

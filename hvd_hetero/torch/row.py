@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import warnings
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any, TypeVar
 
 import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequence
 from torch.utils import _pytree as pytree
+
+from hvd_hetero.engine import script
 
 Batch = TypeVar("Batch")
 
@@ -129,11 +130,10 @@ def fewer_rows(batch: Any, samples: int) -> int | None:
 def none_of(batch: Batch) -> Batch:
     """A batch of no samples in the form of `batch`, whose one is another rank's."""
     if not has_samples(batch, 1):
-        warnings.warn(
+        script.warn(
             "Expected a batch of tensors, in containers, mappings or dataclasses, which is cut where a rank has no "
             f"sample. Received: {type(batch).__name__}, which keeps one of another rank. It weighs nothing in the "
             "gradient; a script that counts by itself is to count none where balancer.samples is 0.",
             RuntimeWarning,
-            stacklevel=5,
         )
     return cut(batch, slice(0), 1)

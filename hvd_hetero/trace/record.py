@@ -22,12 +22,12 @@ import json
 import math
 import os
 import threading
-import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
+from hvd_hetero.engine import script
 from hvd_hetero.policy.replan import Plan
 
 FORMAT = 1
@@ -169,8 +169,8 @@ class Trace:
             except OSError as error:
                 self.dropped += len(lines) - telling
                 if not self._warned:
-                    warnings.warn(f"Expected to write the trace to {self.path}. Received: {error}. Training goes on; "
-                                  "what cannot be written is dropped.", RuntimeWarning, stacklevel=4)
+                    script.warn(f"Expected to write the trace to {self.path}. Received: {error}. Training goes on; "
+                                  "what cannot be written is dropped.", RuntimeWarning)
                 self._warned = True
 
     def close(self) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import warnings
 from typing import Any
 
 import keras
 import numpy as np
 
+from hvd_hetero.engine import script
 from hvd_hetero.engine.port import gather_text, in_turn
 from hvd_hetero.optimizers.latency_lr import NAMES, LatencyLR, Rule, agreed_latency_lr
 from hvd_hetero.trace.own import own_trace
@@ -42,12 +42,11 @@ class RebalanceCallback(keras.callbacks.Callback):
         layers = [layer.name for layer in self.model._flatten_layers() if getattr(layer, "activity_regularizer", None)]
         if layers and not MEAN_OF_ACTIVITIES and self.balancer.size > 1 and self.balancer.rank == 0:
             names = ", ".join(layers)
-            warnings.warn(
+            script.warn(
                 "activity_regularizer: expected Keras 3.14 or newer, which takes the mean over samples. Received: "
                 f"Keras {keras.__version__}, which takes their sum, and {names}: it counts for less than in one "
                 "process, as each rank has a part of the samples. Update Keras, or give a regularizer that divides by "
                 "keras.ops.shape(x)[0].",
-                stacklevel=2,
             )
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
