@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from hvd_hetero.engine.port import Engine, gather_text
+from hvd_hetero.engine.stderr import tell
 from hvd_hetero.policy.partition import Bound, InfeasibleError, equal_shares, split
 from hvd_hetero.policy.replan import ReplanRule
 from hvd_hetero.policy.speed import SpeedModel
@@ -85,6 +86,18 @@ class Terms:
 
 def _plain(value: Any) -> Any:
     return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else value
+
+
+def terms_now(engine: Engine, asked: Terms) -> Terms:
+    """What is asked for in a job whose ranks come and go: without shares of another number of ranks, which rank 0 says.
+    Who joins has been given them, too, and where there are as many ranks again, they hold again."""
+    shares = asked.shares
+    if not isinstance(shares, tuple) or len(shares) == engine.size:
+        return asked
+    if engine.rank == 0:
+        text = f"hvd_hetero: shares= are those of {len(shares)} ranks, and there are {engine.size}: going on without."
+        tell(text)
+    return replace(asked, shares=None)
 
 
 def agree(engine: Engine, mine: Terms, *, name: str) -> Terms:

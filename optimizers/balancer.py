@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from hvd_hetero.engine.environment import is_elastic
@@ -13,7 +12,7 @@ from hvd_hetero.engine.port import Engine
 from hvd_hetero.policy.ladder import Move
 from hvd_hetero.policy.replan import Plan, ReplanRule
 
-from .agreement import Terms, agree
+from .agreement import Terms, agree, terms_now
 from .argument import check_whole
 from .attachment import Exchanges
 from .batch_order import BatchOrder
@@ -100,18 +99,12 @@ class Balancer:
         engine.during_waits(self.timesheet.waiting)
         engine.remember(self.rebuild)
 
-    def _asked_now(self, others: bool) -> Terms:
-        """What is asked for, but for shares of another number of ranks where these may be `others` than at first: who
-        joins has been given them, too, and where there are as many ranks again, they hold again."""
-        shares = self._asked.shares
-        fits = not isinstance(shares, tuple) or len(shares) == self.engine.size
-        return self._asked if fits or not others else replace(self._asked, shares=None)
-
     def _settle(self, *, others: bool) -> None:
-        """Begins on the ranks that there are. A collective call."""
+        """Begins on the ranks that there are, which may be `others` than at first. A collective call."""
         self.rank, self.size = self.engine.rank, self.engine.size
         self.name = self.engine.unique("balancer")
-        self.terms = agree(self.engine, self._asked_now(others), name=f"hvd_hetero.{self.name}.terms")
+        asked = terms_now(self.engine, self._asked) if others else self._asked
+        self.terms = agree(self.engine, asked, name=f"hvd_hetero.{self.name}.terms")
         self.adaptive = self.terms.adaptive and self.size > 1
         self.planner = Planner(self.terms, clock=LOOK_CLOCK)
         self.ladder = Ladder(self.plan.shares, tell=self._moved)

@@ -13,7 +13,7 @@ from hvd_hetero.engine import checkpoint as checkpoint_module
 from hvd_hetero.engine import checkpoint_file, notice
 from hvd_hetero.engine.checkpoint import Checkpoint
 from hvd_hetero.engine.checkpoint_file import CheckpointError, CheckpointFile
-from hvd_hetero.engine.local import SoloEngine, World
+from hvd_hetero.engine.local import LocalEngine, SoloEngine, World
 from hvd_hetero.engine.notice import LEFT
 
 
@@ -125,6 +125,11 @@ class Words:
 
     def load_own_content(self, content):
         self.own = content
+
+
+def of_who_joins(engine):
+    """The engine of another process in the place of one."""
+    return LocalEngine(engine._group, engine.rank, engine.ranks)
 
 
 def made(engine, path, state, **options):
@@ -264,6 +269,22 @@ def test_all_leave_at_one_step_when_one_is_told(tmp_path):
     assert CheckpointFile(tmp_path / "x").read()[0] is not None
 
 
+def test_a_script_may_have_several_checkpoints(tmp_path):
+    """What ranks ask each other in each step is asked for each of them."""
+
+    def program(engine):
+        jobs = [made(engine, tmp_path / name, Words(engine.rank, b"")) for name in "xy"]
+        for step in range(5):
+            if step == 2 and engine.rank == 1:
+                jobs[1]._notice.hear()
+            for job in jobs:
+                job.step()
+
+    with pytest.raises(SystemExit):
+        World(2).run(program)
+    assert not (tmp_path / "x").exists() and CheckpointFile(tmp_path / "y").read()[0] is not None
+
+
 def test_nobody_ends_an_elastic_job(tmp_path, monkeypatch):
     """There a rank that was told to end leaves at a commit."""
     monkeypatch.setattr("hvd_hetero.engine.checkpoint.is_elastic", lambda: True)
@@ -396,7 +417,7 @@ def test_a_rank_that_joins_makes_one_while_the_others_rebuild_theirs(tmp_path):
         if engine.rank == 0:
             engine.rebuild()
         else:
-            job = made(engine, tmp_path / "x", Words(engine.rank))
+            job = made(of_who_joins(engine), tmp_path / "x", Words(engine.rank))
         job.save()
 
     World(2).run(program)
@@ -411,7 +432,7 @@ def test_all_save_at_the_same_steps_once_a_rank_has_joined(tmp_path):
         if engine.rank < 2:
             engine.rebuild()
         else:
-            job = made(engine, tmp_path / "x", Words(engine.rank), every_steps=5)
+            job = made(of_who_joins(engine), tmp_path / "x", Words(engine.rank), every_steps=5)
         job.save = lambda: saves.append(job._steps)
         for _ in range(8):
             job.step()
@@ -433,7 +454,7 @@ def test_a_rank_that_joins_restores_nothing_before_training_begins(tmp_path):
             engine.rebuild()
         else:
             state = Words(engine.rank)
-            job = made(engine, tmp_path / "x", state)
+            job = made(of_who_joins(engine), tmp_path / "x", state)
             assert job.restore() and state.shared == b""
             state.synced = True
         assert job.restore()

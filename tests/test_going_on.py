@@ -1,6 +1,5 @@
 """What a job meets as it goes on: shares of other ranks, buffers made meanwhile, forks, loops that were under way."""
 
-import signal
 import subprocess
 import sys
 import textwrap
@@ -19,7 +18,7 @@ WHOLE = 12
 
 
 @pytest.mark.parametrize(("sizes", "shares", "then"), [((3, 2, 3), (6, 4, 2), (6, 4, 2)), ((2, 3), (8, 4), (4, 4, 4))])
-def test_a_rank_may_join_a_job_of_given_shares(sizes, shares, then, monkeypatch):
+def test_a_rank_may_join_a_job_of_given_shares(sizes, shares, then, monkeypatch, capsys):
     monkeypatch.setenv("HOROVOD_ELASTIC", "1")
     world = World(3)
 
@@ -38,6 +37,9 @@ def test_a_rank_may_join_a_job_of_given_shares(sizes, shares, then, monkeypatch)
         return balancer.plan.shares
 
     assert world.run(program) == [then] * 3
+    others = [size for size in sizes if size != len(shares)]
+    told = [line for line in capsys.readouterr().err.splitlines() if "shares= are those" in line]
+    assert [f"there are {size}" in line for size, line in zip(others, told, strict=True)] == [True] * len(others)
 
 
 @pytest.mark.parametrize("first", [None, torch.ones(1)])
@@ -55,7 +57,7 @@ FORK = """
     import multiprocessing, time
     from hvd_hetero.engine.notice import Notice
 
-    notice = Notice(lambda: None, say="so it is.")
+    notice = Notice(lambda: None, say="so it is.")  # it is what hears SIGTERM
     multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,), daemon=True).start()
     time.sleep(0.3)
 """
@@ -64,7 +66,6 @@ FORK = """
 def test_a_fork_that_a_rank_ends_by_sigterm_ends():
     """As Python does with daemons at the end of a process, and a pool with its own."""
     subprocess.run([sys.executable, "-c", textwrap.dedent(FORK)], timeout=20, check=True)
-    assert signal.getsignal(signal.SIGTERM) is not None
 
 
 def test_a_loop_does_not_go_on_from_where_its_loader_was_before_it_went_back():

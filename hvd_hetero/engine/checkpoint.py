@@ -93,6 +93,7 @@ class Checkpoint:
     def _agree(self, *, goes_on: bool) -> bool:
         """Returns where all ranks save at the same steps: whether any of them has trained before, of which one is that
         `goes_on`. A collective call."""
+        self._asks = self._engine.unique("hvd_hetero.checkpoint.leaving.")  # a script may have several checkpoints
         wrong = "" if hasattr(self._state, "shared_content") else type(self._state).__name__
         mine = json.dumps([repr(self._every), self._steps, goes_on, wrong, max(self._number, self._file.number())])
         said = list(map(json.loads, gather_text(self._engine, mine, name="hvd_hetero.checkpoint.every_steps")))
@@ -139,7 +140,7 @@ class Checkpoint:
         told = np.zeros(0) if self._asking is None else np.asarray(self._asking.wait())
         mine = np.zeros(engine.size)
         mine[engine.rank] = self._notice.told
-        self._asking = engine.allreduce_async(mine, name="hvd_hetero.checkpoint.leaving")
+        self._asking = engine.allreduce_async(mine, name=self._asks)
         return np.flatnonzero(told).tolist()
 
     # Saving and restoring -------------------------------------------------------------------------------------------
