@@ -77,6 +77,30 @@ def test_a_torch_for_cuda_where_there_is_neither_a_gpu_nor_a_compiler_for_it(
     assert not {"no_cuda", "compiled_once"} & set(edits.names(with_cuda.edits))
 
 
+def test_the_toolkit_is_that_of_the_compiler_wherever_that_is(
+    tools: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A `nvcc` on PATH may be a script that runs that of the toolkit, as ccache's is."""
+    release = 'case "$1" in --version) echo Cuda compilation tools, release 13.0, V13.0.88;; '
+    home = tmp_path / "cuda-13.0"
+    (home / "bin").mkdir(parents=True)
+    compiler = program(home / "bin", "nvcc", release + f"--dryrun) echo '#$ TOP={home}/bin/..' >&2;; esac")
+    built = recipe(gpu=Gpu(cuda="13.0"))
+
+    def places() -> set[str]:
+        environment = built.environment(tmp_path)
+        return {environment[name] for name in ("CUDA_HOME", "HOROVOD_CUDA_HOME", "CUDAToolkit_ROOT")}
+
+    program(tools, "nvcc", f'exec {compiler} "$@"')
+    assert places() == {str(home)}
+    other = tmp_path / "mine"
+    (other / "bin").mkdir(parents=True)
+    program(other / "bin", "nvcc", release + "esac")
+    monkeypatch.setenv("CUDA_HOME", str(other))
+    assert places() == {str(other)}, "what the user names comes first"
+    assert "CUDAToolkit_ROOT" not in recipe().environment(tmp_path)
+
+
 def test_nccl_is_that_of_pytorch_unless_the_user_says_which(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("HOROVOD_NCCL_HOME", "LDFLAGS"):
         monkeypatch.delenv(name, raising=False)

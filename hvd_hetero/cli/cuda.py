@@ -50,7 +50,7 @@ def gpu(option: str, torch_cuda: str | None, torch_there: bool, *, gpus_here: bo
             "  What to do: install PyTorch's CUDA build, or say --gpu off."
         )
     # Horovod compiles this part wherever PyTorch has one, whatever it is asked for.
-    here = _nvcc() if torch_cuda is not None or option == "nccl" else None
+    here = _nvcc()[0] if torch_cuda is not None or option == "nccl" else None
     version = here if torch_cuda is None or (here and _major(here) == _major(torch_cuda)) else None
     if option == "off" or (option == "auto" and (torch_cuda is None or not (gpus_here or (version and _has_nccl())))):
         return Gpu(cuda=version)
@@ -82,7 +82,14 @@ def check_tensorflow(found: Gpu, facts: Mapping[str, object] | None) -> None:
         )
 
 
-def environment(place: Path) -> dict[str, str]:
+def toolkit_environment() -> dict[str, str]:
+    """The variables with which PyTorch and CMake, each of which looks for itself, find the toolkit of the compiler that
+    was found here. Beside a wrapper of it, as a `nvcc` on PATH may be, there is none."""
+    home = str(_nvcc()[1])
+    return {"CUDA_HOME": home, "HOROVOD_CUDA_HOME": home, "CUDAToolkit_ROOT": home}
+
+
+def nccl_environment(place: Path) -> dict[str, str]:
     """The variables with which Horovod's build finds the NCCL that PyTorch uses, which is to be the only one in a
     process; none where the user has said which. `place`: a folder for the build."""
     found = _nccl_of_torch()
@@ -107,11 +114,18 @@ def _home() -> Path:
     return Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"))
 
 
-def _nvcc() -> str | None:
-    """The CUDA compiler's version, or None where there is none."""
-    nvcc = shutil.which("nvcc") or shutil.which(str(_home() / "bin" / "nvcc"))
+def _nvcc() -> tuple[str | None, Path]:
+    """The CUDA compiler's version, or None where there is none, and the folder of its toolkit. A folder that the user
+    names comes before PATH."""
+    named = [os.environ[name] for name in ("HOROVOD_CUDA_HOME", "CUDA_HOME") if os.environ.get(name)]
+    places = [*(str(Path(home) / "bin" / "nvcc") for home in named), "nvcc", str(_home() / "bin" / "nvcc")]
+    nvcc = next(filter(None, map(shutil.which, places)), None)
     version = re.search(r"release\s+(\S+),", output([nvcc, "--version"]) or "") if nvcc else None
-    return version[1] if version else None
+    if nvcc is None or version is None:
+        return None, _home()
+    said = re.search(r"^#\$ TOP=(.+)$", output([nvcc, "--dryrun", "-x", "cu", "-c", os.devnull]) or "", re.MULTILINE)
+    home = Path(said[1]) if said else Path(nvcc).parent.parent
+    return version[1], home.resolve()
 
 
 def _major(version: str) -> str:

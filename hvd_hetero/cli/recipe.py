@@ -103,6 +103,8 @@ class Recipe:
         env["HOROVOD_WITH_MPI" if self.mpi else "HOROVOD_WITHOUT_MPI"] = "1"
         for name, variable in (("torch", "PYTORCH"), ("tensorflow", "TENSORFLOW")):
             env[f"HOROVOD_WITH_{variable}" if name in self.frameworks else f"HOROVOD_WITHOUT_{variable}"] = "1"
+        if self.gpu.cuda:
+            env.update(cuda.toolkit_environment())
         if self.gpu.nccl:
-            env.update(cuda.environment(source.parent), HOROVOD_GPU_OPERATIONS="NCCL")
+            env.update(cuda.nccl_environment(source.parent), HOROVOD_GPU_OPERATIONS="NCCL")
         return env
