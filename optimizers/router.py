@@ -157,7 +157,7 @@ class Trial:
         rounds: int = ROUNDS,
     ) -> None:
         self._routes, self._chosen, self._size_bytes = dict(routes), chosen, size_bytes
-        self._engine, self._tell, self._clock, self._rounds = engine, tell, clock, rounds
+        self._engine, self._tell, self._clock = engine, tell, clock
         self._titles = list(self._routes)
         self._times = np.zeros((rounds + 1, len(self._titles)))
         self._step = 0

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hvd_hetero.engine.build import has_edit
+from tests.repair import has_edit
 
 CI = Path(__file__).resolve().parent.parent / "ci"
 sys.path.insert(0, str(CI))

@@ -13,6 +13,7 @@ import pytest
 from hvd_hetero.cli import doctor, edits, toolchain
 from hvd_hetero.cli.main import COMMANDS, main
 from hvd_hetero.engine import build
+from tests.repair import has_edit
 
 RECORD = json.dumps({"format": 1, "horovod": "0.28.1", "edits": ["stall_inspector"], "frameworks": {}})
 
@@ -40,13 +41,13 @@ def test_the_installed_build_is_read_without_importing_horovod(
     fake_horovod(tmp_path, "not json")
     assert build.installed_build() == {"edits": []}
     fake_horovod(tmp_path, RECORD)
-    assert build.has_edit("stall_inspector") and not build.has_edit("blocking_wait")
+    assert has_edit("stall_inspector") and not has_edit("blocking_wait")
 
 
 def test_no_horovod_at_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     monkeypatch.delitem(sys.modules, "horovod", raising=False)
-    assert build.installed_build() is None and not build.has_edit("stall_inspector")
+    assert build.installed_build() is None and not has_edit("stall_inspector")
 
 
 def test_the_doctor_says_what_is_missing(

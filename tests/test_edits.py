@@ -48,12 +48,6 @@ def test_a_text_not_found_or_found_too_often_is_refused(text: str, found: int) -
         edits.replaced(text, edit())
 
 
-def test_an_optional_edit_may_be_absent_but_not_doubled() -> None:
-    assert edits.replaced("nothing here", edit(optional=True)) == "nothing here"
-    with pytest.raises(EditFailed):
-        edits.replaced("old old", edit(optional=True))
-
-
 @pytest.mark.parametrize("change", [{"reason": ""}, {"find": ""}, {"creates": True}, {"count": 0}, {"replace": "old"}])
 def test_an_edit_without_sense_is_refused(change: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="edit"):
@@ -68,7 +62,7 @@ def test_all_edits_are_made_or_none(tmp_path: Path) -> None:
     assert (tmp_path / "a").read_bytes() == b"old\r\n"
     with pytest.raises(EditFailed, match="the file c"):
         edits.apply([edit(file="c")], tmp_path)
-    assert edits.apply([edit(name="one", file="a"), edit(name="two", file="b", optional=True)], tmp_path) == ["one"]
+    assert edits.apply([edit(name="one", file="a")], tmp_path) == ["one"]
     assert (tmp_path / "a").read_bytes() == b"new\r\n"
 
 

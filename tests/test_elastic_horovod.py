@@ -6,7 +6,8 @@ import re
 import pytest
 from launch import elastic_hosts, horovodrun
 
-from hvd_hetero.engine.build import has_edit, installed_build
+from hvd_hetero.engine.build import installed_build
+from tests.repair import has_edit
 
 pytestmark = [
     pytest.mark.horovod,

@@ -6,7 +6,8 @@ import shutil
 import pytest
 from launch import WORKERS, horovodrun
 
-from hvd_hetero.engine.build import has_edit, installed_build
+from hvd_hetero.engine.build import installed_build
+from tests.repair import has_edit
 
 pytestmark = [
     pytest.mark.horovod,

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from hvd_hetero.engine.build import has_edit, installed_build
-from tests.repair import needs
+from hvd_hetero.engine.build import installed_build
+from tests.repair import has_edit, needs
 
 WORKER = Path(__file__).parent / "workers" / "run_worker.py"
 

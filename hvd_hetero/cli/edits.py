@@ -26,7 +26,6 @@ class Edit:
     `kind` says what it is for: "compile" (needed to build at all), "repair" (a bug, always on) or "speed" (off until
     an environment variable asks for it). `needs` lists what must be present for it: "torch", "tensorflow", "f16c", and
     "one_abi" for frameworks of one C++ ABI.
-    An `optional` edit may find its text absent; found any other number of times than `count` is still an error.
     An edit that `creates` adds a file, whose text is `replace`, and finds nothing.
     """
 
@@ -36,7 +35,6 @@ class Edit:
     find: str
     replace: str
     count: int = 1
-    optional: bool = False
     creates: bool = False
     kind: Kind = "repair"
     needs: tuple[str, ...] = ()
@@ -115,8 +113,6 @@ def text_hash(edits: Sequence[Edit]) -> str:
 def replaced(text: str, edit: Edit) -> str:
     """The text with the edit made in it; raises `EditFailed` when its text is not there `count` times."""
     found = text.count(edit.find)
-    if found == 0 and edit.optional:
-        return text
     if found != edit.count:
         raise EditFailed(
             f"edit {edit.name!r} expected its text {edit.count} time(s) in {edit.file}, and found it {found} time(s).\n"
@@ -145,8 +141,6 @@ def apply(edits: Sequence[Edit], root: Path) -> list[str]:
             continue
         if path not in texts:
             if not path.is_file():
-                if edit.optional:
-                    continue
                 raise EditFailed(
                     f"edit {edit.name!r} expected the file {edit.file} in the source, and it is not there.\n"
                     f"  What to do: build from the unchanged sdist of Horovod {HOROVOD_VERSION}. Nothing was built."
@@ -154,10 +148,8 @@ def apply(edits: Sequence[Edit], root: Path) -> list[str]:
             # newline="" keeps the line ends as they are
             with path.open(encoding="utf-8", newline="") as file:
                 texts[path] = file.read()
-        after = replaced(texts[path], edit)
-        if after != texts[path]:
-            texts[path] = after
-            made.append(edit)
+        texts[path] = replaced(texts[path], edit)
+        made.append(edit)
     for path, text in texts.items():
         with path.open("w", encoding="utf-8", newline="") as file:
             file.write(text)

@@ -38,9 +38,3 @@ def installed_build() -> dict[str, Any] | None:
     if not isinstance(record, dict) or not isinstance(record.get("edits"), list):
         return {"edits": []}
     return record
-
-
-def has_edit(name: str) -> bool:
-    """Whether the installed Horovod has the named edit: a repair, or a speed-up that a variable enables."""
-    build = installed_build()
-    return build is not None and name in build["edits"]
