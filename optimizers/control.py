@@ -1,11 +1,13 @@
 """The control vector: what ranks tell each other with every gradient, at no message of its own.
 
-It is summed like a gradient. Each rank writes into its own slots and leaves the others' zero, so the sum is a gather:
-the number of loss terms, of every rank last step's share and compute time, what loading allows, how long it ran and was
-stopped, whether it
-has failed, was told to end, wants all to stop, to lay out buckets anew or to choose anew how these travel, how many
-batches it has dealt ahead, at times a hash of its parameters, which batch it is at and where in an epoch that was
-dealt, and – written by rank 0 alone – the next plan.
+It is summed like a gradient. Each rank writes into its own slots and leaves the others' zero, so the sum is a gather.
+It holds, in this order:
+
+    1                    loss terms of this rank; summed, those of the whole batch
+    len(Slots) x ranks   `Slots` field by field, each a row of all ranks
+    3 + ranks + 80       the next plan, written by rank 0 alone: version, predicted step, strategy; shares; reason
+    1 + 1 + len(Norms)   exchanges to the next comparison of parameters; staleness; `Norms`
+
 All ranks read the identical sum, and therefore hold the identical plan. The slots for the noise of the gradient are
 there whether or not anybody measures it, so that all ranks' vectors have one length.
 """
@@ -14,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hvd_hetero.policy.jitter import Ran
 from hvd_hetero.policy.strategy import LOCAL, SYNCHRONOUS
@@ -23,7 +25,26 @@ REASON_LENGTH = 80  # characters of a plan's reason that travel
 STRATEGIES = (SYNCHRONOUS, LOCAL)  # by the number that travels
 LEAVES, STOPS, LAYS_OUT, CHOOSES = 1, 2, 4, 8  # in one slot
 BATCHES, ORIGINS = 1 << 20, 15  # are told apart, in one slot: at most 2**24 together
-PER_RANK, PER_PLAN = 11, 3  # slots of a rank, and of a plan beside its shares and reason
+PER_PLAN = 3  # slots of a plan beside its shares and reason
+
+
+class Slots(NamedTuple):
+    """What one rank says of itself, a number each; of the sum, for each of these a row of all ranks."""
+
+    compute_s: Any
+    samples: Any
+    failed: Any
+    dealt_ahead: Any
+    running_s: Any  # these three: see `Ran`
+    stopped_s: Any
+    stops: Any
+    flags: Any  # LEAVES, STOPS, LAYS_OUT, CHOOSES
+    hash: Any
+    place: Any  # the batch that it is at, and where that was dealt
+    loading_s: Any
+
+
+PER_RANK = len(Slots._fields)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,16 +136,20 @@ def pack(
     origin: int | None = None,
 ) -> list[float]:
     """This rank's vector. Integers stay exact in fp32 up to 2**24."""
+    look = look or Look()
     vector = [0.0] * length(ranks)
     vector[0] = count
-    vector[1 + rank] = compute_s
-    vector[1 + ranks + rank] = samples
-    vector[1 + 2 * ranks + rank] = float(failed)
-    vector[1 + 3 * ranks + rank] = dealt_ahead
-    look, ends = look or Look(), LEAVES * leaves + STOPS * stops + LAYS_OUT * lays_out + CHOOSES * chooses
-    at = 0 if batch is None else batch % BATCHES + 1 + (0 if origin is None else (origin + 1) * BATCHES)
-    for place, value in enumerate((*(ran or Ran()), ends, look.hash, at, loading_s), start=4):
-        vector[1 + place * ranks + rank] = value
+    vector[1 + rank : 1 + PER_RANK * ranks : ranks] = Slots(
+        compute_s=compute_s,
+        samples=samples,
+        failed=float(failed),
+        dealt_ahead=dealt_ahead,
+        **(ran or Ran())._asdict(),
+        flags=LEAVES * leaves + STOPS * stops + LAYS_OUT * lays_out + CHOOSES * chooses,
+        hash=look.hash,
+        place=0 if batch is None else batch % BATCHES + 1 + (0 if origin is None else (origin + 1) * BATCHES),
+        loading_s=loading_s,
+    )
     if announcement is not None:
         at = 1 + PER_RANK * ranks
         text = announcement.reason.encode("ascii", "replace")[:REASON_LENGTH]
@@ -140,14 +165,24 @@ def pack(
     return vector
 
 
+def _rows(total: Sequence[float], *, ranks: int) -> Slots:
+    """What each rank said of itself, of a sum of control vectors."""
+    return Slots(*(list(total[1 + row * ranks : 1 + (row + 1) * ranks]) for row in range(PER_RANK)))
+
+
+def _flagged(flags: Sequence[float], flag: int) -> tuple[int, ...]:
+    """The ranks that have set a flag."""
+    return tuple(rank for rank, value in enumerate(flags) if int(value) & flag)
+
+
 def failed_in(total: Sequence[float], *, ranks: int) -> tuple[int, ...]:
     """Who has failed, of a sum of control vectors."""
-    return tuple(rank for rank in range(ranks) if total[1 + 2 * ranks + rank] > 0)
+    return tuple(rank for rank, value in enumerate(_rows(total, ranks=ranks).failed) if value > 0)
 
 
 def unpack(total: Sequence[float], *, ranks: int) -> Report:
     """What all ranks said, out of the sum of their vectors."""
-    at = 1 + PER_RANK * ranks
+    rows, at = _rows(total, ranks=ranks), 1 + PER_RANK * ranks
     announcement = None
     if total[at] > 0:
         version, predicted_step_s, strategy = total[at : at + PER_PLAN]
@@ -160,26 +195,23 @@ def unpack(total: Sequence[float], *, ranks: int) -> Report:
             predicted_step_s=predicted_step_s,
             strategy=STRATEGIES[int(strategy)],
         )
-    *ran, ends, hashes, said, loading_s = (
-        total[1 + place * ranks : 1 + (place + 1) * ranks] for place in range(4, PER_RANK)
-    )
-    at_batch = [int(value) - 1 for value in said]
+    places = [int(value) - 1 for value in rows.place]
     return Report(
         count=total[0],
-        compute_s=tuple(total[1 : 1 + ranks]),
-        loading_s=tuple(loading_s),
-        samples=tuple(total[1 + ranks : 1 + 2 * ranks]),
+        compute_s=tuple(rows.compute_s),
+        loading_s=tuple(rows.loading_s),
+        samples=tuple(rows.samples),
         failed=failed_in(total, ranks=ranks),
-        leaving=tuple(rank for rank in range(ranks) if int(ends[rank]) & LEAVES),
-        stopping=tuple(rank for rank in range(ranks) if int(ends[rank]) & STOPS),
-        lays_out=any(int(value) & LAYS_OUT for value in ends),
-        chooses=any(int(value) & CHOOSES for value in ends),
-        hashes=tuple(int(value) for value in hashes),
-        batches=tuple(value % BATCHES if value >= 0 else -1 for value in at_batch),
-        origins=tuple(value // BATCHES - 1 if value >= 0 else -1 for value in at_batch),
+        leaving=_flagged(rows.flags, LEAVES),
+        stopping=_flagged(rows.flags, STOPS),
+        lays_out=bool(_flagged(rows.flags, LAYS_OUT)),
+        chooses=bool(_flagged(rows.flags, CHOOSES)),
+        hashes=tuple(map(int, rows.hash)),
+        batches=tuple(place % BATCHES if place >= 0 else -1 for place in places),
+        origins=tuple(place // BATCHES - 1 if place >= 0 else -1 for place in places),
         interval=int(total[-NORMS - 2]),
-        dealt_ahead=tuple(int(total[1 + 3 * ranks + rank]) for rank in range(ranks)),
-        ran=tuple(Ran(*values) for values in zip(*ran, strict=True)),
+        dealt_ahead=tuple(map(int, rows.dealt_ahead)),
+        ran=tuple(map(Ran, rows.running_s, rows.stopped_s, rows.stops)),
         staleness=total[-NORMS - 1] / ranks,
         announcement=announcement,
         norms=Norms(*total[-NORMS:]),
