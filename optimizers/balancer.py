@@ -27,6 +27,7 @@ from .meter import Stopwatch
 from .partial_sum import PartialSums
 from .place import Places
 from .planner import Planner
+from .progress import BatchProgress
 from .record import Record
 from .strategies import Strategies
 from .timesheet import Timesheet
@@ -108,15 +109,7 @@ class Balancer:
         self.adaptive = self.terms.adaptive and self.size > 1
         self.planner = Planner(self.terms, clock=LOOK_CLOCK)
         self.ladder = Ladder(self.plan.shares, tell=self._moved)
-        self.count_now: float | None = None  # loss terms of the next backward pass
-        self._counted = 0.0  # those of this batch's passes before the present one
-        self.samples = 0  # of this rank's batch
-        self.last_pass = True  # False while micro-batches are to follow
-        self.part = 0  # number of the present batch, or part of one, on this rank
-        self.part_terms = 0.0  # its loss terms
-        self.loop = 0  # number of the last loop over parts of a batch
-        self.passed = -1  # that of the last backward pass, of whichever optimizer
-        self.backward_passes = 0  # so far, one for each optimizer that a pass has gradients for
+        self.progress = BatchProgress()
         self.exchanges = Exchanges(self.begin_unseen)
         self._wait_s, self._bytes_sent = 0.0, 0  # of exchanges since a step ended
         self.keepers = Places(lambda: Keeping(sayings={"samples": self.timesheet}))  # of optimizers and tapes
@@ -199,6 +192,11 @@ class Balancer:
         """This rank's samples of the next global batch."""
         return self.plan_at(self.step + 1).shares[self.rank]
 
+    @property
+    def samples(self) -> int:
+        """This rank's samples of the global batch begun last."""
+        return self.progress.samples
+
     def __repr__(self) -> str:
         shares = ":".join(map(str, self.plan.shares))
         return f"Balancer(global_batch_size={self.global_batch_size}, shares={shares}, step={self.step})"
@@ -222,13 +220,12 @@ class Balancer:
     def _begin(self, samples: int) -> None:
         check_whole("samples", samples, least=0)
         self.departure.check()
-        self.count_warnings.begins(self.backward_passes)
+        self.count_warnings.begins(self.progress.backward_passes)
         self.step += 1
-        self.samples, self._counted = samples, 0.0
+        self.progress.begin_batch(samples)
         self.timesheet.begin(samples)
-        self.last_pass = True
         self.exchanges.on_begin()
-        self.part += 1
+        self.progress.begin_part()
         self._set_count(float(samples))
 
     def end_epoch(self) -> None:
@@ -250,35 +247,20 @@ class Balancer:
         terms = float(terms)
         if not 0 <= terms < float("inf"):
             raise ValueError(f"terms: expected a number of loss terms, 0 or more. Received: {terms}.")
-        self.count_warnings.said(terms, self.backward_passes)
+        self.count_warnings.said(terms, self.progress.backward_passes)
         self._set_count(terms)
 
     def _set_count(self, terms: float) -> None:
         self.exchanges.on_count(terms)
-        self.count_now = self.part_terms = terms
+        self.progress.count(terms)
         if not self.timesheet.running:
             self.timesheet.run()
 
-    def _begin_pass(self, terms: float, *, first: bool) -> None:
+    def _begin_micro_batch(self, terms: float, *, first: bool) -> None:
         """A backward pass over `terms` loss terms begins, of several of this batch."""
-        self._counted = 0.0 if first else self.batch_terms
-        self.loop += first
+        self.progress.begin_micro_batch(first=first)
         self._set_count(terms)
-        self.part += 1
-
-    def _end_passes(self) -> None:
-        """The parts of this batch are over: another backward pass would be over all of it."""
-        self.count_now, self._counted = self.batch_terms, 0.0
-
-    @property
-    def in_parts(self) -> bool:
-        """Whether the present pass is one of several over this batch, and not the first."""
-        return self._counted > 0
-
-    @property
-    def batch_terms(self) -> float:
-        """The loss terms of this batch on this rank, in all its passes so far."""
-        return self._counted + (self.count_now or 0.0)
+        self.progress.begin_part()
 
     def fail(self) -> None:
         """Tells all ranks, in the exchange they wait in, that this one cannot go on; they raise `PeerError`. Where they

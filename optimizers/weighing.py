@@ -117,7 +117,7 @@ class Weighing:
         """Global batches since the last exchange, the same on all ranks. The present one is among them also where it
         was left out and has had another pass since, with gradients of whichever optimizer: which parameters a pass has
         some for depends on samples."""
-        again = self._left_out is not None and self.balancer.backward_passes > self._left_out
+        again = self._left_out is not None and self.balancer.progress.backward_passes > self._left_out
         return self._begun + again
 
     @begun.setter
@@ -127,7 +127,7 @@ class Weighing:
     def forget(self, *, present: bool) -> None:
         """The batches before the present one are not to count, nor is that one where it is meant as well."""
         self.begun = min(self.begun, 0 if present else 1)
-        self._left_out = self.balancer.backward_passes if present and not self._over else None
+        self._left_out = self.balancer.progress.backward_passes if present and not self._over else None
 
     def end(self) -> None:
         """An exchange is over."""

@@ -53,7 +53,7 @@ def train(engine, *, speeds, steps, lookahead=0, length=None, changes=None, stat
         vector,
         routes=[Route(one_level(engine), "flat")],
         rides_in=0,
-        outgoing=lambda: balancer.dialogue.outgoing(leads=number == 0, count=balancer.count_now),
+        outgoing=lambda: balancer.dialogue.outgoing(leads=number == 0, count=balancer.progress.terms),
         name="train",
     )
     dealer = Dealer(length or WHOLE * steps, global_batch_size=WHOLE, shuffle=True, seed=7, drop_last=False)

@@ -419,18 +419,18 @@ def test_a_batch_begins_with_the_exchange_that_comes_first_and_again():
     seen = []
     for each in (second, first, second, first):
         balancer.exchanges.runs(each)
-        seen.append((balancer.step, balancer.count_now, balancer.exchanges.leads(second)))
+        seen.append((balancer.step, balancer.progress.terms, balancer.exchanges.leads(second)))
     assert seen == [(0, 8.0, True), (0, 8.0, True), (1, 7.0, True), (1, 7.0, True)]
     balancer.forget()  # an epoch begins
     for samples in (5, 4):
         balancer.announce(samples)
     for at, samples in ((2, 5.0), (3, 4.0)):
         balancer.exchanges.runs(third)
-        assert (balancer.step, balancer.count_now, balancer.exchanges.leads(third)) == (at, samples, True)
+        assert (balancer.step, balancer.progress.terms, balancer.exchanges.leads(third)) == (at, samples, True)
     balancer.begin(3)  # a loop without a dataset
     balancer.exchanges.runs(third)
     balancer.exchanges.runs(first)
-    assert (balancer.step, balancer.count_now, balancer.exchanges.leads(third)) == (4, 3.0, True)
+    assert (balancer.step, balancer.progress.terms, balancer.exchanges.leads(third)) == (4, 3.0, True)
 
 
 def test_gradients_of_a_batch_of_which_some_are_there_are_of_that_batch():
@@ -474,7 +474,7 @@ def test_a_batch_that_the_script_begins_may_have_several_exchanges_although_othe
         balancer.begin(samples)
         for _ in range(3):
             balancer.exchanges.runs(tape)
-            seen.append((balancer.step, balancer.count_now))
+            seen.append((balancer.step, balancer.progress.terms))
     assert seen == [(0, 8.0)] * 3 + [(1, 7.0)] * 3
 
 
@@ -513,7 +513,7 @@ def test_an_exchange_that_comes_again_is_of_the_present_batch_until_another_is_a
         for each in exchanges:
             balancer.exchanges.runs(each)
             balancer.exchanges.left(each)
-            seen.append((balancer.step, balancer.count_now, balancer.exchanges.leads(each)))
+            seen.append((balancer.step, balancer.progress.terms, balancer.exchanges.leads(each)))
 
     balancer.begin(8)
     run(tape)
@@ -573,7 +573,7 @@ def test_parts_of_an_exchange_are_of_one_batch_whatever_is_announced():
     seen = []
     for each, part in [(exchange, 0), (exchange, 1), (other, 0)] * 3:
         balancer.exchanges.runs(each, part)
-        seen.append((balancer.step, balancer.count_now, balancer.exchanges.leads(each)))
+        seen.append((balancer.step, balancer.progress.terms, balancer.exchanges.leads(each)))
     assert seen == [
         (step, float(samples), leads) for step, samples in enumerate((8, 7, 6)) for leads in (True, False, False)
     ]
@@ -590,7 +590,7 @@ def test_an_evaluation_in_the_midst_of_an_epoch_of_another_dataset_takes_nothing
     for _ in range(2):
         for batch in trained.epoch():
             balancer.exchanges.runs(exchange)
-            assert balancer.count_now == len(batch[0])
+            assert balancer.progress.terms == len(batch[0])
             seen += numbers(batch)
             list(looked_at.epoch())
     assert sorted(seen[:LENGTH]) == sorted(seen[LENGTH:]) == list(range(LENGTH)) and balancer.step == 5
@@ -610,7 +610,7 @@ def test_training_on_another_dataset_between_two_epochs_takes_nothing_from_them(
             seen = []
             for batch in reader.epoch():
                 balancer.exchanges.runs(exchange)
-                assert balancer.count_now == len(batch[0])
+                assert balancer.progress.terms == len(batch[0])
                 seen += numbers(batch)
             assert sorted(seen) == list(range(LENGTH))
     assert balancer.step == 17

@@ -50,7 +50,7 @@ def factors(engine, batches, *, rule="linear", base=WHOLE, staleness=lambda step
         vector[5:],
         routes=[Route(one_level(engine), "flat")],
         rides_in=0,
-        outgoing=lambda: balancer.dialogue.outgoing(leads=number == 0, count=balancer.count_now, noise=meter),
+        outgoing=lambda: balancer.dialogue.outgoing(leads=number == 0, count=balancer.progress.terms, noise=meter),
         name="train",
     )
     for step in range(len(batches)):

@@ -173,13 +173,13 @@ class Balancer(framework_free.Balancer):
     def idle(self) -> bool:
         """Whether this rank has no sample in the batch whose gradients come next: what it holds is another rank's."""
         with self.exchanges.turn:
-            return (self._next.samples[0] if self._next_due else self.count_now) == 0
+            return (self._next.samples[0] if self._next_due else self.progress.terms) == 0
 
     @property
     def terms_due(self) -> float | None:
         """Over how many terms the loss of the batch is a mean whose gradients come next; None: nobody said."""
         with self.exchanges.turn:
-            return (self._next.terms or self._next.samples)[0] if self._next_due else self.count_now
+            return (self._next.terms or self._next.samples)[0] if self._next_due else self.progress.terms
 
     @property
     def _next_due(self) -> bool:

@@ -119,7 +119,7 @@ class ReducedStep:
             raise RuntimeError(TRACED_BEFORE)
         self._owner.last = self
         self._balancer.exchanges.runs(self._owner, part)
-        terms = self._balancer.count_now
+        terms = self._balancer.progress.terms
         assert terms is not None  # begun
         if self._passes == 0 and self._weighing.passes > 1:
             self._go_on()

@@ -82,7 +82,7 @@ class Balancer(framework_free.Balancer):
             value: a number, or a tensor of one element.
         """
         name = f"hvd_hetero.{self.name}.mean"
-        return mean_over_ranks(value, terms=self.batch_terms, engine=self.engine, name=name, of_none=math.nan)
+        return mean_over_ranks(value, terms=self.progress.batch_terms, engine=self.engine, name=name, of_none=math.nan)
 
     def micro_batches(self, batch: Batch) -> Iterator[Batch]:
         """The parts of `batch`, each of at most this rank's `max_micro_batch` samples, for one `backward()` each.
@@ -108,9 +108,9 @@ class Balancer(framework_free.Balancer):
         for index, size in enumerate(sizes):
             part = slice(at, at + size)
             at += size
-            self.last_pass = index == len(sizes) - 1
+            self.progress.last_pass = index == len(sizes) - 1
             if len(sizes) > 1:
-                self._begin_pass(float(size), first=index == 0)
+                self._begin_micro_batch(float(size), first=index == 0)
             yield cut(batch, part, samples)
         if len(sizes) > 1:
-            self._end_passes()
+            self.progress.end_micro_batches()

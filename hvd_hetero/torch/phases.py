@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from hvd_hetero.optimizers.attachment import PeerError
+from hvd_hetero.optimizers.progress import BatchProgress
 from hvd_hetero.optimizers.weighing import Weighing
 
 from .backward import backward_pass
@@ -72,7 +73,7 @@ class StepPhases:
         self._turn = threading.RLock()  # a backward pass has a thread for each device
         self._taker: Callable[[torch.nn.Parameter], None] | None = None  # of the backward pass's gradients
         self._earlier = 0.0, 0  # terms of this step's batches before the present one, and how many have some
-        self._passed = -1  # the part of a batch that the last backward pass was over: see `Balancer.part`
+        self._passed = -1  # the part of a batch that the last backward pass was over: see `BatchProgress`
         self._last = False  # whether the exchange follows the backward pass that has ended
         self._unchanged = Unchanged(parameters)  # since the passes of a step apart ended
         self.terms = 0.0
@@ -98,6 +99,10 @@ class StepPhases:
     def _step(self) -> ReducedStep:
         return self._layouts().step
 
+    @property
+    def _progress(self) -> BatchProgress:
+        return self._balancer.progress
+
     # Between backward passes ----------------------------------------------------------------------------------------
 
     def begin_batch(self) -> None:
@@ -105,19 +110,19 @@ class StepPhases:
         self.break_off()
         self.check_unchanged()
         if self._passes_by and self._weighing.passes > 1:
-            self._passes.pass_by(self._balancer.part_terms)
+            self._passes.pass_by(self._progress.part_terms)
         counts = self._weighing.begun > 0 and self._weighing.passes > 1
         self._earlier = self._by_now() if counts else (0.0, 0)
-        self._passes.end_batch(counts=self._weighing.passes > 1, loop=self._balancer.loop)
+        self._passes.end_batch(counts=self._weighing.passes > 1, loop=self._progress.loop)
         self._phase = Phase.BETWEEN  # also where a script skipped the last step
 
     def begin_part(self) -> None:
         """A batch, or a part of one, begins."""
         self.break_off()
-        if not self._balancer.in_parts:  # what follows is another loss, as that of a GAN's other model
+        if not self._progress.in_parts:  # what follows is another loss, as that of a GAN's other model
             self._passes.end_loss()
         elif self._passes_by:
-            self._passes.pass_by(self._balancer.part_terms)
+            self._passes.pass_by(self._progress.part_terms)
 
     def begin_anew(self) -> None:
         """The update is made, or others may be made for the same batch."""
@@ -131,7 +136,7 @@ class StepPhases:
         self._passes.clear()
         self._earlier = 0.0, 0
         # By any parameters' passes, which all ranks make alike: whether there was one with these depends on samples.
-        passed = self._balancer.passed == self._balancer.part
+        passed = self._progress.passed == self._progress.part
         self._weighing.forget(present=passed or self._balancer.batch_order.over)
         self._passed = -1
 
@@ -161,11 +166,11 @@ class StepPhases:
     def _passes_by(self) -> bool:
         """Whether the present batch, or part of one, whose exchange is yet to come, had backward passes on this rank,
         but none with a gradient of these parameters. It is zero then, over as many terms."""
-        return self._balancer.passed == self._balancer.part != self._passed and self._weighing.begun > 0
+        return self._progress.passed == self._progress.part != self._passed and self._weighing.begun > 0
 
     def _by_now(self) -> tuple[float, int]:
         """The terms of this step's batches, and how many of these have some on this rank."""
-        (terms, batches), now = self._earlier, self._balancer.batch_terms
+        (terms, batches), now = self._earlier, self._progress.batch_terms
         return terms + now, batches + (now > 0)
 
     def _set_by_hand(self) -> bool:
@@ -185,8 +190,8 @@ class StepPhases:
         """At the first gradient of a backward pass."""
         self._follow()
         self._balancer.begin_unseen()
-        self._balancer.backward_passes += 1
-        terms = self._balancer.count_now
+        self._progress.backward_passes += 1
+        terms = self._progress.terms
         if terms is None:
             raise RuntimeError(
                 "Expected the number of samples of this batch before backward(). Received: none. Iterate over "
@@ -195,10 +200,10 @@ class StepPhases:
         self._balancer.batch_order.passes()
         self._balancer.count_warnings.passes(self._balancer.samples)
         backward_pass().add(self)
-        last = self._balancer.last_pass and self._weighing.complete
+        last = self._progress.last_pass and self._weighing.complete
         self._phase = Phase.LAST_PASS if last else Phase.PASS
-        self._passes.begin(terms, earlier=self._balancer.batch_terms - terms, loop=self._balancer.loop)
-        self._passed = self._balancer.passed = self._balancer.part
+        self._passes.begin(terms, earlier=self._progress.batch_terms - terms, loop=self._progress.loop)
+        self._passed = self._progress.passed = self._progress.part
         self._taker = None
         if last and not self._apart():
             # Without a term in an earlier pass either, zeros are sent: like the others, also of a pass that all break
@@ -250,12 +255,12 @@ class StepPhases:
             raise RuntimeError(BROKEN_OFF)
         self._passes.warn_of_changes()
         if self._passes_by:
-            self._passes.pass_by(self._balancer.part_terms)
+            self._passes.pass_by(self._progress.part_terms)
         elif not self._passes.begun and (self._balancer.begin_unseen() or self._set_by_hand()):
             self._balancer.batch_order.passes()
             terms, batches = self._by_now()
             self._passes.put(terms, batches=max(1, batches))
-        self._passes.end_batch(counts=True, loop=self._balancer.loop)
+        self._passes.end_batch(counts=True, loop=self._progress.loop)
         self._send_rest()
         self._finish()
 

@@ -284,7 +284,7 @@ class GradientReducer:
     def on_count(self, terms: float) -> None:
         """Before a pass over `terms` loss terms."""
         self._phases.begin_part()
-        if self._balancer.in_parts or not self._balancer.last_pass:
+        if self._balancer.progress.in_parts or not self._balancer.progress.last_pass:
             self._hooks.look_before()
         self._passes.expect()
 
@@ -363,7 +363,7 @@ class GradientReducer:
         """
         loss = self.passed(closure)
         self._phases.begin_anew()  # it may be called again
-        name, terms = f"{self._weighing.name}.loss", self._balancer.batch_terms
+        name, terms = f"{self._weighing.name}.loss", self._balancer.progress.batch_terms
         return mean_over_ranks(loss, terms=terms, engine=self._weighing.engine, name=name)
 
 

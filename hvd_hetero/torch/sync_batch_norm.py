@@ -83,7 +83,7 @@ class SyncBatchNorm(_BatchNorm):
             self._rows = RowSum(
                 engine,
                 name=engine.unique("hvd_hetero.sync_batch_norm."),
-                terms=lambda: None if balancer is None else balancer.count_now,
+                terms=lambda: None if balancer is None else balancer.progress.terms,
             )
             engine.on_change(self._forget_ranks)
         x = input if input.dtype == torch.float64 else input.float()
