@@ -129,7 +129,7 @@ class HeteroContender(HorovodContender):
                     of_size[len(array)] = router.way(key, array, [(side, side)], lossy=codec != "none")
                 way = of_size[len(array)]
                 way.start(array, name=name).wait()
-                way.settle(True)
+                way.end_step(True)
 
             return reduce
 

@@ -94,13 +94,13 @@ class Balancer:
         self.dependents = Dependents()
         self.departure = Departure()
         self.strategies = Strategies()
-        self._settle(others=is_elastic())
+        self._start(others=is_elastic())
         self._introduce()
         self.record.waits(engine)
         engine.during_waits(self.timesheet.waiting)
         engine.remember(self.rebuild)
 
-    def _settle(self, *, others: bool) -> None:
+    def _start(self, *, others: bool) -> None:
         """Begins on the ranks that there are, which may be `others` than at first. A collective call."""
         self.rank, self.size = self.engine.rank, self.engine.size
         self.name = self.engine.unique("balancer")
@@ -131,7 +131,7 @@ class Balancer:
     def rebuild(self) -> None:
         """Goes on with the ranks that there are now: those known keep their measurements. A collective call."""
         state = self.state_dict()
-        self._settle(others=True)
+        self._start(others=True)
         self._load(state)
         self.record.ranks(self.engine, step=self.step)
         self._introduce()

@@ -74,7 +74,7 @@ class Carry:
             array += waits * weight
             self._taken.add(index)
 
-    def settle(self, finite: bool) -> None:
+    def end_step(self, finite: bool) -> None:
         """Ends a sum of all arrays; of one that is not finite nothing counts."""
         if finite:
             for index in self._taken:

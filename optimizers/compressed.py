@@ -23,7 +23,7 @@ class Reduction(Protocol):
     def steps(self, engine: Engine, array: Any, *, name: str) -> Steps:
         """The collectives of one sum; returns the sum, which may be `array` itself or overwrite it."""
 
-    def settle(self, finite: bool) -> None:
+    def end_step(self, finite: bool) -> None:
         """Ends a step. Where the result was not finite, what is kept stays as it was before the step."""
 
     def release(self, engine: Engine) -> Any | None:
@@ -37,7 +37,7 @@ class Reduction(Protocol):
 class KeepsNothing:
     """What a reduction does at the end of a step when it sends everything."""
 
-    def settle(self, finite: bool) -> None:
+    def end_step(self, finite: bool) -> None:
         pass
 
     def release(self, engine: Engine) -> None:

@@ -44,7 +44,7 @@ class Feedback:
         kept = self._now.get(key)
         return verbs_of(array).copied(array) if kept is None else array + kept
 
-    def settle(self, finite: bool) -> None:
+    def end_step(self, finite: bool) -> None:
         if finite:
             self._now.update(self._next)
             self._step += 1

@@ -126,9 +126,9 @@ class ParameterGuard:
         self._due = said + interval
         others = [rank for rank, value in enumerate(hashes) if value not in (0, hashes[0])]
         if others:
-            self._settle(others)
+            self._reconcile(others)
 
-    def _settle(self, others: Sequence[int]) -> None:
+    def _reconcile(self, others: Sequence[int]) -> None:
         parameters, engine = self._parameters(), self._engine
         assert parameters is not None
         mine = [parameters.read(index) for index in range(len(parameters.lossy))]

@@ -53,11 +53,11 @@ class Route:
         steps: Callable[..., Any] = ALGORITHMS[self.algorithm]
         return Chain(steps(self.levels, array, name=name, local=local, cross=self.cross.steps))
 
-    def settle(self, finite: bool) -> None:
-        """Ends a step; see `Reduction.settle`."""
-        self.cross.settle(finite)
+    def end_step(self, finite: bool) -> None:
+        """Ends a step; see `Reduction.end_step`."""
+        self.cross.end_step(finite)
         if self.local is not None:
-            self.local.settle(finite)
+            self.local.end_step(finite)
 
     def release_into(self, array: Any) -> None:
         """Adds what this route has kept back to `array`, which takes another route: nothing is lost."""

@@ -210,9 +210,9 @@ class Trial:
         self._tell(choice)
         return (yield self._begin(self._chosen, array, name))
 
-    def settle(self, finite: bool) -> None:
-        """Ends a step; see `Reduction.settle`."""
-        self._route.settle(finite)
+    def end_step(self, finite: bool) -> None:
+        """Ends a step; see `Reduction.end_step`."""
+        self._route.end_step(finite)
         if finite:
             self._moved = None
 

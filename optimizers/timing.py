@@ -79,7 +79,7 @@ class _Sum:
         begin = self._clock()
         self._route.start(self._array, name=self._name).wait()
         seconds = self._clock() - begin
-        self._route.settle(True)
+        self._route.end_step(True)
         return seconds
 
     def times(self, repeats: int) -> np.ndarray:

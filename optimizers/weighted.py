@@ -31,7 +31,7 @@ class Way(Protocol):
     def start(self, array: Any, *, name: str) -> Handle:
         """The sum is `array`, overwritten, or an array that nobody else holds."""
 
-    def settle(self, finite: bool) -> None: ...
+    def end_step(self, finite: bool) -> None: ...
 
     def release_into(self, array: Any) -> None: ...
 
@@ -221,8 +221,8 @@ class WeightedExchange:
             finite = not results or verbs_of(results[0]).all_finite(results)
             counts = counts and finite and not self._fails(sums)
             for route in self._routes:
-                route.settle(counts)
-            self._carry.settle(counts)
+                route.end_step(counts)
+            self._carry.end_step(counts)
         self.counted = counts
         factor = scale(sums)
         if factor != 1.0:

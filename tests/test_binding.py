@@ -18,7 +18,7 @@ class Engine:
     def watch(self):
         pass
 
-    def settle(self):
+    def agree_on_rebuilds(self):
         return []
 
 

@@ -153,7 +153,7 @@ def test_what_weighs_the_same_costs_nothing():
     array = np.ones(4)
     for weight in (8.0, None):
         carry.add_to(0, array, weight)
-        carry.settle(True)
+        carry.end_step(True)
     assert np.array_equal(array, np.ones(4))
 
 
@@ -172,7 +172,7 @@ def test_what_a_rank_without_a_share_keeps_is_of_a_usual_weight():
     for weight in (None, 24.0):
         array = np.zeros(1)
         carry.add_to(0, array, weight)
-        carry.settle(True)
+        carry.end_step(True)
         assert array[0] == 0.0 and route.kept == 5.0, "the route itself adds it"
     carry.add_to(0, array, 48.0)
     assert array[0] == 10.0 and route.kept == 0.0

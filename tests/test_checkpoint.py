@@ -109,7 +109,7 @@ class Words:
     def __init__(self, rank, shared=b"", own=b""):
         self.rank, self.shared, self.own, self.told = rank, shared, own, False
 
-    def settle(self): ...
+    def merge_models(self): ...
 
     def leave(self):
         self.told = True
@@ -510,7 +510,7 @@ def test_several_steps_at_a_time_save_where_they_pass_a_multiple(tmp_path):
 def test_what_is_saved_is_what_ranks_have_come_to(tmp_path):
     """With a local strategy they hold other models until then."""
     state = Words(0, b"before", b"before")
-    state.settle = lambda: vars(state).update(shared=b"one model", own=b"own of it")
+    state.merge_models = lambda: vars(state).update(shared=b"one model", own=b"own of it")
     made(SoloEngine(), tmp_path / "x", state).save()
     other = Words(0)
     made(SoloEngine(), tmp_path / "x", other).restore()

@@ -29,7 +29,7 @@ class Made:
 def settled(engine, rebuilds):
     """The names of what is rebuilt."""
     gathered = functools.partial(gather_text, engine, name="made")
-    return [method() for method in rebuilds.settle(gathered)]
+    return [method() for method in rebuilds.agree(gathered)]
 
 
 def all_alike(found):

@@ -94,7 +94,7 @@ def summed(nodes, algorithm, recipe, steps, array=np.asarray, dtype=np.float64, 
             mine = array(brought(ranks, step, dtype)[engine.rank])
             result = route.start(mine, name="sum").wait()
             results.append(np.asarray(result).copy())
-            route.settle(bool(np.isfinite(results[-1]).all()))
+            route.end_step(bool(np.isfinite(results[-1]).all()))
         kept = array(np.zeros(LENGTH, dtype=dtype))
         route.release_into(kept)
         return results, np.asarray(kept)
@@ -308,7 +308,7 @@ def test_a_trial_finds_the_fastest_route_and_loses_nothing(loaded, bad):
             if step in bad:
                 mine[7] = np.inf
             found = np.array(trial.start(mine, name="x").wait())
-            trial.settle(step not in bad)
+            trial.end_step(step not in bad)
             if step not in bad:
                 total = total + found
             if loaded:
@@ -337,7 +337,7 @@ def test_the_router_gives_every_rank_the_same_way():
         for step in range(2):
             for i, way in enumerate(ways):
                 way.start(gradients(4, step)[engine.rank], name=f"b{i}").wait()
-                way.settle(True)
+                way.end_step(True)
         return [choice.route for choice in told]
 
     chosen = World(4).run(program)
@@ -459,10 +459,10 @@ def test_a_state_of_other_nodes_is_begun_anew_on_all_ranks(before, after, codec,
             mine = gradients(4, step)[engine.rank]
             mine[: LENGTH // 2] *= 4.0  # parts of unlike size
             first.start(mine, name="a").wait()
-            first.settle(True)
+            first.end_step(True)
         second.load_state_dict(first.state_dict())
         result = np.array(second.start(gradients(4, 2)[engine.rank], name="b").wait())
-        second.settle(True)
+        second.end_step(True)
         kept = np.zeros(LENGTH)
         second.release_into(kept)
         return result, kept
@@ -481,7 +481,7 @@ def test_factors_of_another_rank_are_begun_anew(rank):
             if before is not None:
                 route.load_state_dict(before.state_dict())
             result = np.array(route.start(gradients(2, step)[engine.rank], name=f"{step}").wait())
-            route.settle(True)
+            route.end_step(True)
             results[engine.rank].append(result)
         kept = np.zeros(LENGTH)
         route.release_into(kept)
@@ -501,7 +501,7 @@ def test_states_go_on_where_they_were():
             first = Route(one_level(engine), "flat", cross=CODECS[codec].reduction(SHAPES))
             for step in range(3):
                 first.start(gradients(2, step)[engine.rank], name="a").wait()
-                first.settle(True)
+                first.end_step(True)
             second = Route(one_level(engine), "flat", cross=CODECS[codec].reduction(SHAPES))
             second.load_state_dict(first.state_dict())
             return [
@@ -570,7 +570,7 @@ def test_half_keeps_its_digits_after_a_step_of_very_large_gradients():
             each = [gradient * size for gradient in gradients(2, step, np.float32)]
             got, true = route.start(each[engine.rank].copy(), name="x").wait(), sum(each)
             off.append(float(np.linalg.norm(got - true) / np.linalg.norm(true)))
-            route.settle(True)
+            route.end_step(True)
         return off
 
     assert max(World(2).run(program)[0]) < 1e-3
@@ -600,7 +600,7 @@ def powersgd_sends(factor, array, spike=1.0):
             size = np.float32(factor * (spike if step == 3 else 1.0))
             mine = gradients(2, step, np.float32)[engine.rank] * size
             found.append(np.asarray(route.start(array(mine), name="x").wait()) / size)
-            route.settle(True)
+            route.end_step(True)
         return found
 
     return World(2).run(program)[0]

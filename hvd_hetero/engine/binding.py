@@ -86,7 +86,7 @@ def _come_together(framework: str, *args: Any, **kwargs: Any) -> Methods:
             tell(UNLIKE.format(gloo_allreduce()))
         raise
     check_versions(engine, versions(framework), stays=stays)
-    methods: Methods = engine.settle()
+    methods: Methods = engine.agree_on_rebuilds()
     return methods
 
 

@@ -44,7 +44,7 @@ class State(Protocol):
     def leave(self) -> None:
         """Tells all ranks that this one was told to end."""
 
-    def settle(self) -> None:
+    def merge_models(self) -> None:
         """Comes to what all ranks share. A collective call."""
 
     def shared_content(self) -> bytes:
@@ -152,7 +152,7 @@ class Checkpoint:
             CheckpointError: on every rank, where it cannot be written, or something of it is no data.
         """
         engine = self._engine
-        self._state.settle()
+        self._state.merge_models()
         own, problem = b"", ""
         try:
             own = self._state.own_content()
@@ -241,7 +241,7 @@ class Checkpoint:
             raise CheckpointError(said["error"])
         if not said["parts"]:
             return False
-        self._state.settle()
+        self._state.merge_models()
         shared = broadcast_bytes(engine, parts[0] if parts else b"", root=root, name="hvd_hetero.checkpoint.shared")
         self._load(self._state.load_shared_content, shared)
         if said["parts"] == 1 + engine.size:

@@ -143,7 +143,7 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
         same steps; with a local strategy, they come to one model first. A rank that was told to end (SIGTERM) ends
         here, with exit status 75, and the others go on without it; where its host still offers the place, another
         process takes it. Where all leave, a checkpoint is saved, if there is one."""
-        self.settle()
+        self.merge_models()
         self.commits += 1
         self.save()
         leaving = self._all_leaving() if self.leaving else ()
@@ -157,7 +157,7 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
         try:
             super().check_host_updates()
         except _exceptions.HostsUpdatedInterrupt:
-            self.settle()  # all ranks are here, also where this is not called by `commit`
+            self.merge_models()  # all ranks are here, also where this is not called by `commit`
             self.save()
             raise
 
@@ -178,7 +178,7 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
         """Goes back to what was kept. With a local strategy a collective call, unless ranks are gone: merges that are
         under way end, so that none moves the model that is gone back to."""
         if not self._broken_off:
-            self.settle()
+            self.merge_models()
         for name, part in self._parts.items():
             self._restore_part(part, self._copy(self._kept[name]))
         for name, value in self._kept_values.items():
@@ -223,7 +223,7 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
         self._synced, self.commits = True, held[root][2]
         self.save()
 
-    def settle(self) -> None:
+    def merge_models(self) -> None:
         """Comes to one model, with a local strategy. A collective call."""
         for part in self._parts.values():
             self._merge(part)
@@ -293,7 +293,7 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
         for kind, mine in (("parts", list(self._parts)), ("values", self._plain)):
             if set(state[kind]) != set(mine):
                 raise ValueError(f"Expected the state of a job with {kind} {mine}. Received: {list(state[kind])}.")
-        self.settle()
+        self.merge_models()
         for name, part in self._parts.items():
             self._restore_part(part, state["parts"][name])
             late = part.unknown(state["parts"][name]) if hasattr(part, "unknown") else ()

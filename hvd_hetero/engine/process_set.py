@@ -190,10 +190,10 @@ class ProcessSetEngine:
     def on_change(self, forget: Callable[[], None]) -> None:
         self._forgets.add(forget)
 
-    def settle(self: Any) -> list[Callable[[], None]]:
+    def agree_on_rebuilds(self: Any) -> list[Callable[[], None]]:
         """What `rebuild` is to call: the methods of what lives on all ranks. On the engine of all ranks, which may
         have become others; a collective call, also of ranks that join."""
-        return self._rebuilds.settle(lambda mine: gather_text(self, mine, name="hvd_hetero.made"))
+        return self._rebuilds.agree(lambda mine: gather_text(self, mine, name="hvd_hetero.made"))
 
     @classmethod
     def enter_train(cls) -> None:
@@ -252,8 +252,8 @@ class ProcessSetEngine:
 
     @classmethod
     def rebuild(cls, methods: Sequence[Callable[[], None]]) -> None:
-        """After Horovod was initialised anew: what `settle` has returned settles on the new ranks. A collective call;
-        ranks that joined make the same objects meanwhile."""
+        """After Horovod was initialised anew: calls what `agree_on_rebuilds` returned, on the new ranks. A collective
+        call; ranks that joined make the same objects meanwhile."""
         cls._named.clear()
         cls._unnamed.clear()
         shared_sets.forget()

@@ -72,7 +72,7 @@ class Rebuilds:
         """`train` begins: what is made from here on is made by it."""
         self._during, self._number = self._round, 0
 
-    def settle(self, gathered: Callable[[str], Sequence[str]]) -> list[Callable[[], None]]:
+    def agree(self, gathered: Callable[[str], Sequence[str]]) -> list[Callable[[], None]]:
         """What to call for what lives on all ranks that were there; the rest is remembered no more.
 
         `gathered` returns what it is called with on each rank. What is returned holds its objects.

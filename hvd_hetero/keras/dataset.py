@@ -104,7 +104,7 @@ class BalancedDataset(UntunedDataset):
     @property
     def workers(self) -> int:
         """1: Keras loads nothing ahead by itself. Keras asks when it begins to read anew, in each `fit`."""
-        self._settle()
+        self._count_used()
         self._fresh, self._at = True, None
         return 1
 
@@ -145,7 +145,7 @@ class BalancedDataset(UntunedDataset):
     def on_epoch_end(self) -> None:
         """After the last batch of an epoch."""
         self.aside.end()
-        used = self._settle()
+        used = self._count_used()
         if self._at is not None and not self._fresh:
             if used:
                 self.balancer.trained(self)
@@ -161,13 +161,13 @@ class BalancedDataset(UntunedDataset):
         """Chooses the order of `epoch`, and starts at its beginning – unless it was resumed in the middle of it, or at
         its end: then nothing of it is left. For a loop of your own, which otherwise sees one epoch after the other, and
         before a `fit` with that `initial_epoch` of which no state was loaded: `fit` does not tell datasets of it."""
-        self._settle()
+        self._count_used()
         self._at = None
         self.sampler.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Batch]:
         """The batches of an epoch, for a loop of your own: what is left of one that was resumed or broken off."""
-        self._settle()
+        self._count_used()
         left = len(self) - self.sampler.position
         if left == 0:
             self.sampler.end_epoch()
@@ -186,7 +186,7 @@ class BalancedDataset(UntunedDataset):
         return untuned(dataset.apply(tf.data.experimental.assert_cardinality(len(self))).prefetch(READ_AHEAD))
 
     def _epoch(self, batches: int, *, ahead: bool) -> Iterator[Batch]:
-        self._settle()
+        self._count_used()
         self._rewind(ahead=ahead)
         self._at = self.balancer.begun(self)
         loaded = self.sampler.loaded
@@ -216,7 +216,7 @@ class BalancedDataset(UntunedDataset):
             loaders=self._ahead.workers,
         )
 
-    def _settle(self) -> int:
+    def _count_used(self) -> int:
         """Tells the sampler what was used since the last time; the number of batches."""
         if self._at is None:
             return 0
@@ -261,7 +261,7 @@ class BalancedDataset(UntunedDataset):
 
     def state_dict(self) -> dict[str, int]:
         """Where in which epoch: the number of global batches used."""
-        self._settle()
+        self._count_used()
         return self.sampler.state_dict()
 
     def load_state_dict(self, state: dict[str, int]) -> None:

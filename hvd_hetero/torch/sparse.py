@@ -198,7 +198,7 @@ class SparseExchange:
             sums[parameter] = whole if factor == 1.0 else whole * factor
         return sums
 
-    def settle(self, sums: Mapping[torch.nn.Parameter, torch.Tensor]) -> None:
+    def end_step(self, sums: Mapping[torch.nn.Parameter, torch.Tensor]) -> None:
         """Says that a step counts that has these sums: what was carried is in it, unless they are not finite."""
         values = [whole.values() for whole in sums.values()]
         if self._taken and verbs_of(values[0]).all_finite(values):

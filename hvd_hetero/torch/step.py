@@ -161,7 +161,7 @@ class ReducedStep:
                 bytes_sent = sum(flat.numel() * flat.element_size() for flat in results) + self._sparse.bytes_sent
                 sums = self._sparse.finish(weighing.factor(total))
                 if self._exchange.counted:
-                    self._sparse.settle(sums)
+                    self._sparse.end_step(sums)
         except BaseException:
             balancer.dialogue.unheard()  # or a thread that deals ahead would wait for the answer
             raise

@@ -99,7 +99,7 @@ class _Stream:
         with self._draws():
             if tells and callable(set_epoch := getattr(dataset, "set_epoch", None)):
                 set_epoch(epoch)
-            _settle(dataset, seed_of(seed, epoch))
+            _seed_and_shard(dataset, seed_of(seed, epoch))
             self._samples = iter(dataset)
 
     def take(self, places: Sequence[int], rank: int, *, looks: int = 0) -> tuple[list[Any], Any, int, int]:
@@ -118,7 +118,7 @@ class _Stream:
         return mine, first, whole, content
 
 
-def _settle(pipe: Any, seed: int) -> None:
+def _seed_and_shard(pipe: Any, seed: int) -> None:
     """What a `DataLoader` does for an `IterDataPipe`: all loading processes shuffle alike, and its `sharding_filter`
     parts them."""
     if not isinstance(pipe, IterDataPipe):

@@ -303,7 +303,7 @@ def rebuild(state):
     """What an elastic job does where ranks have become others."""
     engine = backend.engine()
     type(engine).forget()
-    type(engine).rebuild(engine.settle())
+    type(engine).rebuild(engine.agree_on_rebuilds())
     state.on_reset()
     state.sync()
 

@@ -234,7 +234,7 @@ def a_checkpoint_has_what_merges_keep():
 
     model, state = job()
     train(model, 0, 8)
-    state.settle()
+    state.merge_models()
     shared, own = state.shared_content(), state.own_content()
     train(model, 8, 16)
     ended = []
@@ -281,7 +281,7 @@ def a_checkpoint_has_averages_and_what_statistics_weigh():
 
     model, state, balancer = job()
     train(model, balancer, 0, 7)
-    state.settle()
+    state.merge_models()
     shared, own = state.shared_content(), state.own_content()
     train(model, balancer, 7, 9)
     again, resumed, other = job()

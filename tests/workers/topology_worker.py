@@ -64,7 +64,7 @@ def routes_keep_the_laws():
                     error = (result - true).abs().max() / true.abs().max()
                     assert error <= close, f"law 2: {algorithm}, {codec}: {error}"
                 sent += result
-                route.settle(True)
+                route.end_step(True)
             kept = torch.zeros(LENGTH, dtype=torch.float64)
             route.release_into(kept)
             hvd.allreduce_(kept, op=hvd.Sum, name=f"kept.{algorithm}.{codec}")
