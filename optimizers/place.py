@@ -17,6 +17,22 @@ class Stateful(Protocol):
 T = TypeVar("T", bound=Stateful)
 
 
+class Place:
+    """The place of one optimizer among those of a balancer: always the same object, while its name may become another.
+
+    Args:
+        name: as it is now.
+    """
+
+    def __init__(self, name: Callable[[], str]) -> None:
+        self._name = name
+
+    @property
+    def name(self) -> str:
+        """As it is now; the same on all ranks."""
+        return self._name()
+
+
 class Places(Generic[T]):
     """What keeps something, for the exchanges of one balancer on one rank: by their kind, and of each kind in the order
     in which they are made.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Protocol
+
+from .place import Place
 
 
 class Strategy(Protocol):
@@ -28,31 +30,31 @@ class Strategies:
     """
 
     def __init__(self) -> None:
-        self._made: list[tuple[Callable[[], str], Strategy]] = []  # and where each is: a place may become another
+        self._made: list[tuple[Place, Strategy]] = []
         self._waiting: dict[str, Any] = {}
         self._handed: dict[str, Any] = {}  # of optimizers that others have taken over
         self._leader: Strategy | None = None
 
     @property
     def _live(self) -> dict[str, Strategy]:
-        return {place(): strategy for place, strategy in self._made}
+        return {place.name: strategy for place, strategy in self._made}
 
-    def add(self, place: Callable[[], str], strategy: Strategy) -> None:
+    def add(self, place: Place, strategy: Strategy) -> None:
         """Goes on with `strategy` for the optimizer in this place."""
         self._made.append((place, strategy))
-        handed = self._handed.pop(place(), None)
-        if place() in self._waiting:
-            strategy.load_state_dict(self._waiting.pop(place()))
+        handed = self._handed.pop(place.name, None)
+        if place.name in self._waiting:
+            strategy.load_state_dict(self._waiting.pop(place.name))
         elif handed is not None and strategy.fits(handed):
             strategy.load_state_dict(handed)
 
-    def hand_over(self, place: Callable[[], str], to: Callable[[], str]) -> None:
+    def hand_over(self, place: Place, to: Place) -> None:
         """Says that another optimizer, in this place, has taken over the one in that, and may go on with its state."""
         for mine, strategy in self._made:
             if mine is place:
-                self._handed[to()] = strategy.state_dict()
+                self._handed[to.name] = strategy.state_dict()
 
-    def remove(self, place: Callable[[], str]) -> None:
+    def remove(self, place: Place) -> None:
         """Says that this optimizer has no part in what follows."""
         for mine, strategy in self._made:
             if mine is place:

@@ -18,6 +18,7 @@ from .control import Look, failed_in, length
 from .local_step import ParameterStore
 from .noise import Buckets, GradientNoise
 from .parameter_guard import ParameterGuard, check_origins, check_together
+from .place import Place
 from .ways import Ways
 from .weighted import WeightedExchange
 
@@ -72,7 +73,7 @@ class Weighing:
         self._generation = 0
         self._keepers = balancer.keepers
         self.keeping = balancer.keepers.take(kind, at)
-        self.place = lambda: "{} {}".format(*self._keepers.place_of(self.keeping))  # its name
+        self.place = Place(lambda: "{} {}".format(*self._keepers.place_of(self.keeping)))
         self.keeping.keeps = ways.keeps
         self.keeping.put_saying("noise", self.noise)
         self._guard = ParameterGuard(balancer.engine, parameters, name=self.name, tell=self._differed)

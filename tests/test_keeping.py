@@ -4,7 +4,7 @@ import pytest
 
 from hvd_hetero.optimizers.keeping import Count, Keeping
 from hvd_hetero.optimizers.partial_sum import PartialSums
-from hvd_hetero.optimizers.place import Places
+from hvd_hetero.optimizers.place import Place, Places
 from hvd_hetero.optimizers.strategies import Strategies
 
 
@@ -175,7 +175,7 @@ class Momentum:
 
 
 def at(name):
-    return lambda: name
+    return Place(lambda: name)
 
 
 def test_a_strategy_that_is_made_anew_or_later_goes_on():
