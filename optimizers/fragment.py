@@ -123,9 +123,11 @@ class Fragment:
     z: Any = None
     outer_state: dict[str, Any] = field(default_factory=dict)
     sends: int = 0
-    _turn: int = 0  # the lane of the next contribution
-    _free: list[Any] = field(default_factory=list)  # copies that are no longer needed: new memory costs page faults
-    _pending: deque[tuple[Lane, Any, Work]] = field(default_factory=deque)  # and x when sent, None where it was nothing
+    _turn: int = field(default=0, init=False)  # the lane of the next contribution
+    # Copies that are no longer needed: new memory costs page faults.
+    _free: list[Any] = field(default_factory=list, init=False)
+    # What was sent and has not come back: x when it was sent is None where it was nothing.
+    _pending: deque[tuple[Lane, Any, Work]] = field(default_factory=deque, init=False)
 
     @property
     def under_way(self) -> bool:

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from .environment import waits_without_spinning
-from .port import Op
-from .process_set import ProcessSetEngine, checked_splits, while_there
+from .port import Op, checked_splits
+from .process_set import ProcessSetEngine, while_there
 from .sleep import wait_until
 
 _OPS = {"sum": "Sum", "min": "Min", "max": "Max"}

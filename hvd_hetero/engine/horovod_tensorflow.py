@@ -21,8 +21,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from . import background, script
-from .port import Op
-from .process_set import ProcessSetEngine, Tracked, checked_splits, while_there
+from .port import Op, checked_splits
+from .process_set import ProcessSetEngine, Tracked, while_there
 
 _OPS = {"sum": "Sum", "min": "Min", "max": "Max"}
 RUNS_FUNCTIONS = "tensorflow.python.eager.polymorphic_function.atomic_function"  # TensorFlow's module that does

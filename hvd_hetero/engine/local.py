@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 
 from .meeting import Call, Group
-from .port import CollectiveError, Op
+from .port import CollectiveError, Op, checked_splits
 from .remembered import Remembered
 
 T = TypeVar("T")
@@ -141,11 +141,8 @@ class LocalEngine:
         return self._start(name, array, ("reducescatter", "sum"), False)
 
     def alltoall_async(self, array: Any, *, splits: Sequence[int], name: str) -> _Pending:
-        if len(splits) != self.size or sum(splits) != len(array):
-            raise ValueError(
-                f"{name!r}: expected {self.size} splits that sum to {len(array)} rows. Received: {list(splits)}."
-            )
-        return self._start(name, array, ("alltoall", tuple(splits)), False)
+        counts = checked_splits(splits, rows=len(array), size=self.size, name=name)
+        return self._start(name, array, ("alltoall", tuple(counts)), False)
 
     def group(self, ranks: Sequence[int]) -> LocalEngine | None:
         chosen = tuple(ranks)

@@ -127,6 +127,13 @@ class GraphEngine(Engine, Protocol):
         that is never, and `broken` is called."""
 
 
+def checked_splits(splits: Sequence[int], *, rows: int, size: int, name: str) -> list[int]:
+    """The splits of an all-to-all of `rows` rows. Raises ValueError where they do not fit."""
+    if len(splits) != size or sum(splits) != rows:
+        raise ValueError(f"{name!r}: expected {size} splits that sum to {rows} rows. Received: {list(splits)}.")
+    return list(splits)
+
+
 def gather_text(engine: Engine, text: str, *, name: str) -> list[str]:
     """The texts of all ranks, each on one line. A collective call."""
     row = np.frombuffer(f"{' '.join(text.splitlines())}\n".encode(), dtype=np.uint8).copy()

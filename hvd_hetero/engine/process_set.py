@@ -55,13 +55,6 @@ def while_there(call: Callable[P, T]) -> Callable[P, T]:
     return checked
 
 
-def checked_splits(splits: Sequence[int], *, rows: int, size: int, name: str) -> list[int]:
-    """The splits of an all-to-all of `rows` rows. Raises ValueError where they do not fit."""
-    if len(splits) != size or sum(splits) != rows:
-        raise ValueError(f"{name!r}: expected {size} splits that sum to {rows} rows. Received: {list(splits)}.")
-    return list(splits)
-
-
 AROUND_WAITS = Remembered()  # of this process
 
 

@@ -222,7 +222,7 @@ class StepPhases:
     def gradient_added(self, parameter: torch.nn.Parameter) -> None:
         """After a gradient was added to `parameter.grad`."""
         with self._turn:
-            if self._phase not in _IN_PASS:
+            if not self._in_pass:
                 self._begin_pass()
             if self._taker is not None:
                 self._taker(parameter)
