@@ -1,4 +1,4 @@
-"""The algorithms of hvd_hetero, free of any framework: weighted (synchronous) exchange and the balancer."""
+"""The algorithms of hvd_hetero, free of any framework: shares, weighted gradients, codecs, local SGD, rates."""
 
 if __name__ == "optimizers":
     # In a checkout, `import optimizers` would make a second copy of every class beside hvd_hetero.optimizers.

@@ -74,9 +74,9 @@ class Carry:
             array += waits * weight
             self._taken.add(index)
 
-    def end_step(self, finite: bool) -> None:
-        """Ends a sum of all arrays; of one that is not finite nothing counts."""
-        if finite:
+    def end_step(self, counts: bool) -> None:
+        """Ends a sum of all arrays. Of one that does not count, nothing was taken along."""
+        if counts:
             for index in self._taken:
                 del self._waits[index]
             if self._now is not None:

@@ -23,8 +23,8 @@ class Reduction(Protocol):
     def steps(self, engine: Engine, array: Any, *, name: str) -> Steps:
         """The collectives of one sum; returns the sum, which may be `array` itself or overwrite it."""
 
-    def end_step(self, finite: bool) -> None:
-        """Ends a step. Where the result was not finite, what is kept stays as it was before the step."""
+    def end_step(self, counts: bool) -> None:
+        """Ends a step. Of one that does not count (it was not finite, or a rank failed), nothing is kept."""
 
     def release(self, engine: Engine) -> Any | None:
         """What is kept back, of the array's length, to be added to this rank's next array; keeps nothing any more."""
@@ -37,7 +37,7 @@ class Reduction(Protocol):
 class KeepsNothing:
     """What a reduction does at the end of a step when it sends everything."""
 
-    def end_step(self, finite: bool) -> None:
+    def end_step(self, counts: bool) -> None:
         pass
 
     def release(self, engine: Engine) -> None:

@@ -44,8 +44,8 @@ class Feedback:
         kept = self._now.get(key)
         return verbs_of(array).copied(array) if kept is None else array + kept
 
-    def end_step(self, finite: bool) -> None:
-        if finite:
+    def end_step(self, counts: bool) -> None:
+        if counts:
             self._now.update(self._next)
             self._step += 1
         self._next = {}

@@ -53,11 +53,11 @@ class Route:
         steps: Callable[..., Any] = ALGORITHMS[self.algorithm]
         return Chain(steps(self.levels, array, name=name, local=local, cross=self.cross.steps))
 
-    def end_step(self, finite: bool) -> None:
+    def end_step(self, counts: bool) -> None:
         """Ends a step; see `Reduction.end_step`."""
-        self.cross.end_step(finite)
+        self.cross.end_step(counts)
         if self.local is not None:
-            self.local.end_step(finite)
+            self.local.end_step(counts)
 
     def release_into(self, array: Any) -> None:
         """Adds what this route has kept back to `array`, which takes another route: nothing is lost."""

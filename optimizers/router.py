@@ -210,10 +210,10 @@ class Trial:
         self._tell(choice)
         return (yield self._begin(self._chosen, array, name))
 
-    def end_step(self, finite: bool) -> None:
+    def end_step(self, counts: bool) -> None:
         """Ends a step; see `Reduction.end_step`."""
-        self._route.end_step(finite)
-        if finite:
+        self._route.end_step(counts)
+        if counts:
             self._moved = None
 
     def release_into(self, array: Any) -> None:

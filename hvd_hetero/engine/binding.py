@@ -115,8 +115,8 @@ def _initialise(horovod: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _check_alone() -> None:
-    """Of a job of one rank. Raises RuntimeError where it was started as one of several, each of which would train by
-    itself and write the same files; says so where another starter may not have meant Horovod's ranks."""
+    """In a job of one rank: raises RuntimeError if this process was started as one of several, each of which trains
+    by itself and writes the same files. If a starter that Horovod does not know (torchrun, Slurm) did, only says so."""
     if told := started():
         name, size = told
         raise RuntimeError(

@@ -266,7 +266,7 @@ class Checkpoint:
 
 
 def _packed(parts: Sequence[bytes]) -> list[bytes]:
-    """As pieces, which may be large."""
+    """What to write, piece by piece: a line with the lengths of the parts, and the parts."""
     return [json.dumps([len(part) for part in parts]).encode() + b"\n", *parts]
 
 

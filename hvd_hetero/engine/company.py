@@ -39,7 +39,7 @@ class Company:
         self._peers = {peer.rank: peer for peer in peers}
 
     def _others(self, ranks: Sequence[int]) -> list[Peer]:
-        """Those that are there, from the next one on: not all ask the same ones first."""
+        """The known peers among these ranks, beginning after this rank: so not all ranks ask the same one first."""
         others = [self._peers[rank] for rank in ranks if rank in self._peers and self._peers[rank] != self.me]
         mine = 0 if self.me is None else self.me.rank
         return sorted(others, key=lambda peer: peer.rank < mine)
@@ -54,8 +54,8 @@ class Company:
             return list(map(ask_one, peers))
 
     def absent(self, operation: str, ranks: Sequence[int] | None = None) -> list[Absence]:
-        """Those of these ranks (default: of all) that have not submitted an operation; who waits elsewhere only where
-        all of them do. Who joins early waits for nobody: those that answer train on."""
+        """Those of these ranks (default: all) that have not submitted an operation; those that wait in another one
+        are left out, unless all of them do. In `hvd.join()`, ranks that answer are not missing: they train on."""
         ranks = tuple(self._peers) if ranks is None else ranks
         ask_one = functools.partial(
             absence_of, operation=operation, ranks=ranks, me=self.me, submitted=self._submitted,

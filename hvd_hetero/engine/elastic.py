@@ -61,7 +61,8 @@ class Failures:
 
 
 def let_leave(leaving: Sequence[int], *, rank: int) -> None:
-    """At a commit: a rank that is leaving ends here, and the others go on without it; where nobody is, nothing."""
+    """At a commit: ends this process if it is one of the ranks `leaving`. If others are, raises HostsUpdatedInterrupt,
+    by which the job goes on without them."""
     if rank in leaving:
         raise SystemExit(LEFT)
     if leaving:

@@ -1,4 +1,4 @@
-"""Every environment variable that this package reads or sets, in one place."""
+"""Every environment variable that this package reads or sets while a job runs; building Horovod reads more (`cli`)."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class Levels:
     even: bool
     """Whether every rank has a rail."""
     ranks: tuple[tuple[int, ...], ...] = ()
-    """Those of each node; none in one level."""
+    """The ranks of each node; empty with one level."""
 
     @property
     def local_rank(self) -> int:

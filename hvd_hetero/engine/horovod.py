@@ -1,4 +1,5 @@
-"""The port on Horovod's operations for torch. With `horovod_tensorflow`, the only file that calls collectives."""
+"""The port on Horovod's operations for torch. With `horovod_tensorflow`, all of the engine that calls collectives.
+"""
 
 from __future__ import annotations
 

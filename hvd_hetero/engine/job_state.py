@@ -84,7 +84,7 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
         return copy.deepcopy(state)
 
     def _sync_part(self, part: Any, root: int) -> None:
-        """All ranks get that of rank `root`. A collective call."""
+        """Broadcasts the state of a part from rank `root`. A collective call."""
         mine = part.state_dict() if self._horovod.rank() == root else None
         part.load_state_dict(self._of_root(mine, root, name="hvd_hetero.elastic.part"))
 
@@ -92,7 +92,7 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
         part.load_state_dict(kept)
 
     def _of_root(self, value: Any, root: int, *, name: str) -> Any:
-        """The value of rank `root`. A collective call."""
+        """`value` as it is on rank `root`. A collective call."""
         return self._horovod.broadcast_object(value, root, name=name)
 
     # What it is made of ---------------------------------------------------------------------------------------------
@@ -187,8 +187,8 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
         self.load_codec_states(copy.deepcopy(self._kept_codecs))
 
     def sync(self) -> None:
-        """All ranks get what the rank with the most commits has; of several, the first. Where those are gone that had
-        the state of this job, it goes on from the checkpoint. A collective call."""
+        """Broadcasts the state of the rank with the most commits; of several such, the first. If no rank is left that
+        had the state of this job, it is read from the checkpoint. A collective call."""
         horovod, late = self._horovod, self.read_late
         numbers = [balancer.dependents.made for balancer in self._balancers]
         standing = (self._synced, late is None, self.commits)  # who has read a checkpoint comes before who has not

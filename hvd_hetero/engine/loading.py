@@ -50,5 +50,5 @@ def _end_with_rank() -> None:
 
 @functools.cache
 def loaders() -> Loaders:
-    """Those of this rank."""
+    """The `Loaders` of this rank, made at the first call."""
     return Loaders()

@@ -163,8 +163,8 @@ def gather_bytes(engine: Engine, mine: bytes, *, name: str, root: int | None = N
 
 
 def scatter_bytes(engine: Engine, parts: Sequence[bytes], *, root: int, name: str) -> bytes:
-    """Of the bytes that rank `root` has for each rank those for this one; the others' are of no effect. A collective
-    call, in pieces as `broadcast_in_pieces`."""
+    """What rank `root` has in `parts` for this rank; other ranks' `parts` are ignored. A collective call, in pieces as
+    `broadcast_in_pieces`."""
     lengths = np.array([len(part) for part in parts] if engine.rank == root else [0] * engine.size)
     engine.broadcast_async(lengths, root=root, name=f"{name}.lengths").wait()
     step = PIECE_BYTES if lengths.sum() <= PIECE_BYTES else max(PIECE_BYTES // engine.size, 1)

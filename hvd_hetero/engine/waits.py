@@ -57,7 +57,7 @@ class Waits:
         self._outside = time.monotonic()  # when this rank's last wait ended
 
     def now(self) -> list[Wait]:
-        """Those that last."""
+        """The waits in progress."""
         return list(self._waits.values())
 
     @property

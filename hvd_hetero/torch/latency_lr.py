@@ -152,7 +152,7 @@ class LatencyAwareLR:
         )
 
     def _watch(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Raises when updates go by without the factor. (A few do: broadcast_optimizer_state makes a step.)"""
+        """Raises when steps are made without the factor. Some may be: Horovod's broadcast_optimizer_state makes one."""
         self._unseen = 0 if self._applying else self._unseen + 1
         if self._unseen >= UNSEEN_STEPS:
             raise RuntimeError(

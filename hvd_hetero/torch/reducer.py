@@ -128,11 +128,6 @@ class GradientReducer:
         return self._weighing.noise
 
     @property
-    def number(self) -> int:
-        """Its place in the order in which the balancer's optimizers are made."""
-        return self._weighing.number
-
-    @property
     def at(self) -> int:
         """See `Weighing.at`."""
         return self._weighing.at

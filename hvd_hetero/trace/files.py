@@ -17,7 +17,7 @@ from typing import Any
 
 
 def files(folder: str) -> dict[int, list[str]]:
-    """Those of each rank."""
+    """The record files, by rank."""
     found: dict[int, list[str]] = {}
     for within in ("", "*"):
         for path in sorted(glob.glob(os.path.join(glob.escape(folder), within, "rank-*.jsonl"))):
@@ -29,7 +29,7 @@ def files(folder: str) -> dict[int, list[str]]:
 
 
 def lines(paths: Sequence[str]) -> Iterator[str]:
-    """Those of a rank's files. Of several files, the sessions in the order in which they began."""
+    """The lines of a rank's files; of several files, session by session in the order in which these began."""
     if len(paths) == 1:
         yield from _lines_of(paths[0])
         return
