@@ -274,10 +274,11 @@ class Balancer:
             self.departure.final = not ended or self.planner.apart(self.step)
         self.dialogue.unheard()
 
-    def stop(self, error: Exception) -> None:
-        """Ends the job at this rank's next exchange: it raises `error` there, and the others `PeerError`.
+    def fail_at_exchange(self, error: Exception) -> None:
+        """Lets this rank's next exchange raise `error`, and that of the others `PeerError`.
 
-        For who finds an error while the rank still trains on what was loaded before; `fail` is for the rank itself.
+        For a thread that meets an error while the rank still trains on what was loaded before; `fail` is for the rank
+        itself. To stop training without an error: `ask_to_stop`.
         """
         self.departure.fail(error)
 

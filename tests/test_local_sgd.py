@@ -873,7 +873,7 @@ def test_a_failure_is_heard_of_whichever_fragment_the_others_wait_for(fails, at,
             if engine.rank == 1 and step == at:
                 if fails == "fail":
                     return balancer.fail()
-                balancer.stop(KeyError("the loader's"))
+                balancer.fail_at_exchange(KeyError("the loader's"))
             balancer.begin(1)
             try:
                 rounds.after_step(1.0)

@@ -251,7 +251,7 @@ class BalancedDataset(UntunedDataset):
                 raise
             # The batches before this one are still to be used, so the others hear of it when this rank gets there.
             self._unsaid = error
-            self.balancer.stop(error)
+            self.balancer.fail_at_exchange(error)
             if self._last is None:
                 self.balancer.fail()
                 raise
