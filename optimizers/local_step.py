@@ -80,8 +80,8 @@ class LocalSteps:
         self._name = f"hvd_hetero.{balancer.name}.{engine.unique('local.')}"
         self._phase = phase_of(rule, balancer)
         self.rounds = Rounds(
-            rule, balancer=balancer, store=store, lanes=self._lanes, batches=lambda: batches or weighing.passes,
-            on_merge=self._record,
+            rule, balancer=balancer, store=store, lanes=self._lanes,
+            batches=lambda: batches or weighing.batches_per_exchange, on_merge=self._record,
         )  # fmt: skip
         balancer.strategies.add(weighing.place, self.rounds)
         # Where merges can be missed, and so have several lanes, no codec keeps anything.

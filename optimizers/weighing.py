@@ -33,7 +33,7 @@ class Weighing:
         balancer: knows this rank's counts, and is told of each exchange.
         attached: is told of batches by the balancer.
         ways: how buckets travel.
-        passes: global batches per exchange; their gradients are summed, as in Horovod.
+        batches_per_exchange: global batches per exchange; their gradients are summed, as in Horovod.
         scale: multiplies the weighted mean (the number of ranks for op=Sum).
         predivide: divides before the sum and multiplies after it, for narrow wires.
         parameters: those that the gradients are of, once they are known; see `ParameterGuard`.
@@ -51,7 +51,7 @@ class Weighing:
         attached: Attached,
         *,
         ways: Ways,
-        passes: int = 1,
+        batches_per_exchange: int = 1,
         scale: float = 1.0,
         predivide: float = 1.0,
         parameters: Callable[[], ParameterStore | None],
@@ -63,7 +63,7 @@ class Weighing:
         self._exchanges: weakref.WeakSet[WeightedExchange] = weakref.WeakSet()
         self._chosen = balancer.dialogue.links.asked  # of the times that ways were to be chosen anew
         self._to_choose = False  # as all ranks have heard
-        self.balancer, self.passes, self._ways = balancer, passes, ways
+        self.balancer, self.batches_per_exchange, self._ways = balancer, batches_per_exchange, ways
         self.scale, self._predivide = scale, predivide
         self.number, self._attached = balancer.exchanges.attach(attached), attached
         self.noise = GradientNoise()
@@ -138,12 +138,12 @@ class Weighing:
     @property
     def complete(self) -> bool:
         """Whether the batches begun are all that go into the next exchange."""
-        return max(1, self.begun) >= self.passes
+        return max(1, self.begun) >= self.batches_per_exchange
 
     @property
     def batches(self) -> int:
-        """The global batches whose sum the gradient is: fewer than `passes` where an exchange came early."""
-        return max(1, min(self.begun, self.passes))
+        """The global batches that the gradient is the sum of: fewer than usual where an exchange came early."""
+        return max(1, min(self.begun, self.batches_per_exchange))
 
     @property
     def gain(self) -> float:

@@ -63,7 +63,7 @@ class GradientReducer:
             balancer,
             self,
             ways=ways,
-            passes=passes,
+            batches_per_exchange=passes,
             scale=scale,
             predivide=predivide,
             parameters=lambda: ParameterStore(self._variables, self.form) if self._variables else None,
@@ -98,7 +98,7 @@ class GradientReducer:
     @property
     def passes(self) -> int:
         """Global batches per exchange."""
-        return self.weighing.passes
+        return self.weighing.batches_per_exchange
 
     def reduced(
         self, gradients: Sequence[Any], variables: Sequence[Any], iterations: Any, *, among: Sequence[Any] | None = None

@@ -121,12 +121,12 @@ class ReducedStep:
         self._balancer.exchanges.runs(self._owner, part)
         terms = self._balancer.progress.terms
         assert terms is not None  # begun
-        if self._passes == 0 and self._weighing.passes > 1:
+        if self._passes == 0 and self._weighing.batches_per_exchange > 1:
             self._go_on()
         if self._passes == 0 or self._apart is None:
             self._apart = self._owner.apart
         self._now = terms
-        self._weight = terms if self._weighing.passes > 1 else self._weighing.weight(terms)
+        self._weight = terms if self._weighing.batches_per_exchange > 1 else self._weighing.weight(terms)
         self._terms += terms
 
     def _go_on(self) -> None:
@@ -155,20 +155,20 @@ class ReducedStep:
             mine[:] = 0.0
 
     def _send(self, index: int) -> None:
-        if self._weighing.passes > 1:
+        if self._weighing.batches_per_exchange > 1:
             self.layout.buckets[index][: self.layout.lengths[index]] *= 1.0 / self._weighing.unit
         self._weighing.noise.sees(self.layout, index)
         self._exchange.submit(index)
 
     def _scale(self, total: Sequence[float]) -> float:
         """What turns the sum of c_i g_i over all terms into what an optimizer that accumulates is given."""
-        return self._weighing.factor(total) * self._weighing.passes / self._weighing.batches
+        return self._weighing.factor(total) * self._weighing.batches_per_exchange / self._weighing.batches
 
     def _own(self, flats: Sequence[Any]) -> list[Any]:
         """This rank's own mean gradients, of a step apart; zeros where it has no sample."""
         local, terms, factor = self._owner.local, self._terms, self._scale([self._terms])
         assert local is not None
-        if self._weighing.passes > 1:
+        if self._weighing.batches_per_exchange > 1:
             factor /= self._weighing.unit
         self._terms, self._passes = 0.0, 0
         self._weighing.end()
@@ -273,7 +273,7 @@ class ReducedStep:
     @property
     def unit(self) -> float:
         """The part of an update's global batches that weighs 1."""
-        return self._weighing.part_unit / self._weighing.passes
+        return self._weighing.part_unit / self._weighing.batches_per_exchange
 
     def gives_to(self, other: ReducedStep) -> bool:
         """Whether `other` may send what this one has kept back: to the same ranks, of a loss that is not scaled."""

@@ -9,8 +9,8 @@ import torch
 from hvd_hetero.optimizers.ways import Ways
 from hvd_hetero.optimizers.weighing import BUCKET_BYTES, Weighing
 
+from .accumulation import GradientAccumulation
 from .layout import WIRE, Groups
-from .passes import Passes
 from .sparse import SparseParameters
 from .step import ReducedStep
 
@@ -20,7 +20,7 @@ class Layouts:
 
     Args:
         parameters: a list that may grow: see `grow`.
-        passes: of the step under way.
+        accumulated: the gradients of the step under way.
         sparse_as_dense: whether sparse gradients are summed as dense ones.
         all_sparse: whether the gradients of all parameters are sparse.
         bucket_bytes: at most so much in one operation; None: what suits the links.
@@ -36,13 +36,13 @@ class Layouts:
         *,
         weighing: Weighing,
         ways: Ways,
-        passes: Passes,
+        accumulated: GradientAccumulation,
         sparse_as_dense: bool,
         all_sparse: bool,
         bucket_bytes: int | None,
         groups: Groups,
     ) -> None:
-        self._parameters, self._weighing, self._ways, self._passes = parameters, weighing, ways, passes
+        self._parameters, self._weighing, self._ways, self._accumulated = parameters, weighing, ways, accumulated
         self._sparse_as_dense, self._bucket_bytes, self._groups = sparse_as_dense, bucket_bytes, groups
         self._sparse = SparseParameters(parameters, known=all_sparse)
         weighing.keeping.put_saying("sparse", self._sparse)
@@ -60,7 +60,7 @@ class Layouts:
             self._parameters,
             weighing=self._weighing,
             ways=self._ways,
-            passes=self._passes,
+            accumulated=self._accumulated,
             bucket_bytes=self._bucket_bytes or BUCKET_BYTES,
             groups=self._groups,
             seen=self._sparse.seen,

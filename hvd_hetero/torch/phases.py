@@ -18,9 +18,9 @@ from hvd_hetero.optimizers.attachment import PeerError
 from hvd_hetero.optimizers.progress import BatchProgress
 from hvd_hetero.optimizers.weighing import Weighing
 
+from .accumulation import GradientAccumulation, is_zero
 from .backward import backward_pass
 from .layouts import Layouts
-from .passes import Passes, is_zero
 from .step import BROKEN_OFF, WITHIN, ReducedStep
 from .unchanged import Unchanged
 
@@ -43,7 +43,7 @@ class StepPhases:
 
     Args:
         parameters: those that are trained; there may come more.
-        passes: of the step under way.
+        accumulated: the gradients of the step under way.
         layouts: what sends and delivers the gradients.
         apart: whether the present step's gradients stay this rank's own.
         ended: is called at the end of a step's passes.
@@ -60,20 +60,20 @@ class StepPhases:
         parameters: Sequence[torch.nn.Parameter],
         *,
         weighing: Weighing,
-        passes: Passes,
+        accumulated: GradientAccumulation,
         layouts: Callable[[], Layouts],
         apart: Callable[[], bool],
         ended: Callable[[], None],
         follow: Callable[[], None],
     ) -> None:
-        self._parameters, self._weighing, self._passes = parameters, weighing, passes
+        self._parameters, self._weighing, self._accumulated = parameters, weighing, accumulated
         self._balancer = weighing.balancer
         self._layouts, self._apart, self._ended, self._follow = layouts, apart, ended, follow
         self._phase = Phase.BETWEEN
         self._turn = threading.RLock()  # a backward pass has a thread for each device
         self._taker: Callable[[torch.nn.Parameter], None] | None = None  # of the backward pass's gradients
         self._earlier = 0.0, 0  # terms of this step's batches before the present one, and how many have some
-        self._passed = -1  # the part of a batch that the last backward pass was over: see `BatchProgress`
+        self._last_part = -1  # the part of a batch that the last backward pass was over: see `BatchProgress`
         self._last = False  # whether the exchange follows the backward pass that has ended
         self._unchanged = Unchanged(parameters)  # since the passes of a step apart ended
         self.terms = 0.0
@@ -109,20 +109,20 @@ class StepPhases:
         """A global batch begins."""
         self.break_off()
         self.check_unchanged()
-        if self._passes_by and self._weighing.passes > 1:
-            self._passes.pass_by(self._progress.part_terms)
-        counts = self._weighing.begun > 0 and self._weighing.passes > 1
+        if self._untouched and self._weighing.batches_per_exchange > 1:
+            self._accumulated.count_untouched(self._progress.part_terms)
+        counts = self._weighing.begun > 0 and self._weighing.batches_per_exchange > 1
         self._earlier = self._by_now() if counts else (0.0, 0)
-        self._passes.end_batch(counts=self._weighing.passes > 1, loop=self._progress.loop)
+        self._accumulated.end_batch(counts=self._weighing.batches_per_exchange > 1, loop=self._progress.loop)
         self._phase = Phase.BETWEEN  # also where a script skipped the last step
 
     def begin_part(self) -> None:
         """A batch, or a part of one, begins."""
         self.break_off()
         if not self._progress.in_parts:  # what follows is another loss, as that of a GAN's other model
-            self._passes.end_loss()
-        elif self._passes_by:
-            self._passes.pass_by(self._progress.part_terms)
+            self._accumulated.end_loss()
+        elif self._untouched:
+            self._accumulated.count_untouched(self._progress.part_terms)
 
     def begin_anew(self) -> None:
         """The update is made, or others may be made for the same batch."""
@@ -133,12 +133,12 @@ class StepPhases:
     def forget(self) -> None:
         """The gradients so far are to be zero. After a pass that did not end, a collective call."""
         self.break_off()  # or what it has left would be of the next one
-        self._passes.clear()
+        self._accumulated.clear()
         self._earlier = 0.0, 0
         # By any parameters' passes, which all ranks make alike: whether there was one with these depends on samples.
         passed = self._progress.passed == self._progress.part
         self._weighing.forget(present=passed or self._balancer.batch_order.over)
-        self._passed = -1
+        self._last_part = -1
 
     def break_off(self) -> None:
         """Clears up after a backward pass that an exception ended: the gradients since the last exchange do not count.
@@ -157,16 +157,16 @@ class StepPhases:
             self._layouts().take_in(hear)
             self._weighing.noise.forget()
         self._step.drop()
-        self._passes.clear()
+        self._accumulated.clear()
         self._earlier = 0.0, 0
         for parameter in self._parameters:
             parameter.grad = None
 
     @property
-    def _passes_by(self) -> bool:
+    def _untouched(self) -> bool:
         """Whether the present batch, or part of one, whose exchange is yet to come, had backward passes on this rank,
         but none with a gradient of these parameters. It is zero then, over as many terms."""
-        return self._progress.passed == self._progress.part != self._passed and self._weighing.begun > 0
+        return self._progress.passed == self._progress.part != self._last_part and self._weighing.begun > 0
 
     def _by_now(self) -> tuple[float, int]:
         """The terms of this step's batches, and how many of these have some on this rank."""
@@ -202,13 +202,13 @@ class StepPhases:
         backward_pass().add(self)
         last = self._progress.last_pass and self._weighing.complete
         self._phase = Phase.LAST_PASS if last else Phase.PASS
-        self._passes.begin(terms, earlier=self._progress.batch_terms - terms, loop=self._progress.loop)
-        self._passed = self._progress.passed = self._progress.part
+        self._accumulated.begin(terms, earlier=self._progress.batch_terms - terms, loop=self._progress.loop)
+        self._last_part = self._progress.passed = self._progress.part
         self._taker = None
         if last and not self._apart():
             # Without a term in an earlier pass either, zeros are sent: like the others, also of a pass that all break
             # off. With some, what was added up has to wait for the end.
-            self._taker = self._step.take if terms or not self._passes.terms else self._step.watch
+            self._taker = self._step.take if terms or not self._accumulated.terms else self._step.watch
 
     def before_gradient(self, gradients: Any) -> None:
         """Before a gradient is added to `p.grad`; called where that may have to keep what it holds."""
@@ -217,7 +217,7 @@ class StepPhases:
         with self._turn:
             if not self._in_pass:
                 self._begin_pass()
-            self._passes.keep(last=self._phase is Phase.LAST_PASS, gain=self._weighing.gain)
+            self._accumulated.keep(last=self._phase is Phase.LAST_PASS, gain=self._weighing.gain)
 
     def gradient_added(self, parameter: torch.nn.Parameter) -> None:
         """After a gradient was added to `parameter.grad`."""
@@ -234,7 +234,7 @@ class StepPhases:
         if sends and self._last:
             self._send_rest()
         elif sends:
-            self._passes.end()
+            self._accumulated.end()
 
     @torch.compiler.disable
     def after_pass(self) -> None:
@@ -253,25 +253,25 @@ class StepPhases:
         self.break_off()
         if self._phase is Phase.BROKEN_OFF:
             raise RuntimeError(BROKEN_OFF)
-        self._passes.warn_of_changes()
-        if self._passes_by:
-            self._passes.pass_by(self._progress.part_terms)
-        elif not self._passes.begun and (self._balancer.begin_unseen() or self._set_by_hand()):
+        self._accumulated.warn_of_changes()
+        if self._untouched:
+            self._accumulated.count_untouched(self._progress.part_terms)
+        elif not self._accumulated.begun and (self._balancer.begin_unseen() or self._set_by_hand()):
             self._balancer.batch_order.passes()
             terms, batches = self._by_now()
-            self._passes.put(terms, batches=max(1, batches))
-        self._passes.end_batch(counts=True, loop=self._progress.loop)
+            self._accumulated.put(terms, batches=max(1, batches))
+        self._accumulated.end_batch(counts=True, loop=self._progress.loop)
         self._send_rest()
         self._finish()
 
     def _send_rest(self) -> None:
         """Sends what has not been, but for a step whose gradient stays this rank's own."""
-        self._passes.complete(self._weighing.gain)
+        self._accumulated.complete(self._weighing.gain)
         if not self._apart():
             self._step.take_rest()
 
     def _finish(self) -> None:
-        self.terms, self._earlier = self._passes.terms, (0.0, 0)
+        self.terms, self._earlier = self._accumulated.terms, (0.0, 0)
         self._balancer.batch_order.steps()
         self._ended()
         if self._apart():
@@ -316,8 +316,8 @@ class StepPhases:
     def _finish_apart(self) -> None:
         """Ends the passes of a step whose gradient stays this rank's own."""
         self._layouts().see()
-        self._passes.average(self._weighing.gain)
-        self._passes.clear()
+        self._accumulated.average(self._weighing.gain)
+        self._accumulated.clear()
         self._weighing.end()
         self._phase = Phase.READY
         self._unchanged.keep()

@@ -19,6 +19,7 @@ from hvd_hetero.optimizers.noise import GradientNoise
 from hvd_hetero.optimizers.ways import Ways
 from hvd_hetero.optimizers.weighing import Weighing
 
+from .accumulation import GradientAccumulation
 from .argument import check_devices
 from .buffers import average_buffers
 from .hooks import Hooks
@@ -26,7 +27,6 @@ from .layout import Groups, check_type
 from .layouts import Layouts
 from .local import LocalTraining, ParameterStore
 from .loss import mean_over_ranks
-from .passes import Passes
 from .phases import StepPhases
 from .step import ReducedStep
 from .stopwatch import stopwatch_of
@@ -77,18 +77,18 @@ class GradientReducer:
             balancer,
             self,
             ways=ways,
-            passes=passes,
+            batches_per_exchange=passes,
             scale=scale,
             predivide=predivide,
             parameters=lambda: ParameterStore(self._parameters),
             lays_out=lambda: self._layouts.asks,
             at=at,
         )
-        self._passes = Passes(self._parameters)  # since the last exchange
+        self._accumulated = GradientAccumulation(self._parameters)  # since the last exchange
         self._phases = StepPhases(
             self._parameters,
             weighing=self._weighing,
-            passes=self._passes,
+            accumulated=self._accumulated,
             layouts=lambda: self._layouts,
             apart=lambda: self.apart,
             ended=lambda: balancer.exchanges.ended(self),
@@ -106,7 +106,7 @@ class GradientReducer:
                 self._parameters,
                 weighing=self._weighing,
                 ways=ways,
-                passes=self._passes,
+                accumulated=self._accumulated,
                 sparse_as_dense=sparse_as_dense,
                 all_sparse=all_sparse,
                 bucket_bytes=bucket_bytes,
@@ -135,11 +135,11 @@ class GradientReducer:
     @property
     def passes(self) -> int:
         """Backward passes per step."""
-        return self._weighing.passes
+        return self._weighing.batches_per_exchange
 
     @passes.setter
     def passes(self, passes: int) -> None:
-        self._weighing.passes = passes
+        self._weighing.batches_per_exchange = passes
         if passes > 1:
             self._hooks.look_before()
 
@@ -206,7 +206,7 @@ class GradientReducer:
 
     def _follow_in_pass(self) -> None:
         """At the first gradient of a backward pass. What an earlier one has left, hooks had to see to before that."""
-        if self._follow_parameters() and self._hooks.looks_before and self._passes.begun:
+        if self._follow_parameters() and self._hooks.looks_before and self._accumulated.begun:
             raise RuntimeError(MOVED)
 
     def _take_over(self) -> None:
@@ -281,7 +281,7 @@ class GradientReducer:
         self._phases.begin_part()
         if self._balancer.progress.in_parts or not self._balancer.progress.last_pass:
             self._hooks.look_before()
-        self._passes.expect()
+        self._accumulated.expect()
 
     @property
     def apart(self) -> bool:
@@ -342,7 +342,7 @@ class GradientReducer:
         """See `Attached.miss`."""
         if self.apart:
             return None
-        self._passes.clear()
+        self._accumulated.clear()
         return self._phases.leave(self._step.take_rest())
 
     def passed(self, closure: Callable[[], Any]) -> Any:

@@ -14,8 +14,8 @@ import torch
 from hvd_hetero.optimizers.ways import Ways
 from hvd_hetero.optimizers.weighing import Weighing
 
+from .accumulation import GradientAccumulation
 from .layout import BucketLayout, Groups
-from .passes import Passes
 from .sparse import SparseExchange
 
 HOST = torch.device("cpu")
@@ -40,7 +40,7 @@ class ReducedStep:
     """Reduces the gradients of `parameters` in one step after the other. Making one is a collective call.
 
     Args:
-        passes: of the step under way; their gradients are there.
+        accumulated: the gradients of the step under way.
         bucket_bytes, groups: see `BucketLayout`.
         seen: whose gradients are known to be sparse: see `BucketLayout`.
         rows: the parameters whose gradients are sparse, and are not summed as dense ones: see `SparseExchange`.
@@ -52,13 +52,13 @@ class ReducedStep:
         *,
         weighing: Weighing,
         ways: Ways,
-        passes: Passes,
+        accumulated: GradientAccumulation,
         bucket_bytes: int,
         groups: Groups,
         seen: dict[torch.nn.Parameter, int],
         rows: Mapping[torch.nn.Parameter, int],
     ) -> None:
-        self._parameters, self._weighing, self._passes = parameters, weighing, passes
+        self._parameters, self._weighing, self._accumulated = parameters, weighing, accumulated
         # The control vector rides in a bucket unless a codec would round it.
         tail = weighing.tail
         self.layout = BucketLayout(
@@ -73,7 +73,7 @@ class ReducedStep:
             self.layout,
             [[tuple(p.shape) for p in members] for members in self.layout.members],
             control=torch.zeros(tail, dtype=torch.float64, device=HOST),
-            terms=lambda: passes.terms,
+            terms=lambda: accumulated.terms,
         )
         self._sparse = SparseExchange(weighing.engine, rows, name=f"{self._exchange.name}.sparse")
         self._begin()
@@ -134,11 +134,11 @@ class ReducedStep:
 
     def _weight_now(self) -> float:
         """c_i of this step: `p.grad` is a mean over as many terms as the last pass that had any."""
-        return self._weighing.weight(self._passes.unit)
+        return self._weighing.weight(self._accumulated.unit)
 
     def take_rest(self) -> Callable[[], bool]:
         """Sends what has not been; what it returns tells whether the exchange is over."""
-        if self._passes.terms == 0:
+        if self._accumulated.terms == 0:
             self._weight = 0.0  # nothing computed here counts, not even a NaN
         for parameter in self._parameters:
             if id(parameter) not in self._ready:
@@ -153,7 +153,7 @@ class ReducedStep:
         waited, the bytes sent, and what takes in what all ranks said with them: `Weighing.incoming`."""
         start = time.perf_counter()
         weighing, balancer = self._weighing, self._weighing.balancer
-        terms, batches = self._passes.terms, weighing.batches
+        terms, batches = self._accumulated.terms, weighing.batches
         balancer.pause()
         try:
             with _full_precision(self._parameters[0].device if self._parameters else HOST):
@@ -167,7 +167,7 @@ class ReducedStep:
             raise
         finally:
             self._begin()
-            self._passes.clear()
+            self._accumulated.clear()
             weighing.end()
         waited_s = time.perf_counter() - start
         balancer.resume()

@@ -15,7 +15,7 @@ CHANGED = (
 )
 
 
-class Passes:
+class GradientAccumulation:
     """Keeps `p.grad` equal to sum(n_j g_j) / n over the passes so far, where pass j's mean over n_j terms is g_j.
 
     `p.grad` is in units of 1 / n: adding the next pass's mean gradient to it then gives the right sum again, whatever
@@ -101,8 +101,8 @@ class Passes:
                 parameter.grad = None
         self._kept = True
 
-    def pass_by(self, terms: float) -> None:
-        """Counts a pass that leaves `p.grad` as it is."""
+    def count_untouched(self, terms: float) -> None:
+        """Counts a pass that had no gradient of these parameters, and left `p.grad` as it was."""
         self._counts.append(terms)
         self._said = False
         self._by += 1
