@@ -147,6 +147,26 @@ def test_what_is_no_data_is_refused(value):
         loaded(saved(value))
 
 
+def test_what_is_a_ranks_own_goes_on_where_other_layers_are_frozen():
+    """Two of one shape: it was the first one's values that the second one got."""
+    def job(frozen):
+        model = keras.Sequential([keras.Input((2,)), *(keras.layers.Dense(2, name=name) for name in "ab")])
+        model.add(keras.layers.BatchNormalization())
+        for layer in model.layers:
+            layer.trainable = layer.name != frozen
+        model.compile(optimizer=keras.optimizers.SGD(), loss="mse")
+        return KerasState(model)
+
+    saves, loads = job("a"), job("b")
+    saves.model.layers[-1].moving_mean.assign([5.0, 6.0])
+    content = saves.own_content()
+    expected = loads.model.get_layer("b").get_weights()
+    loads.load_own_content(content)
+    for found, value in zip(loads.model.get_layer("b").get_weights(), expected, strict=True):
+        np.testing.assert_array_equal(found, value)
+    assert keras.ops.convert_to_numpy(loads.model.layers[-1].moving_mean).tolist() == [5.0, 6.0]
+
+
 def test_random_numbers_go_on():
     random.seed(5)
     np.random.seed(6)

@@ -36,15 +36,19 @@ class Balancer(FrameworkFree):
 
     def __init__(self, engine, shares=SHARES, **options):
         super().__init__(engine, global_batch_size=WHOLE, shares=shares if engine.size > 1 else None, **options)
-        self.announced, self.ended_epochs = [], 0
+        self.announced, self.terms, self.ended_epochs = [], [], 0
 
     def announce(self, samples, *, by):
         self.announced.append(samples)
+
+    def announce_terms(self, terms, *, by):
+        self.terms.append(terms)
 
     def announce_loaded(self, *, by): ...
 
     def forget(self, *, ahead, by):
         self.announced.clear()
+        self.terms.clear()
 
     def withdraw(self, by): ...
 
@@ -189,6 +193,29 @@ def test_a_fit_that_was_interrupted_goes_on_with_what_was_not_used():
     for workers in (0, 2):
         ended = World(3).run(lambda engine, workers=workers: program(engine, workers))
         assert sorted(sum(ended, [])) == list(range(LENGTH))
+
+
+def test_a_thread_that_reads_for_a_fit_that_was_broken_off_takes_nothing_from_the_next():
+    """It waits for a batch until that is under way, and then has no other announced, nor the terms of its own."""
+    waits, goes_on = threading.Event(), threading.Event()
+
+    class Slow(Samples):
+        def __getitem__(self, index):
+            if index == WHOLE and not waits.is_set():
+                waits.set()
+                goes_on.wait(10)
+            return super().__getitem__(index)
+
+    balancer = Balancer(SoloEngine())
+    dataset = BalancedDataset(Slow(), balancer=balancer, shuffle=False, terms=lambda x, y: float(x[0, 0]))
+    seen = train(balancer, Keras(dataset, prefetch=2).epoch(), stop=1)
+    assert waits.wait(10)
+    epoch = Keras(dataset).epoch()
+    seen += train(balancer, epoch, stop=1)
+    goes_on.set()
+    time.sleep(0.3)
+    seen += train(balancer, epoch, stop=1)
+    assert seen == list(range(LENGTH)) and balancer.terms == [WHOLE, 2 * WHOLE]
 
 
 def test_a_saved_state_goes_on_in_the_middle_of_an_epoch():

@@ -89,6 +89,21 @@ def test_ranks_that_began_at_other_epochs_hear_of_it_at_the_end_of_the_first():
     assert World(2).run(program, timeout_s=10) == [True, True]
 
 
+def test_a_metric_that_is_one_number_for_a_batch_is_told_in_an_epoch_that_goes_on_as_well():
+    """Batches have their numbers in the epoch there, and metrics count those of its rest."""
+    callback = hvd.callbacks.MetricAverageCallback()
+    loss, one = (SimpleNamespace(name=name, count=keras.Variable(0.0)) for name in ("loss", "one"))
+    callback.set_model(SimpleNamespace(metrics=[loss, one]))
+    callback.set_params({"steps": 5})
+    callback.on_epoch_begin(1)
+    for batch in range(2, 5):
+        callback.on_train_batch_begin(batch)
+        loss.count.assign_add(8.0)
+        one.count.assign_add(1.0)
+        callback.on_train_batch_end(batch)
+    assert callback._trained == {"loss": 24.0}
+
+
 @pytest.mark.parametrize("validates", [False, True])
 def test_what_another_callback_evaluates_at_the_end_of_an_epoch_weighs_nothing(validates):
     def program(engine):

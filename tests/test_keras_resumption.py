@@ -144,6 +144,43 @@ def test_a_job_that_is_stopped_in_the_rest_of_an_epoch_ends_with_averages(within
     assert [what for what, *_ in job.diary.told].count("end") == 1
 
 
+@pytest.mark.parametrize("at", [2, 7, BATCHES])
+def test_a_job_that_is_stopped_within_an_epoch_goes_on_there(at):
+    """As one that ends with its time: the state says where its data is, and nothing is left out."""
+    class StopsAt(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            self.model.stop_training = int(self.model.optimizer.iterations) == at
+
+    undisturbed, job = Job(), Job()
+    undisturbed.fit()
+    job.fit(StopsAt())
+    place = job.data.state_dict()
+    assert (job.state.epoch, job.state.batch) == (place["epoch"], place["position"]) == divmod(at, BATCHES)
+    job.fit()
+    assert job.weights() == undisturbed.weights() and (job.state.epoch, job.state.batch) == (EPOCHS, 0)
+
+
+def test_callbacks_may_be_none_or_one_as_in_a_fit_of_keras():
+    job, diary = Job(), Diary()
+    job.state.fit(job.data, epochs=1, verbose=0, callbacks=None)
+    job.state.fit(job.data, epochs=2, verbose=0, callbacks=diary)
+    assert diary.told[-1][0] == "end"
+
+
+def test_a_model_may_have_its_optimizers_in_its_train_step_alone(monkeypatch):
+    class Trains(keras.Sequential):
+        def train_step(self, data):
+            return {"loss": 0.0}
+
+    sent = []
+    monkeypatch.setattr("hvd_hetero.keras.callbacks.agreement.broadcast_variables", lambda v, *_: sent.extend(v))
+    model, data = Trains([keras.Input((3,)), keras.layers.Dense(2)]), Job().data
+    model.compile(None, "mse", jit_compile=False)
+    state = hvd.elastic.KerasState(model, epoch=0, batch=2)
+    state.fit(data, epochs=2, verbose=0, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
+    assert state.epoch == 2 and len(sent) == len(model.weights)
+
+
 def test_a_fit_after_that_ends_as_any():
     job = Job(averaging()).halted(7)
     job.fit()

@@ -93,6 +93,7 @@ class BalancedDataset(UntunedDataset):
         self._at: int | None = None  # the step up to which use is accounted for, within an epoch
         self._last: Batch = None
         self._run = 0  # so many times batches were begun to be read
+        self._readers = 0  # so many times Keras has begun to read
         self._unsaid: Exception | None = None  # what loading failed with, of which the others may not have heard
         self.aside = Aside()
         balancer.dependents.add(self)
@@ -106,6 +107,7 @@ class BalancedDataset(UntunedDataset):
         """1: Keras loads nothing ahead by itself. Keras asks when it begins to read anew, in each `fit`."""
         self._count_used()
         self._fresh, self._at = True, None
+        self._readers += 1
         return 1
 
     @workers.setter
@@ -118,6 +120,15 @@ class BalancedDataset(UntunedDataset):
         """The next batch in an epoch, whatever `index` is; outside of one a look at batch `index`."""
         self.aside.end()
         return with_texts(self._look(index) if self._fresh else self._next())
+
+    def read(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """The batches that Keras reads, until it begins to read anew. A thread of TensorFlow may still wait for a batch
+        of a fit that was broken off when the next fit is under way: it ends, as it would take batches of that one."""
+        reader = self._readers
+        for batch in batches:
+            yield batch
+            if reader != self._readers:
+                return
 
     def _look(self, index: int) -> Batch:
         """Batch `index` from here, or another one, where it cannot be loaded: who reads it tells the others."""
@@ -189,8 +200,10 @@ class BalancedDataset(UntunedDataset):
         self._count_used()
         self._rewind(ahead=ahead)
         self._at = self.balancer.begun(self)
-        loaded = self.sampler.loaded
+        loaded, run = self.sampler.loaded, self._run
         for _ in range(batches):
+            if ahead and run != self._run:  # as in `read`
+                return
             yield self._next()
             if self.sampler.loaded != loaded:
                 raise RuntimeError(LOADED)
@@ -228,23 +241,30 @@ class BalancedDataset(UntunedDataset):
         return used
 
     def _next(self) -> Batch:
+        run = self._run
         if self._ahead_of_use:
-            batch = self._fetched()
-            self.balancer.announce_loaded(by=self)
+            batch = self._fetched(run)
+            if run == self._run:
+                self.balancer.announce_loaded(by=self)
             return batch
         with self.balancer.timesheet.supply.loading():
-            return self._fetched()
+            return self._fetched(run)
 
-    def _fetched(self) -> Batch:
-        run = self._run
+    def _fetched(self, run: int) -> Batch:
         try:
             dealt, loaded = self._ahead.next(self.sampler.deal)
+            if run != self._run:  # it has waited, and the next batch announced is one of another run
+                return loaded()
             # Not as it is dealt, which may be long before: where Keras reads nothing ahead, it is the next batch.
             self.balancer.announce(dealt.used, by=self)
-            self._last = loaded()
+            batch, terms = loaded(), None
             if self._terms is not None:
-                parts = self._last if isinstance(self._last, tuple) else (self._last,)
+                parts = batch if isinstance(batch, tuple) else (batch,)
                 terms = float(self._terms(*parts)) if dealt.used else 0.0
+            if run != self._run:
+                return batch
+            self._last = batch
+            if terms is not None:
                 self.balancer.announce_terms(terms, by=self)
         except Exception as error:
             if run != self._run:  # of a run that is over, while TensorFlow still read ahead

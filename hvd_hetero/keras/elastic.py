@@ -6,7 +6,7 @@ hardware it knows keep their speeds), datasets (each sample of an epoch once in 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import keras
@@ -24,7 +24,7 @@ from .function import broadcast_object, broadcast_variables
 from .place import EndOfBatch, Place
 from .randomness import load_random_state, random_state
 from .resumption import Resumed
-from .variables import Variables, array_of, check_built
+from .variables import Variables, check_built
 
 __all__ = ["CommitStateCallback", "KerasState", "UpdateBatchStateCallback", "UpdateEpochStateCallback", "run"]
 
@@ -71,7 +71,7 @@ class KerasState(JobState):
         self._random: Any = None  # where it was when what is restored was kept, until training goes on
         super().__init__({**given, **values}, horovod=backend.horovod)
 
-    def fit(self, x: Any, *, epochs: int, callbacks: Sequence[Any] = (), **arguments: Any) -> Any:
+    def fit(self, x: Any, *, epochs: int, callbacks: Any = (), **arguments: Any) -> Any:
         """The history of `model.fit(x, ...)` from where this state is, to the end of epoch number `epochs`.
 
         An empty one where that is over, as in a finished job that is started again.
@@ -103,7 +103,7 @@ class KerasState(JobState):
             return history
         random, self._random = self._random, None
         ends = [EndOfBatch(x.aside)] if isinstance(x, BalancedDataset) else []
-        told: Any = [Place(self, random), *callbacks, *ends]
+        told: Any = [Place(self, random), *keras.tree.flatten(callbacks or ()), *ends]
         if self.batch:
             verbose = arguments.get("verbose", "auto")
             told = Resumed(
@@ -158,7 +158,7 @@ class KerasState(JobState):
         """What is this rank's own, for a checkpoint: statistics of its samples, random numbers, what codecs keep,
         and gradients that are added up."""
         parts = {name: part for name, part in self._parts.items() if isinstance(part, Variables)}
-        variables = {name: [array_of(v) for v in part.own] for name, part in parts.items()}
+        variables = {name: part.own_state() for name, part in parts.items()}
         kept = {"kept": self.codec_states(), "added": self.sum_states()}
         return saved({"random": random_state(), "variables": variables, **kept})
 
@@ -172,9 +172,7 @@ class KerasState(JobState):
         self._random = state["random"]
         load_random_state(self._random)
         for name, values in state["variables"].items():
-            for variable, value in zip(self._parts[name].own, values, strict=True):
-                variable.assign(value)
-            self._parts[name].written()
+            self._parts[name].load_own_state(values)
         self.load_codec_states(state.get("kept", ()))
         self.load_sum_states(state.get("added", ()))
         self.save()

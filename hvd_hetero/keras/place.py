@@ -30,7 +30,9 @@ class Place(keras.callbacks.Callback):
         self._state.batch = batch + 1
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self._state.epoch, self._state.batch = epoch + 1, 0
+        stopped = self.model.stop_training and self._state.batch < (self.params.get("steps") or 0)
+        if not stopped:  # else it goes on from here, as its data does
+            self._state.epoch, self._state.batch = epoch + 1, 0
 
 
 class EndOfBatch(keras.callbacks.Callback):

@@ -48,14 +48,15 @@ class Resumed(keras.callbacks.CallbackList):
         model, optimizer = self.model, self.model.optimizer
         at_once = model.steps_per_execution
         uneven = (self._steps - self._done) % at_once > 0
-        finalize = optimizer.finalize_variable_values
+        finalize = getattr(optimizer, "finalize_variable_values", None)  # a train_step may have others
 
         def finalize_at_the_end(variables: Sequence[Any]) -> None:
-            if not self._goes_on():
+            if finalize is not None and not self._goes_on():
                 finalize(variables)
 
         self._more = not self._is_last
-        vars(optimizer)["finalize_variable_values"] = finalize_at_the_end
+        if finalize is not None:
+            vars(optimizer)["finalize_variable_values"] = finalize_at_the_end
         if uneven:
             _execute(model, 1)
         try:
@@ -64,7 +65,8 @@ class Resumed(keras.callbacks.CallbackList):
             self._more = False
             if uneven:
                 _execute(model, at_once)
-            del vars(optimizer)["finalize_variable_values"]
+            if finalize is not None:
+                del vars(optimizer)["finalize_variable_values"]
 
     def _goes_on(self) -> bool:
         return self._more and not self.model.stop_training

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -19,6 +20,10 @@ from . import backend
 
 class UntunedDataset(keras.utils.PyDataset):
     """One in which there is nothing to tune: Python makes its batches."""
+
+    def read(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """The batches that Keras reads of it."""
+        return batches
 
 
 def untuned(dataset: Any) -> Any:
@@ -32,7 +37,7 @@ def _leave_untuned() -> None:
     """Lets Keras leave them so. It has no public place for what becomes of a PyDataset."""
     try:
         adapters = importlib.import_module("keras.src.trainers.data_adapters.py_dataset_adapter")
-        as_made = adapters.PyDatasetAdapter.get_tf_dataset
+        as_made, as_read = adapters.PyDatasetAdapter.get_tf_dataset, adapters.PyDatasetAdapter._get_iterator
     except (ImportError, AttributeError):  # in a later Keras
         return
 
@@ -41,7 +46,13 @@ def _leave_untuned() -> None:
         dataset = as_made(self)
         return untuned(dataset) if isinstance(self.py_dataset, UntunedDataset) else dataset
 
+    @functools.wraps(as_read)
+    def get_iterator(self: Any) -> Any:
+        batches = as_read(self)
+        return self.py_dataset.read(batches) if isinstance(self.py_dataset, UntunedDataset) else batches
+
     adapters.PyDatasetAdapter.get_tf_dataset = get_tf_dataset
+    adapters.PyDatasetAdapter._get_iterator = get_iterator
 
 
 if backend.NAME == "tensorflow":

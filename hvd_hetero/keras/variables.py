@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
@@ -47,6 +47,19 @@ class Variables:
             )
         for at, variable in enumerate(variables):
             variable.assign(state[str(at)])
+        self.written()
+
+    def own_state(self) -> dict[int, np.ndarray]:
+        """Copies of this rank's own, by their places among all variables: which layers are frozen may change."""
+        places = {id(v): at for at, v in enumerate(self.owner.variables)}
+        return {places[id(v)]: array_of(v) for v in self.own}
+
+    def load_own_state(self, state: Mapping[int, np.ndarray] | Sequence[np.ndarray]) -> None:
+        """Assigns what `own_state` returned; or, of an earlier version's file, the values of what is this rank's own.
+        """
+        variables = self.owner.variables if isinstance(state, Mapping) else self.own
+        for at, value in state.items() if isinstance(state, Mapping) else enumerate(state):
+            variables[at].assign(value)
         self.written()
 
     def written(self) -> None:

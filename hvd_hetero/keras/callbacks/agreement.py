@@ -59,9 +59,9 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 
     def _broadcast(self, *, whole: bool) -> None:
         optimizer = self.model.optimizer
-        if whole and not optimizer.built:
+        if whole and optimizer is not None and not optimizer.built:  # none: a train_step has others
             optimizer.build(self.model.trainable_variables)
-        variables = [v for v in [*self.model.weights, *optimizer.variables] if id(v) not in self._local]
+        variables = [v for v in [*self.model.weights, *getattr(optimizer, "variables", ())] if id(v) not in self._local]
         broadcast_variables(variables, self.root_rank, self._process_set)
         take_in_statistics(self.model)
         self.broadcast_done = whole
@@ -93,6 +93,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
         self._validated: dict[str, float] | None = None  # of its validation
         self._name = ""
         self._batches = self._test_batches = 0  # of the epoch, and of the validation
+        self._first: int | None = None  # of the epoch, which may go on from within
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Names its operations anew: the ranks may have become others."""
@@ -100,12 +101,16 @@ class MetricAverageCallback(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Forgets the samples of the last epoch."""
-        self._trained = self._validated = None
+        self._trained = self._validated = self._first = None
         self._batches = 0
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Notes with which batch the epoch begins, or goes on."""
+        self._first = batch if self._first is None else self._first
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Notes the samples of the epoch with its last batch."""
-        self._batches = batch + 1
+        self._batches = batch + 1 - (self._first or 0)
         if batch + 1 == (self.params or {}).get("steps"):
             self._trained = self._counts(self._batches)
 
