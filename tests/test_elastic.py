@@ -316,6 +316,28 @@ def test_a_job_that_cannot_tell_who_leaves_ends_by_sigterm_as_ever():
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+def test_a_state_of_a_scripts_own_is_asked_for_what_horovod_asks_of_it():
+    class Own:
+        log = []
+
+        def sync(self):
+            self.log.append("sync")
+
+        def restore(self):
+            self.log.append("restore")
+
+        def on_reset(self):
+            self.log.append("on_reset")
+
+    def train(state):
+        if state.log.count("sync") < 7:  # Horovod gives up of no number of failures
+            raise ConnectionError("another rank has died")
+        return len(state.log)
+
+    assert elastic_loop(train, Own.log)(Own()) == len(Own.log)
+    assert Own.log == ["sync", *["restore", "restart", "on_reset", "sync"] * 6]
+
+
 def test_each_method_is_remembered_once_and_as_long_as_its_object_lives():
     class Made:
         def __init__(self, name):

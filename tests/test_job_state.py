@@ -59,6 +59,18 @@ def test_values_that_are_changed_in_place_go_back(made):
     assert state.lock is lock, "what cannot be copied stays what it is"
 
 
+def test_what_a_rank_reads_its_data_with_stays_its_own():
+    """Horovod's example for CIFAR-10 has its DistributedSampler in the state."""
+    data = torch.utils.data.TensorDataset(torch.zeros(6))
+    sampler = torch.utils.data.distributed.DistributedSampler(data, num_replicas=2, rank=1)
+    state = torch_state(sampler=sampler, data=data, epoch=0)
+    state.save()
+    state.restore()
+    assert state.sampler is sampler and state.data is data
+    assert state.shared_state()["values"] == {"epoch": 0}, "what is sent, and saved"
+    state.load_shared_state(state.shared_state())
+
+
 def test_what_takes_the_place_of_a_model_or_an_optimizer_is_what_is_gone_back_to():
     """Before the next commit: as where layers are thawed, or a model is grown, within `train`."""
     state = torch_state(optimizer=torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1), epoch=0)

@@ -14,6 +14,7 @@ pytest.importorskip("horovod.torch", reason="build it with hvd-hetero build-horo
 import hvd_hetero.keras as hvd
 from hvd_hetero.engine.local import SoloEngine
 from hvd_hetero.keras.callbacks import balance
+from hvd_hetero.optimizers.equal import EqualWeights
 
 WHOLE, BATCHES = 4, 20
 
@@ -91,6 +92,23 @@ def test_a_loaded_model_has_its_balancer_in_the_layers_that_take_part(tmp_path):
         clone.fit(make_dataset(balancer), verbose=0, callbacks=[hvd.callbacks.RebalanceCallback(balancer)])
 
 
+@pytest.mark.parametrize("name", ["model.keras", "model.h5"])
+def test_a_loaded_model_goes_on_training_where_it_stopped(tmp_path, name):
+    """Horovod's examples save HDF5 files."""
+    x, y = np.linspace(-1, 1, 24, dtype="float32").reshape(8, 3), np.ones((8, 1), "float32")
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2), keras.layers.Dense(1)])
+    optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+    one = EqualWeights(SoloEngine())
+    model.compile(hvd.DistributedOptimizer(optimizer, balancer=one), "mean_squared_error", jit_compile=False)
+    model.train_on_batch(x, y)
+    model.save(tmp_path / name)
+    loaded = hvd.load_model(tmp_path / name, balancer=EqualWeights(SoloEngine()))
+    for each in (model, loaded):
+        each.train_on_batch(x, y)
+    assert int(loaded.optimizer.iterations) == 2
+    assert all(np.array_equal(a, b) for a, b in zip(model.get_weights(), loaded.get_weights(), strict=True))
+
+
 @pytest.mark.parametrize(("mean", "size", "told"), [(False, 2, True), (False, 1, False), (True, 2, False)])
 def test_an_activity_regularizer_that_sums_over_samples_is_told(monkeypatch, mean, size, told):
     monkeypatch.setattr(balance, "MEAN_OF_ACTIVITIES", mean)
@@ -121,6 +139,12 @@ def test_a_model_that_is_gone_is_kept_by_no_balancer():
     gc.collect()
     assert not any(v() is not None for each in variables for v in each)
     assert not any(reducer.steps for reducer in reducers)
+
+
+def test_one_variable_may_be_each_ranks_own():
+    variable = keras.Variable(np.zeros((2, 2)))
+    for given in (variable, [variable]):
+        assert hvd.callbacks.BroadcastGlobalVariablesCallback(0, local_variables=given)._local == {id(variable)}
 
 
 def test_a_model_with_code_in_it_is_loaded_where_the_script_trusts_it(tmp_path):

@@ -22,7 +22,10 @@ MOST_FAILURES = 3  # in a row, with no commit between them and on the same numbe
 
 
 class ElasticState(Protocol):
-    """A Horovod `State` that counts its commits; `leaving` is None where it cannot tell others that a rank leaves."""
+    """A Horovod `State` that counts its commits; `leaving` is None where it cannot tell others that a rank leaves.
+
+    A state of a script's own, made of Horovod's, has `sync`, `restore` and `on_reset` alone.
+    """
 
     commits: int
 
@@ -99,9 +102,9 @@ def run(
         manager.init()
         manager.register_listener(state)
         failures, changed = Failures(), False
-        ranks = size()
+        ranks, ours = size(), hasattr(state, "leaving")
         say = "this rank leaves at the next commit; the others go on."
-        notice = Notice(state.leave, say=say) if state.leaving is not None else None
+        notice = Notice(state.leave, say=say) if ours and state.leaving is not None else None
         try:
             while True:
                 try:
@@ -125,13 +128,14 @@ def run(
                 except Exception as error:
                     if not recoverable(error):
                         raise
-                    if not failures.again(commits=state.commits, size=ranks):
+                    if ours and not failures.again(commits=state.commits, size=ranks):
                         words = f"failed {MOST_FAILURES + 1} times in a row, with no commit in between: giving up."
                         tell(f"hvd_hetero: this job has {words}")
                         raise
                     why = explain() or str(error)
                     tell(f"hvd_hetero: {why}. Going back to the last commit.")
-                    state.break_off()
+                    if ours:
+                        state.break_off()
                     state.restore()
                     changed = True
         finally:

@@ -79,6 +79,10 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
     def _merge(self, part: Any) -> None:
         """Makes one model of those of all ranks, where `part` is an optimizer with a local strategy."""
 
+    def _stays(self, value: Any) -> bool:
+        """Whether a plain value is each rank's own, and is neither kept nor sent: what it reads its data with."""
+        return False
+
     def _copy(self, state: Any) -> Any:
         """A copy of what a part keeps."""
         return copy.deepcopy(state)
@@ -115,7 +119,12 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
         keepers = [balancer.keepers.named for balancer in self._balancers]
         self._kept_back = [{name: keeper.kept_back() for name, keeper in named.items()} for named in keepers]
         self._kept = {name: self._copy(part.state_dict()) for name, part in self._parts.items()}
-        self._kept_values = {name: _copied(getattr(self, name)) for name in self._plain}
+        self._kept_values = {name: _copied(value) for name, value in self._values().items()}
+
+    def _values(self) -> dict[str, Any]:
+        """The plain values that are the job's."""
+        values = {name: getattr(self, name) for name in self._plain}
+        return {name: value for name, value in values.items() if not self._stays(value)}
 
     def __setattr__(self, name: str, value: Any) -> None:
         before = vars(self).get(name)
@@ -206,8 +215,7 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
             balancer.dependents.made = max(counts)
         kept_sums = self._kept_sums if self._rebuilt else self.sum_states()
         begun = [{name: kept["begun"] for name, kept in sums.items()} for sums in kept_sums]
-        mine = {name: getattr(self, name) for name in self._plain}
-        values, begun = self._of_root((mine, begun), root, name="hvd_hetero.elastic.values")
+        values, begun = self._of_root((self._values(), begun), root, name="hvd_hetero.elastic.values")
         for name, value in values.items():
             setattr(self, name, value)
         # What a rank added up up to another commit than the root's may have been sent since.
@@ -268,7 +276,7 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
     def shared_state(self) -> dict[str, dict[str, Any]]:
         """What is the same on all ranks: the states of the parts, and the plain values."""
         parts = {name: part.state_dict() for name, part in self._parts.items()}
-        return {"parts": parts, "values": {name: getattr(self, name) for name in self._plain}}
+        return {"parts": parts, "values": self._values()}
 
     def codec_states(self) -> list[Any]:
         """What this rank's codecs keep from step to step, for each balancer."""
@@ -290,7 +298,7 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
 
     def load_shared_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """Goes on from `shared_state()`. Raises ValueError where it is of another job."""
-        for kind, mine in (("parts", list(self._parts)), ("values", self._plain)):
+        for kind, mine in (("parts", list(self._parts)), ("values", list(self._values()))):
             if set(state[kind]) != set(mine):
                 raise ValueError(f"Expected the state of a job with {kind} {mine}. Received: {list(state[kind])}.")
         self.merge_models()

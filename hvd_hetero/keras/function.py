@@ -38,11 +38,11 @@ def allgather(value: Any, name: str | None = None, process_set: Any = None) -> A
 
 
 def broadcast(value: Any, root_rank: int, name: str | None = None, process_set: Any = None) -> Any:
-    """The value of `root_rank` as a numpy array. A collective call."""
+    """The value of `root_rank` as a numpy array; of a number, one of numpy's. A collective call."""
     engine = backend.engine(process_set)
     array = array_of(value)
     _broadcast([array], root_rank, engine, name_of(engine, name, "broadcast"))
-    return array
+    return array[()]  # a script may look a number up, and add to it
 
 
 def _broadcast(arrays: list[np.ndarray], root_rank: int, engine: Engine, name: str) -> None:

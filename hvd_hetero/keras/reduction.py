@@ -18,8 +18,19 @@ _WORDS = {"Average": "sum", "Sum": "sum", "Min": "min", "Max": "max"}
 
 def array_of(value: Any) -> np.ndarray:
     """A copy of `value` that a collective may write into: its elements lie in order, also where those of `value` do
-    not, as in a transposed array and in what some initializers make."""
-    return np.array(keras.ops.convert_to_numpy(value) if keras.ops.is_tensor(value) else value, order="C")
+    not, as in a transposed array and in what some initializers make.
+
+    Raises:
+        TypeError: a tensor without a value, as in a `tf.function`.
+    """
+    try:
+        return np.array(keras.ops.convert_to_numpy(value) if keras.ops.is_tensor(value) else value, order="C")
+    except NotImplementedError as error:  # TensorFlow's, in words that name neither what was called nor what to do
+        raise TypeError(
+            f"Expected a value that is there, outside of a tf.function. Received: {value}, in one that is traced. "
+            "Return it from the function, and call Horovod's function on that; gradients and hvd.broadcast_variables "
+            "may be within it."
+        ) from error
 
 
 def name_of(engine: Engine, name: str | None, kind: str) -> str:
@@ -38,7 +49,8 @@ def allreduce(
     *,
     process_set: Any = None,
 ) -> Any:
-    """The mean over ranks (or their sum, least or greatest, by `op`) as a numpy array. A collective call.
+    """The mean over ranks (or their sum, least or greatest, by `op`) as a numpy array; of a number, one of numpy's. A
+    collective call.
 
     Args:
         value: a number, an array or a tensor, of one shape on all ranks. Whole numbers come back as float64 where they
@@ -65,7 +77,7 @@ def allreduce(
     handle = engine.allreduce_async(wire, name=name_of(engine, name, "allreduce"), op=_WORDS[word])  # type: ignore[arg-type]
     result = handle.wait().astype(flat.dtype, copy=False).reshape(array.shape)
     result = _times(result / engine.size if word == "Average" else result, postscale_factor)
-    return result.astype(array.dtype, copy=False)
+    return result.astype(array.dtype, copy=False)[()]
 
 
 def reducescatter(value: Any, name: str | None = None, op: Any = None, *, process_set: Any = None) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -46,8 +47,25 @@ def load_model(
         if isinstance(layer, SyncBatchNormalization):
             layer.take(distributed.get("balancer"), distributed.get("process_set"))
     if getattr(model, "optimizer", None) is not None:  # a model that was not compiled has none
+        if str(filepath).endswith((".h5", ".hdf5")):
+            with keras.saving.custom_object_scope(objects):
+                model.optimizer = _of_hdf5(model, filepath)
         model.optimizer = DistributedOptimizer(model.optimizer, compression=compression, **distributed)
     return model
+
+
+def _of_hdf5(model: Any, filepath: Any) -> Any:
+    """The model's optimizer, with the state that is in its file: Keras builds that of an HDF5 file for no variables at
+    all, and gives up what it has for them, so that `fit` fails."""
+    optimizer = model.optimizer
+    if not optimizer.built or optimizer._trainable_variables or not model.trainable_variables:
+        return optimizer
+    made = type(optimizer).from_config(optimizer.get_config())
+    made.build(model.trainable_variables)
+    legacy = importlib.import_module("keras.src.legacy.saving.legacy_h5_format")  # there is no public name
+    with importlib.import_module("h5py").File(filepath, "r") as file:
+        made.set_weights(legacy.load_optimizer_weights_from_hdf5_group(file))
+    return made
 
 
 def _checked(classes: Any) -> Sequence[type]:

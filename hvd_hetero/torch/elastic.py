@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import horovod.torch as horovod
 import torch
 from horovod.torch.elastic import ElasticSampler, sampler  # noqa: F401  # the module, for who names it
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from hvd_hetero.engine import binding
 from hvd_hetero.engine.job_state import JobState
@@ -33,7 +34,8 @@ class TorchState(JobState):
         model, optimizer: of this job.
         values: more of them, whatever has `state_dict()` and `load_state_dict()` (schedulers, loaders), and plain
             values (`epoch=0`). They are attributes of this object. What was made with the optimizer's balancer is kept
-            without being named, also where it is made after this state.
+            without being named, also where it is made after this state. Samplers without a state, datasets and loaders
+            stay each rank's own.
     """
 
     model: torch.nn.Module | None = None
@@ -51,6 +53,10 @@ class TorchState(JobState):
     def _merge(self, part: Any) -> None:
         if isinstance(part, torch.optim.Optimizer) and hasattr(part, "merge"):
             part.merge()
+
+    def _stays(self, value: Any) -> bool:
+        # Of a DistributedSampler a copy has all of the dataset, its loader does not see it, and it is of one rank.
+        return isinstance(value, (Sampler, Dataset, DataLoader))
 
     def _copy(self, state: Any) -> Any:
         try:

@@ -416,6 +416,7 @@ def functions():
     assert hvd.allreduce(keras.ops.ones((2, 2)), op=hvd.Sum, name="named").tolist() == [[size, size]] * 2
     assert hvd.allgather(np.full(rank + 1, rank)).tolist() == [r for r in range(size) for _ in range(r + 1)]
     assert hvd.broadcast(np.array([rank, 7]), root_rank=1).tolist() == [1, 7]
+    assert {3: "a number"}[hvd.broadcast(3, 0)] and {size: "one"}[hvd.allreduce(1, op=hvd.Sum)]
     assert hvd.broadcast_object({"rank": rank} if rank == 1 else None, root_rank=1) == {"rank": 1}
     assert hvd.allgather_object(f"rank {rank}" if rank else 0) == [f"rank {r}" if r else 0 for r in range(size)]
     assert hvd.broadcast_object(rank, 1, session=None) == 1 and len(hvd.allgather_object(rank, session=None)) == size
@@ -808,6 +809,8 @@ def errors_say_what_to_do():
     if TENSORFLOW:
         traced = sys.modules["tensorflow"].function(lambda: balancer.begin(4))
         raises("within a tf.function", traced, kind=RuntimeError)
+        mean = sys.modules["tensorflow"].function(lambda value: hvd.allreduce(value))
+        raises("outside of a tf.function", lambda: mean(keras.ops.ones(2)), kind=TypeError)
 
 
 def main(checks) -> None:

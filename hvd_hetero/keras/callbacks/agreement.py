@@ -28,7 +28,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     Args:
         root_rank: who sends.
         device: of no effect; Horovod's argument.
-        local_variables: variables that stay each rank's own.
+        local_variables: a variable, or several, that stay each rank's own.
         process_set: the ranks (default: all).
     """
 
@@ -37,7 +37,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     ) -> None:
         super().__init__()
         self.root_rank, self._process_set = root_rank, process_set
-        self._local = {id(variable) for variable in local_variables or ()}
+        given = [local_variables] if isinstance(local_variables, keras.Variable) else local_variables
+        self._local = {id(variable) for variable in given or ()}
         self.broadcast_done = False
 
     def register_local_var(self, var: Any) -> None:
