@@ -15,8 +15,6 @@ from typing import Any
 
 import keras
 
-from . import backend
-
 
 class UntunedDataset(keras.utils.PyDataset):
     """One in which there is nothing to tune: Python makes its batches."""
@@ -34,7 +32,7 @@ def untuned(dataset: Any) -> Any:
 
 
 def _leave_untuned() -> None:
-    """Lets Keras leave them so. It has no public place for what becomes of a PyDataset."""
+    """Lets Keras leave them so, and read them by `read`. It has no public place for what becomes of a PyDataset."""
     try:
         adapters = importlib.import_module("keras.src.trainers.data_adapters.py_dataset_adapter")
         as_made, as_read = adapters.PyDatasetAdapter.get_tf_dataset, adapters.PyDatasetAdapter._get_iterator
@@ -55,5 +53,4 @@ def _leave_untuned() -> None:
     adapters.PyDatasetAdapter._get_iterator = get_iterator
 
 
-if backend.NAME == "tensorflow":
-    _leave_untuned()
+_leave_untuned()
