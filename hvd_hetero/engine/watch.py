@@ -141,7 +141,7 @@ class Watch:
             self._ear.close()
 
     def _watch(self) -> None:
-        looked_s = 0.0
+        looked_s, told = 0.0, ""
         while True:
             began = time.monotonic()
             if self._closed.wait(PERIOD_S):
@@ -155,7 +155,9 @@ class Watch:
                     wait.lasted_s += elapsed_s
                     self._look(wait)
             except Exception as error:  # a watchdog that fails must not end what it watches
-                self._say(f"hvd_hetero: the watchdog failed: {error!r}")
+                if repr(error) != told:  # and not with each look
+                    told = repr(error)
+                    self._say(f"hvd_hetero: the watchdog failed: {told}")
             looked_s = time.monotonic() - woken
 
     def _look_aside(self) -> None:
