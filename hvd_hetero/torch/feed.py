@@ -100,7 +100,7 @@ def iterating(loader: DataLoader[Any]) -> Iterator[Iterator[Any]]:
     with torch.device("cpu"):  # where its generator is, also if the script has set another default device
         source = iter(loader)
     for worker in getattr(source, "_workers", ()):
-        worker.terminate = worker._popen.kill  # for a worker that is stuck in a read: ours outlive terminate()'s SIGTERM
+        worker.terminate = worker._popen.kill  # for one that is stuck in a read: ours outlive terminate()'s SIGTERM
     if id(source) not in _IN_USE:
         _IN_USE[id(source)] = source
         if loader.persistent_workers:

@@ -185,7 +185,7 @@ def _mapped(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
 def _load_as_it_is(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     """Loads a state with its own types, while PyTorch's `load_state_dict` would cast it to the parameters' types."""
     base = next(each for each in type(optimizer).__mro__ if each.__module__ != "horovod.torch.optimizer")
-    if getattr(base, "load_state_dict", None) is not torch.optim.Optimizer.load_state_dict:  # it has a method of its own
+    if getattr(base, "load_state_dict", None) is not torch.optim.Optimizer.load_state_dict:  # its own method
         optimizer.load_state_dict(state)
         return
     groups, sent = optimizer.param_groups, state["param_groups"]
