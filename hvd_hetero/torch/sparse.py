@@ -148,8 +148,7 @@ class SparseExchange:
         return bool(self._under_way)
 
     def carry(self, parameter: torch.nn.Parameter, kept: torch.Tensor) -> None:
-        """Sends with the next sum `kept`, dense and weighted, which a codec had kept back before this exchange was made.
-        """
+        """Sends `kept` with the next sum: dense and weighted, kept back by a codec before this exchange was made."""
         self._carried[parameter] = kept.to(parameter.device)
 
     def carried(self) -> dict[torch.nn.Parameter, torch.Tensor]:

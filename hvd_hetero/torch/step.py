@@ -190,8 +190,8 @@ class ReducedStep:
         return kept
 
     def take_over(self, before: ReducedStep) -> None:
-        """Takes over from the optimizer's former layout: sends what its codecs have kept back with the next sums, and
-        weighs these as it did."""
+        """Takes over from the optimizer's former layout: what its codecs have kept back is sent with the next sums that
+        weigh as much as usual."""
         self._exchange.weigh_as(before._exchange)
         self.give_back(before.kept_back())
 

@@ -146,8 +146,8 @@ class OwnSamples(IterableDataset[Any]):
 
 
 def _checksum(sample: Any, start: int) -> int:
-    """Continues the checksum `start` over a sample: over whole numbers themselves, and over the shapes of other tensors,
-    as values that are computed or drawn at random may differ between ranks."""
+    """Continues the checksum `start` over what has to be the same in a sample on all ranks: whole numbers themselves,
+    and of other tensors the shapes."""
     for leaf in pytree.tree_leaves(sample):
         if isinstance(leaf, torch.Tensor):
             whole = leaf.dtype in WHOLE and leaf.layout is torch.strided

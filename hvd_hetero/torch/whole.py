@@ -17,8 +17,9 @@ WHOLE = {
 
 
 def whole_numbers(dataset: Any) -> Iterator[Any]:
-    """Yields the indices of a `Subset`, as `random_split` makes it, and the tensors of a `TensorDataset`, for
-    `checksum`. Yields nothing for other datasets, nor for derived ones that hold something else."""
+    """Yields the indices of a `Subset`, as `random_split` makes it, and the tensors of a `TensorDataset`, also within a
+    `ConcatDataset`, for `checksum`. Yields nothing for other datasets, nor for derived ones that hold something else.
+    """
     if isinstance(dataset, Subset):
         yield from _rows(getattr(dataset, "indices", ()))
         yield from whole_numbers(getattr(dataset, "dataset", None))
