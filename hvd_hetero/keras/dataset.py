@@ -118,14 +118,14 @@ class BalancedDataset(UntunedDataset):
     # What Keras calls -----------------------------------------------------------------------------------------------
 
     def __getitem__(self, index: int) -> Batch:
-        """The next batch, whatever `index` is, within an epoch; before one, batch `index`, which does not count as used.
+        """Within an epoch the next batch, whatever `index` is; before one, batch `index`, which does not count as used.
         """
         self.aside.end()
         return with_texts(self._look(index) if self._fresh else self._next())
 
     def read(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """The batches that Keras reads, until it begins to read anew. After a fit was broken off, a thread of TensorFlow
-        may still be reading when the next fit is under way: it is ended here, as it would take that fit's batches."""
+        """The batches that Keras reads, until it begins to read anew. After a fit was broken off, a thread of
+        TensorFlow may still be reading in the next fit: it is ended here, as it would take that fit's batches."""
         reader = self._readers
         for batch in batches:
             yield batch
@@ -133,8 +133,8 @@ class BalancedDataset(UntunedDataset):
                 return
 
     def _look(self, index: int) -> Batch:
-        """Batch `index` from the present position, without dealing it. If it cannot be loaded, the last batch: the error
-        will come again, and be told to the other ranks, when the batch is read to be used."""
+        """Batch `index` from the present position, without dealing it. If it cannot be loaded, the last batch: the
+        error will come again, and be told to the other ranks, when the batch is read to be used."""
         try:
             return self._ahead.load(self.sampler.peek(index))
         except Exception:

@@ -1,4 +1,4 @@
-"""Forgets TensorFlow's traces of functions that exchange gradients, so that they are traced anew after an elastic reset.
+"""Forgets TensorFlow's traces of functions that exchange gradients: they are traced anew after an elastic reset.
 
 A graph names the operations of the ranks that it was traced for, so it is of no use to others. And a rank that joins
 makes collective calls while it traces a function, in which the ranks that stay have to take part.
