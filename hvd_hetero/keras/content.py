@@ -12,8 +12,8 @@ ARRAY, PAIRS = "array", "pairs"  # keys in the JSON of what stands for an array,
 
 
 def saved(value: Any) -> bytes:
-    """`value` as bytes. It may consist of numbers, texts, None, arrays, and dicts (with texts or numbers as keys), lists
-    and tuples of them; a tuple becomes a list. Raises TypeError for anything else."""
+    """`value` as bytes. It may consist of numbers, texts, None, arrays, and dicts (with texts or numbers as keys),
+    lists and tuples of them; a tuple becomes a list. Raises TypeError for anything else."""
     arrays: list[np.ndarray] = []
 
     def plain(part: Any) -> Any:

@@ -100,7 +100,7 @@ class StreamSource:
         may wait for; see `untuned`."""
         left, self._stream = [self._stream], None
         if left[0] is not None:
-            # Not a `threading.Thread`: it takes a lock to start, which may be held when the garbage collector runs this.
+            # Not a `threading.Thread`: it takes a lock to start, which may be held when the collector runs this.
             with contextlib.suppress(RuntimeError):  # the interpreter is ending
                 _thread.start_new_thread(left.clear, ())
 
