@@ -12,7 +12,7 @@ from .layout import BucketLayout, Spec
 
 
 def begin_anew(optimizer: Any, passes: int) -> None:
-    """Puts `optimizer` back to its last update, if it was given batches since: the next one comes after `passes` batches.
+    """Puts `optimizer` back to its last update, if it was given batches since: the next one is `passes` batches away.
 
     What was added up of them is each rank's own, and no part of an optimizer that was saved. Keras has no public name
     for what it adds up itself.

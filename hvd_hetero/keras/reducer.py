@@ -217,8 +217,8 @@ class GradientReducer:
             self._let_go()
 
     def _let_go(self) -> None:
-        """Lets go of the variables of a model that may be gone, except those that a local strategy holds. Stays attached
-        to the balancer, as on other ranks the optimizer may still be alive."""
+        """Lets go of the variables of a model that may be gone, except those that a local strategy holds. Stays
+        attached to the balancer, as on other ranks the optimizer may still be alive."""
         self._variables, self.last = (), None
         self.left.clear()
         self._drop(lambda key: not self.ways.keeps or are_gone(key[1]))  # else the next optimizer sends what is kept
