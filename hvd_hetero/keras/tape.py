@@ -45,7 +45,7 @@ class _Series:
         return held[key]
 
     def forget(self) -> None:
-        """Closes all reducers, before an elastic reset; later tapes make new ones."""
+        """Closes all reducers, at an elastic reset; later tapes make new ones."""
         for balancer in self._balancers:
             for reducer in vars(balancer).pop(PLACE).values():
                 reducer.close()
