@@ -1,5 +1,5 @@
-"""Gradients that are added up over batches: those of a plain optimizer, from which no distributed one goes on, and
-those of variables that become others between two updates."""
+"""Gradients added up over several batches: drops those of a plain optimizer that becomes a distributed one, and finds
+those of variables in a layout, as layers may be frozen or thawed between two updates."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .layout import BucketLayout, Spec
 
 
 def begin_anew(optimizer: Any, passes: int) -> None:
-    """Puts `optimizer` to where its last update was, if batches have come since: its next one is `passes` batches away.
+    """Puts `optimizer` back to its last update, if it was given batches since: the next one is `passes` batches away.
 
     What was added up of them is each rank's own, and no part of an optimizer that was saved. Keras has no public name
     for what it adds up itself.
@@ -24,7 +24,7 @@ def begin_anew(optimizer: Any, passes: int) -> None:
 
 
 def places(layout: BucketLayout, specs: Sequence[Spec | None], variables: Sequence[Any]) -> dict[Hashable, Any]:
-    """Where a layout has what is of each variable: its gradient, and its mark (see `presence`), if there are marks."""
+    """The places in a layout's buckets of each variable's gradient and, if there are any, marks (see `presence`)."""
     parts = iter(layout.parts)
     found: dict[Hashable, Any] = {id(v): next(parts) for v, s in zip(variables, specs, strict=False) if s is not None}
     for marks in parts:

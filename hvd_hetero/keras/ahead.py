@@ -18,7 +18,7 @@ BY_EACH = 2  # batches that a worker loads ahead
 
 
 class Ahead:
-    """Loads what is dealt.
+    """Loads the batches that are dealt, in workers if there are any.
 
     Args:
         workers: threads, or processes; 0 to load a batch when it is asked for, in the thread that asks.
@@ -43,7 +43,7 @@ class Ahead:
         return len(self._loading)
 
     def load(self, dealt: Dealt) -> Batch:
-        """What was dealt, now."""
+        """Loads a dealt batch now, in this thread."""
         if isinstance(self._source, EpochStreams):
             self._source.epoch = dealt.epoch
         return self._source.take(dealt.indices)
@@ -61,7 +61,7 @@ class Ahead:
         return dealt, loading.result
 
     def forget(self) -> None:
-        """What was dealt ahead is not asked for any more."""
+        """Drops the batches that were dealt ahead."""
         for _, loading in self._loading:
             loading.cancel()
         self._loading.clear()

@@ -1,4 +1,4 @@
-"""Arguments of Horovod's: its reductions, and what has no meaning here but may be passed."""
+"""Checks arguments that come from Horovod's interface: reductions, and arguments that have no effect here."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from . import backend
 
 
 def op_of(op: Any, *names: str) -> str:
-    """The name of a reduction that is one of these.
+    """The name of Horovod's reduction `op`, which has to be one of `names`.
 
     Raises:
-        ValueError: another one, or something else; a bool is meant for `average`.
+        ValueError: for another reduction or anything else, also for a bool, which is meant for `average`.
     """
     for name in names:
         if isinstance(op, int) and not isinstance(op, bool) and op == getattr(backend.horovod, name):
@@ -21,8 +21,8 @@ def op_of(op: Any, *names: str) -> str:
 
 
 def check_unused(**arguments: Any) -> None:
-    """Raises TypeError for anything but a text where Horovod takes a name or a device: it is meant for another argument
-    and would be passed over."""
+    """Raises TypeError for an argument, a name or device in Horovod, that is neither None nor a text: such a value was
+    meant for another argument, and would be ignored."""
     for name, value in arguments.items():
         if value is not None and not isinstance(value, str):
             raise TypeError(

@@ -1,4 +1,4 @@
-"""The back end of Keras, which decides which Horovod this process has: `horovod.tensorflow` or `horovod.torch`."""
+"""The back end of Keras. It decides which Horovod this process uses: `horovod.tensorflow` or `horovod.torch`."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ horovod: Any = horovod_for(NAME)
 
 
 def horovod_error() -> type[Exception]:
-    """What Horovod raises where a peer is gone."""
+    """The class of error that Horovod raises when another rank is gone."""
     error: type[Exception] = importlib.import_module("horovod.common.exceptions").HorovodInternalError
     return error
 
 
 def traces() -> bool:
-    """Whether what runs is being made a graph of, and runs only then."""
+    """Whether the caller's code is being traced by TensorFlow, and so runs only once, not at each step."""
     return NAME == "tensorflow" and not sys.modules["tensorflow"].executing_eagerly()
 
 
 def as_written(function: F) -> F:
-    """Of what a script calls in a `tf.function`: AutoGraph leaves it, and what it calls, as it is."""
+    """Decorates a function that scripts call in a `tf.function`: AutoGraph does not convert it, nor what it calls."""
     if NAME != "tensorflow":
         return function
     decorated: F = importlib.import_module("tensorflow").autograph.experimental.do_not_convert(function)
@@ -46,7 +46,8 @@ def as_written(function: F) -> F:
 
 
 def uncompiled(function: F) -> F:
-    """Of what communicates with the torch back end: Dynamo, with `jit_compile`, calls it as it is."""
+    """Decorates a function that communicates with the torch back end: Dynamo, with `jit_compile`, does not compile it.
+    """
     if NAME != "torch":
         return function
     decorated: F = importlib.import_module("torch").compiler.disable(function)
@@ -54,5 +55,5 @@ def uncompiled(function: F) -> F:
 
 
 def engine(process_set: Any = None) -> Engine:
-    """The ranks of `process_set` (default: all), on the Horovod of this process."""
+    """An engine over the ranks of `process_set` (default: all), on the Horovod of this process."""
     return engine_of(NAME, process_set)

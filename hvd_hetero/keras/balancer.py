@@ -102,7 +102,7 @@ class Balancer(framework_free.Balancer):
 
     @property
     def _next(self) -> Announced:
-        """What was announced by who is to announce the batch that comes next."""
+        """The queue of the dataset, or the script, that announces the batch that comes next."""
         return next(reversed(self._queues.values()))
 
     def announce(self, samples: int, *, by: Any = None) -> None:
@@ -160,7 +160,7 @@ class Balancer(framework_free.Balancer):
         self._begun[id(next(reversed(self._queues)))] += 1
 
     def _between(self) -> None:
-        """No batch is in use."""
+        """Notes that no batch is in use."""
         self.exchanges.end_batch()
         self._instead = False
 

@@ -68,7 +68,7 @@ def stacked(samples: Sequence[Batch]) -> Batch:
 
 
 def _one(put: Any, arrays: Sequence[np.ndarray], shapes: Sequence[tuple[int, ...]]) -> np.ndarray:
-    """`put` of all arrays, with samples of these shapes."""
+    """One array made of several by `put`. Raises ValueError if `shapes`, those of their samples, differ."""
     if len(set(shapes)) > 1:
         found = ", ".join(map(str, sorted(set(shapes))))
         raise ValueError(f"Expected samples of one shape. Received: {found}. Pad all to one length.")

@@ -1,4 +1,4 @@
-"""What a Keras job keeps, as bytes: arrays in numpy's format, and around them JSON. No code."""
+"""Serialises what a Keras job keeps: arrays in numpy's format, and around them JSON. No code."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-ARRAY, PAIRS = "array", "pairs"  # what stands for an array, and for a dict
+ARRAY, PAIRS = "array", "pairs"  # keys in the JSON of what stands for an array, and for a dict
 
 
 def saved(value: Any) -> bytes:
-    """The bytes of `value`: numbers, texts, None, arrays, and dicts (by texts or numbers), lists and tuples of them; a
-    tuple becomes a list. Raises TypeError for whatever else."""
+    """`value` as bytes. It may consist of numbers, texts, None, arrays, and dicts (with texts or numbers as keys),
+    lists and tuples of them; a tuple becomes a list. Raises TypeError for anything else."""
     arrays: list[np.ndarray] = []
 
     def plain(part: Any) -> Any:
@@ -47,7 +47,7 @@ def saved(value: Any) -> bytes:
 
 
 def loaded(content: bytes) -> Any:
-    """What `saved` was given."""
+    """The value that `saved` was given, with lists for tuples."""
     with np.load(io.BytesIO(content), allow_pickle=False) as file:
         arrays = {name: file[name] for name in file.files}
 

@@ -20,7 +20,7 @@ from .source import Source, source_of
 from .stream import EpochStreams, StreamSource, is_function
 from .untuned import UntunedDataset, untuned
 
-READ_AHEAD = 2  # batches, by TensorFlow
+READ_AHEAD = 2  # batches that TensorFlow reads ahead of their use
 
 
 class BalancedDataset(UntunedDataset):
@@ -88,13 +88,13 @@ class BalancedDataset(UntunedDataset):
             checksum=checksum(self._source.arrays),
         )
         self._ahead = Ahead(self._source, workers=workers, use_processes=use_multiprocessing)
-        self._fresh = True  # nobody has begun to use what is dealt
-        self._ahead_of_use = False  # TensorFlow reads batches while others are in use
+        self._fresh = True  # whether reading is yet to begin: batches read until then are only looked at
+        self._ahead_of_use = False  # whether TensorFlow reads batches while others are in use
         self._at: int | None = None  # the step up to which use is accounted for, within an epoch
         self._last: Batch = None
-        self._run = 0  # so many times batches were begun to be read
-        self._readers = 0  # so many times Keras has begun to read
-        self._unsaid: Exception | None = None  # what loading failed with, of which the others may not have heard
+        self._run = 0  # how many times reading was begun or rewound
+        self._readers = 0  # how many times Keras has begun to read
+        self._unsaid: Exception | None = None  # error of loading that the other ranks may not know of yet
         self.aside = Aside()
         balancer.dependents.add(self)
         free_at_exit(balancer)
@@ -104,7 +104,8 @@ class BalancedDataset(UntunedDataset):
 
     @property
     def workers(self) -> int:
-        """1: Keras loads nothing ahead by itself. Keras asks when it begins to read anew, in each `fit`."""
+        """Returns 1, so that Keras loads nothing ahead by itself. Keras reads this when it begins to read anew, in each
+        `fit`; it is how this dataset learns of that."""
         self._count_used()
         self._fresh, self._at = True, None
         self._readers += 1
@@ -117,13 +118,14 @@ class BalancedDataset(UntunedDataset):
     # What Keras calls -----------------------------------------------------------------------------------------------
 
     def __getitem__(self, index: int) -> Batch:
-        """The next batch in an epoch, whatever `index` is; outside of one a look at batch `index`."""
+        """Within an epoch the next batch, whatever `index` is; before one, batch `index`, which does not count as used.
+        """
         self.aside.end()
         return with_texts(self._look(index) if self._fresh else self._next())
 
     def read(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """The batches that Keras reads, until it begins to read anew. A thread of TensorFlow may still wait for a batch
-        of a fit that was broken off when the next fit is under way: it ends, as it would take batches of that one."""
+        """The batches that Keras reads, until it begins to read anew. After a fit was broken off, a thread of
+        TensorFlow may still be reading in the next fit: it is ended here, as it would take that fit's batches."""
         reader = self._readers
         for batch in batches:
             yield batch
@@ -131,7 +133,8 @@ class BalancedDataset(UntunedDataset):
                 return
 
     def _look(self, index: int) -> Batch:
-        """Batch `index` from here, or another one, where it cannot be loaded: who reads it tells the others."""
+        """Batch `index` from the present position, without dealing it. If it cannot be loaded, the last batch: the
+        error will come again, and be told to the other ranks, when the batch is read to be used."""
         try:
             return self._ahead.load(self.sampler.peek(index))
         except Exception:
@@ -140,28 +143,28 @@ class BalancedDataset(UntunedDataset):
             return self._last
 
     def on_epoch_begin(self) -> None:
-        """Before the first batch of an epoch."""
+        """Prepares reading; Keras calls it before the first batch of an epoch."""
         if self._fresh:
             self._rewind(ahead=backend.NAME == "tensorflow")
         else:
             self._will_load()
             if self.sampler.pending == len(self._ahead):
-                # Nothing that was announced is unused; another dataset may have been trained on since the last epoch.
+                # All that was announced is used. Announces anew, as another dataset may have been trained on since.
                 self.balancer.forget(ahead=self._ahead_of_use, by=self)
         if self._at is None:
             self._at = self.balancer.begun(self)
-        self.balancer.resume()  # what went before, such as a validation, is no part of a step
+        self.balancer.resume()  # time spent before this, such as on a validation, is no part of a step
         self.aside.begin()
 
     def on_epoch_end(self) -> None:
-        """After the last batch of an epoch."""
+        """Counts what was used, and ends the epoch; Keras calls it after the last batch."""
         self.aside.end()
         used = self._count_used()
         if self._at is not None and not self._fresh:
             if used:
                 self.balancer.trained(self)
                 self.balancer.end_epoch()
-            else:  # an evaluation: its batches were no training
+            else:  # this was an evaluation, whose batches were not trained on
                 self.balancer.withdraw(self)
                 self._fresh = True
         self._at = None
@@ -169,15 +172,17 @@ class BalancedDataset(UntunedDataset):
     # Other ways to read ---------------------------------------------------------------------------------------------
 
     def set_epoch(self, epoch: int) -> None:
-        """Chooses the order of `epoch`, and starts at its beginning – unless it was resumed in the middle of it, or at
-        its end: then nothing of it is left. For a loop of your own, which otherwise sees one epoch after the other, and
-        before a `fit` with that `initial_epoch` of which no state was loaded: `fit` does not tell datasets of it."""
+        """Chooses the order of `epoch`, and starts at its beginning. If `epoch` was resumed in the middle, it goes on
+        from there; if at its end, nothing of it is left.
+
+        For a loop of your own, which otherwise gets one epoch after the other. Also before a `fit` with `initial_epoch`
+        for which no state was loaded: `fit` does not tell datasets of it."""
         self._count_used()
         self._at = None
         self.sampler.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Batch]:
-        """The batches of an epoch, for a loop of your own: what is left of one that was resumed or broken off."""
+        """The batches of an epoch, for a loop of your own; if it was resumed or broken off, the rest of them."""
         self._count_used()
         left = len(self) - self.sampler.position
         if left == 0:
@@ -211,7 +216,8 @@ class BalancedDataset(UntunedDataset):
     # Dealing and loading --------------------------------------------------------------------------------------------
 
     def _rewind(self, *, ahead: bool) -> None:
-        """What was dealt and not used is dealt again. `ahead`: TensorFlow reads batches while others are in use."""
+        """Goes back to the first batch not used, so that what was dealt and not used is dealt again. `ahead`: whether
+        TensorFlow reads batches while others are in use."""
         self._run += 1
         if self._unsaid is not None:
             self.balancer.departure.recover(self._unsaid)
@@ -230,7 +236,7 @@ class BalancedDataset(UntunedDataset):
         )
 
     def _count_used(self) -> int:
-        """Tells the sampler what was used since the last time; the number of batches."""
+        """Tells the sampler which batches were used since the last call. Returns how many."""
         if self._at is None:
             return 0
         used = min(self.balancer.begun(self) - self._at, self.sampler.pending)
@@ -253,9 +259,10 @@ class BalancedDataset(UntunedDataset):
     def _fetched(self, run: int) -> Batch:
         try:
             dealt, loaded = self._ahead.next(self.sampler.deal)
-            if run != self._run:  # it has waited, and the next batch announced is one of another run
+            if run != self._run:  # reading was rewound while this waited: announces nothing in the new run
                 return loaded()
-            # Not as it is dealt, which may be long before: where Keras reads nothing ahead, it is the next batch.
+            # Announced when it is read, not when it is dealt, which may be long before: if Keras reads nothing ahead,
+            # it is the next batch in use.
             self.balancer.announce(dealt.used, by=self)
             batch, terms = loaded(), None
             if self._terms is not None:
@@ -267,9 +274,9 @@ class BalancedDataset(UntunedDataset):
             if terms is not None:
                 self.balancer.announce_terms(terms, by=self)
         except Exception as error:
-            if run != self._run:  # of a run that is over, while TensorFlow still read ahead
+            if run != self._run:  # the error is of a run that is over, in which TensorFlow still read ahead
                 raise
-            # The batches before this one are still to be used, so the others hear of it when this rank gets there.
+            # Earlier batches are still to be used, so the other ranks are told when this rank comes to this batch.
             self._unsaid = error
             self.balancer.fail_at_exchange(error)
             if self._last is None:
@@ -280,7 +287,7 @@ class BalancedDataset(UntunedDataset):
     # State ----------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, int]:
-        """Where in which epoch: the number of global batches used."""
+        """The position: the epoch, and how many global batches of it are used."""
         self._count_used()
         return self.sampler.state_dict()
 

@@ -151,11 +151,11 @@ class KerasState(JobState):
     # Checkpoints ----------------------------------------------------------------------------------------------------
 
     def shared_content(self) -> bytes:
-        """What is the same on all ranks, for a checkpoint."""
+        """The part of a checkpoint that is the same on all ranks."""
         return saved(self.shared_state())
 
     def own_content(self) -> bytes:
-        """What is this rank's own, for a checkpoint: statistics of its samples, random numbers, what codecs keep,
+        """This rank's own part of a checkpoint: statistics of its samples, random states, what codecs have kept back,
         and gradients that are added up."""
         parts = {name: part for name, part in self._parts.items() if isinstance(part, Variables)}
         variables = {name: part.own_state() for name, part in parts.items()}

@@ -1,4 +1,4 @@
-"""`EvaluationDataset`: samples for a validation, dealt once over all ranks."""
+"""`EvaluationDataset`: deals each sample of a validation to one rank."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ class EvaluationDataset(UntunedDataset):
             )
 
     def _mine(self) -> tuple[range, int]:
-        """The samples of this rank, and the number of those of a batch."""
+        """The numbers of this rank's samples, and how many of them make a batch."""
         shares = self._balancer.plan_at(self._balancer.step + 1).shares
-        # At least one each, for Keras wants a batch on every rank.
+        # At least one sample for each rank, as Keras needs a batch on every rank.
         mine = evaluation_part(len(self._source), shares, self._balancer.rank, least=1)
         return mine, max(1, self._balancer.share)
 

@@ -1,4 +1,4 @@
-"""A factor on the learning rate that is there during an update alone, and the optimizer that asks for it."""
+"""Multiplies an optimizer's learning rate by a factor, during an update alone."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ class RateFactor:
         return reducer
 
     def follow(self, core: LatencyLR, balancer: Balancer, *, new: dict[str, Any]) -> None:
-        """Is in effect from now on, as `core` says: with each exchange of `balancer`, after which the update is made
-        that the exchange was for. `new`: the state of a core like this one that begins."""
+        """Puts the factor of `core` into effect from now on; it advances with each exchange of `balancer`, before the
+        update that the exchange is for. `new`: the initial state of such a core."""
         self._core, self._balancer, self._new = core, balancer, new
         self._meter, self._waiting, self.loaded, self._in_effect = None, {}, False, True
         if core.measures_noise and self.reducer is not None:
@@ -71,7 +71,7 @@ class RateFactor:
         return self._core is core
 
     def rest(self) -> None:
-        """Is not in effect until `follow` is called again. What is exchanged is counted all the same."""
+        """Takes the factor out of effect until `follow` is called again. Exchanges still advance it."""
         self._in_effect = False
         self._set(1.0)
 
@@ -83,7 +83,7 @@ class RateFactor:
         return self._part is not None
 
     def make_part(self, part: float) -> None:
-        """Which part of its next updates the optimizer makes."""
+        """Sets which part of its next updates the optimizer makes."""
         if part != self._part_value:
             self._part_value = part
             self._form.set_number(self._part, part)

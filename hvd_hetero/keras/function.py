@@ -58,7 +58,7 @@ def _broadcast(arrays: list[np.ndarray], root_rank: int, engine: Engine, name: s
 
 
 def _place_of(root_rank: int, engine: Engine) -> int:
-    """A global rank's in the engine's group. Raises ValueError where it is not in there."""
+    """The place of a global rank among the engine's ranks. Raises ValueError if it is not one of them."""
     if root_rank not in engine.ranks:
         raise ValueError(f"root_rank: expected one of {engine.ranks}. Received: {root_rank}.")
     return engine.ranks.index(root_rank)

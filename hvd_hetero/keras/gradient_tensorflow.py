@@ -1,9 +1,9 @@
-"""Gradients of the TensorFlow back end: flat in the graph, and through host memory to the exchange and back.
+"""Flattens gradients of the TensorFlow back end in the graph, and exchanges them through host memory.
 
-That is the way of what is more than a sum: codecs, two levels, steps apart, several passes; and of what is computed
-eagerly. `graph_tensorflow` is the other. In each step one call leaves the graph for each of few flat arrays, as soon as
-the gradients in it are there, and one for what all of them become. Where a GPU computes, that is a copy to the host,
-the exchange there, and a copy back.
+This way is for all that is more than a sum (codecs, sums in two levels, local steps, several passes), and for eager
+computation; `graph_tensorflow` is the other way. In each step the graph calls the host once for each of few flat
+arrays, as soon as its gradients are there, and once for all results. On a GPU this means a copy to the host, the
+exchange there, and a copy back.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from .layout import BucketLayout, Spec, Step
 from .traces_tensorflow import TRACES
 
 ALIGNMENT = 64
-# What all exchanges touch, so that a graph makes them in the order of the program, which is the same on all ranks. By
-# what they depend on alone, two of other variables might begin together, or in an order that differs from rank to rank.
+# A variable that all exchanges touch, so that a graph makes them in the order of the program, the same on all ranks.
+# Otherwise exchanges of unlike variables could begin together, or in an order that differs between ranks.
 with tf.init_scope(), tf.device("CPU"):
     TURN = tf.Variable(0.0, trainable=False, name="hvd_hetero_turn")
 _PARTS: weakref.WeakKeyDictionary[Any, Counter[Any]] = weakref.WeakKeyDictionary()  # of exchanges, in each graph
@@ -48,24 +48,24 @@ def dense(gradient: Any, variable: Any) -> Any:
 
 
 def none_of(variable: Any) -> tf.Tensor | None:
-    """A gradient of zeros, of what can have one."""
+    """A gradient of zeros for a variable; None if its type can have no gradient."""
     return tf.zeros(variable.shape, variable.dtype) if tf.as_dtype(variable.dtype).is_floating else None
 
 
 def constant(values: Sequence[float], like: tf.Tensor) -> tf.Tensor:
-    """A vector of the type in which a gradient travels."""
+    """A vector of these values, of the type in which the gradient `like` travels."""
     return tf.constant(values, dtype=spec(like).wire)
 
 
 def spec(gradient: Any) -> Spec:
-    """Its shape, which has to be known, and its type."""
+    """A gradient's shape, which has to be known, and type."""
     if not gradient.shape.is_fully_defined():
         raise ValueError(f"Expected gradients of a known shape. Received: {gradient.shape}.")
     return Spec(tuple(gradient.shape.as_list()), gradient.dtype.name)
 
 
 def tracing() -> bool:
-    """Whether a function is being traced: then this step takes longer than its samples do.
+    """Whether a function is being traced; a step in which one is takes longer than its samples do.
 
     Raises:
         ValueError: for XLA, which cannot leave the graph, and for which Horovod has no operations; and for replicas
@@ -88,7 +88,7 @@ def tracing() -> bool:
 
 
 def traced(engine: Engine) -> None:
-    """What is being traced is of use to the ranks that there are alone."""
+    """Lets graphs be forgotten after an elastic reset, as what is traced now fits the present ranks alone."""
     engine.on_change(TRACES.forget)
 
 
@@ -114,7 +114,7 @@ def last_of(iterations: Any, passes: int) -> Any:
 def through(step: Step, gradients: Sequence[Any], last: Any, part: int, variables: Sequence[Any]) -> list[Any]:
     """What `step` makes of the gradients, in their shapes and types. It may read and write `variables`."""
     layout = step.layout
-    # What is the same at each step does not leave the graph.
+    # `last` is passed to the host only if it is computed in the graph.
     passing = [] if last is True else [last]
 
     def take(index: int, flat: np.ndarray, turn: Any, last: Any = True) -> bool:
@@ -179,7 +179,7 @@ def number(value: float) -> tf.Variable:
 
 
 def set_number(number: tf.Variable, value: float) -> None:
-    """What reads it from now on reads `value`."""
+    """Sets a number made by `number`."""
     number.assign(value)
 
 
@@ -192,8 +192,8 @@ def multiplied(rate: Any, number: tf.Variable, *, after: Sequence[Any]) -> Any:
 
 
 def touched(variables: Sequence[Any], *, after: Sequence[Any] = ()) -> list[Any]:
-    """Comes after all that the program does with the variables before this, and before all that it does with them
-    afterwards.
+    """An operation that runs after all that the program does with the variables before it, and before all that it does
+    with them afterwards.
 
     A call on the host that reads and writes variables is put between two of these. The graph does not see that it does,
     and would run what does not depend on the call's results, such as a weight decay, before or after the call or
@@ -212,7 +212,7 @@ def flat(variables: Sequence[Any], dtype: str, into: np.ndarray | None = None) -
 
 
 def zeros(length: int, dtype: str) -> np.ndarray:
-    """Where TensorFlow takes arrays as they are, instead of copying them: at a multiple of so many bytes."""
+    """An array of zeros, aligned to `ALIGNMENT` bytes: TensorFlow uses such arrays in place instead of copying them."""
     size = length * np.dtype(dtype).itemsize
     found: np.ndarray = np.zeros(size + ALIGNMENT, np.uint8)
     start = -found.ctypes.data % ALIGNMENT
@@ -224,7 +224,7 @@ copied = np.array
 
 
 def scaled_into(bucket: np.ndarray, flat: np.ndarray, weight: float) -> None:
-    """Writes `flat` times `weight`."""
+    """Writes `flat` times `weight` into `bucket`."""
     if weight == 1.0:
         np.copyto(bucket, flat)
     else:

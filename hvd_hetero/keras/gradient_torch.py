@@ -1,4 +1,4 @@
-"""Gradients of the torch back end: flat tensors on their device, which `horovod.torch` sums there."""
+"""Flattens gradients of the torch back end into tensors on their device, which `horovod.torch` sums there."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ _TYPES = {name: getattr(torch, name) for name in WIRE}
 
 
 def dense(gradient: Any, variable: Any) -> Any:
-    """The gradient with all its zeros."""
+    """The gradient as a dense tensor."""
     return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
 
 
 def none_of(variable: Any) -> torch.Tensor | None:
-    """A gradient of zeros, of what can have one."""
+    """A gradient of zeros for a variable; None if its type can have no gradient."""
     value = getattr(variable, "value", variable)
     return torch.zeros_like(value, requires_grad=False) if value.is_floating_point() else None
 
 
 def constant(values: Sequence[float], like: torch.Tensor) -> torch.Tensor:
-    """A vector on the device of a gradient, of the type in which that travels."""
+    """A vector of these values on the device of the gradient `like`, of the type in which that travels."""
     vector = torch.empty(len(values), dtype=_TYPES[spec(like).wire], device=like.device)
     VERBS.write(vector, values)
     return vector
 
 
 def spec(gradient: torch.Tensor) -> Spec:
-    """Its shape and type."""
+    """A gradient's shape and type."""
     return Spec(tuple(gradient.shape), str(gradient.dtype).removeprefix("torch."))
 
 
@@ -46,7 +46,7 @@ def tracing() -> bool:
 
 
 def part_of(owner: Any) -> int:
-    """0: nothing is known of what else the program does with a batch."""
+    """Always 0: with torch, it is not known how many exchanges of one batch a program makes."""
     return 0
 
 
@@ -76,24 +76,24 @@ def through(
 @torch.compiler.disable
 @torch.no_grad()
 def afterwards(call: Callable[[float], None], variables: Sequence[Any], rate: Any) -> None:
-    """Calls with the learning rate; the updates of `variables` before this are made."""
+    """Calls `call` with the learning rate. The updates of `variables` made before this are complete."""
     call(float(rate))
 
 
 def number(value: float) -> torch.Tensor:
     """A number that the host may set at any time."""
-    return torch.tensor(value, dtype=torch.float64, device="cpu")  # compiled code would rest on a float
+    return torch.tensor(value, dtype=torch.float64, device="cpu")  # compiled code would treat a float as a constant
 
 
 def set_number(number: torch.Tensor, value: float) -> None:
-    """What reads it from now on reads `value`."""
+    """Sets a number made by `number`."""
     number.fill_(value)
 
 
 @torch.compiler.disable
 @torch.no_grad()
 def multiplied(rate: Any, number: torch.Tensor, *, after: Sequence[Any]) -> Any:
-    """The learning rate times the number; of the type of the rate."""
+    """The learning rate times the number, in the type of the rate."""
     factor = float(number)
     if factor == 1.0:
         return rate
@@ -107,7 +107,7 @@ def flat(variables: Sequence[Any], dtype: str, into: torch.Tensor | None = None)
 
 
 def zeros(length: int, dtype: str) -> torch.Tensor:
-    """On the device on which Keras makes its variables."""
+    """A vector of zeros on the device on which Keras makes its variables."""
     return keras.ops.zeros((length,), dtype=dtype)
 
 
@@ -116,13 +116,13 @@ copied = torch.clone
 
 
 def scaled_into(bucket: torch.Tensor, flat: torch.Tensor, weight: float) -> None:
-    """Writes `flat` times `weight`."""
+    """Writes `flat` times `weight` into `bucket`."""
     bucket.copy_(flat)
     if weight != 1.0:
         bucket.mul_(weight)
 
 
 def stopwatch() -> Stopwatch:
-    """What measures compute where Keras computes."""
+    """The stopwatch that measures compute time on the device on which Keras computes."""
     device = zeros(0, "float32").device
     return CudaStopwatch(device) if device.type == "cuda" else WallClock()

@@ -21,7 +21,7 @@ from .layout import BucketLayout
 
 
 class GraphStep(Protocol):
-    """What the host has to say on the sums of a layout."""
+    """The host's part in sums that are operations of the graph."""
 
     layout: BucketLayout
 
@@ -95,7 +95,7 @@ def _scaled(flat: Any, factor: Any) -> Any:
 
 
 def _squared_norms(flats: Sequence[Any], measured: Any) -> Any:
-    """In float64, as differences of such are small; zeros where nobody wants them."""
+    """The squared norms, in float64 as their differences are small; zeros if they are not `measured`."""
     return tf.cond(
         tf.equal(measured, 0.0),
         lambda: tf.zeros([len(flats)], tf.float64),

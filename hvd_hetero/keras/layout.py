@@ -1,4 +1,4 @@
-"""Which gradient lies where: few flat buckets, each of one type."""
+"""Lays out gradients in few flat buckets, each of one type."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 from hvd_hetero.policy.buckets import as_ready
 
-# What travels. Horovod cannot sum bfloat16, and the sum of several float16 overflows: both travel as float32, which
-# holds either's range. `compression=` makes the wire narrower for those who want that.
+# The type in which a gradient of each type travels. Horovod cannot sum bfloat16, and a sum of several float16 may
+# overflow: both travel as float32, which holds either's range. `compression=` makes the wire narrower on request.
 WIRE = {"float64": "float64", "float32": "float32", "bfloat16": "float32", "float16": "float32"}
 ITEM_BYTES = {"float64": 8, "float32": 4}
 
@@ -37,7 +37,7 @@ class Spec:
 
 
 class BucketLayout:
-    """Every gradient in exactly one bucket: the last of the model, which are ready first, in the first one.
+    """Places every gradient in exactly one bucket. The model's last gradients, which are ready first, are in the first.
 
     Args:
         specs: of the gradients, in the order of the model.
@@ -93,7 +93,7 @@ class BucketLayout:
 
 
 class Step(Protocol):
-    """What is made of the gradients of a layout."""
+    """Exchanges the gradients of a layout, through host memory."""
 
     layout: BucketLayout
 

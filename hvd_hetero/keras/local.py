@@ -1,4 +1,4 @@
-"""Local SGD behind `DistributedOptimizer(strategy=…)`: Keras variables as fragments, and what a merge makes of a model.
+"""Local SGD for `DistributedOptimizer(strategy=…)`: reads and writes variables by fragments, and merges models.
 
 All of it runs on the host: inside `numpy_function` with the TensorFlow back end, directly with the torch one.
 """
@@ -31,7 +31,8 @@ from .second_moments import copy, keepers_of, mix, moments_of
 
 
 class ParameterStore:
-    """A rank's variables, flat, by fragment; each fragment is of one type, and wholly lossy or not.
+    """Reads and writes a rank's variables as flat fragments. All variables of a fragment have one type, and go through
+    a codec all or none.
 
     Args:
         form: what is particular to the back end, `gradient_tensorflow` or `gradient_torch`.
@@ -93,13 +94,13 @@ class ParameterStore:
 
 
 class LocalTraining:
-    """The steps that ranks make apart, for one optimizer. Making one is a collective call.
+    """Local steps of one optimizer, and their merges. Constructing one is a collective call.
 
     Args:
         variables: those that the optimizer trains.
         weighing: of the optimizer's gradients.
         form: what is particular to the back end.
-        factor: on the optimizer's rates; None: whose these are is not known.
+        factor: the `RateFactor` of the optimizer; None if it has none.
         batches: global batches per update, where Keras itself adds up the gradients of several.
     """
 
@@ -122,15 +123,15 @@ class LocalTraining:
         )  # fmt: skip
         self._batches = batches
         self._moments = SecondMoments(moments_of, copy=copy, mix=mix, exchanges=rule.second_moments == "global")
-        self._optimizer: Callable[[], Any] = lambda: None  # whose update was made last
-        self._terms: float | None = None  # of the batch apart that the optimizer is given
-        self._given = Count([])  # loss terms of those that it has been given since its last update
+        self._optimizer: Callable[[], Any] = lambda: None  # the optimizer, once it has made an update
+        self._terms: float | None = None  # loss terms of the local step under way; None: there is none
+        self._given = Count([])  # loss terms of each batch that the optimizer was given since its last update
         weighing.keeping.put_count("given apart", self._given)
-        self._before: int | None = None  # batches that it had been given before this one, in all
-        self._wait_s, self._bytes_sent = 0.0, 0  # after the last step apart
+        self._before: int | None = None  # how many batches the optimizer had been given before this one
+        self._wait_s, self._bytes_sent = 0.0, 0  # of the last local step
 
     def check(self, variables: Sequence[Any]) -> None:
-        """Raises ValueError for other variables than the first gradients were of."""
+        """Raises ValueError if these are not the variables that this was made for."""
         if [id(v) for v in variables] != [id(v) for v in self._variables]:
             raise ValueError(
                 "trainable_variables: expected those of the first step, with a local strategy. Received: others. Make "
@@ -138,7 +139,7 @@ class LocalTraining:
             )
 
     def before_step(self, terms: float) -> None:
-        """Before the update of a step apart over `terms` loss terms. The first one is a collective call."""
+        """Prepares the update of a local step over `terms` loss terms. The first call is a collective one."""
         part = self.steps.before_step(by_rate=self._factor is not None)
         self._make_part(part)
         optimizer = self._optimizer()
@@ -149,7 +150,7 @@ class LocalTraining:
         self._balancer.exchanged(wait_s=self._wait_s, bytes_sent=self._bytes_sent, leads=leads)
 
     def before_synchronous_step(self) -> None:
-        """Before an update that all ranks make together."""
+        """Prepares an update of a synchronous step, which is made in full."""
         self._make_part(1.0)
 
     def _make_part(self, part: float) -> None:
@@ -157,7 +158,7 @@ class LocalTraining:
             self._factor.make_part(part)
 
     def after_step(self, lr: float, optimizer: Any) -> None:
-        """After the update, if the step was one apart; `lr`: its learning rate."""
+        """Ends a local step, after its update with the learning rate `lr`; nothing if the step was synchronous."""
         self._optimizer = weakref.ref(optimizer)
         if self._terms is None:
             return
@@ -172,8 +173,8 @@ class LocalTraining:
             self._bytes_sent = self.steps.after_step(terms, lr=lr, gradients=gradients)
             self._moments.after_step(optimizer, self.steps.part(terms), sent=self._bytes_sent > 0)
         if self.steps.ends:
-            # Keras tells of a batch when its gradients are there. One model has to be there before they are computed,
-            # and one state of the optimizer, or synchronous steps would part the ranks.
+            # Merged now, as Keras announces a batch only when its gradients are there. Before those of a synchronous
+            # step are computed, all ranks need one model and one optimizer state, or they would drift apart.
             self.steps.merge()
             self._moments.end(optimizer)
             self._given.value = []
@@ -182,17 +183,19 @@ class LocalTraining:
         self._balancer.resume()
 
     def _has_updated(self, optimizer: Any) -> bool:
-        """Whether the batch given last has ended an update: one of several that Keras accumulates itself, where it
-        scales the loss. A batch that is skipped there is one without progress."""
+        """Whether the optimizer has made an update with the batch given last. With loss scaling Keras itself
+        accumulates several batches per update, and does not count a batch that it skips."""
         if self._batches is None:
             return True
         batches = _batches_of(optimizer)
         return batches % self._batches == 0 and batches != self._before
 
     def _forget_what_is_not_finite(self) -> None:
-        """Of a rank that has given up what it did, what the optimizer keeps of that: all that followed would be the
-        same. Second moments become what they were, as Keras counts steps for all variables together and small ones
-        would make long steps; averages of the weights become the weights; and all else begins anew, at zero."""
+        """Replaces optimizer state that holds an infinity or a NaN, with which all further steps would fail.
+
+        Is called on a rank that has given up its local steps since the last merge because of such values. Second
+        moments become what they were: Keras counts steps for all variables together, so moments of zero would make long
+        steps. Averages of the weights become the weights, and all else becomes zero."""
         if (optimizer := self._optimizer()) is None:
             return
         for moments in moments_of(optimizer):
@@ -215,8 +218,8 @@ class LocalTraining:
             self._merge([*variables, *averages_of(optimizer)], moments, weight=self.steps.take_samples())
 
     def merge_averages(self, optimizer: Any) -> None:
-        """Returns when all ranks hold one model and, if the optimizer keeps averages of it, the same ones. A collective
-        call where it does. It is no end of what is counted for a model's statistics."""
+        """Returns when all ranks hold one model and the same averages of it. A collective call if the optimizer keeps
+        averages; else nothing is done. The samples counted for a model's statistics are not reset."""
         if averages := averages_of(optimizer):
             self.steps.merge()
             self._moments.end(optimizer)
@@ -233,12 +236,12 @@ class LocalTraining:
 
 
 def averages_of(optimizer: Any) -> list[Any]:
-    """The averages of the parameters that an optimizer with `use_ema` keeps, or those within it."""
+    """The averages of the parameters that an optimizer with `use_ema`, or an optimizer within it, keeps."""
     return [average for average, _ in averages_with_weights(optimizer)]
 
 
 def averages_with_weights(optimizer: Any) -> list[tuple[Any, Any]]:
-    """The same, each with the parameter that it is of. Keras has no public name for them."""
+    """The averages as of `averages_of`, each with its parameter. Keras has no public name for them."""
     found: list[tuple[Any, Any]] = []
     for keeper in keepers_of(optimizer):
         averages = getattr(keeper, "_model_variables_moving_average", ())
@@ -247,7 +250,7 @@ def averages_with_weights(optimizer: Any) -> list[tuple[Any, Any]]:
 
 
 def _batches_of(optimizer: Any) -> int:
-    """How many batches it has been given. Keras has no public name for that."""
+    """How many batches an optimizer has been given. Keras has no public name for that."""
     return int(keepers_of(optimizer)[0]._iterations)
 
 

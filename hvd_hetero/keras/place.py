@@ -1,4 +1,4 @@
-"""Where a job is in its epochs, and with it in its random numbers."""
+"""Callbacks of `KerasState.fit` that keep the job's position: its epoch, its batch, and its random numbers."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from .randomness import Aside, load_random_state
 
 
 class Place(keras.callbacks.Callback):
-    """Keeps where a state's job is.
+    """Keeps `epoch` and `batch` of a state up to date.
 
     Args:
-        random: where its random numbers were, in a job that was resumed.
+        state: the `KerasState` of the job.
+        random: the states of the random number generators to restore, in a job that was resumed; else None.
     """
 
     def __init__(self, state: Any, random: Mapping[str, Any] | None) -> None:
@@ -22,7 +23,8 @@ class Place(keras.callbacks.Callback):
         self._state, self._random = state, random
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Keras has drawn before this, where it tried a model that was not trained in this process."""
+        """Restores the random state here, as Keras may draw before: it tries out a model not yet trained in this
+        process."""
         if self._random is not None:
             load_random_state(self._random)
 
@@ -31,12 +33,13 @@ class Place(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         stopped = self.model.stop_training and self._state.batch < (self.params.get("steps") or 0)
-        if not stopped:  # else it goes on from here, as its data does
+        if not stopped:  # else a later fit goes on within this epoch, as its data does
             self._state.epoch, self._state.batch = epoch + 1, 0
 
 
 class EndOfBatch(keras.callbacks.Callback):
-    """After all other callbacks: what is drawn until the dataset is asked for something is set aside."""
+    """Sets aside the random draws between the end of a batch and the next request to the dataset. To be the last
+    callback."""
 
     def __init__(self, aside: Aside) -> None:
         super().__init__()
@@ -46,4 +49,4 @@ class EndOfBatch(keras.callbacks.Callback):
         self._aside.begin()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self._aside.forget()  # training was stopped within an epoch
+        self._aside.forget()  # only if training was stopped within an epoch is something set aside here

@@ -1,8 +1,9 @@
-"""Which gradients there are, where a batch decides that and each rank has another one, as with LayerDrop.
+"""Lets ranks agree on which variables have a gradient, if that depends on the batch, as with LayerDrop.
 
-All ranks exchange all gradients, zeros where there is none, and with them a vector of marks, which is weighted and
-summed as one more gradient. What no rank has had is none afterwards, as in one process: no decay moves its variable,
-and where there is no gradient at all, Keras says so. The last mark is there wherever there are samples.
+All ranks exchange the gradients of all variables, zeros if there is none, and with them a vector of marks, which is
+weighted and summed like one more gradient. A gradient that no rank had is None afterwards, as in one process: weight
+decay does not move its variable, and if there is no gradient at all, Keras warns of it. The last mark is set on each
+rank, so that its sum says whether any rank had samples.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ MARK = 1e-15  # too little to count in the gradients' norm
 
 
 def marked(gradients: Sequence[Any], variables: Sequence[Any], form: Any) -> list[Any]:
-    """The gradients, zeros where there is none, and the marks of those that there are. None for what can have none, as
-    an integer that a tape is asked for."""
+    """The gradients, with zeros for those that are None, and after them the vector of marks. None stays for what can
+    have no gradient, such as an integer that a tape is asked for."""
     every = [form.none_of(v) if g is None else g for g, v in zip(gradients, variables, strict=True)]
     marks = [*(MARK * (g is not None) for g in gradients), MARK]
     like = next((g for g in every if g is not None), None)
@@ -25,10 +26,11 @@ def marked(gradients: Sequence[Any], variables: Sequence[Any], form: Any) -> lis
 
 
 def unmarked(reduced: Sequence[Any], *, last: bool, apart: bool, keeps: bool) -> list[Any]:
-    """What became of `marked`: the gradients, and None where no rank has had one. Zeros where passes are to follow, or
-    no rank has had samples; and of a step apart that has none at all, which others may have.
+    """The gradients from the exchange of what `marked` returned, with None for those that no rank had.
 
-    With codecs that keep something back, what was kept of earlier gradients may come where there is none.
+    Zeros stay if further passes follow before the exchange (not `last`), if no rank had samples, and in a local step
+    (`apart`) without any gradient, as other ranks may have some. If codecs keep something back (`keeps`), what was kept
+    of earlier gradients may come for a variable without a gradient now; it is returned.
     """
     *gradients, marks = reduced
     if not last or marks is None:

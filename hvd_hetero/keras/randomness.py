@@ -1,4 +1,5 @@
-"""Where this process's random numbers are: Python's, numpy's, Keras's, and those of the back end."""
+"""Saves and restores the states of this process's random number generators: Python's, numpy's, Keras's and the back
+end's."""
 
 from __future__ import annotations
 
@@ -14,54 +15,56 @@ from hvd_hetero.engine import randomness
 from . import backend
 
 _own: Any = importlib.import_module(f"{__package__}.randomness_{backend.NAME}")
-GLOBAL = "global_seed_generator"  # what Keras's functions draw from that are given no seed
+GLOBAL = "global_seed_generator"  # Keras's name of the generator that functions without a seed draw from
 
 
 def random_state() -> dict[str, Any]:
-    """The states of all of them."""
+    """The states of all these generators."""
     return {**randomness.random_state(), "keras": _keras_state(), backend.NAME: _own.random_state()}
 
 
 def load_random_state(state: Mapping[str, Any]) -> None:
-    """Goes on from `random_state()`."""
+    """Restores what `random_state()` returned."""
     if state.get("keras") is not None and (generator := _generator(made=True)) is not None:
         generator.state.assign(state["keras"])
     if backend.NAME in state:
         _own.load_random_state(state[backend.NAME])
-    randomness.load_random_state(state)  # in the end: a generator that Keras makes here takes its seed from Python's
+    randomness.load_random_state(state)  # last, as a generator that Keras makes above draws its seed from Python's
 
 
 class Aside:
-    """Sets aside what Keras draws to read an epoch: torch's DataLoader takes a seed when it is begun, which is once
-    more in an epoch that a resumed job ends, and Keras begins one more after the last batch."""
+    """Undoes the random draws that Keras makes in order to read data, so that a resumed job draws the same numbers.
+
+    torch's DataLoader draws a seed each time that it is begun. That happens once more in an epoch that is resumed, and
+    Keras begins one more after the last batch."""
 
     def __init__(self) -> None:
         self._before: Any = None
 
     def begin(self) -> None:
-        """What is drawn from now on counts for nothing."""
+        """Notes the generator's state: what is drawn from now on will be undone by `end`."""
         self._before = _own.seeds()
 
     def end(self) -> None:
-        """It counts again."""
+        """Restores the state noted by `begin`, if any."""
         if self._before is not None:
             _own.load_seeds(self._before)
         self._before = None
 
     def forget(self) -> None:
-        """What was drawn since `begin` counts after all."""
+        """Keeps what was drawn since `begin`: `end` will not undo it."""
         self._before = None
 
 
 def _keras_state() -> np.ndarray | None:
-    """Where Keras's own generator is; None before anything was drawn from it."""
+    """The state of Keras's own generator; None before anything was drawn from it."""
     generator = _generator(made=False)
     return None if generator is None else np.array(keras.ops.convert_to_numpy(generator.state))
 
 
 def _generator(*, made: bool) -> Any:
-    """Keras's own generator, `made` if there is none yet. Keras has no public name for it: None in a version that has
-    another one."""
+    """Keras's own generator. If there is none yet, it is made if `made`, else this is None. None also in a version of
+    Keras that has moved it, as it has no public name."""
     try:
         from keras.src.backend.common.global_state import get_global_attribute
         from keras.src.random.seed_generator import global_seed_generator

@@ -1,5 +1,5 @@
-"""Where TensorFlow's random numbers are: its global generator. What `tf.random.normal` and its kin draw from is within
-the operations of a graph, where nobody can read it."""
+"""Saves and restores the state of TensorFlow's global random generator. `tf.random.normal` and its kin draw from states
+within operations, which cannot be read."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import tensorflow as tf
 
 
 def random_state() -> dict[str, Any]:
-    """The state of its global generator."""
+    """The state of TensorFlow's global generator; empty if there is none."""
     generator = _generator()
     return {} if generator is None else {"algorithm": int(generator.algorithm), "state": generator.state.numpy()}
 
 
 def load_random_state(state: Mapping[str, Any]) -> None:
-    """Goes on from `random_state()`, where the generator is of the same kind."""
+    """Restores what `random_state()` returned, if the generator uses the same algorithm."""
     generator = _generator()
     if state and generator is not None and int(generator.algorithm) == state["algorithm"]:
         generator.state.assign(state["state"])
@@ -31,8 +31,8 @@ def load_seeds(state: None) -> None:
 
 
 def _generator() -> Any:
-    """The global generator, which TensorFlow makes when it is asked for; None where it was told not to."""
+    """The global generator, which TensorFlow makes on demand; None if it refuses to."""
     try:
         return tf.random.get_global_generator()
-    except RuntimeError:  # operations have to be deterministic, and the script has set no generator
+    except RuntimeError:  # with deterministic operations enabled, the script has to set a generator itself
         return None

@@ -1,4 +1,5 @@
-"""Where torch's random numbers are, from which `Dropout` without a seed draws: those of the CPU, and of each GPU."""
+"""Saves and restores the states of torch's random number generators, of the CPU and of each GPU. `Dropout` without a
+seed draws from them."""
 
 from __future__ import annotations
 
@@ -11,10 +12,10 @@ __all__ = ["load_random_state", "load_seeds", "random_state", "seeds"]
 
 
 def seeds() -> torch.Tensor:
-    """Where the generator is that a DataLoader takes its seed from."""
+    """The state of the generator that a DataLoader draws its seed from."""
     return torch.get_rng_state()
 
 
 def load_seeds(state: torch.Tensor) -> None:
-    """Goes on from `seeds()`."""
+    """Restores what `seeds()` returned."""
     torch.set_rng_state(state)

@@ -1,7 +1,6 @@
-"""From a list of gradients to those of the global batch: one exchange, in which all buckets travel.
+"""Reduces a list of gradients to those of the global batch, in one exchange of all buckets.
 
-What comes before and after it – gradients made flat, and back – is in `gradient_tensorflow` and `gradient_torch`, the
-exchange itself in `step`.
+`gradient_tensorflow` and `gradient_torch` flatten gradients before it, and shape them after it; `step` exchanges them.
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ class GradientReducer:
         passes: global batches per exchange.
         scale: multiplies the weighted mean (the number of ranks for op=Sum).
         predivide: divides before the sum and multiplies after it, for narrow wires.
-        bucket_bytes: at most so much in one operation; None: what suits the links.
-        strategy: a local one, where ranks make steps apart.
-        succeeds: whether what codecs keep back comes from other optimizers of the same variables, and goes to them.
-        batches: global batches per update, where Keras adds up what was exchanged; else as many as per exchange.
-        kind: of what these gradients are for: see `Places`.
-        at: its place, where it is made anew: see `Weighing`.
+        bucket_bytes: at most so many bytes in one operation; None: what suits the links.
+        strategy: a local one, or None.
+        succeeds: whether what codecs keep back passes from one optimizer to the next of the same variables.
+        batches: global batches per update, if Keras itself adds up exchanged gradients; None: as many as per exchange.
+        kind: what these gradients are for: see `Places`.
+        at: the place of the reducer that it replaces, if it is made anew: see `Weighing`.
     """
 
     def __init__(
@@ -76,23 +75,24 @@ class GradientReducer:
         tensorflow = backend.NAME == "tensorflow"
         self._graph: Any = importlib.import_module(f"{__package__}.graph_tensorflow") if tensorflow else None
         self.steps: dict[tuple[Hashable, tuple[int, ...]], ReducedStep] = {}
-        self._alike: Counter[Hashable] = Counter()  # steps so far, by shapes
-        # What was added up since the last exchange of variables that are frozen now: an optimizer may get them again.
+        self._alike: Counter[Hashable] = Counter()  # how many steps were made so far, by shapes
+        # What was added up since the last exchange for variables that are frozen now, and may be thawed again.
         self.left: dict[Hashable, Any] = {}
-        self.last: ReducedStep | None = None  # whose exchange was begun last
+        self.last: ReducedStep | None = None  # the one that has begun an exchange last
         self.strategy, self._batches, self.succeeds = strategy, batches, succeeds
         self.wait_s = 0.0  # for the exchange, in the last step
         self.local: LocalTraining | None = None  # made with the first gradients: then the variables are known
         self.closed = False
-        self._of: Callable[[], Any] = lambda: self  # whose gradients these are
+        self._of: Callable[[], Any] = lambda: self  # the optimizer whose gradients these are, or None if it is gone
 
     def follow(self, optimizer: Any) -> None:
-        """Says whose gradients these are: once it is gone, as after a model was compiled anew, there will be none."""
+        """Sets the optimizer whose gradients these are. Once it is gone, as after a model was compiled anew, there will
+        be no more."""
         self._of = weakref.ref(optimizer)
 
     @property
     def noise(self) -> GradientNoise:
-        """Measures how noisy the gradient is."""
+        """What measures the gradient's noise."""
         return self.weighing.noise
 
     @property
@@ -111,9 +111,9 @@ class GradientReducer:
         """
         found = [self.form.dense(g, v) for g, v in zip(gradients, variables, strict=True)]
         tracing = self.form.tracing()
-        if not tracing:  # or the program decides which there are, and all ranks run the same one
+        if not tracing:  # in a graph, the program decides which gradients there are, alike on all ranks
             found = marked(found, variables, self.form)
-        # What a tape is asked for may be a tensor as well.
+        # Without tensors, for which a tape may be asked as well.
         self._variables = [v for g, v in zip(found, variables, strict=False) if g is not None and hasattr(v, "assign")]
         specs = tuple(None if g is None else self.form.spec(g) for g in found)
         if self.strategy is not None:
@@ -123,7 +123,7 @@ class GradientReducer:
                     factor=factor_of(self._of()), batches=self._batches,
                 )  # fmt: skip
             self.local.check(variables)
-        # What is added up, or kept back by codecs, is of these variables, and others may have their shapes.
+        # With the variables' numbers if something is added up or kept back by codecs: others may have the same shapes.
         key = (specs, tuple(map(number_of, variables)) if self.passes > 1 or self.ways.keeps else ())
         if key not in self.steps:
             self._drop_those_gone()
@@ -148,7 +148,7 @@ class GradientReducer:
         return every if tracing else unmarked(every, last=last, apart=self.apart, keeps=self.ways.keeps)
 
     def _drop_those_gone(self) -> None:
-        """Forgets what was of variables that nobody holds any more, as of models before this one."""
+        """Forgets steps of variables that are no longer alive, as of earlier models."""
         self._drop(lambda key: are_gone(key[1]))
 
     def _drop(self, chosen: Callable[[tuple[Hashable, tuple[int, ...]]], bool]) -> None:
@@ -158,8 +158,8 @@ class GradientReducer:
             self.sums.drop(kind)
 
     def _place(self, specs: Hashable, variables: Sequence[Any], among: Sequence[Any] | None) -> Any:
-        """What tells gradients from others of the same shapes, in any process: the places of their variables, or of a
-        tape's, how many there were before."""
+        """What distinguishes gradients from others of the same shapes, alike in all processes: the places of their
+        variables among the optimizer's; for a tape, the number of steps with these shapes so far."""
         if among is None:
             self._alike[specs] += 1
             return self._alike[specs]
@@ -167,7 +167,7 @@ class GradientReducer:
         return [places.get(id(v)) for v in variables]
 
     def bucket_bytes(self, specs: Sequence[Spec]) -> int:
-        """At most so much of what has these shapes travels in one operation. The first call may be a collective one."""
+        """The most bytes of such gradients that travel in one operation. The first call may be a collective one."""
         if self._bucket_bytes is None and specs:
             self._bucket_bytes = self.ways.bucket_bytes(self.form.zeros(0, specs[0].wire), most=BUCKET_BYTES)
         return self._bucket_bytes or BUCKET_BYTES
@@ -176,7 +176,7 @@ class GradientReducer:
 
     @property
     def apart(self) -> bool:
-        """Whether the gradients of the batch begun last stay this rank's own."""
+        """Whether the batch begun last is of a local step, whose gradients are not exchanged."""
         return self.local is not None and self.local.steps.apart()
 
     @property
@@ -185,7 +185,8 @@ class GradientReducer:
         return 0 if self.local is None else self.local.steps.rounds.merges
 
     def updated(self, optimizer: Any, variables: Sequence[Any], rate: Any) -> None:
-        """Follows the update of `variables`: sends what a step apart has done, and takes in merges, on the host."""
+        """Ends a local step after the update of `variables`: sends what it has done, and takes in merges, on the host.
+        """
         if (local := self.local) is not None:
             touched = [*variables, *optimizer.variables]
             self.form.afterwards(lambda lr: local.after_step(lr, optimizer), touched, rate)
@@ -202,7 +203,7 @@ class GradientReducer:
             self.local.merge_averages(optimizer)
 
     def close(self) -> None:
-        """Reduces no more: the ranks have become others."""
+        """Stops reducing gradients, after an elastic reset."""
         self.closed = True
         if self.local is not None:
             self.local.steps.abandon()
@@ -210,23 +211,23 @@ class GradientReducer:
     # What the balancer asks -----------------------------------------------------------------------------------------
 
     def on_begin(self) -> None:
-        """A global batch begins."""
+        """Begins a global batch."""
         self.weighing.begin()
         if self._of() is None:
             self._let_go()
 
     def _let_go(self) -> None:
-        """Keeps nothing of a model that may be gone, but for what a local strategy does; stays attached, as others'
-        optimizers may still be there."""
+        """Lets go of the variables of a model that may be gone, except those that a local strategy holds. Stays
+        attached to the balancer, as on other ranks the optimizer may still be alive."""
         self._variables, self.last = (), None
         self.left.clear()
-        self._drop(lambda key: not self.ways.keeps or are_gone(key[1]))  # or the next optimizer sends what is kept back
+        self._drop(lambda key: not self.ways.keeps or are_gone(key[1]))  # else the next optimizer sends what is kept
 
     def on_count(self, terms: float) -> None:
-        """A batch is over so many loss terms; read when its gradients are there."""
+        """Does nothing: the number of loss terms is read when the batch's gradients are there."""
 
     def on_epoch_end(self) -> None:
-        """The samples of an epoch are used up."""
+        """Merges, if the local strategy does so at the end of an epoch, whose samples are used up."""
         if self.local is not None and self.local.steps.rule.merge_each_epoch:
             self.local.steps.merge()
 
@@ -236,6 +237,6 @@ class GradientReducer:
 
     def miss(self) -> Callable[[], bool] | None:
         """See `Attached.miss`."""
-        if self.apart or self.last is None:  # the others wait for this rank's shapes, and hear when its process ends
+        if self.apart or self.last is None:  # the other ranks wait for this one's shapes until its process ends
             return None
         return self.last.withdraw()

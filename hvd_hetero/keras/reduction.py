@@ -34,7 +34,7 @@ def array_of(value: Any) -> np.ndarray:
 
 
 def name_of(engine: Engine, name: str | None, kind: str) -> str:
-    """The operation's: the one that a user gave it, or one of its own."""
+    """The name of an operation: of the name that the user gave it, or else numbered in turn."""
     return f"hvd_hetero.{kind}.{name}" if name else in_turn(engine, f"hvd_hetero.{kind}.")
 
 
@@ -71,7 +71,7 @@ def allreduce(
     floating = _is_floating(array)
     if not floating and (word == "Average" or (prescale_factor, postscale_factor) != (1.0, 1.0)):
         array = array.astype(np.float64)
-    # Horovod sums no array of no axes.
+    # Flat, as Horovod cannot sum an array without axes.
     flat = _times(_sent(array).reshape(-1), prescale_factor)
     wire = flat.astype(np.float16) if half and floating else flat
     handle = engine.allreduce_async(wire, name=name_of(engine, name, "allreduce"), op=_WORDS[word])  # type: ignore[arg-type]
@@ -108,12 +108,13 @@ def _is_floating(array: np.ndarray) -> bool:
 
 
 def _sent(array: np.ndarray) -> np.ndarray:
-    """What Horovod takes of an array: it has no bfloat16, nor numpy, whose kind of number that is none."""
+    """The array in a type that Horovod can send: bfloat16, which Horovod lacks and numpy knows as kind "V", as float32.
+    """
     return array.astype(np.float32) if array.dtype.kind == "V" else array
 
 
 def _op_of(average: Any, op: Any) -> str:
-    """The name of the reduction that these two arguments say."""
+    """The name of the reduction that `average` or `op` asks for."""
     if average is None:
         return "Average" if op is None else op_of(op, *_WORDS)
     if op is not None:
@@ -134,5 +135,5 @@ def _is_half(compression: Any) -> bool:
 
 
 def _times(array: np.ndarray, factor: float) -> Any:
-    """In the array's own type."""
+    """The array times `factor`, in the array's own type."""
     return array if factor == 1.0 else array * array.dtype.type(factor)

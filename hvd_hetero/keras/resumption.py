@@ -1,4 +1,4 @@
-"""A fit that goes on within an epoch: two of Keras's, and one to callbacks and to the optimizer."""
+"""Resumes a fit within an epoch: by two fits of Keras's, which look like one to callbacks and to the optimizer."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import keras
 
 
 class Resumed(keras.callbacks.CallbackList):
-    """The callbacks of a fit that begins within an epoch, in both its parts: the rest of that epoch, and the epochs
-    after it. They are told what they are told in a job that nothing happened to: batches by their numbers in the epoch,
-    how many there are in a whole one, how many epochs there are, and one beginning and one end of training.
+    """The callbacks of a fit that begins within an epoch, for both its parts: the rest of that epoch, and the epochs
+    after it. Callbacks are called as in an uninterrupted job: with batches by their numbers in the epoch, the number of
+    batches of a whole epoch, the number of epochs, and one beginning and one end of training.
 
     Args:
         epoch: the first one.
-        done: its batches that were used before.
+        done: batches of it that were used before.
         steps: batches of a whole epoch.
         epochs: where training ends.
         verbose: as of `model.fit`.
@@ -37,18 +37,20 @@ class Resumed(keras.callbacks.CallbackList):
         super().__init__(callbacks, add_history=True, add_progbar=verbose != 0, model=model, **of_fit)
         self._steps, self._done, self._is_last = steps, done, epoch + 1 >= epochs
         self._begun = False
-        self._more = False  # epochs, after the fit that there is now
+        self._more = False  # whether there are further epochs after the present fit of Keras's
 
     @contextlib.contextmanager
     def rest(self) -> Iterator[None]:
-        """For the fit of the first part. Keras ends each fit with averages for weights, where the optimizer keeps any
-        (`use_ema`): here it does so only if training ends as well. And of several steps an execution, it takes all in
-        the last one too, beyond the end of the epoch: here it is one step at a time, where they do not come out even.
+        """A context for the fit of the first part, in which two habits of Keras's are changed.
+
+        At the end of each fit Keras replaces the weights by their averages, if the optimizer keeps any (`use_ema`):
+        here it does so only if training ends as well. With `steps_per_execution`, Keras makes all steps of the last
+        execution, beyond the end of the epoch: here it makes one step at a time, if they do not divide the rest.
         """
         model, optimizer = self.model, self.model.optimizer
         at_once = model.steps_per_execution
         uneven = (self._steps - self._done) % at_once > 0
-        finalize = getattr(optimizer, "finalize_variable_values", None)  # a train_step may have others
+        finalize = getattr(optimizer, "finalize_variable_values", None)  # None: a train_step has its own optimizers
 
         def finalize_at_the_end(variables: Sequence[Any]) -> None:
             if finalize is not None and not self._goes_on():
@@ -92,6 +94,6 @@ class Resumed(keras.callbacks.CallbackList):
 
 
 def _execute(model: keras.Model, steps: int) -> None:
-    """Says how many steps an execution takes."""
+    """Sets how many steps an execution makes."""
     model.steps_per_execution = steps
-    model.train_function = model.test_function = None  # they are of as many
+    model.train_function = model.test_function = None  # those that there are were made for another number

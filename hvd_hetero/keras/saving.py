@@ -1,4 +1,4 @@
-"""`load_model`: a saved model whose optimizer is distributed again."""
+"""`load_model`: loads a saved model, and makes its optimizer a distributed one again."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def load_model(
 
 
 def _of_hdf5(model: Any, filepath: Any) -> Any:
-    """The model's optimizer, with the state that is in its file: Keras builds that of an HDF5 file for no variables at
-    all, and gives up what it has for them, so that `fit` fails."""
+    """The model's optimizer with its state from an HDF5 file. Keras builds the optimizer of such a file for no
+    variables at all, and drops its state, so that `fit` fails."""
     optimizer = model.optimizer
     if not optimizer.built or optimizer._trainable_variables or not model.trainable_variables:
         return optimizer

@@ -1,4 +1,4 @@
-"""Second moments of Keras' optimizers, as `optimizers.second_moments` asks for them. On the host."""
+"""Reads and mixes the second moments of Keras's optimizers, on the host, for `optimizers.second_moments`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def moments_of(optimizer: Any) -> Iterator[Moments]:
 
 
 def copy(second: Any) -> Any:
-    """A variable's value, which stays."""
+    """A copy of a variable's value."""
     return keras.ops.copy(second)
 
 

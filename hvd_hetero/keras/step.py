@@ -1,6 +1,6 @@
-"""The exchange of one layout of gradients: buckets are filled and sent as they come, and what they become is handed on.
+"""Exchanges the gradients of one layout: fills and sends buckets as they come, and hands on the merged gradients.
 
-The host's part, on flat arrays: numpy arrays with the TensorFlow back end, tensors with the torch one.
+This is the part on the host, on flat arrays: numpy arrays with the TensorFlow back end, tensors with the torch one.
 """
 
 from __future__ import annotations
@@ -36,10 +36,12 @@ TRACED_BEFORE = (
 
 
 class ReducedStep:
-    """The exchange of gradients of given shapes. Making one is a collective call.
+    """Exchanges gradients of given shapes, step after step. Constructing one is a collective call.
 
     Args:
-        place: what tells these gradients from others of the same shapes, in any process.
+        owner: the reducer that makes it.
+        specs: shapes and types of the gradients; None for a variable without one.
+        place: distinguishes these gradients from others of the same shapes, alike in all processes.
     """
 
     def __init__(
@@ -62,15 +64,15 @@ class ReducedStep:
             lossy=owner.ways.takes,
             zeros=form.zeros,
         )
-        # Only where something is added up: what a tape is asked for may be tensors, which nobody should keep.
+        # Holds variables only if gradients are added up: a tape may be asked for tensors, which must not be kept alive.
         self.places = functools.partial(places, self.layout, specs, variables if owner.passes > 1 else ())
-        self.kind = f"gradients {zlib.crc32(str((specs, place)).encode()):08x}"  # each keeps its own
+        self.kind = f"gradients {zlib.crc32(str((specs, place)).encode()):08x}"  # codecs keep a state for each
         self._terms, self._passes = 0.0, 0  # of this rank since the last exchange
-        self._apart: bool | None = None  # these passes; None: to be decided
+        self._apart: bool | None = None  # whether these passes are of a local step; None: not decided yet
         self._now = self._weight = 0.0  # terms of this pass, and what its gradients are multiplied by
-        self._taken: set[int] = set()  # buckets of this pass
-        self._start = 0.0  # of waiting, where the graph waits
-        self._arrived: Callable[[], None] = lambda: None  # says that it waits no longer
+        self._taken: set[int] = set()  # indices of the buckets taken in this pass
+        self._start = 0.0  # when the graph began to wait for its sums
+        self._arrived: Callable[[], None] = lambda: None  # is called when the graph waits no longer
         self._taking = threading.Lock()
         self._exchange: WeightedExchange = self._weighing.exchange(
             self.layout,
@@ -107,7 +109,7 @@ class ReducedStep:
             return [self._form.zeros_like(flat) for flat in flats]
         self._balancer.pause()
         results = self._own(flats) if self._apart else self._exchanged()
-        # Who gets these may keep them, and buckets are filled again in the next step.
+        # Copied if they are the buckets: the caller may keep these, and buckets are filled again in the next step.
         copied, layout = self._form.copied, self.layout
         return [
             copied(flat[:length]) if flat is bucket else flat[:length]
@@ -130,7 +132,8 @@ class ReducedStep:
         self._terms += terms
 
     def _go_on(self) -> None:
-        """Takes over what was added up since the last exchange, where layers were frozen or thawed in between."""
+        """Takes over what another step object has added up since the last exchange, if layers were frozen or thawed in
+        between."""
         left = self._owner.left
         before = next((step for step in self._owner.steps.values() if step._passes), None)
         if before is None:
@@ -143,8 +146,8 @@ class ReducedStep:
         before._terms, before._passes = 0.0, 0
 
     def _add(self, index: int, flat: Any) -> None:
-        """Adds this rank's mean gradient over the terms of this pass to a bucket; one over none counts for nothing,
-        whatever it is."""
+        """Adds this rank's mean gradient over the loss terms of this pass, weighted, to a bucket. One over no terms is
+        ignored, whatever it holds."""
         mine = self.layout.buckets[index][: self.layout.lengths[index]]
         terms, weight = self._now, self._weight
         if self._passes == 0 and terms:
@@ -161,11 +164,11 @@ class ReducedStep:
         self._exchange.submit(index)
 
     def _scale(self, total: Sequence[float]) -> float:
-        """What turns the sum of c_i g_i over all terms into what an optimizer that accumulates is given."""
+        """The factor that turns the sum of c_i g_i over the ranks into the gradient that the optimizer is given."""
         return self._weighing.factor(total) * self._weighing.batches_per_exchange / self._weighing.batches
 
     def _own(self, flats: Sequence[Any]) -> list[Any]:
-        """This rank's own mean gradients, of a step apart; zeros where it has no sample."""
+        """This rank's own mean gradients, in a local step; zeros if it has no sample."""
         local, terms, factor = self._owner.local, self._terms, self._scale([self._terms])
         assert local is not None
         if self._weighing.batches_per_exchange > 1:
@@ -196,7 +199,7 @@ class ReducedStep:
     def _heard(
         self, total: Sequence[float], start: float, *, norms: Callable[[], Sequence[Any]], terms: float, batches: int
     ) -> None:
-        """Takes in what all ranks said in an exchange whose end this rank has waited for since `start`."""
+        """Reads what all ranks said in an exchange, for whose end this rank has waited since `start`."""
         self._owner.wait_s = time.perf_counter() - start
         self._balancer.resume()
         self._weighing.incoming(total, norms=norms, terms=terms, batches=batches)
@@ -208,7 +211,7 @@ class ReducedStep:
 
     @property
     def in_graph(self) -> bool:
-        """Whether they can be."""
+        """Whether the sums can be operations of the graph."""
         owner, engine = self._owner, self._weighing.engine
         plain = owner.ways.plain and owner.strategy is None and owner.passes == 1 and self.layout.tail is not None
         return plain and isinstance(engine, GraphEngine) and engine.sums_in_graph
@@ -272,11 +275,12 @@ class ReducedStep:
 
     @property
     def unit(self) -> float:
-        """The part of an update's global batches that weighs 1."""
+        """The part of an update's global batches that has the weight 1 in the sums."""
         return self._weighing.part_unit / self._weighing.batches_per_exchange
 
     def gives_to(self, other: ReducedStep) -> bool:
-        """Whether `other` may send what this one has kept back: to the same ranks, of a loss that is not scaled."""
+        """Whether `other` may send what codecs have kept back here: it has the same ranks, and the loss is not scaled.
+        """
         owner = self._owner
         return owner.succeeds and not owner.closed and self._weighing.engine.ranks == other._weighing.engine.ranks
 

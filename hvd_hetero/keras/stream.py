@@ -1,4 +1,4 @@
-"""Samples of a tf.data.Dataset, which has no numbers for them, or of one for each epoch."""
+"""Reads samples by number from a tf.data.Dataset, which has no numbers for them, or from one for each epoch."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from hvd_hetero.engine import script
 
 from .batch import Batch, joined, packed, rows_of
 
-# Kinds of tf.data.Dataset, as TensorFlow calls them.
+# Kinds of tf.data.Dataset, by the names of TensorFlow's classes.
 KEEPS_ELEMENTS = {"AssertCardinality", "Cache", "Options", "Prefetch", "Repeat", "Shard", "Shuffle", "Skip", "Take"}
 BATCHES = {"Batch", "ParallelBatch", "PaddedBatch"}
 MAPS = {"Map", "ParallelMap"}
-NOT_DENSE = {"RaggedTensorSpec", "SparseTensorSpec", "TensorArraySpec", "DatasetSpec"}  # of elements
+NOT_DENSE = {"RaggedTensorSpec", "SparseTensorSpec", "TensorArraySpec", "DatasetSpec"}  # specs of elements
 
 
 class StreamSource:
-    """A tf.data.Dataset of single samples, read in its order: each rank passes over the samples of the others.
+    """A tf.data.Dataset of single samples, read in its order: each rank skips the samples of the others.
 
     Its order has to be the same on all ranks, and each time that it is read: shuffle with a seed and with
     `reshuffle_each_iteration=False`, or not at all.
@@ -73,32 +73,35 @@ class StreamSource:
 
     @property
     def arrays(self) -> Sequence[np.ndarray]:
-        """Those of the first global batch; none where it cannot be read, which whoever needs it hears."""
+        """The arrays of the first global batch, for a checksum; none if it cannot be read: the error is raised again
+        when the batch is needed."""
         try:
             return keras.tree.flatten(self.take(np.arange(min(self._size, self._length))))
         except Exception:
             return ()
 
     def take(self, indices: np.ndarray) -> Batch:
-        """These samples, in ascending order, out of the global batches that they are in."""
+        """The batch of these samples, whose numbers are in ascending order, read from the global batches they are in.
+        """
         parts = []
         for number in np.unique(indices // self._size).tolist():
             if number < self._at or self._at < 0:
                 self._end()
                 self._stream, self._at = self._whole.as_numpy_iterator(), -1
             while self._at < number:
-                at, self._at = self._at, -1  # where reading fails, the stream has moved on all the same
+                at, self._at = self._at, -1  # -1 if reading fails: the stream has moved on, and is begun anew
                 self._batch = packed(self._read())
                 self._at = at + 1
             parts.append(rows_of(self._batch, indices[indices // self._size == number] - number * self._size))
         return joined(parts)
 
     def _end(self) -> None:
-        """Ends the stream in a thread of its own: this is a user's dataset, which may need its tuner; see `untuned`."""
+        """Destroys the stream in a separate thread: the user's dataset is left to TensorFlow's tuner, which destroying
+        may wait for; see `untuned`."""
         left, self._stream = [self._stream], None
         if left[0] is not None:
-            # A `threading.Thread` takes a lock to start, which may be held where the collector calls this.
-            with contextlib.suppress(RuntimeError):  # the interpreter ends
+            # Not a `threading.Thread`: it takes a lock to start, which may be held when the collector runs this.
+            with contextlib.suppress(RuntimeError):  # the interpreter is ending
                 _thread.start_new_thread(left.clear, ())
 
     __del__ = _end
@@ -121,10 +124,10 @@ class EpochStreams:
     """A tf.data.Dataset for each epoch: see `StreamSource`.
 
     Args:
-        make: gives that of an epoch, the same on all ranks; all of one length.
+        make: returns the dataset of an epoch, the same on all ranks; all of one length.
 
     Attributes:
-        epoch: whose samples are taken.
+        epoch: the epoch whose samples `take` returns.
     """
 
     block = 1
@@ -139,11 +142,11 @@ class EpochStreams:
 
     @property
     def arrays(self) -> Sequence[np.ndarray]:
-        """Of the first global batch of an epoch: see `StreamSource`."""
+        """The arrays of the first global batch of an epoch: see `StreamSource`."""
         return self._stream.arrays
 
     def take(self, indices: np.ndarray) -> Batch:
-        """These samples of the epoch, in ascending order."""
+        """The batch of these samples of the epoch, whose numbers are in ascending order."""
         if self.epoch != self._made:
             stream = self._of(self.epoch)
             if len(stream) != len(self):
@@ -175,15 +178,15 @@ def is_tf_data(x: Any) -> bool:
 
 
 def _with_inputs(dataset: Any) -> Iterator[Any]:
-    """A tf.data.Dataset, and those that it is made of. TensorFlow has no public name for them."""
+    """A tf.data.Dataset and all datasets that it is made of, for which TensorFlow has no public name."""
     yield dataset
     for each in getattr(dataset, "_inputs", tuple)():
         yield from _with_inputs(each)
 
 
 def _variation(dataset: Any) -> str:
-    """What makes the order of a tf.data.Dataset's elements another one, on each rank or each time; empty where nothing
-    is known that does."""
+    """A text that says what makes the order of a tf.data.Dataset's elements vary between ranks or iterations; empty if
+    nothing is known to."""
     if dataset.options().deterministic is False:
         return "options().deterministic=False"
     for each in _with_inputs(dataset):
@@ -200,22 +203,22 @@ def _variation(dataset: Any) -> str:
 
 
 def _other_than_dense(dataset: Any) -> list[str]:
-    """What a tf.data.Dataset has among its elements of which no rows can be taken; None, for one, is no tensor, and
-    comes as it is."""
+    """The kinds of a tf.data.Dataset's elements of which no rows can be taken, such as ragged tensors. None among the
+    elements is no tensor, and is accepted."""
     kinds = {type(each).__name__ for each in keras.tree.flatten(getattr(dataset, "element_spec", ()))}
     return sorted(kinds & NOT_DENSE)
 
 
 def _ends_in_batches(dataset: Any) -> bool:
-    """Whether a tf.data.Dataset makes batches, and nothing of them."""
+    """Whether a tf.data.Dataset makes batches and leaves them as they are."""
     while (name := _kind(dataset)) in KEEPS_ELEMENTS:
         dataset = getattr(dataset, "_input_dataset", None)
     return name in BATCHES
 
 
 def _maps_batches(dataset: Any) -> bool:
-    """Whether a tf.data.Dataset makes batches and maps them, so that their rows stay: what takes a batch apart, as
-    where it is a piece of text, makes a sample of it."""
+    """Whether a tf.data.Dataset makes batches and then maps them so that their rows stay. If a map changes the number
+    of rows, as when a batch is a piece of text, it is taken to make one sample of each batch."""
     batches, mapped = dataset, False
     while (name := _kind(batches)) in KEEPS_ELEMENTS | MAPS:
         mapped |= name in MAPS
@@ -228,6 +231,6 @@ def _kind(dataset: Any) -> str:
 
 
 def _leading(dataset: Any) -> set[Any]:
-    """The lengths of the first axes of a tf.data.Dataset's elements; None where that is not known, -1 for a number."""
+    """The lengths of the first axes of a tf.data.Dataset's elements: None if not known, -1 for a scalar."""
     shapes = [getattr(leaf, "shape", None) for leaf in keras.tree.flatten(dataset.element_spec)]
     return {-1 if shape.rank == 0 else shape[0] if shape.rank else None for shape in shapes if shape is not None}

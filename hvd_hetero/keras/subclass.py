@@ -67,7 +67,7 @@ def _methods(base: type) -> dict[str, Any]:
         base.finalize_variable_values(self, var_list)  # type: ignore[attr-defined]
 
     def reduce_anew(self: Any) -> None:
-        """Reduces over the ranks that there are now. A collective call."""
+        """Makes a new reducer for the present ranks, after an elastic reset. A collective call."""
         before = vars(self).get("_reducer")
         if before is not None:
             before.close()

@@ -1,5 +1,4 @@
-"""Which exchange is whose: variables have numbers, and what codecs have kept back of their gradients goes with another
-optimizer that a model is compiled with."""
+"""Hands on what codecs have kept back of variables' gradients, when a model is compiled with another optimizer."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ T = TypeVar("T")
 
 
 class OfVariables(Generic[T]):
-    """Values for variables, which it keeps alive no longer than others do. By identity: they compare elementwise."""
+    """A mapping from variables, held weakly, to values. By identity, as variables compare elementwise."""
 
     def __init__(self) -> None:
         self._found: dict[int, tuple[weakref.ref[Any], T]] = {}
@@ -30,14 +29,14 @@ class OfVariables(Generic[T]):
         return value if known is not None and known() is variable else None
 
     def values(self) -> set[T]:
-        """Those of all variables that live."""
-        return {value for _, value in list(self._found.values())}  # one may die meanwhile
+        """The values of all variables that are alive."""
+        return {value for _, value in list(self._found.values())}  # a copy, as variables may die meanwhile
 
     def put(self, variable: Any, value: T) -> None:
         key = id(variable)
 
         def dies(reference: Any) -> None:
-            if self._found.get(key, (None,))[0] is reference:  # and not that of another one in the same place
+            if self._found.get(key, (None,))[0] is reference:  # another variable may have got the same id
                 del self._found[key]
 
         self._found[key] = weakref.ref(variable, dies), value
@@ -48,7 +47,7 @@ _NEXT = itertools.count(1)
 
 
 def number_of(variable: Any) -> int:
-    """A number that no other variable has or had in this process; 0 for a tensor, which is another one each time."""
+    """A number of the variable, unique in this process; 0 for a tensor, which is a new object each time."""
     if not hasattr(variable, "assign"):
         return 0
     number = _NUMBERS.get(variable)
@@ -58,19 +57,19 @@ def number_of(variable: Any) -> int:
 
 
 def are_gone(numbers: Sequence[int]) -> bool:
-    """Whether there were variables of these numbers, none of which lives."""
+    """Whether all variables with these numbers are gone; False if there were none."""
     mine = set(numbers) - {0}
     return bool(mine) and not mine & _NUMBERS.values()
 
 
 class KeptBack:
-    """What the codecs of one exchange keep back, by the number of the variable."""
+    """Takes and gives what the codecs of one exchange keep back, by the number of the variable."""
 
     def __init__(
         self, exchange: WeightedExchange, layout: BucketLayout, specs: Sequence[Spec | None], variables: Sequence[Any]
     ) -> None:
         self._exchange, self._buckets = exchange, layout.buckets
-        self._pieces: dict[int, tuple[int, slice]] = {}  # its bucket, and the part of that which is its gradient's
+        self._pieces: dict[int, tuple[int, slice]] = {}  # a variable's bucket, and its gradient's place in that
         owners = [number_of(v) for v, spec in zip(variables, specs, strict=False) if spec is not None]
         for bucket, members in enumerate(layout.members):
             at = 0
@@ -80,12 +79,12 @@ class KeptBack:
                     self._pieces[owners[index]] = bucket, piece
 
     def release(self) -> dict[int, Any]:
-        """What is not sent yet of this rank's gradients, weighted, which is kept no longer."""
+        """Returns, and forgets, what is kept back of this rank's gradients, weighted, by the variables' numbers."""
         flats = self._exchange.release()
         return {key: flats[bucket][piece] for key, (bucket, piece) in self._pieces.items() if flats[bucket] is not None}
 
     def give(self, kept: Mapping[int, Any], *, factor: float = 1.0) -> None:
-        """Sends what `release` returned with the next sums, times `factor`."""
+        """Sends with the next sums what `release` returned, times `factor`."""
         flats: list[Any] = [None] * len(self._buckets)
         for key, array in kept.items():
             bucket, piece = self._pieces[key]
@@ -99,8 +98,8 @@ _REDUCED_BY: OfVariables[weakref.ref[ReducedStep]] = OfVariables()
 
 
 def take_over(step: ReducedStep, variables: Sequence[Any]) -> None:
-    """Says that `step` reduces the gradients of these variables from now on, and takes over what codecs of another one
-    have kept back of them. No rank has to hear of it: what it takes over is this rank's own."""
+    """Makes `step` the one that reduces these variables' gradients, and gives it what the codecs of another step have
+    kept back of them. Needs no communication, as what is kept back is this rank's own."""
     before: dict[ReducedStep, list[int]] = {}
     for variable in variables:
         reference = _REDUCED_BY.get(variable)

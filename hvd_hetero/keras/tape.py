@@ -45,7 +45,7 @@ class _Series:
         return held[key]
 
     def forget(self) -> None:
-        """Reduces no more: the ranks become others. Tapes of these make a new one."""
+        """Closes all reducers, at an elastic reset; later tapes make new ones."""
         for balancer in self._balancers:
             for reducer in vars(balancer).pop(PLACE).values():
                 reducer.close()

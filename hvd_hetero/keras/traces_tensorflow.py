@@ -1,7 +1,7 @@
-"""Functions of TensorFlow that were traced for the ranks that there are, and have to be traced anew for others.
+"""Forgets TensorFlow's traces of functions that exchange gradients: they are traced anew after an elastic reset.
 
-A graph names the operations of its ranks, so it is of no use to others; and a rank that joins makes what a function
-needs while it traces it, which those that stay have to do as well.
+A graph names the operations of the ranks that it was traced for, so it is of no use to others. And a rank that joins
+makes collective calls while it traces a function, in which the ranks that stay have to take part.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-# What an exchange is in a graph: sums, and calls on the host.
+# Types of graph operations, by prefix, that an exchange consists of: Horovod's sums, and calls on the host.
 EXCHANGES = ("Horovod", "PyFunc", "EagerPyFunc")
 
 
@@ -19,9 +19,9 @@ class Traces:
     """The graphs of all functions that there are."""
 
     def forget(self) -> None:
-        """Functions whose graphs may exchange something are traced anew when they are called next.
+        """Drops the graphs that may contain an exchange, so that their functions are traced anew at their next call.
 
-        Those that call one are among them, which hold its graph in theirs and need not have traced it.
+        That includes functions that only call such a function, as their graphs contain its graph.
         """
         for function in _functions():
             cache = function._function_cache  # there is no public way
@@ -41,7 +41,7 @@ def _functions() -> list[Any]:
 
 
 def _exchanges(graph: Any) -> bool:
-    """Whether it may, or a function that it calls."""
+    """Whether a graph, or a function that it calls, may contain an exchange."""
     nodes = [graph.node, *(function.node_def for function in graph.library.function)]
     return any(node.op.startswith(EXCHANGES) for part in nodes for node in part)
 

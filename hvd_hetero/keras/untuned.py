@@ -1,8 +1,9 @@
-"""Datasets that TensorFlow does not tune, so that nobody waits for its tuner.
+"""Datasets that TensorFlow does not tune, so that destroying an iterator does not wait for its tuner.
 
-A thread of its own tunes what an iterator of a tf.data.Dataset reads. It sleeps for longer and longer, at last for a
-minute, and may miss that it is to end, as what wakes it up comes before it is told (TensorFlow 2.21). Who lets the
-iterator go waits for it, about as long as it has lived: docs/measured.md has how often.
+TensorFlow tunes each iterator of a tf.data.Dataset in a thread. That thread sleeps for longer and longer, at last for a
+minute, and may miss that it is to end, as the signal that wakes it comes before the flag is set (TensorFlow 2.21).
+Destroying the iterator then waits for the thread, about as long as the iterator has lived: docs/measured.md says how
+often.
 """
 
 from __future__ import annotations
@@ -17,26 +18,27 @@ import keras
 
 
 class UntunedDataset(keras.utils.PyDataset):
-    """One in which there is nothing to tune: Python makes its batches."""
+    """A PyDataset that TensorFlow does not tune: there is nothing to tune, as Python makes its batches."""
 
     def read(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """The batches that Keras reads of it."""
+        """The batches that Keras reads from this dataset; a subclass may end them early."""
         return batches
 
 
 def untuned(dataset: Any) -> Any:
-    """The same tf.data.Dataset, which nothing tunes."""
+    """The same tf.data.Dataset, with TensorFlow's tuner switched off."""
     options = sys.modules["tensorflow"].data.Options()
     options.autotune.enabled = False
     return dataset.with_options(options)
 
 
 def _leave_untuned() -> None:
-    """Lets Keras leave them so, and read them by `read`. It has no public place for what becomes of a PyDataset."""
+    """Makes Keras leave an `UntunedDataset` untuned, and read it through `read`. Keras has no public hook for what it
+    makes of a PyDataset."""
     try:
         adapters = importlib.import_module("keras.src.trainers.data_adapters.py_dataset_adapter")
         as_made, as_read = adapters.PyDatasetAdapter.get_tf_dataset, adapters.PyDatasetAdapter._get_iterator
-    except (ImportError, AttributeError):  # in a later Keras
+    except (ImportError, AttributeError):  # a later Keras has moved them
         return
 
     @functools.wraps(as_made)

@@ -63,7 +63,7 @@ class Variables:
         self.written()
 
     def written(self) -> None:
-        """To be called after they were assigned."""
+        """Refreshes what layers compute from their variables; to be called after these were assigned."""
         if isinstance(self.owner, keras.Model):
             take_in_statistics(self.owner)
 

@@ -1,4 +1,4 @@
-"""Arguments of `DistributedOptimizer`: what may be passed, and how it is told to other ranks."""
+"""Checks arguments of `DistributedOptimizer`, and describes them in texts that ranks compare."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from .layout import WIRE, Groups
 
 
 def groups_of(groups: Any, num_groups: Any) -> Groups:
-    """Which parameters travel together. Raises ValueError or TypeError for what does not say so."""
+    """Which parameters travel together, from a user's `groups` and `num_groups`: a number of groups, lists of
+    parameters, or None. Raises ValueError or TypeError for anything else."""
     if groups is None or isinstance(groups, Integral):
         name, number = ("num_groups", num_groups) if groups is None else ("groups", groups)
         check_whole(name, number, least=0)
@@ -35,7 +36,7 @@ def groups_of(groups: Any, num_groups: Any) -> Groups:
 
 
 def numbered(groups: Groups, parameters: Sequence[torch.nn.Parameter]) -> str:
-    """Groups in words, the same on ranks where they are alike."""
+    """A text that describes groups of parameters by their numbers; equal on two ranks if their groups are."""
     if groups is None or isinstance(groups, int):
         return str(groups)
     numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
@@ -44,7 +45,7 @@ def numbered(groups: Groups, parameters: Sequence[torch.nn.Parameter]) -> str:
 
 
 def check_devices(parameters: Iterable[torch.nn.Parameter]) -> None:
-    """Raises ValueError for parameters on a GPU, where Horovod was built without."""
+    """Raises ValueError for parameters on a GPU if Horovod was built without GPU support."""
     if any(p.device.type == "cuda" for p in parameters) and not (horovod.cuda_built() or horovod.rocm_built()):
         raise ValueError(
             "Expected parameters in host memory, because Horovod was built for CPUs alone. Received: some on a GPU. "
@@ -71,7 +72,7 @@ def check_names(
 
 
 def described(parameters: Sequence[torch.nn.Parameter]) -> str:
-    """Their shapes and types, in short."""
+    """A short text that stands for the parameters' shapes and types: their number, elements, and a CRC-32."""
     kinds = [(tuple(p.shape), p.dtype) for p in parameters]
     elements = sum(math.prod(shape) for shape, _ in kinds)
     return f"{len(kinds)} tensors of {elements} elements ({zlib.crc32(str(kinds).encode()):08x})"

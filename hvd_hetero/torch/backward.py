@@ -1,4 +1,4 @@
-"""The end of a backward pass, which may be over the gradients of several optimizers."""
+"""Acts at the end of a backward pass, which may compute the gradients of several optimizers."""
 
 from __future__ import annotations
 
@@ -16,31 +16,34 @@ COMPILED = (
 
 
 class Reducer(Protocol):
-    """Who reduces gradients, as a backward pass sees it."""
+    """What reduces the gradients of one optimizer, as a backward pass sees it."""
 
     @property
     def number(self) -> int:
-        """Its place in the order in which optimizers are made."""
+        """The optimizer's place in the order in which optimizers are made."""
 
     def end_pass(self, *, sends: bool) -> None:
-        """All gradients of the pass are there. `sends`: they go out, if it was the last one before the exchange."""
+        """Ends the pass, as all its gradients are there. If `sends`, they are sent after the last pass before the
+        exchange."""
 
     def after_pass(self) -> None:
-        """The gradients of all reducers are sent: those of this one may be waited for."""
+        """Waits for this reducer's gradients, now that those of all reducers of the pass are sent."""
 
 
 class BackwardPass:
-    """The reducers of one backward pass. All of them send what they have before one waits: a rank without a sample,
-    which comes to its exchanges in the order of its `step()`, may wait for any of them, and sends to others later. They
-    wait in the order in which they were made, mostly that of `step()`: what ranks tell each other after an exchange,
-    of sparse gradients or of parameters that differ, they then come to together."""
+    """The reducers of one backward pass.
+
+    All of them send their gradients before any of them waits: a rank without a sample makes its exchanges in the order
+    of its `step()` calls, so it may wait for any one of them before it sends for the others. They wait in the order in
+    which they were made, mostly that of `step()`: ranks then reach in the same order the collective calls that follow
+    an exchange, as those about sparse gradients or about parameters that differ."""
 
     def __init__(self) -> None:
         self._reducers: list[Reducer] = []
         torch.autograd.Variable._execution_engine.queue_callback(self._ends)
 
     def _ends(self) -> None:
-        within = torch._C._current_autograd_node() is not None  # its end is not that of the backward pass around it
+        within = torch._C._current_autograd_node() is not None  # nested: the backward pass around it has not ended
         for reducer in self._reducers:
             reducer.end_pass(sends=not within)
         if within:
@@ -49,20 +52,20 @@ class BackwardPass:
             reducer.after_pass()
 
     def add(self, reducer: Reducer) -> None:
-        """Says that this pass has gradients of `reducer`."""
+        """Adds a reducer of whose parameters this pass computes gradients."""
         self._reducers.append(reducer)
 
 
-# By what PyTorch numbers them with. A pass that an exception ends takes its callbacks with it, and so this.
+# By PyTorch's number of the pass. PyTorch drops the callbacks of a pass that an exception ends, and so its entry here.
 _UNDER_WAY: weakref.WeakValueDictionary[int, BackwardPass] = weakref.WeakValueDictionary()
 
 
 def backward_pass() -> BackwardPass:
-    """The backward pass that the caller, a hook, is called in."""
+    """The backward pass within which the caller, a hook, runs."""
     number = torch._C._current_graph_task_id()
     found = _UNDER_WAY.get(number)
     if found is None:
-        if torch._C._current_autograd_node() is None:  # who calls is a graph made of the backward pass
-            raise RuntimeError(COMPILED)  # callbacks are forgotten there, or refused: nothing would be exchanged
+        if torch._C._current_autograd_node() is None:  # the caller is a compiled graph of the backward pass
+            raise RuntimeError(COMPILED)  # PyTorch drops or refuses callbacks there: nothing would be exchanged
         found = _UNDER_WAY[number] = BackwardPass()
     return found

@@ -1,4 +1,4 @@
-"""Each rank's share of one global order, as a batch sampler."""
+"""Deals each rank its share of one global order of samples, as a PyTorch batch sampler."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class BalancedBatchSampler(Sampler[list[int]]):
         length: samples in the dataset, the same on all ranks.
         shuffle, seed: the order of epoch e depends on the seed and e alone; call `set_epoch(e)`.
         lookahead: batches that may be dealt before they are used, `num_workers * prefetch_factor` of the `DataLoader`.
-            A plan holds for batches that no rank has dealt.
-        checksum: of the data, where ranks are to compare it.
+            A new plan holds from the first batch on that no rank has dealt yet.
+        checksum: of the data, for ranks to compare; 0 if they need not.
 
     With a `DataLoader` of your own, begin each batch with `balancer.begin(sampler.used())`. Where `used()` is 0, this
     rank has no sample in a short last batch: the batch then holds one that is another rank's, to be cut off.
@@ -55,8 +55,8 @@ class BalancedBatchSampler(Sampler[list[int]]):
         self._iterations = 0
 
     def __len__(self) -> int:
-        """Batches of an epoch, also of one that was resumed in the middle: what runs a loop by itself counts from its
-        beginning."""
+        """Batches of a whole epoch, also if it was resumed in the middle: frameworks that run the loop themselves count
+        from the epoch's beginning."""
         return len(self.sampler.dealer)
 
     @property
@@ -72,8 +72,8 @@ class BalancedBatchSampler(Sampler[list[int]]):
         return whole - self._first * dealer.global_batch_size
 
     def set_epoch(self, epoch: int) -> None:
-        """Chooses the order of `epoch`, and starts at its beginning – unless it was resumed in the middle of it, or at
-        its end: then nothing of it is left."""
+        """Chooses the order of `epoch`, and starts at its beginning. If `epoch` was resumed in the middle, it goes on
+        from there; if at its end, nothing of it is left."""
         before = self.sampler.epoch
         self.sampler.set_epoch(epoch)
         if epoch != before:
@@ -97,27 +97,27 @@ class BalancedBatchSampler(Sampler[list[int]]):
 
     @property
     def loaded(self) -> int:
-        """So many times a state was."""
+        """How many times a state was loaded."""
         return self.sampler.loaded
 
     def used(self) -> int:
-        """The number of samples of the oldest batch dealt, which is now in use."""
+        """This rank's number of samples in the oldest batch dealt and not used yet, which is in use from now on."""
         return self.sampler.used()
 
     @property
     def origin(self) -> int:
-        """A number that stands for the epoch and the place in it of the batch in use."""
+        """A number that identifies the epoch of the batch in use, and its place in it."""
         return self.sampler.origin
 
     def end_epoch(self) -> None:
-        """Goes to the next epoch if this one is used up: a script without set_epoch() still sees another order."""
+        """Moves to the next epoch if this one is used up, so that a script without set_epoch() sees a new order."""
         self.sampler.position = max(self.sampler.position, self._first)
         if self.sampler.position >= len(self.sampler.dealer):
             self.sampler.end_epoch()
             self._first = 0
 
     def state_dict(self) -> dict[str, int]:
-        """Where in which epoch: the number of global batches used."""
+        """The position: the epoch, and how many global batches of it are used."""
         return self.sampler.state_dict()
 
     def load_state_dict(self, state: dict[str, int]) -> None:

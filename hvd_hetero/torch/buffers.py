@@ -1,4 +1,4 @@
-"""One model's buffers from those of all ranks: running statistics of normalisation layers."""
+"""Merges the buffers of a model over the ranks, such as running statistics of normalisation layers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def average_buffers(
             elif title == "running_mean" and own.get("running_var") is not None:
                 continue  # with its variance
             elif buffer.layout is not torch.strided:
-                continue  # a graph's edges, say: no layer gathers statistics in such
+                continue  # sparse, such as a graph's edges: no layer gathers statistics in such a tensor
             elif buffer.is_complex():
                 floats.append(torch.view_as_real(buffer))
             elif buffer.is_floating_point():
@@ -49,10 +49,11 @@ def average_buffers(
         name=name,
     )
     for buffer, value in zip([*floats, *chain.from_iterable(moments), *whole], merged, strict=True):
-        with torch.inference_mode(buffer.is_inference()), torch.no_grad():  # such are written to within it alone
+        # A tensor made in inference mode can be written to in inference mode alone.
+        with torch.inference_mode(buffer.is_inference()), torch.no_grad():
             buffer.copy_(torch.from_numpy(value))
 
 
 def _array(buffer: torch.Tensor) -> Any:
-    """Its values on the host: double precision, or whole numbers."""
+    """The buffer's values as a numpy array of float64, or of int64 if they are whole numbers or bools."""
     return (buffer.double() if buffer.is_floating_point() else buffer.long()).cpu().numpy()

@@ -1,4 +1,4 @@
-"""What tells whether ranks hold the same parameters, bit for bit."""
+"""A checksum of tensors, by which ranks compare their parameters bit for bit."""
 
 from __future__ import annotations
 

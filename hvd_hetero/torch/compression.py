@@ -1,4 +1,4 @@
-"""`hvd.Compression`: Horovod's, and codecs that make less travel."""
+"""`hvd.Compression`: Horovod's compressors, and codecs that make gradients smaller on the wire."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Compression(horovod.Compression, framework_free.Compression):  # type: ign
 
     @classmethod
     def named(cls, compression: Any) -> Wire | None:
-        """The codecs that are meant, by our names or by Horovod's; None where it is something else."""
+        """The codecs that `compression` names, as ours or as Horovod's; None if it is neither."""
         if compression is horovod.Compression.none:
             return Wire()
         if compression is horovod.Compression.fp16:
@@ -32,14 +32,14 @@ class Compression(horovod.Compression, framework_free.Compression):  # type: ign
 
 
 def wire_of(compression: Any) -> Wire | HorovodCompressor:
-    """What a user passed as `compression`: our codecs, or somebody's own compressor.
+    """What a user passed as `compression`: our codecs, or a compressor of the user's own.
 
     Raises:
-        TypeError: neither.
+        TypeError: it is neither.
     """
     return Compression.named(compression) or HorovodCompressor(compression)
 
 
 def is_ours(compression: Any) -> bool:
-    """Whether only we know how to do it."""
+    """Whether `compression` is one of this package's codecs, which Horovod's own optimizer could not use."""
     return isinstance(compression, Wire)

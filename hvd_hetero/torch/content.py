@@ -1,4 +1,4 @@
-"""What a PyTorch job keeps, as bytes: tensors, numbers, texts, numpy's arrays, and containers of them, and no code."""
+"""Serialises what a PyTorch job keeps: tensors, numbers, texts, numpy's arrays and containers of them, but no code."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import torch
 
 from hvd_hetero.engine import numpy_pickle, randomness
 
-# Types whose values torch.load takes whatever they hold. It is asked about all others, each time: a script may give a
-# value of another type later. Tensors are most of the bytes, and need not be read again for that.
+# Types whose values torch.load(weights_only=True) always accepts. Values of other types are tried out at each save, as
+# a script may change a value's type later. Tensors are most of the bytes, and are spared this second pass.
 SAFE = {torch.Tensor, bool, int, float, str, bytes, type(None)}
 
-torch.serialization.add_safe_globals([*numpy_pickle.NEEDED, set, complex])  # the last two PyTorch 2.4 has to be told of
+torch.serialization.add_safe_globals([*numpy_pickle.NEEDED, set, complex])  # PyTorch 2.4 lacks the last two
 
 
 def saved(value: Any) -> bytes:
-    """The bytes of `value`. Raises TypeError for what could not be loaded again without running code from the file."""
+    """`value` as bytes. Raises TypeError if it could not be loaded again without running code from the file."""
     asked = [(place, part) for place, part in _parts(value, "") if type(part) not in SAFE]
     if not _is_data([part for _, part in asked]):
         place, part = next((each for each in asked if not _is_data(each[1])), asked[0])
@@ -33,10 +33,10 @@ def saved(value: Any) -> bytes:
 
 
 def loaded(content: bytes) -> Any:
-    """What `saved` was given, with tensors on the CPU. Raises ValueError where there is something else."""
+    """The value that `saved` was given, with tensors on the CPU. Raises ValueError if `content` holds other types."""
     try:
         return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:  # whose text advises to run what is in the file
+    except pickle.UnpicklingError as error:  # replaced, as its text advises to run the code in the file
         raise ValueError(
             "Expected tensors, numbers, texts, arrays, and dicts, lists and tuples of them in what was kept. Received: "
             "others, or those of another version of numpy or PyTorch."
@@ -50,7 +50,7 @@ def _packed(value: Any) -> bytes:
 
 
 def _is_data(value: Any) -> bool:
-    """Whether it can be saved and loaded."""
+    """Whether `value` can be saved, and loaded again without running code."""
     try:
         loaded(_packed(value))
     except Exception:
@@ -59,7 +59,7 @@ def _is_data(value: Any) -> bool:
 
 
 def _parts(value: Any, place: str) -> Iterator[tuple[str, Any]]:
-    """What containers hold, keys included, each with its place in words."""
+    """The leaves of nested containers, keys included, each with a text that says where it is."""
     if type(value) in (dict, OrderedDict):
         for key, part in value.items():
             yield f"a key of {place}", key
@@ -72,11 +72,11 @@ def _parts(value: Any, place: str) -> Iterator[tuple[str, Any]]:
 
 
 def random_state() -> dict[str, Any]:
-    """The states of this process's random numbers: Python's, numpy's, torch's."""
+    """The states of this process's random number generators: Python's, numpy's and torch's."""
     return {**randomness.random_state(), **randomness.torch_state()}
 
 
 def load_random_state(state: dict[str, Any]) -> None:
-    """Goes on from `random_state()`; GPUs only where there are as many."""
+    """Restores what `random_state()` returned; generators of GPUs only if there are as many GPUs."""
     randomness.load_random_state(state)
     randomness.load_torch_state(state)

@@ -55,13 +55,13 @@ class TorchState(JobState):
             part.merge()
 
     def _stays(self, value: Any) -> bool:
-        # Of a DistributedSampler a copy has all of the dataset, its loader does not see it, and it is of one rank.
+        # A copy of a DistributedSampler would hold the whole dataset, be unknown to its loader, and fit one rank alone.
         return isinstance(value, (Sampler, Dataset, DataLoader))
 
     def _copy(self, state: Any) -> Any:
         try:
             return super()._copy(state)
-        except NotImplementedError:  # a kind of tensor that can be saved and cannot be cloned, as torchao's of 8 bits
+        except NotImplementedError:  # a tensor that can be saved but not cloned, such as torchao's 8-bit ones
             return loaded(saved(state))
 
     def _sync_part(self, part: Any, root: int) -> None:
@@ -69,7 +69,7 @@ class TorchState(JobState):
             state = part.state_dict()
             tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
             broadcast_parameters(tensors, root_rank=root)
-            if len(tensors) < len(state):  # what get_extra_state() returns
+            if len(tensors) < len(state):  # the state holds what get_extra_state() returns as well
                 beside = {key: value for key, value in state.items() if key not in tensors}
                 part.load_state_dict({**tensors, **self._of_root(beside, root, name="hvd_hetero.elastic.extra_state")})
         elif isinstance(part, torch.optim.Optimizer):  # tensor by tensor, in their own types, onto this device
@@ -88,17 +88,18 @@ class TorchState(JobState):
     # Checkpoints ----------------------------------------------------------------------------------------------------
 
     def shared_content(self) -> bytes:
-        """What is the same on all ranks, for a checkpoint."""
+        """The part of a checkpoint that is the same on all ranks."""
         return saved(self.shared_state())
 
     def own_content(self) -> bytes:
-        """What is this rank's own, for a checkpoint: statistics of its samples, random numbers, what codecs keep."""
+        """This rank's own part of a checkpoint: statistics of its samples, states of random number generators, and
+        what codecs have kept back."""
         models = {name: part for name, part in self._parts.items() if isinstance(part, torch.nn.Module)}
         buffers = {name: dict(model.named_buffers()) for name, model in models.items()}
         return saved({"random": random_state(), "buffers": buffers, "kept": self.codec_states()})
 
     def load_shared_content(self, content: bytes) -> None:
-        """Goes on from what `shared_content` returned. Raises ValueError where it is of another job."""
+        """Restores what `shared_content` returned. Raises ValueError if that is of another job."""
         self.load_shared_state(loaded(content))
 
     def load_own_content(self, content: bytes) -> None:
@@ -107,7 +108,7 @@ class TorchState(JobState):
         load_random_state(state["random"])
         for name, buffers in state["buffers"].items():
             mine = dict(self._parts[name].named_buffers())
-            for key, value in buffers.items():  # masks and tables that a model makes as it is used, it makes again
+            for key, value in buffers.items():  # the model makes masks and tables again that it makes as it is used
                 if key in mine and mine[key].shape == value.shape:
                     mine[key].copy_(value)
         self.load_codec_states(state.get("kept", ()))

@@ -1,4 +1,4 @@
-"""`EvaluationDataLoader`: the samples of a validation, dealt once over all ranks."""
+"""`EvaluationDataLoader`: deals each sample of a validation to one rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What a `BalancedDataLoader` loads with: PyTorch's `DataLoader`, over a dataset whose samples have numbers."""
+"""Loads batches for a `BalancedDataLoader` through PyTorch's `DataLoader`, from a dataset whose samples have numbers.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from hvd_hetero.engine.loading import Loaders, loaders
 from .batch_sampler import BalancedBatchSampler
 from .row import none_of
 
-_IN_USE: dict[int, Any] = {}  # iterators, so that no collector finds them
+_IN_USE: dict[int, Any] = {}  # iterators, held here so that the garbage collector does not find them
 
 
 class Loaded(NamedTuple):
@@ -29,7 +30,7 @@ class Loaded(NamedTuple):
 
 
 class Sampler(Protocol):
-    """Where in which epoch a loader is."""
+    """The position of a loader: its epoch, and how far it is in that. See `BalancedBatchSampler`."""
 
     @property
     def loaded(self) -> int: ...
@@ -52,7 +53,7 @@ class Sampler(Protocol):
 
 
 class Feed(Protocol):
-    """What loads."""
+    """What loads this rank's part of each global batch."""
 
     loader: DataLoader[Any]
 
@@ -60,16 +61,19 @@ class Feed(Protocol):
     def sampler(self) -> Sampler: ...
 
     def batches(self) -> Iterator[Loaded]:
-        """Those of one iteration."""
+        """The batches of one iteration."""
 
 
 def outliving(
     worker_init_fn: Callable[[int], None] | None, dataset: Any = None
 ) -> Callable[[int], None]:
-    """The `worker_init_fn` of a `DataLoader` whose workers outlive a SIGTERM to all processes of a job.
+    """A `worker_init_fn` for a `DataLoader`, with which workers outlive a SIGTERM that is sent to all processes of a
+    job.
 
     Args:
-        worker_init_fn: a user's, which finds `dataset(of the worker's)` as the dataset, where that is another one.
+        worker_init_fn: a user's function, called in turn.
+        dataset: makes of the worker's dataset the one that the user's function finds in `get_worker_info()`; None: it
+            finds the worker's own.
     """
     return functools.partial(_begin, loaders(), worker_init_fn, dataset)
 
@@ -80,26 +84,27 @@ def _begin(
     those.begin()
     info = get_worker_info()
     if dataset is not None and info is not None:
-        object.__setattr__(info, "dataset", dataset(info.dataset))  # which it lets nobody do otherwise
+        object.__setattr__(info, "dataset", dataset(info.dataset))  # the info refuses ordinary assignment
     if worker_init_fn is not None:
         worker_init_fn(worker)
 
 
 @contextlib.contextmanager
 def iterating(loader: DataLoader[Any]) -> Iterator[Iterator[Any]]:
-    """An iterator over `loader`, whose workers end with it, unless they are for its next iteration as well.
+    """An iterator over `loader` whose workers end with it, unless they are persistent.
 
-    They are told to by a queue, which no longer sends once the garbage collector has found it with the iterator in a
-    cycle, as an exception's traceback makes: PyTorch would wait for each worker until it gives up, and end it.
+    Workers are told to end through a queue. That queue no longer sends once the garbage collector has found it and the
+    iterator in a reference cycle, such as an exception's traceback makes: PyTorch would then wait for each worker until
+    a time-out, and kill it. So iterators are held here, and ended explicitly.
     """
-    with torch.device("cpu"):  # as its generator is, also where scripts make tensors elsewhere
+    with torch.device("cpu"):  # where its generator is, also if the script has set another default device
         source = iter(loader)
     for worker in getattr(source, "_workers", ()):
-        worker.terminate = worker._popen.kill  # where it is stuck in what it reads: ours outlive the SIGTERM of this
+        worker.terminate = worker._popen.kill  # for one that is stuck in a read: ours outlive terminate()'s SIGTERM
     if id(source) not in _IN_USE:
         _IN_USE[id(source)] = source
         if loader.persistent_workers:
-            weakref.finalize(loader, _end, source).atexit = False  # then PyTorch does
+            weakref.finalize(loader, _end, source).atexit = False  # at exit, PyTorch ends them itself
     try:
         yield source
     finally:
@@ -114,15 +119,15 @@ def _end(source: Any) -> None:
 
 
 def seed_of(*place: int) -> int:
-    """A seed, another one for each place."""
+    """A seed of 56 bits, a different one for each place."""
     return int.from_bytes(hashlib.sha256(repr(place).encode()).digest()[:7], "big")
 
 
 class WorkerSeed:
-    """The generator that seeds the workers.
+    """Seeds the workers of a `DataLoader` from a generator of its own.
 
-    Of its own: an iteration must not draw from torch's generator, or a resumed job would draw other numbers. A user's
-    is left alone.
+    An iteration must not draw its seed from torch's default generator, or a resumed job would draw other numbers. A
+    generator that the user gave is left alone.
     """
 
     def __init__(self, arguments: dict[str, Any]) -> None:
@@ -131,7 +136,7 @@ class WorkerSeed:
             self._generator = arguments["generator"] = torch.Generator()
 
     def begin(self, seed: int) -> None:
-        """For an iteration."""
+        """Sets the seed of the next iteration's workers."""
         if self._generator is not None:
             self._generator.manual_seed(seed)
 
@@ -141,7 +146,7 @@ class NumberedFeed:
 
     Args:
         sampler: deals them.
-        arguments: of `DataLoader`, but for what the sampler is in place of.
+        arguments: of `DataLoader`, but for those that the sampler replaces.
     """
 
     def __init__(self, dataset: Any, *, sampler: BalancedBatchSampler, seed: int, arguments: dict[str, Any]) -> None:
@@ -151,17 +156,17 @@ class NumberedFeed:
         self.loader = DataLoader(dataset, batch_sampler=sampler, **arguments)
 
     def batches(self) -> Iterator[Loaded]:
-        """Those of one iteration."""
+        """The batches of one iteration."""
         sampler, left = self.sampler, self.sampler.left
         batches, size = sampler.batches_left, sampler.balancer.global_batch_size
         if not batches:
             return
-        # The same in a job that was resumed here, and another on each rank.
+        # The same seed in a job that was resumed at this batch, and a different one on each rank.
         self._worker_seed.begin(seed_of(self._seed, sampler.sampler.epoch, batches, sampler.balancer.rank))
         with iterating(self.loader) as source:
             for index in range(batches):
                 try:
                     batch = next(source)
                 finally:
-                    samples = sampler.used()  # also where it fails, and all ranks miss this batch
+                    samples = sampler.used()  # also if loading fails: then all ranks miss this batch
                 yield Loaded(none_of(batch) if samples == 0 else batch, samples, min(size, left - index * size))

@@ -1,4 +1,4 @@
-"""Horovod's functions where they need a repair: initialisation, waiting, bfloat16, names that ranks are paired by."""
+"""Replaces functions of Horovod's that need a repair: initialisation, waiting, bfloat16, names of operations."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from .plain import load_in_place
 
 _pickle: Any = horovod.torch.functions.cloudpickle
 _synchronize = horovod.torch.mpi_ops.synchronize
-# Where Horovod's own functions wait: each of these modules has the name for itself.
+# Modules in which Horovod's own functions wait: each has imported the name `synchronize` for itself.
 _WAITING: tuple[Any, ...] = (
     horovod.torch.mpi_ops, horovod.torch.functions, horovod.torch.optimizer, horovod.torch.sync_batch_norm
 )  # fmt: skip
-# What all of Horovod's operations are started by.
+# The functions by which all of Horovod's operations are started.
 _STARTING = (
     "_allreduce_async", "_grouped_allreduce_async", "_allgather_async", "_grouped_allgather_async", "_broadcast_async",
     "_alltoall_async", "_reducescatter_async", "_grouped_reducescatter_async",
@@ -38,13 +38,13 @@ _STARTING = (
 SENDS = {
     torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.float32, torch.float64
 }  # fmt: skip
-BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # of what has another type, by bytes
-INLINE = 16  # elements: a tensor of so few, such as a count of steps, is pickled with what says how the others look
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # sent for other types, by bytes per element
+INLINE = 16  # elements: a tensor of at most so many, such as a count of steps, is pickled with the other descriptions
 
 
 def init(*args: Any, **kwargs: Any) -> None:
-    """Initialises Horovod, with settings that suit ranks with little CPU where the user has set none. A collective
-    call. Its arguments are those of Horovod's: `process_sets="dynamic"` for what has a topology."""
+    """Initialises Horovod, with settings that suit ranks with little CPU unless the user has set them. A collective
+    call. The arguments are Horovod's own; a topology needs `process_sets="dynamic"`."""
     for module in _WAITING:
         module.synchronize = synchronize
     for name in _STARTING:
@@ -55,10 +55,10 @@ def init(*args: Any, **kwargs: Any) -> None:
 
 
 def _named(start: Callable[..., Any]) -> Callable[..., Any]:
-    """`start`, which gives operations a name that have none: so many such operations of these ranks came before.
+    """`start`, with a name given to operations that have none: their number among such operations of this process set.
 
-    Horovod numbers all operations that a process has started. Ranks start unlike numbers of our own, with a topology
-    and with local steps, and an operation would wait for ever for others of its number.
+    Horovod itself numbers all operations that a process has started. With a topology or local steps, ranks start unlike
+    numbers of this package's own operations, so an operation would wait for ever for one of its number elsewhere.
     """
     places = list(inspect.signature(start).parameters)
     at_name, at_set = places.index("name"), places.index("process_set")
@@ -79,8 +79,8 @@ def shutdown() -> None:
 
 
 def synchronize(handle: Any) -> Any:
-    """The result of an asynchronous operation; sleeps until it is there, where Horovod's own spins. Long waits are
-    explained, and ended at last."""
+    """The result of an asynchronous operation. Sleeps until it is there, while Horovod's own function spins. Long waits
+    are explained in messages, and end with an error at last."""
     with HorovodEngine.tracked(*_caller()).waiting(horovod.torch.HorovodInternalError):
         if isinstance(handle, int) and not waits_without_spinning():
             wait_until(functools.partial(horovod.torch.poll, handle))
@@ -91,10 +91,10 @@ synchronize.__wrapped__ = _synchronize  # type: ignore[attr-defined]
 
 
 def _caller() -> tuple[str, Any]:
-    """The function of Horovod's that the script has called, and its process set."""
+    """The name of the outermost Horovod function on the stack, which the script has called, and its process set."""
     frame, name, process_set = sys._getframe(2), "synchronize", None
     while frame is not None and (module := frame.f_globals.get("__name__", "")).startswith(("horovod.", "torch.")):
-        if module.startswith("horovod."):  # and not autograd's, between a function and its forward()
+        if module.startswith("horovod."):  # skips autograd's frames, between a function and its forward()
             name, process_set = frame.f_code.co_name, frame.f_locals.get("process_set", process_set)
         frame = frame.f_back  # type: ignore[assignment]
     return f"horovod.{name}", process_set
@@ -104,8 +104,9 @@ def broadcast_parameters(
     params: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor] | torch.Tensor], root_rank: int
 ) -> None:
     """Overwrites `params` on all ranks with those of `root_rank`: a `state_dict()`, `named_parameters()` or
-    `parameters()`. What Horovod lacks travels in another form: types such as bfloat16 and bool as bits, complex numbers
-    as pairs, and what is not contiguous, such as the weights of a model in channels_last, as a copy."""
+    `parameters()`. What Horovod cannot send travels in another form: types such as bfloat16 and bool as bits, complex
+    numbers as pairs, and tensors that are not contiguous, such as the weights of a model in channels_last, as copies.
+    """
     pairs: list[Any] = sorted(params.items()) if isinstance(params, Mapping) else list(params)
     named: list[tuple[str | None, Any]] = [pair if isinstance(pair, tuple) else (None, pair) for pair in pairs]
     plain = [(name, _plain(value)) for name, value in named]
@@ -118,25 +119,25 @@ def broadcast_parameters(
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer, root_rank: int, model: torch.nn.Module | None = None
 ) -> None:
-    """Overwrites the optimizer's state and options on all ranks with those of `root_rank`. `model` is Horovod's, and
-    not needed.
+    """Overwrites the optimizer's state and options on all ranks with those of `root_rank`. `model` is Horovod's
+    argument, and of no effect.
 
-    No step is made. Horovod makes one with gradients of zero where a rank has no state yet, to have tensors to receive
-    into, and weight decay moves the parameters of those ranks: after a checkpoint that rank 0 alone has loaded, they
-    would differ from its. And Adam, which counts its steps, begins here as it does in one process; after Horovod's, the
+    No step is made. Horovod makes a step with gradients of zero on each rank that has no state yet, to have tensors to
+    receive into. In it, weight decay moves those ranks' parameters: if rank 0 alone has loaded a checkpoint, they would
+    then differ from rank 0's. Adam, which counts its steps, begins here as in one process; after Horovod's function the
     first step of a job counts as the second, and is shorter.
     """
     tensors: list[torch.Tensor] = []
     places = {p.device.type: p.device for group in optimizer.param_groups for p in group["params"]}
 
     def described(value: torch.Tensor) -> Any:
-        # Horovod's broadcast takes no sparse tensors, such as momenta of sparse gradients are, and none that consist of
-        # several, such as codes of 8 bits with their scales.
+        # Horovod's broadcast takes neither sparse tensors, such as momenta of sparse gradients, nor subclasses that
+        # consist of several tensors, such as 8-bit codes with their scales.
         whole = value.numel() <= INLINE or value.is_sparse or type(value) not in (torch.Tensor, torch.nn.Parameter)
         inline = value.detach().cpu() if whole else None
         if inline is None:
             tensors.append(value.detach())
-        # In this memory format, by which fused optimizers go.
+        # The strides keep the memory format, which fused optimizers depend on.
         strides = () if inline is not None else torch.empty_like(value, device="meta").stride()
         return _Described(value.shape, strides, value.dtype, value.device.type, inline)
 
@@ -158,17 +159,18 @@ def broadcast_optimizer_state(
 
 
 class _Described(NamedTuple):
-    """What a tensor is like, and itself where it is small: others travel by themselves."""
+    """Describes a tensor of an optimizer's state; `inline` is the tensor itself if it is small, else it is broadcast
+    separately."""
 
     shape: tuple[int, ...]
-    strides: tuple[int, ...]  # of one that travels by itself
+    strides: tuple[int, ...]  # of one that is broadcast separately
     dtype: torch.dtype
     device: str
     inline: torch.Tensor | None
 
 
 def _mapped(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
-    """A copy of a state of nested dicts, lists and tuples, with `change` made to what is of `kind`."""
+    """A copy of nested dicts, lists and tuples in which `change` has been applied to each value of type `kind`."""
     if isinstance(value, kind):
         return change(value)
     if isinstance(value, dict):
@@ -181,9 +183,9 @@ def _mapped(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
 
 
 def _load_as_it_is(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Loads a state as it is, where PyTorch would give it the parameters' types."""
+    """Loads a state with its own types, while PyTorch's `load_state_dict` would cast it to the parameters' types."""
     base = next(each for each in type(optimizer).__mro__ if each.__module__ != "horovod.torch.optimizer")
-    if getattr(base, "load_state_dict", None) is not torch.optim.Optimizer.load_state_dict:  # it has a way of its own
+    if getattr(base, "load_state_dict", None) is not torch.optim.Optimizer.load_state_dict:  # its own method
         optimizer.load_state_dict(state)
         return
     groups, sent = optimizer.param_groups, state["param_groups"]
@@ -201,7 +203,8 @@ def _load_as_it_is(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> N
 
 
 def keep_types(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """After `optimizer.load_state_dict(state)`: what it gave the parameters' types has the types of `state` again."""
+    """Gives the optimizer's tensors the types of `state` again, after `optimizer.load_state_dict(state)` has cast them
+    to the parameters' types."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for key, p in zip((key for group in state["param_groups"] for key in group["params"]), parameters, strict=True):
         for name, value in state["state"].get(key, {}).items():
@@ -213,10 +216,10 @@ def keep_types(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
 def broadcast_object(
     obj: Any, root_rank: int = 0, name: str | None = None, process_set: Any = horovod.torch.global_process_set
 ) -> Any:
-    """The object of `root_rank`, pickled in between; the others may pass whatever they like. A collective call.
+    """The object of `root_rank`, sent pickled; what other ranks pass is ignored. A collective call.
 
-    Where no name is given, Horovod's own pairs ranks by the type of what they pass, and None on one rank waits for ever
-    for a dict on another. It holds objects of up to 2 GiB.
+    Horovod's own function, without a name, pairs ranks by the type of what they pass: a rank that passes None waits for
+    ever for one that passes a dict. And it takes objects of up to 2 GiB only.
     """
     engine = HorovodEngine(process_set)
     if root_rank not in engine.ranks:
@@ -228,20 +231,20 @@ def broadcast_object(
 
 
 def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
-    """The objects of all ranks, of any types, pickled in between. A collective call."""
+    """The objects of all ranks, of any types, sent pickled. A collective call."""
     pickled = gather_bytes(HorovodEngine(), _pickle.dumps(obj), name=name or "allgather_object")
     return list(map(_pickle.loads, pickled))
 
 
 def _plain(value: Any) -> Any:
-    """`value` itself, or a copy where a tensor's memory is not its elements in their order."""
+    """`value` itself, or a copy if it is a tensor whose memory is not its elements in order."""
     if not isinstance(value, torch.Tensor) or value.is_contiguous() and not value.is_conj() and not value.is_neg():
         return value
     return value.data.resolve_conj().resolve_neg().contiguous()
 
 
 def _as_sent(value: Any) -> Any:
-    """The memory of a plain tensor, as one of a type that Horovod has."""
+    """A view of a contiguous tensor in a type that Horovod can send."""
     if not isinstance(value, torch.Tensor) or value.dtype in SENDS:
         return value
     tensor = torch.view_as_real(value.data) if value.is_complex() else value.data

@@ -1,4 +1,4 @@
-"""Whose gradients a reducer sees, and how it comes to see them."""
+"""Hooks on parameters, by which a reducer is called with their gradients as backward() computes them."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from .layout import check_type
 
-# Who reduces a parameter's gradient: the optimizer made last, as its step() would otherwise see what another one did.
+# The owner of each parameter's hooks: the optimizer made last, which alone reduces the parameter's gradient.
 _REDUCED_BY: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 class Owner(Protocol):
-    """Whose hooks these are."""
+    """The owner of hooks: what reduces the parameters' gradients."""
 
     def replace(self, by: Any = None) -> None:
-        """Gives way to another owner of the same parameters; None: to somebody else."""
+        """Gives way to `by`, another owner of the same parameters; None: to something that is no owner of hooks."""
 
 
 def release(parameters: Iterable[torch.Tensor]) -> None:
-    """Somebody else sees to the gradients of these parameters."""
+    """Makes the owners of these parameters' hooks give way, as something else reduces their gradients from now on."""
     for parameter in parameters:
         if (owner := _REDUCED_BY.pop(parameter, lambda: None)()) is not None:
             owner.replace()
 
 
 class Hooks:
-    """The hooks on the parameters of one owner; of a parameter with several, the last one has them.
+    """The hooks on the parameters of one owner. A parameter is hooked by the owner that was made last for it.
 
     Args:
-        after: a method, called with a parameter once a gradient was added to its `p.grad`.
-        before: a method, called with the gradient before it is added, once `look_before` was.
+        after: a method, called with a parameter after a gradient was added to its `p.grad`.
+        before: a method, called with the gradient before it is added, from the call of `look_before` on.
     """
 
     def __init__(
@@ -46,10 +46,10 @@ class Hooks:
         self.looks_before = False
         self._handles: list[Any] = []
         self._before_handles: list[Any] = []
-        self._nodes: list[Any] = []  # that add to `p.grad`
+        self._nodes: list[Any] = []  # autograd's nodes that add to `p.grad`
 
     def new_of(self, parameters: Sequence[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
-        """Those that are not known.
+        """Those of `parameters` that are not hooked yet.
 
         Raises:
             TypeError: for a parameter of a type that cannot be reduced.
@@ -60,7 +60,7 @@ class Hooks:
         return new
 
     def add(self, new: Sequence[torch.nn.Parameter]) -> None:
-        """Takes what `new_of` returned; also what is frozen for now."""
+        """Hooks the parameters that `new_of` returned, also those that are frozen for now."""
         self._known |= {id(parameter): parameter for parameter in new}
         for parameter in new:
             before = _REDUCED_BY.get(parameter, lambda: None)()
@@ -73,7 +73,7 @@ class Hooks:
             self._hook_before(new)
 
     def look_before(self) -> None:
-        """Calls `before` from now on."""
+        """Lets `before` be called from now on."""
         if not self.looks_before:
             self.looks_before = True
             self._hook_before(self._known.values())
@@ -82,11 +82,12 @@ class Hooks:
         for parameter in parameters:
             with _thawed(parameter), torch.enable_grad():
                 node = torch.autograd.graph.get_gradient_edge(parameter).node
-            self._nodes.append(node)  # kept, or its hook would go with it
+            self._nodes.append(node)  # kept alive, as its hook would die with it
             self._before_handles.append(node.register_prehook(self._before))
 
     def hook_anew(self) -> None:
-        """Parameters are elsewhere, or of another type, and have other nodes since, as after `model.to(device)`."""
+        """Renews the hooks that call `before`: parameters that have moved or changed their type, as after
+        `model.to(device)`, have new autograd nodes."""
         for handle in self._before_handles:
             handle.remove()
         self._before_handles, self._nodes = [], []
@@ -94,18 +95,18 @@ class Hooks:
             self._hook_before(self._known.values())
 
     def thawed(self, groups: Sequence[Mapping[str, Any]]) -> int:
-        """How many of these parameter groups require a gradient and are not known."""
+        """How many parameters of these groups require a gradient and are not hooked."""
         return sum(p.requires_grad and id(p) not in self._known for group in groups for p in group["params"])
 
     def remove(self) -> None:
-        """Sees no gradient any more."""
+        """Removes all hooks."""
         for handle in (*self._handles, *self._before_handles):
             handle.remove()
 
 
 def _while_it_lives(method: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Calls a method as long as its object lives. A hook is held by its parameter, out of sight of Python's garbage
-    collector: what it holds itself, and what that holds, would live for as long as the process, the model included."""
+    """A function that calls `method` as long as its object lives. A parameter holds its hooks out of sight of Python's
+    garbage collector, so all that a hook refers to, the model included, would live as long as the process."""
     found = weakref.WeakMethod(method)
 
     @torch.compiler.disable  # it runs within backward(), which may be within what a script compiles
@@ -118,7 +119,7 @@ def _while_it_lives(method: Callable[[Any], None]) -> Callable[[Any], None]:
 
 @contextlib.contextmanager
 def _thawed(parameter: torch.nn.Parameter) -> Iterator[None]:
-    """Requires a gradient, or PyTorch hooks nothing into it."""
+    """A context in which the parameter requires a gradient, without which PyTorch accepts no hook on it."""
     frozen = not parameter.requires_grad
     parameter.requires_grad_(True)
     try:

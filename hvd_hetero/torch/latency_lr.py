@@ -23,7 +23,7 @@ ADAPTIVE = (
     torch.optim.RMSprop,
     torch.optim.SparseAdam,
 )
-UNSEEN_STEPS = 10  # of an optimizer that does not ask for the factor, before that is an error
+UNSEEN_STEPS = 10  # an error is raised once so many steps in a row were made without the factor
 
 
 class LatencyAwareLR:
@@ -77,7 +77,7 @@ class LatencyAwareLR:
             balancer, chosen, base_batch_size=base_batch_size, warmup_steps=warmup_steps, ramp_steps=ramp_steps
         )
         self._core = self._agreed()
-        self._meter: Any = None  # of the exchange that carries this optimizer's gradient
+        self._meter: Any = None  # measures the noise of this optimizer's gradient; None if the rule does not need it
         self._unseen, self._applying = 0, False
         self._root = root_of(optimizer)
         before = attached(optimizer)
@@ -92,7 +92,7 @@ class LatencyAwareLR:
         balancer.engine.remember(self.rebuild)
 
     def rebuild(self) -> None:
-        """Goes on with the ranks that there are now. A collective call."""
+        """Checks that the present ranks agree, and goes on, after an elastic reset. A collective call."""
         self._agreed()
         self.balancer.dialogue.subscribe(self._advance)
 
@@ -100,13 +100,13 @@ class LatencyAwareLR:
 
     @property
     def factor(self) -> float:
-        """What updates multiply the learning rate by. It moves with an exchange, so before `backward()` of a step it
-        is that of the last one."""
+        """The factor by which updates multiply the learning rate. It changes with each exchange, so before a step's
+        `backward()` it is that of the last step."""
         return self._core.factor
 
     @property
     def progress(self) -> float:
-        """The sum of all factors so far: how many steps at the base batch this job's are worth."""
+        """The sum of all factors so far: how many steps at the base batch this job's steps are worth."""
         return self._core.progress
 
     @property
@@ -119,7 +119,7 @@ class LatencyAwareLR:
         return self._core.due()
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the factor is on its way, as plain numbers."""
+        """The state of the factor, with its warm-up and ramp, as plain numbers."""
         return self._core.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -127,7 +127,7 @@ class LatencyAwareLR:
         self._core.load_state_dict(state)
 
     def detach(self) -> None:
-        """Has no effect on the optimizer any more."""
+        """Detaches this object from the optimizer, on which it has no effect any more."""
         self._watching.remove()
         self._meter = None
         if vars(self._root).get(PLACE) is self:
@@ -136,7 +136,8 @@ class LatencyAwareLR:
     # What the exchange and the update ask ---------------------------------------------------------------------------
 
     def measure(self) -> None:
-        """Lets the noise of the gradient be measured, if the rule asks: before an exchange, on all ranks."""
+        """Starts measuring the noise of the gradient, if the rule needs it. Is called before an exchange, on all ranks.
+        """
         optimizer = balanced(self._root)
         if self._core.measures_noise and optimizer is not None and optimizer._balancer is self.balancer:
             self._meter = optimizer._reducer.noise
@@ -152,7 +153,8 @@ class LatencyAwareLR:
         )
 
     def _watch(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Raises when steps are made without the factor. Some may be: Horovod's broadcast_optimizer_state makes one."""
+        """Raises RuntimeError when many steps in a row are made without the factor. Single ones are allowed: Horovod's
+        broadcast_optimizer_state makes one."""
         self._unseen = 0 if self._applying else self._unseen + 1
         if self._unseen >= UNSEEN_STEPS:
             raise RuntimeError(
@@ -162,7 +164,7 @@ class LatencyAwareLR:
 
     @contextlib.contextmanager
     def applied(self, optimizer: Any) -> Iterator[None]:
-        """The factor is in the learning rates while this lasts."""
+        """A context in which the learning rates are multiplied by the factor."""
         self._applying = True
         try:
             with multiplied(optimizer.param_groups, self._core.factor):
@@ -172,7 +174,7 @@ class LatencyAwareLR:
 
 
 def rule_for(optimizer: torch.optim.Optimizer) -> str:
-    """The rule that suits a kind of optimizer."""
+    """The rule for `rule="auto"`: "sqrt" for Adam and its kin, "linear" for SGD. Raises ValueError for others."""
     if isinstance(optimizer, ADAPTIVE) or "betas" in optimizer.defaults:
         return "sqrt"
     if isinstance(optimizer, (torch.optim.SGD, torch.optim.ASGD)):

@@ -1,4 +1,4 @@
-"""Which gradient lies where: flat buckets, filled in the order in which gradients become ready."""
+"""Lays out gradients in flat buckets, in the order in which they become ready."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 
 from hvd_hetero.policy.buckets import as_ready
 
-# What travels. Horovod cannot sum bfloat16, and the sum of several float16 overflows: both travel as float32, which
-# holds either's range. `compression=` makes the wire narrower for those who want that.
+# The type in which a gradient of each type travels. Horovod cannot sum bfloat16, and a sum of several float16 may
+# overflow: both travel as float32, which holds either's range. `compression=` makes the wire narrower on request.
 WIRE = {
     torch.float64: torch.float64,
     torch.float32: torch.float32,
@@ -31,25 +31,26 @@ Groups = int | Sequence[Sequence[torch.nn.Parameter]] | None
 
 
 class BucketLayout:
-    """Every parameter in exactly one bucket; one bucket has one type and one device.
+    """Places every parameter's gradient in exactly one bucket. All gradients of a bucket have one type and one device.
 
     Args:
         bucket_bytes: at most so many bytes in a bucket, unless a single gradient is larger.
-        groups: parameters that share a bucket instead, or the number of buckets.
-        tail: so many more elements at the end of the last bucket.
+        groups: lists of parameters that share a bucket instead, or the number of buckets.
+        tail: how many more elements there are at the end of the last bucket that goes through no codec.
         lossy: whether a parameter's gradient goes through a codec. Those that do share no bucket with the others, and
             the tail is never among them.
-        sparse: parameters whose gradients are sparse, with their sparse dimensions. Gets those that are seen to be.
+        sparse: parameters whose gradients are sparse, with the number of sparse dimensions. Parameters whose gradients
+            turn out to be sparse are added to it.
 
     Attributes:
         buckets: flat tensors.
         lossy: for each bucket, whether it goes through a codec.
         members: the parameters of each bucket.
-        views: their places in it, of their shapes, in the same order.
+        views: for each bucket, views of it in the shapes of its members, in the same order.
         bucket_of: the index of a parameter's bucket, by the parameter's id: a tensor's own hash costs Python time.
         tail: the view of the tail, None without one.
         tail_in: the index of the bucket that has it.
-        outdated: whether parameters have moved since, as by `model.to(device)`.
+        outdated: whether parameters have moved since the layout was made, as by `model.to(device)`.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class BucketLayout:
         self.outdated = False
 
     def fill(self, index: int, weight: float) -> None:
-        """Writes the gradients of bucket `index` into it, times `weight`; zeros where there are none."""
+        """Writes its parameters' gradients times `weight` into bucket `index`; zeros for a parameter without one."""
         flat, views, grads = self.buckets[index], [], []
         if self._kept(index):
             self._move(index)
@@ -109,8 +110,8 @@ class BucketLayout:
                 flat.mul_(weight)
 
     def _kept(self, index: int) -> bool:
-        """Whether a script still has gradients of an earlier step that lie in bucket `index`, beside those that are in
-        `p.grad`: as with gradients of one process, those that a script keeps stay as they are."""
+        """Whether a script still holds gradients of an earlier step that lie in bucket `index`, beside those in
+        `p.grad`. Gradients that a script keeps must not change, as in one process."""
         others = _sharing(self.buckets[index]) - self._shares[index]
         return others > 0 and others > sum(
             _is_at(parameter.grad, view)
@@ -118,7 +119,7 @@ class BucketLayout:
         )
 
     def _move(self, index: int) -> None:
-        """Leaves the memory of bucket `index` to whoever has it, and takes other memory."""
+        """Leaves the memory of bucket `index` to the tensors that still use it, and gives the bucket new memory."""
         flat = self.buckets[index]
         views = list(self.views[index])
         if self.tail is not None and index == self.tail_in:
@@ -129,8 +130,8 @@ class BucketLayout:
         flat.data = memory
 
     def deliver(self, index: int, flat: torch.Tensor) -> None:
-        """Makes `flat`, what the exchange returned for bucket `index`, its parameters' gradients; but for those that
-        were frozen since, which an optimizer of one process would leave alone."""
+        """Makes `flat`, the exchange's result for bucket `index`, the gradients of its parameters. Parameters that were
+        frozen since are left out, as an optimizer of one process would leave them alone."""
         with torch.no_grad():
             if flat is not self.buckets[index]:
                 self.buckets[index].copy_(flat)
@@ -141,21 +142,21 @@ class BucketLayout:
                 if grad is not None and grad.is_sparse:
                     self._sparse[parameter] = grad.sparse_dim()
                 if self._sparse and parameter in self._sparse:
-                    # As autograd makes them, also where this rank had no sample.
+                    # Sparse, as autograd makes it, also if this rank had no sample.
                     parameter.grad = view.to(parameter).to_sparse(self._sparse[parameter])
                 elif view.dtype == parameter.dtype and view.stride() == parameter.stride() and not (
                     self.outdated and view.device != parameter.device
                 ):
                     if grad is None or grad.data_ptr() != view.data_ptr():
-                        parameter.grad = view.detach()  # whoever keeps it shares the bucket's memory: see `_kept`
+                        parameter.grad = view.detach()  # a script that keeps it shares the bucket's memory: see `_kept`
                 elif grad is not None and grad.stride() == parameter.stride():
                     grad.copy_(view)
-                else:  # fused optimizers go by the parameter's strides, which are others in channels_last
+                else:  # fused optimizers expect the parameter's own strides, which differ in channels_last
                     parameter.grad = torch.empty_like(parameter).copy_(view)
 
 
 def _sharing(flat: torch.Tensor) -> int:
-    """How many tensors there are of the memory of `flat`, but for a constant."""
+    """How many tensors share the memory of `flat`, up to a constant offset."""
     return int(torch._C._storage_Use_Count(flat.untyped_storage()._cdata))  # type: ignore[attr-defined]
 
 
@@ -171,7 +172,7 @@ def _grouped(
     groups: Groups,
     lossy: Callable[[torch.nn.Parameter], bool],
 ) -> list[list[torch.nn.Parameter]]:
-    """The parameters by bucket."""
+    """The parameters of each bucket."""
     chosen: list[list[torch.nn.Parameter]] = []
     if isinstance(groups, int):
         whole = sum(p.numel() * WIRE[p.dtype].itemsize for p in ready_order)
@@ -179,7 +180,7 @@ def _grouped(
     elif groups is not None:
         ours = {id(p) for p in ready_order}
         chosen = [kept for group in groups if (kept := [p for p in group if id(p) in ours])]
-    # A user's group travels together as far as the codec allows.
+    # A user's group is split only into parameters that go through a codec and those that do not.
     parts = [[p for p in group if lossy(p) is through] for group in chosen for through in (True, False)]
     chosen = [part for part in parts if part]
     taken = {id(p) for group in chosen for p in group}

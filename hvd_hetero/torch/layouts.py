@@ -1,4 +1,5 @@
-"""The layouts of one optimizer's gradients: another one when parameters come or move, or some turn out to be sparse."""
+"""Holds the present layout of one optimizer's gradients. Replaces it when parameters are added or moved, or when some
+gradients turn out to be sparse."""
 
 from __future__ import annotations
 
@@ -16,14 +17,14 @@ from .step import ReducedStep
 
 
 class Layouts:
-    """Lays out the gradients of `parameters`, on all ranks alike. Making one is a collective call.
+    """Lays out the gradients of `parameters` alike on all ranks. Constructing one is a collective call.
 
     Args:
         parameters: a list that may grow: see `grow`.
         accumulated: the gradients of the step under way.
         sparse_as_dense: whether sparse gradients are summed as dense ones.
         all_sparse: whether the gradients of all parameters are sparse.
-        bucket_bytes: at most so much in one operation; None: what suits the links.
+        bucket_bytes: at most so many bytes in one operation; None: what suits the links.
         groups: parameters that travel together, instead of buckets by size.
 
     Attributes:
@@ -46,7 +47,7 @@ class Layouts:
         self._sparse_as_dense, self._bucket_bytes, self._groups = sparse_as_dense, bucket_bytes, groups
         self._sparse = SparseParameters(parameters, known=all_sparse)
         weighing.keeping.put_saying("sparse", self._sparse)
-        self._agreed = False  # whether a rank has asked for another layout
+        self._agreed = False  # whether a rank has asked for another layout, and all ranks know it
         self.step = self._laid_out()
         if not sparse_as_dense:
             self._sparse.changed = self._lay_out_anew
@@ -68,7 +69,7 @@ class Layouts:
         )
 
     def _lay_out_anew(self) -> None:
-        """Between two steps. What codecs have kept back goes with the next sums."""
+        """Replaces the layout between two steps. What codecs have kept back is sent with the next sums."""
         before, self.step = self.step, self._laid_out()
         self.step.take_over(before)
 
@@ -78,15 +79,15 @@ class Layouts:
         self._lay_out_anew()
 
     def parameters_moved(self) -> None:
-        """Asks for another layout, as parameters are elsewhere, or of another type."""
+        """Asks for another layout, as parameters have moved to another device or changed their type."""
         self.step.layout.outdated = True
 
     def learn(self, optimizer: torch.optim.Optimizer) -> None:
-        """Learns from an optimizer's state whose gradients are sparse."""
+        """Learns from an optimizer's state which parameters have sparse gradients."""
         self._sparse.learn(optimizer)
 
     def see(self) -> None:
-        """Looks at gradients that stay this rank's own."""
+        """Notes which gradients of a local step, which are not exchanged, are sparse."""
         self._sparse.see()
 
     @property
@@ -95,14 +96,16 @@ class Layouts:
         return self._sparse.asks or self.step.layout.outdated
 
     def take_in(self, hear: Callable[[], None]) -> None:
-        """Takes in what all ranks said with an exchange, with `hear`: one of them may want another layout."""
+        """Calls `hear`, which reads what all ranks said in an exchange; then, if a rank asks for another layout, tells
+        all ranks which gradients this one has seen to be sparse."""
         hear()
         if self._weighing.relayout:
             self._agreed = True
             self._sparse.tell(self._weighing.engine, name=f"{self._weighing.name}.sparse")
 
     def renew(self) -> bool:
-        """Takes the layout that all ranks have agreed on, if they have, and says whether. A batch begins."""
+        """Changes to the layout that all ranks have agreed on, if there is one; is called when a batch begins. Returns
+        whether the layout has changed."""
         before, agreed = self.step, self._agreed
         self._agreed = False
         self._sparse.hear()

@@ -1,4 +1,4 @@
-"""Loading: each rank's share of one global order, as a data loader."""
+"""`BalancedDataLoader`: loads each rank's share of one global order of samples."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .whole import whole_numbers
 
 
 def check_map_style(dataset: Any) -> None:
-    """Raises TypeError for a dataset whose samples cannot be dealt."""
+    """Raises TypeError for a dataset whose samples cannot be dealt by number."""
     if isinstance(dataset, DataLoader):
         raise TypeError("dataset: expected the dataset itself. Received: a DataLoader. Give loader.dataset, and the "
                         "loader's collate_fn, num_workers and so on as arguments.")
@@ -35,7 +35,7 @@ def check_map_style(dataset: Any) -> None:
 
 
 def _length_of(stream: IterableDataset[Any]) -> int | None:
-    """Its samples, where it says how many."""
+    """The number of samples of an `IterableDataset`, if it has a length; else None."""
     try:
         return len(stream)  # type: ignore[arg-type]
     except (TypeError, NotImplementedError):
@@ -43,7 +43,7 @@ def _length_of(stream: IterableDataset[Any]) -> int | None:
 
 
 def _progress_bar() -> Any:
-    """tqdm's class of bars."""
+    """tqdm's class of progress bars. Raises ImportError if tqdm is not installed."""
     try:
         from tqdm import tqdm
     except ImportError as error:
@@ -136,8 +136,8 @@ class BalancedDataLoader:
         return len(self.batch_sampler)
 
     def set_epoch(self, epoch: int) -> None:
-        """Chooses the order of `epoch`, and starts at its beginning – unless it was resumed in the middle of it, or at
-        its end: then nothing of it is left."""
+        """Chooses the order of `epoch`, and starts at its beginning. If `epoch` was resumed in the middle, it goes on
+        from there; if at its end, nothing of it is left."""
         self.batch_sampler.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
@@ -164,7 +164,7 @@ class BalancedDataLoader:
                 raise RuntimeError(LOADED)
             if self._iterations != mine:
                 raise RuntimeError(ONE_AT_A_TIME)
-            if supply.iteration != iteration:  # it begins, or goes on after one of another loader
+            if supply.iteration != iteration:  # this iteration begins, or goes on after another loader's
                 supply.will_load(
                     beside=self.loader.num_workers > 0,
                     in_parts=not isinstance(self.dataset, IterableDataset),

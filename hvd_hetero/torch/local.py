@@ -1,4 +1,4 @@
-"""Local SGD behind `DistributedOptimizer(strategy=…)`: parameters as fragments, and what a merge makes of a model."""
+"""Local SGD for `DistributedOptimizer(strategy=…)`: reads and writes parameters by fragments, and merges models."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ MOVED = (
     "Received: others. Move the model before training, or, without synchronous steps first, before making "
     "hvd.DistributedOptimizer."
 )
-KNOWN = 4  # arrays of a fragment of which views are kept: the model, and what a rank was when it last sent, and before
+KNOWN = 4  # arrays per fragment of which views are kept, such as the model, and the rank's own at its last two sends
 
 
 class ParameterStore:
-    """A rank's parameters, flat, by fragment; each fragment is of one type and device, and wholly lossy or not."""
+    """Reads and writes a rank's parameters as flat fragments. All parameters of a fragment have one type and device,
+    and go through a codec all or none."""
 
     def __init__(
         self,
@@ -41,14 +42,14 @@ class ParameterStore:
         self._members = [[parameters[index] for index in chosen] for chosen in fragments]
         self.lossy: list[bool] = [kinds[chosen[0]][2] for chosen in fragments]
         self.narrow = any(p.dtype != WIRE[p.dtype] for p in parameters)
-        # Looking at each costs Python time.
+        # The first and last parameter of each fragment stand for all of it: looking at each costs Python time.
         ends = [(kinds[at][:2], parameters[at]) for chosen in fragments for at in (chosen[0], chosen[-1])]
         self._ends = [(device, wire, parameter) for (wire, device), parameter in ends]
         self._known: dict[tuple[int, int], list[torch.Tensor]] = {}  # the least recently used first
 
     @property
     def misplaced(self) -> bool:
-        """Whether parameters are no longer where they were, or no longer of that type."""
+        """Whether parameters have moved to another device, or changed their type, since this was made."""
         return any(p.device != device or WIRE.get(p.dtype) != wire for device, wire, p in self._ends)
 
     def shapes(self, index: int) -> list[tuple[int, ...]]:
@@ -91,11 +92,12 @@ class ParameterStore:
         torch._foreach_lerp_(self._members[index], self._parts(index, flat), 1.0 - part)
 
     def _parts(self, index: int, flat: torch.Tensor) -> list[torch.Tensor]:
-        """What `flat` holds of each parameter, in its shape. Merges take the same few arrays over and over, so views of
-        the last ones are kept. They are known by their memory, which they hold: no other array can have it."""
+        """Views of `flat`, one for each parameter of fragment `index`, in its shape. Merges use the same few arrays
+        again and again, so the views of the last ones are kept, by the address of their memory. No other array can have
+        the same address, as the views keep the memory alive."""
         key = index, flat.data_ptr()
         parts = self._known.pop(key, None)
-        if parts is None or parts[0].data_ptr() != flat.data_ptr():  # of a copy of this object, that is elsewhere
+        if parts is None or parts[0].data_ptr() != flat.data_ptr():  # differs in a copy of this object
             members = self._members[index]
             pieces = flat.split([p.numel() for p in members])
             parts = [piece.view(p.shape) for piece, p in zip(pieces, members, strict=True)]
@@ -106,12 +108,14 @@ class ParameterStore:
 
 
 class LocalTraining:
-    """The steps that ranks make apart, for one optimizer. Making one is a collective call.
+    """Local steps of one optimizer, and their merges. Constructing one is a collective call.
 
     Args:
+        rule: the numbers of the local strategy.
         parameters: those that are trained.
         weighing: of their gradients.
-        before: whose place it takes.
+        ways: how merges travel.
+        before: the object that this one replaces, for another layout.
     """
 
     def __init__(
@@ -136,16 +140,17 @@ class LocalTraining:
         return self._store.misplaced
 
     def take_over(self, before: LocalTraining) -> None:
-        """Goes on with what codecs of merges have kept back, and the samples counted."""
+        """Takes over from `before` what the codecs of merges have kept back, and the samples counted."""
         self.steps.take_over(before.steps)
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
-        """Says whose steps these are."""
+        """Sets the optimizer whose steps these are."""
         self._optimizer = weakref.ref(optimizer)
 
     @torch.compiler.disable  # a script may compile a whole step of training
     def before_step(self, *, by_rate: bool = False) -> float:
-        """Before the update of a step apart, as `LocalSteps` has it. The first one is a collective call."""
+        """Prepares the update of a local step. Returns the factor for its learning rates: see `LocalSteps.before_step`.
+        The first call is a collective one."""
         if self.misplaced:
             raise RuntimeError(MOVED)
         factor = self.steps.before_step(by_rate=by_rate)
@@ -153,7 +158,7 @@ class LocalTraining:
         return factor
 
     def after_step(self, terms: float, *, lr: float) -> int:
-        """After the update of a step apart over `terms` loss terms: the bytes that it sent."""
+        """Ends a local step over `terms` loss terms, after its update. Returns the bytes that it has sent."""
         sent = self.steps.after_step(terms, lr=lr)
         self._moments.after_step(self._optimizer(), self.steps.part(terms), sent=sent > 0)
         if self.steps.ends:
@@ -161,8 +166,10 @@ class LocalTraining:
         return sent
 
     def _forget_what_is_not_finite(self) -> None:
-        """Of a rank that has given up what it did, what the optimizer keeps of that: all that followed would be the
-        same. What it keeps for a parameter begins anew."""
+        """Drops the optimizer's state of each parameter in which there is an infinity or a NaN; it begins anew.
+
+        Is called on a rank that has given up its local steps since the last merge because of such values: with that
+        state, all further steps would fail in the same way."""
         if (optimizer := self._optimizer()) is None:
             return
         for parameter, kept in list(optimizer.state.items()):
@@ -170,12 +177,12 @@ class LocalTraining:
                 del optimizer.state[parameter]
 
     def merge(self) -> None:
-        """Returns when all ranks hold one model. A collective call."""
+        """Merges, and returns when all ranks hold one model. A collective call."""
         self.steps.merge()
         self._moments.end(self._optimizer())
 
     def come_together(self) -> None:
-        """Ends steps apart: one model on all ranks, and one state of the optimizer. A collective call."""
+        """Ends the local steps: all ranks hold one model and one optimizer state afterwards. A collective call."""
         self.merge()
         optimizer, name = self._optimizer(), f"{self._weighing.name}.state"
         assert optimizer is not None

@@ -1,4 +1,4 @@
-"""A loss that all ranks agree on."""
+"""Averages a loss over the loss terms of all ranks."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from hvd_hetero.engine.port import Engine
 
 
 def mean_over_ranks(loss: Any, *, terms: float, engine: Engine, name: str, of_none: float = 0.0) -> Any:
-    """The mean over all ranks' loss terms of `loss`, this rank's mean over `terms` of them; None for None.
+    """The mean loss over the loss terms of all ranks, from `loss`, this rank's mean over its `terms`; None for None.
 
-    A collective call. A tensor gives a tensor of its shape, type and device, a number a float; `of_none` where no rank
-    has any term.
+    A collective call. Returns a tensor of the same shape, type and device for a tensor, and a float for a number. The
+    value is `of_none` if no rank has any term.
     """
     if loss is None:
         return None

@@ -1,4 +1,4 @@
-"""What the methods of a distributed optimizer do differently from those of its base class."""
+"""The methods of a distributed optimizer that differ from those of its base class."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from .plain import load_in_place
 
 
 def methods_of(base: type[torch.optim.Optimizer]) -> dict[str, Callable[..., Any]]:
-    """The methods of a class of distributed optimizers whose base is `base`."""
+    """The methods, by name, of a class of distributed optimizers that is derived from `base`."""
 
     def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
-        self._wrapped._opt_called = True  # for a scheduler made before wrapping
+        self._wrapped._opt_called = True  # a scheduler made before wrapping looks here whether a step was made
         reducer = self._reducer
         reducer.check_in_use(self.param_groups)
         lr = 1.0
@@ -46,17 +46,18 @@ def methods_of(base: type[torch.optim.Optimizer]) -> dict[str, Callable[..., Any
         reducer.finished(lr=lr)
         return result
 
-    # PyTorch wraps what runs the hooks of steps around a class's step, and the base's has that already.
+    # Keeps PyTorch from wrapping this step to run step hooks: base.step is wrapped already, and they would run twice.
     step.hooked = True  # type: ignore[attr-defined]
 
     def synchronize(self: Any) -> None:
-        """Returns when the gradients are reduced – which they are after backward(), but for a rank without samples."""
+        """Returns when the gradients are reduced. They are after backward() already, except on a rank without samples.
+        """
         self._reducer.flush()
         self._synchronized = True
 
     def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
-        """Forgets the gradients. After a backward pass that an exception ended, a collective call: part of its
-        gradients may be with the other ranks."""
+        """Clears the gradients. After a backward pass that an exception ended this is a collective call, as part of its
+        gradients may have been sent to the other ranks."""
         self._reducer.forget()
         base.zero_grad(self, *args, **kwargs)
 
@@ -65,7 +66,7 @@ def methods_of(base: type[torch.optim.Optimizer]) -> dict[str, Callable[..., Any
 
         With `model`, its buffers (running statistics of BatchNorm) become those of all ranks' samples as well.
         """
-        with torch.inference_mode(False):  # what it makes, later steps write to
+        with torch.inference_mode(False):  # later steps write to the tensors that it makes
             self._reducer.merge(model)
 
     @contextlib.contextmanager
@@ -78,18 +79,18 @@ def methods_of(base: type[torch.optim.Optimizer]) -> dict[str, Callable[..., Any
 
     def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
         load_in_place(self, lambda: base.load_state_dict(self, state_dict))
-        # Also where the script has loaded a state into the one within, which made others for that.
+        # Shares them again also if the script has loaded a state into the wrapped one, which then made new dicts.
         vars(self._wrapped).update({name: vars(self)[name] for name in ("state", "param_groups") if name in vars(self)})
         self._reducer.follow(self)
 
     def rebuild(self: Any) -> None:
-        """Reduces over the ranks that there are now. A collective call."""
+        """Makes a new reducer for the present ranks, after an elastic reset. A collective call."""
         if not self._reducer.replaced:
             before = self._reducer
             before.close()
-            # What is frozen now, as one model of a GAN is while the other has its turn, was made to be trained.
+            # With parameters that are frozen for now as well, as one model of a GAN is while the other is trained.
             self._reducer = self._reducer_of(before.parameters, before.passes, at=before.at)
-            # Of passes that are not counted any more: a step that broke off, or one that a commit divides.
+            # These gradients are of passes that no longer count: of a step broken off, or in which a commit was made.
             for parameter in (p for group in self.param_groups for p in group["params"]):
                 parameter.grad = None
             self._reducer.follow(self)
@@ -140,12 +141,12 @@ def methods_of(base: type[torch.optim.Optimizer]) -> dict[str, Callable[..., Any
 
 
 def _rate(optimizer: torch.optim.Optimizer) -> float:
-    """The learning rate of the groups, the largest: of layers that are frozen for now, it may be 0. 1 without any."""
+    """The largest learning rate of the groups, as that of layers frozen for now may be 0; 1 if no group has one."""
     return max((float(group["lr"]) for group in optimizer.param_groups if "lr" in group), default=1.0)
 
 
 def _unwrapped(base: type[torch.optim.Optimizer], state: dict[str, Any]) -> torch.optim.Optimizer:
-    """A plain optimizer from a pickled balanced one."""
+    """Makes the plain optimizer of class `base` that a pickled or copied balanced optimizer becomes."""
     optimizer: Any = object.__new__(base)
     optimizer.__setstate__(state)
     return optimizer  # type: ignore[no-any-return]

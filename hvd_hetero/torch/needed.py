@@ -1,4 +1,4 @@
-"""What has to be there before anything else of this package is imported."""
+"""Checks the versions of torch and Horovod on import, before any other module of `hvd_hetero.torch` is imported."""
 
 from hvd_hetero.engine.version import check_lowest, horovod_for
 

@@ -1,4 +1,4 @@
-"""A batch normalised over the rows of all ranks, and what flows back through that."""
+"""Normalises a batch over the rows of all ranks, as an autograd function."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from hvd_hetero.optimizers.moments import RowSum, merged
 
 
 class Normalised(torch.autograd.Function):
-    """(x - mean) / sqrt(variance + eps), with the moments of all ranks' rows; they come out as well, with the number.
+    """y = (x - mean) / sqrt(variance + eps), with mean and variance over all ranks' rows. Returns y, the mean, the
+    variance and the number of rows.
 
-    With y the normalised x, S and Q the weighted sums of g and g y over all rows,
+    Backward, with g the gradient of y, n the number of rows, S and Q the weighted sums of g and g y over all rows:
     dx = (g - S / n - y Q / n) / sqrt(variance + eps).
     """
 
@@ -47,7 +48,7 @@ class Normalised(torch.autograd.Function):
         return (gradient - of_ones - y * of_y) * scale, None, None
 
 
-@torch.compiler.disable  # a compiler breaks off at its sums over ranks, and loses what forward() has saved
+@torch.compiler.disable  # a compiler breaks its graph at the sums over ranks, and loses what forward() has saved
 def normalised(x: torch.Tensor, eps: float, rows: RowSum) -> tuple[torch.Tensor, ...]:
-    """`Normalised`, as a function. Of `x`, shape (rows, features, ...), and the sums over ranks of `rows`."""
+    """`Normalised`, as a function of `x`, shape (rows, features, ...). `rows` makes the sums over ranks."""
     return Normalised.apply(x, eps, rows)  # type: ignore[no-any-return]

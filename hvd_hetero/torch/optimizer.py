@@ -80,8 +80,8 @@ def DistributedOptimizer(
     Raises:
         ValueError, TypeError: arguments that do not fit together, on the rank that passed them.
     """
-    # These bring in torch's compiler, which takes as long as torch itself. To make an optimizer has done so already; a
-    # process that only loads data is spared it.
+    # Imported here, as these import torch's compiler, which takes as long as torch itself. Making an optimizer has
+    # imported it already; a process that only loads data is spared it.
     from .hooks import release
     from .reducer import GradientReducer
 
@@ -135,7 +135,7 @@ def DistributedOptimizer(
     def reducer_of(
         trained: Sequence[torch.nn.Parameter], passes: int, *, at: int | None = None
     ) -> GradientReducer:
-        """What reduces the gradients on the ranks that there are. A collective call."""
+        """Makes a reducer of the gradients for the present ranks. A collective call."""
         ways = Ways(
             weights.engine,
             wire=wire,
@@ -170,7 +170,7 @@ def DistributedOptimizer(
 
     release_plain(optimizer)
     base = type(optimizer)
-    # horovod.torch.broadcast_optimizer_state tells a distributed optimizer by its module, and then steps the base.
+    # horovod.torch.broadcast_optimizer_state recognises a distributed optimizer by its module, and then steps the base.
     methods = {**methods_of(base), "__module__": "horovod.torch.optimizer"}
     # The same state and parameter groups: a scheduler made before goes on working, and a loaded state is kept.
     distributed: Any = object.__new__(type(base.__name__, (base,), methods))
@@ -190,7 +190,8 @@ def DistributedOptimizer(
 
 
 def _unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The optimizer that a script made, where this one wraps it already: as for layers that were thawed since."""
+    """The optimizer that the script made, if `optimizer` is a balanced one around it; else `optimizer` itself. Scripts
+    wrap anew after layers were thawed."""
     if hasattr(optimizer, "_allreduce_grad_async"):
         raise ValueError(
             "optimizer: expected one that is not distributed yet. Received: a DistributedOptimizer of Horovod's own. "

@@ -1,7 +1,7 @@
-"""From backward passes to gradients that an update takes: where a step is, and what is sent when.
+"""Tracks in which phase a step is, from its backward passes to its update, and decides when gradients are sent.
 
-Gradients are sent as they come in the last backward pass before the exchange, and the rest at its end. All gradients
-of a step that ranks make apart stay where they are.
+In the last backward pass before an exchange, gradients are sent as they become ready, and the rest at its end. The
+gradients of a local step are not sent.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .unchanged import Unchanged
 
 
 class Phase(enum.Enum):
-    """Where a step is, from one update to the next."""
+    """The phase of a step, from one update to the next."""
 
     BETWEEN = "no backward pass is under way; what `p.grad` holds is of this rank alone"
     PASS = "a backward pass is under way, and others follow before the exchange"
@@ -39,20 +39,20 @@ _IN_PASS = (Phase.PASS, Phase.LAST_PASS)
 
 
 class StepPhases:
-    """Where the steps of one optimizer are.
+    """Takes the steps of one optimizer through their phases.
 
     Args:
-        parameters: those that are trained; there may come more.
+        parameters: those that are trained; the list may grow.
         accumulated: the gradients of the step under way.
-        layouts: what sends and delivers the gradients.
-        apart: whether the present step's gradients stay this rank's own.
+        layouts: returns what sends and delivers the gradients.
+        apart: returns whether the present step is a local one, whose gradients are not exchanged.
         ended: is called at the end of a step's passes.
         follow: is called at the first gradient of a backward pass, before the pass is counted.
 
     Attributes:
-        terms: of the last step, on this rank.
-        wait_s: for communication, in the last step.
-        bytes_sent: in the last step.
+        terms: loss terms of the last step on this rank.
+        wait_s: seconds that the last step waited for communication.
+        bytes_sent: bytes that the last step has sent.
     """
 
     def __init__(
@@ -71,18 +71,18 @@ class StepPhases:
         self._layouts, self._apart, self._ended, self._follow = layouts, apart, ended, follow
         self._phase = Phase.BETWEEN
         self._turn = threading.RLock()  # a backward pass has a thread for each device
-        self._taker: Callable[[torch.nn.Parameter], None] | None = None  # of the backward pass's gradients
-        self._earlier = 0.0, 0  # terms of this step's batches before the present one, and how many have some
+        self._taker: Callable[[torch.nn.Parameter], None] | None = None  # is called with each parameter that is ready
+        self._earlier = 0.0, 0  # terms of this step's batches before the present one, and how many batches have any
         self._last_part = -1  # the part of a batch that the last backward pass was over: see `BatchProgress`
         self._last = False  # whether the exchange follows the backward pass that has ended
-        self._unchanged = Unchanged(parameters)  # since the passes of a step apart ended
+        self._unchanged = Unchanged(parameters)  # from the end of a local step's passes to its update
         self.terms = 0.0
         self.wait_s = 0.0
         self.bytes_sent = 0
 
     def check_unchanged(self) -> None:
-        """Raises RuntimeError where parameters are not what they were as the passes of a step apart ended, and no
-        step() was made. What follows may change them."""
+        """Raises RuntimeError if parameters have changed since the passes of a local step ended, though no step() was
+        made. From then on they may change."""
         self._unchanged.check()
 
     @property
@@ -106,7 +106,7 @@ class StepPhases:
     # Between backward passes ----------------------------------------------------------------------------------------
 
     def begin_batch(self) -> None:
-        """A global batch begins."""
+        """Begins a global batch."""
         self.break_off()
         self.check_unchanged()
         if self._untouched and self._weighing.batches_per_exchange > 1:
@@ -114,37 +114,38 @@ class StepPhases:
         counts = self._weighing.begun > 0 and self._weighing.batches_per_exchange > 1
         self._earlier = self._by_now() if counts else (0.0, 0)
         self._accumulated.end_batch(counts=self._weighing.batches_per_exchange > 1, loop=self._progress.loop)
-        self._phase = Phase.BETWEEN  # also where a script skipped the last step
+        self._phase = Phase.BETWEEN  # also if the script skipped the last step()
 
     def begin_part(self) -> None:
-        """A batch, or a part of one, begins."""
+        """Begins a batch, or a part of one."""
         self.break_off()
-        if not self._progress.in_parts:  # what follows is another loss, as that of a GAN's other model
+        if not self._progress.in_parts:  # another loss of the same batch follows, as that of a GAN's other model
             self._accumulated.end_loss()
         elif self._untouched:
             self._accumulated.count_untouched(self._progress.part_terms)
 
     def begin_anew(self) -> None:
-        """The update is made, or others may be made for the same batch."""
+        """Returns to the phase between passes after the update, or to compute further gradients of the same batch."""
         self._unchanged.release()
         if self.ready:
             self._phase = Phase.BETWEEN
 
     def forget(self) -> None:
-        """The gradients so far are to be zero. After a pass that did not end, a collective call."""
-        self.break_off()  # or what it has left would be of the next one
+        """Forgets the gradients so far, as zero_grad() does. A collective call after a pass that did not end."""
+        self.break_off()  # otherwise what that pass has left would count for the next one
         self._accumulated.clear()
         self._earlier = 0.0, 0
-        # By any parameters' passes, which all ranks make alike: whether there was one with these depends on samples.
+        # Decided by passes with any parameters, which all ranks make alike: passes with these may depend on samples.
         passed = self._progress.passed == self._progress.part
         self._weighing.forget(present=passed or self._balancer.batch_order.over)
         self._last_part = -1
 
     def break_off(self) -> None:
-        """Clears up after a backward pass that an exception ended: the gradients since the last exchange do not count.
+        """Clears up after a backward pass that an exception ended: drops the gradients since the last exchange.
 
-        What was sent of them is a part of an exchange, which is brought to its end and left. That is a collective call,
-        for ranks that have had the exception alike. Of ranks where one alone had it, that one has missed a step.
+        If part of them was sent, the exchange that they belong to is completed, and its result is dropped. That is a
+        collective call, for which all ranks must have had the exception. If one rank alone had it, that one has missed
+        a step.
         """
         if not self._in_pass:
             return
@@ -164,17 +165,17 @@ class StepPhases:
 
     @property
     def _untouched(self) -> bool:
-        """Whether the present batch, or part of one, whose exchange is yet to come, had backward passes on this rank,
-        but none with a gradient of these parameters. It is zero then, over as many terms."""
+        """Whether the present batch or part, whose exchange is yet to come, had backward passes on this rank, but none
+        with a gradient of these parameters. Then it counts as a gradient of zero over its loss terms."""
         return self._progress.passed == self._progress.part != self._last_part and self._weighing.begun > 0
 
     def _by_now(self) -> tuple[float, int]:
-        """The terms of this step's batches, and how many of these have some on this rank."""
+        """This rank's loss terms in the step's batches so far, and how many of the batches have any on this rank."""
         (terms, batches), now = self._earlier, self._progress.batch_terms
         return terms + now, batches + (now > 0)
 
     def _set_by_hand(self) -> bool:
-        """Whether a script has put gradients of this step's samples where no backward pass did."""
+        """Whether a script has written gradients of this step's samples to `p.grad` itself, without a backward pass."""
         if not self._by_now()[0]:
             return False
         found = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
@@ -187,7 +188,7 @@ class StepPhases:
         return self._phase in _IN_PASS
 
     def _begin_pass(self) -> None:
-        """At the first gradient of a backward pass."""
+        """Begins a backward pass, at its first gradient."""
         self._follow()
         self._balancer.begin_unseen()
         self._progress.backward_passes += 1
@@ -206,12 +207,13 @@ class StepPhases:
         self._last_part = self._progress.passed = self._progress.part
         self._taker = None
         if last and not self._apart():
-            # Without a term in an earlier pass either, zeros are sent: like the others, also of a pass that all break
-            # off. With some, what was added up has to wait for the end.
+            # A rank with no loss term in this pass or an earlier one sends zeros as its gradients come, like the other
+            # ranks: so it has sent what they have if all break off the pass. If earlier passes had terms, only the end
+            # of this one may send what they have added up.
             self._taker = self._step.take if terms or not self._accumulated.terms else self._step.watch
 
     def before_gradient(self, gradients: Any) -> None:
-        """Before a gradient is added to `p.grad`; called where that may have to keep what it holds."""
+        """Is called before a gradient is added to `p.grad`, if what `p.grad` holds may have to be kept."""
         if gradients[0] is None:
             return
         with self._turn:
@@ -220,16 +222,16 @@ class StepPhases:
             self._accumulated.keep(last=self._phase is Phase.LAST_PASS, gain=self._weighing.gain)
 
     def gradient_added(self, parameter: torch.nn.Parameter) -> None:
-        """After a gradient was added to `parameter.grad`."""
+        """Is called after a gradient was added to `parameter.grad`."""
         with self._turn:
             if not self._in_pass:
                 self._begin_pass()
             if self._taker is not None:
                 self._taker(parameter)
 
-    @torch.compiler.disable  # these two, too, run within backward(), which may be within what a script compiles
+    @torch.compiler.disable  # as `after_pass`: runs within backward(), which may be in code that a script compiles
     def end_pass(self, *, sends: bool) -> None:
-        """All gradients of a backward pass are there."""
+        """Ends a backward pass, as all its gradients are there: see `Reducer.end_pass`."""
         self._last, self._phase = self._phase is Phase.LAST_PASS, Phase.BETWEEN
         if sends and self._last:
             self._send_rest()
@@ -238,7 +240,7 @@ class StepPhases:
 
     @torch.compiler.disable
     def after_pass(self) -> None:
-        """Others' gradients of the same backward pass are sent as well."""
+        """Waits for the exchange after the last pass, once all reducers of the pass have sent their gradients."""
         if self._last:
             self._finish()
         else:
@@ -247,7 +249,8 @@ class StepPhases:
     # The exchange ---------------------------------------------------------------------------------------------------
 
     def flush(self) -> None:
-        """Reduces what has not been: a rank without a sample, or one that stops, still takes part."""
+        """Completes the step's exchange if backward() has not: a rank without a sample, or one that stops, takes part
+        in it as well."""
         if self._phase is Phase.READY:
             return
         self.break_off()
@@ -265,7 +268,7 @@ class StepPhases:
         self._finish()
 
     def _send_rest(self) -> None:
-        """Sends what has not been, but for a step whose gradient stays this rank's own."""
+        """Sends the gradients that are not sent yet, unless the step is a local one."""
         self._accumulated.complete(self._weighing.gain)
         if not self._apart():
             self._step.take_rest()
@@ -291,13 +294,15 @@ class StepPhases:
             raise
 
     def _leave_out(self) -> None:
-        """Leaves a batch out, whose gradients a script may clear only after an update that it does not make."""
+        """Leaves a batch out: clears its gradients, as a script that clears them after its update makes no update now.
+        """
         self._phase = Phase.BETWEEN
         for parameter in self._parameters:
             parameter.grad = None
 
     def leave(self, over: Callable[[], bool]) -> Callable[[], bool]:
-        """Ends an exchange in which this rank says that it cannot go on, once it is `over`: see `withdraw`."""
+        """A function that ends the exchange in which this rank tells the others that it cannot go on, once `over()` is
+        true. It returns whether the exchange has ended: see `Attached.withdraw`."""
 
         left = False
 
@@ -314,7 +319,7 @@ class StepPhases:
         return ended
 
     def _finish_apart(self) -> None:
-        """Ends the passes of a step whose gradient stays this rank's own."""
+        """Ends the passes of a local step, whose gradient is not exchanged."""
         self._layouts().see()
         self._accumulated.average(self._weighing.gain)
         self._accumulated.clear()

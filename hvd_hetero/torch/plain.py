@@ -1,4 +1,4 @@
-"""Horovod's own `DistributedOptimizer`, for who asks for nothing of ours, with its repairs."""
+"""Horovod's own `DistributedOptimizer`, with repairs, for scripts that use no balancer, topology or codec of ours."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import torch
 
 from hvd_hetero.optimizers.forgotten import Forgotten
 
-# Of optimizers that scripts made, Horovod's around them.
+# Horovod's optimizer around each optimizer that a script made.
 _MADE_OF: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 
 
 class _Widened:
-    """Horovod has no bfloat16: those gradients travel as float32, the others as `compression` says."""
+    """A Horovod compressor that sends bfloat16, which Horovod cannot sum, as float32, and others by `compression`."""
 
     def __init__(self, compression: Any) -> None:
         self._compression = compression
@@ -35,10 +35,10 @@ class _Widened:
 
 
 def load_in_place(optimizer: torch.optim.Optimizer, load: Callable[[], None]) -> None:
-    """Calls `load`, which gives an optimizer another state and other groups, and puts them into the dicts that there
-    were: what is within the optimizer shares these with it, and with schedulers."""
+    """Calls `load`, which gives an optimizer a new state and new groups, and moves them into its former dicts, which it
+    shares with the optimizer that it wraps and with schedulers."""
     if not {"state", "param_groups"} <= vars(optimizer).keys():
-        load()  # both are another optimizer's, which this one and what is within it hold
+        load()  # both dicts belong to another optimizer that this one wraps
         return
     state, groups = optimizer.state, optimizer.param_groups
     load()
@@ -55,18 +55,19 @@ def load_in_place(optimizer: torch.optim.Optimizer, load: Callable[[], None]) ->
 
 
 def release_plain(optimizer: torch.optim.Optimizer) -> None:
-    """Ends the exchange of Horovod's own `DistributedOptimizer` around this one, where there was one: its hooks stay on
-    the parameters as long as it keeps what they are on, also once a script has no use for it any more."""
+    """Removes the hooks of Horovod's own `DistributedOptimizer` around this one, if there was one. They would stay on
+    the parameters, and exchange gradients, as long as it holds their autograd nodes, also once the script has no use
+    for it any more."""
     made = _MADE_OF.pop(optimizer, None)
     if made is not None and (distributed := made()) is not None:
         distributed._grad_accs.clear()
-        # A graph that a script keeps has the hooks still: they count down to an exchange that never comes.
+        # A graph that the script keeps still has the hooks: with this count they never start an exchange.
         distributed._allreduce_delay = dict.fromkeys(distributed._allreduce_delay, math.inf)
 
 
 def plain_optimizer(optimizer: torch.optim.Optimizer, *, compression: Any, **arguments: Any) -> torch.optim.Optimizer:
-    """Horovod's own, with four repairs: bfloat16, zero_grad(set_to_none), a state that survives wrapping, and learning
-    rates that schedulers go on moving once a state was loaded."""
+    """Horovod's own `DistributedOptimizer`, with four repairs: it takes bfloat16; it takes zero_grad(set_to_none); the
+    optimizer's state survives wrapping; schedulers go on changing the learning rates after a state was loaded."""
     release_plain(optimizer)
     if any(p.dtype == torch.bfloat16 for group in optimizer.param_groups for p in group["params"]):
         compression = _Widened(compression)

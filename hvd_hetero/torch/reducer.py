@@ -1,7 +1,7 @@
-"""What reduces the gradients of one optimizer: its hooks, the phases of its steps, its layouts and its strategy.
+"""Reduces the gradients of one optimizer: joins its hooks, the phases of its steps, its layouts and its strategy.
 
-When `backward()` returns, every gradient is the exact gradient of the global batch, the same on all ranks – as with
-DistributedDataParallel – so clipping, `GradScaler` and whatever else looks at `p.grad` sees the same on all ranks.
+When `backward()` returns, every gradient is the exact gradient of the global batch, the same on all ranks, as with
+DistributedDataParallel. So clipping, `GradScaler` and all else that reads `p.grad` gets the same on all ranks.
 """
 
 from __future__ import annotations
@@ -46,11 +46,12 @@ class GradientReducer:
         scale: multiplies the weighted mean (the number of ranks for op=Sum).
         ways: how buckets travel.
         predivide: divides before the sum and multiplies after it, for narrow wires.
+        sparse_as_dense: whether sparse gradients are summed as dense ones.
         all_sparse: whether the gradients of all parameters are sparse.
-        bucket_bytes: at most so much in one operation; None: what suits the links.
+        bucket_bytes: at most so many bytes in one operation; None: what suits the links.
         groups: parameters that travel together, instead of buckets by size.
-        strategy: a local one, where ranks make steps apart.
-        at: its place, where it is made anew: see `Weighing`.
+        strategy: a local one, or None.
+        at: the place of the reducer that it replaces, if it is made anew: see `Weighing`.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class GradientReducer:
         self._hooks = Hooks(self, after=self._phases.gradient_added, before=self._phases.before_gradient)
         self.replaced = False  # another optimizer reduces these gradients
         self._closed = False
-        self._inherited: dict[torch.nn.Parameter, torch.Tensor] = {}  # what optimizers before this one kept back
+        self._inherited: dict[torch.nn.Parameter, torch.Tensor] = {}  # what codecs of earlier optimizers had kept back
         try:
             self._take_in(parameters)
             if scale != 1.0 or passes > 1:
@@ -119,12 +120,12 @@ class GradientReducer:
                 )
                 self.local = self._make_local()
         except BaseException:
-            self.replace()  # or the balancer would tell one that was never made of its batches
+            self.replace()  # otherwise the balancer would go on calling a reducer that was never completed
             raise
 
     @property
     def noise(self) -> GradientNoise:
-        """Measures how noisy the gradient is."""
+        """What measures the gradient's noise."""
         return self._weighing.noise
 
     @property
@@ -150,12 +151,12 @@ class GradientReducer:
 
     @property
     def bytes_sent(self) -> int:
-        """In the last step."""
+        """Bytes sent in the last step."""
         return self._phases.bytes_sent
 
     @property
     def parameters(self) -> Sequence[torch.nn.Parameter]:
-        """Those that are trained, also where they are frozen for now."""
+        """The parameters that are trained, with those that are frozen for now."""
         return self._parameters
 
     @property
@@ -165,7 +166,7 @@ class GradientReducer:
     # Parameters -----------------------------------------------------------------------------------------------------
 
     def add(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Takes further parameters; every rank adds the same.
+        """Adds further parameters, the same on every rank. A collective call.
 
         Raises:
             RuntimeError: between backward() and step(), where they have gradients already, which nobody would reduce.
@@ -189,8 +190,8 @@ class GradientReducer:
         self._places = self._places[0] + devices, self._places[1] + dtypes
 
     def _follow_parameters(self) -> bool:
-        """After `model.to(device)`, or `.to(type)`: what is this rank's own follows at once, and the layout when all
-        ranks have heard of it. False where none has moved."""
+        """Follows parameters that `model.to()` has moved to another device or type; False if there are none. Hooks and
+        stopwatch are renewed at once, the layout when all ranks have heard of it in an exchange."""
         places = _places_of(self._parameters)
         if places == self._places:
             return False
@@ -205,24 +206,26 @@ class GradientReducer:
         return True
 
     def _follow_in_pass(self) -> None:
-        """At the first gradient of a backward pass. What an earlier one has left, hooks had to see to before that."""
+        """Follows parameters that have moved, at the first gradient of a backward pass. Raises RuntimeError if an
+        earlier pass of the step has left gradients: the hooks that keep those were on the former parameters."""
         if self._follow_parameters() and self._hooks.looks_before and self._accumulated.begun:
             raise RuntimeError(MOVED)
 
     def _take_over(self) -> None:
-        """Sends what others kept back whose parameters these were."""
+        """Sends, with the next sums, what codecs of earlier optimizers had kept back for these parameters."""
         if self._inherited:
             self._step.give_back(self._inherited)
             self._inherited = {}
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
-        """Says whose gradients these are, and that its state may be another one."""
+        """Sets the optimizer whose gradients are reduced, or notes that its state may have been replaced."""
         self._layouts.learn(optimizer)
         if self.local is not None:
             self.local.follow(optimizer)
 
     def replace(self, by: GradientReducer | None = None) -> None:
-        """Gives way to another optimizer of the same parameters, which sends what codecs have kept back here."""
+        """Gives way to `by`, the reducer of another optimizer of the same parameters, which sends what codecs have kept
+        back here."""
         if by is not None and not self._closed and by._weighing.succeeds(self._weighing):
             factor = self._weighing.part_unit / by._weighing.part_unit
             by._inherited.update({p: kept * factor for p, kept in self._step.kept_back().items()})
@@ -232,8 +235,8 @@ class GradientReducer:
         self.replaced = True
 
     def check_in_use(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Raises RuntimeError where gradients of these parameter groups are not reduced here: another optimizer has
-        taken over, or parameters have come to require a gradient."""
+        """Raises RuntimeError if gradients of these parameter groups are not reduced here: because another optimizer
+        has taken over, or because parameters were thawed since."""
         if self.replaced:
             raise RuntimeError(
                 "Expected step() of the DistributedOptimizer that was made last for these parameters. Received: that "
@@ -248,7 +251,7 @@ class GradientReducer:
             )
 
     def close(self) -> None:
-        """Sees no gradient any more."""
+        """Removes the hooks: no gradients are reduced here any more."""
         self._closed = True
         self._hooks.remove()
         if self.local is not None:
@@ -257,18 +260,19 @@ class GradientReducer:
     # A step ---------------------------------------------------------------------------------------------------------
 
     def on_begin(self) -> None:
-        """A global batch begins."""
+        """Begins a global batch."""
         self._follow_parameters()
         self._phases.begin_batch()
-        # That there is another layout all ranks know, but whose parameters have moved each rank of its own.
+        # Local training is made anew with a new layout, of which all ranks know; that parameters have moved, each rank
+        # knows of its own alone.
         if self._layouts.renew() and self.local is not None and not self.local.steps.begun:
             self._make_local_anew()
         if self.local is not None and self.local.steps.over:
-            self.local.come_together()  # so did this rank, with the last step apart
+            self.local.come_together()  # local steps are over, and the other ranks do the same after their last one
         self._weighing.begin()
 
     def _make_local_anew(self) -> None:
-        """For another layout. A collective call."""
+        """Makes local training anew, for a new layout. A collective call."""
         strategies, place = self._balancer.strategies, self._weighing.place
         strategies.hand_over(place, to=place)
         strategies.remove(place)
@@ -277,7 +281,7 @@ class GradientReducer:
         self.local.take_over(before)
 
     def on_count(self, terms: float) -> None:
-        """Before a pass over `terms` loss terms."""
+        """Prepares a pass over `terms` loss terms; is called before it."""
         self._phases.begin_part()
         if self._balancer.progress.in_parts or not self._balancer.progress.last_pass:
             self._hooks.look_before()
@@ -285,10 +289,10 @@ class GradientReducer:
 
     @property
     def apart(self) -> bool:
-        """Whether this step's gradient stays this rank's own."""
+        """Whether this step is a local one, whose gradient is not exchanged."""
         return self.local is not None and self.local.steps.apart()
 
-    # A script may compile a whole step of training, and not these with it, which differ from step to step.
+    # A script may compile a whole training step. These methods are left out of it, as they differ from step to step.
 
     @torch.compiler.disable
     def forget(self) -> None:
@@ -317,18 +321,19 @@ class GradientReducer:
             self._balancer.resume()
 
     def on_epoch_end(self) -> None:
-        """The samples of an epoch are used up."""
+        """Merges, if the local strategy does so at the end of an epoch, whose samples are used up."""
         if self.local is not None and self.local.steps.rule.merge_each_epoch:
             self._phases.check_unchanged()
             self.local.merge()
 
     def merge(self, model: torch.nn.Module | None) -> None:
-        """Returns when all ranks hold one model, and one model's buffers. A collective call."""
+        """Returns when all ranks hold one model and, if `model` is given, the same buffers. A collective call."""
         if self.local is not None:
             self._phases.check_unchanged()
             self.local.merge()
         if model is not None:
-            # Steps apart count, but a second model has none left, and synchronous steps are of the shares' sizes.
+            # Weighted by the samples of local steps. There are none left for a second model, or in synchronous steps:
+            # then by the shares.
             share = float(self._balancer.plan.shares[self._balancer.rank])
             weight = share if self.local is None else self.local.steps.take_samples()
             name = f"{self._weighing.name}.buffers"
@@ -346,13 +351,13 @@ class GradientReducer:
         return self._phases.leave(self._step.take_rest())
 
     def passed(self, closure: Callable[[], Any]) -> Any:
-        """What a closure returns, whose gradients are what an update takes then."""
+        """Calls a closure and returns its loss; afterwards its gradients are reduced, and ready for an update."""
         loss = closure()
-        self.flush()  # backward() has done it, but for a rank without samples
+        self.flush()  # backward() has done it already, except on a rank without samples
         return loss
 
     def evaluated(self, closure: Callable[[], Any]) -> Any:
-        """The mean over all ranks' loss terms of what a closure returns, whose gradients are reduced then.
+        """Calls a closure and returns the mean of its loss over all ranks' loss terms; its gradients are reduced.
 
         The loss is made global as well, because an optimizer that decides by it (LBFGS) must decide alike on all ranks.
         """
@@ -363,5 +368,5 @@ class GradientReducer:
 
 
 def _places_of(parameters: Sequence[torch.nn.Parameter]) -> tuple[list[torch.device], list[torch.dtype]]:
-    """Where they are, and their types. A part of a model may move."""
+    """The devices and the types of the parameters: of each, as only a part of a model may move."""
     return [parameter.device for parameter in parameters], [parameter.dtype for parameter in parameters]

@@ -1,4 +1,5 @@
-"""The samples of a batch, however it nests its tensors: the rows of those that have as many."""
+"""Cuts batches by samples, however they nest their tensors: a tensor with as many rows as samples has one row for each.
+"""
 
 from __future__ import annotations
 
@@ -17,24 +18,25 @@ Batch = TypeVar("Batch")
 
 
 def has_rows(leaf: Any, samples: int) -> bool:
-    """Whether it is a tensor of so many samples, and not one for all of them, such as a number or classes' weights."""
+    """Whether `leaf` is a tensor with one row per sample, and not one for all samples, such as the weights of classes.
+    """
     return isinstance(leaf, torch.Tensor) and leaf.ndim > 0 and leaf.size(0) == samples
 
 
 def is_listed(node: Any, samples: int) -> bool:
-    """Whether it is a list with one element for each sample, as of names or of images of unlike sizes."""
+    """Whether `node` is a list with one element per sample, such as names or images of unlike sizes."""
     if type(node) is not list or len(node) != samples:
         return False
     return not any(has_rows(leaf, samples) for leaf in _leaves(node))
 
 
 def is_packed(node: Any, samples: int) -> bool:
-    """Whether it is so many sequences of unlike lengths."""
+    """Whether `node` is a `PackedSequence` with one sequence per sample."""
     return isinstance(node, PackedSequence) and int(node.batch_sizes[0]) == samples
 
 
 def has_samples(batch: Any, samples: int) -> bool:
-    """Whether anything in `batch` is of so many samples."""
+    """Whether anything in `batch` has one row, element or sequence per sample."""
     leaves = _leaves(batch, lambda node: _is_leaf(node, samples))
     return any(is_of(leaf, samples) for leaf in leaves for is_of in (has_rows, is_listed, is_packed))
 
@@ -53,7 +55,8 @@ def _is_leaf(node: Any, samples: int) -> bool:
 
 
 def _held(node: Any) -> dict[Any, Any] | None:
-    """What a mapping (as a tokenizer returns) or a dataclass holds, which PyTorch's trees take for one; else None."""
+    """What a mapping (such as a tokenizer returns) or a dataclass holds, by name. PyTorch's pytrees take these for
+    single leaves. None for anything else."""
     if isinstance(node, Mapping):
         return dict(node)
     if dataclasses.is_dataclass(node) and not isinstance(node, type):
@@ -63,7 +66,7 @@ def _held(node: Any) -> dict[Any, Any] | None:
 
 
 def _holding(node: Any, parts: dict[Any, Any]) -> Any:
-    """A copy of `node` that holds `parts`."""
+    """A copy of the mapping or dataclass `node` that holds `parts` instead."""
     if isinstance(node, Mapping) and not isinstance(node, MutableMapping):
         return type(node)(parts)  # type: ignore[call-arg]
     made = copy.copy(node)
@@ -71,13 +74,13 @@ def _holding(node: Any, parts: dict[Any, Any]) -> Any:
         made.update(parts)
     else:
         for name, part in parts.items():
-            object.__setattr__(made, name, part)  # also of a frozen one
+            object.__setattr__(made, name, part)  # also in a frozen dataclass
     return made
 
 
 def _cut_packed(packed: PackedSequence, part: slice) -> PackedSequence:
-    """Its sequences of `part`. Where there are none, which cannot be packed, those that are there have no place in what
-    comes out."""
+    """The sequences `part` of a packed batch. None of them cannot be packed: then the result holds all sequences, but
+    its indices name none, so that unpacking it gives none."""
     rows, lengths = pad_packed_sequence(packed, batch_first=True)
     chosen = [row[:length] for row, length in zip(rows[part], lengths[part].tolist(), strict=True)]
     if not chosen:
@@ -87,7 +90,7 @@ def _cut_packed(packed: PackedSequence, part: slice) -> PackedSequence:
 
 
 def _rows(tensor: torch.Tensor, part: slice) -> torch.Tensor:
-    """Those of `part`, also of nested and sparse tensors, which cannot be sliced."""
+    """The rows `part` of a tensor, also of nested and sparse ones, which cannot be sliced."""
     if tensor.is_nested:
         chosen = list(tensor.unbind()[part])
         if tensor.layout is torch.jagged and not chosen:
@@ -100,7 +103,8 @@ def _rows(tensor: torch.Tensor, part: slice) -> torch.Tensor:
 
 
 def cut(batch: Batch, part: slice, samples: int) -> Batch:
-    """`batch`, of so many samples, with those of `part` alone. What is not of so many samples stays whole."""
+    """A copy of `batch` with the samples `part` alone. What has no row per sample, of which there are `samples`, stays
+    whole."""
 
     def cut_leaf(leaf: Any) -> Any:
         if is_packed(leaf, samples):
@@ -117,8 +121,8 @@ def cut(batch: Batch, part: slice, samples: int) -> Batch:
 
 
 def fewer_rows(batch: Any, samples: int) -> int | None:
-    """How many rows its tensors have, where all have as many, and fewer than there are samples; else None, also where
-    samples are counted along another dimension."""
+    """The number of rows of the batch's tensors, if all have the same, and fewer than `samples`; else None. None also
+    if a tensor has `samples` along another dimension."""
     if has_samples(batch, samples):
         return None
     tensors = [each for each in _leaves(batch) if isinstance(each, torch.Tensor) and each.ndim and not each.is_nested]
@@ -128,7 +132,7 @@ def fewer_rows(batch: Any, samples: int) -> int | None:
 
 
 def none_of(batch: Batch) -> Batch:
-    """A batch of no samples in the form of `batch`, whose one is another rank's."""
+    """A batch without samples in the form of `batch`, whose single sample is another rank's."""
     if not has_samples(batch, 1):
         script.warn(
             "Expected a batch of tensors, in containers, mappings or dataclasses, which is cut where a rank has no "

@@ -1,4 +1,4 @@
-"""Second moments of PyTorch's optimizers, as `optimizers.second_moments` asks for them."""
+"""Reads and mixes the second moments of PyTorch's optimizers, for `optimizers.second_moments`."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import torch
 from hvd_hetero.optimizers.second_moments import Moments
 from hvd_hetero.policy.second_moments import Mixture
 
-# Others have moments by the same names that are others: of another shape, or not linear in the squares of gradients.
+# Other optimizers use the same names for other moments: of another shape, or not linear in the squares of gradients.
 KIND = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam)
 
 
 def has_second_moments(optimizer: Any) -> bool:
-    """Whether an optimizer is one of Adam's kind: Adam, AdamW, NAdam or RAdam. Groups with `amsgrad` are not: what
-    divides their steps are the largest second moments that there have been."""
+    """Whether an optimizer is of Adam's kind (Adam, AdamW, NAdam or RAdam), with a group without `amsgrad`. With
+    `amsgrad`, steps are divided by the largest second moment so far, which cannot be mixed."""
     return isinstance(optimizer, KIND) and not all(group.get("amsgrad", False) for group in optimizer.param_groups)
 
 
 def moments_of(optimizer: Any) -> Iterator[Moments]:
-    """Those of all parameters that have been updated."""
+    """The moments of all parameters that have been updated, from groups without `amsgrad`."""
     if not has_second_moments(optimizer):
         return
     kept: list[tuple[dict[str, Any], tuple[float, float]]] = []
@@ -35,7 +35,7 @@ def moments_of(optimizer: Any) -> Iterator[Moments]:
 
 
 def _numbers(steps: Sequence[Any]) -> list[float]:
-    """Counts of steps, some of which may be on a GPU: they are waited for once."""
+    """Counts of steps as floats. Those on a GPU are read in one transfer, so that it is waited for once."""
     distant = [s for s in steps if isinstance(s, torch.Tensor) and s.device.type != "cpu"]
     told = iter(torch.stack([s.to(distant[0].device) for s in distant]).tolist() if distant else [])
     return [float(next(told)) if isinstance(s, torch.Tensor) and s.device.type != "cpu" else float(s) for s in steps]
@@ -43,7 +43,7 @@ def _numbers(steps: Sequence[Any]) -> list[float]:
 
 @torch.no_grad()
 def mix(moments: Sequence[Moments], before: Sequence[torch.Tensor], mixtures: Sequence[Mixture]) -> list[torch.Tensor]:
-    """Makes second moments their mixtures, and `before` copies of them."""
+    """Replaces each second moment by its mixture, and each of `before` by a copy of that. Returns `before`."""
     alike: dict[Mixture, list[int]] = {}
     for index, mixture in enumerate(mixtures):
         alike.setdefault(mixture, []).append(index)

@@ -1,10 +1,11 @@
-"""Sparse gradients, as of `nn.Embedding(sparse=True)`: what travels are the rows that a batch has touched.
+"""Sums sparse gradients, as of `nn.Embedding(sparse=True)`, by sending only the rows that a batch has touched.
 
-No rank knows from the parameters whose gradients will be sparse, and one without a sample has none to look at. So the
-first sparse gradient of a parameter travels as a dense one; with it its rank asks, in the control vector, for another
-layout, and all ranks tell each other which parameters it is about. The next batch begins with that layout: where there
-are several optimizers, ranks may come to their exchanges in unlike orders, and none may wait for all in between. What
-`SparseAdam` updates is known beforehand: it refuses dense gradients, also where a rank's batch has used no row.
+Parameters do not show whether their gradients will be sparse, and a rank without a sample has no gradient to look at.
+So the first sparse gradient of a parameter travels as a dense one. With it, its rank asks in the control vector for
+another layout, and all ranks then tell each other which parameters have sparse gradients. The new layout holds from the
+next batch on: with several optimizers, ranks may make their exchanges in unlike orders, and no rank may wait for all
+others in between. Parameters of `SparseAdam` are known beforehand: it refuses dense gradients, also on a rank whose
+batch has used no row.
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ from .layout import WIRE
 
 
 class SparseParameters:
-    """Whose gradients are sparse.
+    """Finds out, on all ranks alike, which parameters have sparse gradients.
 
     Args:
         parameters: all, in the same order on all ranks; may grow.
         known: whether all of them have sparse gradients, by row.
 
     Attributes:
-        seen: as far as this rank knows: sparse dimensions of their gradients.
-        dimensions: as far as all ranks know.
-        changed: is called, on all ranks, when there are others of these.
+        seen: parameters whose gradients this rank knows to be sparse, with the number of sparse dimensions.
+        dimensions: the same as far as all ranks know it.
+        changed: is called, on all ranks, when `dimensions` gets further parameters.
     """
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], *, known: bool) -> None:
@@ -44,49 +45,50 @@ class SparseParameters:
         self.grow()
 
     def grow(self) -> None:
-        """Takes in parameters that are new, where it is known of them beforehand."""
+        """Takes in new parameters, if all gradients are known to be sparse beforehand."""
         if self._known:
             new = {parameter: 1 for parameter in self._parameters if parameter not in self.dimensions}
             self.seen.update(new)
             self.dimensions.update(new)
 
     def learn(self, optimizer: torch.optim.Optimizer) -> None:
-        """Looks at what an optimizer keeps: a momentum that is sparse takes no dense gradient."""
+        """Notes parameters for which the optimizer keeps a sparse tensor: a sparse momentum takes no dense gradient."""
         for parameter in self._parameters:
             for kept in optimizer.state.get(parameter, {}).values():
                 if isinstance(kept, torch.Tensor) and kept.is_sparse:
                     self.seen[parameter] = kept.sparse_dim()
 
     def see(self) -> None:
-        """Looks at gradients that stay this rank's own."""
+        """Notes which gradients of a local step, which are not exchanged, are sparse."""
         for parameter in self._parameters:
             if parameter.grad is not None and parameter.grad.is_sparse:
                 self.seen[parameter] = parameter.grad.sparse_dim()
 
     @property
     def asks(self) -> bool:
-        """Whether this rank knows of one that not all ranks know of."""
+        """Whether this rank knows of a parameter with sparse gradients of which not all ranks know."""
         return len(self.seen) > len(self.dimensions)
 
     def tell(self, engine: Engine, *, name: str) -> None:
-        """Tells all ranks what this one has seen; they do as well. What others have seen to be sparse is, where this
-        rank has not used it – unless one waits for this rank elsewhere before it can tell."""
+        """Tells all ranks what this one has seen, as they all do. Then makes gradients sparse here that other ranks
+        have seen to be, unless another rank waits for this one elsewhere before it can tell."""
         if self._told is None:
             line = f"{json.dumps(self._numbered(self.seen))}\n".encode()
             self._told = engine.allgather_async(torch.tensor([*line], dtype=torch.uint8, device="cpu"), name=name)
-        # With a second exchange in one batch it is heard already, and Horovod's handle gone.
+        # In a second exchange of one batch the answer is known already, and Horovod's handle is gone.
         if self._heard is not None or engine.wait_unless_awaited(self._told.done, name=name):
             for parameter, dimensions in self.told().items():
                 if parameter.grad is not None and not parameter.grad.is_sparse:
                     parameter.grad = parameter.grad.to_sparse(dimensions)
 
     def hear(self) -> None:
-        """Takes in what all ranks have told, if they have. A batch begins."""
+        """Takes in what all ranks have told, if they have; is called when a batch begins."""
         told, self._told, self._heard = self.told(), None, None
         self._add(told)
 
     def told(self) -> dict[torch.nn.Parameter, int]:
-        """What all ranks have told, if they have, and the next batch begins with: sparse dimensions."""
+        """The sparse dimensions that all ranks have told, with which the next batch begins; empty if none were told.
+        A collective call if ranks are about to tell each other."""
         if self._heard is None and self._told is not None:
             lines = bytes(self._told.wait().tolist()).decode().splitlines()
             pairs = [pair for line in lines for pair in json.loads(line).items()]
@@ -107,11 +109,11 @@ class SparseParameters:
             self.changed()
 
     def state_dict(self) -> dict[str, dict[str, int]]:
-        """Sparse dimensions by the parameter's number. A collective call where ranks are about to tell each other."""
+        """Sparse dimensions by the parameter's number. A collective call if ranks are about to tell each other."""
         return {"dimensions": self._numbered(self.dimensions), "told": self._numbered(self.told())}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, int]]) -> None:
-        """Goes on from `state`. All ranks do, or none."""
+        """Goes on from `state`. Either all ranks call it or none."""
         self._told, self._heard = None, self._of_numbers(state["told"]) or None
         self._add(self._of_numbers(state["dimensions"]))
 
@@ -134,7 +136,7 @@ class SparseExchange:
         self._numbers = {parameter: number for number, parameter in enumerate(self._dimensions)}
         self._under_way: dict[torch.nn.Parameter, _UnderWay] = {}
         self._carried: dict[torch.nn.Parameter, torch.Tensor] = {}
-        self._taken: dict[torch.nn.Parameter, torch.Tensor] = {}  # of that, what is under way
+        self._taken: dict[torch.nn.Parameter, torch.Tensor] = {}  # what was carried and is under way now
         self.bytes_sent = 0  # in this step
 
     def __contains__(self, parameter: torch.nn.Parameter) -> bool:
@@ -142,20 +144,20 @@ class SparseExchange:
 
     @property
     def submitted(self) -> bool:
-        """Whether any is under way."""
+        """Whether any gradient is under way."""
         return bool(self._under_way)
 
     def carry(self, parameter: torch.nn.Parameter, kept: torch.Tensor) -> None:
-        """Sends with the next sum what a codec had kept back, dense and weighted, before this exchange was made."""
+        """Sends `kept` with the next sum: dense and weighted, kept back by a codec before this exchange was made."""
         self._carried[parameter] = kept.to(parameter.device)
 
     def carried(self) -> dict[torch.nn.Parameter, torch.Tensor]:
-        """What is yet to be sent of that."""
+        """What was given to `carry` and is not in a sum that counts yet."""
         return {**self._taken, **self._carried}
 
     def submit(self, parameter: torch.nn.Parameter, weight: float) -> torch.Tensor:
-        """Sends the gradient times `weight`; nothing where there is none, or the weight is 0. Returns the values sent.
-        """
+        """Sends the gradient times `weight`; no rows if there is no gradient, or the weight is 0. Returns the values
+        sent."""
         with torch.no_grad():
             mine = self._weighted(parameter, weight)
             if (kept := self._carried.pop(parameter, None)) is not None:
@@ -199,19 +201,20 @@ class SparseExchange:
         return sums
 
     def end_step(self, sums: Mapping[torch.nn.Parameter, torch.Tensor]) -> None:
-        """Says that a step counts that has these sums: what was carried is in it, unless they are not finite."""
+        """Ends a step that counts, with these sums: forgets what was carried, which is in them, unless they hold an
+        infinity or a NaN."""
         values = [whole.values() for whole in sums.values()]
         if self._taken and verbs_of(values[0]).all_finite(values):
             self._taken.clear()
 
     def clear(self) -> None:
-        """Begins another step: nothing is under way. What was carried into one that did not count goes with it."""
+        """Begins another step, with nothing under way. What was carried into a step that did not count goes with it."""
         self._carried.update(self._taken)
         self._taken.clear()
         self._under_way, self.bytes_sent = {}, 0
 
     def deliver(self, sums: Mapping[torch.nn.Parameter, torch.Tensor]) -> None:
-        """Makes what `finish` returned the parameters' gradients; but for those that were frozen since."""
+        """Makes what `finish` returned the parameters' gradients, except for parameters that were frozen since."""
         for parameter, whole in sums.items():
             if parameter.requires_grad:
                 parameter.grad = whole.to(parameter.dtype)

@@ -1,4 +1,4 @@
-"""One state of an optimizer from those of all ranks, where they go on together after steps apart."""
+"""Merges the optimizer states of all ranks into one, when synchronous steps follow local steps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Place = tuple[int, str]  # a parameter's number and the name of what is kept for
 
 
 def all_finite(kept: Iterable[Any]) -> bool:
-    """Whether the tensors among what is kept are, also those in lists."""
+    """Whether all floating-point tensors among these values, also those in lists and tuples, are finite."""
     tensors = list(_tensors(kept))
     return not tensors or verbs_of(tensors[0]).all_finite(tensors)
 
@@ -35,13 +35,13 @@ def _tensors(kept: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 @torch.no_grad()
 def average_state(optimizer: torch.optim.Optimizer, *, weight: float, engine: Engine, name: str) -> None:
-    """Gives all ranks the same moments. A collective call.
+    """Gives all ranks the same optimizer state. A collective call.
 
-    Tensors become the mean over ranks, weighted by `weight` (this rank's samples), and counts of steps the largest.
-    What a rank does not have yet, because it never had a sample, it gets. Sparse tensors stay sparse. Where something
-    else is kept for a parameter, as codes of 8 bits, of which no mean is one, all that is kept for it becomes that of
-    the rank with the most samples. A history, as LBFGS has, is of no use on other ranks, and begins anew with all that
-    is kept beside it.
+    Tensors become the mean over ranks, weighted by `weight` (this rank's samples), and counts of steps the largest. A
+    rank that lacks some, because it never had a sample, gets them. Sparse tensors stay sparse. If a parameter's state
+    holds values that have no mean, such as 8-bit codes, all ranks take its whole state from the rank with the most
+    samples. A history, such as LBFGS keeps, is of no use on other ranks: it is dropped, with all that is kept beside
+    it, and begins anew.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for p in parameters:
@@ -62,7 +62,7 @@ def average_state(optimizer: torch.optim.Optimizer, *, weight: float, engine: En
             device = parameters[index].device if shape else "cpu"
             kind = getattr(torch, dtype.split(".")[1])
             if key != "step" and shape == list(parameters[index].shape):
-                # In its memory format, by which fused optimizers go.
+                # In the parameter's memory format, which fused optimizers depend on.
                 new = torch.zeros_like(parameters[index], dtype=kind, requires_grad=False)
             else:
                 new = torch.zeros(shape, dtype=kind, device=device)
@@ -86,16 +86,19 @@ def average_state(optimizer: torch.optim.Optimizer, *, weight: float, engine: En
 def _taken_whole(
     optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor], *, weight: float, engine: Engine, name: str
 ) -> set[int]:
-    """The numbers of the parameters of which all ranks have taken what one keeps: that with the most samples of those
-    that keep something, as a rank may never have had a gradient of a parameter. They are those with tensors that have
-    no mean, and with other values that differ between ranks. What cannot be saved stays each rank's own."""
+    """Gives all ranks one rank's state of each parameter whose state cannot be averaged. Returns these parameters'
+    numbers.
+
+    They are the parameters with tensors that have no mean, and those with other values that differ between ranks. The
+    state is that of the rank with the most samples among those that hold any, as a rank may never have had a gradient
+    of a parameter. A state that cannot be saved stays each rank's own."""
     states = [optimizer.state.get(p, {}) for p in parameters]
     others = {i: rest for i, state in enumerate(states) if (rest := _without_mean(state))}
     with_tensors = [i for i, rest in others.items() if any(isinstance(each, torch.Tensor) for each in rest.values())]
     plain = {i: zlib.crc32(repr(sorted(rest.items())).encode()) for i, rest in others.items() if i not in with_tensors}
     try:
         saved({i: dict(states[i]) for i in with_tensors})
-    except Exception:  # before anybody waits for it
+    except Exception:  # tried before the collective calls, so that no rank waits for what cannot come
         with_tensors = []
     said = [json.loads(line) for line in gather_text(
         engine, json.dumps([weight, with_tensors, sorted(plain.items())]), name=f"{name}.whole"
@@ -113,7 +116,7 @@ def _taken_whole(
             for key, value in state.items():
                 if isinstance(value, torch.Tensor):
                     before = states[index].get(key)
-                    # Numbers are where fused and capturable optimizers have them: on the host, but for these.
+                    # Scalars stay on the host, unless this optimizer (fused or capturable) holds its own on a GPU.
                     there = parameters[index].device if value.ndim else value.device
                     state[key] = value.to(before.device if isinstance(before, torch.Tensor) else there)
             optimizer.state[parameters[index]] = state
@@ -121,8 +124,8 @@ def _taken_whole(
 
 
 def _without_mean(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What ranks' values of have no mean and, as counts of steps, no largest one; nothing where some of it is of a kind
-    that is not saved."""
+    """The values of a parameter's state that are neither averaged over ranks nor, as counts of steps, made the largest.
+    Empty if some of them are of a type that is not saved."""
     rest = {key: value for key, value in state.items() if not _has_mean(key, value)}
     return rest if all(isinstance(each, (torch.Tensor, int, float, str, tuple)) for each in rest.values()) else {}
 

@@ -1,5 +1,4 @@
-"""The exchange of one layout of gradients: buckets are sent as their gradients come, and what they become is delivered.
-"""
+"""Exchanges the gradients of one layout: sends buckets as their gradients come, and delivers the merged gradients."""
 
 from __future__ import annotations
 
@@ -37,13 +36,13 @@ WITHIN = (
 
 
 class ReducedStep:
-    """Reduces the gradients of `parameters` in one step after the other. Making one is a collective call.
+    """Reduces the gradients of `parameters` in one step after another. Constructing one is a collective call.
 
     Args:
         accumulated: the gradients of the step under way.
         bucket_bytes, groups: see `BucketLayout`.
-        seen: whose gradients are known to be sparse: see `BucketLayout`.
-        rows: the parameters whose gradients are sparse, and are not summed as dense ones: see `SparseExchange`.
+        seen: parameters whose gradients are known to be sparse: `sparse` of `BucketLayout`.
+        rows: parameters whose gradients are sparse and not summed as dense ones: `dimensions` of `SparseExchange`.
     """
 
     def __init__(
@@ -59,7 +58,7 @@ class ReducedStep:
         rows: Mapping[torch.nn.Parameter, int],
     ) -> None:
         self._parameters, self._weighing, self._accumulated = parameters, weighing, accumulated
-        # The control vector rides in a bucket unless a codec would round it.
+        # The control vector travels in a bucket, unless all buckets go through codecs, which would round it.
         tail = weighing.tail
         self.layout = BucketLayout(
             [parameter for parameter in parameters if parameter not in rows],
@@ -80,19 +79,19 @@ class ReducedStep:
 
     def _begin(self) -> None:
         self._pending = [len(members) for members in self.layout.members]  # gradients that are yet to come, by bucket
-        self._ready: set[int] = set()  # whose gradients are taken, by id
+        self._ready: set[int] = set()  # ids of the parameters whose gradients are taken
         self._weight: float | None = None
-        self._watched: set[int] = set()  # whose gradients count on other ranks alone, by id
+        self._watched: set[int] = set()  # ids of the parameters given to `watch`
         self._sparse.clear()
 
     def watch(self, parameter: torch.nn.Parameter) -> None:
-        """Notes that a gradient is ready that counts on other ranks alone, which send it now: all of them have to bring
-        to its end what some have begun, where they break off a pass."""
+        """Notes that a gradient is ready here that is not sent from here yet, though ranks with samples send theirs
+        now. If all ranks break off the pass, this one has to complete the exchange that the others have begun."""
         self._watched.add(id(parameter))
 
     def take(self, parameter: torch.nn.Parameter) -> None:
-        """Notes that a gradient is ready, and sends its bucket when that was the last one. The bucket with the control
-        vector stays: what that says is of all gradients."""
+        """Notes that a gradient is ready, and sends its bucket if it was the last one missing there. The bucket with
+        the control vector is sent in the end, as the vector describes all gradients."""
         key = id(parameter)
         if key in self._ready:
             raise RuntimeError(REENTRANT.format("one twice"))
@@ -118,26 +117,26 @@ class ReducedStep:
 
     @property
     def sent(self) -> bool:
-        """Whether part of this step is with the other ranks, or what they have sent is with this one."""
+        """Whether this rank, or a rank with samples, has sent part of this step's gradients."""
         return bool(self._exchange.submitted) or self._sparse.submitted or self._others_sent()
 
     def _others_sent(self) -> bool:
         """Whether ranks with samples have sent part of the gradients that this one has watched."""
-        if any(key not in self.layout.bucket_of for key in self._watched):  # sparse ones go one by one
+        if any(key not in self.layout.bucket_of for key in self._watched):  # sparse gradients are sent one by one
             return True
         whole = [all(id(p) in self._watched for p in members) for members in self.layout.members]
         return any(done for index, done in enumerate(whole) if index != self.layout.tail_in)
 
     def drop(self) -> None:
-        """Forgets the gradients that were taken, where nothing is sent."""
+        """Forgets the gradients that were taken, of which none is under way."""
         self._begin()
 
     def _weight_now(self) -> float:
-        """c_i of this step: `p.grad` is a mean over as many terms as the last pass that had any."""
+        """The weight c_i of this rank's gradient: `p.grad` is in units of the loss terms of the last pass with any."""
         return self._weighing.weight(self._accumulated.unit)
 
     def take_rest(self) -> Callable[[], bool]:
-        """Sends what has not been; what it returns tells whether the exchange is over."""
+        """Sends all gradients that are not sent yet. Returns a function that tells whether the exchange is over."""
         if self._accumulated.terms == 0:
             self._weight = 0.0  # nothing computed here counts, not even a NaN
         for parameter in self._parameters:
@@ -149,8 +148,9 @@ class ReducedStep:
         return lambda: self._exchange.done() and self._sparse.done()
 
     def finish(self, *, counts: bool = True) -> tuple[float, int, Callable[[], None]]:
-        """Makes every `p.grad` the global one, once all are taken – unless the step does not count. Returns the seconds
-        waited, the bytes sent, and what takes in what all ranks said with them: `Weighing.incoming`."""
+        """Ends the exchange, once all gradients are taken, and makes every `p.grad` the global gradient if the step
+        `counts`. Returns the seconds waited, the bytes sent, and a function that reads what all ranks said in the
+        control vector: see `Weighing.incoming`."""
         start = time.perf_counter()
         weighing, balancer = self._weighing, self._weighing.balancer
         terms, batches = self._accumulated.terms, weighing.batches
@@ -163,7 +163,7 @@ class ReducedStep:
                 if self._exchange.counted:
                     self._sparse.end_step(sums)
         except BaseException:
-            balancer.dialogue.unheard()  # or a thread that deals ahead would wait for the answer
+            balancer.dialogue.unheard()  # otherwise a thread that deals ahead would wait for the answer
             raise
         finally:
             self._begin()
@@ -182,7 +182,7 @@ class ReducedStep:
     # What codecs keep back, from one layout to the next ---------------------------------------------------------------
 
     def kept_back(self) -> dict[torch.nn.Parameter, torch.Tensor]:
-        """What is not sent yet of this rank's gradients, weighted."""
+        """What codecs have kept back of this rank's gradients, weighted and not sent yet, by parameter."""
         kept = self._sparse.carried()
         for members, flat in zip(self.layout.members, self._exchange.kept_back(), strict=True):
             parts = [] if flat is None else flat.split([parameter.numel() for parameter in members])
@@ -190,13 +190,13 @@ class ReducedStep:
         return kept
 
     def take_over(self, before: ReducedStep) -> None:
-        """Goes on where another layout of the same optimizer was: what that has kept back goes with the next sums that
+        """Takes over from the optimizer's former layout: what its codecs have kept back is sent with the next sums that
         weigh as much as usual."""
         self._exchange.weigh_as(before._exchange)
         self.give_back(before.kept_back())
 
     def give_back(self, kept: Mapping[torch.nn.Parameter, torch.Tensor]) -> None:
-        """Sends what `kept_back` returned with the next sums."""
+        """Sends with the next sums what `kept_back` returned."""
         arrays = []
         for members, flat in zip(self.layout.members, self.layout.buckets, strict=True):
             parts = [
@@ -211,7 +211,8 @@ class ReducedStep:
 
 
 def _full_precision(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Without autocast: a script may call backward() within it, hooks then run within it, and codecs multiply."""
+    """A context without autocast: hooks run within autocast if the script calls backward() there, and it would round
+    the products in codecs."""
     if torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return contextlib.nullcontext()

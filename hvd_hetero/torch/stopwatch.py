@@ -1,4 +1,4 @@
-"""Measuring compute where it happens: on the CPU by the clock, on a GPU by events in its stream."""
+"""Measures compute time on the device of the parameters: on a CPU by the clock, on a GPU by events in its stream."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from hvd_hetero.optimizers.meter import Stopwatch, WallClock
 
 
 def stopwatch_of(device: torch.device) -> Stopwatch:
-    """What measures compute on `device`."""
+    """The stopwatch that measures compute time on `device`."""
     return CudaStopwatch(device) if device.type == "cuda" else WallClock()

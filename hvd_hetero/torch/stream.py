@@ -1,4 +1,4 @@
-"""Reading an `IterableDataset`: every rank reads all of it, and makes batches of its own samples alone."""
+"""Loads from an `IterableDataset`: every rank reads all of it, and makes batches of its own samples alone."""
 
 from __future__ import annotations
 
@@ -22,21 +22,22 @@ from .row import none_of
 from .whole import WHOLE
 
 TORCH = Generator(torch.default_generator.manual_seed, torch.get_rng_state, torch.set_rng_state)
-WRAPPED = operator.attrgetter("dataset")  # a user's, of what reads it
+WRAPPED = operator.attrgetter("dataset")  # the user's dataset, from the object that reads it
 
 
 class _Read(NamedTuple):
-    """A batch of this rank's samples, or what is to be known of one that is not used."""
+    """A batch of this rank's samples; without the batch itself if that is only passed over."""
 
     batch: Any
-    used: int  # samples of this rank: 0 where it has none, and the one in `batch` is another's
-    whole: int  # samples over all ranks; 0 where the stream has ended
-    content: int  # checksum
-    reader: int  # number of who read it
+    used: int  # samples of this rank; if 0, the one in `batch` is another rank's
+    whole: int  # samples over all ranks; 0 if the stream has ended
+    content: int  # checksum of samples that should be the same on all ranks
+    reader: int  # number of the loading process
 
 
 class _Reader:
-    """The stream as a `DataLoader` asks for it: the next global batch, for an order. Each loading process has one.
+    """Presents the stream to a `DataLoader` as a dataset: indexed with an `Order`, it gives the next global batch. Each
+    loading process has one.
 
     Args:
         size: samples of a global batch.
@@ -57,7 +58,7 @@ class _Reader:
         self._size, self._drop_last, self._collate, self._seed = size, drop_last, collate, seed
         self._run = -1
         self._stream: _Stream | None = None
-        self._told = False  # the content of this run's first batch
+        self._told = False  # whether the checksum of this iteration's first batch has been given
 
     def __getitem__(self, order: Order) -> _Read:
         if order.run < self._run:
@@ -80,16 +81,16 @@ class _Reader:
         return _Read(self._collate(mine or [first]), len(mine), whole, content, stream.reader)
 
     def leave(self, run: int) -> None:
-        """Closes the stream, where it was last read for this iteration: what it holds is not to wait for the next."""
+        """Closes the stream if iteration `run` was the last to read it, so that its resources are freed at once."""
         if run == self._run:
             self._stream = None
 
 
 class _Stream:
-    """One iteration over a stream, in one of those who read it, with random numbers of its own.
+    """One iteration over a stream in one loading process, with random numbers of its own.
 
     Args:
-        tells: the stream its epoch, if it asks.
+        tells: whether to call the dataset's `set_epoch`, if it has one.
     """
 
     def __init__(self, dataset: IterableDataset[Any], *, seed: int, epoch: int, tells: bool = False) -> None:
@@ -103,8 +104,8 @@ class _Stream:
             self._samples = iter(dataset)
 
     def take(self, places: Sequence[int], rank: int, *, looks: int = 0) -> tuple[list[Any], Any, int, int]:
-        """The next samples, as many as `places`, of which each says whose it is: this rank's, the first of all, the
-        number of all, and a checksum of the first `looks`."""
+        """Reads one sample for each of `places`, which are the ranks that the samples belong to. Returns the samples of
+        `rank`, the first sample of all, the number read, and a checksum of the first `looks` samples."""
         mine: list[Any] = []
         first, whole, content = None, 0, 0
         with self._draws():
@@ -119,8 +120,8 @@ class _Stream:
 
 
 def _seed_and_shard(pipe: Any, seed: int) -> None:
-    """What a `DataLoader` does for an `IterDataPipe`: all loading processes shuffle alike, and its `sharding_filter`
-    parts them."""
+    """Does for an `IterDataPipe` what a `DataLoader` does: makes all loading processes shuffle alike, and gives each
+    its part by the pipe's `sharding_filter`."""
     if not isinstance(pipe, IterDataPipe):
         return
     apply_random_seed(pipe, torch.Generator().manual_seed(seed))
@@ -145,7 +146,8 @@ class OwnSamples(IterableDataset[Any]):
 
 
 def _checksum(sample: Any, start: int) -> int:
-    """Of what has to be the same in a sample on all ranks."""
+    """Continues the checksum `start` over what has to be the same in a sample on all ranks: whole numbers themselves,
+    and of other tensors the shapes."""
     for leaf in pytree.tree_leaves(sample):
         if isinstance(leaf, torch.Tensor):
             whole = leaf.dtype in WHOLE and leaf.layout is torch.strided
@@ -163,13 +165,14 @@ class _Orders(Sampler[Order]):
 
 
 class StreamFeed:
-    """Loads from a stream.
+    """Loads this rank's part of each global batch from a stream.
 
-    Every loading process makes whole global batches of what it reads, in turns, as a `DataLoader`'s do; so its order is
-    as theirs, and ranks need as many of them.
+    Each loading process makes whole global batches of what it reads, and they take turns, as those of a `DataLoader`
+    do. So samples come in the same order as with a `DataLoader`, and all ranks need the same number of processes.
 
     Args:
-        arguments: of `DataLoader`, but for what says how samples become batches.
+        workers: loading processes; 0: this process loads itself.
+        arguments: of `DataLoader`, but for those that say how samples become batches.
     """
 
     def __init__(
@@ -196,7 +199,7 @@ class StreamFeed:
         )
 
     def batches(self) -> Iterator[Loaded]:
-        """Those of one iteration, until all readers are at the end of the stream."""
+        """The batches of one iteration, until all loading processes are at the end of their stream."""
         sampler = self.sampler
         if not sampler.begin():
             return
@@ -207,7 +210,7 @@ class StreamFeed:
             stack.callback(self._reader.leave, sampler.run)
             source = stack.enter_context(iterating(self.loader))
             while len(ended) < self._readers:
-                try:  # there is always another one: a StopIteration is of what samples are made with, an error
+                try:  # the loader never ends by itself: a StopIteration comes from the user's code, and is an error
                     read = next(source)
                 except Exception:
                     if not passes_over:

@@ -16,7 +16,8 @@ from hvd_hetero.optimizers.moments import RowSum
 
 
 def _check_whole(balancer: Balancer) -> None:
-    """Raises RuntimeError on all ranks where one may call a layer more often for a batch than another does."""
+    """Raises RuntimeError, on all ranks, if a rank may have several micro-batches, and so call a layer more often for a
+    batch than another rank."""
     if divided := balancer.terms.divided:
         caps = ", ".join(f"{balancer.terms.micro_caps[rank]} on rank {rank}" for rank in divided)
         raise RuntimeError(
@@ -87,7 +88,7 @@ class SyncBatchNorm(_BatchNorm):
             )
             engine.on_change(self._forget_ranks)
         x = input if input.dtype == torch.float64 else input.float()
-        from .normalised import normalised  # with torch's compiler, which takes as long as torch to be brought in
+        from .normalised import normalised  # here, as it imports torch's compiler, which takes as long as torch itself
 
         y, *moments = normalised(x, self.eps, self._rows)
         if self.track_running_stats:
@@ -108,13 +109,14 @@ class SyncBatchNorm(_BatchNorm):
             running.lerp_(value.to(running), share)
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state without what is this process's; a copy is a layer of its own to the other ranks."""
+        """The state without the engine's names and the balancer, which belong to this process. A copy is another layer
+        to the other ranks, with sums of its own."""
         return {**self.__dict__, "_rows": None, "_balancer": None}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SyncBatchNorm:
         twin = memo[id(self)] = type(self).__new__(type(self))
         twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
-        twin._balancer = self._balancer  # of the same training loop
+        twin._balancer = self._balancer  # a copy within the process is of the same training loop
         return twin
 
     @classmethod

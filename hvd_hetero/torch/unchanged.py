@@ -1,4 +1,4 @@
-"""Whether parameters change between the passes of a step that ranks make apart and its update: by nothing else."""
+"""Checks that nothing but its own update changes the parameters after the backward passes of a local step."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ FOREIGN = (
 
 
 class Unchanged:
-    """Holds parameters against what they were.
+    """Compares parameters with what they were, by PyTorch's counts of in-place writes.
 
     Args:
-        parameters: there may come more.
+        parameters: those to compare; the list may grow.
     """
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
@@ -28,15 +28,15 @@ class Unchanged:
         return sum(parameter._version for parameter in self._parameters)
 
     def keep(self) -> None:
-        """From here on they are to be what they are."""
+        """Notes the parameters as they are now, which `check` compares with."""
         self._versions = self._now()
 
     def release(self) -> None:
-        """From here on they may change."""
+        """Lets the parameters change from now on."""
         self._versions = None
 
     def check(self) -> None:
-        """Raises RuntimeError where they have changed; what follows may change them."""
+        """Raises RuntimeError if the parameters have changed since `keep`. From then on they may change."""
         if self._versions not in (None, self._now()):
             raise RuntimeError(FOREIGN)
         self.release()

@@ -1,4 +1,4 @@
-"""The whole numbers in a PyTorch dataset that can be told without loading samples."""
+"""Finds the whole numbers in a PyTorch dataset that can be read without loading samples, for a checksum."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ WHOLE = {
 
 
 def whole_numbers(dataset: Any) -> Iterator[Any]:
-    """Which samples a `Subset` has, as of `random_split`, and what a `TensorDataset` holds; none of other datasets, nor
-    of one that derives from these and holds something else. For `checksum`."""
+    """Yields the indices of a `Subset`, as `random_split` makes it, and the tensors of a `TensorDataset`, also within a
+    `ConcatDataset`, for `checksum`. Yields nothing for other datasets, nor for derived ones that hold something else.
+    """
     if isinstance(dataset, Subset):
         yield from _rows(getattr(dataset, "indices", ()))
         yield from whole_numbers(getattr(dataset, "dataset", None))
@@ -31,7 +32,8 @@ def whole_numbers(dataset: Any) -> Iterator[Any]:
 
 
 def _rows(values: Any) -> Iterator[Any]:
-    """Them, or of those on a device the rows that are looked at; no fractions, and no sparse or quantized tensors."""
+    """Yields `values`; of a tensor on a device only the rows that the checksum looks at; nothing for tensors that are
+    floating-point, sparse or quantized."""
     if not isinstance(values, torch.Tensor):
         yield values
     elif values.dtype in WHOLE and values.layout is torch.strided:

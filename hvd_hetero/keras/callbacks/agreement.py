@@ -208,7 +208,7 @@ def _is_numeric(value: Any) -> bool:
 
 
 def _weight(counts: Mapping[str, float], name: str) -> float:
-    """What a rank's metric counts: what it is a mean over, or what the loss is."""
+    """The weight of a rank's metric: the number that it is a mean over, or else that of the loss."""
     return counts.get(name, counts.get("loss", 1.0))
 
 
