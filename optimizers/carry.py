@@ -19,13 +19,13 @@ USUAL = 0.5  # of a usual weight, at least, for an array that takes with it what
 
 
 class Keeps(Protocol):
-    """What sums an array, and may keep something of it back for the next sum."""
+    """A reduction that may keep part of an array back (a codec's residual) for the next sum."""
 
     def release_into(self, array: Any) -> None:
-        """Adds what is kept back to `array`, and keeps it no longer."""
+        """Adds the residual to `array`, and clears it."""
 
     def kept_into(self, array: Any) -> None:
-        """Adds what is kept back to `array`, and keeps it."""
+        """Adds the residual to `array`, and keeps it as well."""
 
 
 class Carry:
@@ -99,7 +99,7 @@ class Carry:
         return found
 
     def release(self, likes: Sequence[Any]) -> list[Any]:
-        """What `kept_back` returns, which is kept no longer."""
+        """Returns what `kept_back` does, and clears it."""
         found = self.kept_back(likes)
         for like, route in zip(likes, self._routes, strict=True):
             route.release_into(verbs_of(like).zeros([len(like)], like))
@@ -113,7 +113,7 @@ class Carry:
                 self._given[index] = self._given[index] + array if index in self._given else array
 
     def state_dict(self) -> dict[str, Any]:
-        """What waits, and what arrays weigh."""
+        """The residuals that wait for an array to travel with, and the weights that arrays have had."""
         return {"last": self._last, "usual": self._usual, "waits": dict(self._waits), "given": dict(self._given)}
 
     def load_state_dict(self, state: Mapping[str, Any], likes: Sequence[Any]) -> None:

@@ -35,7 +35,7 @@ class Reduction(Protocol):
 
 
 class KeepsNothing:
-    """What a reduction does at the end of a step when it sends everything."""
+    """The end of a step for reductions that send everything, and so have no residual."""
 
     def end_step(self, counts: bool) -> None:
         pass

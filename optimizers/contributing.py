@@ -81,7 +81,7 @@ class Contributing:
 
     @property
     def steps(self) -> int:
-        """How many are in what is being sent."""
+        """The number of local steps in the contribution that is being sent."""
         return self._sending.work.steps
 
     @property

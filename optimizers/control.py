@@ -80,7 +80,7 @@ class Look:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What all ranks said: index i is rank i."""
+    """The sum of all ranks' control vectors, taken apart; where there is a value for each rank, index i is rank i."""
 
     count: float
     compute_s: tuple[float, ...]
@@ -166,7 +166,7 @@ def pack(
 
 
 def _rows(total: Sequence[float], *, ranks: int) -> Slots:
-    """What each rank said of itself, of a sum of control vectors."""
+    """The slots of a sum of control vectors, with a row of all ranks for each."""
     return Slots(*(list(total[1 + row * ranks : 1 + (row + 1) * ranks]) for row in range(PER_RANK)))
 
 
@@ -176,12 +176,12 @@ def _flagged(flags: Sequence[float], flag: int) -> tuple[int, ...]:
 
 
 def failed_in(total: Sequence[float], *, ranks: int) -> tuple[int, ...]:
-    """Who has failed, of a sum of control vectors."""
+    """The ranks that have failed, according to a sum of control vectors."""
     return tuple(rank for rank, value in enumerate(_rows(total, ranks=ranks).failed) if value > 0)
 
 
 def unpack(total: Sequence[float], *, ranks: int) -> Report:
-    """What all ranks said, out of the sum of their vectors."""
+    """Takes the sum of all ranks' control vectors apart."""
     rows, at = _rows(total, ranks=ranks), 1 + PER_RANK * ranks
     announcement = None
     if total[at] > 0:

@@ -8,33 +8,33 @@ from .attachment import PeerError
 
 
 class Flag:
-    """What a rank says of itself in each exchange, and the first ranks that all ranks have heard it of."""
+    """A flag that a rank may raise in its control vector, and the first ranks that all ranks know to have raised it."""
 
     def __init__(self) -> None:
         self.said = False
         self.forget()
 
     def forget(self) -> None:
-        """Forgets what was heard."""
+        """Forgets which ranks have raised it."""
         self._ranks: tuple[int, ...] = ()
         self._from_step = 0
 
     def hear(self, ranks: tuple[int, ...], step: int) -> None:
-        """Takes in that `ranks` said it, which all ranks have heard by batch `step`."""
+        """Notes that `ranks` have raised it, which all ranks know by batch `step`."""
         if ranks and not self._ranks:
             self._ranks, self._from_step = ranks, step
 
     def heard_by_all(self) -> None:
-        """Says that all ranks have heard what this one has: they have come together."""
+        """Notes that all ranks know by now what this one does, as they have synchronised."""
         self._from_step = 0
 
     def by(self, step: int) -> tuple[int, ...]:
-        """The ranks of which all have heard it by batch `step`."""
+        """The ranks that have raised it, if all ranks know that by batch `step`; none otherwise."""
         return self._ranks if step >= self._from_step else ()
 
 
 class Departure:
-    """What this rank says of its own end in each exchange, and what it has heard of others'."""
+    """Whether this rank fails, leaves or wants training to stop, as its control vectors say, and which others do."""
 
     def __init__(self) -> None:
         self.leaving = Flag()  # ranks that were told to end; they still are among other ranks than before
@@ -42,7 +42,7 @@ class Departure:
         self.restart()
 
     def restart(self) -> None:
-        """Forgets who was to leave: the ranks are others now."""
+        """Forgets which ranks were to leave, after an elastic reset."""
         self.failed = False
         self.error: Exception | None = None  # what the next exchange raises on this rank
         self.final = False  # this rank or another has failed, and this one is out of step with the others

@@ -27,7 +27,7 @@ class Dependents:
 
     @property
     def named(self) -> dict[str, Any]:
-        """Those that live, by their kinds and numbers."""
+        """The objects that are still alive, by type and number."""
         living = {number: each() for number, each in self._all.items()}
         return {f"{type(one).__name__}.{number}": one for number, one in living.items() if one is not None}
 

@@ -18,7 +18,7 @@ from .timesheet import Timesheet
 
 
 class Place(Protocol):
-    """Where a rank is in the order of global batches."""
+    """The position of a rank in the sequence of global batches."""
 
     step: int
     """Index of the global batch begun last."""

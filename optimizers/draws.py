@@ -15,7 +15,7 @@ _one_at_a_time = threading.Lock()  # has the process's generators
 
 
 def _renew() -> None:
-    """In a forked process, where whoever holds it is not."""
+    """Makes the lock anew in a forked process, where the thread that may hold it does not exist."""
     global _one_at_a_time
     _one_at_a_time = threading.Lock()
 
@@ -24,7 +24,7 @@ os.register_at_fork(after_in_child=_renew)
 
 
 class Generator(NamedTuple):
-    """What draws from one state for the whole process."""
+    """A random number generator with one state for the whole process."""
 
     seed: Callable[[int], Any]
     get_state: Callable[[], Any]

@@ -20,7 +20,7 @@ class EqualWeights(Balancer):
 
     @property
     def batch(self) -> None:
-        """None: ranks count their own passes, and one that joins begins anew."""
+        """None, as there is no numbering of batches that is the same on all ranks."""
         return None
 
     def rebuild(self) -> None:

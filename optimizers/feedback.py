@@ -81,7 +81,7 @@ class Gathered(Feedback):
 
     @property
     def _codec(self) -> BlockCodec:
-        """That of this step."""
+        """The codec of this step: the gentler one during the warm-up."""
         return self._first if self._step < self._warmup_steps else self._later
 
     def steps(self, engine: Engine, array: Any, *, name: str) -> Steps:

@@ -67,7 +67,7 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class Merge:
-    """What a merge brought."""
+    """The result of a merge on one rank."""
 
     total: list[float]  # the control vectors, summed over ranks
     square: float  # squared norm of what moved the model, before an outer optimizer
@@ -140,7 +140,7 @@ class Fragment:
 
     @property
     def merges(self) -> int:
-        """How many merges have come."""
+        """The number of merges that have been applied."""
         return self.sends - len(self._pending)
 
     @property
@@ -150,7 +150,7 @@ class Fragment:
 
     @property
     def most_missed(self) -> int:
-        """How many merges in a row a rank may miss."""
+        """The number of merges in a row that a rank may miss."""
         return len(self.lanes) - 1
 
     def begin(self) -> None:

@@ -48,7 +48,7 @@ class Horizon:
 
     @contextlib.contextmanager
     def heard(self) -> Iterator[None]:
-        """Within it, a plan may come in; after it, dealing goes on."""
+        """A context in which the answer, perhaps a new plan, is taken in; dealing goes on after the last answer."""
         with self._changed:
             try:
                 yield

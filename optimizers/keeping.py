@@ -71,7 +71,7 @@ class Keeping:
         self._take_in(kind)
 
     def drop(self, kind: str) -> None:
-        """Forgets a group, and what it keeps."""
+        """Removes a group with its residuals."""
         self._groups.pop(kind, None)
         self._new.pop(kind, None)
 

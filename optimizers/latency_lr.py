@@ -169,7 +169,7 @@ class LatencyLR:
         return float(factor)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the ramp is, and what it rests on, as plain numbers."""
+        """The position of the ramp and the batch sizes and noise scale that it depends on, as plain numbers."""
         return {
             "base_batch_size": self.base_batch_size,
             "global_batch_size": self._declared,

@@ -39,7 +39,7 @@ class RoundLengths:
 
     @property
     def longest(self) -> int:
-        """That of the fastest rank."""
+        """The round length of the fastest rank, in local steps."""
         return self._guard.steps
 
     def watch(

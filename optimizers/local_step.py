@@ -40,7 +40,7 @@ class ParameterStore(Store, Protocol):
         """Whether parameters are of a type in which the part of an update may be none."""
 
     def shapes(self, index: int) -> list[tuple[int, ...]]:
-        """Those of the parameters in fragment `index`, in its order."""
+        """The shapes of the parameters in fragment `index`, in its order."""
 
     def empty(self, index: int, tail: int) -> Any:
         """An array of zeros as long as fragment `index` and `tail` more."""

@@ -19,7 +19,7 @@ PART = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Said:
-    """What all ranks said: of what is by rank, index i is rank i."""
+    """The sum of all ranks' vectors, taken apart; in lists, index i is rank i."""
 
     sums: tuple[float, float, float]  # of weights, of reaches, and of `Contribution.spread`
     finishing: int  # ranks that are
@@ -55,7 +55,7 @@ def pack(
 
 
 def unpack(total: Sequence[float], *, ranks: int) -> Said:
-    """What all ranks said, out of the sum of their vectors."""
+    """Takes the sum of all ranks' vectors apart."""
     rows = [list(total[HEAD + row * ranks : HEAD + (row + 1) * ranks]) for row in range(ROWS)]
     return Said(
         sums=(total[WEIGHT], total[REACH], total[SPREAD]),
@@ -68,5 +68,5 @@ def unpack(total: Sequence[float], *, ranks: int) -> Said:
 
 
 def scale(total: Sequence[float]) -> float:
-    """What turns the sum of weighted deltas into the merged one."""
+    """The factor that makes the merged delta of the sum of weighted deltas."""
     return factor(total[WEIGHT : REACH + 1])

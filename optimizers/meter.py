@@ -214,7 +214,7 @@ class ComputeMeter:
         return Taken(self._stopwatch, segments)
 
     def forget(self) -> None:
-        """Forgets what was done and not taken."""
+        """Discards the segments that no `take` has returned."""
         self.take()
         self._pieces.clear()
         self._computing_s = self._waiting_s = self._loading_s = self._aside_s = 0.0
@@ -265,7 +265,7 @@ class Pace:
 
     @property
     def last_s(self) -> float | None:
-        """Of the step before the present one; None where there is none."""
+        """The duration of the step before the present one, in seconds; None if there is none."""
         return self._step_s[-1] if self._step_s else None
 
     @property

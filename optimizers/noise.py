@@ -55,7 +55,7 @@ class NoiseMeter:
         self._terms, self._batches = all_terms, batches
 
     def forget(self) -> None:
-        """Forgets a step that did not count."""
+        """Discards what was noted of a step that does not count."""
         self._buckets, self._next, self._terms = {}, None, 0.0
 
     def outgoing(self) -> Norms:

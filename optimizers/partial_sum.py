@@ -49,16 +49,16 @@ class PartialSums:
         return self._weighing.begun
 
     def follow(self, weighing: Begun) -> None:
-        """Says who counts the batches from here on."""
+        """Lets `weighing` count the batches from here on."""
         weighing.begun, self._weighing = self.begun, weighing
 
     def put(self, kind: str, adder: Adder) -> None:
-        """Says what adds up gradients of a kind."""
+        """Registers the object that adds up gradients of a kind, and gives it the sums that wait for it."""
         self._adders[kind] = adder
         adder.load_sums(self._waiting.pop(kind, None))
 
     def drop(self, kind: str) -> None:
-        """Forgets an adder, and what it has added up."""
+        """Removes an adder with its sums."""
         self._adders.pop(kind, None)
 
     def state_dict(self) -> dict[str, Any]:

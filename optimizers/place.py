@@ -1,4 +1,4 @@
-"""Where what keeps something over checkpoints and changes of the ranks finds what was kept: its place."""
+"""Stable names (places) by which objects find their state again after a checkpoint or an elastic reset."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 
 class Stateful(Protocol):
-    """What has a state over checkpoints."""
+    """An object whose state is part of a checkpoint."""
 
     def state_dict(self) -> Any: ...
 
@@ -29,7 +29,7 @@ class Place:
 
     @property
     def name(self) -> str:
-        """As it is now; the same on all ranks."""
+        """The place's present name, which is the same on all ranks."""
         return self._name()
 
 
@@ -51,12 +51,13 @@ class Places(Generic[T]):
 
     @property
     def named(self) -> dict[str, T]:
-        """All of them, by the names of their places."""
+        """All objects by the names of their places, also those that nobody has taken yet."""
         taken = {f"{kind} {index}": one for kind, ones in self._taken.items() for index, one in enumerate(ones) if one}
         return {**taken, **self._waiting}
 
     def take(self, kind: str, place: int | None = None) -> T:
-        """The one in a place of this kind, or in the first that is nobody's."""
+        """Takes the object in a place of this kind (default: the first that is free); a new one if none waits there.
+        """
         taken = self._taken.setdefault(kind, [])
         if place is None:
             place = next((index for index, one in enumerate(taken) if one is None), len(taken))
@@ -65,7 +66,7 @@ class Places(Generic[T]):
         return mine
 
     def place_of(self, one: T) -> tuple[str, int]:
-        """Its kind, and its place among those of this kind."""
+        """The kind of an object, and its index among those of this kind."""
         return next((kind, taken.index(one)) for kind, taken in self._taken.items() if one in taken)
 
     def succeed(self, one: T, before: T) -> None:

@@ -100,7 +100,7 @@ class Planner:
 
     @property
     def selection(self) -> Selection | None:
-        """Of the strategy, where it is left to us."""
+        """What chooses between strategies; None unless the user asked for "auto"."""
         return self._selection
 
     @selection.setter

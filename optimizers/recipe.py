@@ -68,7 +68,7 @@ class Recipe:
 
     @property
     def gentle_steps(self) -> int:
-        """How many steps lose less first, and take longer."""
+        """The number of first steps in which the codec loses less, and takes longer."""
         return self.warmup_steps if self.name in ("int4", "topk", "powersgd") else 0
 
     @property

@@ -201,7 +201,7 @@ class Rounds:
 
     @property
     def _missed(self) -> int:
-        """How many merges this rank will miss after the one that it contributes to."""
+        """The number of merges that this rank will miss after the one that it contributes to."""
         return 0 if self._finishing else self.lengths.intervals[self.rank] - 1
 
     @property

@@ -37,7 +37,7 @@ class Route:
 
     @property
     def _nodes(self) -> list[list[int]]:
-        """Who sums what of the array, and with whom, with what each keeps of it."""
+        """The ranks of each node, which decide which part of an array a rank sums, and so what its residuals are of."""
         return [] if self.algorithm == "flat" else [list(node) for node in self.levels.ranks]
 
     @property
@@ -79,7 +79,7 @@ class Route:
         self.load_state_dict(state)
 
     def state_dict(self) -> dict[str, Any]:
-        """What both levels keep."""
+        """The residuals of both levels, and what they belong to."""
         return {
             "title": self.title,
             "nodes": self._nodes,
@@ -98,7 +98,7 @@ class Route:
 
 
 class Candidate(NamedTuple):
-    """What may be the way of a bucket: an algorithm, and codecs between nodes and within them."""
+    """A route that a bucket may take: an algorithm, and codecs between nodes and within them."""
 
     algorithm: str
     cross: Recipe
@@ -106,7 +106,7 @@ class Candidate(NamedTuple):
 
     @property
     def title(self) -> str:
-        """The same on all ranks."""
+        """The candidate in words, the same on all ranks."""
         return f"{self.algorithm}, {self.cross}{f', {self.local} within' if self._has_local else ''}"
 
     @property
@@ -114,6 +114,6 @@ class Candidate(NamedTuple):
         return not (self.local.exact or self.algorithm == "flat")
 
     def route(self, levels: Levels, shapes: Sequence[Shape]) -> Route:
-        """That of a bucket made of tensors of these shapes."""
+        """Makes the route for a bucket of tensors of these shapes."""
         local = self.local.reduction(shapes) if self._has_local else None
         return Route(levels, self.algorithm, cross=self.cross.reduction(shapes), local=local)

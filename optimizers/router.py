@@ -62,7 +62,7 @@ class Router:
         return min(lines, key=lambda line: line.time_s(LARGE_BYTES))
 
     def _candidates(self, lossy: bool) -> list[Candidate]:
-        """What may sum a bucket; `lossy`: through the codecs."""
+        """The candidates for a bucket; `lossy`: those that go through a codec."""
         local = self._wire.local if lossy else EXACT
         return [
             Candidate(algorithm, recipe, local)
@@ -113,7 +113,7 @@ class Router:
         )
 
     def _algorithms(self, local: Recipe) -> list[str]:
-        """Those that this topology allows, "flat" first."""
+        """The algorithms that this topology allows, "flat" first."""
         levels = self._levels
         if levels.nodes == 1 or self._algorithm == "flat":
             return ["flat"]
@@ -124,7 +124,7 @@ class Router:
         return ["flat", *(["rails"] if levels.rails > 1 else []), *(["scatter"] if scatters else []), "leader"]
 
     def _time(self, like: Any, candidate: Candidate) -> Link:
-        """What this route takes for several sizes, the same on all ranks."""
+        """The time that this route takes by size, measured once; the same on all ranks."""
         key = (candidate.title, str(like.dtype))
         if key not in self._timed:
             begin = self._clock()
@@ -230,7 +230,7 @@ class Trial:
             array += self._moved
 
     def state_dict(self) -> dict[str, Any]:
-        """What the route in use keeps, and how far the trial is."""
+        """The residuals of the route in use, and the state of the trial."""
         trial = {
             "titles": self._titles, "step": self._step, "chosen": self._chosen, "times": self._times.tolist(),
             **({} if self._moved is None else {"moved": self._moved}),

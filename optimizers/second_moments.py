@@ -23,7 +23,7 @@ class Moments(NamedTuple):
 
 
 class _Known(NamedTuple):
-    """What a second moment was after so many updates."""
+    """A second moment as it was after `steps` updates."""
 
     second: Any
     before: Any

@@ -64,7 +64,7 @@ class Selection:
             self._exchange_s.append(max(0.0, step_s - max(busy_s)))
 
     def state_dict(self) -> list[float]:
-        """What exchanges took."""
+        """The times of past exchanges, in seconds."""
         return list(self._exchange_s)
 
     def load_state_dict(self, exchange_s: Sequence[float], *, since: int | None = None) -> None:

@@ -17,7 +17,7 @@ ENOUGH_STOPS = 4.0  # to give a rank another share for them: two may be chance
 
 
 class Steadiness:
-    """What is known of the stops of so many ranks; the same on all of them."""
+    """Statistics of how often and how long each rank stalls; the same on all ranks."""
 
     def __init__(self, size: int) -> None:
         self._ran: np.ndarray = np.zeros((size, len(Ran._fields)))
@@ -30,7 +30,7 @@ class Steadiness:
         self._ran = self._ran * fading + np.asarray(ran)
 
     def state_dict(self) -> dict[str, Any]:
-        """What was heard, as plain numbers."""
+        """The statistics, as plain numbers."""
         return {"heard": self._heard, "ran": self._ran.tolist()}
 
     def load_state_dict(self, state: Mapping[str, Any], places: Sequence[int | None]) -> None:
@@ -46,7 +46,7 @@ class Steadiness:
 
     @property
     def unsteady(self) -> int:
-        """How many ranks stop at times."""
+        """The number of ranks that stall at times."""
         return sum(estimate(ran, least_stops=LEAST_STOPS).stalled > 0.0 for ran in self._lately)
 
     def jitters(self, models: Sequence[SpeedModel], windows: Sequence[Sequence[Observation]]) -> list[Jitter]:

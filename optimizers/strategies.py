@@ -9,7 +9,7 @@ from .place import Place
 
 
 class Strategy(Protocol):
-    """One optimizer's, as long as the ranks are these."""
+    """The local strategy of one optimizer; it lives until an elastic reset."""
 
     def fits(self, state: Mapping[str, Any]) -> bool:
         """Whether a state is one of the same parameters."""
@@ -19,7 +19,7 @@ class Strategy(Protocol):
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
     def restart(self) -> None:
-        """Keeps nothing."""
+        """Begins anew, without state."""
 
 
 class Strategies:

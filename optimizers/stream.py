@@ -162,6 +162,6 @@ class StreamSampler:
 
     @property
     def _order(self) -> dict[str, int]:
-        """What the order of an epoch depends on, besides the stream."""
+        """The settings that, beside the stream, decide the order of an epoch."""
         size = self.balancer.global_batch_size
         return {"seed": self.seed, "global_batch_size": size, "num_workers": self._workers}

@@ -13,7 +13,7 @@ from .meter import ComputeMeter, Moment
 
 
 class Supplied(NamedTuple):
-    """How a rank got the samples of what it has done."""
+    """How long a rank waited for the samples of one step, and how fast they came."""
 
     waited_s: float
     own_s: float  # of these, in which it loaded them itself
@@ -41,7 +41,7 @@ class Supply:
         self.restart()
 
     def restart(self) -> None:
-        """Forgets what was waited for."""
+        """Forgets the waits so far."""
         self._waited_s = self._own_s = 0.0
         self._trains = False  # whether a batch has begun since
         self._ended_s: float | None = None  # when what was done last ended, of the present iteration
@@ -86,7 +86,7 @@ class Supply:
         self._waited_s += self._meter.begin_at(at)
 
     def end(self) -> Supplied:
-        """Of what was done since the last call."""
+        """Returns the waits and the pace since the last call, and begins anew."""
         now_s, before_s = self._clock(), self._ended_s
         supplied = Supplied(
             self._waited_s, self._own_s, None if before_s is None else now_s - before_s,

@@ -17,7 +17,7 @@ from .supply import Supplied, Supply
 
 
 class Entry(NamedTuple):
-    """What was done since the last exchange."""
+    """The samples and times of one rank since the last exchange."""
 
     samples: int
     data_s: float  # waited for data
@@ -27,7 +27,7 @@ class Entry(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """What was done, before it is known how long it took."""
+    """A step that has ended, whose times are not yet known."""
 
     taken: Taken
     samples: int
@@ -73,7 +73,7 @@ class Timesheet:
         self.restart()
 
     def restart(self) -> None:
-        """Forgets what was done: it was for other ranks."""
+        """Forgets the steps so far, after an elastic reset."""
         self.read()
         self._meter.forget()
         self._pace = Pace(self._clock)

@@ -83,7 +83,7 @@ class Ways:
 
     @property
     def gentle_steps(self) -> int:
-        """How many steps a codec may lose less first, and take longer."""
+        """The number of first steps in which some codec loses less, and takes longer."""
         return max(recipe.gentle_steps for recipe in self._wire.recipes)
 
     def time_anew(self) -> None:

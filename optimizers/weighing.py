@@ -147,7 +147,7 @@ class Weighing:
 
     @property
     def gain(self) -> float:
-        """What the mean over all terms is multiplied by."""
+        """The factor by which the mean over all loss terms is multiplied."""
         return self.scale * self.batches
 
     @property
@@ -281,5 +281,5 @@ class Weighing:
 
     @property
     def at(self) -> int:
-        """Its place among those of its kind, also once the ranks are others."""
+        """The index of this weighing among those of its kind, which outlives an elastic reset."""
         return self._keepers.place_of(self.keeping)[1]

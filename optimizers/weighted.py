@@ -22,7 +22,7 @@ from .carry import Carry
 
 
 class Way(Protocol):
-    """How a bucket is summed: a `Route`, or several to choose from."""
+    """The reduction of a bucket: a `Route`, or a `Trial` of several."""
 
     @property
     def is_plain(self) -> bool:
@@ -176,7 +176,7 @@ class WeightedExchange:
         return fits
 
     def state_dict(self) -> dict[str, Any]:
-        """What this rank's routes keep."""
+        """The residuals of this rank's routes, with their lengths and weights."""
         return {
             "lengths": self._lengths,
             "routes": [route.state_dict() for route in self._routes],

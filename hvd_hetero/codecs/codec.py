@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 
 class Codec(Protocol):
-    """What an exchange asks of a codec whose wire form can be summed."""
+    """A codec whose encoded arrays can be summed by an all-reduce."""
 
     def encode(self, array: Any) -> tuple[Any, Any]:
         """The wire form of `array`, and the context that `decode` needs. The wire form is contiguous."""

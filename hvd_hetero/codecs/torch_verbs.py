@@ -24,7 +24,7 @@ SAFETY = 1.5
 
 
 class TorchVerbs:
-    """For torch tensors, on any device."""
+    """The operations that codecs need, for torch tensors on any device."""
 
     def zeros(self, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
         return torch.zeros(tuple(shape), dtype=like.dtype, device=like.device)

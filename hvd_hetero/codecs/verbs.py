@@ -29,7 +29,7 @@ def exponent_of(largest: float) -> int:
 
 
 class Verbs(Protocol):
-    """What a codec asks of an array library."""
+    """The array operations that codecs need, of any array library."""
 
     def zeros(self, shape: Sequence[int], like: Any) -> Any:
         """Zeros of the type and on the device of `like`."""
@@ -87,7 +87,7 @@ class Verbs(Protocol):
         """int16 with the bits of the nearest bfloat16 (ties to even), NaN kept."""
 
     def from_brain_bits(self, bits: Any, like: Any) -> Any:
-        """What `brain_bits` stands for, in the type of `like`."""
+        """The values that bf16 bits from `brain_bits` stand for, in the type of `like`."""
 
     def as_bytes(self, array: Any) -> Any:
         """The bytes of an array of rows: uint8 of shape [rows, bytes of a row]."""
@@ -127,7 +127,7 @@ class Verbs(Protocol):
 
 
 class NumpyVerbs:
-    """For numpy arrays."""
+    """The operations that codecs need, for numpy arrays."""
 
     def zeros(self, shape: Sequence[int], like: np.ndarray) -> np.ndarray:
         return np.zeros(tuple(shape), dtype=like.dtype)

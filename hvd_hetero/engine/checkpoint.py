@@ -21,7 +21,7 @@ from .stderr import tell
 
 
 class State(Protocol):
-    """What a job keeps, as an elastic one does."""
+    """The state of a job, as `hvd.elastic` has it, and what a checkpoint needs of it."""
 
     at_end: Callable[[], object] | None
     """Saves a checkpoint, where all ranks of an elastic job leave at a commit."""
@@ -48,10 +48,10 @@ class State(Protocol):
         """Comes to what all ranks share. A collective call."""
 
     def shared_content(self) -> bytes:
-        """What is the same on all ranks."""
+        """The part of the state that is the same on all ranks, as bytes."""
 
     def own_content(self) -> bytes:
-        """What is this rank's own."""
+        """The part of the state that is this rank's own, as bytes."""
 
     def load_shared_content(self, content: bytes) -> None:
         """Goes on from what `shared_content` returned."""

@@ -115,7 +115,7 @@ def _flush(folder: Path) -> None:
 
 
 def _problem(path: Path) -> str | None:
-    """What is wrong with a file; None for a whole checkpoint."""
+    """Says why a file is no whole checkpoint; None if it is one."""
     with open(path, "rb") as file:
         try:
             head = json.loads(file.readline(LONGEST_LINE))

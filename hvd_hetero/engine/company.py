@@ -45,7 +45,7 @@ class Company:
         return sorted(others, key=lambda peer: peer.rank < mine)
 
     def _asked(self, ask_one: Callable[[Peer], T], ranks: Sequence[int]) -> list[T]:
-        """What each of these ranks' processes answers; they are asked side by side."""
+        """Asks the processes of these ranks, side by side, and returns their answers."""
         peers = self._others(ranks)
         try:
             with ThreadPoolExecutor(max(1, min(16, len(peers)))) as pool:

@@ -108,7 +108,7 @@ def fused_bytes() -> int:
 
 
 def _leading_number(text: str | None, default: int) -> int:
-    """What C's strtol makes of a variable."""
+    """The number that C's strtol reads at the beginning of a variable."""
     if text is None:
         return default
     found = re.match(r"\s*([+-]?\d+)", text)
@@ -200,7 +200,7 @@ def started() -> tuple[str, int] | None:
 
 
 def started_otherwise() -> tuple[str, int] | None:
-    """The same of starters that Horovod does not ask: torchrun, and Slurm."""
+    """The variable by which torchrun or Slurm says how many processes it started, and their number; None for one."""
     return _told_of_several(*(["WORLD_SIZE"] if "TORCHELASTIC_RUN_ID" in os.environ else []), "SLURM_STEP_NUM_TASKS")
 
 

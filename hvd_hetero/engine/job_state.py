@@ -68,7 +68,7 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
     # What a face says -----------------------------------------------------------------------------------------------
 
     def _part(self, value: Any) -> Any:
-        """What keeps the state of a value, itself if it does so; None for a plain value."""
+        """The object with the state of a value, which is itself if it has a `state_dict`; None for a plain one."""
         return value if has_state(value) else None
 
     def _balancer_of(self, part: Any) -> Any:
@@ -175,7 +175,7 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
         self._keep()
 
     def on_reset(self) -> None:
-        """What the job was made of has been rebuilt on other ranks."""
+        """Notes that balancers, optimizers and loaders have been rebuilt on other ranks."""
         super().on_reset()
         self._rebuilt = True
 

@@ -118,7 +118,7 @@ class LocalEngine:
                 time.sleep(0.001)
 
     def rebuild(self) -> None:
-        """What an elastic job does when its ranks have changed."""
+        """Does what an elastic reset does in a job of processes."""
         self._forgets.call()
         self._named = itertools.count(1)
         self._remembered.call()
@@ -178,7 +178,7 @@ class World:
         self._groups: dict[tuple[int, ...], Group] = {}
 
     def subgroup(self, ranks: tuple[int, ...]) -> Group:
-        """What the threads of these global ranks share."""
+        """The group that the threads of these global ranks share."""
         with self._lock:
             return self._groups.setdefault(ranks, Group(len(ranks), self))
 

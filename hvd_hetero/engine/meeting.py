@@ -20,7 +20,7 @@ _REDUCE: dict[str, Any] = {"sum": np.add, "min": np.minimum, "max": np.maximum}
 
 @dataclass(eq=False)
 class Call:
-    """One named collective: what each rank brought, and what each gets."""
+    """One collective operation under way, with the arrays of the ranks that have called it, and their results."""
 
     size: int
     arrays: dict[int, np.ndarray] = field(default_factory=dict)
@@ -31,7 +31,7 @@ class Call:
 
 
 class Group:
-    """What the threads of one group share."""
+    """A group of ranks that are threads, and the collective operations between them."""
 
     def __init__(self, size: int, world: World | None) -> None:
         self.size, self.world = size, world

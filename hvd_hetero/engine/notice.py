@@ -126,7 +126,7 @@ class Notice:
             os._exit(LEFT)
 
     def hear(self) -> None:
-        """What the signal does."""
+        """Handles the signal."""
         self.told = True
         if (heard := self._heard()) is not None:
             heard()

@@ -44,7 +44,7 @@ class SilentError(ConnectionError):
 
 @dataclass(frozen=True, kw_only=True)
 class Peer:
-    """Where the process of a rank can be asked, and which one it is."""
+    """Address and identity of a rank's process, which answers questions there."""
 
     rank: int
     host: str  # for people
@@ -64,7 +64,7 @@ class Peer:
 
     @classmethod
     def from_text(cls, text: str) -> Peer:
-        """What `to_text` wrote."""
+        """Reads what `to_text` wrote."""
         return cls(**json.loads(text))
 
     @property
@@ -161,7 +161,7 @@ class Ear:
                 background.begin(answer_it, name="hvd_hetero.answer")
 
             def handle_error(self, request: Any, client_address: Any) -> None:
-                """Whoever asked wrongly, or went away, has no answer."""
+                """Drops a connection that asked wrongly, or went away."""
 
             def get_request(self) -> Any:
                 try:
@@ -188,7 +188,7 @@ class Ear:
             self._server.socket.shutdown(socket.SHUT_RDWR)
 
     def peer(self, rank: int) -> Peer:
-        """Where this process can be asked, as `rank`."""
+        """This process's address and identity, as those of `rank`."""
         host, identity = host_identity()
         return Peer(
             rank=rank, host=host, identity=identity, address=_address(), port=self._server.server_address[1],

@@ -264,7 +264,7 @@ class Chain:
         return self._current is None
 
     def wait(self) -> Any:
-        """What the last collective led to. Raises what any of them raised."""
+        """Returns the result of the last collective. Raises what any of them raised."""
         while self._current is not None:
             self._forward(self._current)
         return self._result

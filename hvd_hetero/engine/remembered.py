@@ -33,7 +33,7 @@ class Remembered:
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """Within all the context managers that the methods return."""
+        """A context within all the context managers that the methods return."""
         with contextlib.ExitStack() as stack:
             for method in self._living():
                 stack.enter_context(method())

@@ -43,7 +43,7 @@ Pair = tuple[int, int]
 
 @dataclass
 class _Seen:
-    """What was measured on one link."""
+    """The measurements of one link."""
 
     sizes_bytes: list[int]
     seconds: list[float]
@@ -70,7 +70,7 @@ class Timer:
 
     @functools.cached_property
     def _noise(self) -> np.ndarray:
-        """What is sent: nothing between two ranks can compress it."""
+        """Random bytes to send, which nothing between two ranks can compress."""
         return np.random.default_rng(0).integers(0, 256, LARGEST_BYTES, dtype=np.uint8)
 
     def elapsed_s(self) -> float:

@@ -67,7 +67,7 @@ class Waits:
         return min(wait.began for wait in waits) if waits else self._outside
 
     def forget(self) -> None:
-        """What was under way is of other ranks."""
+        """Forgets the waits of the ranks before an elastic reset."""
         self._submitted.clear()
         self._times = {}
         self.step_s.clear()

@@ -58,7 +58,7 @@ def _rate(link: Link) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """What sums a bucket, and why."""
+    """The algorithm that sums a bucket, and why it was chosen."""
 
     route: str
     predicted_s: float

@@ -53,7 +53,7 @@ class Forecast:
 
     @property
     def samples_per_s(self) -> float:
-        """Of all ranks together."""
+        """Samples per second of all ranks together."""
         return self.prediction.samples_per_s
 
     @property
@@ -63,7 +63,7 @@ class Forecast:
 
 
 def counts(most: int) -> list[int]:
-    """Of how many ranks less a forecast is made, at most so many."""
+    """The numbers of ranks to leave out for which a forecast is made, `most` at most."""
     found: list[int] = []
     while not found or found[-1] < most:
         last = found[-1] if found else 0

@@ -41,7 +41,7 @@ class Rung(IntEnum):
 
     @property
     def title(self) -> str:
-        """In words."""
+        """The rung in words."""
         return self.name.lower().replace("_", " ")
 
 
@@ -69,7 +69,7 @@ def rungs(shares: Sequence[int], intervals: Sequence[int]) -> tuple[Rung, ...]:
 
 
 def moves(before: Sequence[Rung], after: Sequence[Rung], reason: str) -> tuple[Move, ...]:
-    """Who has gone from one rung to another."""
+    """The ranks that have moved from one rung to another, and why."""
     return tuple(
         Move(rank=rank, before=old, after=new, reason=reason)
         for rank, (old, new) in enumerate(zip(before, after, strict=True)) if old != new

@@ -152,7 +152,7 @@ class NoiseScale:
             raise ValueError(f"smoothing: expected 0 or more, and less than 1. Received: {self.smoothing}.")
 
     def seen(self, noise: float, signal: float) -> NoiseScale:
-        """With one more pair of estimates."""
+        """The smoothed estimates with one more pair taken in."""
         old, new = self.smoothing, 1.0 - self.smoothing
         return replace(
             self,

@@ -98,7 +98,7 @@ class SpeedModel:
         return max(self.compute_s(samples, micro_batch), samples * self.loading_s)
 
     def compute_s(self, samples: int, micro_batch: int | None = None) -> float:
-        """Of these the seconds of computing, for 1 sample or more."""
+        """The seconds that computing 1 sample or more takes, without loading them."""
         return passes_of(samples, micro_batch) * self.overhead_s + samples * self.seconds_per_sample
 
     def ratio(self, seen: Observation) -> float:

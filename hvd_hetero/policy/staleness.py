@@ -64,7 +64,7 @@ def round_lengths(step_s: Sequence[float], round_steps: int) -> tuple[int, ...]:
 
 
 def usual_bound(round_steps: int) -> float:
-    """For how many rounds a rank goes on without a merge, where nobody says."""
+    """The default number of rounds for which a rank goes on without a merge."""
     return max(BOUND_ROUNDS, BOUND_STEPS / round_steps)
 
 
@@ -92,12 +92,12 @@ class Contribution:
 
     @property
     def before(self) -> float:
-        """What the delta is multiplied with before the sum."""
+        """The factor for the delta before the sum."""
         return self.weight / self.norm
 
     @property
     def beside(self) -> tuple[float, float]:
-        """What is summed beside the delta, for `factor`."""
+        """The numbers that are summed beside the delta, from which `factor` follows."""
         return self.weight, self.reach
 
     def spread(self, delta_square: float) -> float:

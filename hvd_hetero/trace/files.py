@@ -46,7 +46,7 @@ def lines(paths: Sequence[str]) -> Iterator[str]:
 
 
 def head(line: str) -> dict[str, Any] | None:
-    """What the line says with which a session begins; None where this is another."""
+    """The content of a session's first line; None if this is another line."""
     with contextlib.suppress(ValueError):
         entry = json.loads(line) if line.startswith("{") else None
         if isinstance(entry, dict) and "format" in entry:

@@ -54,7 +54,7 @@ class RankRun:
 
     @property
     def newest(self) -> list[Step]:
-        """Its last steps with samples."""
+        """The rank's last steps with samples."""
         return [step for step in self.steps[-NEWEST:] if step.samples > 0]
 
     @property
@@ -63,7 +63,7 @@ class RankRun:
         return _median(step.loading_s / step.samples for step in self.newest)
 
     def counted(self, skip: int) -> list[bool]:
-        """Of each step, whether it is none of the first `skip` of its session."""
+        """For each step, whether it comes after the first `skip` of its session."""
         found, place = [], 0
         for step in self.steps:
             place = 0 if step.step in self.session_starts else place

@@ -82,7 +82,7 @@ class Timed(NamedTuple):
 
     @property
     def rest_s(self) -> float:
-        """What was neither waiting nor compute."""
+        """The seconds that were neither waiting nor compute."""
         known = self.step.data_s + self.step.compute_s + self.step.wait_s
         return 0.0 if self.span_s is None else max(0.0, self.span_s - known)
 
