@@ -165,9 +165,10 @@ def pack(
     return vector
 
 
-def _rows(total: Sequence[float], *, ranks: int) -> Slots:
-    """The slots of a sum of control vectors, with a row of all ranks for each."""
-    return Slots(*(list(total[1 + row * ranks : 1 + (row + 1) * ranks]) for row in range(PER_RANK)))
+def _row(total: Sequence[float], field: str, *, ranks: int) -> list[float]:
+    """One slot of all ranks, of a sum of control vectors."""
+    begin = 1 + Slots._fields.index(field) * ranks
+    return list(total[begin : begin + ranks])
 
 
 def _flagged(flags: Sequence[float], flag: int) -> tuple[int, ...]:
@@ -177,12 +178,12 @@ def _flagged(flags: Sequence[float], flag: int) -> tuple[int, ...]:
 
 def failed_in(total: Sequence[float], *, ranks: int) -> tuple[int, ...]:
     """The ranks that have failed, according to a sum of control vectors."""
-    return tuple(rank for rank, value in enumerate(_rows(total, ranks=ranks).failed) if value > 0)
+    return tuple(rank for rank, value in enumerate(_row(total, "failed", ranks=ranks)) if value > 0)
 
 
 def unpack(total: Sequence[float], *, ranks: int) -> Report:
     """Takes the sum of all ranks' control vectors apart."""
-    rows, at = _rows(total, ranks=ranks), 1 + PER_RANK * ranks
+    rows, at = Slots(*(_row(total, field, ranks=ranks) for field in Slots._fields)), 1 + PER_RANK * ranks
     announcement = None
     if total[at] > 0:
         version, predicted_step_s, strategy = total[at : at + PER_PLAN]

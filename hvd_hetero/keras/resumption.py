@@ -50,10 +50,10 @@ class Resumed(keras.callbacks.CallbackList):
         model, optimizer = self.model, self.model.optimizer
         at_once = model.steps_per_execution
         uneven = (self._steps - self._done) % at_once > 0
-        finalize = getattr(optimizer, "finalize_variable_values", None)  # None: a train_step has its own optimizers
+        finalize: Any = getattr(optimizer, "finalize_variable_values", None)  # None: train_step has its own
 
         def finalize_at_the_end(variables: Sequence[Any]) -> None:
-            if finalize is not None and not self._goes_on():
+            if not self._goes_on():
                 finalize(variables)
 
         self._more = not self._is_last

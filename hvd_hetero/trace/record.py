@@ -170,7 +170,7 @@ class Trace:
                 self.dropped += len(lines) - telling
                 if not self._warned:
                     script.warn(f"Expected to write the trace to {self.path}. Received: {error}. Training goes on; "
-                                  "what cannot be written is dropped.", RuntimeWarning)
+                                "what cannot be written is dropped.", RuntimeWarning)
                 self._warned = True
 
     def close(self) -> None:
