@@ -76,8 +76,7 @@ class Exchanges:
         return self.ever - 1
 
     def detach(self, exchange: Attached) -> None:
-        """Removes an exchange that takes part in no further batch. All ranks must do so between the same two batches.
-        """
+        """Removes an exchange that takes part in no further batch; all ranks do so between the same two batches."""
         if exchange in self._attached:
             self._attached.remove(exchange)
         if exchange in self._over:

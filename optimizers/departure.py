@@ -106,7 +106,8 @@ class Departure:
             step: index of the global batch.
 
         Raises:
-            PeerError: on every rank, except as follows. What else came with the exchange is ignored.
+            PeerError: on every rank, except as follows. Of what else the
+                exchange brought, only a plan is taken in.
             Exception: on a rank that was given an error by `fail`: that error.
         """
         self.left_out = step
