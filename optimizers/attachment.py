@@ -43,8 +43,8 @@ class Exchanges:
 
     One of them leads in each batch: its control vector carries the measurements and plans.
 
-    With PyTorch and in custom loops the script tells when a batch begins (`on_begin`). In Keras's `fit` nobody does: a
-    batch begins when the first gradients of it are there (`runs`).
+    In general a loader or the script tells when a batch begins. With Keras's `fit` nobody does: there a batch begins
+    when its first gradients are there (`runs`).
 
     Args:
         begin_unseen: begins a batch that nobody told of, if there is one: see `Balancer.begin_unseen`.
@@ -180,7 +180,8 @@ class Exchanges:
     def complete(self, usual_step_s: float) -> bool:
         """Takes part with zeros in the exchanges of this batch that have not ended, after one said that a rank failed.
 
-        Every rank calls it, so that all exchanges of the batch end and ranks may train on.
+        With PyTorch the ranks that learn of the failure call it, so that all exchanges of the batch end and ranks may
+        train on.
 
         Args:
             usual_step_s: seconds of a usual step; the wait lasts up to ten of them, if that is longer.

@@ -38,8 +38,8 @@ LOOK_CLOCK = time.perf_counter  # measures how long the planner's search for a b
 class Balancer:
     """Splits each global batch into shares that all ranks compute in the same time, from measured step times.
 
-    Constructing one is a collective call. Arguments that are not said to be this rank's own have to be the same on all
-    ranks; otherwise all ranks raise, and the error names the difference.
+    Constructing one is a collective call. `global_batch_size`, `shares`, `adaptive` and `rule` have to be the same on
+    all ranks; otherwise all ranks raise, and the error names the difference.
 
     Args:
         engine: the ranks that share the global batch.

@@ -43,7 +43,7 @@ class Carry:
     def __init__(self, routes: Sequence[Keeps]) -> None:
         self._routes = list(routes)
         self._last: float | None = None  # the last weight above 0, which the routes' residuals are scaled by
-        self._usual = 0.0  # the usual weight: the largest of the last ones; it falls by half a step at most
+        self._usual = 0.0  # the usual weight: the largest of the last ones; it halves at most from step to step
         self._now: float | None = None  # weight of the arrays that are being summed
         self._waits: dict[int, Any] = {}  # by array: residual e, not scaled by any weight, that no sum has taken yet
         self._given: dict[int, Any] = {}  # by array: residual from `give`, scaled by the weight `_last`

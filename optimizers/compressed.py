@@ -87,7 +87,7 @@ class Exact(KeepsNothing):
         pass
 
 
-SPARE = 10  # values may fall by this many powers of two before the scale is too small for them
+SPARE = 10  # by so many powers of two may values fall below the scale's before float16 leaves them too few digits
 
 
 class Half(KeepsNothing):

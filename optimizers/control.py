@@ -31,10 +31,10 @@ PER_PLAN = 3  # slots of a plan besides its shares and reason: version, predicte
 class Slots(NamedTuple):
     """The slots that each rank has: one number each when written, a list over all ranks when read from the sum."""
 
-    compute_s: Any  # seconds of compute per batch; 0: not measured
+    compute_s: Any  # seconds per batch of computing, and of loading where the rank itself does; 0: not measured
     samples: Any  # samples per batch
     failed: Any  # 1: this rank cannot go on
-    dealt_ahead: Any  # batches dealt beyond the present one
+    dealt_ahead: Any  # batches beyond the present one that are dealt, or may be without waiting
     running_s: Any  # this slot and the next two: see `Ran`
     stopped_s: Any
     stops: Any
@@ -84,7 +84,7 @@ class Report:
     """The sum of all ranks' control vectors, unpacked. Where there is a value per rank, index i is rank i's."""
 
     count: float  # loss terms of all ranks
-    compute_s: tuple[float, ...]  # seconds of compute per batch; 0: not measured
+    compute_s: tuple[float, ...]  # seconds per batch of computing, and of loading in between; 0: not measured
     loading_s: tuple[float, ...]  # seconds per sample that loading takes at least, while the rank computes
     samples: tuple[float, ...]  # samples per batch
     failed: tuple[int, ...]  # ranks that cannot go on
@@ -92,7 +92,7 @@ class Report:
     stopping: tuple[int, ...]  # ranks that ask all ranks to stop training
     lays_out: bool  # whether any rank asks all to lay out their buckets anew
     chooses: bool  # whether any rank asks all to choose anew how buckets travel
-    dealt_ahead: tuple[int, ...]  # batches that the rank has dealt beyond the one whose gradient this is
+    dealt_ahead: tuple[int, ...]  # batches dealt, or that may be, beyond the one whose gradient this is
     ran: tuple[Ran, ...]
     staleness: float  # mean over the ranks, in merges
     announcement: Announcement | None  # a new plan, if there is one
