@@ -58,7 +58,7 @@ class Exchanges:
         self._begin_unseen = begin_unseen
         self._attached: list[Attached] = []
         self.ever = 0
-        self._ran: list[tuple[Attached, int]] | None = None  # ran in this batch: exchanges and parts; None: it is over
+        self._ran: list[tuple[Attached, int]] | None = None  # exchanges that ran in this batch; None: it has ended
         self._again = False  # whether the exchange that runs now has run in this batch before
         self._over: list[Attached] = []  # exchanges that have ended in this batch; see `ended`
         self._leaving: list[Attached] = []  # exchanges that have some of their gradients, but not all: see `runs`

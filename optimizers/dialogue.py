@@ -74,7 +74,7 @@ class Dialogue:
         engine.on_change(self.unheard)
 
     def restart(self) -> None:
-        """Goes on from another global batch, after a state was loaded: no exchange begun before it will end."""
+        """Goes on from another global batch, after a state was loaded; gives up exchanges under way."""
         before, self.horizon = self.horizon, Horizon(self._place.step)
         before.unheard()
 
@@ -108,8 +108,8 @@ class Dialogue:
         Args:
             leads: whether the vector carries measurements, plans and staleness.
             count: this rank's loss terms; in a merge, its samples.
-            measured: samples per batch of this rank, and seconds of compute per batch; None: those of
-                the last step, if the exchange leads.
+            measured: samples per batch of this rank, and seconds of compute per batch; None: those of the last
+                step, if the exchange leads.
             noise: the norms of the last gradient, if they are sent.
             ahead: how many further batches this rank may begin before it takes in the result of this exchange.
             answers: exchanges that end before this rank sends its next own vector. More than 1 in a merge after which
