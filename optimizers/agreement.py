@@ -22,15 +22,22 @@ from hvd_hetero.policy.speed import SpeedModel
 
 from .argument import check_whole
 
-ABSENT = -1
-MOST = 2**24  # samples; plans travel as float32, which has no larger numbers one by one
+ABSENT = -1  # stands for None, and in the first column for a rank with wrong arguments
+MOST = 2**24  # samples; shares travel as float32, which holds integers exactly up to here
 
 
 @dataclass(frozen=True, kw_only=True)
 class Terms:
-    """The arguments of a balancer on one rank and, once agreed, what follows from those of all ranks.
+    """The arguments of a balancer on one rank and, once `agree` has filled them in, the values of all ranks.
 
-    `identity` stands for a rank's hardware, see `Engine.identity`.
+    The arguments are described at `Balancer`.
+
+    Attributes:
+        identity: a number that stands for this rank's hardware: see `Engine.identity`.
+        identities: the identities of all ranks, by rank; as the following ones, empty before `agree`.
+        bounds: the bounds of each rank's share.
+        micro_caps: each rank's `max_micro_batch`.
+        first_shares: the shares of the first plan.
     """
 
     global_batch_size: int
@@ -48,13 +55,13 @@ class Terms:
     first_shares: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():  # numbers of numpy's are no plain ones, as states hold
+        for name, value in vars(self).items():  # NumPy's integers become Python's, as states hold
             plain = tuple(map(_plain, value)) if isinstance(value, tuple) else _plain(value)
             object.__setattr__(self, name, plain)
 
     @property
     def divided(self) -> tuple[int, ...]:
-        """Ranks whose batch may come to be of several micro-batches."""
+        """Ranks whose share may exceed their `max_micro_batch`, so that they split a batch into micro-batches."""
         whole = self.global_batch_size
         uppers = [whole if bound.upper is None else bound.upper for bound in self.bounds]
         most = uppers if self.adaptive else self.first_shares
@@ -62,7 +69,7 @@ class Terms:
         return tuple(rank for rank, (share, cap) in enumerate(zip(most, caps, strict=True)) if share > cap)
 
     def problem(self, size: int) -> str | None:
-        """What is wrong with this rank's own arguments, or None."""
+        """Returns an error message if an argument of this rank is wrong, on `size` ranks; else None."""
         for name in ("global_batch_size", "min_share", "quantum", "max_share", "max_micro_batch"):
             least, optional = 0 if name == "min_share" else 1, name.startswith("max")
             try:
@@ -89,8 +96,10 @@ def _plain(value: Any) -> Any:
 
 
 def terms_now(engine: Engine, asked: Terms) -> Terms:
-    """What is asked for in a job whose ranks come and go: without shares of another number of ranks, which rank 0 says.
-    Who joins has been given them, too, and where there are as many ranks again, they hold again."""
+    """Returns `asked` without its `shares`, if these are of another number of ranks than an elastic job has now.
+
+    Rank 0 then prints that. As every process was given the same shares, they hold again once that many ranks train.
+    """
     shares = asked.shares
     if not isinstance(shares, tuple) or len(shares) == engine.size:
         return asked
@@ -101,10 +110,17 @@ def terms_now(engine: Engine, asked: Terms) -> Terms:
 
 
 def agree(engine: Engine, mine: Terms, *, name: str) -> Terms:
-    """`mine`, with the bounds of all ranks and the first shares.
+    """Returns `mine` with the identities, bounds and micro-batch limits of all ranks, and the first shares.
+
+    A collective call, which checks the arguments of all ranks.
+
+    Args:
+        mine: this rank's arguments.
+        name: the name of the operation, the same on all ranks.
 
     Raises:
-        ValueError: on every rank, with what was expected, what each rank passed, and what to do.
+        ValueError: on every rank, if an argument of any rank is wrong or arguments differ: with what was expected, what
+            was passed, and what to do.
     """
     problem = mine.problem(engine.size)
     row: np.ndarray = np.full((1, 7 + engine.size), ABSENT, dtype=np.int64)
@@ -147,8 +163,17 @@ def agree(engine: Engine, mine: Terms, *, name: str) -> Terms:
 
 
 def agree_on(engine: Engine, values: Mapping[str, Any], *, name: str) -> None:
-    """Returns when all ranks passed the same; raises ValueError on every rank otherwise. As text, which also says what
-    is no such integer as an array would hold."""
+    """Returns if all ranks passed equal values. A collective call.
+
+    Values are compared as text, so that they may be of any type.
+
+    Args:
+        values: by the names that the error gives them; the same names on all ranks.
+        name: the name of the operation.
+
+    Raises:
+        ValueError: on every rank, if a value differs between ranks.
+    """
     mine = [str(int(each)) if isinstance(each, (Integral, np.bool_)) else repr(each) for each in values.values()]
     table = list(map(json.loads, gather_text(engine, json.dumps(mine), name=name)))
     for column, title in enumerate(values):
@@ -156,11 +181,16 @@ def agree_on(engine: Engine, values: Mapping[str, Any], *, name: str) -> None:
 
 
 def agree_text(engine: Engine, describe: Callable[[], str], *, title: str, name: str) -> None:
-    """Returns when `describe()` gave the same text on all ranks.
+    """Returns if `describe()` gives the same text on all ranks. A collective call.
+
+    Args:
+        describe: returns this rank's text, or raises ValueError or TypeError if its arguments are wrong.
+        title: what the text is about, for the error.
+        name: the name of the operation.
 
     Raises:
-        ValueError, TypeError: what `describe` raised, on the rank where it did; on all others, and where texts
-            differ, a ValueError that says who passed what.
+        ValueError, TypeError: on a rank where `describe` raised: that error.
+        ValueError: on the other ranks then, and on all ranks where texts differ, with the text of each rank.
     """
     problem: Exception | None = None
     text = ""
@@ -183,7 +213,11 @@ def _same(values: list[object], title: str) -> None:
 
 
 def _first_shares(terms: Terms, bounds: tuple[Bound, ...]) -> tuple[int, ...]:
-    """The given shares, checked, or the most equal ones that the bounds allow."""
+    """Returns the shares of the first plan: those given, or the most equal ones within the bounds.
+
+    Raises:
+        ValueError: the given shares, or any shares, cannot meet the bounds and the global batch size.
+    """
     size, whole = len(bounds), terms.global_batch_size
     least = sum(bound.lower for bound in bounds)
     if whole < least:
@@ -206,7 +240,7 @@ def _first_shares(terms: Terms, bounds: tuple[Bound, ...]) -> tuple[int, ...]:
 
 
 def _equal_within(whole: int, bounds: tuple[Bound, ...]) -> tuple[int, ...]:
-    """Shares as equal as the bounds allow."""
+    """Returns the shares of `whole` samples that are as equal as the bounds allow; ValueError if there are none."""
     equal = equal_shares(whole, len(bounds))
     fits = all(
         bound.lower <= share <= (whole if bound.upper is None else bound.upper) and share % bound.quantum == 0

@@ -1,4 +1,4 @@
-"""What a user passes as a number."""
+"""Checks of numbers that a user passes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def check_whole(name: str, value: Any, *, least: int, optional: bool = False) -> None:
-    """Raises ValueError for anything but a whole number of at least `least`, or None where it is `optional`."""
+    """Raises ValueError, naming the argument, unless `value` is an integer >= `least`, or None if `optional`."""
     if value is None and optional:
         return
     if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
@@ -17,12 +17,12 @@ def check_whole(name: str, value: Any, *, least: int, optional: bool = False) ->
 
 
 def check_integer(name: str, value: Any) -> None:
-    """Raises ValueError for anything but an integer."""
+    """Raises ValueError, naming the argument, unless `value` is an integer."""
     if not isinstance(value, Integral) or isinstance(value, bool):
         raise ValueError(f"{name}: expected an integer. Received: {value!r}.")
 
 
 def check_divisor(name: str, value: Any) -> None:
-    """Raises ValueError for anything but a finite number other than 0."""
+    """Raises ValueError, naming the argument, unless `value` is a finite number other than 0."""
     if not isinstance(value, Real) or isinstance(value, bool) or not math.isfinite(value) or value == 0:
         raise ValueError(f"{name}: expected a finite number other than 0. Received: {value!r}.")

@@ -1,4 +1,4 @@
-"""What a balancer and the exchanges of gradients attached to it say to each other."""
+"""What a balancer calls on the gradient exchanges of its optimizers, and which of these exchanges leads in a batch."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
-FAIL_WAIT_S = 30.0  # at least so long a rank that fails waits for the others to hear of it
-END_WAIT_S = 10.0  # and so long for them to end what else they have with it
+FAIL_WAIT_S = 30.0  # a rank that fails waits at least this long for an exchange in which the others learn of it
+END_WAIT_S = 10.0  # then at least this long for the other exchanges that it takes part in
 
 
 class PeerError(RuntimeError):
@@ -16,79 +16,95 @@ class PeerError(RuntimeError):
 
 
 class Attached(Protocol):
-    """An exchange of gradients, as the balancer sees it."""
+    """The gradient exchange of one optimizer, as the balancer sees it: the gradient reducers of PyTorch and Keras."""
 
     def on_begin(self) -> None:
-        """A global batch begins."""
+        """Is called when a global batch begins."""
 
     def on_count(self, terms: float) -> None:
-        """The next backward pass is over so many loss terms."""
+        """Is called before a backward pass; `terms`: the number of loss terms that its loss is a mean of."""
 
     def on_epoch_end(self) -> None:
-        """The samples of an epoch are used up."""
+        """Is called when all samples of an epoch have been used."""
 
     def withdraw(self) -> Callable[[], bool] | None:
-        """Takes part with nothing, without waiting, in what comes next, as a rank that cannot go on; what it returns
-        tells whether that is over. None: there is nothing to take part in yet."""
+        """Takes part with zeros in the next exchange or merge, whose control vector says that this rank cannot go on.
+
+        Does not wait. Returns a function that returns whether that exchange or merge is over; None if there is none
+        that this rank could take part in.
+        """
 
     def miss(self) -> Callable[[], bool] | None:
-        """The same for the exchange of the present batch alone. None: there is none, or ranks are apart."""
+        """As `withdraw`, but only in the exchange of the present batch. None if there is none, as in local steps."""
 
 
 class Exchanges:
-    """The exchanges that are attached to a balancer, and which of them have run in the present batch.
+    """The gradient exchanges attached to a balancer, one per optimizer, and which of them have run in this batch.
+
+    One of them leads in each batch: its control vector carries the measurements and plans.
+
+    In general a loader or the script tells when a batch begins. With Keras's `fit` nobody does: there a batch begins
+    when its first gradients are there (`runs`).
 
     Args:
-        begin_unseen: see `Balancer.begin_unseen`.
+        begin_unseen: begins a batch that nobody told of, if there is one: see `Balancer.begin_unseen`.
+
+    Attributes:
+        ever: how many exchanges have been attached so far, including those detached since.
+        turn: a lock to hold while it is decided whether another batch begins.
     """
 
     def __init__(self, begin_unseen: Callable[[], bool]) -> None:
         self._begin_unseen = begin_unseen
         self._attached: list[Attached] = []
-        self.ever = 0  # so many were attached
-        self._ran: list[tuple[Attached, int]] | None = None  # in this batch; None: the next to run begins another
-        self._again = False  # the one that runs has run in the present batch before
-        self._over: list[Attached] = []  # in this batch, where batches are told of
-        self._leaving: list[Attached] = []  # see `runs`
-        self.turn = threading.RLock()  # held while another batch may begin
+        self.ever = 0
+        self._ran: list[tuple[Attached, int]] | None = None  # exchanges that ran in this batch; None: it has ended
+        self._again = False  # whether the exchange that runs now has run in this batch before
+        self._over: list[Attached] = []  # exchanges that have ended in this batch; see `ended`
+        self._leaving: list[Attached] = []  # exchanges that have some of their gradients, but not all: see `runs`
+        self.turn = threading.RLock()
 
     def attach(self, exchange: Attached) -> int:
-        """The number of exchanges attached before. The first that is left leads, while it takes part in batches: it
-        carries measurements and plans."""
+        """Attaches an exchange, and returns how many were attached before it: its number, the same on all ranks.
+
+        Of those attached the first leads, as long as it takes part in the batches.
+        """
         self._attached.append(exchange)
         self.ever += 1
-        if self._ran is not None:  # it may be the first of another batch, as one is that has run in this one
+        if self._ran is not None:  # counted as if it had run in this batch, so that it may begin the next one
             self._ran.append((exchange, 0))
         return self.ever - 1
 
     def detach(self, exchange: Attached) -> None:
-        """Says that an exchange has no part in what follows; on all ranks, between the same batches."""
+        """Removes an exchange that takes part in no further batch; all ranks do so between the same two batches."""
         if exchange in self._attached:
             self._attached.remove(exchange)
         if exchange in self._over:
             self._over.remove(exchange)
 
     def leads(self, exchange: Attached) -> bool:
-        """Whether it is this one that carries measurements and plans: once in a batch, however often it runs."""
+        """Whether `exchange` carries measurements and plans now: only the leading one does, once in a batch."""
         return bool(self._attached) and self._attached[0] is exchange and not self._again
 
     @property
     def ran(self) -> bool:
-        """Whether one has run in the present batch."""
+        """Whether an exchange has run in the present batch."""
         return self._ran is not None
 
     def end_batch(self) -> None:
-        """Says that the next to run is of another batch."""
+        """Ends the present batch: the next exchange that runs is of another one. The Keras balancer calls it."""
         self._ran = None
         self._leaving.clear()
 
     def runs(self, exchange: Attached, part: int = 0) -> None:
-        """Says that gradients of `exchange` are there, where nothing else tells when a batch begins; others of it may
-        be yet to come, until it has `left`.
+        """Notes the first gradients of `exchange`, and begins a batch if they are of another one than the present.
 
-        One begins with the first exchange of all, and with one that comes again when another batch is announced; that
-        one then leads. What comes again without is of the present batch, and so is another `part` of an exchange that
-        is known to have several in each batch.
+        Keras calls it, where nobody tells of a batch before its gradients are there; `left` follows once all gradients
+        of the exchange are. A batch begins with the first exchange after `end_batch`, and with an exchange that has run
+        in the present batch, if another batch is announced. The exchange that begins a batch leads in it.
+
+        Args:
+            part: which use of the exchange this is, for one that a traced graph uses several times in each batch.
         """
         with self.turn:
             ran = self._ran
@@ -101,23 +117,26 @@ class Exchanges:
             self._leaving.append(exchange)
 
     def left(self, exchange: Attached) -> None:
-        """Says that all gradients of `exchange` are there."""
+        """Notes that all gradients of `exchange` are there, after `runs`."""
         with self.turn:
             self._leaving = [one for one in self._leaving if one is not exchange]
 
     @property
     def leaving(self) -> bool:
-        """Whether gradients may be yet to come that are of the batch in use."""
+        """Whether an exchange has only part of its gradients, so that more of the present batch are to come."""
         return bool(self._leaving)
 
     def ended(self, exchange: Attached) -> None:
-        """Says that `exchange` has had its part in the present batch, which `on_begin` ends."""
+        """Notes that `exchange` has ended in the present batch. PyTorch's reducers call it; `on_begin` clears it."""
         if exchange not in self._over:
             self._over.append(exchange)
 
     def _pass_on(self) -> None:
-        """Where the one that leads had no part in the batch before, as that of a model whose training is over, the
-        first of those that had leads from here on. All ranks are told of the same batches, and so of the same parts."""
+        """Makes another exchange lead, if the leading one did not end in the last batch while others did.
+
+        So where the training of its model is over. The first of those that did leads then. All ranks choose alike, as
+        the same exchanges end in a batch on all of them.
+        """
         over, self._over = self._over, []
         if over and self._attached[0] not in over:
             first = next(each for each in self._attached if each in over)
@@ -127,34 +146,49 @@ class Exchanges:
     # What is said to all of them ------------------------------------------------------------------------------------
 
     def on_begin(self) -> None:
-        """A global batch begins."""
+        """Tells all exchanges that a global batch begins."""
         self._pass_on()
         for exchange in list(self._attached):
             exchange.on_begin()
 
     def on_count(self, terms: float) -> None:
-        """The next backward pass is over so many loss terms."""
+        """Tells all exchanges over how many loss terms the next backward pass is."""
         for exchange in self._attached:
             exchange.on_count(terms)
 
     def on_epoch_end(self) -> None:
-        """The samples of an epoch are used up."""
+        """Tells all exchanges that the samples of an epoch have been used."""
         for exchange in self._attached:
             exchange.on_epoch_end()
 
     def withdraw(self, usual_step_s: float) -> bool:
-        """Takes part in what the others wait for, with nothing, and returns when one exchange is over: whether none is
-        left under way.
+        """Takes part with zeros, as a rank that cannot go on, in whatever exchange or merge the other ranks wait in.
 
-        Which exchange they are in is theirs to know: this rank takes part in all.
+        This rank does not know which one that is, and so takes part in all. It waits until one is over, then for the
+        others, each time for a limited time.
+
+        Args:
+            usual_step_s: seconds of a usual step; each of the two waits lasts up to ten of them, if that is longer.
+
+        Returns:
+            Whether all are over.
         """
         over = [done for exchange in self._attached if (done := exchange.withdraw()) is not None]
         _wait_for(any, over, max(FAIL_WAIT_S, 10 * usual_step_s))
         return _wait_for(all, over, max(END_WAIT_S, 10 * usual_step_s))
 
     def complete(self, usual_step_s: float) -> bool:
-        """Takes part with nothing, as the rank does that has failed, in all exchanges of this batch that are yet to
-        come: whether they came to their end. All ranks have heard of it then, and may train on."""
+        """Takes part with zeros in the exchanges of this batch that have not ended, after one said that a rank failed.
+
+        With PyTorch the ranks that learn of the failure call it, so that all exchanges of the batch end and ranks may
+        train on.
+
+        Args:
+            usual_step_s: seconds of a usual step; the wait lasts up to ten of them, if that is longer.
+
+        Returns:
+            Whether the exchanges are over.
+        """
         rest = [exchange for exchange in self._attached if exchange not in self._over]
         self._over += rest
         over = [done for exchange in rest if (done := exchange.miss()) is not None]
@@ -162,7 +196,12 @@ class Exchanges:
 
 
 def _wait_for(enough: Callable[[Iterable[bool]], bool], over: Sequence[Callable[[], bool]], most_s: float) -> bool:
-    """Whether enough exchanges are over, once they are, or after so many seconds."""
+    """Waits until enough exchanges are over, for `most_s` seconds at most. Returns whether enough are.
+
+    Args:
+        enough: `any` or `all`, of the results of `over`.
+        over: functions that return whether an exchange is over; with none of them, True is returned at once.
+    """
     deadline = time.monotonic() + most_s
     while over and not enough([done() for done in over]):
         if time.monotonic() > deadline:

@@ -32,14 +32,14 @@ from .record import Record
 from .strategies import Strategies
 from .timesheet import Timesheet
 
-LOOK_CLOCK = time.perf_counter  # of what looks at the speeds take
+LOOK_CLOCK = time.perf_counter  # measures how long the planner's search for a better plan takes
 
 
 class Balancer:
-    """Shares of a global batch in proportion to what each rank can do, from measured compute times.
+    """Splits each global batch into shares that all ranks compute in the same time, from measured step times.
 
-    Constructing one is a collective call, with the same arguments on all ranks where they concern all (a difference
-    raises on every rank, naming it).
+    Constructing one is a collective call. `global_batch_size`, `shares`, `adaptive` and `rule` have to be the same on
+    all ranks; otherwise all ranks raise, and the error names the difference.
 
     Args:
         engine: the ranks that share the global batch.
@@ -48,10 +48,17 @@ class Balancer:
         min_share, max_share: bounds for *this* rank, in samples; `max_share` is what its memory holds.
         quantum: this rank's share is a multiple of it.
         max_micro_batch: the most samples of one forward and backward pass on this rank, for `micro_batches`.
-        shares: the first plan (default: equal shares).
+        shares: the shares of the first plan, by rank (default: equal ones).
         adaptive: False keeps the first plan for good.
         rule: when a new plan pays.
-        stopwatch: measures compute.
+        stopwatch: measures compute; None: a wall clock, until an optimizer passes one that suits its device.
+        trace: an object that records this rank's steps, plans and events; None for no record.
+
+    Attributes:
+        engine: the ranks that share the global batch.
+        step: index of the global batch begun last, counted over all epochs; -1 before the first.
+        lookahead: how many batches this rank may deal before they are used.
+        origin: a number that stands for where in its epoch the loader dealt that batch; None: not told.
 
     Raises:
         ValueError: on every rank, when the arguments are wrong on any rank or differ between ranks.
@@ -86,9 +93,9 @@ class Balancer:
         )
         self.timesheet = Timesheet(stopwatch, quota_cores=engine.quota_cores)
         self.record = Record(trace)
-        self.lookahead = 0  # batches that this rank may deal before they are used
-        self.step = -1  # index of the global batch begun last, counted over all epochs
-        self.origin: int | None = None  # stands for where in its epoch a loader dealt that batch; None: not told
+        self.lookahead = 0
+        self.step = -1
+        self.origin: int | None = None
         self.batch_order = BatchOrder()
         self.count_warnings = CountWarnings()
         self.dependents = Dependents()
@@ -101,7 +108,11 @@ class Balancer:
         engine.remember(self.rebuild)
 
     def _start(self, *, others: bool) -> None:
-        """Begins on the ranks that there are, which may be `others` than at first. A collective call."""
+        """Makes all that depends on which ranks there are. A collective call.
+
+        Args:
+            others: whether they may be others than `shares` was given for, as in an elastic job.
+        """
         self.rank, self.size = self.engine.rank, self.engine.size
         self.name = self.engine.unique("balancer")
         asked = terms_now(self.engine, self._asked) if others else self._asked
@@ -111,9 +122,9 @@ class Balancer:
         self.ladder = Ladder(self.plan.shares, tell=self._moved)
         self.progress = BatchProgress()
         self.exchanges = Exchanges(self.begin_unseen)
-        self._wait_s, self._bytes_sent = 0.0, 0  # of exchanges since a step ended
-        self.keepers = Places(lambda: Keeping(sayings={"samples": self.timesheet}))  # of optimizers and tapes
-        self.sums = Places(PartialSums)  # of those that add up batches
+        self._wait_s, self._bytes_sent = 0.0, 0  # summed over the exchanges since the last step ended
+        self.keepers = Places(lambda: Keeping(sayings={"samples": self.timesheet}))  # residuals, by optimizer or tape
+        self.sums = Places(PartialSums)  # accumulated gradients, of optimizers that exchange once in several batches
         self.strategies.restart()
         self.timesheet.restart()
         self.departure.restart()
@@ -129,7 +140,7 @@ class Balancer:
         )
 
     def rebuild(self) -> None:
-        """Goes on with the ranks that there are now: those known keep their measurements. A collective call."""
+        """Goes on after an elastic reset. Ranks that were there before keep their measurements. A collective call."""
         state = self.state_dict()
         self._start(others=True)
         self._load(state)
@@ -137,12 +148,12 @@ class Balancer:
         self._introduce()
 
     def _introduce(self) -> None:
-        """Tells the trace what holds as it begins."""
+        """Tells the trace this rank's limits and the plans that hold now."""
         self.record.limits(self.terms.bounds[self.rank], self.terms.micro_caps[self.rank])
         self.record.plans(self.plans_ahead)
 
     def _hear(self, plan: Plan) -> None:
-        """Takes in a plan that all ranks have heard of."""
+        """Passes a new plan, which all ranks have received, on to the trace and the ladder."""
         self.record.plans((plan,))
         self.ladder.hear_shares(plan.shares, plan.reason)
 
@@ -153,7 +164,7 @@ class Balancer:
 
     @property
     def trace(self) -> Any:
-        """What is told of this rank's steps, plans and events; None for nothing."""
+        """The object that records this rank's steps, plans and events; None for no record."""
         return self.record.trace
 
     @trace.setter
@@ -173,18 +184,22 @@ class Balancer:
 
     @property
     def plans(self) -> Sequence[Plan]:
-        """The plans of the last thousands of batches, with the first of all, those with which a rank went out or came
-        back, and one that is yet to hold, oldest first. A trace has all."""
+        """The plans of the last few thousand batches, oldest first; the last may be one that does not hold yet.
+
+        Older ones are dropped, except the first of all, and those that gave a rank no more samples, or samples again. A
+        trace has all.
+        """
         return tuple(self.planner.plans)
 
     @property
     def plans_ahead(self) -> Sequence[Plan]:
-        """The plan of the batch begun last, and one that is yet to hold."""
+        """The plan of the batch begun last, and those that follow it, if there are any."""
         return tuple(self.planner.plans[self.planner.plans.index(self.plan) :])
 
     @property
     def batch(self) -> int | None:
-        """The global batch begun last, which has to be the same on all ranks; None where nobody tells of batches."""
+        """Index of the global batch begun last, for the check that all ranks exchange gradients of the same batch; None
+        without such a check, where batches are not announced (`EqualWeights`)."""
         return self.step
 
     @property
@@ -206,7 +221,10 @@ class Balancer:
         return self.planner.plan_at(step)
 
     def deal(self, step: int) -> Plan:
-        """The plan for global batch `step`, which is being dealt: no later plan will change it. See `Horizon`."""
+        """Returns the plan for global batch `step`, whose samples are being dealt: no later plan will change it.
+
+        May wait for an exchange under way to end, which may bring a new plan: see `Horizon`.
+        """
         deals(self)
         with self.dialogue.horizon.reaching(step):
             return self.plan_at(step)
@@ -229,20 +247,26 @@ class Balancer:
         self._set_count(float(samples))
 
     def end_epoch(self) -> None:
-        """Says that the samples of an epoch are used up; `BalancedDataLoader` does."""
+        """Ends an epoch, whose samples have all been used; `BalancedDataLoader` calls it."""
         ends(self)
         self.exchanges.on_epoch_end()
         self.timesheet.read()
         self.record.flush()
 
     def begin_unseen(self) -> bool:
-        """Whether a batch begins that nothing announced: never, for a balancer that is told of its batches."""
+        """Begins the batch that present gradients are of, where `begin` was not called for it; returns whether it did.
+
+        Always False here, as `begin` is called for each batch; `EqualWeights` and the Keras balancer override it.
+        """
         return False
 
     def count(self, terms: float) -> None:
-        """Says, before `backward()`, over how many loss terms this rank's loss is a mean.
+        """Sets, before `backward()`, how many loss terms this rank's loss is a mean over.
 
         Needed only when that is not the number of samples: unmasked tokens, for instance.
+
+        Raises:
+            ValueError: `terms` is negative or not finite.
         """
         terms = float(terms)
         if not 0 <= terms < float("inf"):
@@ -257,75 +281,82 @@ class Balancer:
             self.timesheet.run()
 
     def _begin_micro_batch(self, terms: float, *, first: bool) -> None:
-        """A backward pass over `terms` loss terms begins, of several of this batch."""
+        """Begins a micro-batch of the present batch; `first`: the first one. Its loss is a mean over `terms` terms."""
         self.progress.begin_micro_batch(first=first)
         self._set_count(terms)
         self.progress.begin_part()
 
     def fail(self) -> None:
-        """Tells all ranks, in the exchange they wait in, that this one cannot go on; they raise `PeerError`. Where they
-        have ended already, it does nothing."""
+        """Tells all ranks that this one cannot go on, in the exchange that they wait in; there they raise `PeerError`.
+
+        Waits for that for a limited time, and has no effect if the other processes have ended already.
+        """
         self.departure.fail()
         self.departure.final = True
         self.step += 1
-        with contextlib.suppress(Exception):  # whoever is gone need not hear of it
-            self.exchanges.on_begin()  # as on the others
+        with contextlib.suppress(Exception):  # ranks that are gone need not be told
+            self.exchanges.on_begin()  # the other ranks have begun this batch as well
             ended = self.exchanges.withdraw(self.timesheet.usual_step_s or 0.0)
             self.departure.final = not ended or self.planner.apart(self.step)
         self.dialogue.unheard()
 
     def fail_at_exchange(self, error: Exception) -> None:
-        """Lets this rank's next exchange raise `error`, and that of the others `PeerError`.
+        """Makes the next exchange raise `error` on this rank, and `PeerError` on the others.
 
-        For a thread that meets an error while the rank still trains on what was loaded before; `fail` is for the rank
-        itself. To stop training without an error: `ask_to_stop`.
+        For an error in a thread that loads data ahead, while the rank still trains on batches loaded before; `fail` is
+        for an error in the training loop itself. To stop training without an error: `ask_to_stop`.
         """
         self.departure.fail(error)
 
     @property
     def leaving(self) -> tuple[int, ...]:
-        """Ranks that were told to end, from a step on by which all ranks have heard it; the same on all ranks."""
+        """Ranks whose process was told to end. A rank appears here at the same step on all ranks, once all know."""
         return self.departure.leaving.by(self.step)
 
     def leave(self) -> None:
-        """Tells all ranks, with the next exchange, that this one was told to end: see `leaving`."""
+        """Tells all ranks, with the next exchange, that this process was told to end: see `leaving`."""
         self.departure.leaving.said = True
 
     @property
     def stopping(self) -> tuple[int, ...]:
-        """Ranks that want all to stop training, from a step on by which all ranks have heard it; the same on all ranks,
-        which then stop after the same step."""
+        """Ranks that ask all ranks to stop training. A rank appears here at the same step on all ranks, once all know,
+        so that a loop that looks here stops after the same step everywhere."""
         return self.departure.stopping.by(self.step)
 
     def ask_to_stop(self) -> None:
-        """Tells all ranks, with the next exchange, that this one wants all to stop training: see `stopping`."""
+        """Asks all ranks, with the next exchange, to stop training: see `stopping`."""
         self.departure.stopping.said = True
 
     def go_on(self) -> None:
-        """Forgets who wanted to stop: training begins anew, on all ranks."""
+        """Forgets which ranks asked to stop, before training begins anew. All ranks call it."""
         self.departure.stopping = Flag()
 
     # What the exchange asks -----------------------------------------------------------------------------------------
 
     def measure_with(self, stopwatch: Stopwatch) -> None:
-        """Measures compute with what suits the device, unless the constructor was told."""
+        """Measures compute with `stopwatch`, which suits the device, unless the constructor was given one."""
         self.timesheet.measure_with(stopwatch)
 
     def pause(self) -> None:
-        """Compute ends (gradients are ready); what follows is waiting."""
+        """Stops the measurement of compute: gradients are ready, and this rank waits for the others."""
         self.timesheet.pause()
 
     def resume(self) -> None:
-        """Compute goes on: the update, or another backward pass."""
+        """Goes on measuring compute: the update or another backward pass follows."""
         self.timesheet.run()
 
     def discard(self) -> None:
-        """Says that the present step's time tells nothing of its samples: compilation was in it, for instance."""
+        """Excludes the present step's time from the measurements: compilation was in it, for instance."""
         self.timesheet.discard()
 
     def exchanged(self, *, wait_s: float, bytes_sent: int, leads: bool) -> None:
-        """What an exchange took, told after the update. With the one that leads a step ends, as the trace has it: its
-        compute time goes out with the next gradient."""
+        """Notes what an exchange took, after the update; with the exchange that leads, a step ends.
+
+        Args:
+            wait_s: seconds that this rank waited for communication.
+            bytes_sent: bytes that it has sent.
+            leads: whether the exchange leads. The step's compute time is then sent with the next gradients.
+        """
         self._wait_s += wait_s
         self._bytes_sent += bytes_sent
         if leads:
@@ -333,7 +364,12 @@ class Balancer:
             self._wait_s, self._bytes_sent = 0.0, 0
 
     def finished(self, *, wait_s: float, bytes_sent: int) -> None:
-        """Ends a step, in which all exchanges took so much."""
+        """Ends a step, for the measurements and the trace.
+
+        Args:
+            wait_s: seconds that this rank waited in all exchanges of the step; other waits are added here.
+            bytes_sent: bytes that it has sent in them.
+        """
         self.pause()
         wait_s += self.timesheet.take_waited_s()
         share = self.plan.shares[self.rank]
@@ -343,7 +379,7 @@ class Balancer:
     # State ----------------------------------------------------------------------------------------------------------
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Balancer:
-        """Itself, in a copied model as well: other ranks would know nothing of a copy."""
+        """Returns the balancer itself: a copied model keeps it, as the other ranks would know nothing of a copy."""
         return self
 
     def __reduce__(self) -> Any:
@@ -353,7 +389,8 @@ class Balancer:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Plans, measurements, the step, and what local strategies keep: plain numbers, but for an outer momentum."""
+        """Returns plans, measurements, the step, and the state of local strategies: plain numbers, except for an outer
+        momentum, which is arrays."""
         return {
             "global_batch_size": self.global_batch_size,
             "step": self.step,
@@ -362,7 +399,11 @@ class Balancer:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from `state`. On another number of ranks the plan starts anew; the step stays."""
+        """Goes on from `state`. On other ranks than those that saved it, a new plan is made from what is known of them.
+
+        Raises:
+            ValueError: `state` is of another global batch size.
+        """
         self._load(state)
         self.record.plans(self.plans_ahead)
 

@@ -1,4 +1,4 @@
-"""Whether each batch is used before the next one begins, and none after the last."""
+"""Warns of a training loop that loads batches ahead of their use, or goes on with batches after the loader's last."""
 
 from __future__ import annotations
 
@@ -19,18 +19,20 @@ OVER = (
 
 
 class BatchOrder:
-    """Warns, once, where a loop has a backward pass after a batch that had none, or after its end.
+    """Warns, once, of a backward pass that follows an unused batch in the same loop, or the end of a loop.
 
-    Loops without any, as an evaluation's, are nobody's concern.
+    Gradients are weighted by the samples of the batch that the loader handed out last, so each batch needs its backward
+    pass before the next one is loaded. A loop without any backward pass, such as an evaluation, is fine. A loop is one
+    iteration over `BalancedDataLoader`.
     """
 
     def __init__(self) -> None:
-        self._samples = 0  # of the batch begun last, while it is unused
-        self._unused = 0  # samples of a batch of this loop that was left unused
-        self._over = self._told = False
+        self._samples = 0  # samples of the batch begun last, until it is used
+        self._unused = 0  # samples of a batch of this loop that was never used; 0: none
+        self._over = self._told = False  # see `over`; whether the warning was given
 
     def begins(self, samples: int, *, first: bool) -> None:
-        """A batch of a loop begins, of which this rank has `samples`; `first`: it is the first one of the loop."""
+        """Notes that a loop gets a batch, of which this rank has `samples`; `first`: the first batch of the loop."""
         if first:
             self._unused = 0
         elif self._samples:
@@ -43,26 +45,26 @@ class BatchOrder:
         return self._over
 
     def ends(self) -> None:
-        """A loop ends."""
+        """Notes that a loop has reached the end of its loader."""
         self._over = True
 
     def leaves(self) -> None:
-        """A loop is left in the middle."""
+        """Notes that a loop was left before its end: its batches need no backward pass."""
         self._samples = self._unused = 0
 
     def any_begins(self) -> None:
-        """A batch begins, of a loop or of none."""
-        if self._over:  # a loop within another, as an evaluation's, used none of its batches if no pass followed
+        """Notes that a batch begins, from a loader or by `balancer.begin` in a script."""
+        if self._over:  # the loop that ended may be an evaluation within a training loop: no pass over it will follow
             self.leaves()
         self._over = False
 
     def passes(self) -> None:
-        """A backward pass begins."""
+        """Notes that a backward pass begins, and warns if a batch was left unused before it or the loop has ended."""
         self.steps()
         if not self._told and (self._unused or self._over):
             self._told = True
             script.warn(UNUSED.format(samples=self._unused) if self._unused else OVER)
 
     def steps(self) -> None:
-        """The present batch has its part in a step."""
+        """Notes that the present batch is used, also where a rank takes a step without a backward pass."""
         self._samples = 0

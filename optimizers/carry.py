@@ -1,11 +1,14 @@
-"""What codecs keep back of arrays that do not weigh the same each time.
+"""Residuals of error feedback in weighted sums, where a rank's weight differs from step to step.
 
-An array is c x, a rank's x times its weight c, and the sum over the ranks is divided by that of their weights. What is
-kept back of it is c e. Added as it is to an array that weighs c', in a sum whose weights are less, it would count for
-c / c' times what it is: after rounds of some steps those of one step, after whole batches a short last one. So it goes
-with the next array as c' e, as if it were a part of its x. And what is much less than a usual array takes nothing with
-it: one rank's may be short where the others' are not, and would then count for too little. What an array of no weight
-takes with it would be lost.
+A rank sends c x: its gradient x times its weight c. The sum over the ranks is divided by the sum of their weights. A
+codec with error feedback keeps a residual, the part of c x that it has not sent: c e. Added unchanged to the next
+array, of weight c', in a sum of smaller weights, the residual would count c / c' times too much; so in a short last
+batch after whole ones, or in a round of one step after a round of several. Therefore `Carry` divides the residual by c
+and adds c' e to the next array, as if e were a part of its x.
+
+An array of much less than the usual weight takes no residual with it. Where only this rank's batch is short, the other
+weights are as usual, and the residual would count too little; with a weight of 0 it would be lost. The residual waits
+for the next array of about the usual weight.
 """
 
 from __future__ import annotations
@@ -15,47 +18,58 @@ from typing import Any, Protocol
 
 from hvd_hetero.codecs.verbs import arrays_like, verbs_of
 
-USUAL = 0.5  # of a usual weight, at least, for an array that takes with it what was kept back
+USUAL = 0.5  # an array of at least this part of the usual weight takes a residual with it
 
 
 class Keeps(Protocol):
-    """A reduction that may keep part of an array back (a codec's residual) for the next sum."""
+    """A reduction of one array over the ranks that may keep a residual, which it adds to the next array by itself."""
 
     def release_into(self, array: Any) -> None:
-        """Adds the residual to `array`, and clears it."""
+        """Adds the residual to `array`, and clears the residual."""
 
     def kept_into(self, array: Any) -> None:
-        """Adds the residual to `array`, and keeps it as well."""
+        """Adds the residual to `array`, and keeps the residual as well."""
 
 
 class Carry:
-    """Sees to it that what `routes` keep back counts for what it is, on one rank.
+    """Rescales one rank's residuals from the weight of the array that left them to the weight of the next array.
+
+    `WeightedExchange` calls `add_to` for each array before it is sent, and `end_step` once all arrays are summed.
 
     Args:
-        routes: one for each of the arrays that are summed together, from step to step.
+        routes: the reductions of the arrays that are summed in each step, one per array.
     """
 
     def __init__(self, routes: Sequence[Keeps]) -> None:
         self._routes = list(routes)
-        self._last: float | None = None  # weight of the last arrays of any weight: of what the routes keep
-        self._usual = 0.0
-        self._now: float | None = None  # weight of the arrays under way
-        self._waits: dict[int, Any] = {}  # by array: e, kept back of arrays before the last
-        self._given: dict[int, Any] = {}  # what others kept back, of a usual weight
-        self._taken: set[int] = set()  # of those that wait, what is under way
+        self._last: float | None = None  # the last weight above 0, which the routes' residuals are scaled by
+        self._usual = 0.0  # the usual weight: the largest of the last ones; it halves at most from step to step
+        self._now: float | None = None  # weight of the arrays that are being summed
+        self._waits: dict[int, Any] = {}  # by array: residual e, not scaled by any weight, that no sum has taken yet
+        self._given: dict[int, Any] = {}  # by array: residual from `give`, scaled by the weight `_last`
+        self._taken: set[int] = set()  # arrays that are being summed together with their `_waits`
 
     def weigh_as(self, before: Carry) -> None:
-        """Goes on from what arrays weighed in sums by other routes; what these kept back, `give` is told."""
+        """Takes over the weights known to `before`, the `Carry` of other routes for the same arrays. Their residuals
+        are passed to `give`."""
         self._last, self._usual = before._last, before._usual
 
     def add_to(self, index: int, array: Any, weight: float | None) -> None:
-        """Adds to array `index`, which weighs `weight` (None: as much as ever) and is about to be summed, what it takes
-        with it."""
+        """Adds to an array, right before it is summed, the residual that it takes with it.
+
+        Where the weight is that of the last step and no other residual waits, nothing is added here: the route adds
+        its residual itself.
+
+        Args:
+            index: index of the array among `routes`.
+            array: this rank's x times its weight, flat; changed in place.
+            weight: this rank's weight in this sum; None: that of the last step.
+        """
         self._now = weight = self._last if weight is None else weight
-        if weight is None:  # of no array is known yet what it weighs, nor of what is kept
+        if weight is None:  # no weight is known yet, neither of an array nor of a residual
             weight = 1.0
         if weight == self._last and index not in self._waits and index not in self._given:
-            return  # and the route adds what it keeps
+            return  # the route adds its residual itself
         verbs = verbs_of(array)
         waits = self._waits.get(index)
         if self._last is not None:
@@ -75,7 +89,12 @@ class Carry:
             self._taken.add(index)
 
     def end_step(self, counts: bool) -> None:
-        """Ends a sum of all arrays. Of one that does not count, nothing was taken along."""
+        """Ends a step, after all arrays were summed.
+
+        Args:
+            counts: whether the step counts. If not, as where a gradient is not finite, the residuals added by `add_to`
+                stay for a later step.
+        """
         if counts:
             for index in self._taken:
                 del self._waits[index]
@@ -85,7 +104,11 @@ class Carry:
         self._taken.clear()
 
     def kept_back(self, likes: Sequence[Any]) -> list[Any]:
-        """For each of arrays like these, what is not sent yet, of a usual weight; None where that is nothing."""
+        """Returns all residual of each array, scaled by this rank's last weight; None for an array without any.
+
+        Args:
+            likes: arrays of the same lengths, type and device, one per route.
+        """
         found: list[Any] = []
         for index, (like, route) in enumerate(zip(likes, self._routes, strict=True)):
             verbs = verbs_of(like)
@@ -99,7 +122,7 @@ class Carry:
         return found
 
     def release(self, likes: Sequence[Any]) -> list[Any]:
-        """Returns what `kept_back` does, and clears it."""
+        """Returns the residuals as `kept_back` does, and clears them."""
         found = self.kept_back(likes)
         for like, route in zip(likes, self._routes, strict=True):
             route.release_into(verbs_of(like).zeros([len(like)], like))
@@ -107,17 +130,22 @@ class Carry:
         return found
 
     def give(self, arrays: Sequence[Any]) -> None:
-        """Takes in what `kept_back` returned, of whatever ranks there were."""
+        """Adds residuals that the next sums are to send as well.
+
+        Args:
+            arrays: what `kept_back` or `release` returned, of other routes or another rank; one per route, or None.
+        """
         for index, array in enumerate(arrays):
             if array is not None:
                 self._given[index] = self._given[index] + array if index in self._given else array
 
     def state_dict(self) -> dict[str, Any]:
-        """The residuals that wait for an array to travel with, and the weights that arrays have had."""
+        """Returns the last weights and the residuals that are held here; the routes save their own residuals."""
         return {"last": self._last, "usual": self._usual, "waits": dict(self._waits), "given": dict(self._given)}
 
     def load_state_dict(self, state: Mapping[str, Any], likes: Sequence[Any]) -> None:
-        """Goes on from `state`, with arrays like these."""
+        """Loads what `state_dict` returned. Residuals become arrays of the type and device of the arrays `likes`, one
+        per route."""
         self._last, self._usual = state["last"], state["usual"]
         self._waits = {int(index): arrays_like(likes[int(index)], one) for index, one in state["waits"].items()}
         self._given = {int(index): arrays_like(likes[int(index)], one) for index, one in state["given"].items()}

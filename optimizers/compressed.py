@@ -1,7 +1,8 @@
-"""Sums over ranks of which less travels. Here: what a reduction is, and those whose wire forms can be summed.
+"""Sums over ranks that send fewer bytes: the protocol `Reduction`, and reductions whose encoded arrays can be summed.
 
-A reduction sums one flat array over the ranks of an engine, the same array at every step. Whatever ranks do to a result
-they do alike, and results are the same on all of them, bit for bit, where their arithmetic is.
+A reduction sums one flat array over the ranks of an engine, the same array at every step. All ranks compute the result
+in the same way, so that it is the same on all of them, bit for bit, if their arithmetic is. `feedback` has the
+reductions with error feedback.
 """
 
 from __future__ import annotations
@@ -16,18 +17,32 @@ from hvd_hetero.engine.port import Engine, Steps
 
 
 class Reduction(Protocol):
-    """Sums a flat array over the ranks of an engine; one object for one array over all steps."""
+    """Sums a flat array over the ranks of an engine. Each array has an object of its own, for all steps.
+
+    Attributes:
+        name: the codec's, for logs and the trace.
+    """
 
     name: str
 
     def steps(self, engine: Engine, array: Any, *, name: str) -> Steps:
-        """The collectives of one sum; returns the sum, which may be `array` itself or overwrite it."""
+        """A generator that yields the handle of each collective of one sum, and is sent that one's result.
+
+        Args:
+            engine: the ranks to sum over.
+            array: this rank's array, flat. It may be overwritten.
+            name: prefix of the operations' names, the same on all ranks.
+
+        Returns:
+            The sum, which may be `array` itself.
+        """
 
     def end_step(self, counts: bool) -> None:
-        """Ends a step. Of one that does not count (it was not finite, or a rank failed), nothing is kept."""
+        """Ends a step. If it does not count, as where a gradient was not finite or a rank failed, its residual is
+        discarded, and that of the step before stays."""
 
     def release(self, engine: Engine) -> Any | None:
-        """What is kept back, of the array's length, to be added to this rank's next array; keeps nothing any more."""
+        """Returns the residual to be added to this rank's next array, of the same length, and clears it; None: none."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -35,7 +50,7 @@ class Reduction(Protocol):
 
 
 class KeepsNothing:
-    """The end of a step for reductions that send everything, and so have no residual."""
+    """A base class for reductions that send everything, and so have no residual."""
 
     def end_step(self, counts: bool) -> None:
         pass
@@ -45,10 +60,14 @@ class KeepsNothing:
 
 
 class Exact(KeepsNothing):
-    """The plain sum, or that of a codec whose wire form can be summed and that keeps nothing back.
+    """An all-reduce of the array as it is, or encoded by a codec without residual whose encoded arrays can be summed.
 
     Args:
-        shape: in which the codec sees an array; None: as it is, flat.
+        codec: None: the array is sent as it is.
+        shape: the shape in which the codec is given the array; None: flat.
+
+    Attributes:
+        is_plain: whether the array is sent as it is.
     """
 
     def __init__(self, codec: Codec | None = None, *, shape: tuple[int, ...] | None = None) -> None:
@@ -68,16 +87,16 @@ class Exact(KeepsNothing):
         pass
 
 
-SPARE = 10  # bits of float16's range that values can do without
+SPARE = 10  # by so many powers of two may values fall below the scale's before float16 leaves them too few digits
 
 
 class Half(KeepsNothing):
-    """float16 sums that cannot overflow unseen.
+    """An all-reduce in float16 with a scale that all ranks share, repeated in full precision where float16 fails.
 
-    With the values travels each rank's exponent, in a slot of its own (a sum with zeros, so a gather): the scale of
-    the next step. What has grown by more than the scale leaves room for is sent again as it is, and so is what has
-    fallen so far that few digits are left of it; all ranks see the same infinity, and the same exponents, and do so
-    together. The first step is exact.
+    Beside its values each rank sends the exponent of its largest value, in a slot of its own, which the other ranks
+    leave 0. The largest exponent of all ranks gives the scale of the next step. The array is sent again as it is, in
+    the same step, if its sum overflowed, or if its values have fallen so far below the scale that float16 leaves them
+    few digits. All ranks decide alike, as they see the same sum and exponents. The first step is exact.
     """
 
     name = "fp16"
@@ -100,7 +119,7 @@ class Half(KeepsNothing):
         now = max(exponents)
         if scale is not None and now != NOT_FINITE:
             assert self._exponent is not None
-            # Of zeros nothing is known: the scale of what comes after them is none.
+            # Zeros tell nothing of the values that follow, for which a scale made of zeros is none.
             fallen = now > NOTHING and (self._exponent == NOTHING or now < self._exponent - SPARE)
             if fallen or not verbs.all_finite([result]):
                 result = yield engine.allreduce_async(verbs.copied(array), name=f"{name}.again")
@@ -109,8 +128,11 @@ class Half(KeepsNothing):
         return result
 
     def _following(self, now: int) -> int:
-        """The exponent for the scale of the next step. What falls is followed slowly, since gradients come and go, but
-        as far as digits last."""
+        """Returns the exponent for the scale of the next step, given the largest exponent `now`.
+
+        It rises with the values at once. It falls by one a step, as gradients may grow again, but by more where it
+        would be more than `SPARE` above the values.
+        """
         if self._exponent is None:
             return now
         if now == NOTHING:
@@ -137,11 +159,12 @@ class Half(KeepsNothing):
         self._exponent = state["exponent"]
 
 
-PIECE = 2**20  # values that are encoded and sent at a time: while one piece travels, the next is encoded
+PIECE = 2**20  # values that are encoded and sent at a time: while one piece is sent, the next is encoded
 
 
 def pieces_of(length: int, *, unit: int = 1, least: int | None = None) -> list[slice]:
-    """Nearly equal pieces of at least `least` (default: `PIECE`) values, each but the last a multiple of `unit`."""
+    """Returns slices of `length` values: nearly equal pieces, each of about `least` (default: `PIECE`) values or more,
+    and each except the last a multiple of `unit`."""
     count = max(1, length // (least or PIECE))
     each = -(-length // (count * unit)) * unit
     return [slice(begin, min(length, begin + each)) for begin in range(0, max(1, length), max(1, each))]

@@ -1,4 +1,4 @@
-"""Codecs under the names that a user knows: the part of `hvd.Compression` that every face has."""
+"""The codecs of `hvd.Compression`, as far as PyTorch and Keras have them in common."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from .recipe import Recipe, Wire
 
 
 class Compression:
-    """How gradients travel.
+    """The codecs that gradients can be sent with, for the argument `compression`.
 
-    fp16 is scaled so that sums do not overflow. Where the topology has several nodes a codec works between them. Only
-    matrices of at least 1024 values go through one; biases, norms and small tensors travel as they are. `int8`, `int4`,
-    `topk` and `powersgd` keep what they could not send, and send it later (error feedback).
+    fp16 is scaled so that sums do not overflow. If the topology has several nodes, a codec is applied between nodes
+    only. Codecs are applied to matrices of at least 1024 values; biases, norms and small tensors are sent as they are.
+    `int8`, `int4`, `topk` and `powersgd` keep what they could not send, and send it later (error feedback).
     """
 
     none: Any = Wire()
@@ -33,7 +33,8 @@ class Compression:
 
     @staticmethod
     def int4(*, warmup_steps: int = 100) -> Wire:
-        """Blocks of 128 half bytes with a scale each, 17 of 128 bytes of fp32; int8 for the first `warmup_steps`."""
+        """Blocks of 128 values of 4 bits with a scale each: 17 bytes for each 128 bytes of fp32. int8 for the first
+        `warmup_steps` steps."""
         return Wire(cross=Recipe(name="int4", block=128, warmup_steps=warmup_steps))
 
     @staticmethod
@@ -43,12 +44,21 @@ class Compression:
 
     @staticmethod
     def powersgd(rank: int = 4, *, warmup_steps: int = 100) -> Wire:
-        """Matrices as products of two of `rank` columns; exact for the first `warmup_steps` steps."""
+        """PowerSGD: each matrix as a product of two of `rank` columns; exact for the first `warmup_steps` steps."""
         return Wire(cross=Recipe(name="powersgd", rank=rank, warmup_steps=warmup_steps))
 
     @classmethod
     def per_link(cls, *, cross: Any = None, local: Any = None) -> Wire:
-        """A codec between nodes and another one within them; None for none."""
+        """One codec between nodes and another one within nodes; None for none.
+
+        Args:
+            cross: any codec of this class, for sums between nodes.
+            local: none, fp16 or bf16, for sums within a node.
+
+        Raises:
+            TypeError: an argument is not a codec of this class, or one from another `per_link` with its own `local`.
+            ValueError: `local` is another one than none, fp16 and bf16.
+        """
         between, within = cls._one(cross, "cross"), cls._one(local, "local")
         if within.auto:
             raise ValueError("local: expected none, fp16 or bf16. Received: auto.")
@@ -66,5 +76,6 @@ class Compression:
 
     @classmethod
     def named(cls, compression: Any) -> Wire | None:
-        """The codecs that are meant, None where it is something else."""
+        """Returns the codecs that `compression` stands for; None if it is not one of this class. PyTorch's subclass
+        overrides it to accept Horovod's `none` and `fp16` as well."""
         return compression if isinstance(compression, Wire) else None

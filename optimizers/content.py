@@ -1,7 +1,8 @@
-"""Whether ranks have the same data, without sending it.
+"""Checksums of data sets, by which ranks find out whether they all have the same data.
 
-What is dealt by number has to be the same samples on all ranks. A part of them on each rank, or a split that each rank
-drew by itself, goes unnoticed where lengths agree: then samples are used twice, or never, or in validation as well.
+A rank is dealt samples by their index, so an index has to mean the same sample on all ranks. If each rank has another
+part of the data, or has drawn its own split, and lengths agree, samples are used twice, or never, or in validation as
+well. The loaders of PyTorch and Keras compare these checksums when they are made.
 """
 
 from __future__ import annotations
@@ -12,21 +13,29 @@ from typing import Any
 
 import numpy as np
 
-ROWS, BYTES = 1024, 1 << 20  # of one array, at most: a look at the data is to cost no time
+ROWS, BYTES = 1024, 1 << 20  # a checksum covers so much of one array at most, as it is to cost no time
 
 
 def places(rows: int, nbytes: int = 0) -> list[int]:
-    """Which of so many rows, of so many bytes together, are looked at: evenly spaced ones."""
+    """Returns the evenly spaced indices of the rows that a checksum covers.
+
+    Args:
+        rows: the number of rows.
+        nbytes: the bytes of all rows together; 0: unknown.
+    """
     some = min(rows, ROWS, BYTES * rows // nbytes if nbytes else ROWS)
     return np.linspace(0, rows - 1, max(1, some)).astype(np.int64).tolist() if rows else []
 
 
 def checksum(arrays: Iterable[Any], start: int = 0) -> int:
-    """A checksum of whole numbers such as labels, tokens and indices, in arrays with samples along the first axis, or
-    in lists of samples; where there are many, of evenly spaced rows of them. It goes on from `start`.
+    """Returns a checksum (CRC-32) of the integers in `arrays`, such as labels, tokens and indices.
 
-    Fractions are left out, and so are pictures (bytes in two dimensions and more): hosts may have computed or decoded
-    them in other versions of a library, which round differently.
+    Floating-point arrays are left out, and so are images (bytes with two or more dimensions per sample): hosts may have
+    computed or decoded them with different versions of a library, which round differently.
+
+    Args:
+        arrays: arrays with samples along the first axis, or lists of samples. Of many rows, evenly spaced ones count.
+        start: the checksum to go on from.
     """
     for some in map(_some_rows, arrays):
         picture = some.dtype.itemsize == 1 and some.ndim > 2
@@ -37,8 +46,11 @@ def checksum(arrays: Iterable[Any], start: int = 0) -> int:
 
 
 def checksum_of_one(leaf: Any, start: int = 0) -> int:
-    """The same of a single sample's array, number or text; of an array of fractions, its shape. Others have none."""
-    if isinstance(leaf, int):  # this and text quickly: a sample may be a list of thousands
+    """Returns a checksum of one array, number, text or bytes of a single sample, which goes on from `start`.
+
+    Of an array of floating-point numbers the shape counts. Anything else changes nothing: `start` is returned.
+    """
+    if isinstance(leaf, int):  # integers and text take a short way: a sample may be a list of thousands
         leaf = b"%d " % leaf
     elif isinstance(leaf, str):
         leaf = leaf.encode(errors="replace")
@@ -50,10 +62,13 @@ def checksum_of_one(leaf: Any, start: int = 0) -> int:
 
 
 def _some_rows(rows: Any) -> np.ndarray:
-    """Those that are looked at; none of what makes no array. Chosen first: a range may be of a billion indices."""
+    """Returns the rows that a checksum covers, as an array; an empty one if they make none.
+
+    Rows are chosen before they become an array, as `rows` may be a range of a billion indices.
+    """
     if isinstance(rows, np.ndarray):
         return rows[places(len(rows), rows.nbytes)]
     try:
         return np.asarray([rows[place] for place in places(len(rows))])
-    except (TypeError, ValueError, LookupError):  # as of rows of unlike lengths
+    except (TypeError, ValueError, LookupError):  # such as rows of different lengths
         return np.empty(0)

@@ -1,4 +1,4 @@
-"""What one rank has to say in merges of local SGD: what its progress weighs, and what its balancer tells the others."""
+"""One rank's part in merges of local SGD: the weight of its progress, and the control vector sent beside it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,13 @@ from .local_sgd import LocalSGD
 
 @dataclass(frozen=True)
 class Sending:
-    """What a rank contributes to the merge that it is about to send for, and how far its gradients were apart."""
+    """What a rank contributes to one merge. The defaults are those of a merge that it misses.
+
+    Attributes:
+        contribution: the weight, norm and reach of the rank's delta; see `policy.staleness`.
+        work: the local steps that the delta is made of.
+        spread: `Contribution.spread` of the delta, from which the drift between ranks is measured.
+    """
 
     contribution: Contribution = NOTHING
     work: Work = field(default_factory=Work)
@@ -25,14 +31,14 @@ class Sending:
 
 
 class Contributing:
-    """One rank's side of it.
+    """Weighs one rank's deltas and writes its control vectors, for the merges of one optimizer (`Rounds`).
 
     Args:
-        rule: the strategy.
-        balancer: whose measurements and plans travel with fragment 0 where `leads` says so.
-        part: of all data, this rank's own shard; for "fednova".
-        leads: whether they travel with these merges, and not with another optimizer's.
-        most_ahead: batches that this rank may begin after it has contributed and before it has to see the merge.
+        rule: the local strategy.
+        balancer: its measurements and plans travel with the merges of fragment 0, if `leads()`.
+        part: the part of all data that is this rank's own shard, for FedNova; None: 1 / number of ranks.
+        leads: returns whether measurements and plans travel with these merges, and not with another optimizer's.
+        most_ahead: returns how many batches this rank may begin between its contribution and the end of that merge.
     """
 
     def __init__(
@@ -49,30 +55,39 @@ class Contributing:
         self._part = 1.0 / self._size if part is None else part
         self._leads, self._most_ahead = leads, most_ahead
         self._recent: list[tuple[float, float]] = []  # samples and seconds of steps since the last contribution
-        self._usual: tuple[float, float] | None = None  # of those before it
+        self._usual: tuple[float, float] | None = None  # samples and seconds of a median step before that contribution
         self._sending = Sending()
         self._in_advance = False
 
     def begin(self) -> None:
-        """Before the first of some local steps: what was measured before says nothing of them."""
+        """Begins a phase of local steps, before the first one: forgets the step time measured in earlier phases."""
         self._usual = None
 
     def measured(self, samples: float, seconds: float) -> None:
-        """Notes what a local step took; a zero for not measured."""
+        """Notes the samples and the seconds of compute of a local step, unless either is 0, which is: not measured."""
         if min(samples, seconds) > 0:
             self._recent.append((samples, seconds))
 
     @property
     def unit(self) -> float:
-        """How many samples of a step weigh 1: a usual share, for narrow wires. With FedNova no samples do."""
+        """The number of samples that has weight 1 in a merge: the mean share, which suits the range of fp16. With
+        FedNova weights are not in samples, and this is 1.0."""
         if self._rule.weights == "fednova":
             return 1.0
         return self._balancer.global_batch_size / self._size
 
     def weigh(self, work: Work, square: float) -> Contribution:
-        """What this rank's progress counts; where it is not finite, it is as if its steps had been without samples."""
+        """Returns the weight, norm and reach of this rank's delta in the merge that it is about to send for.
+
+        `Fragment.send` calls it. `outgoing` then describes this contribution.
+
+        Args:
+            work: the local steps since the last contribution.
+            square: squared L2 norm of the delta. Where it is not finite, the delta weighs 0, as after steps without
+                samples.
+        """
         norm, reach = work.gradients, work.batches
-        if self._rule.weights == "fednova":  # all ranks in rates, also who has come to a rate of 0
+        if self._rule.weights == "fednova":  # in units of learning rates, on all ranks alike, also where it is 0
             norm, reach = work.lr_sum, work.rate_batches
         weight = self._part if self._rule.weights == "fednova" else work.samples / self.unit
         chosen = contribution(weight, norm if math.isfinite(square) else 0.0, reach)
@@ -86,12 +101,15 @@ class Contributing:
 
     @property
     def weight(self) -> float:
-        """What this rank's progress is multiplied by in the contribution that is being sent."""
+        """The factor of this rank's delta in the contribution that is being sent."""
         return self._sending.contribution.before
 
     @contextlib.contextmanager
     def missing(self) -> Iterator[None]:
-        """Once the contribution is on its way: within it what is sent is nothing, and said in advance."""
+        """A context in which `outgoing` is about merges that this rank misses, and so contributes nothing to.
+
+        `Rounds` enters it right after a contribution was sent, and sends the empty ones for the next merges in advance.
+        """
         self._sending, self._in_advance = Sending(), True
         try:
             yield
@@ -99,11 +117,20 @@ class Contributing:
             self._in_advance = False
 
     def outgoing(self, index: int, *, finishing: bool, answers: int) -> list[float]:
-        """The control vector of fragment `index`, right before it is sent; `answers`: see `Dialogue.outgoing`."""
+        """Returns this rank's control vector for a merge; it is called right before that is sent.
+
+        Args:
+            index: the fragment. Measurements and plans travel with fragment 0.
+            finishing: whether this rank is in `Rounds.finish`.
+            answers: merges until this rank contributes again, 1 if it misses none: see `Dialogue.outgoing`.
+
+        Returns:
+            `merge_control.length(ranks)` numbers.
+        """
         sending, first = self._sending, index == 0
         leads = first and self._leads()
         if first and self._recent and not self._in_advance:
-            # The median: a stall is no property of the share.
+            # The median, by seconds per sample: a stall tells nothing of the rank's speed.
             self._usual = sorted(self._recent, key=lambda each: each[1] / each[0])[len(self._recent) // 2]
             self._recent = []
         dialogue, work = self._balancer.dialogue, sending.work

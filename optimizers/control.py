@@ -1,15 +1,15 @@
-"""The control vector: what ranks tell each other with every gradient, at no message of its own.
+"""The control vector: measurements, flags and plans that ranks exchange in the all-reduce of a gradient bucket.
 
-It is summed like a gradient. Each rank writes into its own slots and leaves the others' zero, so the sum is a gather.
-It holds, in this order:
+It is summed like a gradient. Each rank writes into its own slots and leaves those of other ranks 0, so the sum gathers
+the slots of all ranks. It holds, in this order:
 
     1                    loss terms of this rank; summed, those of the whole batch
     len(Slots) x ranks   `Slots` field by field, each a row of all ranks
     3 + ranks + 80       the next plan, written by rank 0 alone: version, predicted step, strategy; shares; reason
-    1 + 1 + len(Norms)   exchanges to the next comparison of parameters; staleness; `Norms`
+    1 + 1 + len(Norms)   exchanges to the next comparison of parameters, by rank 0; staleness; `Norms`
 
-All ranks read the identical sum, and therefore hold the identical plan. The slots for the noise of the gradient are
-there whether or not anybody measures it, so that all ranks' vectors have one length.
+All ranks read the identical sum, and therefore hold the identical plan. The slots for gradient noise are there whether
+or not it is measured, so that the vectors of all ranks have the same length.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from hvd_hetero.policy.jitter import Ran
 from hvd_hetero.policy.strategy import LOCAL, SYNCHRONOUS
 
 REASON_LENGTH = 80  # characters of a plan's reason that travel
-STRATEGIES = (SYNCHRONOUS, LOCAL)  # by the number that travels
-LEAVES, STOPS, LAYS_OUT, CHOOSES = 1, 2, 4, 8  # in one slot
-BATCHES, ORIGINS = 1 << 20, 15  # are told apart, in one slot: at most 2**24 together
-PER_PLAN = 3  # slots of a plan beside its shares and reason
+STRATEGIES = (SYNCHRONOUS, LOCAL)  # a strategy travels as its index
+LEAVES, STOPS, LAYS_OUT, CHOOSES = 1, 2, 4, 8  # bits of the slot `flags`
+BATCHES, ORIGINS = 1 << 20, 15  # numbers of batches and origins in the slot `place`, which is at most 2**24
+PER_PLAN = 3  # slots of a plan besides its shares and reason: version, predicted step, strategy
 
 
 class Slots(NamedTuple):
-    """What one rank says of itself, a number each; of the sum, for each of these a row of all ranks."""
+    """The slots that each rank has: one number each when written, a list over all ranks when read from the sum."""
 
-    compute_s: Any
-    samples: Any
-    failed: Any
-    dealt_ahead: Any
-    running_s: Any  # these three: see `Ran`
+    compute_s: Any  # seconds per batch of computing, and of loading where the rank itself does; 0: not measured
+    samples: Any  # samples per batch
+    failed: Any  # 1: this rank cannot go on
+    dealt_ahead: Any  # batches beyond the present one that are dealt, or may be without waiting
+    running_s: Any  # this slot and the next two: see `Ran`
     stopped_s: Any
     stops: Any
-    flags: Any  # LEAVES, STOPS, LAYS_OUT, CHOOSES
-    hash: Any
-    place: Any  # the batch that it is at, and where that was dealt
-    loading_s: Any
+    flags: Any  # a sum of LEAVES, STOPS, LAYS_OUT, CHOOSES
+    hash: Any  # of the parameters; 0: not compared now
+    place: Any  # the present batch, and where in its epoch it was dealt: 1 + batch + BATCHES * (1 + origin); 0: none
+    loading_s: Any  # seconds of loading per sample
 
 
 PER_RANK = len(Slots._fields)
@@ -49,7 +49,7 @@ PER_RANK = len(Slots._fields)
 
 @dataclass(frozen=True, kw_only=True)
 class Announcement:
-    """A plan on its way: it holds for the batches that no rank had dealt when it was sent."""
+    """A new plan as rank 0 sends it: without its first step, which follows from how far ranks have dealt."""
 
     version: int
     shares: tuple[int, ...]
@@ -59,12 +59,13 @@ class Announcement:
 
 
 class Norms(NamedTuple):
-    """What tells how noisy last step's gradient was: one rank's part and, summed, that of all. Zeros: not measured."""
+    """Norms of the last step's gradients, from which its noise is estimated; in the sum, those of all ranks summed.
+    Zeros: not measured."""
 
-    squared_norm: float = 0.0  # of this rank's own mean gradient
-    inverse_terms: float = 0.0  # 1 over the loss terms it is a mean of
-    ranks: float = 0.0  # 1 where this rank had terms
-    merged: float = 0.0  # squared norm of the merged gradient, as rank 0 sees it: others' rounding may differ
+    squared_norm: float = 0.0  # squared norm of this rank's own mean gradient
+    inverse_terms: float = 0.0  # 1 / the number of loss terms that it is a mean over
+    ranks: float = 0.0  # 1 if this rank had a loss term, else 0
+    merged: float = 0.0  # squared norm of the merged gradient; rank 0 alone sends it, as rounding may differ by rank
 
 
 NORMS = len(Norms._fields)
@@ -72,44 +73,44 @@ NORMS = len(Norms._fields)
 
 @dataclass(frozen=True, kw_only=True)
 class Look:
-    """A look at whether parameters are the same: see `parameter_guard`. Zeros: none."""
+    """One rank's part in a comparison of parameters over all ranks: see `ParameterGuard`. Zeros: none is due."""
 
-    hash: int = 0  # of this rank's parameters
-    interval: int = 0  # exchanges to the next look; rank 0 says it
+    hash: int = 0  # hash of this rank's parameters, 1 or more
+    interval: int = 0  # exchanges until the next comparison; only rank 0's is sent
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """The sum of all ranks' control vectors, taken apart; where there is a value for each rank, index i is rank i."""
+    """The sum of all ranks' control vectors, unpacked. Where there is a value per rank, index i is rank i's."""
 
-    count: float
-    compute_s: tuple[float, ...]
-    loading_s: tuple[float, ...]  # that a sample takes to be loaded beside computing, at least
-    samples: tuple[float, ...]
-    failed: tuple[int, ...]
-    leaving: tuple[int, ...]  # ranks that were told to end
-    stopping: tuple[int, ...]  # ranks that want all to stop training
-    lays_out: bool  # whether any rank wants all to lay out their buckets anew
-    chooses: bool  # whether any rank wants all to choose anew how buckets travel
-    dealt_ahead: tuple[int, ...]  # batches after the one whose gradient this is
+    count: float  # loss terms of all ranks
+    compute_s: tuple[float, ...]  # seconds per batch of computing, and of loading in between; 0: not measured
+    loading_s: tuple[float, ...]  # seconds per sample that loading takes at least, while the rank computes
+    samples: tuple[float, ...]  # samples per batch
+    failed: tuple[int, ...]  # ranks that cannot go on
+    leaving: tuple[int, ...]  # ranks whose process was told to end
+    stopping: tuple[int, ...]  # ranks that ask all ranks to stop training
+    lays_out: bool  # whether any rank asks all to lay out their buckets anew
+    chooses: bool  # whether any rank asks all to choose anew how buckets travel
+    dealt_ahead: tuple[int, ...]  # batches dealt, or that may be, beyond the one whose gradient this is
     ran: tuple[Ran, ...]
-    staleness: float  # mean over the ranks
-    announcement: Announcement | None
+    staleness: float  # mean over the ranks, in merges
+    announcement: Announcement | None  # a new plan, if there is one
     norms: Norms
-    hashes: tuple[int, ...]
-    batches: tuple[int, ...]  # the global batch that each rank is at, `BATCHES` and more counted from 0; none where -1
-    origins: tuple[int, ...]  # where in its epoch each rank's batch was dealt, below `ORIGINS`; not said where -1
-    interval: int
+    hashes: tuple[int, ...]  # hashes of the parameters; 0: none
+    batches: tuple[int, ...]  # index of the global batch that the rank is at, modulo `BATCHES`; -1: not told
+    origins: tuple[int, ...]  # where in its epoch that batch was dealt, as a number below `ORIGINS`; -1: not told
+    interval: int  # exchanges until the next comparison of parameters; 0: none was made
 
     @property
     def busy_s(self) -> tuple[float, ...]:
-        """Of each rank the seconds that its samples took; 0 where it has not said what computing them did."""
+        """For each rank the seconds that a batch took: compute or loading, whichever is longer; 0: not measured."""
         said = zip(self.compute_s, self.loading_s, self.samples, strict=True)
         return tuple(max(compute_s, each_s * samples) if compute_s else 0.0 for compute_s, each_s, samples in said)
 
 
 def length(ranks: int) -> int:
-    """The number of elements of the control vector."""
+    """Returns the number of elements of the control vector of so many ranks."""
     return 1 + PER_RANK * ranks + PER_PLAN + ranks + REASON_LENGTH + 2 + NORMS
 
 
@@ -135,7 +136,18 @@ def pack(
     batch: int | None = None,
     origin: int | None = None,
 ) -> list[float]:
-    """This rank's vector. Integers stay exact in fp32 up to 2**24."""
+    """Returns this rank's control vector. The arguments are described at `Slots` and `Report`.
+
+    All integers in it are at most 2**24, so that fp32 holds them exactly.
+
+    Args:
+        ranks: the number of ranks.
+        rank: this rank.
+        count: this rank's loss terms.
+        announcement: a new plan, on rank 0.
+        batch: index of the global batch that this rank is at; None: not told.
+        origin: where in its epoch that batch was dealt, below `ORIGINS`; None: not told.
+    """
     look = look or Look()
     vector = [0.0] * length(ranks)
     vector[0] = count
@@ -166,23 +178,23 @@ def pack(
 
 
 def _row(total: Sequence[float], field: str, *, ranks: int) -> list[float]:
-    """One slot of all ranks, of a sum of control vectors."""
+    """Returns slot `field` of all ranks, from the sum of the control vectors."""
     begin = 1 + Slots._fields.index(field) * ranks
     return list(total[begin : begin + ranks])
 
 
 def _flagged(flags: Sequence[float], flag: int) -> tuple[int, ...]:
-    """The ranks that have set a flag."""
+    """Returns the ranks that have set a bit; `flags`: the slot of that name, by rank."""
     return tuple(rank for rank, value in enumerate(flags) if int(value) & flag)
 
 
 def failed_in(total: Sequence[float], *, ranks: int) -> tuple[int, ...]:
-    """The ranks that have failed, according to a sum of control vectors."""
+    """Returns the ranks that cannot go on, from the sum of the control vectors."""
     return tuple(rank for rank, value in enumerate(_row(total, "failed", ranks=ranks)) if value > 0)
 
 
 def unpack(total: Sequence[float], *, ranks: int) -> Report:
-    """Takes the sum of all ranks' control vectors apart."""
+    """Unpacks the sum of all ranks' control vectors."""
     rows, at = Slots(*(_row(total, field, ranks=ranks) for field in Slots._fields)), 1 + PER_RANK * ranks
     announcement = None
     if total[at] > 0:

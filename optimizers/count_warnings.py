@@ -1,4 +1,4 @@
-"""Whether losses are means over as many terms as a script says, or lets be taken: what looks otherwise is told."""
+"""Warns of scripts whose gradients are weighted by a wrong number of loss terms."""
 
 from __future__ import annotations
 
@@ -16,36 +16,37 @@ FEWER = (
 
 
 class CountWarnings:
-    """Warns of a count after which no backward pass of the batch has come, where one had come before; and of a batch of
-    fewer rows than samples whose script does not count."""
+    """Warns, once each, of a `balancer.count` that comes after the last backward pass of its batch, and of a batch with
+    fewer rows than dealt samples for which the script does not call `balancer.count`."""
 
     def __init__(self) -> None:
-        self._began = 0  # backward passes before the present batch
-        self._said: int | None = None  # those before the last count of the batch
-        self._told_late = self._told_fewer = False
-        self._rows: int | None = None
+        self._began = 0  # backward passes made before the present batch began
+        self._said: int | None = None  # backward passes made before the batch's last count; None: no count
+        self._told_late = self._told_fewer = False  # whether each warning was given
+        self._rows: int | None = None  # rows of the present batch, if it has fewer than samples and no count
 
     @property
     def looks_at_rows(self) -> bool:
-        """Whether it is of use to say `deals` of a batch: until it is told that one has too few."""
+        """Whether `deals` is of any use still: not after the warning of too few rows, which is given once."""
         return not self._told_fewer
 
     def deals(self, rows: int | None) -> None:
-        """A loader has dealt a batch of fewer rows than samples; None: of as many."""
+        """Notes the rows of a batch that has fewer rows than the loader dealt samples; None for any other batch."""
         self._rows = rows
 
     def said(self, terms: float, passes: int) -> None:
-        """A script counts; `passes`: how many backward passes there have been."""
+        """Notes that the script calls `balancer.count(terms)`, after `passes` backward passes in all."""
         self._said, self._rows = passes if terms else None, None
 
     def passes(self, samples: int) -> None:
-        """A backward pass over the batch of `samples` begins."""
+        """Notes that a backward pass begins, and warns if the batch of `samples` has fewer rows and no count."""
         if self._rows is not None and not self._told_fewer:
             self._told_fewer = True
             script.warn(FEWER.format(rows=self._rows, samples=samples))
 
     def begins(self, passes: int) -> None:
-        """The next batch begins."""
+        """Notes that the next batch begins, after `passes` backward passes in all, and warns if the last count of the
+        batch before came too late."""
         if self._said is not None and self._began < self._said == passes and not self._told_late:
             self._told_late = True
             script.warn(LATE)

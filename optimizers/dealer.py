@@ -14,7 +14,10 @@ import numpy as np
 
 
 def proportional(shares: Sequence[int], total: int) -> tuple[int, ...]:
-    """`total` samples split like `shares` (largest remainders, lower rank first); for a short last batch."""
+    """Returns `total` samples split in proportion to `shares`, by rank; used for a short last batch.
+
+    Samples left over by rounding down go to the largest remainders, one each, to the lower rank where they are equal.
+    """
     whole = sum(shares)
     parts = [share * total // whole for share in shares]
     by_remainder = sorted(range(len(shares)), key=lambda rank: (-(shares[rank] * total % whole), rank))
@@ -29,9 +32,16 @@ class Dealer:
     Args:
         length: samples in the dataset.
         global_batch_size: samples in one global batch.
-        shuffle: a new order each epoch, from `seed` and the epoch alone.
-        drop_last: leave out what does not fill a global batch.
-        block: so many neighbouring samples stay together in the order, because they are loaded together.
+        shuffle: whether each epoch has an order of its own, which depends on `seed` and the epoch alone.
+        seed: the same on all ranks.
+        drop_last: whether samples at the end that do not fill a global batch are left out.
+        block: the number of neighbouring samples that stay together in the order, because they are loaded together.
+
+    Attributes:
+        epoch: the present epoch, for `order` and `batches`; it may be set.
+
+    Raises:
+        ValueError: there is no sample or, with `drop_last`, not one whole global batch.
     """
 
     def __init__(
@@ -47,14 +57,14 @@ class Dealer:
         self.length, self.global_batch_size = length, global_batch_size
         self.shuffle, self.seed, self.drop_last, self.block = shuffle, seed, drop_last, block
         self.epoch = 0
-        self._orders: dict[int, np.ndarray] = {}  # of this epoch and, while dealing runs ahead, the next
+        self._orders: dict[int, np.ndarray] = {}  # the orders of the epoch dealt last and the one before it
 
     def __len__(self) -> int:
         whole, rest = divmod(self.length, self.global_batch_size)
         return whole if self.drop_last or rest == 0 else whole + 1
 
     def order(self, epoch: int | None = None) -> np.ndarray:
-        """The order of an epoch, by default this one, int64 of shape [length].
+        """Returns the sample indices in the order of an epoch, by default the present one: int64 of shape [length].
 
         RandomState's stream is frozen by NumPy for good: ranks with different NumPy versions agree.
         """
@@ -66,21 +76,22 @@ class Dealer:
         return np.asarray(order[order < self.length])
 
     def batch(self, epoch: int, index: int) -> np.ndarray:
-        """Global batch `index` of `epoch`, as an array of indices."""
+        """Returns the sample indices of global batch `index` of `epoch`."""
         if epoch not in self._orders:
             self._orders = {kept: order for kept, order in self._orders.items() if kept == epoch - 1}
             self._orders[epoch] = self.order(epoch)
         return self._orders[epoch][index * self.global_batch_size : (index + 1) * self.global_batch_size]
 
     def batches(self, first: int = 0) -> Iterator[np.ndarray]:
-        """The global batches of this epoch from batch `first` on, as arrays of indices."""
+        """Yields the sample indices of each global batch of the present epoch, from batch `first` on."""
         order = self.order()
         for batch in range(first, len(self)):
             yield order[batch * self.global_batch_size : (batch + 1) * self.global_batch_size]
 
 
 def cut(batch: np.ndarray, shares: Sequence[int], rank: int) -> np.ndarray:
-    """Rank `rank`'s block of a global batch, cut like `shares` (in proportion when the batch is short)."""
+    """Returns the contiguous block of a global batch that is rank `rank`'s: as many samples as its share, or in
+    proportion to `shares` if the batch is short."""
     parts = tuple(shares) if len(batch) == sum(shares) else proportional(shares, len(batch))
     start = sum(parts[:rank])
     return batch[start : start + parts[rank]]
@@ -88,10 +99,10 @@ def cut(batch: np.ndarray, shares: Sequence[int], rank: int) -> np.ndarray:
 
 @functools.lru_cache(maxsize=8)
 def owners(shares: tuple[int, ...]) -> np.ndarray:
-    """The rank of each place of a global batch that is read in order, int64 of shape [sum of shares].
+    """Returns the rank of each position of a global batch read from a stream, int64 of shape [sum of shares].
 
-    As many for each rank as its share, evenly spread, so that a batch that ends early is split like shares as well, to
-    a sample or two.
+    Each rank has as many positions as its share, evenly spread, so that a batch that ends early is split in proportion
+    to the shares as well, to within a sample or two.
     """
     ranks: np.ndarray = np.repeat(np.arange(len(shares)), shares)
     middles = np.concatenate([(np.arange(share) + 0.5) / share for share in shares if share] or [np.empty(0)])
@@ -99,7 +110,10 @@ def owners(shares: tuple[int, ...]) -> np.ndarray:
 
 
 def evaluation_part(length: int, shares: Sequence[int], rank: int, *, least: int = 0) -> range:
-    """Rank `rank`'s of `length` samples that are looked at once over all ranks: at least so many, and the others in
-    proportion to shares."""
+    """Returns the indices of the samples that rank `rank` evaluates, of `length` samples that all ranks evaluate once.
+
+    Args:
+        least: samples that each rank has at least; the rest is split in proportion to `shares`.
+    """
     parts = [least + part for part in proportional(shares, length - least * len(shares))]
     return range(sum(parts[:rank]), sum(parts[: rank + 1]))

@@ -1,4 +1,4 @@
-"""Ranks that cannot go on, ranks that were told to end, and ranks that want all to stop."""
+"""Which ranks have failed, which were told to end their process, and which ask all ranks to stop training."""
 
 from __future__ import annotations
 
@@ -8,59 +8,79 @@ from .attachment import PeerError
 
 
 class Flag:
-    """A flag that a rank may raise in its control vector, and the first ranks that all ranks know to have raised it."""
+    """A flag that any rank may raise in its control vector, and the ranks that raised it first.
+
+    Attributes:
+        said: whether this rank raises the flag in its control vectors.
+    """
 
     def __init__(self) -> None:
         self.said = False
         self.forget()
 
     def forget(self) -> None:
-        """Forgets which ranks have raised it."""
+        """Forgets which ranks have raised the flag. `said` stays as it is."""
         self._ranks: tuple[int, ...] = ()
-        self._from_step = 0
+        self._from_step = 0  # the global batch by which all ranks have received the flag
 
     def hear(self, ranks: tuple[int, ...], step: int) -> None:
-        """Notes that `ranks` have raised it, which all ranks know by batch `step`."""
+        """Notes that an exchange says that `ranks` have raised the flag. Only the first such ranks are kept.
+
+        Args:
+            ranks: none, if nobody has.
+            step: index of the global batch by which every rank has received that exchange.
+        """
         if ranks and not self._ranks:
             self._ranks, self._from_step = ranks, step
 
     def heard_by_all(self) -> None:
-        """Notes that all ranks know by now what this one does, as they have synchronised."""
+        """Notes that all ranks have received what this one has, so that `by` need not wait for a later batch."""
         self._from_step = 0
 
     def by(self, step: int) -> tuple[int, ...]:
-        """The ranks that have raised it, if all ranks know that by batch `step`; none otherwise."""
+        """Returns the ranks that have raised the flag, if all ranks know of it at global batch `step`; else none."""
         return self._ranks if step >= self._from_step else ()
 
 
 class Departure:
-    """Whether this rank fails, leaves or wants training to stop, as its control vectors say, and which others do."""
+    """Whether this rank has failed, was told to end or asks all to stop, for its control vectors; and which others do.
+
+    `Dialogue` sends what is set here, and takes in what the other ranks sent.
+    """
 
     def __init__(self) -> None:
-        self.leaving = Flag()  # ranks that were told to end; they still are among other ranks than before
-        self.stopping = Flag()  # ranks that want all to stop training
+        self.leaving = Flag()  # ranks whose process was told to end: `said` holds beyond an elastic reset
+        self.stopping = Flag()  # ranks that ask all ranks to stop training
         self.restart()
 
     def restart(self) -> None:
-        """Forgets which ranks were to leave, after an elastic reset."""
-        self.failed = False
+        """Forgets failures, and which ranks were to leave or asked to stop, after an elastic reset."""
+        self.failed = False  # whether this rank cannot go on, which its next control vector says
         self.error: Exception | None = None  # what the next exchange raises on this rank
-        self.final = False  # this rank or another has failed, and this one is out of step with the others
-        self.left_out: int | None = None  # the newest batch that a rank could not deliver, as all have heard
+        self.final = False  # whether a rank has failed in a way after which this one cannot train on with the others
+        self.left_out: int | None = None  # the last batch that all ranks leave out, as a rank could not deliver it
         self.leaving.forget()
         self.stopping.forget()
 
     def heard_by_all(self) -> None:
-        """Says that all ranks have heard what this one has."""
+        """Notes that all ranks have received what this one has, as at the end of local steps (`Rounds.finish`)."""
         self.leaving.heard_by_all()
         self.stopping.heard_by_all()
 
     def fail(self, error: Exception | None = None) -> None:
-        """This rank cannot go on. With an `error`, it trains on until the next exchange, which raises it here."""
+        """Notes that this rank cannot go on; its next control vector says so.
+
+        Args:
+            error: what that exchange raises on this rank, which trains on until then.
+        """
         self.failed, self.error = True, error or self.error
 
     def check(self, what: str = "batch") -> None:
-        """Raises RuntimeError where a rank has failed in a way that training cannot go on from."""
+        """Raises RuntimeError if a rank has failed and training cannot go on in these processes.
+
+        Args:
+            what: what was about to begin, for the message: "batch" or "merge".
+        """
         if self.final:
             raise RuntimeError(
                 f"Expected no further {what} after a rank could not go on. Received: one, after an error that was "
@@ -69,17 +89,26 @@ class Departure:
             )
 
     def recover(self, error: Exception) -> None:
-        """Takes back that this rank cannot go on, if `error` is why, and no exchange has said it."""
+        """Takes back `fail(error)`, if no exchange has told the other ranks yet.
+
+        With Keras, where data is loaded ahead: a dataset calls it when it is read anew after an error.
+        """
         if self.error is error:
             self.failed, self.error = False, None
 
     def hear_failed(self, ranks: Sequence[int], step: int) -> None:
-        """Takes in that `ranks`, as Horovod numbers them, could not deliver batch `step`. All have heard it then: who
-        has caught what this raises, on all ranks, can train on.
+        """Takes in, from an exchange, that `ranks` could not deliver global batch `step`, and raises on every rank.
+
+        All ranks learn of it in the same exchange. If all of them catch what is raised, they can train on.
+
+        Args:
+            ranks: their numbers in Horovod.
+            step: index of the global batch.
 
         Raises:
-            PeerError: nobody takes in what else comes with it.
-            Exception: what this rank failed with, if it was to be raised here.
+            PeerError: on every rank, except as follows. Of what else the
+                exchange brought, only a plan is taken in.
+            Exception: on a rank that was given an error by `fail`: that error.
         """
         self.left_out = step
         error, self.error, self.failed = self.error, None, False

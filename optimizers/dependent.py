@@ -1,4 +1,4 @@
-"""What else of a balancer's job keeps a state: samplers and learning rates, each as long as something needs it."""
+"""The loaders, samplers and learning-rate rules made with a balancer, whose states elastic jobs save with its own."""
 
 from __future__ import annotations
 
@@ -8,11 +8,15 @@ from typing import Any
 
 
 class Dependents:
-    """They are numbered as they are made, which is the same on all ranks. Which of them live is not: ranks may be rid
-    of what nothing needs at other times, and who joins has made nothing of what others have made while they trained.
+    """Numbers the loaders, samplers and learning-rate rules that are made with one balancer, and saves their states.
+
+    All ranks make these objects in the same order, so that a number means the same object on all of them. Which objects
+    are alive may differ: Python frees unused ones at different times, and a rank that joins an elastic job has none of
+    those that the others have made while they trained.
 
     Attributes:
-        made: how many there have been; ranks that come together go on from the same number.
+        made: how many have been made, which is the last number given. After an elastic reset the job's state sets it
+            to the largest of all ranks, so that all number alike from there on.
     """
 
     def __init__(self) -> None:
@@ -20,27 +24,28 @@ class Dependents:
         self._all: dict[int, weakref.ref[Any]] = {}
 
     def add(self, one: Any) -> None:
-        """Gives `one` the next number. It is not kept alive: a script may make a loader for each epoch."""
+        """Gives the object `one` the next number, and keeps a weak reference: a script may make a loader per epoch."""
         self.made += 1
         self._all = {number: each for number, each in self._all.items() if each() is not None}
         self._all[self.made] = weakref.ref(one)
 
     @property
     def named(self) -> dict[str, Any]:
-        """The objects that are still alive, by type and number."""
+        """The objects that are still alive, by names such as "BalancedBatchSampler.1": type and number."""
         living = {number: each() for number, each in self._all.items()}
         return {f"{type(one).__name__}.{number}": one for number, one in living.items() if one is not None}
 
     def unknown(self, state: Mapping[str, Any]) -> list[str]:
-        """The names in `state` of what does not live here."""
+        """Returns the names in `state` for which no object is alive on this rank, sorted."""
         return sorted(state.keys() - self.named.keys())
 
     def state_dict(self) -> dict[str, Any]:
-        """The states of those that live."""
+        """Returns the `state_dict()` of each object that is alive, by name."""
         return {name: one.state_dict() for name, one in self.named.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Those that live and are in `state` go on from it. One that was made since then stays what it is."""
+        """Loads its state into each object that is alive and named in `state`. Objects made since the state was saved
+        stay as they are."""
         for name, one in self.named.items():
             if name in state:
                 one.load_state_dict(state[name])

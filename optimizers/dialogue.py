@@ -1,4 +1,4 @@
-"""What one rank tells the others with each exchange of gradients, and what it takes in of what all of them said."""
+"""Fills one rank's control vector for each exchange of gradients or merge, and takes in the sum over all ranks."""
 
 from __future__ import annotations
 
@@ -27,22 +27,29 @@ class Place(Protocol):
 
 
 class Dialogue:
-    """One rank's part of it, as long as the ranks are these.
+    """Sends one rank's measurements, plans and flags in its control vectors, and takes in those of all ranks.
+
+    A balancer has one, and makes a new one after an elastic reset. Optimizers call `outgoing` right before they send
+    gradients, and `incoming` with the sum that comes back.
 
     Args:
-        place: where this rank is, at any time.
+        engine: the ranks that exchange gradients.
+        place: the position of this rank in the sequence of global batches; it is read anew at each exchange.
+        planner: rank 0's announces plans; all ranks' accept them.
+        timesheet: this rank's measurements.
+        departure: failures, and the flags of ranks that leave or ask to stop.
         replans: whether shares may change.
-        entered: samples of a global batch, until one is heard of.
+        entered: samples of a global batch, for `entered` until the first exchange.
         told: is called with each new plan.
 
     Attributes:
-        horizon: how far this rank has dealt.
-        links: whether they have changed.
-        entered: samples of the last global batch that all have heard of.
-        steps: updates of the model that the last exchange was about: those of the foremost rank, where ranks make
-            steps apart.
-        staleness: of this rank in the last merge, in merges; a strategy that merges late sets it.
-        mean_staleness: over all ranks, as all of them have heard it.
+        horizon: how far this rank has dealt batches, and may deal on.
+        links: watches whether links have changed.
+        entered: samples of a global batch over all ranks, as reported in the last exchange that leads.
+        steps: updates of the model that the last such exchange stands for: 1, or, in local SGD, the number of updates
+            that the foremost rank has made since the merge before.
+        staleness: staleness of this rank's model in the last merge, in merges; local SGD sets it.
+        mean_staleness: the mean of it over all ranks, the same on all of them.
     """
 
     def __init__(
@@ -60,19 +67,20 @@ class Dialogue:
         self._engine, self._place = engine, place
         self._planner, self._timesheet, self._departure = planner, timesheet, departure
         self._replans, self._told = replans, told
-        self._said: dict[str, Any] = {}  # in the last exchange, of what is said again where there is nothing new
+        self._said: dict[str, Any] = {}  # what `outgoing` sent last, for `outgoing_in_advance` to repeat
         self._listeners: list[Callable[[], None]] = []
         self.entered, self.steps, self.staleness, self.mean_staleness = entered, 1, 0.0, 0.0
         self.horizon, self.links = Horizon(place.step), Links()
         engine.on_change(self.unheard)
 
     def restart(self) -> None:
-        """Goes on from another batch: no answer comes to what was said before it."""
+        """Goes on from another global batch, after a state was loaded; gives up exchanges under way."""
         before, self.horizon = self.horizon, Horizon(self._place.step)
         before.unheard()
 
     def subscribe(self, listener: Callable[[], None]) -> None:
-        """Calls `listener` after each exchange that leads: what it reads here is then the same on all ranks."""
+        """Makes `listener` be called after each exchange that leads. The attributes `entered`, `steps` and
+        `mean_staleness` are then the same on all ranks."""
         if listener not in self._listeners:
             self._listeners.append(listener)
 
@@ -93,11 +101,25 @@ class Dialogue:
         lays_out: bool = False,
         chooses: bool = False,
     ) -> list[float]:
-        """This rank's control vector. Before it hears the answer – or so many `answers`, since it says the next ones
-        in advance – it begins at most `ahead` further batches. `measured`: samples and seconds of its batches, where
-        they are not those of the last one. `batch`: the one that it is at, where ranks have to be at the same one;
-        `origin`: where that was dealt. `lays_out`, `chooses`: whether it wants all to lay out their buckets anew, or to
-        choose anew how these travel."""
+        """Returns this rank's control vector for an exchange; see `control`.
+
+        If the exchange leads, dealing stops at what the vector says, until `incoming` was called `answers` times.
+
+        Args:
+            leads: whether the vector carries measurements, plans and staleness.
+            count: this rank's loss terms; in a merge, its samples.
+            measured: samples per batch of this rank, and seconds of compute per batch; None: those of the last
+                step, if the exchange leads.
+            noise: the norms of the last gradient, if they are sent.
+            ahead: how many further batches this rank may begin before it takes in the result of this exchange.
+            answers: exchanges that end before this rank sends its next own vector. More than 1 in a merge after which
+                it misses some: see `outgoing_in_advance`.
+            look: the hash of the parameters, if they are compared.
+            batch: index of this rank's global batch, where all ranks have to be at the same one.
+            origin: a number that stands for where in its epoch the loader dealt that batch.
+            lays_out: whether this rank asks all to lay out their buckets anew.
+            chooses: whether this rank asks all to choose anew how buckets travel.
+        """
         samples, seconds = measured or (self._timesheet.reported if leads else (0.0, 0.0))
         dealt_ahead = 0
         if leads:
@@ -112,7 +134,7 @@ class Dialogue:
             rank=self._engine.rank,
             count=count,
             compute_s=seconds,
-            loading_s=self._timesheet.loading_s if leads or measured else 0.0,  # what was measured needs it
+            loading_s=self._timesheet.loading_s if leads or measured else 0.0,  # `Report.busy_s` needs both times
             samples=samples,
             dealt_ahead=dealt_ahead,
             staleness=self.staleness if leads else 0.0,
@@ -130,7 +152,10 @@ class Dialogue:
         )
 
     def outgoing_in_advance(self) -> list[float]:
-        """The control vector of a rank that has nothing to say beyond what it said last."""
+        """Returns the control vector for a merge that this rank misses, sent ahead of time.
+
+        It repeats samples, batches dealt ahead, staleness and loading time of the last `outgoing` that led.
+        """
         return control.pack(
             ranks=self._engine.size, rank=self._engine.rank, count=0.0, compute_s=0.0, failed=False, announcement=None,
             **self._said,
@@ -148,10 +173,19 @@ class Dialogue:
         ahead: int = 0,
         steps: int = 1,
     ) -> control.Report:
-        """What all ranks said, once it is taken in: measurements, a plan, a failure.
+        """Takes in the measurements, plan, flags and failures of all ranks, and returns them.
 
-        Where ranks are not all at the same batch, `step` is that of the foremost one when it spoke, and no rank begins
-        more than `ahead` further ones before it hears this: a plan holds for later ones. `steps`: see the attribute.
+        Args:
+            total: the sum of all ranks' control vectors.
+            leads: whether they carry measurements, plans and staleness.
+            noise: takes in the norms of the last gradient, if they were sent.
+            step: in a merge, the global batch of the foremost rank when it sent its vector; None: all ranks are at the
+                batch of `place`. A new plan holds only for batches beyond `step + ahead`.
+            ahead: how many batches a rank may begin after sending its vector, before it takes in this.
+            steps: the attribute `steps`.
+
+        Raises:
+            PeerError, Exception: a rank has failed: see `Departure.hear_failed`.
         """
         together = step is None
         step = self._place.step if step is None else step
@@ -173,17 +207,18 @@ class Dialogue:
         return report
 
     def hear_failed(self, report: control.Report) -> None:
-        """Takes in who could not go on, also from what else ranks exchange.
+        """Raises if a rank could not go on. Merges of fragments other than the first call it without `incoming`.
 
         Raises:
             PeerError, Exception: see `Departure.hear_failed`.
         """
         if report.failed:
-            self.unheard()  # no further answer will be taken in
+            self.unheard()  # no result of another exchange will be taken in
             self._departure.hear_failed([self._engine.ranks[rank] for rank in report.failed], self._place.step)
 
     def _hear_plan(self, report: control.Report, step: int, ahead: int) -> None:
-        """Takes in a plan, if there is one, and lets dealing go on."""
+        """Takes in a plan, if the exchange brought one, and lets dealing go on. The plan holds for batches beyond the
+        last one that any rank may have dealt."""
         with self.horizon.heard():
             if report.announcement is not None:
                 dealt_ahead = ahead + max(report.dealt_ahead)
@@ -192,7 +227,8 @@ class Dialogue:
                     self._told(plan)
 
     def _hear_speeds(self, report: control.Report, step: int, *, together: bool) -> None:
-        """Takes in what each rank needed; rank 0 looks whether another plan pays."""
+        """Takes in each rank's samples and times for the batch before `step`; rank 0 looks whether a new plan pays.
+        `together`: all ranks are at the same batch, so that the time of this rank's step is that of all."""
         planner, busy_s = self._planner, report.busy_s
         planner.observe(step - 1, report.samples, report.compute_s, report.loading_s)
         planner.steadiness.hear(step - 1, report.ran)
@@ -206,5 +242,5 @@ class Dialogue:
                 planner.look(step, measured_step_s=self._timesheet.usual_step_s)
 
     def unheard(self) -> None:
-        """Says that the exchange failed: no answer will come."""
+        """Lets dealing go on after an exchange that failed, whose result will never come."""
         self.horizon.unheard()

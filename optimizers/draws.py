@@ -1,4 +1,4 @@
-"""Random numbers of its own for a part of a program, whatever else draws in the process."""
+"""A random state of its own for a part of a program, apart from all else that draws random numbers in the process."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-_one_at_a_time = threading.Lock()  # has the process's generators
+_one_at_a_time = threading.Lock()  # is held by the thread that has its own states in the process's generators
 
 
 def _renew() -> None:
-    """Makes the lock anew in a forked process, where the thread that may hold it does not exist."""
+    """Replaces the lock in a forked process, as the thread that may hold it does not exist there."""
     global _one_at_a_time
     _one_at_a_time = threading.Lock()
 
@@ -24,7 +24,7 @@ os.register_at_fork(after_in_child=_renew)
 
 
 class Generator(NamedTuple):
-    """A random number generator with one state for the whole process."""
+    """The functions of a random number generator that has one state for the whole process."""
 
     seed: Callable[[int], Any]
     get_state: Callable[[], Any]
@@ -36,11 +36,14 @@ NUMPY = Generator(lambda seed: np.random.seed(seed % 2**32), np.random.get_state
 
 
 class Draws:
-    """Within it, generators go on from where they were when it was left before, at first from `seed`; after it, from
-    where they were.
+    """A random state of its own: `with draws():` is a context in which the process's generators draw from it.
+
+    The first time the state begins at `seed`; later it goes on from the end of the last such context. After each, the
+    generators have the states that they had before it. One thread at a time can be in such a context.
 
     Args:
-        further: generators, besides Python's and NumPy's.
+        seed: an integer.
+        further: generators besides Python's and NumPy's.
     """
 
     def __init__(self, seed: int, *further: Generator) -> None:
