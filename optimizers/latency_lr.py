@@ -129,7 +129,7 @@ class LatencyLR:
             staleness: mean staleness of the contributions to the last merge, in merges; 0 for synchronous steps.
             noise: the noise sums of a step, each passed once; None: there are no new ones.
         """
-        if steps < 1:  # all ranks go on from the same model: no staleness, no damping
+        if steps < 1:  # all ranks go on from one model, so nothing is stale
             self.factor = self._ramp.value
             return self.factor
         if global_batch_size != self._declared:
@@ -140,9 +140,9 @@ class LatencyLR:
         if found is not None:
             self.noise = self.noise.seen(*found)
         self._ramp = self._ramp.towards(self._target(), self.ramp_steps)
-        for _ in range(steps if self.steps else steps - 1):  # the first update is made with the first value of the warm-up
+        for _ in range(steps if self.steps else steps - 1):  # the first update has the warm-up's first factor
             self._ramp = self._ramp.next()
-        if staleness > 0:  # 0 may be a synchronous step, which says nothing of merges
+        if staleness > 0:  # 0 may be a synchronous step, which is no merge
             self._stale.append(float(staleness))
         self.factor = self._ramp.value * damping(staleness, self._usual_staleness())
         self.steps += steps

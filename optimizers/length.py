@@ -39,8 +39,8 @@ class RoundLengths:
         self._limited = rule.drift_limit is not None
         self._guard = Guard(round_steps=rule.round_steps, limit=rule.drift_limit or math.inf)
         self._most = most_missed + 1
-        self._idle = [False] * size  # by rank: whether its last steps had no sample, so that its times say nothing
-        self._step_s: np.ndarray = np.zeros(size)  # by rank: seconds of a local step, smoothed over merges; 0: not known
+        self._idle = [False] * size  # by rank: whether its last steps had no sample, and so no valid time
+        self._step_s: np.ndarray = np.zeros(size)  # by rank: seconds of a local step, smoothed; 0: not known
         self.by_rank = (rule.round_steps,) * size
         self.intervals = (1,) * size
 
