@@ -34,7 +34,7 @@ AHEAD = 2
 
 
 class Feedback:
-    """Base class: arrays that a reduction keeps from step to step, by key, in double for steps that do not count.
+    """Base class: keeps arrays of a reduction from step to step, by key, and replaces them if a step counts.
 
     During a step, `_now` holds what earlier steps kept (such as the "residual"), and subclasses write what is to
     replace it to `_next`. `end_step` takes that over if the step counts, and drops it otherwise.

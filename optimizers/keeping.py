@@ -105,12 +105,15 @@ class Keeping:
         self._new.pop(kind, None)
 
     def put_saying(self, kind: str, saying: Stateful) -> None:
-        """Registers an object with facts that this rank is yet to tell the others in the next control vector."""
+        """Registers an object with facts for the next control vector, and hands it the state that waits for it."""
         self._sayings[kind] = saying
         self._take_in(kind)
 
     def put_count(self, kind: str, count: Count) -> None:
-        """Registers a count of this rank. `load_state_dict` resets it to its present value if a state lacks it."""
+        """Registers a count of this rank, and hands it the state that waits for it.
+
+        `load_state_dict` resets the count to its present value if the loaded state lacks it.
+        """
         self._new[kind] = [count.state_dict()]
         self.put_saying(kind, count)
 

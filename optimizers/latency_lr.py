@@ -9,7 +9,7 @@ with tau the mean staleness. The factor changes only at exchanges, which all ran
 summed control vectors; so every rank computes the same bits. S does not depend on the shares:
 
 - A short last batch of an epoch does not change S. Its gradient is noisier, as it would be in one process.
-- A batch that stays short for `WINDOW` steps in a row changes S: some rank is out, and no other rank took over its
+- A batch that stays short for `WINDOW` exchanges in a row changes S: some rank is out, and no other rank took over its
   share. The factor then goes to its new value in a ramp, as it does when a resumed job has another global batch.
 - Backward passes that are summed into one gradient (`backward_passes_per_step`) do not change S: Horovod defines the
   gradient as their sum, which has multiplied the step already.
@@ -43,7 +43,7 @@ from .balancer import Balancer
 Rule = Callable[[float], float]
 RULES: dict[str, Rule] = {"linear": linear, "sqrt": sqrt}
 NAMES = (*RULES, "adascale")
-WINDOW = 10  # so many steps in a row without a whole batch mean that the effective batch is smaller
+WINDOW = 10  # so many exchanges in a row without a whole batch mean that the effective batch is smaller
 PROBES = (0.25, 0.5, 1.0, 2.0, 8.0)  # values of S at which the rules of all ranks have to agree
 RECENT_MERGES = 64  # the usual staleness is that of so many last merges
 USUAL = 0.9  # the quantile of their staleness that counts as usual

@@ -237,6 +237,8 @@ class LocalSteps:
     def after_step(self, samples: float, *, lr: float, gradients: float = 1.0) -> int:
         """Ends a local step, after its update: contributes to a merge if one is due, and applies merges that came.
 
+        Waits for a merge only if this rank is `bound_rounds` rounds ahead of it.
+
         Args:
             samples: loss terms of the step on this rank.
             lr: its learning rate.

@@ -25,18 +25,31 @@ READ: dict[str, dict[str, Any]] = {
 
 
 class Step(NamedTuple):
-    """One step of one rank. Seconds that were not finite, and fields that the file lacks, are 0."""
+    """One step of one rank. Numbers that were not finite, and fields that the file lacks, are 0.
+
+    Attributes:
+        step: index of the global batch.
+        t_s: when the step ended, in seconds since the epoch, by the clock of the rank's host.
+        samples, share: the rank's samples, and its share by the plan.
+        data_s: seconds waited for data.
+        compute_s: seconds of compute.
+        wait_s: seconds waited for the exchange, and in it for other ranks.
+        bytes: bytes that the rank sent.
+        extra_s: seconds that its samples take beyond `compute_s` in the long run, which plans add: loading them in the
+            training process, serving the communication, and being held up by a CPU quota.
+        loading_s: the least seconds that loading its samples takes while it computes; 0: too little to be noticed.
+    """
 
     step: int
-    t_s: float           # when the step ended, in seconds since the epoch, by the clock of the rank's host
+    t_s: float
     samples: int
-    data_s: float        # waited for data
+    data_s: float
     compute_s: float
-    wait_s: float        # waited for the exchange, other ranks included
-    bytes: int           # sent
+    wait_s: float
+    bytes: int
     share: int
-    extra_s: float = 0.0      # beyond compute_s, for plans: loading, serving the communication, held up by a CPU quota
-    loading_s: float = 0.0    # loading its samples takes at least so long, while it computes; 0: too little to notice
+    extra_s: float = 0.0
+    loading_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

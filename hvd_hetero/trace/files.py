@@ -17,7 +17,7 @@ from typing import Any
 
 
 def files(folder: str) -> dict[int, list[str]]:
-    """The paths of the record files by rank, in `folder` itself and in subfolders named as the host that they are of."""
+    """The paths of the record files in `folder` and in its subfolders named after a host, by rank."""
     found: dict[int, list[str]] = {}
     for within in ("", "*"):
         for path in sorted(glob.glob(os.path.join(glob.escape(folder), within, "rank-*.jsonl"))):
@@ -31,7 +31,7 @@ def files(folder: str) -> dict[int, list[str]]:
 def lines(paths: Sequence[str]) -> Iterator[str]:
     """Yields the lines of one rank's files. Sessions of several files come in the order in which they began.
 
-    A session is what one process wrote, from a header on; a resumed run has several in one file.
+    A session is what follows one header. A resumed run begins another one, and so does an elastic reset.
     """
     if len(paths) == 1:
         yield from _lines_of(paths[0])

@@ -178,6 +178,7 @@ class Trace:
             self._flush()
 
     def _flush(self) -> None:
+        """Writes the header once, then the buffered lines and how many lines were dropped since this was last told."""
         with self._lock:
             lines, self._lines = self._lines, []
             dropped, telling = self.dropped, 0

@@ -59,8 +59,7 @@ class RankRun:
 
     @property
     def loading_s(self) -> float:
-        """The least seconds that loading a sample took in the newest steps, while computing; 0.0: too little to notice.
-        """
+        """The least seconds per sample that loading took in the newest steps; 0.0: too little to be noticed."""
         return _median(step.loading_s / step.samples for step in self.newest)
 
     def counted(self, skip: int) -> list[bool]:
