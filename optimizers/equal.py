@@ -1,4 +1,4 @@
-"""A balancer for those who want none."""
+"""The balancer of optimizers and tapes that are made without one: all ranks count alike."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from .forgotten import Forgotten
 
 
 class EqualWeights(Balancer):
-    """One loss term for each rank and pass, as Horovod counts. Constructing one is a collective call."""
+    """Gives each rank the same weight: one loss term per backward pass, as Horovod does. Its shares never change.
+
+    Constructing one is a collective call.
+    """
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine, global_batch_size=engine.size, adaptive=False)
@@ -24,20 +27,20 @@ class EqualWeights(Balancer):
         return None
 
     def rebuild(self) -> None:
-        """Goes on with one term for each rank that there is now. A collective call."""
+        """Goes on with the ranks that there are now, with one loss term for each. A collective call."""
         self._asked = replace(self._asked, global_batch_size=self.engine.size)
         super().rebuild()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from `state`, but for its plan: the global batch is as many ranks as there are."""
+        """Goes on from `state`, but not with its plan: the global batch size is the number of ranks there are now."""
         self.step = int(state["step"])
         self.strategies.load_state_dict(state["strategies"])
 
     def begin_unseen(self) -> bool:
-        """True: a batch that nothing has announced begins.
+        """Begins a batch when a gradient comes that no data loader has announced; returns True.
 
         Raises:
-            RuntimeError: a balancer deals it, which was forgotten.
+            RuntimeError: a data loader has a balancer that was not passed to the optimizer: see `Forgotten`.
         """
         self._forgotten.check()
         self.begin(1)

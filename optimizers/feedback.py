@@ -1,10 +1,11 @@
-"""Sums over ranks that keep back what their codec could not send, and send it later: error feedback.
+"""Sums over ranks with error feedback: what a codec could not send is kept as a residual, and sent later.
 
-With e the residual and C the codec, in the units that are summed (weighted gradients), each rank does
+With x the array to be summed (a weighted gradient), e the residual, C the encoder and D the decoder, each rank does
 
     p = e + x;    q = C(p);    e = p - D(q)
 
-so that over time everything is sent (Seide et al. 2014; Karimireddy et al. 2019, arXiv:1901.09847).
+and sends q, so that over time everything is sent (Seide et al. 2014; Karimireddy et al. 2019, arXiv:1901.09847). Each
+class here is a `compressed.Reduction` of one array; `Route` uses one for each level of ranks.
 """
 
 from __future__ import annotations
@@ -24,15 +25,20 @@ from hvd_hetero.policy.partition import equal_shares
 
 from .compressed import pieces_of
 
-# Between two ranks so many pieces of so many values are under way at a time. Gathers go through sockets whose buffers
-# the kernel sizes: with more under way than the queue of a slow link holds (1.25 MB at 100 Mbit/s and 100 ms), packets
-# are lost, and TCP waits 200 ms to send them again. NCCL cuts what it sends itself, and on a GPU each piece costs.
+# Two ranks exchange an array in pieces of about SHORT_PIECE values, at most AHEAD of them under way at a time. Gathers
+# go through sockets whose buffers the kernel sizes: with more under way than the queue of a slow link holds (1.25 MB at
+# 100 Mbit/s and 100 ms), packets are lost, and TCP waits 200 ms to send them again. On a GPU pieces are longer
+# (`compressed.PIECE`): NCCL divides what it sends by itself, and each piece costs time.
 SHORT_PIECE = 2**18
 AHEAD = 2
 
 
 class Feedback:
-    """Arrays kept from step to step, by name, and what will replace them if the step counts."""
+    """Base class: keeps arrays of a reduction from step to step, by key, and replaces them if a step counts.
+
+    During a step, `_now` holds what earlier steps kept (such as the "residual"), and subclasses write what is to
+    replace it to `_next`. `end_step` takes that over if the step counts, and drops it otherwise.
+    """
 
     def __init__(self) -> None:
         self._now: dict[str, Any] = {}
@@ -40,21 +46,24 @@ class Feedback:
         self._step = 0
 
     def _with_kept(self, array: Any, key: str) -> Any:
-        """A copy of `array`, plus what was kept under `key`."""
+        """Returns a new array: `array` plus what is kept under `key`, if anything."""
         kept = self._now.get(key)
         return verbs_of(array).copied(array) if kept is None else array + kept
 
     def end_step(self, counts: bool) -> None:
+        """Ends a step. One that does not count (not finite, or a rank failed) leaves what was kept before."""
         if counts:
             self._now.update(self._next)
             self._step += 1
         self._next = {}
 
     def release(self, engine: Engine) -> Any | None:
+        """Returns this rank's residual, as long as the array, and keeps it no longer; None if there is none."""
         kept = self._now.pop("residual", None)
         return kept if kept is None else verbs_of(kept).copied(kept)
 
     def state_dict(self) -> dict[str, Any]:
+        """The number of steps that counted, and the kept arrays (not copied)."""
         return {"step": self._step, **self._now}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -63,14 +72,16 @@ class Feedback:
 
 
 class Gathered(Feedback):
-    """Sums of blocks that cannot be summed as they travel.
+    """Sums arrays through a block codec, whose encoded rows cannot be summed: ranks gather, decode and add them.
 
-    Each rank is dealt a part of the blocks: an all-to-all brings it that part from every rank, it adds them up in full
-    precision, encodes the sum, and an all-gather brings the sums to all (the scatter-reduce-allgather of CGX,
-    arXiv:2111.08617). That rounds twice; each rank keeps its own first error, and the second of its part. Between two
-    ranks, an all-gather of everything brings as few bytes in one stage, and rounds once.
+    With more than two ranks, each rank sums a part of the blocks: an all-to-all brings it that part from every rank, it
+    decodes and adds them in full precision and encodes the sum, and an all-gather brings the encoded sums to all ranks
+    (the scatter-reduce-allgather of CGX, arXiv:2111.08617). Values are rounded twice: each rank keeps the error of its
+    own array as "residual", and the error of the sums of its part as "part.<piece>". Two ranks gather everything
+    instead, which takes as few bytes in one stage, and rounds once.
 
     Args:
+        codec: the codec after the warm-up.
         first: the codec of the first `warmup_steps` steps, with blocks of the same size. None: `codec`.
     """
 
@@ -81,16 +92,18 @@ class Gathered(Feedback):
 
     @property
     def _codec(self) -> BlockCodec:
-        """The codec of this step: the gentler one during the warm-up."""
+        """The codec of the present step: `first` during the warm-up, `codec` afterwards."""
         return self._first if self._step < self._warmup_steps else self._later
 
     def steps(self, engine: Engine, array: Any, *, name: str) -> Steps:
+        """The collectives of one sum of `array`; returns the sum. See `Reduction.steps`."""
         values = array if self._codec.rounds else self._with_kept(array, "residual")
         if engine.size <= 2:
             return self._in_one_stage(engine, values, name=name)
         return self._in_two_stages(engine, values, name=name)
 
     def _in_one_stage(self, engine: Engine, values: Any, *, name: str) -> Steps:
+        """Sums over one or two ranks: gathers all encoded pieces, with at most `AHEAD` of them under way."""
         codec, result = self._codec, verbs_of(values).empty(values)
         pieces = pieces_of(len(values), unit=codec.block, least=None if engine.on_device(values) else SHORT_PIECE)
         under_way: deque[tuple[slice, Any, Handle]] = deque()
@@ -114,6 +127,7 @@ class Gathered(Feedback):
         return result
 
     def _in_two_stages(self, engine: Engine, array: Any, *, name: str) -> Steps:
+        """Sums over three ranks or more: an all-to-all of each piece's blocks, then an all-gather of their sums."""
         codec, values, handles, encoded = self._codec, array, [], []
         pieces = pieces_of(len(array), unit=codec.block)
         for index, piece in enumerate(pieces):
@@ -133,7 +147,14 @@ class Gathered(Feedback):
         return result
 
     def _summed(self, received: Any, like: Any, ranks: int, *, key: str) -> Any:
-        """The sum of what all ranks sent of this rank's part, encoded."""
+        """Adds up the rows of this rank's part of a piece, and encodes the sum.
+
+        Args:
+            received: the rows that the ranks sent, by rank; of all ranks equally many.
+            like: an array of the type to decode to.
+            ranks: how many ranks sent.
+            key: under which the error of the encoding is kept.
+        """
         codec, mine = self._codec, len(received) // ranks
         total = codec.decode(received[:mine], like)
         for rank in range(1, ranks):
@@ -147,6 +168,7 @@ class Gathered(Feedback):
         return rows
 
     def release(self, engine: Engine) -> Any | None:
+        """See `Feedback.release`; the errors of this rank's part of the sums are added at their places."""
         kept = super().release(engine)
         if kept is None:
             return None
@@ -155,16 +177,16 @@ class Gathered(Feedback):
             if part is not None:
                 rows = -(-length // self._codec.block)
                 begin = piece.start + sum(equal_shares(rows, engine.size)[: engine.rank]) * self._codec.block
-                part = part[: max(0, piece.stop - begin)]  # without the last row's filling
+                part = part[: max(0, piece.stop - begin)]  # without the padding of the last row
                 kept[begin : begin + len(part)] += part
         return kept
 
 
 class WarmedUp(Feedback, ABC):
-    """Exact sums at first, while gradients still change their direction.
+    """Base class: sums exactly at first, while gradients still change their direction, and compressed later.
 
     Args:
-        warmup_steps: for so many steps.
+        warmup_steps: number of first steps with exact sums.
     """
 
     def __init__(self, *, warmup_steps: int) -> None:
@@ -172,17 +194,18 @@ class WarmedUp(Feedback, ABC):
         self._warmup_steps = warmup_steps
 
     def steps(self, engine: Engine, array: Any, *, name: str) -> Steps:
+        """The collectives of one sum of `array`; returns the sum. See `Reduction.steps`."""
         if self._step < self._warmup_steps:
             return (yield engine.allreduce_async(array, name=f"{name}.exact"))
         return (yield from self._compressed(engine, array, name=name))
 
     @abstractmethod
     def _compressed(self, engine: Engine, array: Any, *, name: str) -> Steps:
-        """The collectives of a sum after the first steps."""
+        """The collectives of one sum of `array` after the warm-up; returns the sum, and may overwrite `array`."""
 
 
 class Sparse(WarmedUp):
-    """Sums of each rank's largest entries."""
+    """Sums only the largest entries of each rank's array, which all ranks gather; the others stay in its residual."""
 
     name = "topk"
 
@@ -203,11 +226,11 @@ class Sparse(WarmedUp):
         return total
 
 
-FAR = 2.0**20
+FAR = 2.0**20  # a column of Q whose largest entry is not between 1 / FAR and FAR is scaled to about 1
 
 
 class Factored(WarmedUp):
-    """Sums of matrices as products of thin ones (PowerSGD)."""
+    """Sums matrices as products P Q^T of thin ones (PowerSGD, see `codecs.lowrank`); Q is kept for the next step."""
 
     name = "powersgd"
 
@@ -218,11 +241,14 @@ class Factored(WarmedUp):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         if "q" in self._now and len(self._now["q"]) != self._codec.right_length:
-            del self._now["q"]  # of factors of another rank
+            del self._now["q"]  # of another number of columns, `LowRank.ranks`
 
     def _q(self, like: Any) -> list[Any]:
-        """Q of the last step. A column that has died out would stay so: a new one takes its place. Columns that are far
-        from 1 are brought there: P is M times these, and would go with the square of the gradients."""
+        """Returns the Q of each matrix, [columns, rank], that this step starts from: that of the last step.
+
+        A column of zeros would stay zero: a random one takes its place, the same on all ranks. A column far from 1 is
+        scaled to about 1: Q grows with the gradients M, and so P = M Q would grow with their square.
+        """
         codec = self._codec
         if "q" not in self._now:
             return codec.first_q(like)

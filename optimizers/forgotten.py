@@ -1,4 +1,4 @@
-"""A balancer that deals batches, and that nothing reduces gradients by: a script has forgotten to pass it on."""
+"""Finds scripts that pass a balancer to their data loader, but not to what reduces the gradients."""
 
 from __future__ import annotations
 
@@ -12,7 +12,12 @@ if TYPE_CHECKING:
 
 
 class _Dealt:
-    """The batches that were dealt in this process, by whichever balancer."""
+    """What is known of the batches dealt in this process.
+
+    Attributes:
+        number: how many batches all balancers together have dealt.
+        last_by: the balancer that dealt the last one; None also once its epoch has ended.
+    """
 
     def __init__(self) -> None:
         self.number = 0
@@ -23,33 +28,41 @@ _DEALT = _Dealt()
 
 
 def deals(balancer: Balancer) -> None:
-    """Notes that a balancer deals a batch."""
+    """Notes that `balancer` deals a batch to a data loader; `Balancer.deal` calls this."""
     _DEALT.number += 1
     if _DEALT.last_by is None or _DEALT.last_by() is not balancer:
         _DEALT.last_by = weakref.ref(balancer)
 
 
 def ends(balancer: Balancer) -> None:
-    """Notes that an epoch of a balancer's data is over: whatever comes next is of others."""
+    """Notes that an epoch of `balancer`'s data is over: gradients from now on are of other data.
+
+    `Balancer.end_epoch` calls this.
+    """
     if _DEALT.last_by is not None and _DEALT.last_by() is balancer:
         _DEALT.last_by = None
 
 
-LOOKS = 2
+LOOKS = 2  # times that `Forgotten.check` looks
 
 
 class Forgotten:
-    """To be made with what reduces gradients without a balancer."""
+    """Checks that no forgotten balancer dealt the batches of an optimizer or tape that was made without one.
+
+    Make one together with the optimizer or tape, and call `check` before it reduces gradients.
+    """
 
     def __init__(self) -> None:
         self._made, self._looks = _DEALT.number, LOOKS
 
     def check(self) -> None:
-        """Before gradients are reduced, for the first time and the second: a tape is made within the loop, once the
-        first batch was dealt.
+        """Looks at the balancer of the last batch, in the first two calls; later calls do nothing.
+
+        A second look is needed for a tape that is made within the training loop, after the first batch was dealt.
 
         Raises:
-            RuntimeError: what was dealt last, since this was made, is of a balancer without an optimizer.
+            RuntimeError: the last batch was dealt after this object was made, by a balancer that was never passed to an
+                optimizer or tape.
         """
         if not self._looks:
             return
@@ -64,7 +77,10 @@ class Forgotten:
 
 
 def warn_of_none(balancer: Balancer) -> None:
-    """At the end of an epoch that a script trained on: warns where nothing has reduced gradients by the balancer."""
+    """Warns if `balancer` was never passed to an optimizer or tape, and there are several ranks.
+
+    The data loader calls this at the end of an epoch during which gradients were enabled.
+    """
     if balancer.size > 1 and not balancer.exchanges.ever:
         script.warn(
             "Where this is training: expected hvd.DistributedOptimizer(..., balancer=balancer) with the loader's "

@@ -1,4 +1,4 @@
-"""A part of the model in local SGD: what is sent of it, what comes back, and what was done meanwhile."""
+"""A fragment, the part of the model that one merge of local SGD is about: its contributions and its merges."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from .weighted import WeightedExchange
 
 
 class Store(Protocol):
-    """The parameters of a rank, as one flat array for each fragment."""
+    """Reads and writes the parameters of a rank, as one flat array for each fragment."""
 
     def read(self, index: int, into: Any = None) -> Any:
-        """A copy of fragment `index`, flat; in `into`, what an earlier call returned, if given."""
+        """Returns a flat copy of fragment `index`, in `into` if given: an array that an earlier call returned."""
 
     def write(self, index: int, flat: Any) -> None:
         """Overwrites the parameters of fragment `index`."""
@@ -28,19 +28,22 @@ class Store(Protocol):
         """Adds to the parameters of fragment `index`; may overwrite `by`."""
 
     def blend(self, index: int, flat: Any, part: float) -> None:
-        """Makes the parameters of fragment `index` this part of what they are, and the rest of `flat`, which may be
-        overwritten."""
+        """Sets the parameters x of fragment `index` to part x + (1 - part) `flat`; may overwrite `flat`."""
 
 
 @dataclass
 class Work:
-    """What lies between two contributions of a rank.
+    """Sums over the local steps that a rank made between two of its contributions.
 
     Attributes:
-        steps: all, also those in which it had no sample.
-        lr_sum, gradients: of the others the learning rates, and how many they are; part of one where its gradient is a
-            mean over batches of which it had a sample in that part.
-        batches, rate_batches: the part of each step's global batch that was this rank's, summed, and times the rate.
+        steps: local steps, including those in which this rank had no sample.
+        samples: loss terms of all steps.
+        lr_sum: sum of learning rate times `gradients` of each step with samples.
+        gradients: number of steps with samples. A step counts for less than 1 where its gradient is a mean over several
+            batches and this rank had no sample of some of them, or where this rank makes a part of each update
+            (`policy.staleness`).
+        batches: this rank's planned part of the global batch, summed over all steps.
+        rate_batches: the same, each part times the learning rate of its step.
     """
 
     steps: int = 0
@@ -51,6 +54,7 @@ class Work:
     rate_batches: float = 0.0
 
     def add(self, samples: float, lr: float, part: float, gradients: float = 1.0) -> None:
+        """Adds a local step over `samples` loss terms, where `part` of the global batch was this rank's."""
         self.steps += 1
         self.batches += part
         self.rate_batches += part * lr
@@ -60,7 +64,7 @@ class Work:
             self.gradients += gradients
 
     def owe(self, other: Work) -> None:
-        """Takes over what `other` has left to move the model by."""
+        """Adds the `batches` and `rate_batches` of `other`, whose merge did not move the model: the next one will."""
         self.batches += other.batches
         self.rate_batches += other.rate_batches
 
@@ -70,13 +74,16 @@ class Merge:
     """The result of a merge on one rank."""
 
     total: list[float]  # the control vectors, summed over ranks
-    square: float  # squared norm of what moved the model, before an outer optimizer
-    carried: Work  # what this rank did since its contribution
+    square: float  # squared norm of the merged progress, which the outer optimizer took; 0 if the model did not move
+    carried: Work  # the local steps of this rank since its contribution
 
 
 @dataclass(frozen=True)
 class Lane:
-    """What a merge travels in: an exchange of one bucket, `buffer`, which may have a tail."""
+    """An exchange of one bucket, `buffer`, that carries one merge at a time.
+
+    `buffer` is as long as the fragment, and longer where the control vector is its tail.
+    """
 
     exchange: WeightedExchange
     buffer: Any
@@ -84,33 +91,41 @@ class Lane:
 
 @dataclass
 class Fragment:
-    """One fragment on one rank.
+    """Contributes this rank's progress on one fragment to merges, and applies the merges to its parameters.
 
-    With z the model after the last merge – the same on all ranks, bit for bit – and x this rank's own, every rank
-    sends c_i (x - z) and goes on from x. When all have, the merge is, for plain averaging,
+    `Rounds` calls `send` and `merge`. Let z be the fragment after the last merge (the same on all ranks, bit for bit)
+    and x this rank's parameters. Every rank sends c_i (x_i - z) and trains on from x_i. When all ranks have sent, the
+    merge is, for plain averaging, with s the value of x when it was sent,
 
-        z' = z + f sum_i c_i (x_i - z);    x' = z' + (x - what x was when sent)
+        z' = z + f sum_i c_i (s_i - z);    x' = z' + (x - s)
 
-    with c_i and f of `policy.staleness`, so each step enters the model once: in this merge, or in the next (Liu et al.
-    2024, arXiv:2401.09135, let contributions come late in a similar way, through a server).
+    where c_i is `Contribution.before` and f is `policy.staleness.factor`. So each local step enters z exactly once, in
+    this merge or in the next (Liu et al. 2024, arXiv:2401.09135, let contributions come late in a similar way, through
+    a server).
 
-    A rank may miss merges: it says so in advance, by contributing nothing to them as well, and so is waited for in none
-    of them. In those, z moves, and with it x, which keeps its distance:
+    A rank may miss merges. It then sends zeros for them in advance, together with its own contribution, so that no
+    other rank waits for it. A missed merge moves x as far as z, so that the rank keeps its progress:
 
         x' = z' + (x - z)
 
-    Either moves x by as much as z' is from what x was when sent, or from z.
-
-    Where nobody who contributes has had a sample, as when a rank without one in a short last batch comes alone, nothing
-    says which way to go: what they have worked off stays with them, for the next merge. Progress that is given up, as
-    it is not finite, is not: where that is all there is, the merge moves nothing, as a step that is left out.
+    If no contributing rank had a sample (for instance a rank without one in a short last batch, when all others miss
+    the merge), all weights are 0 and z stays. The contributors then keep their part of the global batches
+    (`Work.batches`), and the next merge moves z that much further. Nothing is kept of progress that a rank gave up
+    because it was not finite: as with a synchronous step that is left out, its batches move z in no later merge.
 
     Args:
-        index: of this fragment in `store`.
-        lanes: merges take them in turn, the same on all ranks. They may share one buffer.
-        spare: the lane of this number with a buffer of its own, for a rank that contributes to several at once.
-        outer: what a merge does to z.
-        compensation: lambda of `compensated`.
+        index: number of this fragment in `store`.
+        lanes: the merges use them in turn, in the same order on all ranks. They may share one buffer.
+        spare: makes the lane of a given number anew, with a buffer of its own. Needed before this rank misses its first
+            merge, as it then sends to several merges at once.
+        outer: the outer optimizer, which moves z.
+        compensation: lambda of `outer.compensated`; 0 for none.
+
+    Attributes:
+        work: local steps since the last contribution.
+        z: the fragment after the last merge, flat; None before `begin`.
+        outer_state: state of the outer optimizer, the same on all ranks.
+        sends: number of contributions sent, including zeros for missed merges.
     """
 
     index: int
@@ -119,23 +134,23 @@ class Fragment:
     outer: Outer
     compensation: float = 0.0
     spare: Callable[[int], Lane] | None = None
-    work: Work = field(default_factory=Work)  # since the last contribution
+    work: Work = field(default_factory=Work)
     z: Any = None
     outer_state: dict[str, Any] = field(default_factory=dict)
     sends: int = 0
     _turn: int = field(default=0, init=False)  # the lane of the next contribution
-    # Copies that are no longer needed: new memory costs page faults.
+    # Arrays as long as the fragment, to be reused: new memory costs page faults.
     _free: list[Any] = field(default_factory=list, init=False)
-    # What was sent and has not come back: x when it was sent is None where it was nothing.
+    # For each merge under way, oldest first: its lane, x when it was sent (None if this rank misses it), and the work.
     _pending: deque[tuple[Lane, Any, Work]] = field(default_factory=deque, init=False)
 
     @property
     def under_way(self) -> bool:
-        """Whether a contribution was sent and its merge has not come."""
+        """Whether this rank has sent to a merge that it has not applied yet."""
         return bool(self._pending)
 
     def done(self) -> bool:
-        """Whether the oldest merge under way has come, or none is."""
+        """Whether the oldest merge under way can be applied without waiting, or no merge is under way."""
         return not self._pending or self._pending[0][0].exchange.done()
 
     @property
@@ -145,7 +160,7 @@ class Fragment:
 
     @property
     def operation(self) -> str:
-        """The name of the oldest merge under way."""
+        """The name of the engine's operation in the oldest merge under way."""
         return self._pending[0][0].exchange.operation
 
     @property
@@ -154,7 +169,10 @@ class Fragment:
         return len(self.lanes) - 1
 
     def begin(self) -> None:
-        """Takes this rank's parameters for the model that all ranks share."""
+        """Starts a phase of local steps: z becomes this rank's parameters, which are the same on all ranks.
+
+        Merges that are still under way, as after a failure, are forgotten.
+        """
         before, self.work = self.work, Work()
         if before.steps == 0:
             self.work.owe(before)
@@ -163,10 +181,11 @@ class Fragment:
         self._pending.clear()
 
     def _read(self) -> Any:
-        """A copy of this rank's parameters."""
+        """Returns a flat copy of this rank's parameters, in a reused array if there is one."""
         return self.store.read(self.index, self._free.pop() if self._free else None)
 
     def _copied(self, flat: Any) -> Any:
+        """Returns a copy of `flat`, in a reused array if there is one."""
         if not self._free:
             return verbs_of(flat).copied(flat)
         copy = self._free.pop()
@@ -180,9 +199,13 @@ class Fragment:
         lane.exchange.submit(0)
 
     def send(self, weigh: Callable[[Work, float], Contribution]) -> bool:
-        """Contributes all work since the last time; `weigh(work, |Delta|^2)` says what it counts.
+        """Contributes the progress Delta = x - z of all local steps since the last contribution.
 
-        False where the progress is not finite: it is given up, and this rank goes on from the last merge.
+        Args:
+            weigh: returns the weight of the contribution, given the work and |Delta|^2.
+
+        Returns:
+            False if Delta is not finite. It is then given up: this rank sends zeros, and trains on from z.
         """
         own, lane = self._read(), self.lanes[self._turn]
         delta, verbs = lane.buffer[: len(own)], verbs_of(own)
@@ -197,12 +220,12 @@ class Fragment:
             own[:] = self.z
             self.store.write(self.index, own)
         done, self.work = self.work, Work()
-        self._submit(lane, own, done if finite else Work())  # what is given up is not owed, either
+        self._submit(lane, own, done if finite else Work())  # no later merge makes up for what is given up
         return finite
 
     def miss(self) -> None:
-        """Contributes nothing to the merge after those under way."""
-        if self.spare is not None:  # the lane used last keeps the buffer that all shared
+        """Sends zeros to the merge after those under way, so that no rank waits for this one in it."""
+        if self.spare is not None:  # the lane used last keeps the shared buffer, the others get one each
             last = (self._turn - 1) % len(self.lanes)
             self.lanes = [lane if number == last else self.spare(number) for number, lane in enumerate(self.lanes)]
             self.spare = None
@@ -211,14 +234,19 @@ class Fragment:
         self._submit(lane, None, Work())
 
     def merge(self, scale: Callable[[Sequence[float]], float]) -> Merge:
-        """Ends the merge under way, waiting for those who have not sent; `scale`: of the sum, from the control."""
+        """Applies the oldest merge under way, after waiting for ranks that have not sent to it yet.
+
+        Args:
+            scale: returns the factor f of the summed contributions, given the summed control vector. 0 if no rank that
+                contributes had a sample: z stays as it is.
+        """
         lane, sent, work = self._pending[0]
         results, total = lane.exchange.finish(scale)
         self._pending.popleft()
         factor, square, mean = scale(total), 0.0, results[0][: len(self.z)]
         before = sent
         if self.work.steps and sent is None:
-            before = self._copied(self.z)  # which is about to move
+            before = self._copied(self.z)  # as z is about to move
         if factor > 0.0:
             square = verbs_of(mean).squares(mean)
             self.outer.move(self.z, mean, self.outer_state)
@@ -233,7 +261,11 @@ class Fragment:
         return Merge(total=total, square=square, carried=self.work)
 
     def _carry_over(self, before: Any) -> None:
-        """This rank's parameters keep what was done since they, or the model, were `before`, which is overwritten."""
+        """Sets this rank's parameters to z + (x - `before`), with z after the merge. Overwrites `before`.
+
+        `before` is x when it was sent, or z before a merge that this rank misses. With `compensation`, x - `before` is
+        first corrected for the distance from `before` to z.
+        """
         if self.compensation:
             progress = self._read()
             progress -= before
@@ -248,7 +280,15 @@ class Fragment:
 
 
 def fragments_by_kind(kinds: Sequence[Hashable], sizes: Sequence[int], count: int) -> list[list[int]]:
-    """The indices of tensors of these kinds and sizes in fragments of one kind each: `count` of each kind, at most."""
+    """Splits tensors into fragments that hold one kind each, such as a type and a device.
+
+    Args:
+        kinds, sizes: of each tensor.
+        count: fragments of each kind, at most.
+
+    Returns:
+        The indices of the tensors of each fragment.
+    """
     chosen = []
     for kind in dict.fromkeys(kinds):
         members = [index for index, one in enumerate(kinds) if one == kind]
@@ -258,9 +298,16 @@ def fragments_by_kind(kinds: Sequence[Hashable], sizes: Sequence[int], count: in
 
 
 def fragments_of(sizes: Sequence[int], count: int) -> list[list[int]]:
-    """The indices of tensors of these sizes in `count` fragments of nearly equal size, in order within each.
+    """Splits tensors of these sizes into at most `count` fragments of nearly equal size.
 
-    The largest go first, each to the smallest fragment so far (longest processing time first, Graham 1969).
+    The largest tensors are placed first, each in the smallest fragment so far (longest processing time first, Graham
+    1969).
+
+    Returns:
+        The indices of the tensors of each fragment, in ascending order.
+
+    Raises:
+        ValueError: `count` is less than 1.
     """
     if count < 1:
         raise ValueError(f"count: expected at least 1. Received: {count}.")

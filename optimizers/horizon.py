@@ -1,7 +1,8 @@
-"""How far a rank has dealt, so that no new plan reaches back into batches that a rank has dealt by the old one.
+"""Tracks how far ahead a rank has dealt batches, so that no new plan changes a batch that is dealt already.
 
-In each exchange every rank says how far it has dealt, and a new plan holds for batches beyond the furthest. A thread
-that loads ahead may deal at any moment; between what a rank has said and what it hears, it deals no further than that.
+In each exchange every rank reports how many batches it has dealt ahead, and a new plan holds only for batches beyond
+the furthest. A loader thread may deal further batches at any moment, so between its report and the answer (the summed
+control vectors, perhaps with a plan) a rank deals no batch beyond the one that it has reported.
 """
 
 from __future__ import annotations
@@ -13,32 +14,38 @@ from collections.abc import Iterator
 
 
 class Horizon:
-    """The last global batch that one rank has dealt.
+    """The last global batch that one rank has dealt, and the bound for its loader threads until the next answer.
 
     Args:
-        dealt: where it starts.
+        dealt: index of the last global batch dealt so far; -1 for none.
     """
 
     def __init__(self, dealt: int = -1) -> None:
         self._changed = threading.Condition()
         self._dealt = dealt
-        self._bound = math.inf  # no batch beyond it is dealt before the answer is there
-        self._answers = 0  # that are on their way
-        self._asked_by = 0  # the thread that waits for the answer, and must not wait here as well
+        self._bound = math.inf  # index of the last batch that may be dealt before the answer
+        self._answers = 0  # how many are to come until dealing is free again
+        self._asked_by = 0  # the thread that takes in the answer, and so must not wait for it in `reaching`
 
     @contextlib.contextmanager
     def reaching(self, step: int) -> Iterator[None]:
-        """Within it, batch `step` is dealt and no plan comes in. Waits for an answer that is on its way, if it must."""
+        """A context in which global batch `step` is dealt, and no plan is taken in meanwhile.
+
+        Waits first for the answer under way, if `step` is beyond what this rank has reported.
+        """
         with self._changed:
             self._changed.wait_for(lambda: step <= self._bound or threading.get_ident() == self._asked_by)
             self._dealt = max(self._dealt, step)
             yield
 
     def said(self, step: int, *, lookahead: int, ahead: int, answers: int = 1) -> int:
-        """How many batches after `step` are dealt, or may be without waiting: `lookahead` of them.
+        """Returns how many batches after `step` this rank reports as dealt, and bounds dealing until the answer.
 
-        From now on none beyond is dealt, until `heard`, so many times as `answers` will come; but this rank may begin
-        `ahead` further ones meanwhile, and deals as far ahead of those.
+        Args:
+            step: the global batch that this rank is at.
+            lookahead: batches that it may deal before they are used; it reports no fewer.
+            ahead: batches that it may begin before the answer, as in local SGD; the bound is so many batches further.
+            answers: how many times `heard` is entered before dealing is free again.
         """
         with self._changed:
             dealt_ahead = max(self._dealt - step, lookahead)
@@ -48,7 +55,7 @@ class Horizon:
 
     @contextlib.contextmanager
     def heard(self) -> Iterator[None]:
-        """A context in which the answer, perhaps a new plan, is taken in; dealing goes on after the last answer."""
+        """A context in which an answer, perhaps with a new plan, is taken in. The last answer lifts the bound."""
         with self._changed:
             try:
                 yield
@@ -59,14 +66,17 @@ class Horizon:
                     self._changed.notify_all()
 
     def lift(self) -> None:
-        """Lets dealing go on before the answer, to where another rank waits for this one. No plan reaches back to that:
-        none is made before that rank speaks again, and then it holds for batches beyond where both of them are."""
+        """Lifts the bound before the answer, when another rank waits for this one elsewhere, as in a validation.
+
+        No plan will change the batches dealt meanwhile: none is made before that rank contributes to a merge again, and
+        then it holds for batches beyond those of both ranks.
+        """
         with self._changed:
             self._bound = math.inf
             self._changed.notify_all()
 
     def unheard(self) -> None:
-        """No answer will come."""
+        """Lifts the bound: the exchange has failed, and no answer will come."""
         with self._changed:
             self._answers = 1
         with self.heard():

@@ -1,18 +1,18 @@
-"""One learning-rate factor for all ranks, from what all ranks know: the effective batch, staleness, and noise.
+"""Computes one learning-rate factor, the same on all ranks, from the effective global batch, staleness and noise.
 
-Ranks that applied different learning rates to the same gradient would stop being replicas of one model, and nothing
-would bring them together again. So a slow rank's lateness reaches the learning rate through the aggregate alone:
+If ranks applied different learning rates to the same gradient, their models would differ from then on. So the factor
+depends only on numbers that all ranks share, not on how late this rank is:
 
-    factor = ramp(rule(S)) * damping(tau)      S = the batch that stands / the batch that was tuned for
+    factor = ramp(rule(S)) * damping(tau)      S = the effective batch / the batch that the rate was tuned for
 
-The factor moves at exchanges, which all ranks count alike, and on numbers out of the summed control vector; every rank
-therefore computes the same bits. While the global batch stands it does not move, whoever takes how much of it:
+with tau the mean staleness. The factor changes only at exchanges, which all ranks count alike, and follows from the
+summed control vectors; so every rank computes the same bits. S does not depend on the shares:
 
-- A short last batch of an epoch is no change. Its gradient is noisier, as it would be on one process.
-- A batch that stays short for `WINDOW` steps in a row – a rank is out, and nobody took over its share – is one, and the
-  factor goes there in a ramp; so it does when a resumed job has another global batch.
-- Passes that are summed into one gradient (`backward_passes_per_step`) are not counted: the sum over them is Horovod's
-  meaning of the argument, and has multiplied the step already.
+- A short last batch of an epoch does not change S. Its gradient is noisier, as it would be in one process.
+- A batch that stays short for `WINDOW` exchanges in a row changes S: some rank is out, and no other rank took over its
+  share. The factor then goes to its new value in a ramp, as it does when a resumed job has another global batch.
+- Backward passes that are summed into one gradient (`backward_passes_per_step`) do not change S: Horovod defines the
+  gradient as their sum, which has multiplied the step already.
 """
 
 from __future__ import annotations
@@ -43,21 +43,32 @@ from .balancer import Balancer
 Rule = Callable[[float], float]
 RULES: dict[str, Rule] = {"linear": linear, "sqrt": sqrt}
 NAMES = (*RULES, "adascale")
-WINDOW = 10  # steps without one whole batch, after which the batch is taken to be smaller
-PROBES = (0.25, 0.5, 1.0, 2.0, 8.0)  # scales at which all ranks' rules have to give the same
-RECENT_MERGES = 64  # whose staleness says what is usual
-USUAL = 0.9  # of them are no more stale than that
+WINDOW = 10  # so many exchanges in a row without a whole batch mean that the effective batch is smaller
+PROBES = (0.25, 0.5, 1.0, 2.0, 8.0)  # values of S at which the rules of all ranks have to agree
+RECENT_MERGES = 64  # the usual staleness is that of so many last merges
+USUAL = 0.9  # the quantile of their staleness that counts as usual
 
 
 class LatencyLR:
     """The factor by which a learning rate tuned for `base_batch_size` samples is multiplied.
 
+    `LatencyAwareLR` (torch) and `RateFactor` (Keras) call `advance` after each exchange, and multiply by `factor`.
+
     Args:
-        rule: "linear", "sqrt", "adascale", or a function from S to the factor.
+        rule: "linear", "sqrt", "adascale", or a function from S to the factor; see `policy.scaling`.
         base_batch_size: samples of the batch that the learning rate was tuned for; None: `global_batch_size`.
         global_batch_size: samples of a whole global batch now.
-        warmup_steps: a factor above 1 starts at 1 and is reached after so many steps.
-        ramp_steps: so many steps it takes to another factor; 1: at once.
+        warmup_steps: steps over which a factor above 1 rises from 1 at the beginning of training; 0: none.
+        ramp_steps: steps over which the factor moves to another value later; 1: at once.
+
+    Attributes:
+        factor: the factor for the next update.
+        noise: the smoothed noise scale of the gradient, for "adascale".
+        steps: number of updates so far.
+        progress: sum of the factors of all updates: how many steps at the tuned batch they are worth.
+
+    Raises:
+        ValueError, TypeError: an argument is out of range, or the rule returns no positive finite number.
     """
 
     def __init__(
@@ -85,10 +96,10 @@ class LatencyLR:
         self.base_batch_size = float(global_batch_size if base_batch_size is None else base_batch_size)
         self.noise = NoiseScale()
         self.steps = 0
-        self.progress = 0.0  # the sum of all factors: steps of a job at the tuned batch that this one's are worth
-        self._due = 0  # scheduler steps given out
-        self._stale: deque[float] = deque(maxlen=RECENT_MERGES)
-        self._declared = self._standing = float(global_batch_size)
+        self.progress = 0.0
+        self._due = 0  # scheduler steps that `due` has returned so far
+        self._stale: deque[float] = deque(maxlen=RECENT_MERGES)  # staleness of the last merges
+        self._declared = self._standing = float(global_batch_size)  # a whole global batch, and the effective one
         self._recent: deque[float] = deque([self._declared] * WINDOW, maxlen=WINDOW)
         target = self._target()
         start = min(1.0, target) if warmup_steps else target
@@ -97,7 +108,7 @@ class LatencyLR:
 
     @property
     def measures_noise(self) -> bool:
-        """Whether the rule asks for the gradient's noise."""
+        """Whether the rule needs the gradient's noise, which then has to be measured and passed to `advance`."""
         return self.rule == "adascale"
 
     def advance(
@@ -109,16 +120,16 @@ class LatencyLR:
         staleness: float = 0.0,
         noise: NoiseSums | None = None,
     ) -> float:
-        """The factor for the next update. Called once per exchange, on all ranks with the same numbers.
+        """Returns the factor for the next update. Called once per exchange, on all ranks with the same arguments.
 
         Args:
-            samples: of the last global batch heard of, over all ranks.
-            steps: updates that the exchange was about; none for one in which ranks only come to an end together.
+            samples: samples of the last global batch that the exchange told of, over all ranks.
             global_batch_size: samples of a whole global batch.
-            staleness: mean of what was merged last, in merges.
-            noise: the sums of a step that was not handed in before.
+            steps: updates since the last exchange; 0 for a merge that only ends a phase of local steps.
+            staleness: mean staleness of the contributions to the last merge, in merges; 0 for synchronous steps.
+            noise: the noise sums of a step, each passed once; None: there are no new ones.
         """
-        if steps < 1:  # nothing of what comes after it is late
+        if steps < 1:  # all ranks go on from one model, so nothing is stale
             self.factor = self._ramp.value
             return self.factor
         if global_batch_size != self._declared:
@@ -129,9 +140,9 @@ class LatencyLR:
         if found is not None:
             self.noise = self.noise.seen(*found)
         self._ramp = self._ramp.towards(self._target(), self.ramp_steps)
-        for _ in range(steps if self.steps else steps - 1):  # the first step is where a warm-up starts
+        for _ in range(steps if self.steps else steps - 1):  # the first update has the warm-up's first factor
             self._ramp = self._ramp.next()
-        if staleness > 0:  # else it may have been a synchronous step, which says nothing of merges
+        if staleness > 0:  # 0 may be a synchronous step, which is no merge
             self._stale.append(float(staleness))
         self.factor = self._ramp.value * damping(staleness, self._usual_staleness())
         self.steps += steps
@@ -139,25 +150,30 @@ class LatencyLR:
         return self.factor
 
     def due(self) -> int:
-        """How many steps a schedule tuned for the tuned batch should make now, to be where this job is.
+        """Returns how many steps a learning-rate schedule should make now, beyond those that earlier calls returned.
 
-        AdaScale's schedules count by `progress`: a step that is worth r of the tuned ones moves them on by r.
+        For a schedule made for the tuned batch, which counts by `progress` (as AdaScale's do): an update that is worth
+        r steps at the tuned batch moves it on by r.
         """
         steps = math.floor(self.progress) - self._due
         self._due += steps
         return steps
 
     def _declare(self, global_batch_size: float) -> None:
-        """There is another global batch now; what was heard of the one before says nothing about it."""
+        """Takes over another global batch size, and forgets the batches heard of before."""
         self._declared = self._standing = global_batch_size
         self._recent.extend([global_batch_size] * WINDOW)
 
     def _usual_staleness(self) -> float:
-        """What merges are seldom beyond. A middle one would not do: half of all are beyond that."""
+        """The staleness that few merges exceed (the quantile `USUAL`); 0.0 before any merge.
+
+        The median would not do: half of all merges would count as unusually stale.
+        """
         known = sorted(self._stale)
         return known[int(USUAL * (len(known) - 1))] if known else 0.0
 
     def _target(self) -> float:
+        """The factor that the ramp goes to: the rule at the present S. Raises ValueError if it is not positive."""
         scale = self._standing / self.base_batch_size
         if self.rule == "adascale":
             samples = self.noise.samples
@@ -169,7 +185,7 @@ class LatencyLR:
         return float(factor)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position of the ramp and the batch sizes and noise scale that it depends on, as plain numbers."""
+        """The factor's ramp, the batch sizes and the noise scale that it follows, and the counts, as plain numbers."""
         return {
             "base_batch_size": self.base_batch_size,
             "global_batch_size": self._declared,
@@ -185,13 +201,17 @@ class LatencyLR:
         }
 
     def tuned_as(self, state: dict[str, Any]) -> bool:
-        """Whether `state` is of a learning rate tuned for the batch that was named here, if one was."""
+        """Whether `state` has the `base_batch_size` that was given to this object; True if none was given."""
         return not self._base_given or bool(state["base_batch_size"] == self.base_batch_size)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from `state`, on every rank the same; to another global batch's factor in a ramp, from the next step.
+        """Goes on from `state`, which has to be the same on every rank.
 
-        Where no `base_batch_size` was given, the state's is taken: the learning rate is still tuned for that one.
+        If the global batch is another one now, the factor moves to its new value in a ramp from the next step on. If no
+        `base_batch_size` was given, that of `state` is taken: the learning rate is still tuned for it.
+
+        Raises:
+            ValueError: `state` has another `base_batch_size` than the one given.
         """
         if not self.tuned_as(state):
             raise ValueError(
@@ -216,10 +236,15 @@ def agreed_latency_lr(
     warmup_steps: int,
     ramp_steps: int,
 ) -> LatencyLR:
-    """A `LatencyLR` with the rule that `chosen` returns. A collective call.
+    """Makes a `LatencyLR` after a check that all ranks make the same one. A collective call.
+
+    Args:
+        balancer: knows the engine and the global batch size.
+        chosen: returns the rule; what it raises is raised on every rank.
+        base_batch_size, warmup_steps, ramp_steps: see `LatencyLR`.
 
     Raises:
-        ValueError, TypeError: on every rank, when arguments are wrong on one, or differ.
+        ValueError, TypeError: on every rank, when arguments are wrong on one, or differ between ranks.
     """
     made: list[LatencyLR] = []
 
@@ -245,7 +270,7 @@ def agreed_latency_lr(
 
 
 def _probed(rule: Rule) -> list[float]:
-    """What a user's rule gives. Whatever it raises becomes a ValueError, of which the other ranks hear."""
+    """The values of a user's rule at `PROBES`. Any error in it becomes a ValueError, which all ranks then raise."""
     try:
         return [float(rule(scale)) for scale in PROBES]
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Whether links have changed since it was chosen how gradients travel, as rank 0 sees it for all."""
+"""Detects on rank 0 that links have changed since routes were chosen for gradients, so that all ranks choose anew."""
 
 from __future__ import annotations
 
@@ -9,38 +9,51 @@ from hvd_hetero.policy.link_watch import LinkWatch
 
 
 class Links:
-    """What rank 0 knows of it; on other ranks, nothing.
+    """Watches how long exchanges take, over all optimizers of a balancer, and asks for another choice of routes.
+
+    Works on rank 0 only, as only rank 0 calls `matter`. When `asked` has grown, each `Weighing` of rank 0 tells all
+    ranks in its control vector to time the routes of its buckets again and to choose among them.
 
     Args:
-        clock: seconds.
+        clock: the time, in seconds.
 
     Attributes:
-        asked: how many times all ranks were to choose anew.
-        reason: of the last time.
+        asked: how many times rank 0 has asked for another choice.
+        reason: why it asked the last time, for the trace; "" before.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock, self._heard = clock, (0.0, -1)  # when the last exchange was heard of, and its batch
+        self._clock, self._heard = clock, (0.0, -1)  # time and global batch of the last exchange heard of
         self._watch: LinkWatch | None = None
-        self._choosing = False  # all ranks are about to
-        self._timing_s: dict[Hashable, float] = {}  # of each optimizer
-        self._changed: dict[Hashable, bool] = {}  # of those that have chosen since all were asked
+        self._choosing = False  # whether ranks were asked to choose anew, and have not done so yet
+        self._timing_s: dict[Hashable, float] = {}  # by optimizer: what timing its routes takes
+        self._changed: dict[Hashable, bool] = {}  # by optimizer: the outcome of its choice since ranks were last asked
         self.asked, self.reason = 0, ""
 
     def matter(self, owner: Hashable, *, timing_s: float, gentle_steps: int) -> None:
-        """Says that there is something to choose for a new exchange of an optimizer: see `LinkWatch`."""
+        """Starts to watch: a new exchange of an optimizer has several routes to choose from.
+
+        Args:
+            owner: the optimizer, by its number.
+            timing_s: seconds that timing its routes takes.
+            gentle_steps: steps after a choice in which exchanges take longer than later, see `LinkWatch`.
+        """
         self._timing_s[owner] = timing_s
-        self._watch = LinkWatch(gentle_steps=gentle_steps)  # other buckets take another time
-        self._choosing = False  # who was about to may be gone
+        self._watch = LinkWatch(gentle_steps=gentle_steps)  # with other buckets, exchanges take another time
+        self._choosing = False  # the optimizer that was asked may be gone
 
     def gone(self, owner: Hashable) -> None:
-        """An optimizer exchanges no more."""
+        """Forgets an optimizer that makes no further exchange."""
         self._timing_s.pop(owner, None)
         self._changed.pop(owner, None)
 
     def hear(self, step: int, *, busy_s: Sequence[float], together: bool) -> None:
-        """Takes in the exchange of a batch, and what each rank needed for one before it, its data included;
-        `together`: all ranks are at the same one."""
+        """Takes in the exchange of global batch `step`; asks for another choice of routes where `LinkWatch` finds so.
+
+        Args:
+            busy_s: for each rank, seconds per global batch in which it loaded data and computed.
+            together: whether all ranks are at the same batch, as in a synchronous step; others are not looked at.
+        """
         if self._watch is None or self._choosing:
             return
         (before_s, before), self._heard = self._heard, (self._clock(), step if together else -1)
@@ -56,7 +69,12 @@ class Links:
             self.asked += 1
 
     def chosen(self, owner: Hashable, timing_s: float, *, changed: bool) -> None:
-        """All ranks have chosen for one optimizer; others may follow: see `LinkWatch`."""
+        """Notes that all ranks have chosen the routes of one optimizer; those of other optimizers may follow.
+
+        Args:
+            timing_s: seconds that the timing took.
+            changed: whether a route is another one than before.
+        """
         self._choosing, self._heard = False, (0.0, -1)
         self._timing_s[owner], self._changed[owner] = timing_s, changed
         if self._watch is not None:

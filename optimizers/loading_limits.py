@@ -1,4 +1,4 @@
-"""What the planner knows of how fast ranks can load their samples, which no number of samples computes faster than."""
+"""What the planner knows of how fast each rank can load samples: a limit to its speed, however fast it computes."""
 
 from __future__ import annotations
 
@@ -9,48 +9,57 @@ from typing import Any
 from hvd_hetero.policy.replan import Plan
 from hvd_hetero.policy.speed import SpeedModel
 
-SLOWER = 1.25  # times as slow as was known loading is that plans were wrong about
+SLOWER = 1.25  # loading so many times slower than known is news: plans made before have overrated the rank
 
 
 class LoadingLimits:
-    """The limits of all ranks, and which plans were made before they were known.
+    """The loading time per sample of all ranks, and which plans were made before it was known.
 
     Args:
-        size: ranks.
+        size: number of ranks.
 
     Attributes:
-        seconds: that a sample takes on each rank to be loaded beside computing, at least; 0: less than shows.
+        seconds: for each rank, the least seconds that it takes to load a sample while it computes; 0 where that is too
+            short to be noticed.
     """
 
     def __init__(self, size: int) -> None:
         self.seconds = [0.0] * size
-        self._slowest = [0.0] * size  # the most of it that was known so far
-        self._unaware = -1  # the last plan that was made before that was known
+        self._slowest = [0.0] * size  # for each rank, the highest value of `seconds` so far
+        self._unaware = -1  # version of the last plan that was made before `_slowest` was known
 
     def observe(self, seconds: Sequence[float], *, version: int) -> None:
-        """Takes in what each rank says while plan `version` holds."""
+        """Takes in the `seconds` that all ranks report while the plan numbered `version` is the newest."""
         if any(new > SLOWER * most for new, most in zip(seconds, self._slowest, strict=True)):
             self._unaware = version
             self._slowest = list(map(max, seconds, self._slowest))
         self.seconds = list(seconds)
 
     def into(self, models: Iterable[SpeedModel]) -> tuple[SpeedModel, ...]:
-        """The models of all ranks, with what loading takes."""
+        """Returns the speed models of all ranks, each with the rank's loading time."""
         return tuple(
             replace(model, loading_s=loading_s) if loading_s else model
             for model, loading_s in zip(models, self.seconds, strict=True)
         )
 
     def aware(self, plans: Iterable[Plan]) -> list[Plan]:
-        """Of `plans` those that tell how restless shares are: from the last that did not know what is known now on."""
+        """Returns the plans by which the planner may judge how often shares change.
+
+        Left out are the early ones, made before the present loading times were known; only the last of those stays, as
+        the plan that the others corrected.
+        """
         return [plan for plan in plans if plan.version >= self._unaware]
 
     def state_dict(self) -> dict[str, Any]:
-        """As plain numbers."""
+        """The loading times and the number of the last unaware plan, as plain numbers."""
         return {"loading_s": self.seconds, "unaware": self._unaware}
 
     def load_state_dict(self, state: dict[str, Any], places: Sequence[int | None]) -> None:
-        """Goes on from `state`, or from none of an older version's; `places[rank]` is where a rank was in it."""
+        """Goes on from `state`; one saved by an older version may lack these numbers.
+
+        Args:
+            places: for each rank, its index among the ranks of `state`; None for a rank that was not among them.
+        """
         seconds = state.get("loading_s")
         self.seconds = [0.0 if place is None or seconds is None else seconds[place] for place in places]
         self._slowest = list(self.seconds)

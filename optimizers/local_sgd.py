@@ -1,4 +1,4 @@
-"""Local SGD as a strategy: its numbers, which all ranks have the same. `rounds` does it."""
+"""The arguments of local SGD, the strategy in which ranks make steps by themselves; `rounds` carries it out."""
 
 from __future__ import annotations
 
@@ -19,37 +19,43 @@ CALM = Guard(round_steps=1).calm
 
 @dataclass(frozen=True, kw_only=True)
 class LocalSGD:
-    """Local SGD as a strategy: what all ranks must have the same.
+    """Local SGD: each rank makes its own updates (local steps), and the ranks' models are merged once per round.
 
-    A rank whose share is less than the mean of all makes a part of each of its updates (`policy.staleness`).
+    A merge is an all-reduce of what each rank has changed in its parameters, its progress; ranks do not wait for it,
+    within `bound_rounds`. A rank whose share is less than the mean makes a part of each of its updates
+    (`policy.staleness`). All ranks need the same arguments.
 
     Args:
-        round_steps: updates between two contributions of the fastest rank; with several backward passes per step, each
-            is over as many global batches.
-        bound_rounds: a rank waits when it has gone on for so many rounds since its last contribution without a merge;
-            0 to wait for each merge. None: 4, or as many as make 16 updates.
-        most_missed: a rank of which one step takes about two rounds of the fastest rank, or more, takes part in fewer
-            merges, and misses at most so many in a row. From the first on it needs the memory of so many more copies
-            of its parameters as they travel. None is missed where a merge is more than one sum (codecs, topologies),
-            with several fragments, with FedNova's weights, and with bound_rounds=0.
-        warmup_steps: so many global batches are taken in synchronous steps first: far from the end of training,
-            progress made apart adds up badly (post-local SGD, Lin et al. 2018, arXiv:1808.07217).
-        fragments: parts of the model that merge one after the other, so that a merge uses the link for a part of it.
-        outer: what a merge does to the model.
-        weights: whose progress counts for how much; a merge moves the model as far as synchronous steps over its
-            samples (`policy.staleness`). "samples": each sample counts alike, for ranks that draw from one shared order
-            (as BalancedDataLoader deals it). "fednova": progress per step counts alike on all ranks that made any, for
-            ranks with equal parts of the data as their own (Wang et al. 2020, arXiv:2007.07481).
-        second_moments: of an optimizer of Adam's kind, whose steps get shorter with noise. "global": each rank keeps
-            what the global batch's gradient would have made of them, as estimated from what it keeps itself
-            (`policy.second_moments`), for one copy more of them. "own": what its own gradients make of them.
+        round_steps: local steps of the fastest rank in a round, from one contribution to the next; slower ranks make
+            fewer. With several backward passes per step, a step takes as many global batches.
+        bound_rounds: rounds that a rank trains on after its contribution before it waits for the merge; 0 to wait for
+            each merge. None: 4, or as many as make 16 updates if those are more.
+        most_missed: merges in a row that a very slow rank may miss. A rank of which one step takes about two rounds of
+            the fastest rank, or more, takes part in fewer merges. From the first missed one on it needs memory for so
+            many more copies of its parameters as they travel. No merge is missed where it is more than one sum (codecs,
+            topologies), with several fragments, with weights="fednova", and with bound_rounds=0.
+        warmup_steps: number of global batches taken in synchronous steps first: early in training, local progress adds
+            up badly (post-local SGD, Lin et al. 2018, arXiv:1808.07217).
+        fragments: parts of the model that merge one after the other, so that each merge sends a part of the model.
+        outer: the outer optimizer, which moves the model by the merged progress.
+        weights: how much each rank's progress counts; in all, a merge moves the model as far as synchronous steps over
+            the same samples (`policy.staleness`). "samples": each sample counts alike, for ranks that draw from one
+            shared order (as BalancedDataLoader deals it). "fednova": progress per step counts alike on all ranks that
+            made any, for ranks that each have an equal part of the data as their own (Wang et al. 2020,
+            arXiv:2007.07481).
+        second_moments: for Adam and optimizers like it, which make shorter steps the noisier their gradients are.
+            "global": each rank keeps the second moments that gradients of the global batch would give, estimated from
+            its own (`policy.second_moments`), which takes one more copy of them. "own": those of its own gradients.
         compensation: lambda of `outer.compensated`; 0 for none, which is right for all but plain SGD.
-        merge_each_epoch: all ranks wait for each other, and hold one model, where `BalancedDataLoader` ends an epoch;
-            elsewhere `optimizer.merge()` does that.
-        drift_limit: rounds are halved when ranks drift apart by so many times what noise explains, see `policy.guard`;
-            None for never.
-        when: "always", or "faster": only while steps apart are clearly faster than synchronous ones, as predicted from
-            speeds, stops and exchanges measured while the job runs (`policy.strategy`).
+        merge_each_epoch: whether `BalancedDataLoader` ends each epoch with a merge that all ranks wait for, so that all
+            hold one model; elsewhere `optimizer.merge()` does that.
+        drift_limit: rounds are halved when ranks drift apart by more than so many times what gradient noise explains
+            (`policy.guard`); None for never.
+        when: "always"; or "faster": local steps only while they are clearly faster than synchronous ones, as predicted
+            from speeds, stops and exchanges measured while the job runs (`policy.strategy`).
+
+    Raises:
+        ValueError, TypeError: an argument is out of range or of another type.
     """
 
     round_steps: int = 2
@@ -88,12 +94,16 @@ class LocalSGD:
 
     @property
     def most_rounds(self) -> float:
-        """`bound_rounds`, as a number."""
+        """`bound_rounds`, or its default if that is None."""
         return usual_bound(self.round_steps) if self.bound_rounds is None else self.bound_rounds
 
 
 def strategy_of(strategy: LocalSGD | str) -> LocalSGD | None:
-    """The local strategy that a user's argument names; None for synchronous training."""
+    """Returns the local strategy for the argument `strategy` of a user; None for synchronous training.
+
+    Raises:
+        ValueError: it is neither a `LocalSGD` nor "synchronous", "local" or "auto".
+    """
     if isinstance(strategy, LocalSGD):
         return strategy
     if strategy not in ("synchronous", "local", "auto"):

@@ -1,4 +1,4 @@
-"""The strategy of one optimizer: synchronous steps first, and then steps that ranks make apart. For any framework."""
+"""Local SGD for one optimizer, in any framework: synchronous steps first, then local steps with merges."""
 
 from __future__ import annotations
 
@@ -29,40 +29,50 @@ if TYPE_CHECKING:
 
 
 class ParameterStore(Store, Protocol):
-    """A rank's parameters, flat, by fragment; each fragment is of one type and device, and wholly lossy or not."""
+    """Reads and writes a rank's parameters as flat fragments; `hvd_hetero.torch` and `.keras` each implement it.
+
+    All parameters of a fragment have one type and device, and go through a lossy codec all or none.
+    """
 
     @property
     def lossy(self) -> Sequence[bool]:
-        """For each fragment, whether it goes through a codec."""
+        """For each fragment, whether its progress goes through a lossy codec. Its length is the number of fragments."""
 
     @property
     def narrow(self) -> bool:
-        """Whether parameters are of a type in which the part of an update may be none."""
+        """Whether a parameter has a type (float16, bfloat16) in which a part of an update may round to nothing."""
 
     def shapes(self, index: int) -> list[tuple[int, ...]]:
-        """The shapes of the parameters in fragment `index`, in its order."""
+        """The shapes of the parameters in fragment `index`, in the order in which they lie in it."""
 
     def empty(self, index: int, tail: int) -> Any:
-        """An array of zeros as long as fragment `index` and `tail` more."""
+        """Returns a flat array of zeros, `tail` elements longer than fragment `index`, of its type and device."""
 
     def control(self, length: int) -> Any:
-        """Zeros in double precision."""
+        """Returns `length` zeros in double precision, for a control vector that travels by itself."""
 
     def checksum(self, index: int) -> int:
-        """A number below 2**63 that stands for the bits of fragment `index`."""
+        """A hash of the bits of fragment `index`, below 2**63."""
 
 
 class LocalSteps:
-    """The strategy of one optimizer: synchronous steps first, and then steps that ranks make apart.
+    """Runs one optimizer's steps under a local strategy: tells which steps are local, and merges the ranks' models.
 
-    Constructing one is a collective call, with the same rule on all ranks.
+    The `LocalTraining` of a framework calls `before_step` and `after_step` around the update of each local step, and
+    `merge` where the ranks have to hold one model again. Constructing one is a collective call, with the same rule on
+    all ranks.
 
     Args:
-        store: the parameters that are trained, in the same order on all ranks.
-        weighing: of the optimizer's gradients.
-        ways: how a fragment's progress travels.
-        batches: global batches per update; None: as many as per exchange.
-        on_give_up: is called where this rank gives up what it did, as that is not finite.
+        rule: the numbers of the strategy.
+        store: reads and writes the trained parameters, in the same order on all ranks.
+        weighing: the weighing of the optimizer's gradients, which knows the engine and the balancer.
+        ways: chooses for each fragment the route by which its progress is summed over the ranks.
+        batches: global batches per update; None: as many as per exchange of gradients.
+        on_give_up: is called when this rank gives up its progress since the last merge because it is not finite.
+
+    Attributes:
+        rounds: the rounds of this rank between merges.
+        begun: whether local steps have begun and no merge of all ranks has ended them.
     """
 
     def __init__(
@@ -84,24 +94,29 @@ class LocalSteps:
             batches=lambda: batches or weighing.batches_per_exchange, on_merge=self._record,
         )  # fmt: skip
         balancer.strategies.add(weighing.place, self.rounds)
-        # Where merges can be missed, and so have several lanes, no codec keeps anything.
+        # One lane stands for all: only plain sums have several (to let ranks miss merges), and these keep nothing back.
         merges = [fragment.lanes[0].exchange for fragment in self.rounds.fragments]
         weighing.keeping.put("merges", merges, lambda: self.rounds.unit)
         self._bytes = [fragment.lanes[0].buffer.nbytes for fragment in self.rounds.fragments]
-        self.begun = False  # whether ranks make steps apart
-        self._newest = -1  # global batch of the newest step apart
-        self._pace = 1.0  # of its update
-        self._before: list[Any] = []  # the parameters before it, by fragment, where a part of it is made afterwards
-        self._counted = Count(0.0)
+        self.begun = False
+        self._newest = -1  # index of the global batch of the last local step
+        self._pace = 1.0  # the part of the update that this rank makes in that step
+        self._before: list[Any] = []  # parameters before that update, by fragment, if `after_step` blends them
+        self._counted = Count(0.0)  # see `samples`
         weighing.keeping.put_count("samples apart", self._counted)
         self._on_give_up, self._warned = on_give_up, False
         atexit.register(_warn_at_exit, weakref.ref(self))
 
     def _lanes(self, outgoing: Callable[[int], list[float]]) -> list[Lanes]:
+        """Makes the lanes of all fragments. `outgoing` returns the control vector for a merge of a fragment's index."""
         return [self._lanes_of(index, lossy, outgoing) for index, lossy in enumerate(self._store.lossy)]
 
     def _lanes_of(self, index: int, lossy: bool, outgoing: Callable[[int], list[float]]) -> Lanes:
-        """Several lanes where a merge is a single sum: stages that follow would need this rank, which is not there."""
+        """Makes the lanes of fragment `index`, and a function that makes one of them anew with a buffer of its own.
+
+        If a merge is one all-reduce, there is one lane more than merges that a rank may miss in a row. Otherwise there
+        is one lane, and no rank misses a merge: the later stages of the sum would have to wait for it.
+        """
         tail = merge_control.length(self._engine.size)
         name = f"{self._name}.fragment.{index}"
         shared = self._empty(index)
@@ -127,16 +142,18 @@ class LocalSteps:
         return lanes, lambda number: lane(number, self._empty(index))
 
     def _empty(self, index: int) -> Any:
+        """A buffer of zeros for fragment `index`; with a tail for the control vector, unless a lossy codec reads it."""
         return self._store.empty(index, 0 if self._store.lossy[index] else merge_control.length(self._engine.size))
 
     def _record(self, fields: dict[str, Any]) -> None:
+        """Writes a merge, or progress that this rank has given up, to the trace."""
         self._balancer.record.event("merge", **fields)
         if "dropped_steps" in fields:
             self._on_give_up()
             self._warn()
 
     def _warn(self) -> None:
-        """Says once that this rank has given up what it did."""
+        """Warns, the first time, that this rank has given up its progress."""
         if not self._warned:
             self._warned = True
             script.warn(
@@ -146,37 +163,43 @@ class LocalSteps:
             )
 
     def apart(self) -> bool:
-        """Whether the global batch begun last is one that ranks take apart."""
+        """Whether the global batch begun last is trained on in a local step. The same on all ranks for each batch."""
         return self._phase(self._balancer.step)
 
     @property
     def ends(self) -> bool:
-        """Whether the next global batch is a synchronous one, after steps apart; asked after a step.
+        """Whether the local step that was made last is followed by a synchronous step.
 
-        Then ranks have to merge, and to agree on their optimizers' states, or synchronous steps would part them. All
-        ranks know it then: a plan holds for no batch that a rank may begin before it hears of the plan.
+        All ranks then merge and average their optimizer states, or synchronous steps would let their models differ.
+        The answer is the same on all ranks: a plan never holds for a batch that a rank may begin before it hears of it.
         """
         return self.begun and not self._phase(self._balancer.step + 1)
 
     @property
     def leaves(self) -> bool:
-        """Whether this rank was told to leave."""
+        """Whether this rank was told to leave the job (SIGTERM)."""
         return self._balancer.departure.leaving.said
 
     @property
     def over(self) -> bool:
-        """Whether the global batch begun last is a synchronous one, and this rank has not merged yet."""
+        """Whether the global batch begun last needs a synchronous step, but the local steps before are not merged."""
         return self.begun and not self.apart()
 
     def before_step(self, *, by_rate: bool = False) -> float:
-        """Before an update that ranks make apart. The first one is a collective call.
+        """Prepares the update of a local step. The first call of a phase of local steps is a collective one.
+
+        A rank whose share is below the mean makes only a part of each update (`Rounds.pace`).
 
         Args:
-            by_rate: the update is in proportion to its rate, which the caller multiplies by what this returns. Else
-                that is 1, and `after_step` makes a part of the update where this rank is to make no more.
+            by_rate: whether the update is proportional to the learning rate, which the caller then multiplies by the
+                returned factor.
+
+        Returns:
+            The factor for the learning rate: the part of the update to make. 1.0 without `by_rate`, where `after_step`
+            takes back the rest of the update.
 
         Raises:
-            RuntimeError: on every rank, when parameters differ before ranks train apart.
+            RuntimeError: on every rank, when parameters differ between ranks before the first local step.
         """
         if not self.begun:
             self._check_alike()
@@ -193,7 +216,7 @@ class LocalSteps:
         return 1.0
 
     def _check_alike(self) -> None:
-        """Law 5, checked."""
+        """Raises RuntimeError on every rank unless all ranks hold the same parameters. A collective call."""
         row = np.array([[self._store.checksum(index) for index in range(len(self._store.lossy))]], dtype=np.int64)
         found = np.asarray(self._engine.allgather_async(row, name=f"{self._name}.alike").wait()).tolist()
         if others := [rank for rank, value in enumerate(found) if value != found[0]]:
@@ -208,11 +231,22 @@ class LocalSteps:
 
     @property
     def samples(self) -> float:
-        """This rank's of steps apart, since they were last taken."""
+        """Loss terms of this rank's local steps since the last `take_samples`; weighs its statistics in averages."""
         return float(self._counted.value)
 
     def after_step(self, samples: float, *, lr: float, gradients: float = 1.0) -> int:
-        """The bytes that this rank has sent after an update over `samples`; `gradients`: see `Work`."""
+        """Ends a local step, after its update: contributes to a merge if one is due, and applies merges that came.
+
+        Waits for a merge only if this rank is `bound_rounds` rounds ahead of it.
+
+        Args:
+            samples: loss terms of the step on this rank.
+            lr: its learning rate.
+            gradients: what the step adds to `Work.gradients`, before it is multiplied by this rank's pace.
+
+        Returns:
+            The bytes that this rank has sent.
+        """
         self._counted.value += samples
         for index, parameters in enumerate(self._before):
             self._store.blend(index, parameters, self._pace)
@@ -223,20 +257,22 @@ class LocalSteps:
         return sum(number * size for number, size in zip(sends, self._bytes, strict=True))
 
     def part(self, samples: float) -> float:
-        """The part that a batch of this rank is of the global one."""
+        """This rank's planned part of the global batch, in [0, 1]; 0 for a step without `samples`."""
         return self.rounds.part_of_batch(samples) if samples else 0.0
 
     def withdraw(self) -> Callable[[], bool]:
-        """See `Rounds.withdraw`; others may be about to take their first step apart."""
-        self.before_step()
+        """Ends this rank's part in merges because it has failed: see `Rounds.withdraw`."""
+        self.before_step()  # other ranks may be in the collective call of their first local step
         self.begun = False
         return self.rounds.withdraw()
 
     def merge(self) -> None:
-        """Returns when all ranks hold one model, with every step of every rank in it. A collective call.
+        """Merges the local steps of all ranks; afterwards all hold one model. A collective call.
+
+        Does nothing if there was no local step since the last call.
 
         Raises:
-            RuntimeError: a rank could not go on, and makes no further merge.
+            RuntimeError: a rank has failed, so that no further merge is possible.
         """
         self._balancer.departure.check("merge")
         if self.begun:
@@ -248,12 +284,14 @@ class LocalSteps:
                 self._balancer.ladder.hear_together()
 
     def abandon(self) -> None:
-        """Forgets what was done since the last merge: the ranks are gone that it would be merged with."""
+        """Ends the local steps without a merge, since the other ranks are gone (after an elastic reset)."""
         self.begun = False
 
     def take_over(self, before: LocalSteps) -> None:
-        """Goes on in the place of another one of the same parameters: with what it counted, and, where fragments are of
-        the same ones, with what its codecs kept back."""
+        """Takes over the samples counted by `before`, made for the same parameters, and the residuals of its codecs.
+
+        The residuals are taken only if the fragments have the same lengths.
+        """
         self._counted.value = before._counted.value
         lanes, others = ([each.lanes[0] for each in one.rounds.fragments] for one in (self, before))
         if [len(lane.buffer) for lane in lanes] != [len(lane.buffer) for lane in others]:
@@ -265,14 +303,17 @@ class LocalSteps:
             lane.exchange.give_back([kept.get(str(at)) for at in range(len(found))], units)
 
     def take_samples(self) -> float:
-        """This rank's samples of steps apart since the last call."""
+        """Returns `samples` and sets it to 0."""
         taken, self._counted.value = self.samples, 0.0
         return taken
 
 
 def _warn_at_exit(steps: weakref.ref[LocalSteps]) -> None:
-    """Says so where a job ends between merges – unless it ended in an error, which says enough, or this rank was told
-    to leave: the others have gone on without what it did."""
+    """Warns if the job ends with local steps that were not merged.
+
+    No warning after an error, which says enough, nor on a rank that was told to leave, as the others went on without
+    its last steps.
+    """
     left = steps()
     if left is not None and left.begun and not left.leaves and not hasattr(sys, "last_value"):
         script.warn(

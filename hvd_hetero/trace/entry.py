@@ -1,6 +1,6 @@
-"""What one line of a record tells of: a step, a plan, an event.
+"""The entries of a rank's record, one per line: a step, a plan or an event.
 
-Whatever is made of a line raises ValueError, TypeError or KeyError where it is none of this format.
+The functions that make an entry from a line raise ValueError, TypeError or KeyError if the line has another format.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from hvd_hetero.policy.partition import Bound
 from hvd_hetero.policy.replan import Plan
 
-# What reports read of events, which are of no use without.
+# By kind of event: the fields that reports read, with their types. Events without them are not accepted.
 READ: dict[str, dict[str, Any]] = {
     "apart": {"step": int},
     "together": {"step": int},
@@ -25,23 +25,42 @@ READ: dict[str, dict[str, Any]] = {
 
 
 class Step(NamedTuple):
-    """One step of one rank. Seconds that were not finite, and fields that the file lacks, are 0."""
+    """One step of one rank. Numbers that were not finite, and fields that the file lacks, are 0.
+
+    Attributes:
+        step: index of the global batch.
+        t_s: when the step ended, in seconds since the epoch, by the clock of the rank's host.
+        samples, share: the rank's samples, and its share by the plan.
+        data_s: seconds waited for data.
+        compute_s: seconds of compute.
+        wait_s: seconds waited for the exchange, and in it for other ranks.
+        bytes: bytes that the rank sent.
+        extra_s: seconds that its samples take beyond `compute_s` in the long run, which plans add: loading them in the
+            training process, serving the communication, and being held up by a CPU quota.
+        loading_s: the least seconds that loading its samples takes while it computes; 0: too little to be noticed.
+    """
 
     step: int
-    t_s: float           # on the rank's own clock, as the step ended
+    t_s: float
     samples: int
     data_s: float
     compute_s: float
     wait_s: float
     bytes: int
     share: int
-    extra_s: float = 0.0      # beyond compute_s, as plans reckon: loading, serving the communication, a quota's part
-    loading_s: float = 0.0    # what its samples take to be loaded beside that, at least; 0: less than was noticed
+    extra_s: float = 0.0
+    loading_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """Something that happened on a rank."""
+    """Something that happened on a rank, other than a step or a plan.
+
+    Attributes:
+        t_s: when, in seconds since the epoch.
+        kind: what happened, such as "merge", "apart" (local steps begin) or "together" (they end).
+        fields: more about it, by name.
+    """
 
     t_s: float
     kind: str
@@ -49,7 +68,7 @@ class Event:
 
 
 def plan_of(entry: dict[str, Any]) -> Plan:
-    """The plan that a line tells of."""
+    """Makes a plan from the JSON object of a plan."""
     plan = Plan(**{**entry, "shares": tuple(entry["shares"])})
     predicted_s = plan.predicted_step_s
     if not (isinstance(plan.reason, str) and isinstance(plan.strategy, str)
@@ -60,12 +79,12 @@ def plan_of(entry: dict[str, Any]) -> Plan:
 
 
 def bound_in(limits: Mapping[str, Any]) -> Bound:
-    """The bound that an event "limits" tells of. Raises ValueError where it is none."""
+    """Makes a bound of shares from the fields of an event "limits". Raises ValueError if they are no valid bound."""
     return Bound(lower=limits["lower"], upper=limits["upper"], quantum=limits["quantum"])
 
 
 def event_of(entry: dict[str, Any]) -> Event:
-    """The event that a line tells of."""
+    """Makes an event from the JSON object of an event."""
     event = Event(t_s=entry["t_s"], kind=entry["event"], fields=dict(entry["fields"]))
     for name, kinds in READ.get(event.kind, {}).items():
         if not isinstance(event.fields[name], kinds):
@@ -80,7 +99,7 @@ def event_of(entry: dict[str, Any]) -> Event:
 
 
 def step_of(fields: Sequence[str], values: Sequence[Any]) -> Step:
-    """The step of which a line tells these fields."""
+    """Makes a step from a line's `values`, which are those of `fields` in the file's order."""
     if len(values) != len(fields):
         raise ValueError(f"Expected {len(fields)} values. Received: {values}.")
     for value in values:

@@ -1,7 +1,7 @@
-"""The files of a run's record, and their lines.
+"""Finds the files of a run's record, and reads their lines.
 
-Each rank writes one. Where hosts share no folder, the files of each come into a folder of its name, within one: a rank
-of an elastic job may have been on several, of which each has a file of that rank.
+Each rank writes one file. Where hosts share no folder, a user brings the files together in one, with a subfolder for
+each host, named as the host is. A rank of an elastic job may have run on several hosts, each with a file of that rank.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 
 def files(folder: str) -> dict[int, list[str]]:
-    """The record files, by rank."""
+    """The paths of the record files in `folder` and in its subfolders named after a host, by rank."""
     found: dict[int, list[str]] = {}
     for within in ("", "*"):
         for path in sorted(glob.glob(os.path.join(glob.escape(folder), within, "rank-*.jsonl"))):
@@ -29,7 +29,10 @@ def files(folder: str) -> dict[int, list[str]]:
 
 
 def lines(paths: Sequence[str]) -> Iterator[str]:
-    """The lines of a rank's files; of several files, session by session in the order in which these began."""
+    """Yields the lines of one rank's files. Sessions of several files come in the order in which they began.
+
+    A session is what follows one header. A resumed run begins another one, and so does an elastic reset.
+    """
     if len(paths) == 1:
         yield from _lines_of(paths[0])
         return
@@ -38,7 +41,7 @@ def lines(paths: Sequence[str]) -> Iterator[str]:
         sessions.append((-math.inf, []))
         for line in _lines_of(path):
             if (first := head(line)) is not None:
-                began = first.get("t_s")  # by the clock of its host
+                began = first.get("t_s")  # by the clock of the host
                 sessions.append((float(began) if isinstance(began, (int, float)) else 0.0, []))
             sessions[-1][1].append(line)
     for _, of_session in sorted(sessions, key=lambda session: session[0]):
@@ -46,7 +49,7 @@ def lines(paths: Sequence[str]) -> Iterator[str]:
 
 
 def head(line: str) -> dict[str, Any] | None:
-    """The content of a session's first line; None if this is another line."""
+    """The JSON object of a header, the first line of a session; None for any other line."""
     with contextlib.suppress(ValueError):
         entry = json.loads(line) if line.startswith("{") else None
         if isinstance(entry, dict) and "format" in entry:
@@ -55,7 +58,7 @@ def head(line: str) -> dict[str, Any] | None:
 
 
 def _host(path: str) -> str:
-    """The host of which a file tells first; "" where it does not."""
+    """The host named in the first line of a file; "" if there is none."""
     with contextlib.suppress(OSError):
         return str((head(next(_lines_of(path), "")) or {}).get("host", ""))
     return ""

@@ -1,4 +1,4 @@
-"""Where this process's own record of a run goes."""
+"""Opens the record of a run that this process writes itself."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from .record import Trace, trace_of
 
 
 def own_trace(run: str | None, *, ranks: Sequence[int], rank: int) -> Trace | None:
-    """A balancer's trace in the folder `run`, or where `HVD_HETERO_RUN` says; None without either.
+    """Opens a balancer's trace in the folder `run`, or if that is None in `HVD_HETERO_RUN`; None without either.
 
     Args:
         ranks: the global ranks that train together.
-        rank: this one's number among them.
+        rank: the index of this rank among them.
     """
     return trace_of(run or run_folder(ranks, rank), rank=rank, clock=time.time, host=host_identity()[0])

@@ -1,7 +1,7 @@
-"""The reader of records.
+"""Reads the record of a run.
 
-A run may have been killed in the middle of a line, and resumed: lines that are no JSON are counted and passed over, and
-what a resumed run does again (it goes back to its checkpoint) takes the place of the first time.
+A run may have been killed in the middle of a line, and resumed. Lines of another format are counted and skipped. A
+resumed run goes back to its checkpoint and makes some steps again: these replace those recorded before.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class NewerFormatError(Exception):
 
 
 def read(folder: str | os.PathLike[str]) -> Run:
-    """The run recorded in a folder.
+    """Reads the run that is recorded in `folder`; see `files` for the folder's layout.
 
     Raises:
         FileNotFoundError: the folder holds no record.
@@ -37,9 +37,10 @@ def read(folder: str | os.PathLike[str]) -> Run:
 
 
 def _read_rank(rank: int, paths: Sequence[str]) -> RankRun:
+    """Reads all files of one rank."""
     run = RankRun(rank=rank)
     fields: Sequence[str] = FIELDS
-    plans_before: int | None = None      # set from the header of a resumed run to its first step
+    plans_before: int | None = None      # from a header to the first step after it: how many plans came before
     events_before = 0
     for line in lines(paths):
         try:
@@ -64,20 +65,33 @@ def _read_rank(rank: int, paths: Sequence[str]) -> RankRun:
 
 
 def _check(version: int, path: str) -> None:
+    """Raises NewerFormatError if a header has a format later than `FORMAT`."""
     if version > FORMAT:
         raise NewerFormatError(f"{path}: expected a record of format {FORMAT} or older. Received: {version}. "
                                "Read it with the hvd_hetero that wrote it.")
 
 
 def _forget_idle(run: RankRun, plans_before: int | None) -> None:
-    """None; forgets the plans of a session that ended before its first step, where an earlier one made some."""
+    """Drops the plans of a session that ended before its first step, unless no session has made a step so far.
+
+    `plans_before` is the number of plans before that session; None if the last session has made a step.
+    """
     if plans_before is not None and run.steps:
         del run.plans[plans_before:]
 
 
 def _go_back(run: RankRun, step: int, plans_before: int, events_before: int) -> None:
-    """None; forgets what earlier sessions recorded from `step` on, and the plans that this one began with before it
-    went on from a state."""
+    """Drops what the resumed session, which begins with `step`, has undone or made useless.
+
+    That is what earlier sessions recorded from `step` on, and the plans that this session recorded before it loaded its
+    checkpoint: of its plans for `step` or earlier, only the last one holds, in place of any later plan of an earlier
+    session.
+
+    Args:
+        run: is changed in place.
+        step: the first step of the resumed session.
+        plans_before, events_before: how many plans and events of `run` are of earlier sessions.
+    """
     run.steps = [s for s in run.steps if s.step < step]
     run.hosts = {start: host for start, host in run.hosts.items() if start < step}
     old, new_events = run.events[:events_before], run.events[events_before:]
@@ -90,7 +104,7 @@ def _go_back(run: RankRun, step: int, plans_before: int, events_before: int) -> 
 
 
 def _take(run: RankRun, fields: Sequence[str], entry: Any) -> None:
-    """None; adds what one line says. Raises ValueError, TypeError or KeyError where it says nothing of this format."""
+    """Adds the entry of one line to `run`. Raises ValueError, TypeError or KeyError for a line of another format."""
     if isinstance(entry, list):
         run.steps.append(step_of(fields, entry))
     elif "plan" in entry:

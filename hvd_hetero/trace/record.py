@@ -1,6 +1,6 @@
-"""The writer: one file of JSON lines per rank in the run's folder, `rank-00003.jsonl`.
+"""Writes the record of a run: one file of JSON lines per rank in the run's folder, such as `rank-00003.jsonl`.
 
-The first line is a header that names the fields; a step is an array in that order, everything else an object:
+The first line is a header that names the fields of a step. A step is an array in that order, all else is an object:
 
     {"format": 1, "rank": 3, "host": "b", "fields": ["step", "t_s", ...]}
     [12,31.06250,64,0.0012,0.1467,0.0034,1884160,64]
@@ -8,8 +8,8 @@ The first line is a header that names the fields; a step is an array in that ord
     {"event": "loss is not finite", "t_s": 40.2, "fields": {"loss": "nan"}}
     {"dropped": 17, "t_s": 52.0}
 
-Training goes on whatever happens to the file: what cannot be written is dropped, counted, and the count is recorded.
-A file that exists (a resumed run) is continued, with a header of its own.
+Training goes on whatever happens to the file: lines that cannot be written are dropped, and their number is recorded.
+If the file exists (a resumed run), it is continued with another header.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ FORMAT = 1
 FIELDS = ("step", "t_s", "samples", "data_s", "compute_s", "wait_s", "bytes", "share", "extra_s",
           "loading_s")
 LINE = "[%d,%.5f,%d,%.5g,%.5g,%.5g,%d,%d,%.4g,%.4g]\n"
-KEPT_LINES = 4096            # no more wait in memory for the next flush
-MOST_BYTES = 1 << 28        # of a rank's file: some millions of steps
-ROOM_TO_END_BYTES = 256      # kept free in a bounded file for the line that tells what was dropped
+KEPT_LINES = 4096            # at most so many lines wait in memory for the next flush
+MOST_BYTES = 1 << 28        # the largest file of a rank: some millions of steps
+ROOM_TO_END_BYTES = 256      # kept free in a bounded file for the line with the number of dropped ones
 
 
 def file_name(rank: int) -> str:
@@ -45,7 +45,7 @@ def file_name(rank: int) -> str:
 
 
 def _json(value: object) -> str:
-    """The value as JSON; what JSON cannot hold as its `repr`."""
+    """`value` as JSON text; objects that JSON cannot hold are written as their `repr`."""
     try:
         return json.dumps(value, default=repr, allow_nan=False)
     except (ValueError, TypeError, RecursionError):
@@ -53,7 +53,7 @@ def _json(value: object) -> str:
 
 
 def trace_of(folder: str | None, *, rank: int, clock: Callable[[], float], host: str = "") -> Trace | None:
-    """This rank's trace in the run's folder, closed when the job ends; None without a folder."""
+    """Opens this rank's trace in the run's `folder`, to be closed when the process ends; None without a folder."""
     if folder is None:
         return None
     trace = Trace(folder, rank=rank, clock=clock, host=host, max_bytes=MOST_BYTES)
@@ -67,17 +67,26 @@ def _close(trace: weakref.ref[Trace]) -> None:
 
 
 class Trace:
-    """A rank's record of a run, buffered in memory and written about every `flush_every_s` seconds.
+    """Writes one rank's record of a run, buffered in memory and flushed about every `flush_every_s` seconds.
+
+    A balancer's `Record` calls it. Calls from several threads are allowed.
 
     Args:
-        folder: the run's folder, made where it is missing; the same for all ranks.
-        rank: whose record this is.
-        clock: seconds since the epoch; called once per record. Not a monotonic clock, which begins anew with each host:
-            a file may be continued by another process on another one.
-        host: the name of the rank's host, for people.
-        flush_every_s: how much may be lost in a crash.
-        max_bytes: no more is written to the file; further steps are dropped and counted. Plans and events have the last
-            eighth to themselves.
+        folder: the run's folder, created if missing; the same for all ranks.
+        rank: the rank whose record this is.
+        clock: returns seconds since the epoch; called once per entry. Not a monotonic clock, which starts anew on each
+            host: another process on another host may continue the file.
+        host: the name of the rank's host, for readers of reports.
+        flush_every_s: seconds of the record that may be lost in a crash.
+        max_bytes: the size that the file may have; what goes beyond is dropped and counted. Steps use at most seven
+            eighths of it, the rest is for plans and events. None: no limit.
+
+    Attributes:
+        path: the present file.
+        dropped: number of entries dropped so far.
+
+    Raises:
+        ValueError: `rank` or `flush_every_s` is negative, or `max_bytes` less than 4096.
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, rank: int, clock: Callable[[], float],
@@ -89,12 +98,12 @@ class Trace:
         self._folder = os.fspath(folder)
         self.path = os.path.join(self._folder, file_name(rank))
         self.dropped = 0
-        self._told = 0       # how many dropped lines the file knows of
+        self._told = 0       # number of dropped lines that the file tells of
         self._clock, self._host, self._flush_every_s = clock, host, flush_every_s
         self._most = math.inf if max_bytes is None else max_bytes
-        self._used = 0       # bytes in the file and on their way to it
+        self._used = 0       # bytes in the file and in the buffer
         self._file: io.FileIO | None = None
-        self._torn = False   # the file ends within a line
+        self._torn = False   # whether the file ends in the middle of a line
         self._closed = self._warned = False
         self._lock = threading.Lock()
         self._last_flush_s = clock()
@@ -103,12 +112,15 @@ class Trace:
         self.flush()
 
     def _header_of(self, rank: int) -> str:
+        """The header line of a session that begins now."""
         header = {"format": FORMAT, "rank": rank, "host": self._host, "t_s": self._last_flush_s, "fields": FIELDS}
         return json.dumps(header) + "\n"
 
     def restart(self, rank: int) -> None:
-        """None; the run begins anew, from its last commit, and this is `rank` in it: the record goes on in that rank's
-        file, and takes the place there of what was undone."""
+        """Begins a new session in the file of `rank`, which this process is after an elastic reset.
+
+        The run goes on from its last commit, so for readers the new steps replace those recorded since.
+        """
         self.flush()
         with self._lock:
             path = os.path.join(self._folder, file_name(rank))
@@ -119,17 +131,26 @@ class Trace:
             self.path, self._header = path, self._header_of(rank)
             if self._file is not None:
                 self._used += len(self._header)
-                if self._used > self._most - ROOM_TO_END_BYTES:  # no room is left, also for the number of who writes
+                if self._used > self._most - ROOM_TO_END_BYTES:  # no room is left, not even for the header
                     self._header, self._used = "", int(self._most)
         self.flush()
 
     def step(self, *, step: int, samples: int, data_s: float = 0.0, compute_s: float = 0.0, wait_s: float = 0.0,
              bytes: int = 0, share: int = 0, extra_s: float = 0.0, loading_s: float = 0.0,
              t_s: float | None = None) -> None:
-        """None; records one step: seconds of each kind, and the bytes this rank gave to be exchanged. It ended at
-        `t_s`, or now. `extra_s`: what its samples take beyond `compute_s` in the long run, as plans reckon: loading
-        them, where nothing else does, serving the communication, and what a CPU quota withholds. `loading_s`: what they
-        take at least to be loaded beside computing; 0: less than was noticed."""
+        """Records one step.
+
+        Args:
+            step: index of its global batch.
+            samples, share: this rank's samples, and its share by the plan.
+            data_s, compute_s, wait_s: seconds waited for data, computed, and waited for the exchange.
+            bytes: bytes that this rank sent.
+            extra_s: seconds that its samples take beyond `compute_s` in the long run, which plans add: loading them in
+                the training process, serving the communication, and being held up by a CPU quota.
+            loading_s: the least seconds that loading its samples takes while the rank computes; 0: too little to
+                notice.
+            t_s: when the step ended, in seconds since the epoch; None: now.
+        """
         now = self._clock() if t_s is None else t_s
         line = LINE % (step, now, samples, data_s, compute_s, wait_s, bytes, share, extra_s, loading_s)
         if "n" in line:      # nan or inf, which JSON does not know
@@ -137,26 +158,27 @@ class Trace:
         self._add(line, now, room=0.875)
 
     def now(self) -> float:
-        """This moment, in seconds since the epoch."""
+        """The present time, in seconds since the epoch."""
         return self._clock()
 
     def plan(self, plan: Plan) -> None:
-        """None; records a new plan."""
+        """Records a new plan."""
         now = self._clock()
         self._add(json.dumps({"plan": asdict(plan), "t_s": now}, default=repr) + "\n", now)
 
     def event(self, kind: str, /, **fields: Any) -> None:
-        """None; records that something happened. What JSON cannot hold is recorded as its `repr`."""
+        """Records an event of this kind. Values that JSON cannot hold are recorded as their `repr`."""
         now = self._clock()
         written = ", ".join(f"{json.dumps(name)}: {_json(value)}" for name, value in fields.items())
         self._add(f'{{"event": {json.dumps(kind)}, "t_s": {now}, "fields": {{{written}}}}}\n', now)
 
     def flush(self) -> None:
-        """None; writes what is buffered, or drops and counts it where the file does not take it."""
+        """Writes the buffered lines. Lines that the file does not take are dropped and counted, with one warning."""
         if not self._closed:
             self._flush()
 
     def _flush(self) -> None:
+        """Writes the header once, then the buffered lines and how many lines were dropped since this was last told."""
         with self._lock:
             lines, self._lines = self._lines, []
             dropped, telling = self.dropped, 0
@@ -174,7 +196,7 @@ class Trace:
                 self._warned = True
 
     def close(self) -> None:
-        """None; writes the rest. What is recorded afterwards is dropped."""
+        """Writes the buffered lines and closes the file. What is recorded afterwards is dropped."""
         if self._closed:
             return
         self._closed = True
@@ -194,6 +216,7 @@ class Trace:
         self.close()
 
     def _add(self, line: str, now: float, room: float = 1.0) -> None:
+        """Buffers a line, unless more than the part `room` of the file would be used; flushes if it is time."""
         with self._lock:
             if self._closed or self._used + len(line) > room * self._most - ROOM_TO_END_BYTES:
                 self.dropped += 1
@@ -206,7 +229,7 @@ class Trace:
                 self.flush()
 
     def _write(self, data: bytes) -> None:
-        """None; appends, on a new line where the last write ended within one. Raises OSError."""
+        """Appends `data` to the file, on a new line if the last write broke off within one. Raises OSError."""
         if not data:
             return
         if self._file is None:

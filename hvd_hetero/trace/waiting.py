@@ -1,13 +1,13 @@
-"""Who waited for whom, and why.
+"""Computes from the record of a run which rank waited for which, and why.
 
-In a synchronous step every rank waits until the last one has come, and then for the exchange itself. Whoever comes
-last waits for nothing but the exchange, so of rank i's wait w_i in a step
+In a synchronous step every rank waits until the last one has come, and then for the exchange itself. The last rank
+waits only for the exchange, so that the wait w_i of rank i in a step divides into
 
     exchange = min_j w_j,     waited for the last rank = w_i - exchange.
 
-It came last because of what it did longer than rank i since the step before: waiting for data, computing, or the rest,
-which is whatever the script does beside (validation, saving, printing) – in proportion to how much longer each took.
-In steps that ranks make apart nobody waits for whoever is slow, until the bound; these are left out.
+The causes of the latter are what took the last rank longer than rank i since the step before: waiting for data,
+computing, or the rest, which is all else that the script does (validation, saving, printing). Each counts in proportion
+to how much longer it took. Local steps are left out, as no rank waits for a slow one there, up to `bound_rounds`.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from typing import NamedTuple
 from .entry import Step
 from .run import RankRun, Run
 
-NOTEWORTHY = 0.02  # of a step: who comes last by less has held nobody up
+NOTEWORTHY = 0.02  # a rank that is last by less than this part of a step has not held up the others
 
 
 class Causes(NamedTuple):
-    """Seconds by what took them."""
+    """Seconds by cause: waiting for data, computing, and all else."""
 
     data: float = 0.0
     compute: float = 0.0
@@ -33,21 +33,22 @@ class Causes(NamedTuple):
 
     @property
     def whole(self) -> float:
+        """The sum over all causes."""
         return self.data + self.compute + self.rest
 
 
 @dataclass(frozen=True, kw_only=True)
 class Waiting:
-    """Of the synchronous steps that several ranks recorded. Index i is `ranks[i]`.
+    """Which ranks waited for which, in the synchronous steps that all ranks recorded. Index i stands for `ranks[i]`.
 
     Attributes:
-        ranks: their numbers.
-        steps: how many steps.
-        step_s: mean seconds of a step, over ranks that tell.
-        exchange_s: mean seconds of a step that the exchange takes once all have come.
-        waited_s: [i][j]: seconds that rank i waited for rank j, in all.
-        last: in how many steps a rank came last, and was noticeably waited for.
-        causes: why a rank was waited for: seconds of all who waited, by what it did longer than they.
+        ranks: the numbers of the ranks.
+        steps: number of such steps.
+        step_s: mean seconds of a step.
+        exchange_s: mean seconds that the exchange of a step takes after the last rank has come.
+        waited_s: [i][j]: seconds that rank i waited for rank j, over all steps.
+        last: for each rank, the number of steps in which it was last by more than `NOTEWORTHY`.
+        causes: for each rank, the seconds that all others waited for it, by what took it longer than them.
     """
 
     ranks: tuple[int, ...]
@@ -60,13 +61,13 @@ class Waiting:
 
     @property
     def waited_part(self) -> float:
-        """The part of all ranks' time that went into waiting for another rank."""
+        """The part of all ranks' time in these steps in which they waited for another rank."""
         whole = self.step_s * self.steps * len(self.ranks)
         return sum(map(sum, self.waited_s)) / whole if whole else 0.0
 
     @property
     def exchange_part(self) -> float:
-        """The part of the time that exchanges take when nobody is late."""
+        """The part of a step that the exchange takes after the last rank has come."""
         return self.exchange_s / self.step_s if self.step_s else 0.0
 
     def waited_for(self, index: int) -> float:
@@ -75,21 +76,23 @@ class Waiting:
 
 
 class Timed(NamedTuple):
-    """A step, and the seconds since the end of the one before; None where that is not recorded."""
+    """A step, and `span_s`, the seconds from the end of the step before to its own end; None if not recorded."""
 
     step: Step
     span_s: float | None
 
     @property
     def rest_s(self) -> float:
-        """The seconds that were neither waiting nor compute."""
+        """The seconds of the span in which the rank neither waited nor computed; 0.0 if the span is not known."""
         known = self.step.data_s + self.step.compute_s + self.step.wait_s
         return 0.0 if self.span_s is None else max(0.0, self.span_s - known)
 
 
 def timed(run: RankRun, *, skip: int = 0) -> list[Timed]:
-    """The steps of one rank, without the first `skip` of each session. Between two sessions of a resumed run nothing is
-    known."""
+    """The steps of one rank with their spans, without the first `skip` of each session.
+
+    The first step of a session has no span.
+    """
 
     def span_s(before: Step, step: Step) -> float | None:
         follows = step.step == before.step + 1 and step.step not in run.session_starts
@@ -101,7 +104,7 @@ def timed(run: RankRun, *, skip: int = 0) -> list[Timed]:
 
 
 def apart(run: RankRun, steps: Sequence[int]) -> set[int]:
-    """Which of these steps the rank made apart."""
+    """Returns those of `steps` that the rank made as local steps."""
     turns = sorted((event.fields["step"], event.kind == "apart") for event in run.events
                    if event.kind in ("apart", "together"))
     begins = [step for step, _ in turns]
@@ -114,8 +117,11 @@ def apart(run: RankRun, steps: Sequence[int]) -> set[int]:
 
 
 def waiting(run: Run, *, skip: int = 0) -> Waiting:
-    """Who waited for whom in a run, without the first `skip` steps of each session, in which frameworks
-    compile and caches fill."""
+    """Computes who waited for whom in a run.
+
+    Args:
+        skip: leaves out so many first steps of each session, in which frameworks compile and caches fill.
+    """
     ranks = tuple(run.ranks)
     rows: dict[int, dict[int, Timed]] = {}
     for index, rank in enumerate(ranks):
@@ -129,7 +135,8 @@ def waiting(run: Run, *, skip: int = 0) -> Waiting:
     exchanges, spans = [], []
     for step, found in rows.items():
         size = run.size_at(step) or len(ranks)
-        # Ranks that have left may have recorded it before it was undone. Who came last is known only of whole rows.
+        # A rank that has left may have recorded a step that was undone and made again without it. Which rank came last
+        # is known only if all have recorded the step.
         row = {index: each for index, each in found.items() if ranks[index] < size}
         if not len(row) == size > 1:
             continue
@@ -152,7 +159,10 @@ def waiting(run: Run, *, skip: int = 0) -> Waiting:
 
 
 def _why(late: Timed, other: Timed) -> Causes:
-    """What the late rank did longer than the other one; in seconds, which are to be scaled."""
+    """What took the late rank longer than the other one: seconds by cause, which `_added` scales to the actual wait.
+
+    "compute" if nothing recorded took it longer.
+    """
     longer = Causes(
         data=max(0.0, late.step.data_s - other.step.data_s),
         compute=max(0.0, late.step.compute_s - other.step.compute_s),
@@ -162,6 +172,7 @@ def _why(late: Timed, other: Timed) -> Causes:
 
 
 def _added(so_far: Causes, why: Causes, seconds: float) -> Causes:
+    """Adds `seconds` to the causes, divided in proportion to `why`."""
     return Causes(*(a + seconds * b / why.whole for a, b in zip(so_far, why, strict=True)))
 
 
@@ -170,7 +181,8 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def parts(run: RankRun, *, skip: int = 0) -> Mapping[str, float]:
-    """What a rank's time went into, as parts of it: "data", "compute", "wait" (for others and the exchange), "rest"."""
+    """The parts of a rank's time, which sum to 1: "data" (waited for data), "compute", "wait" (for other ranks and the
+    exchange) and "rest". All are 0.0 if no span is known."""
     seen = [each for each in timed(run, skip=skip) if each.span_s]
     whole = sum(each.span_s or 0.0 for each in seen)
     if not whole:
@@ -187,8 +199,12 @@ def parts(run: RankRun, *, skip: int = 0) -> Mapping[str, float]:
 
 
 def waited_apart(run: RankRun, *, skip: int = 0) -> tuple[float, float]:
-    """Of a rank's time in steps that it made apart, the part that went into merges within them, and into those that
-    ended them, as at the end of an epoch."""
+    """The parts of a rank's time in local steps in which it waited for merges.
+
+    Returns:
+        The part for merges between local steps, and the part for merges that ended a phase of local steps, as at the
+        end of an epoch. Both are 0.0 without local steps.
+    """
     chosen = apart(run, [step.step for step in run.steps])
     seen = [each for each in timed(run, skip=skip) if each.span_s and each.step.step in chosen]
     if not seen:
@@ -200,5 +216,5 @@ def waited_apart(run: RankRun, *, skip: int = 0) -> tuple[float, float]:
 
 
 def _merging_s(run: RankRun, first: int) -> float:
-    """Seconds of the merges that ended steps apart, from step `first` on."""
+    """Seconds of the merges that ended phases of local steps, from step `first` on."""
     return sum(took for step, took in run.merging_s.items() if step >= first)
