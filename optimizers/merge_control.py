@@ -1,4 +1,4 @@
-"""The control vector of a merge in local SGD: numbers that each rank sends beside its contribution, in the same message.
+"""The control vector of a merge in local SGD: numbers that each rank sends with its contribution, in the same message.
 
 It is summed over the ranks, like the control vector of `control`, which is its last part. It holds, in this order:
 

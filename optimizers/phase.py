@@ -14,8 +14,8 @@ from .selection import Selection
 def phase_of(rule: LocalSGD, balancer: Balancer) -> Callable[[int], bool]:
     """A function that tells whether global batch `step` is taken with a local step; it says the same on all ranks.
 
-    It becomes the planner's `apart`. With `rule.when` other than "always" (strategy "auto"), the planner also gets a
-    `Selection`, by which rank 0 chooses between the strategies.
+    It becomes `planner.apart`. If `rule.when` is "faster" (`strategy="auto"`), the planner also gets a `Selection`,
+    by which rank 0 chooses between the strategies.
 
     Args:
         rule: the numbers of the local strategy.

@@ -337,8 +337,8 @@ class Planner:
         return all(map(Bound.allows, self._terms.bounds, plan.shares)) and given in (None, plan.shares)
 
     def _plan_for_others(self, *, version: int, step: int) -> Plan:
-        """The first plan of a new set of ranks, from their speed models. If shares are fixed, or too little was measured
-        of some rank, it has the shares that a new job begins with."""
+        """The first plan of a new set of ranks, from their speed models. If shares are fixed, or too little is known of
+        some rank's speed, it has the shares that a new job begins with."""
         if not self._terms.adaptive or min(map(len, self._windows)) < self._rule.minimum_observations:
             return Plan(version=version, step=step, shares=self._terms.first_shares, reason="other ranks than before")
         self.models = self.loading.into(fit([seen for _, seen in window]) for window in self._comparable())
