@@ -113,8 +113,8 @@ class ComputeMeter:
         self._segments: list[tuple[Any, Any]] = []  # closed ones, until `take`
         self._start: Any = None  # mark at which the open segment begins; None if no segment is open
         self._mark_s: float | None = None  # processor time at which the open segment, or else the pause, began
-        self._computing_s = self._waiting_s = self._loading_s = 0.0  # processor time since `take_extra_s`
-        self._aside_s = 0.0  # wall time of waits for other ranks in the middle of compute, since `take_aside_s`
+        self._computing_s = self._waiting_s = self._loading_s = 0.0  # processor time since the last `take_extra_s`
+        self._aside_s = 0.0  # wall time of waits for other ranks within compute, since the last `take_aside_s`
         self._is_aside = False  # whether the rank is within `aside`
         self._pieces: list[Piece] = []  # earlier parts of the open segment, each ended by an interruption
 
@@ -126,7 +126,7 @@ class ComputeMeter:
 
     @stopwatch.setter
     def stopwatch(self, stopwatch: Stopwatch) -> None:
-        if type(stopwatch) is not type(self._stopwatch):  # their marks do not go together
+        if type(stopwatch) is not type(self._stopwatch):  # marks of two types cannot be compared
             self._segments.clear()
             self._pieces.clear()
             self._start = None if self._start is None else stopwatch.mark()
@@ -252,8 +252,8 @@ class ComputeMeter:
             # The median of several steps: a single one is off by up to a period of the quota, as compute falls into it.
             self._ahead_s.append((computing_s + loading_s) / cores - compute_s - loaded_s)
             head_start_s = max(0.0, statistics.median(self._ahead_s))
-        # A rank that polls while it waits, as with MPI, uses much more processor time than service takes: so the result
-        # is at most `compute_s`. The rate of the cores is taken from compute alone, as loading may wait for a disk.
+        # A rank that polls while it waits, as with MPI, uses much more processor time than service takes: so service is
+        # counted as `compute_s` at the most. The rate of the cores is that of compute, as loading may wait for a disk.
         slowness = compute_s / computing_s  # wall time per processor time
         if head_start_s > 0.0:
             slowness = (compute_s + loaded_s + head_start_s) / (computing_s + loading_s)

@@ -23,7 +23,7 @@ from hvd_hetero.engine.port import Engine
 
 from .local_step import ParameterStore
 
-BUDGET = 0.0005  # the part of rank 0's time that hashes may take: a rank of a tenth of its speed needs ten times as much
+BUDGET = 0.0005  # the part of rank 0's time that hashes may take; a rank of a tenth of its speed needs ten times that
 FIRST = 1  # the exchange of the first check, counted from 0: it is over the parameters after one update
 SHORTEST, LONGEST = 16, 2**16  # the least and the most exchanges from one check to the next
 TOLERANCE = 1e-3  # L2 norm of a difference over that of rank 0's parameters: what is above is not rounding

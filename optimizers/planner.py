@@ -24,7 +24,7 @@ from .loading_limits import LoadingLimits
 from .selection import Selection
 from .steadiness import Steadiness
 
-WINDOW = 64  # observations kept per rank
+WINDOW = 64  # observations kept of each rank, for the fit of its speed model
 SKIPPED = 2  # steps after a change of plan that are not observed: caches, JIT and allocators settle
 # When a rank's speed changes by more than this part, the rank's earlier observations are left out of the fit. Smaller
 # changes only age out of the window: ranks on a machine that drifts change together, and a rank judged by its last

@@ -61,7 +61,7 @@ class Recipe:
             check_whole(name, getattr(self, name), least=least)
         if not isinstance(self.density, Real) or isinstance(self.density, bool):
             raise ValueError(f"density: expected a number in (0, 1]. Received: {self.density!r}.")
-        self.reduction([(64, 64)])  # raises what is wrong with the numbers
+        self.reduction([(64, 64)])  # raises ValueError if a number is out of range
 
     @property
     def exact(self) -> bool:

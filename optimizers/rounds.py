@@ -197,7 +197,7 @@ class Rounds:
         return fragment.under_way and fragment.work.steps >= self.rule.most_rounds * self.round_steps
 
     def _due(self, fragment: Fragment) -> bool:
-        """Whether a round of `fragment` ends with the last step."""
+        """Whether this rank has completed a round of `fragment`, and is to send its contribution."""
         # The first rounds of fragments have different lengths, so that fragments merge in turn.
         first = max(1, self.round_steps * (fragment.index + 1) // len(self.fragments))
         return fragment.work.steps >= (first if fragment.work.steps == self._stepped else self.round_steps)
@@ -262,7 +262,7 @@ class Rounds:
         if said.finishing == self.size:
             self._ended.add(fragment.index)
         if report.failed:
-            self.balancer.departure.final = True  # the rank that failed takes part in no further merge
+            self.balancer.departure.final = True  # a rank has failed, so this one can make no further merge
         if fragment.index == 0:
             self.merges += 1
             drift, noise = self.lengths.watch(said.sums, merge.square, said.steps, said.samples)

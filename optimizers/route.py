@@ -50,11 +50,11 @@ class Route:
 
     @property
     def is_plain(self) -> bool:
-        """Whether a sum is one all-reduce of the array as it is."""
+        """Whether a sum is a single all-reduce of the unchanged array."""
         return self.algorithm == "flat" and type(self.cross) is Exact and self.cross.is_plain
 
     def start(self, array: Any, *, name: str) -> Handle:
-        """Begins a sum of `array`, which it may overwrite."""
+        """Begins the sum of `array` over all ranks, which may overwrite it. Operations have `name`, or begin with it."""
         if self.is_plain:
             return self.levels.everyone.allreduce_async(array, name=name)
         local = self.local.steps if self.local is not None else None
@@ -62,7 +62,7 @@ class Route:
         return Chain(steps(self.levels, array, name=name, local=local, cross=self.cross.steps))
 
     def end_step(self, counts: bool) -> None:
-        """Ends a step; see `Reduction.end_step`."""
+        """Ends a step; new residuals are kept only if it `counts`. See `Reduction.end_step`."""
         self.cross.end_step(counts)
         if self.local is not None:
             self.local.end_step(counts)

@@ -208,7 +208,8 @@ class Trial:
         return None if self._step <= self._times.size else self._chosen
 
     def start(self, array: Any, *, name: str) -> Handle:
-        """Begins a sum of `array`, which it may overwrite."""
+        """Begins the sum of `array` over all ranks, which may overwrite it: by the route whose turn it is, or by the one
+        that was chosen."""
         self._step += 1
         if self._step > self._times.size + 1:
             return self._begin(self._chosen, array, name)
@@ -247,7 +248,7 @@ class Trial:
         return (yield self._begin(self._chosen, array, name))
 
     def end_step(self, counts: bool) -> None:
-        """Ends a step; see `Reduction.end_step`."""
+        """Ends a step; new residuals are kept only if it `counts`. See `Reduction.end_step`."""
         self._route.end_step(counts)
         if counts:
             self._moved = None
