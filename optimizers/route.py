@@ -54,7 +54,7 @@ class Route:
         return self.algorithm == "flat" and type(self.cross) is Exact and self.cross.is_plain
 
     def start(self, array: Any, *, name: str) -> Handle:
-        """Begins the sum of `array` over all ranks, which may overwrite it. Operations have `name`, or begin with it."""
+        """Begins the sum of `array` over all ranks, which may overwrite it. Names of operations begin with `name`."""
         if self.is_plain:
             return self.levels.everyone.allreduce_async(array, name=name)
         local = self.local.steps if self.local is not None else None

@@ -208,8 +208,8 @@ class Trial:
         return None if self._step <= self._times.size else self._chosen
 
     def start(self, array: Any, *, name: str) -> Handle:
-        """Begins the sum of `array` over all ranks, which may overwrite it: by the route whose turn it is, or by the one
-        that was chosen."""
+        """Begins the sum of `array` over all ranks, which may overwrite it: by the route whose turn it is, or by that
+        which was chosen."""
         self._step += 1
         if self._step > self._times.size + 1:
             return self._begin(self._chosen, array, name)
