@@ -260,8 +260,8 @@ class ComputeMeter:
         return head_start_s + min(compute_s, waiting_s * slowness)
 
     def _look_at_quota(self) -> float | None:
-        """The number of cores of the CPU quota; None if there is none. It is read from files every `LOOK_EVERY` calls.
-        """
+        """The number of cores of the CPU quota; None if there is none. It is read from files now and then: `LOOK_EVERY`
+        calls lie between two readings."""
         self._until_look -= 1
         if self._until_look < 0:
             before, self._quota, self._until_look = self._quota, self._quota_cores(), LOOK_EVERY
