@@ -216,7 +216,8 @@ class ComputeMeter:
     def begin_at(self, moment: Moment) -> float:
         """Moves the beginning of the open segment to `moment`, if that is later: up to then, the rank waited for data.
 
-        Returns: the seconds by which the beginning moved; 0 if it did not, or no segment is open.
+        Returns:
+            the seconds by which the beginning moved; 0 if it did not, or no segment is open.
         """
         later_s = 0.0 if self._start is None else self.stopwatch.seconds(self._start, moment.mark)
         if later_s > 0.0:

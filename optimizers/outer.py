@@ -82,7 +82,8 @@ def compensated(progress: Any, moved_by: Any, *, strength: float, lr_sum: float)
         strength: lambda, 0 or more.
         lr_sum: eta k, the sum of the learning rates of the steps; where it is 0, nothing is corrected.
 
-    Returns: the corrected progress; `progress` itself if there is nothing to correct.
+    Returns:
+        the corrected progress; `progress` itself if there is nothing to correct.
     """
     if strength == 0.0 or lr_sum <= 0.0:
         return progress

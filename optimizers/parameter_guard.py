@@ -104,7 +104,8 @@ class ParameterGuard:
     def outgoing(self) -> tuple[int, int]:
         """What this rank sends for the check with the next exchange.
 
-        Returns: its hash, 1 or more, and the number of exchanges from this check to the next, of which rank 0's counts;
+        Returns:
+            its hash, 1 or more, and the number of exchanges from this check to the next, of which rank 0's counts;
             (0, 0) if no check is due.
         """
         if self._exchanges < self._due or (parameters := self._parameters()) is None:

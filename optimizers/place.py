@@ -96,7 +96,8 @@ class Places(Generic[T]):
     def expect(self, names: Iterable[str]) -> dict[str, T]:
         """Makes objects for those of these places that have none, and drops objects that nobody has taken in others.
 
-        Returns: `named`, afterwards.
+        Returns:
+            `named`, afterwards.
         """
         self._waiting.clear()
         taken = self.named

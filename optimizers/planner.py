@@ -53,7 +53,8 @@ class Past:
     def fit(self, window: Sequence[tuple[int, Observation]]) -> SpeedModel | None:
         """Fits the speed model of this rank to `window`, pairs of step and observation, oldest first.
 
-        Returns: the model; if `window` is empty, that of the last fit, or None if there was none.
+        Returns:
+            the model; if `window` is empty, that of the last fit, or None if there was none.
         """
         if not window:
             return self._models[-1][1] if self._models else None
@@ -169,7 +170,8 @@ class Planner:
             dealt_ahead: the number of batches after `step` that some rank may have dealt by the earlier plan; the new
                 plan holds for the batches after those.
 
-        Returns: the new plan; None if it is known already.
+        Returns:
+            the new plan; None if it is known already.
         """
         self.announcement = None
         if announced.version <= self.plans[-1].version:

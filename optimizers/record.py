@@ -61,7 +61,8 @@ class Record:
             bytes_sent: by this rank in the step.
             share: of this rank by the plan, in samples.
 
-        Returns: a function to be called with the samples and times of the step, which writes the record.
+        Returns:
+            a function to be called with the samples and times of the step, which writes the record.
         """
         trace = self.trace
         if trace is None:

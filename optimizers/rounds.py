@@ -132,7 +132,8 @@ class Rounds:
             compute: samples and seconds of this step, as measured; a zero for not measured.
             gradients: how many gradients the step counts as: see `Work`.
 
-        Returns: whether a merge was applied.
+        Returns:
+            whether a merge was applied.
         """
         self._stepped += 1
         self._contributing.measured(*compute)
@@ -292,7 +293,8 @@ class Rounds:
         Its failure travels in the control vectors of the contributions that it sends from now on, not in those of the
         merges under way. So it sends one for each fragment, as any may be the one that the other ranks wait for.
 
-        Returns: a function to be called again and again, which sends them, and returns whether a merge with one of them
+        Returns:
+            a function to be called again and again, which sends them, and returns whether a merge with one of them
             has completed: then all ranks have heard of the failure.
         """
         told: set[int] = set()

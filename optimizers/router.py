@@ -106,7 +106,8 @@ class Router:
             lossy: whether it goes through the codecs.
             before: its present way, if it has one.
 
-        Returns: `before` if the same route is chosen again; else a new `Route`, or a new `Trial` of two routes.
+        Returns:
+            `before` if the same route is chosen again; else a new `Route`, or a new `Trial` of two routes.
         """
         candidates = {candidate.title: candidate for candidate in self._candidates(lossy)}
         if len(candidates) == 1 and self._algorithm != "auto":
