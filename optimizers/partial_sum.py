@@ -36,9 +36,9 @@ class Adder(Protocol):
 class PartialSums:
     """The accumulated gradients of one optimizer on one rank, by kind: each kind stands for a list of variables.
 
-    There is one `Adder` for each kind. An adder that replaces another of its kind, or is made only after a checkpoint
-    was loaded, takes over the gradients that are kept for its kind. They are stored with their number of loss terms, by
-    which they are weighted, so that they count correctly on another set of ranks as well.
+    There is one `Adder` for each kind. State may be loaded before an adder is made, as after an elastic reset: then the
+    gradients are kept here until `put` registers the adder of their kind. They are stored with their number of loss
+    terms, by which they are weighted, so that they count correctly on another set of ranks as well.
 
     Args:
         weighing: counts the global batches since the last exchange; None if it is given later, with `follow`.
@@ -59,7 +59,8 @@ class PartialSums:
         weighing.begun, self._weighing = self.begun, weighing
 
     def put(self, kind: str, adder: Adder) -> None:
-        """Registers the adder of a kind, in place of an earlier one, and loads the sums that are kept for this kind."""
+        """Registers the adder of a kind, and loads into it the gradients that are kept here for this kind. An earlier
+        adder of the kind is replaced; what that has accumulated is not carried over."""
         self._adders[kind] = adder
         adder.load_sums(self._waiting.pop(kind, None))
 
