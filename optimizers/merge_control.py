@@ -1,6 +1,10 @@
-"""The control vector of a merge: what ranks tell each other with what they have done, at no message of its own.
+"""The control vector of a merge in local SGD: numbers that each rank sends with its contribution, in the same message.
 
-It is summed over the ranks, as `control`'s is, which it carries at its end.
+It is summed over the ranks, like the control vector of `control`, which is its last part. It holds, in this order:
+
+    4              weight and reach of the contribution (`policy.staleness`), `Contribution.spread`, 1 if finishing
+    ROWS x ranks   local steps; samples; position // PART; position % PART: each a row with a slot for each rank
+    the rest       the control vector of `control`
 """
 
 from __future__ import annotations
@@ -13,24 +17,33 @@ from hvd_hetero.policy.staleness import Contribution, factor
 from . import control
 
 WEIGHT, REACH, SPREAD, FINISHING, HEAD = range(5)
-ROWS = 4  # of each rank: steps, samples, and its position in two parts, which float32 holds exactly
-PART = 1 << 20
+ROWS = 4  # numbers of each rank: steps, samples, and its position in two parts, each of which float32 holds exactly
+PART = 1 << 20  # divides a position into these two parts
 
 
 @dataclass(frozen=True, kw_only=True)
 class Said:
-    """The sum of all ranks' vectors, taken apart; in lists, index i is rank i."""
+    """The fields of the summed control vectors of a merge. In lists by rank, index i is rank i.
 
-    sums: tuple[float, float, float]  # of weights, of reaches, and of `Contribution.spread`
-    finishing: int  # ranks that are
+    Attributes:
+        sums: the sums over ranks of the weights, of the reaches, and of `Contribution.spread`.
+        finishing: the number of ranks that are finishing, see `Rounds.finish`.
+        steps: the local steps in each rank's contribution.
+        samples: the samples of these steps, by rank.
+        positions: the global batch that each rank was at when it contributed.
+        balancer: the sum of the control vectors of `control`, for `Dialogue.incoming`.
+    """
+
+    sums: tuple[float, float, float]
+    finishing: int
     steps: list[float]
     samples: list[float]
-    positions: list[float]  # the global batch that each was at
+    positions: list[float]
     balancer: list[float]
 
 
 def length(ranks: int) -> int:
-    """The number of elements."""
+    """The number of elements of the control vector of a merge."""
     return HEAD + ROWS * ranks + control.length(ranks)
 
 
@@ -44,7 +57,16 @@ def pack(
     ranks: int,
     balancer: Sequence[float],
 ) -> list[float]:
-    """One rank's vector; `own`: its steps, samples and position, `balancer`: what its balancer has to say."""
+    """The control vector that one rank sends.
+
+    Args:
+        contribution: of this rank to the merge.
+        spread: `Contribution.spread` of it.
+        finishing: whether this rank is in `Rounds.finish`.
+        own: the local steps and samples in the contribution, and the global batch that the rank is at.
+        rank, ranks: this rank's number, and the number of ranks.
+        balancer: the control vector of `control`, from `Dialogue.outgoing`.
+    """
     vector = [*contribution.beside, spread, float(finishing)]
     steps, samples, position = own
     for value in (steps, samples, *divmod(position, PART)):
@@ -55,7 +77,7 @@ def pack(
 
 
 def unpack(total: Sequence[float], *, ranks: int) -> Said:
-    """Takes the sum of all ranks' vectors apart."""
+    """Splits the sum of all ranks' control vectors into its fields."""
     rows = [list(total[HEAD + row * ranks : HEAD + (row + 1) * ranks]) for row in range(ROWS)]
     return Said(
         sums=(total[WEIGHT], total[REACH], total[SPREAD]),
@@ -68,5 +90,6 @@ def unpack(total: Sequence[float], *, ranks: int) -> Said:
 
 
 def scale(total: Sequence[float]) -> float:
-    """The factor that makes the merged delta of the sum of weighted deltas."""
+    """The factor by which the sum of the ranks' weighted deltas is multiplied to give the merged delta; 0.0 if no rank
+    contributed. `total` is the sum of the control vectors."""
     return factor(total[WEIGHT : REACH + 1])

@@ -1,13 +1,16 @@
-"""What a rank's samples cost it: a stopwatch that runs while the rank computes and stands while it waits for others.
+"""Measures how long one rank computes: `ComputeMeter` runs while it computes, and stands while it waits for others.
 
-Where compute runs on the cores that also serve the communication (sums, copies, codecs), a rank with few cores needs
-longer for that as well, whatever its share: so much time goes to its overhead. It is estimated from processor time,
+Two corrections are added to the measured compute time before it goes into the speed model.
+
+A rank that computes on its CPU cores serves the communication (sums, copies, codecs) with the same cores. The fewer
+cores it has, the longer that takes, whatever its share of the batch: it belongs to the overhead of its speed model. It
+is estimated from processor time,
 
     service = processor time while waiting / processor time per second of compute
 
-A CPU quota, as a container has it, is handed out by the period, and a rank that has waited finds what it has not used:
-it computes faster than it ever would if the others waited for it. What counts for a plan is the long run, in which its
-compute takes at least
+A CPU quota, as of a container, is granted period by period. A rank that waited for others has not used all of its
+quota, and then computes faster than it could if the others waited for it. A plan has to rest on the long run, in which
+the rank's compute takes at least
 
     processor time of the compute / cores of the quota
 
@@ -23,23 +26,23 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
-LOOK_EVERY = 8  # steps between two looks at the quota, which take 0.1 ms
-SMOOTHED = 16  # steps
+LOOK_EVERY = 8  # steps between two readings of the CPU quota, each of which takes 0.1 ms
+SMOOTHED = 16  # steps whose median is taken for the head start that an unused quota gives
 
 
 class Stopwatch(Protocol):
-    """Marks moments. A mark may be a device event, whose time is known only later."""
+    """Marks moments, and tells the seconds between two marks. A mark may be an event that a device reaches later."""
 
     def mark(self) -> Any: ...
 
     def passed(self, mark: Any) -> bool:
-        """Whether the time until `mark` is known; never waits for it, as `seconds` does."""
+        """Whether the device has reached `mark`, so that `seconds` up to it does not wait. Returns at once."""
 
     def seconds(self, start: Any, end: Any) -> float: ...
 
 
 class WallClock:
-    """A stopwatch of wall time, for ranks that compute where their Python runs."""
+    """A `Stopwatch` of wall time, for ranks that compute on the CPU, where their Python code runs."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -55,42 +58,44 @@ class WallClock:
 
 
 class Moment(NamedTuple):
-    """A moment of a rank's time."""
+    """A point in time on one rank."""
 
-    mark: Any  # of the stopwatch
-    processor_s: float
+    mark: Any  # as the stopwatch returned it
+    processor_s: float  # processor time that the process had used by then
 
 
 class Piece(NamedTuple):
-    """A part of a segment, and what was aside of it: seconds, those of the processor and, at the end, by the clock."""
+    """A part of a segment of compute, up to an interruption by `ComputeMeter.aside`, and that interruption."""
 
-    segment: tuple[Any, Any]
-    computing_s: float
-    waiting_s: float
-    aside_s: float
+    segment: tuple[Any, Any]  # marks at which the part begins and ends
+    computing_s: float  # processor time of the part
+    waiting_s: float  # processor time of the interruption; 0 unless the rank waited for other ranks in it
+    aside_s: float  # wall time of the interruption; 0 unless the rank waited for other ranks in it
 
 
 class Taken(NamedTuple):
-    """Segments in which a rank computed."""
+    """The segments of compute that `ComputeMeter.take` returns, usually those of one step."""
 
-    stopwatch: Stopwatch  # whose marks these are
-    segments: list[tuple[Any, Any]]
+    stopwatch: Stopwatch  # that made the marks
+    segments: list[tuple[Any, Any]]  # the marks at which each segment begins and ends
 
     def known(self) -> bool:
-        """Whether `seconds` can be told without waiting."""
+        """Whether the device has finished the segments, so that `seconds` does not wait."""
         return not self.segments or self.stopwatch.passed(self.segments[-1][1])
 
     def seconds(self) -> float:
-        """Their sum; where the device is still at them, this waits for it."""
+        """The sum of the segments' seconds. Waits for the device if it still works on them."""
         return sum(self.stopwatch.seconds(start, end) for start, end in self.segments)
 
 
 class ComputeMeter:
-    """Sums the seconds of the segments in which a rank computed.
+    """Measures the compute time of one rank, as segments between `run` and `pause`. `Timesheet` drives it.
 
     Args:
-        processor_s: seconds of processor time of this process, all threads; for ranks that compute on their cores.
-        quota_cores: the cores that a quota allows this process; None: as many as there are.
+        stopwatch: marks the beginnings and ends of segments.
+        processor_s: returns the seconds of processor time of this process, all threads; used only for ranks that
+            compute on their CPU cores.
+        quota_cores: returns the number of cores that a CPU quota allows this process; None if there is no quota.
     """
 
     def __init__(
@@ -103,23 +108,25 @@ class ComputeMeter:
         self._stopwatch, self._processor_s = stopwatch, processor_s
         self._quota_cores, self._until_look = quota_cores, 0
         self._quota: float | None = None
-        self._ahead_s: deque[float] = deque(maxlen=SMOOTHED)  # of compute, in steps since it changed
-        self._segments: list[tuple[Any, Any]] = []
-        self._start: Any = None
-        self._mark_s: float | None = None  # of processor time, where the present segment or pause began
-        self._computing_s = self._waiting_s = self._loading_s = 0.0  # of processor time
-        self._aside_s = 0.0  # waited for others in the middle of compute
-        self._is_aside = False
-        self._pieces: list[Piece] = []  # of the open segment, up to where it begins now
+        # By step since the quota changed: how much longer compute and loading would take at the quota's long-run rate.
+        self._ahead_s: deque[float] = deque(maxlen=SMOOTHED)
+        self._segments: list[tuple[Any, Any]] = []  # closed ones, until `take`
+        self._start: Any = None  # mark at which the open segment begins; None if no segment is open
+        self._mark_s: float | None = None  # processor time at which the open segment, or else the pause, began
+        self._computing_s = self._waiting_s = self._loading_s = 0.0  # processor time since the last `take_extra_s`
+        self._aside_s = 0.0  # wall time of waits for other ranks within compute, since the last `take_aside_s`
+        self._is_aside = False  # whether the rank is within `aside`
+        self._pieces: list[Piece] = []  # earlier parts of the open segment, each ended by an interruption
 
     @property
     def stopwatch(self) -> Stopwatch:
-        """What marks moments. With another one what is under way is measured anew, from here on."""
+        """Marks the beginnings and ends of segments. One of another type discards the segments not taken yet, and an
+        open segment begins anew at this moment."""
         return self._stopwatch
 
     @stopwatch.setter
     def stopwatch(self, stopwatch: Stopwatch) -> None:
-        if type(stopwatch) is not type(self._stopwatch):  # their marks do not go together
+        if type(stopwatch) is not type(self._stopwatch):  # marks of two types cannot be compared
             self._segments.clear()
             self._pieces.clear()
             self._start = None if self._start is None else stopwatch.mark()
@@ -130,7 +137,8 @@ class ComputeMeter:
         return self._start is not None
 
     def run(self) -> None:
-        """A segment begins here; one that is open is forgotten (it was not this batch's), with what was aside of it."""
+        """Begins a segment. A segment that is open already is discarded, with its interruptions: it was not part of the
+        batch that begins now."""
         now_s = self._processor_s()
         if self._start is None and self._mark_s is not None:
             self._waiting_s += now_s - self._mark_s
@@ -139,7 +147,7 @@ class ComputeMeter:
         self._start = self.stopwatch.mark()
 
     def pause(self) -> None:
-        """The open segment, if any, ends here."""
+        """Ends the open segment, if there is one."""
         if self._start is not None:
             end = self.now()
             for piece in (*self._pieces, self._piece(end, end, aside_s=0.0, waits=False)):
@@ -152,15 +160,19 @@ class ComputeMeter:
         self._start = None
 
     def now(self) -> Moment:
-        """This moment, as any thread may ask."""
+        """The present moment. May be called from any thread."""
         return Moment(self.stopwatch.mark(), self._processor_s())
 
     @contextlib.contextmanager
     def aside(self, *, waits: bool) -> Iterator[None]:
-        """Takes what is done within it out of the open segment: it is no compute. `waits`: for other ranks, and what
-        it takes of the processor is service of the communication."""
+        """A context manager that excludes what is done within it from the open segment, as it is no compute.
+
+        Args:
+            waits: whether the rank waits for other ranks within it, as for the statistics of a layer. Then its
+                processor time counts as service of the communication, and its wall time as `take_aside_s`.
+        """
         start = self._start
-        if start is None or self._is_aside:  # nothing is open, or that is out of it already
+        if start is None or self._is_aside:  # no segment is open, or this time is excluded from it already
             yield
             return
         since, began = self.now(), time.perf_counter()
@@ -175,7 +187,7 @@ class ComputeMeter:
                 self._start, self._mark_s = until
 
     def _piece(self, since: Moment, until: Moment, *, aside_s: float, waits: bool) -> Piece:
-        """The open segment up to a moment, and what was aside of it until another one."""
+        """The part of the open segment that ends at `since`, with the interruption from `since` to `until`."""
         return Piece(
             segment=(self._start, since.mark),
             computing_s=0.0 if self._mark_s is None else since.processor_s - self._mark_s,
@@ -188,20 +200,25 @@ class ComputeMeter:
         return self._processor_s()
 
     def count_loading(self, since_s: float) -> None:
-        """Says that what this process has done since a moment of processor time, beside the open segment, was loading.
-        """
+        """Counts the processor time since `since_s`, a value of `processor_s`, as loading of data: neither as compute
+        nor as service of the communication. The caller has kept it out of an open segment, see `aside`."""
         seconds = self._processor_s() - since_s
         self._loading_s += seconds
         if self._start is None and self._mark_s is not None:
             self._mark_s += seconds
 
     def take_aside_s(self) -> float:
-        """The seconds since the last call that this rank waited for others in the middle of its compute."""
+        """The seconds of wall time that this rank waited for others in the middle of its compute, since the last call.
+        """
         seconds, self._aside_s = self._aside_s, 0.0
         return seconds
 
     def begin_at(self, moment: Moment) -> float:
-        """Lets the open segment begin at a moment, if that is later; the seconds by which it is."""
+        """Moves the beginning of the open segment to `moment`, if that is later: up to then, the rank waited for data.
+
+        Returns:
+            the seconds by which the beginning moved; 0 if it did not, or no segment is open.
+        """
         later_s = 0.0 if self._start is None else self.stopwatch.seconds(self._start, moment.mark)
         if later_s > 0.0:
             self._pieces.clear()
@@ -209,37 +226,43 @@ class ComputeMeter:
         return max(0.0, later_s)
 
     def take(self) -> Taken:
-        """The segments since the last call."""
+        """Returns the segments that have ended since the last call."""
         segments, self._segments = self._segments, []
         return Taken(self._stopwatch, segments)
 
     def forget(self) -> None:
-        """Discards the segments that no `take` has returned."""
+        """Discards everything that was measured and not taken yet, except that an open segment stays open."""
         self.take()
         self._pieces.clear()
         self._computing_s = self._waiting_s = self._loading_s = self._aside_s = 0.0
 
     def take_extra_s(self, compute_s: float, loaded_s: float = 0.0) -> float:
-        """The seconds that what was done since the last call takes this rank's cores beyond `compute_s` of computing,
-        and `loaded_s` of loading that was counted: for serving the communication, and because of a quota; 0 where
-        compute does not run on them. How fast they are is told from computing: who loads may wait for a disk."""
+        """Seconds to add to the measured compute time: service of the communication, and what a CPU quota costs in the
+        long run (see the formulas of this module). 0 for a rank that does not compute on its CPU cores.
+
+        Args:
+            compute_s: wall time of the compute since the last call.
+            loaded_s: wall time of the loading since the last call whose processor time `count_loading` was given.
+        """
         computing_s, waiting_s, loading_s = self._computing_s, self._waiting_s, self._loading_s
         self._computing_s = self._waiting_s = self._loading_s = 0.0
         if not isinstance(self.stopwatch, WallClock) or computing_s <= 0.0:
             return 0.0
         cores, head_start_s = self._look_at_quota(), 0.0
         if cores is not None:
-            # The median of some steps: how compute falls into the quota's periods moves it by one of them.
+            # The median of several steps: a single one is off by up to a period of the quota, as compute falls into it.
             self._ahead_s.append((computing_s + loading_s) / cores - compute_s - loaded_s)
             head_start_s = max(0.0, statistics.median(self._ahead_s))
-        # Who waits without sleeping, as MPI does, spends much more: that is no service.
-        slowness = compute_s / computing_s
+        # A rank that polls while it waits, as with MPI, uses much more processor time than service takes: so service is
+        # counted as `compute_s` at the most. The rate of the cores is that of compute, as loading may wait for a disk.
+        slowness = compute_s / computing_s  # wall time per processor time
         if head_start_s > 0.0:
             slowness = (compute_s + loaded_s + head_start_s) / (computing_s + loading_s)
         return head_start_s + min(compute_s, waiting_s * slowness)
 
     def _look_at_quota(self) -> float | None:
-        """The quota's cores, looked at now and then: files are to be read for that."""
+        """The number of cores of the CPU quota; None if there is none. It is read from files now and then: `LOOK_EVERY`
+        calls lie between two readings."""
         self._until_look -= 1
         if self._until_look < 0:
             before, self._quota, self._until_look = self._quota, self._quota_cores(), LOOK_EVERY
@@ -249,7 +272,7 @@ class ComputeMeter:
 
 
 class Pace:
-    """The usual seconds from the beginning of a step to that of the next."""
+    """Measures the time from the beginning of one step to the beginning of the next, waiting included."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -257,7 +280,7 @@ class Pace:
         self._step_s: deque[float] = deque(maxlen=9)
 
     def begin(self) -> None:
-        """A step begins."""
+        """Is called when a step begins."""
         now = self._clock()
         if self._began is not None:
             self._step_s.append(now - self._began)
@@ -270,5 +293,5 @@ class Pace:
 
     @property
     def usual_s(self) -> float | None:
-        """The median of the last steps; None before the second one."""
+        """The median duration of the last 9 steps, in seconds; None before the second step begins."""
         return statistics.median(self._step_s) if self._step_s else None

@@ -1,6 +1,7 @@
-"""What a merge does to the model: outer optimizers, and what becomes of progress made meanwhile.
+"""How a merge of local SGD moves the model: outer optimizers, and a correction for steps that were made meanwhile.
 
-Ascending differences everywhere: a rank that went from z to x brings Delta = x - z.
+A rank that went from the model z to its own parameters x contributes the progress Delta = x - z: it points the way that
+the model goes, unlike a gradient.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from hvd_hetero.codecs.verbs import verbs_of
 
 @dataclass(frozen=True, kw_only=True)
 class Outer:
-    """How what the ranks have done, taken together, moves the model they share.
+    """The outer optimizer: how the merged progress Delta of the ranks moves the model z that they share.
 
         m <- mu m + Delta;    z <- z + eta (Delta + mu m)        (nesterov)
         m <- mu m + Delta;    z <- z + eta m                     (otherwise)
@@ -25,7 +26,10 @@ class Outer:
     Args:
         learning_rate: eta, above 0.
         momentum: mu, in [0, 1).
-        nesterov: needs a momentum.
+        nesterov: whether to use Nesterov's form; it needs a momentum.
+
+    Raises:
+        ValueError: a number out of its range, or Nesterov without a momentum.
     """
 
     learning_rate: float = 1.0
@@ -41,7 +45,8 @@ class Outer:
             raise ValueError("nesterov: expected a momentum above 0 with it. Received: momentum 0.")
 
     def move(self, z: Any, delta: Any, state: dict[str, Any]) -> None:
-        """Moves `z`, in place; `state` holds the momentum between calls and starts empty."""
+        """Moves the model `z`, in place, by the merged progress `delta`. `state` keeps the momentum m between calls; it
+        is empty at first."""
         step = delta
         if self.momentum:
             kept = state.get("momentum")
@@ -51,7 +56,8 @@ class Outer:
         z += step if self.learning_rate == 1.0 else self.learning_rate * step
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Returns for a saved state that this optimizer can go on from; else ValueError."""
+        """Raises ValueError if this optimizer cannot go on from the saved `state`: it has a momentum and `state` has
+        none, or the other way round. An empty state fits any."""
         if bool(self.momentum) != ("momentum" in state) and state:
             raise ValueError(
                 f"outer: expected the state of {self}. Received: one with {', '.join(sorted(state)) or 'nothing'}."
@@ -59,21 +65,25 @@ class Outer:
 
 
 def compensated(progress: Any, moved_by: Any, *, strength: float, lr_sum: float) -> Any:
-    """`progress`, as it would have been had it started where the merge ended: an array like it.
+    """Estimates what `progress` would be had its steps started from the model after the merge: delay compensation.
 
-    DC-ASGD (Zheng et al. 2017, arXiv:1609.08326) corrects a gradient g that is late by a move w of the model to
-    g + lambda g * g * w, elementwise, with g * g for the diagonal of the Hessian. Progress of several steps of SGD is
-    -eta k g for their mean gradient g, so
+    DC-ASGD (Zheng et al. 2017, arXiv:1609.08326) corrects a gradient g that is late, as the model has moved by w
+    meanwhile, to g + lambda g * g * w, elementwise, with g * g for the diagonal of the Hessian. The progress of k steps
+    of SGD is -eta k g for their mean gradient g, so the corrected progress is
 
         progress - lambda progress^2 / (eta k) * w
 
-    of which no element may more than double or vanish. The formula holds for plain SGD alone: progress with momentum,
-    or of Adam, is no gradient.
+    The correction of an element is clipped to the element's size, so that none more than doubles or changes its sign.
+    The formula holds for plain SGD alone: progress with momentum, or of Adam, is not in proportion to a gradient.
 
     Args:
-        moved_by: w, from where the progress was made to where it will count.
+        progress: the change of this rank's parameters, flat.
+        moved_by: w, the move of the model from where the progress was made to where it is added.
         strength: lambda, 0 or more.
-        lr_sum: eta k, the sum of the learning rates of the steps; above 0.
+        lr_sum: eta k, the sum of the learning rates of the steps; where it is 0, nothing is corrected.
+
+    Returns:
+        the corrected progress; `progress` itself if there is nothing to correct.
     """
     if strength == 0.0 or lr_sum <= 0.0:
         return progress

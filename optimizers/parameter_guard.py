@@ -1,11 +1,12 @@
-"""The guard of law 5: after synchronous steps, all ranks hold the same parameters.
+"""Checks that all ranks hold the same parameters after synchronous steps, and are at the same batch of the data.
 
-Every K exchanges each rank puts a hash of its parameters into the control vector, so that a look costs no message. Rank
-0 says with its hash when the next one is due: K follows from what a hash costs, a small part of the time.
+Every K exchanges each rank puts a hash of its parameters into the control vector, so the check costs no message. With
+its hash, rank 0 says when the next check is due: K is chosen such that hashes take a small part of the time.
 
-Ranks that differ compare their parameters with rank 0's. Mixed hardware rounds in unlike ways (other vector units,
-another generation of GPU), and such differences grow from step to step in any data-parallel training: rank 0's
-parameters are taken then, and nothing is lost. What differs by more than rounding is an error on every rank.
+If hashes differ, all ranks compare their parameters with rank 0's. Mixed hardware rounds differently (other vector
+units, another generation of GPU), and such differences grow from step to step in any data-parallel training. So if
+they are no larger than rounding explains, all ranks take over rank 0's parameters, and training goes on. Larger
+differences raise an error on every rank.
 """
 
 from __future__ import annotations
@@ -22,23 +23,23 @@ from hvd_hetero.engine.port import Engine
 
 from .local_step import ParameterStore
 
-BUDGET = 0.0005  # of rank 0's time, for hashes: a rank of a tenth of its speed spends ten times as much
-FIRST = 1  # the exchange of the first look: the parameters after one update
-SHORTEST, LONGEST = 16, 2**16  # exchanges from look to look
-TOLERANCE = 1e-3  # of a difference to rank 0's parameters, in L2 norms: more is no rounding
-HASHES = 2**24 - 1  # so many hashes are exact in fp32
+BUDGET = 0.0005  # the part of rank 0's time that hashes may take; a rank of a tenth of its speed needs ten times that
+FIRST = 1  # the exchange of the first check, counted from 0: it is over the parameters after one update
+SHORTEST, LONGEST = 16, 2**16  # the least and the most exchanges from one check to the next
+TOLERANCE = 1e-3  # L2 norm of a difference over that of rank 0's parameters: what is above is not rounding
+HASHES = 2**24 - 1  # the number of different hashes; with 1 added, each is exact in fp32
 
 
 class DivergedError(RuntimeError):
-    """Ranks hold different parameters where they must hold the same."""
+    """Is raised on all ranks: they hold different parameters, or are at different batches, and must not."""
 
 
 def check_together(batches: Sequence[int], ranks: Sequence[int]) -> None:
-    """Raises DivergedError, on all ranks alike, where they have exchanged gradients of different global batches.
+    """Raises DivergedError, on all ranks alike, if ranks have exchanged gradients of different global batches.
 
     Args:
-        batches: the one of each rank; below 0 for one that says nothing, as after `hvd.join()`.
-        ranks: their numbers.
+        batches: the number of each rank's global batch; below 0 if it has sent none, as after `hvd.join()`.
+        ranks: the ranks' numbers in the job, for the message.
     """
     at: dict[int, list[str]] = {}
     for rank, batch in zip(ranks, batches, strict=True):
@@ -57,11 +58,11 @@ def check_together(batches: Sequence[int], ranks: Sequence[int]) -> None:
 
 
 def check_origins(origins: Sequence[int], ranks: Sequence[int]) -> None:
-    """Raises DivergedError, on all ranks alike, where their loaders are at different places of the data.
+    """Raises DivergedError, on all ranks alike, if the ranks' loaders are at different epochs or places of the data.
 
     Args:
-        origins: a number of each rank that stands for the place; below 0 for one that says nothing.
-        ranks: their numbers.
+        origins: for each rank a number that stands for where its batch is from; below 0 if it has sent none.
+        ranks: the ranks' numbers in the job, for the message.
     """
     first = next((origin for origin in origins if origin >= 0), -1)
     if others := [str(rank) for rank, origin in zip(ranks, origins, strict=True) if origin not in (-1, first)]:
@@ -75,12 +76,14 @@ def check_origins(origins: Sequence[int], ranks: Sequence[int]) -> None:
 
 
 class ParameterGuard:
-    """Looks whether all ranks hold the same parameters.
+    """Checks now and then that all ranks hold the same parameters. `Weighing` calls it with each exchange.
 
     Args:
-        parameters: this rank's, once they are known; None: not yet, on all ranks.
-        tell: is told of differences, by their fields.
-        clock: in seconds.
+        engine: the ranks that train together.
+        parameters: returns this rank's parameters; None, on all ranks, while they are not known yet.
+        name: prefix of the operations' names, the same on all ranks.
+        tell: is called with the ranks that differ and by how much, for the trace, when rank 0's parameters were taken.
+        clock: returns seconds.
     """
 
     def __init__(
@@ -95,12 +98,16 @@ class ParameterGuard:
         self._engine, self._parameters, self._name = engine, parameters, name
         self._tell, self._clock = tell, clock
         self._exchanges, self._due = 0, FIRST
-        self._last = clock()
-        self._looked = 0  # the exchange of the last look
+        self._last = clock()  # when the last check ended on this rank
+        self._looked = 0  # the exchange of the last check
 
     def outgoing(self) -> tuple[int, int]:
-        """For the next exchange: this rank's hash, 1 or more, and in how many exchanges the next one is due; zeros
-        where none is due now."""
+        """What this rank sends for the check with the next exchange.
+
+        Returns:
+            its hash, 1 or more, and the number of exchanges from this check to the next, of which rank 0's counts;
+            (0, 0) if no check is due.
+        """
         if self._exchanges < self._due or (parameters := self._parameters()) is None:
             return 0, 0
         start = self._clock()
@@ -109,16 +116,20 @@ class ParameterGuard:
             found = (found * 31 + parameters.checksum(index)) % HASHES
         cost_s = self._clock() - start
         step_s = (start - self._last) / max(1, self._exchanges - self._looked)
-        # At the first look nothing is known of the steps yet.
+        # At the first check, it is not known yet how long steps take.
         exchanges = math.ceil(cost_s / max(BUDGET * step_s, 1e-9)) if self._looked else SHORTEST
         self._last, self._looked = start + cost_s, self._exchanges
         return 1 + found, min(LONGEST, max(SHORTEST, exchanges))
 
     def incoming(self, hashes: Sequence[int], interval: int) -> None:
-        """Takes in what all ranks said; collective where hashes differ.
+        """Takes in the hashes of all ranks, and ends one exchange. If hashes differ, this is a collective call.
+
+        Args:
+            hashes: of each rank; 0 for one that has sent none.
+            interval: the number of exchanges from this check to the next, as rank 0 said.
 
         Raises:
-            DivergedError: on every rank, where parameters differ by more than rounding.
+            DivergedError: on every rank, if parameters differ by more than rounding.
         """
         said, self._exchanges = self._exchanges, self._exchanges + 1
         if not hashes or hashes[0] == 0:
@@ -129,6 +140,8 @@ class ParameterGuard:
             self._reconcile(others)
 
     def _reconcile(self, others: Sequence[int]) -> None:
+        """Compares this rank's parameters with rank 0's, and takes rank 0's if no rank differs by more than rounding.
+        `others`: the ranks whose hashes differ. A collective call."""
         parameters, engine = self._parameters(), self._engine
         assert parameters is not None
         mine = [parameters.read(index) for index in range(len(parameters.lossy))]

@@ -1,4 +1,4 @@
-"""What a rank has added up of batches whose exchange is yet to come: over checkpoints, commits and other ranks."""
+"""Gradients that a rank has accumulated and not yet exchanged: they are kept in checkpoints and over elastic resets."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ Sums = Mapping[str, Any]  # see `PartialSums.state_dict`
 
 
 class Begun(Protocol):
-    """Counts the global batches since the last exchange, the same on all ranks."""
+    """Counts the global batches since the last exchange of gradients. In training, this is the `Weighing`."""
 
-    begun: int
+    begun: int  # the same on all ranks
 
 
 class _Nobody:
@@ -19,64 +19,80 @@ class _Nobody:
 
 
 class Adder(Protocol):
-    """Adds up the gradients of some shapes."""
+    """Accumulates the gradients of one list of variables over several batches, as Keras' `ReducedStep` does."""
 
     def sums(self) -> dict[str, Any] | None:
-        """A copy of what it has added up, on whatever buckets; None for nothing."""
+        """A copy of the accumulated gradients, one array for each variable, with the number of their loss terms; None
+        if nothing is accumulated. It does not depend on the layout of buckets."""
 
     def load_sums(self, sums: Mapping[str, Any] | None) -> None:
-        """Goes on from `sums()`; without "apart", the next batch decides whether it is of a step apart."""
+        """Replaces the accumulated gradients by what `sums()` returned; None: by nothing.
+
+        The entry "apart" says whether the batches belong to a local step, whose gradients are not exchanged. Without
+        it, the next batch decides that.
+        """
 
 
 class PartialSums:
-    """Those of one optimizer on one rank, by the kind of its gradients.
+    """The accumulated gradients of one optimizer on one rank, by kind: each kind stands for a list of variables.
 
-    An adder that is put in another one's place, or is made only when training goes on, takes over what is there for its
-    kind. What is there weighs by its loss terms, so that it counts rightly on whichever ranks there are.
+    There is one `Adder` for each kind. State may be loaded before an adder is made, as after an elastic reset: then the
+    gradients are kept here until `put` registers the adder of their kind. They are stored with their number of loss
+    terms, by which they are weighted, so that they count correctly on another set of ranks as well.
 
     Args:
-        weighing: of the optimizer's gradients; None: see `follow`.
+        weighing: counts the global batches since the last exchange; None if it is given later, with `follow`.
     """
 
     def __init__(self, weighing: Begun | None = None) -> None:
         self._weighing: Begun = weighing or _Nobody()
         self._adders: dict[str, Adder] = {}
-        self._waiting: dict[str, Any] = {}  # for adders that are yet to be made
+        self._waiting: dict[str, Any] = {}  # sums by kind, for adders that are not made yet
 
     @property
     def begun(self) -> int:
-        """The global batches since the last exchange."""
+        """The number of global batches since the last exchange."""
         return self._weighing.begun
 
     def follow(self, weighing: Begun) -> None:
-        """Lets `weighing` count the batches from here on."""
+        """Lets `weighing` count the global batches from now on, beginning with the present count."""
         weighing.begun, self._weighing = self.begun, weighing
 
     def put(self, kind: str, adder: Adder) -> None:
-        """Registers the object that adds up gradients of a kind, and gives it the sums that wait for it."""
+        """Registers the adder of a kind, and loads into it the gradients that are kept here for this kind. An earlier
+        adder of the kind is replaced; what that has accumulated is not carried over."""
         self._adders[kind] = adder
         adder.load_sums(self._waiting.pop(kind, None))
 
     def drop(self, kind: str) -> None:
-        """Removes an adder with its sums."""
+        """Removes the adder of a kind, and with it the gradients that it has accumulated."""
         self._adders.pop(kind, None)
 
     def state_dict(self) -> dict[str, Any]:
-        """Copies of this rank's sums, and how many batches they are of."""
+        """Copies of this rank's accumulated gradients under "kinds", and the number of global batches under "begun"."""
         live = {kind: sums for kind, adder in self._adders.items() if (sums := adder.sums()) is not None}
         return {"begun": self.begun, "kinds": {**self._waiting, **live}}
 
     def load_state_dict(self, state: Sums) -> None:
-        """Goes on from `state`, of this rank of as many; from nothing where it is empty. All ranks do, or none."""
+        """Goes on from a `state_dict()` of the same rank among as many ranks; an empty one discards everything.
+
+        All ranks call it, or none.
+        """
         self._weighing.begun = state.get("begun", 0)
         self._waiting = dict(state.get("kinds", {}))
         for kind, adder in self._adders.items():
             adder.load_sums(self._waiting.pop(kind, None))
 
     def give_back(self, state: Sums, *, begun: int) -> None:
-        """Goes on from `state` on whichever ranks there are, all of which say `begun`."""
+        """Goes on from `state` after an elastic reset, on any set of ranks.
+
+        Args:
+            state: this rank's own from before the reset; empty if it has none, or none that still count.
+            begun: the number of global batches since the last exchange; the same on all ranks.
+        """
         kinds = {
-            kind: {key: value for key, value in sums.items() if key != "apart"}  # as those that join will see it
+            # Without "apart": the next batch decides it on all ranks alike, also on those that have joined.
+            kind: {key: value for key, value in sums.items() if key != "apart"}
             for kind, sums in state.get("kinds", {}).items()
         }
         self.load_state_dict({"begun": begun, "kinds": kinds})

@@ -1,4 +1,4 @@
-"""Which steps ranks make apart under a local strategy: all after the warm-up, or those that the plan says."""
+"""Decides which steps are local steps under a local strategy: all after the warm-up, or those that the plan says."""
 
 from __future__ import annotations
 
@@ -12,7 +12,15 @@ from .selection import Selection
 
 
 def phase_of(rule: LocalSGD, balancer: Balancer) -> Callable[[int], bool]:
-    """What tells whether global batch `step` is one that ranks take apart; the same on all ranks for each batch."""
+    """A function that tells whether global batch `step` is taken with a local step; it says the same on all ranks.
+
+    It becomes `planner.apart`. If `rule.when` is "faster" (`strategy="auto"`), the planner also gets a `Selection`,
+    by which rank 0 chooses between the strategies.
+
+    Args:
+        rule: the numbers of the local strategy.
+        balancer: whose planner is set up.
+    """
     planner = balancer.planner
     if rule.when == "always":
         planner.apart = lambda step: step >= rule.warmup_steps

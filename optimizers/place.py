@@ -1,4 +1,4 @@
-"""Stable names (places) by which objects find their state again after a checkpoint or an elastic reset."""
+"""Stable names (places) by which optimizers find their state again after a checkpoint or an elastic reset."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ T = TypeVar("T", bound=Stateful)
 
 
 class Place:
-    """The place of one optimizer among those of a balancer: always the same object, while its name may become another.
+    """The place of one optimizer among those of a balancer. The object stays the same while its name may change, as
+    when an earlier optimizer is removed.
 
     Args:
-        name: as it is now.
+        name: returns the present name.
     """
 
     def __init__(self, name: Callable[[], str]) -> None:
@@ -34,29 +35,34 @@ class Place:
 
 
 class Places(Generic[T]):
-    """What keeps something, for the exchanges of one balancer on one rank: by their kind, and of each kind in the order
-    in which they are made.
+    """Objects with state, one for each optimizer and tape of one balancer on one rank, which take one each.
 
-    An optimizer makes its exchange as it is made itself, a tape only when it is used. So what has something to take in
-    and is nobody's yet waits in its place, until somebody takes that.
+    The name of an object's place is "<kind> <index>": the kind of its owner, such as "optimizer", and the number of the
+    owner among those of this kind, in the order in which they take their objects.
+
+    An optimizer takes its object when it is made, but a tape only when it is used. So state may be loaded for an owner
+    that is not there yet: the object is made, loaded, and kept in its place until its owner takes it.
 
     Args:
-        make: a new one.
+        make: returns a new object, without state.
     """
 
     def __init__(self, make: Callable[[], T]) -> None:
         self._make = make
-        self._taken: dict[str, list[T | None]] = {}  # None: nobody's yet, while others are made anew
-        self._waiting: dict[str, T] = {}
+        self._taken: dict[str, list[T | None]] = {}  # by kind and index; None: free, while others were taken again
+        self._waiting: dict[str, T] = {}  # by name, those that nobody has taken yet
 
     @property
     def named(self) -> dict[str, T]:
-        """All objects by the names of their places, also those that nobody has taken yet."""
+        """All objects, by the names of their places. Includes those that nobody has taken yet."""
         taken = {f"{kind} {index}": one for kind, ones in self._taken.items() for index, one in enumerate(ones) if one}
         return {**taken, **self._waiting}
 
     def take(self, kind: str, place: int | None = None) -> T:
-        """Takes the object in a place of this kind (default: the first that is free); a new one if none waits there.
+        """Returns the object in a place of this kind for a new owner; a new object if none is kept there.
+
+        Args:
+            place: the index among those of this kind; None: the first that is free.
         """
         taken = self._taken.setdefault(kind, [])
         if place is None:
@@ -66,34 +72,43 @@ class Places(Generic[T]):
         return mine
 
     def place_of(self, one: T) -> tuple[str, int]:
-        """The kind of an object, and its index among those of this kind."""
+        """The kind and the index of a taken object.
+
+        Raises:
+            StopIteration: nobody has taken it, or it was removed.
+        """
         return next((kind, taken.index(one)) for kind, taken in self._taken.items() if one in taken)
 
     def succeed(self, one: T, before: T) -> None:
-        """Gives one the place of another that was taken before; of several such, it keeps the first."""
+        """Moves `one` into the place of `before`, whose owner it replaces. If `one` has an earlier place already, from
+        another owner that it replaces, it stays there."""
         for taken in self._taken.values():
             if before in taken and one in taken and taken.index(before) < taken.index(one):
                 taken.remove(one)
                 taken[taken.index(before)] = one
 
     def remove(self, one: T) -> None:
-        """Says that nobody needs this one any longer."""
+        """Removes a taken object. The objects after it, of its kind, move up by one place."""
         for taken in self._taken.values():
             if one in taken:
                 taken.remove(one)
 
     def expect(self, names: Iterable[str]) -> dict[str, T]:
-        """`named`, with one in each of these places; in others none waits any longer."""
+        """Makes objects for those of these places that have none, and drops objects that nobody has taken in others.
+
+        Returns:
+            `named`, afterwards.
+        """
         self._waiting.clear()
         taken = self.named
         self._waiting.update({name: self._make() for name in names if name not in taken})
         return self.named
 
     def state_dict(self) -> dict[str, Any]:
-        """The states by the names of their places, also what nobody has taken yet."""
+        """The state of each object, by the name of its place. Includes objects that nobody has taken yet."""
         return {name: one.state_dict() for name, one in self.named.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from `state`; what has none begins anew."""
+        """Loads the state of each place. A taken object that has none in `state` begins anew."""
         for name, one in self.expect(state).items():
             one.load_state_dict(state.get(name, {}))

@@ -1,4 +1,7 @@
-"""The planner: every rank keeps the same plans and measurements; rank 0 looks for a better plan and announces it."""
+"""The planner: all ranks keep the same plans and measurements. Rank 0 looks for a better plan, and announces it to all.
+
+A plan travels in the control vector of an exchange of gradients, or of a merge: `Dialogue` calls the planner.
+"""
 
 from __future__ import annotations
 
@@ -21,32 +24,38 @@ from .loading_limits import LoadingLimits
 from .selection import Selection
 from .steadiness import Steadiness
 
-WINDOW = 64  # observations kept per rank
+WINDOW = 64  # observations kept of each rank, for the fit of its speed model
 SKIPPED = 2  # steps after a change of plan that are not observed: caches, JIT and allocators settle
-# A speed that changes by more starts a new window. Less is left to the window to forget: the ranks of a machine that
-# drifts change together, and a rank judged by its last steps alone would be compared with the others' past.
+# When a rank's speed changes by more than this part, the rank's earlier observations are left out of the fit. Smaller
+# changes only age out of the window: ranks on a machine that drifts change together, and a rank judged by its last
+# steps alone would be compared with the others' past.
 CHANGED = 0.3
-LOOK_EVERY = 4  # steps between two looks at the speeds
-LOOK_S = 1.2e-4  # a look takes for each rank, at the least, and all wait for rank 0 meanwhile
+LOOK_EVERY = 4  # least number of steps between two looks of rank 0 at the speeds
+LOOK_S = 1.2e-4  # seconds that a look takes for each rank, at the least; all ranks wait for rank 0 meanwhile
 BUDGET = 0.005  # the part of the time that looks may take
-APART = 10  # times as many batches take a try where ranks train apart
-EARLY_STEPS = 40  # while the first plans are made it looks at every step, and looks may take `EARLY_BUDGET`
+APART = 10  # a rank is tried again for this many times as many batches if ranks make local steps
+EARLY_STEPS = 40  # in these first steps, rank 0 may look at every step, and looks may take `EARLY_BUDGET` of the time
 EARLY_BUDGET = 0.05
-KEPT_STEPS = 4096  # plans that held no longer ago are kept: ranks that train apart may be so far behind
+KEPT_STEPS = 4096  # plans that held within so many batches are kept: a rank that makes local steps may be so far behind
 
 
 class Past:
-    """The speed models of one rank, by what they rest on.
+    """The speed models that were fitted for one rank, from which the prior of its next fit is taken.
 
-    The prior of a fit rests on what was measured before all of its window. The model of the last look would not do: the
-    same few observations, heard again with every look, would be believed in the end, however little they tell.
+    The prior is the newest model that rests on observations from before the fit's window alone. The model of the last
+    look is no such prior: it rests on mostly the same observations, which would be counted again with every look, until
+    they seem to be certain.
     """
 
     def __init__(self) -> None:
-        self._models: deque[tuple[int, SpeedModel]] = deque()  # the last step that each rests on
+        self._models: deque[tuple[int, SpeedModel]] = deque()  # each with the step of its last observation
 
     def fit(self, window: Sequence[tuple[int, Observation]]) -> SpeedModel | None:
-        """The model of what was measured, by step; the last one where that is nothing."""
+        """Fits the speed model of this rank to `window`, pairs of step and observation, oldest first.
+
+        Returns:
+            the model; if `window` is empty, that of the last fit, or None if there was none.
+        """
         if not window:
             return self._models[-1][1] if self._models else None
         first, last = window[0][0], window[-1][0]
@@ -54,14 +63,15 @@ class Past:
             self._models.popleft()
         prior = self._models[0][1] if self._models and self._models[0][0] < first else None
         model = fit([seen for _, seen in window], prior=prior)
-        while self._models and self._models[-1][0] >= last:  # heard again
+        while self._models and self._models[-1][0] >= last:  # rests on the same observations
             self._models.pop()
         self._models.append((last, model))
         return model
 
 
 def _worth_keeping(plans: Sequence[Plan], step: int) -> list[Plan]:
-    """Of plans those that held lately, before batch `step`, and of older ones those that `policy.ladder` looks at."""
+    """The plans that held within the `KEPT_STEPS` batches before `step`, and the older ones that `policy.ladder` needs:
+    the first, and those with which a rank lost all its samples or got some again."""
     ends = [*(plan.step for plan in plans[1:]), math.inf]
     old = sum(end <= step - KEPT_STEPS for end in ends)
     out = [[share == 0 for share in plan.shares] for plan in plans[:old]]
@@ -70,12 +80,22 @@ def _worth_keeping(plans: Sequence[Plan], step: int) -> list[Plan]:
 
 
 class Planner:
-    """Plans and what they rest on: `plans` are those of the last `KEPT_STEPS` batches, oldest first, and of older ones
-    the first, and those with which a rank went out or came back.
+    """Keeps the plans of a balancer and the measurements that they rest on, and finds better plans.
 
     Args:
-        terms: the bounds of all ranks, the global batch, the first shares, and when a new plan pays.
-        clock: in seconds; tells what a look takes.
+        terms: what all ranks have agreed on: the bounds of their shares, the global batch, the first shares, and the
+            rule for when a new plan pays.
+        clock: returns seconds; measures how long a look takes.
+
+    Attributes:
+        plans: those of the last `KEPT_STEPS` batches, oldest first; before them, of older ones, the first, and those
+            with which a rank lost all its samples or got some again.
+        models: the speed model of each rank, as of the last look; None where none was made. Rank 0 alone looks; on the
+            other ranks only a first plan for another set of ranks fits models.
+        announcement: the plan that rank 0 sends with the next exchange; None if there is none.
+        loading: how fast each rank can load samples.
+        steadiness: how often and how long each rank stalls.
+        apart: tells whether ranks make local steps at a global batch, waiting for nobody; set by `phase_of`.
     """
 
     def __init__(self, terms: Terms, *, clock: Callable[[], float] = lambda: 0.0) -> None:
@@ -92,26 +112,26 @@ class Planner:
         self._pasts = tuple(Past() for _ in range(self.size))
         self.loading = LoadingLimits(self.size)
         self._next_look = 0
-        self._ahead = 0  # batches that passed before the last plan held
+        self._ahead = 0  # batches between the one at which the last plan was heard and the first for which it holds
         self.steadiness = Steadiness(self.size)
         self._selection: Selection | None = None
-        self._exchange_s: list[float] = []  # of a state, for a selection that is yet to be made
-        self.apart: Callable[[int], bool] = lambda step: False  # whether ranks take a batch apart, waiting for nobody
+        self._exchange_s: list[float] = []  # the saved state of a selection, until that is made
+        self.apart: Callable[[int], bool] = lambda step: False
 
     @property
     def selection(self) -> Selection | None:
-        """What chooses between strategies; None unless the user asked for "auto"."""
+        """Chooses between synchronous and local steps; None unless the user asked for `strategy="auto"`."""
         return self._selection
 
     @selection.setter
     def selection(self, selection: Selection) -> None:
-        if self._selection is not None:  # of another optimizer
+        if self._selection is not None:  # made for another optimizer, which this one replaces
             self._exchange_s = self._selection.state_dict()
         self._selection = selection
         self._resume_selection()
 
     def _resume_selection(self) -> None:
-        """Tells who selects strategies what was known before, and since when the present one holds."""
+        """Gives the selection the times of earlier exchanges, and the step since which the present strategy holds."""
         if self._selection is not None:
             changes = [new.step for old, new in itertools.pairwise(self.plans) if old.strategy != new.strategy]
             self._selection.load_state_dict(self._exchange_s, since=changes[-1] if changes else None)
@@ -123,8 +143,14 @@ class Planner:
     def observe(
         self, step: int, samples: Sequence[float], compute_s: Sequence[float], loading_s: Sequence[float] | None = None
     ) -> None:
-        """Takes in what each rank needed for its samples of batch `step`; 0 where there is nothing to say. And what it
-        needs for loading a sample beside that, at least."""
+        """Takes in the measurements of all ranks for batch `step`, as their control vectors brought them.
+
+        Args:
+            samples: of each rank; 0 for not measured.
+            compute_s: seconds of compute of each rank for these samples; 0 for not measured.
+            loading_s: the least seconds per sample that each rank needs for loading while it computes; 0 if loading
+                does not limit it.
+        """
         if loading_s is not None:
             self.loading.observe(loading_s, version=self.plans[-1].version)
         settled = step >= self._rule.warmup_steps and (step - self.plan_at(step).step >= SKIPPED or step < SKIPPED)
@@ -138,9 +164,14 @@ class Planner:
                 window.append((step, Observation(samples=number, compute_s=seconds, passes=passes)))
 
     def accept(self, announced: Announcement, step: int, *, dealt_ahead: int = 0) -> Plan | None:
-        """The plan that arrived with the gradient of batch `step`, unless it is known already.
+        """Takes in a plan that arrived with the exchange of batch `step`. All ranks call it, with the same arguments.
 
-        It holds for batches more than `dealt_ahead` later: the others may have been dealt, on some rank.
+        Args:
+            dealt_ahead: the number of batches after `step` that some rank may have dealt by the earlier plan; the new
+                plan holds for the batches after those.
+
+        Returns:
+            the new plan; None if it is known already.
         """
         self.announcement = None
         if announced.version <= self.plans[-1].version:
@@ -154,7 +185,7 @@ class Planner:
             strategy=announced.strategy,
         )
         for window, before, now in zip(self._windows, self.plans[-1].shares, plan.shares, strict=True):
-            if now and not before:  # what was measured before it went out is what is to be found out
+            if now and not before:  # the rank is tried again, to find out whether its old measurements still hold
                 window.clear()
         self._ahead = dealt_ahead
         self.plans = [*_worth_keeping(self.plans, step), plan]
@@ -162,9 +193,11 @@ class Planner:
         return plan
 
     def look(self, step: int, *, measured_step_s: float | None = None) -> None:
-        """Fits the speeds and prepares an announcement, if it is time and a plan pays. For rank 0 alone.
+        """Fits the speed models, and prepares an announcement if another plan pays. Does nothing before the next look
+        is due. Rank 0 alone calls it, after each exchange that brings measurements.
 
-        `measured_step_s` is what a whole step takes, with the communication that no plan changes.
+        Args:
+            measured_step_s: seconds of a whole step, with the communication, which no plan changes; None: not known.
         """
         if step < self._next_look or self.announcement is not None:
             return
@@ -184,7 +217,7 @@ class Planner:
             return
         fitted = [past.fit(window) for past, window in zip(self._pasts, self._comparable(), strict=True)]
         known = sorted((model for model in fitted if model), key=lambda model: model.seconds_per_sample)
-        # A rank that never had a sample is taken for an ordinary one.
+        # A rank that never had a sample gets the model of the rank of median speed.
         self.models = self.loading.into(model or replace(known[len(known) // 2], observations=0) for model in fitted)
         plan = self._better(self.models, recent, step, measured_step_s)
         if plan is not None:
@@ -197,16 +230,17 @@ class Planner:
             )
 
     def _pause(self, step: int, step_s: float) -> int:
-        """Steps from one look to the next, so that looks take no more than their part of the time."""
+        """The number of steps to the next look, such that looks take no more than `BUDGET` of the time (in the first
+        steps, `EARLY_BUDGET`)."""
         least, budget = (1, EARLY_BUDGET) if step < EARLY_STEPS else (LOOK_EVERY, BUDGET)
         step_s = max([step_s, *(window[-1][1].compute_s for window in self._windows if window)])
         look_s = max(LOOK_S * self.size, min(self._looks_s))  # the shorter of two: one may have been interrupted
         return max(least, math.ceil(look_s / (budget * step_s))) if step_s else least
 
     def _comparable(self) -> list[Sequence[tuple[int, Observation]]]:
-        """Of each rank what was measured at its speed of now, and when: since the last plan that changed anybody's, and
-        its own last change. Of a rank that had no sample since that plan, what was measured before it is all there is.
-        """
+        """For each rank the observations that were made at its present speed, with their steps: those since the last
+        plan with which any rank's speed changed, and since the rank's own last change of speed. For a rank that had no
+        sample since that plan, its older observations are used."""
         shift = last_shift(self._windows, [plan.step for plan in self.plans])
         comparable: list[Sequence[tuple[int, Observation]]] = []
         for window in self._windows:
@@ -218,10 +252,11 @@ class Planner:
     def _better(
         self, models: Sequence[SpeedModel], recent: Sequence[Sequence[Observation]], step: int, step_s: float | None
     ) -> Plan | None:
-        """A plan that pays: other shares first, then a rank that is tried again, then another strategy."""
+        """A plan that is better than the present one, or None: with other shares, or else with a share for a rank that
+        had none and is tried again, or else with another strategy."""
         current = self.plans[-1]
         if self._terms.adaptive:
-            # Where all wait for all, a stop costs everybody the same, whatever the shares.
+            # In synchronous steps, where a rank stalls all ranks wait as long, whatever the shares; not in local steps.
             speeds = self.steadiness.alone(models) if self.apart(step) else models
             plan = decide(
                 current,
@@ -235,7 +270,7 @@ class Planner:
                 measured_step_s=step_s,
             ) or trial(
                 self.plans, speeds, step=step, bounds=self._terms.bounds, micro_batch=self._terms.micro_caps,
-                # Apart, the rank says what it measured once a round, and the others are far ahead by then.
+                # In local steps, a rank tells its measurements once a round, and others are far ahead by then.
                 try_steps=(TRY_STEPS + self._ahead) * (APART if self.apart(step) else 1),
             )
             if plan is not None:
@@ -251,7 +286,7 @@ class Planner:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Plans and measurements, as plain numbers."""
+        """The plans and measurements, and the identities of the ranks' hardware, as plain numbers."""
         return {
             "identities": list(self._terms.identities),
             "plans": [asdict(plan) for plan in self.plans],
@@ -264,9 +299,11 @@ class Planner:
         }
 
     def load_state_dict(self, state: dict[str, Any], step: int) -> None:
-        """Goes on from `state`. On other ranks with a new plan, which rests on what is known of them.
+        """Goes on from `state`, saved when batch `step` was the last one begun. If the ranks are others now, a new plan
+        is made, from the measurements of those ranks that are known.
 
-        Ranks are told by their hardware; where none is known, as many ranks as before are taken to be as before.
+        Ranks are recognised by the identity of their hardware. If none of the present identities occurs in `state` and
+        the number of ranks is the same, each rank is taken for the saved one of its number.
         """
         self._next_look = step + 1
         self.announcement = None
@@ -289,19 +326,21 @@ class Planner:
         if not alike:
             self.plans = [self._plan_for_others(version=self.plans[-1].version + 1, step=max(step, 0))]
         elif not all(map(self._allows, [self.plan_at(step + 1), self.plans[-1]])):
-            # What a rank may have was said anew, as where its memory has turned out to be too small. Measurements stay.
+            # The script gives other bounds than in the saved job, as after a rank ran out of memory. Measurements stay.
             last, held = self.plans[-1], [plan for plan in self.plans if plan.step <= step]
             new = self._plan_for_others(version=last.version + 1, step=step + 1)
             self.plans = [*held, replace(new, strategy=last.strategy, reason="other bounds or shares were given")]
         self._resume_selection()
 
     def _allows(self, plan: Plan) -> bool:
-        """Whether a plan from a state keeps to the bounds, and to shares that were given for good."""
+        """Whether a plan from a saved state keeps to the present bounds, and to the shares if the user has fixed them.
+        """
         given = None if self._terms.adaptive else self._terms.shares
         return all(map(Bound.allows, self._terms.bounds, plan.shares)) and given in (None, plan.shares)
 
     def _plan_for_others(self, *, version: int, step: int) -> Plan:
-        """The first plan of a new set of ranks; the most equal shares where too little is known of some."""
+        """The first plan of a new set of ranks, from their speed models. If shares are fixed, or too little is known of
+        some rank's speed, it has the shares that a new job begins with."""
         if not self._terms.adaptive or min(map(len, self._windows)) < self._rule.minimum_observations:
             return Plan(version=version, step=step, shares=self._terms.first_shares, reason="other ranks than before")
         self.models = self.loading.into(fit([seen for _, seen in window]) for window in self._comparable())

@@ -1,28 +1,29 @@
-"""Where a rank is within the global batch in use: which part of it backward passes are over, and how many terms."""
+"""Where a rank is within the present global batch: its micro-batch, and the loss terms of the next backward pass."""
 
 from __future__ import annotations
 
 
 class BatchProgress:
-    """The global batch in use, on one rank.
+    """This rank's samples of the present global batch, as its backward passes go through them. The balancer keeps it.
 
-    It has one part, or, as micro-batches, several; over each there may be backward passes of several losses.
+    The samples are one part, or several where a script divides them into micro-batches. There may be several backward
+    passes over the same part, each of another loss.
 
     Attributes:
-        samples: of this rank.
-        terms: loss terms of the next backward pass; None before the first batch.
-        last_pass: False while further parts of the batch are to follow.
-        part: number of the part in use, counted over all batches.
-        part_terms: its loss terms.
-        loop: number of the last loop over the parts of a batch.
-        passed: the part that the last backward pass was over, of whichever optimizer.
-        backward_passes: so far, one for each optimizer that a pass has gradients for.
+        samples: the number of this rank's samples in the batch.
+        terms: the number of loss terms of the next backward pass; None before the first batch.
+        last_pass: False while further micro-batches of the batch are to follow; the balancer sets it.
+        part: number of the present part, counted over all batches.
+        part_terms: the number of loss terms of the present part.
+        loop: number of the last loop over the micro-batches of a batch, counted over all batches.
+        passed: number of the part that the last backward pass was over, of any optimizer; -1 before the first.
+        backward_passes: the number of backward passes so far; one with gradients for two optimizers counts twice.
     """
 
     def __init__(self) -> None:
         self.samples = 0
         self.terms: float | None = None
-        self._earlier = 0.0  # terms of the parts before the present one
+        self._earlier = 0.0  # loss terms of the batch's parts before the present one
         self.last_pass = True
         self.part = 0
         self.part_terms = 0.0
@@ -31,33 +32,36 @@ class BatchProgress:
         self.backward_passes = 0
 
     def begin_batch(self, samples: int) -> None:
-        """A batch begins, of which this rank has so many samples; `begin_part` and `count` follow."""
+        """Begins a batch of which this rank has `samples` samples. Calls of `begin_part` and `count` follow."""
         self.samples, self._earlier, self.last_pass = samples, 0.0, True
 
     def begin_part(self) -> None:
-        """The next part begins, of this batch or of another one."""
+        """Begins the next part, of this batch or of a new one."""
         self.part += 1
 
     def count(self, terms: float) -> None:
-        """Backward passes from here on are over so many loss terms."""
+        """Sets the number of loss terms of the backward passes from now on."""
         self.terms = self.part_terms = terms
 
     def begin_micro_batch(self, *, first: bool) -> None:
-        """A part of this batch begins, of several; `first`: of another loop over them. `count` and `begin_part` follow.
+        """Begins a micro-batch of this batch. Calls of `count` and `begin_part` follow.
+
+        Args:
+            first: whether it is the first of a loop over the micro-batches; there may be several loops over a batch.
         """
         self._earlier = 0.0 if first else self.batch_terms
         self.loop += first
 
     def end_micro_batches(self) -> None:
-        """The parts of this batch are over: another backward pass would be over all of it."""
+        """Ends the micro-batches of this batch: a further backward pass is taken to be over the whole batch."""
         self.terms, self._earlier = self.batch_terms, 0.0
 
     @property
     def in_parts(self) -> bool:
-        """Whether the present part is one of several of this batch, and not the first."""
+        """Whether the present part is a micro-batch of this batch after the first one that had loss terms."""
         return self._earlier > 0
 
     @property
     def batch_terms(self) -> float:
-        """The loss terms of this batch on this rank, in all its parts so far."""
+        """The number of loss terms of this batch on this rank, in its parts up to the present one."""
         return self._earlier + (self.terms or 0.0)

@@ -1,4 +1,7 @@
-"""Codecs as a user names them: what makes each bucket's reduction, and what all ranks must have the same."""
+"""Codecs as a user names them, by name and numbers. A `Recipe` makes the reduction of each bucket.
+
+Recipes hold no state and are compared by their text, which must be the same on all ranks.
+"""
 
 from __future__ import annotations
 
@@ -18,27 +21,31 @@ from .feedback import Factored, Gathered, Sparse
 
 Shape = tuple[int, ...]
 
-# Below, the place and the scale of what is left out cost as much as they save; and biases, norms and small tensors
-# carry more in each value than the large ones do.
+# Tensors of fewer elements go through no codec: indices and scales would cost as much as is saved; and each value of a
+# bias, a norm's weight or another small tensor matters more than one of a large tensor.
 EXACT_BELOW = 1024
 
 
 def matrix_shape(shape: Shape) -> tuple[int, int]:
-    """Rows and columns of a parameter seen as a matrix: its first axis, and all others."""
+    """The number of rows and columns of a parameter seen as a matrix: its first axis, and all others flattened."""
     return shape[0], math.prod(shape[1:])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """A codec by its name and numbers.
+    """A codec, given by its name and numbers, without state.
 
     Args:
         name: "none", "fp16", "bf16", "int8", "int4", "topk" or "powersgd".
-        block: int8 and int4: values that share a scale.
-        density: topk: the part of the entries that travels.
-        rank: powersgd: columns of the factors.
-        warmup_steps: topk and powersgd: so many steps are exact first; int4: int8. Gradients turn fastest at the start
-            of a training, and what waits in the residual is then out of date when it travels.
+        block: for int8 and int4: the number of values that share a scale.
+        density: for topk: the part of the entries that is sent.
+        rank: for powersgd: the number of columns of the factors.
+        warmup_steps: for topk and powersgd: the number of first steps that are exact; for int4: that use int8.
+            Gradients change direction fastest at the start of a training, and a residual would be out of date when it
+            is sent.
+
+    Raises:
+        ValueError: an unknown name, or a number that is out of range or of the wrong type.
     """
 
     name: str
@@ -54,30 +61,31 @@ class Recipe:
             check_whole(name, getattr(self, name), least=least)
         if not isinstance(self.density, Real) or isinstance(self.density, bool):
             raise ValueError(f"density: expected a number in (0, 1]. Received: {self.density!r}.")
-        self.reduction([(64, 64)])  # raises what is wrong with the numbers
+        self.reduction([(64, 64)])  # raises ValueError if a number is out of range
 
     @property
     def exact(self) -> bool:
-        """Whether nothing is lost."""
+        """Whether gradients are sent unchanged."""
         return self.name == "none"
 
     @property
     def keeps(self) -> bool:
-        """Whether its reductions keep residuals."""
+        """Whether its reductions keep residuals, which error feedback sends later."""
         return self.name in ("int8", "int4", "topk", "powersgd")
 
     @property
     def gentle_steps(self) -> int:
-        """The number of first steps in which the codec loses less, and takes longer."""
+        """The number of first steps in which the codec is more exact than later, and takes longer: its warm-up."""
         return self.warmup_steps if self.name in ("int4", "topk", "powersgd") else 0
 
     @property
     def whole(self) -> bool:
-        """Whether it needs whole matrices, and so cannot work on one rail's part of a bucket."""
+        """Whether the codec needs whole matrices, and so cannot work on the part of a bucket that one rank sums between
+        nodes with "rails" or "scatter"."""
         return self.name == "powersgd"
 
     def takes(self, shape: Shape) -> bool:
-        """Whether a parameter of this shape goes through the codec; the others travel as they are."""
+        """Whether the gradient of a parameter of this shape goes through the codec; others are sent unchanged."""
         if self.exact or len(shape) < 2 or math.prod(shape) < EXACT_BELOW:
             return False
         return self.name != "powersgd" or pays(*matrix_shape(shape), self.rank)
@@ -114,12 +122,15 @@ _MAKERS: dict[str, Callable[[Recipe, Sequence[Shape]], Reduction]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Wire:
-    """Which codec works where.
+    """The codecs between nodes and within nodes. Members of `hvd.Compression`, such as `int8`, are of this class.
 
     Args:
-        cross: between nodes – or between all ranks where there is one level only.
-        local: within nodes: "none", "fp16" or "bf16".
-        auto: whether the codec between nodes is chosen by timing, among none, fp16 and int8.
+        cross: the codec between nodes; between all ranks if there is one level only.
+        local: the codec within nodes: "none", "fp16" or "bf16".
+        auto: whether the codec between nodes is chosen by timing, among none, fp16 and int8; then `cross` is not used.
+
+    Raises:
+        ValueError: another codec within nodes.
     """
 
     cross: Recipe = Recipe(name="none")
@@ -134,24 +145,25 @@ class Wire:
 
     @property
     def recipes(self) -> tuple[Recipe, ...]:
-        """The codecs that may work between nodes."""
+        """The codecs that buckets may use between nodes."""
         return tuple(Recipe(name=name) for name in ("none", "fp16", "int8")) if self.auto else (self.cross,)
 
     @property
     def keeps(self) -> bool:
-        """Whether anything is kept back from step to step."""
+        """Whether any of these codecs keeps residuals from step to step."""
         return any(recipe.keeps for recipe in (*self.recipes, self.local))
 
     def takes(self, shape: Shape) -> bool:
-        """Whether a parameter of this shape goes through any codec."""
+        """Whether the gradient of a parameter of this shape may go through any of these codecs."""
         return any(recipe.takes(shape) for recipe in (*self.recipes, self.local))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Never; of codecs that take numbers, one is made by a call."""
+        """Raises TypeError: this codec is made already. Only codecs that take numbers are made by a call."""
         raise TypeError(f"Expected a codec as it is. Received: a call of {self}. Leave the parentheses out.")
 
     def compress(self, tensor: Any) -> Any:
-        """Never: Horovod's functions ask for this. The sum of what codecs make is no sum."""
+        """Raises TypeError. Horovod's functions call this to compress a tensor before an all-reduce, but the wire forms
+        of these codecs cannot be summed by one."""
         raise TypeError(
             f"compression: expected hvd.Compression.none or fp16 in Horovod's functions. Received: {self}, which is "
             "for hvd.DistributedOptimizer."

@@ -1,4 +1,4 @@
-"""What a balancer and what belongs to it write to the trace of a run, where there is one."""
+"""Writes what happens on one rank to the trace of the run, if there is a trace."""
 
 from __future__ import annotations
 
@@ -17,31 +17,35 @@ from .timesheet import Entry
 
 
 class Record:
-    """Tells a trace what happens on this rank; without a trace, nobody."""
+    """Writes a balancer's events, plans and steps to a trace. Without a trace, every method does nothing.
+
+    Args:
+        trace: a writer of `hvd_hetero.trace`; None for no trace.
+    """
 
     def __init__(self, trace: Any) -> None:
         self.start(trace)
 
     def start(self, trace: Any) -> None:
-        """This trace is told from here on."""
+        """Writes to `trace` from now on; None: to none."""
         self.trace = trace
-        self._told: deque[Plan] = deque(maxlen=8)  # more than `plans` is ever told of at once
+        self._told: deque[Plan] = deque(maxlen=8)  # plans written last; `plans` never gets more at once
 
     def event(self, kind: str, /, **fields: Any) -> None:
         if self.trace is not None:
             self.trace.event(kind, **fields)
 
     def flush(self) -> None:
-        """Writes what is known: a process may be killed without a word once its work is done, as Ray's are."""
+        """Writes buffered records to the file, as a process may be killed once its work is done, as Ray's are."""
         if self.trace is not None:
             self.trace.flush()
 
     def limits(self, bound: Bound, micro_batch: int | None) -> None:
-        """What this rank's shares may be, and the most samples of one of its passes."""
+        """Records the bounds of this rank's share, and the most samples of one of its backward passes (None: any)."""
         self.event("limits", **asdict(bound), micro_batch=micro_batch)
 
     def plans(self, plans: Sequence[Plan]) -> None:
-        """Tells of those that it was not told yet."""
+        """Records those of the plans that are not in the trace yet."""
         if self.trace is not None:
             for plan in plans:
                 if plan not in self._told:
@@ -49,7 +53,17 @@ class Record:
                     self.trace.plan(plan)
 
     def step(self, *, step: int, wait_s: float, bytes_sent: int, share: int) -> Callable[[Entry], None]:
-        """A step ends now; the rest of it is told to what this returns."""
+        """Records a step that ends now, once its times are known: they may be read later, as of a GPU.
+
+        Args:
+            step: the global batch.
+            wait_s: seconds that this rank waited for communication.
+            bytes_sent: by this rank in the step.
+            share: of this rank by the plan, in samples.
+
+        Returns:
+            a function to be called with the samples and times of the step, which writes the record.
+        """
         trace = self.trace
         if trace is None:
             return _nobody
@@ -64,22 +78,25 @@ class Record:
         return tell
 
     def route(self, bucket: str, choice: Choice) -> None:
+        """Records the route that was chosen for a bucket."""
         self.event("route", bucket=bucket, **asdict(choice))
 
     def moved(self, move: Move, *, step: int) -> None:
+        """Records that a rank takes part more, or less, from batch `step` on: see `policy.ladder`."""
         self.event("rung", step=step, **asdict(move))
 
     def waits(self, engine: Engine) -> None:
-        """Tells of long waits from here on."""
+        """Records long waits in operations of `engine` from now on."""
         if self.trace is not None:
             engine.hear_waits(self._waited)
 
     def _waited(self, **what: Any) -> None:
         self.event("wait", **what)
-        self.trace.flush()  # it may be the last word
+        self.trace.flush()  # the process may never go on
 
     def ranks(self, engine: Engine, *, step: int) -> None:
-        """The ranks are others now: nothing was told yet in this one's file."""
+        """Records this rank's number and how many ranks there are, after an elastic reset. The trace goes on in the
+        file of the new number, and plans are written to it again."""
         if self.trace is not None:
             self.trace.restart(engine.rank)
             self.trace.event("ranks", rank=engine.rank, size=engine.size, step=step)

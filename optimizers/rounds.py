@@ -1,15 +1,17 @@
-"""Local SGD in overlapped rounds: ranks train by themselves, and nobody waits for a merge.
+"""Local SGD in overlapped rounds: ranks make local steps, and go on training while their models are merged.
 
-At its own boundary, every `round_steps` global batches, a rank sends what it has done since the last time, weighted
-as `policy.staleness` says, in an all-reduce that it does not wait for, and goes on training. When the last rank has
-sent, the merge ends everywhere: see `Fragment`. So a rank that stalls holds up the merge and no rank; only one that
-has gone on for `bound_rounds` rounds since it sent does wait. A rank whose single step takes several rounds of the
-others says in advance that it contributes nothing to the next merges, and holds up none of them (`policy.ladder`).
-With the bound at 0 ranks wait for every merge, and with rounds of one step as well that is synchronous training (for
-SGD; Adam's steps are not linear in the gradient).
+Every `round_steps` local steps, at the end of its own round, a rank sends its contribution: the change of its
+parameters since its last one, weighted as `policy.staleness` says. This is an all-reduce that the rank does not wait
+for. It completes on all ranks when the last rank has sent its contribution: see `Fragment` for the merge that follows.
+So a rank that stalls delays the merge, but no other rank, unless one has gone on for `bound_rounds` rounds since it
+sent its contribution: that one waits. A rank whose single step takes as long as several rounds of the others announces
+in advance that it contributes nothing to the next merges, and delays none of them (`policy.ladder`). With a bound of 0
+ranks wait for every merge; with rounds of one step as well, this is synchronous training (for SGD; Adam's steps are not
+linear in the gradient).
 
-Sums need every rank, so the last rounds take all ranks, too: `finish` repeats empty merges until every rank has said
-that it is finishing, and then all hold one model, in which every step of every rank has counted once.
+An all-reduce needs every rank, also at the end: `Rounds.finish` repeats merges, to which ranks may have nothing left to
+contribute, until every rank has said that it is finishing. Then all ranks hold one model, in which every step of every
+rank has counted once.
 """
 
 from __future__ import annotations
@@ -28,21 +30,31 @@ from .fragment import Fragment, Lane, Store, Work
 from .length import RoundLengths
 from .local_sgd import LocalSGD
 
-Lanes = tuple[Sequence[Lane], Callable[[int], Lane] | None]  # of a fragment, and what gives one a buffer of its own
+# The lanes of a fragment, and a function that makes the lane of a number with a buffer of its own: see `Fragment`.
+Lanes = tuple[Sequence[Lane], Callable[[int], Lane] | None]
 
 
 class Rounds:
-    """The rounds of one rank, over all fragments.
+    """The rounds of one optimizer on one rank: sends contributions, and applies merges. `LocalSteps` drives it.
+
+    The model is cut into fragments, which merge in turn, each with all-reduces of its own.
 
     Args:
-        rule: the strategy.
-        balancer: deals the batches; its measurements and plans travel with fragment 0 of one optimizer.
-        store: this rank's parameters.
-        lanes: of each fragment, see `Fragment`; as many merges in a row as there are further lanes can be missed. The
-            control vector is of `merge_control.length(ranks)`. A function makes them, given what `outgoing` calls.
-        part: of all data, this rank's own shard; for "fednova".
-        batches: how many global batches an update takes.
-        on_merge: is told of each merge of fragment 0.
+        rule: the numbers of the local strategy.
+        balancer: deals the batches; its measurements and plans travel with the merges of fragment 0 of one optimizer.
+        store: this rank's parameters, by fragment.
+        lanes: returns the lanes of each fragment (see `Fragment`), the exchanges that its merges use in turn. It is
+            passed a function that returns the control vector of a fragment, of `merge_control.length(ranks)` elements,
+            which the exchanges call as they send. With k lanes, a rank can miss k - 1 merges in a row.
+        part: the part of all data that is this rank's own shard, for weights "fednova"; None: an equal part.
+        batches: returns the number of global batches per update.
+        on_merge: is called with the fields of each merge of fragment 0, and of each contribution that was given up,
+            for the trace.
+
+    Attributes:
+        merges: the number of merges of fragment 0 that this rank has applied.
+        waits: how many times this rank had to wait for a merge.
+        lengths: the length of each rank's rounds, and in which merges it takes part.
     """
 
     def __init__(
@@ -59,12 +71,12 @@ class Rounds:
         self.rule, self.balancer = rule, balancer
         self.rank, self.size = balancer.rank, balancer.size
         self._batches, self._on_merge = batches, on_merge
-        self.merges = 0  # of fragment 0
-        self.waits = 0  # times that this rank had to wait
-        self._stepped = self._heard = 0  # in this phase
-        self._given_way = (-1, -1)  # the merge that it has not waited for, as others wait for this rank
+        self.merges = 0
+        self.waits = 0
+        self._stepped = self._heard = 0  # local steps since `begin`; the last global batch that merges have reached
+        self._given_way = (-1, -1)  # fragment and number of a merge not waited for, as other ranks wait for this one
         self._finishing = False
-        self._ended: set[int] = set()  # fragments whose last merge came while all ranks were finishing
+        self._ended: set[int] = set()  # fragments whose last merge came when all ranks were finishing
         self._contributing = Contributing(
             rule, balancer, part=part, leads=lambda: self._leads, most_ahead=lambda: self.most_ahead
         )
@@ -73,47 +85,55 @@ class Rounds:
                      compensation=rule.compensation)
             for index, (own, spare) in enumerate(lanes(self._outgoing))
         ]
-        # Merges are missed only where that can do no harm: who waits for every merge has to be in it; ranks that miss
-        # merges of several fragments could wait for each other's; and with shards of their own, those of ranks that
-        # miss merges would count for less, which is what FedNova is there to prevent.
+        # A rank may miss merges only where that does no harm. With a bound of 0 ranks wait for every merge, so every
+        # rank has to be in it. With several fragments, ranks that miss merges of different ones could wait for each
+        # other. With FedNova, the shards of ranks that miss merges would count for less, which it is to prevent.
         harmless = rule.most_rounds > 0 and len(self.fragments) == 1 and rule.weights == "samples"
         self.lengths = RoundLengths(rule, self.size, most_missed=self.fragments[0].most_missed if harmless else 0)
 
     # A phase of local steps -----------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Before the first local step: this rank's parameters, the same on all ranks, are the model."""
+        """Is called before the first local step of a phase, when all ranks hold the same parameters: this is the model
+        that the first merge moves."""
         self.balancer.strategies.begins(self)
         for fragment in self.fragments:
             fragment.begin()
         self._contributing.begin()
         self._stepped = 0
-        self._heard = self.balancer.step - self._batches()  # the last batch that the model of all ranks has seen
+        self._heard = self.balancer.step - self._batches()
 
     @property
     def round_steps(self) -> int:
-        """Local steps of this rank between two contributions."""
+        """The number of local steps between two contributions of this rank."""
         return self.lengths.by_rank[self.rank]
 
     @property
     def pace(self) -> float:
-        """The part of its updates that this rank makes, see `policy.staleness`."""
+        """The factor, at most 1, for each update of this rank: below 1 if its share is below the mean of all ranks. See
+        "Steps" in `policy.staleness`."""
         return step_part(self.balancer.plan.shares[self.rank], self.balancer.global_batch_size, self.size)
 
     @property
     def most_ahead(self) -> int:
-        """Batches that a rank may begin after it has contributed and before it has to see the merge."""
+        """The number of global batches that a rank may begin after it has contributed to a merge and before it has
+        applied it."""
         return max(1, math.ceil(self.rule.most_rounds * self.rule.round_steps)) * self._batches()
 
     def after_step(
         self, samples: float, *, lr: float = 1.0, compute: tuple[float, float] = (0.0, 0.0), gradients: float = 1.0
     ) -> bool:
-        """Ends a local step over `samples`; sends what is due and takes in the merges that came. True if one came.
+        """Ends a local step: applies the merges that have come, and sends the contributions that are due. Waits for a
+        merge if this rank has gone on without it for the bound of the strategy.
 
         Args:
-            lr: the step's learning rate; 1 where there is none, on all ranks.
+            samples: of this rank in the step; 0 if it had none.
+            lr: the step's learning rate; 1 on all ranks where there is no rate.
             compute: samples and seconds of this step, as measured; a zero for not measured.
-            gradients: see `Work`.
+            gradients: how many gradients the step counts as: see `Work`.
+
+        Returns:
+            whether a merge was applied.
         """
         self._stepped += 1
         self._contributing.measured(*compute)
@@ -125,7 +145,7 @@ class Rounds:
         while late := [fragment for fragment in self.fragments if self._at_bound(fragment)]:
             merge = late[0].index, late[0].merges
             if merge == self._given_way or not self._wait_for_merge(late[0].operation):
-                # Whoever waits for this rank, until it comes, may be the one whose contribution it waits for.
+                # Another rank waits for this one elsewhere, and may be the one whose contribution this one waits for.
                 self._given_way = merge
                 self.balancer.dialogue.horizon.lift()
                 break
@@ -133,12 +153,17 @@ class Rounds:
         return came
 
     def part_of_batch(self, samples: float) -> float:
-        """Which part of the global batch begun last was to be this rank's; a script may not keep to the plan."""
+        """The part of the global batch begun last that is this rank's, by the plan: a script may not keep to it. For a
+        rank without a share, `samples` counts in its place."""
         return (self.balancer.plan.shares[self.rank] or samples) / self.balancer.global_batch_size
 
     def _wait_for_merge(self, name: str) -> bool:
-        """Waits until one of the merges under way comes; False where another rank waits for this one elsewhere, as in a
-        validation that all ranks make together."""
+        """Waits until one of the merges under way has come. Returns False, and waits no longer, if another rank waits
+        for this one elsewhere, as in a validation that all ranks make together.
+
+        Args:
+            name: of the operation that this rank waits for, as other ranks are told.
+        """
         return self.balancer.engine.wait_unless_awaited(self._one_came(), name=name)
 
     def _one_came(self) -> Callable[[], bool]:
@@ -146,7 +171,8 @@ class Rounds:
         return lambda: any(fragment.done() for fragment in under_way)
 
     def _serve(self, due: Callable[[Fragment], bool]) -> bool:
-        """Takes in the merges that came and sends what is due. True if one came."""
+        """Applies the merges that have come, and sends the contributions of those fragments that are `due` and have no
+        merge under way. Returns whether a merge was applied."""
         came = False
         for fragment in self.fragments:
             while fragment.under_way and fragment.done():
@@ -157,25 +183,29 @@ class Rounds:
         return came
 
     def _take_next(self) -> None:
-        """Takes in at least one of the merges under way, whichever comes: ranks may wait for different ones."""
+        """Waits for, and applies, at least one of the merges under way. With several fragments that is whichever comes
+        first, as ranks may wait for different ones."""
         if len(self.fragments) == 1:
             self._merge(self.fragments[0])
             return
         while not self._serve(lambda fragment: False):
-            # Who waits for this rank in a merge of another optimizer has to see that it waits itself, and to go on.
+            # Says that this rank waits: another that waits for it, in a merge of another optimizer, must go on then.
             first = next(fragment.operation for fragment in self.fragments if fragment.under_way)
             self.balancer.engine.wait_for(self._one_came(), name=first)
 
     def _at_bound(self, fragment: Fragment) -> bool:
+        """Whether this rank may go on no longer without the merge of `fragment` that is under way."""
         return fragment.under_way and fragment.work.steps >= self.rule.most_rounds * self.round_steps
 
     def _due(self, fragment: Fragment) -> bool:
-        # The first boundaries are spread over the round, so that fragments merge in turn.
+        """Whether this rank has completed a round of `fragment`, and is to send its contribution."""
+        # The first rounds of fragments have different lengths, so that fragments merge in turn.
         first = max(1, self.round_steps * (fragment.index + 1) // len(self.fragments))
         return fragment.work.steps >= (first if fragment.work.steps == self._stepped else self.round_steps)
 
     def finish(self) -> None:
-        """Merges until all ranks have finished; then all hold one model. Every rank must call it."""
+        """Ends a phase of local steps: merges until all ranks are finishing, and then all hold one model. A collective
+        call."""
         self._finishing, self._ended = True, set()
         try:
             while len(self._ended) < len(self.fragments):
@@ -192,6 +222,7 @@ class Rounds:
     # One contribution and one merge ---------------------------------------------------------------------------------
 
     def _send(self, fragment: Fragment) -> None:
+        """Sends a contribution of this rank, and nothing to those next merges that it will miss."""
         if not fragment.send(self._contributing.weigh):
             given_up = self._contributing.steps
             self._on_merge({"fragment": fragment.index, "dropped_steps": given_up, "why": "not finite"})
@@ -201,36 +232,38 @@ class Rounds:
 
     @property
     def _missed(self) -> int:
-        """The number of merges that this rank will miss after the one that it contributes to."""
+        """The number of merges that this rank will miss after the one to which it contributes now."""
         return 0 if self._finishing else self.lengths.intervals[self.rank] - 1
 
     @property
     def unit(self) -> float:
-        """See `Contributing`."""
+        """The number of samples that weigh 1 in a contribution: see `Contributing.unit`."""
         return self._contributing.unit
 
     @property
     def weight(self) -> float:
-        """See `Contributing`."""
+        """The factor for this rank's progress in the contribution that is being sent: see `Contributing.weight`."""
         return self._contributing.weight
 
     def _outgoing(self, index: int) -> list[float]:
-        """The control vector of fragment `index`, right before it is sent."""
+        """The control vector for a contribution of fragment `index`. The exchange calls it as it sends."""
         return self._contributing.outgoing(index, finishing=self._finishing, answers=1 + self._missed)
 
     @property
     def _leads(self) -> bool:
-        """Whether measurements and plans travel with these merges, and not with another optimizer's."""
+        """Whether the balancer's measurements and plans travel with these merges, and not with another optimizer's."""
         return self.balancer.strategies.leads(self)
 
     def _merge(self, fragment: Fragment) -> None:
+        """Applies the oldest merge under way of `fragment`, waiting for it if it has not come, and takes in what ranks
+        said with it."""
         merge = fragment.merge(merge_control.scale)
         said = merge_control.unpack(merge.total, ranks=self.size)
         report = control.unpack(said.balancer, ranks=self.size)
         if said.finishing == self.size:
             self._ended.add(fragment.index)
         if report.failed:
-            self.balancer.departure.final = True  # it makes no further merge
+            self.balancer.departure.final = True  # a rank has failed, so this one can make no further merge
         if fragment.index == 0:
             self.merges += 1
             drift, noise = self.lengths.watch(said.sums, merge.square, said.steps, said.samples)
@@ -254,10 +287,15 @@ class Rounds:
     # The end --------------------------------------------------------------------------------------------------------
 
     def withdraw(self) -> Callable[[], bool]:
-        """Takes part with nothing from now on, without waiting; tells whether all have heard of it.
+        """Withdraws this rank, which cannot go on, from the merges: from now on it contributes nothing, and waits for
+        none.
 
-        The merges under way know nothing yet of this rank's failure: the next ones do, of whichever fragment the others
-        wait for.
+        Its failure travels in the control vectors of the contributions that it sends from now on, not in those of the
+        merges under way. So it sends one for each fragment, as any may be the one that the other ranks wait for.
+
+        Returns:
+            a function to be called again and again, which sends them, and returns whether a merge with one of them
+            has completed: then all ranks have heard of the failure.
         """
         told: set[int] = set()
 
@@ -282,8 +320,8 @@ class Rounds:
     # State ----------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The outer momentum after the last merge, the same on all ranks, and the length of rounds. Parameters are the
-        script's to save, after a `finish`."""
+        """The state of the outer optimizer after the last merge, the same on all ranks, the number of merges, and the
+        length of rounds. The script itself saves parameters, after a `finish`."""
         return {
             "merges": self.merges,
             "round_steps": self.lengths.longest,
@@ -291,13 +329,17 @@ class Rounds:
         }
 
     def fits(self, state: Mapping[str, Any]) -> bool:
-        """See `Strategy`."""
+        """Whether `state` is one for the same fragments: see `Strategy.fits`."""
         lengths = [len(fragment.store.read(fragment.index)) for fragment in self.fragments]
         kept = [{len(array) for array in outer.values()} for outer in state["outer"]]
         return len(kept) == len(lengths) and all(has <= {mine} for has, mine in zip(kept, lengths, strict=True))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from `state`; the parameters are those that the rank has then."""
+        """Goes on from `state`. Parameters are not part of it: the model is what the rank holds at the next `begin`.
+
+        Raises:
+            ValueError: `state` has another number of fragments, or is of another outer optimizer.
+        """
         if len(state["outer"]) != len(self.fragments):
             raise ValueError(
                 f"fragments: expected the state of {len(self.fragments)}. Received: one of {len(state['outer'])}."
@@ -305,12 +347,12 @@ class Rounds:
         for fragment, saved in zip(self.fragments, state["outer"], strict=True):
             self.rule.outer.check_state(saved)
             fragment.outer_state = arrays_like(fragment.lanes[0].buffer, saved)
-            fragment.work = Work()  # what is owed is of what was done since
+            fragment.work = Work()  # steps that wait to be counted in a merge were made after the state was saved
         self.merges = int(state["merges"])
         self.lengths.resume(int(state["round_steps"]))
 
     def restart(self) -> None:
-        """Keeps nothing of the merges so far."""
+        """Discards the state of all merges so far, and begins anew: see `Strategy.restart`."""
         for fragment in self.fragments:
             fragment.outer_state, fragment.work = {}, Work()
         self.merges = 0

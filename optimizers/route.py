@@ -1,4 +1,4 @@
-"""The way of one bucket: which algorithm sums it, and how each level does."""
+"""A route: the algorithm that sums one bucket over all ranks, and the codecs that it uses between and within nodes."""
 
 from __future__ import annotations
 
@@ -16,10 +16,17 @@ class Route:
     """Sums one bucket, the same one at every step, over all ranks.
 
     Args:
-        levels: the groups of this rank.
-        algorithm: "flat", "rails", "scatter" or "leader".
-        cross: how ranks of different nodes sum; with "flat", how all ranks do.
-        local: how the ranks of a node do. None: in the way that suits the algorithm.
+        levels: the groups to which this rank belongs: its node, its peers on other nodes, and all ranks.
+        algorithm: "flat", "rails", "scatter" or "leader", see `engine.hierarchy`.
+        cross: the sum over the ranks of different nodes; with "flat", over all ranks. None: exact.
+        local: the sum over the ranks of a node; not used with "flat". None: the exact sum that the algorithm makes.
+
+    Attributes:
+        title: the route in words, the same on all ranks.
+        keeps: whether its codecs may keep residuals (error feedback).
+
+    Raises:
+        ValueError: an unknown algorithm.
     """
 
     def __init__(
@@ -37,16 +44,17 @@ class Route:
 
     @property
     def _nodes(self) -> list[list[int]]:
-        """The ranks of each node, which decide which part of an array a rank sums, and so what its residuals are of."""
+        """The ranks of each node; empty with "flat". They decide which part of an array this rank sums between nodes,
+        and so to which part its residuals belong."""
         return [] if self.algorithm == "flat" else [list(node) for node in self.levels.ranks]
 
     @property
     def is_plain(self) -> bool:
-        """Whether a sum is one all-reduce of the array as it is."""
+        """Whether a sum is a single all-reduce of the unchanged array."""
         return self.algorithm == "flat" and type(self.cross) is Exact and self.cross.is_plain
 
     def start(self, array: Any, *, name: str) -> Handle:
-        """Begins a sum of `array`, which it may overwrite."""
+        """Begins the sum of `array` over all ranks, which may overwrite it. Names of operations begin with `name`."""
         if self.is_plain:
             return self.levels.everyone.allreduce_async(array, name=name)
         local = self.local.steps if self.local is not None else None
@@ -54,13 +62,14 @@ class Route:
         return Chain(steps(self.levels, array, name=name, local=local, cross=self.cross.steps))
 
     def end_step(self, counts: bool) -> None:
-        """Ends a step; see `Reduction.end_step`."""
+        """Ends a step; new residuals are kept only if it `counts`. See `Reduction.end_step`."""
         self.cross.end_step(counts)
         if self.local is not None:
             self.local.end_step(counts)
 
     def release_into(self, array: Any) -> None:
-        """Adds what this route has kept back to `array`, which takes another route: nothing is lost."""
+        """Adds the residuals of this route to `array`, and keeps them no longer. So nothing is lost when a bucket takes
+        another route: `array` is sent by that one."""
         levels = self.levels
         if self.local is not None and levels.local is not None:
             kept = self.local.release(levels.local)
@@ -73,13 +82,13 @@ class Route:
             array[part if part is not None else slice(None)] += kept
 
     def kept_into(self, array: Any) -> None:
-        """Adds what this route keeps back to `array`, and keeps it."""
+        """Adds the residuals of this route to `array`, and keeps them as well."""
         state = self.state_dict()
         self.release_into(array)
         self.load_state_dict(state)
 
     def state_dict(self) -> dict[str, Any]:
-        """The residuals of both levels, and what they belong to."""
+        """The residuals of both levels, with the title of the route and the nodes that they belong to."""
         return {
             "title": self.title,
             "nodes": self._nodes,
@@ -88,8 +97,8 @@ class Route:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from `state`, if it is that of the same kind of route over the same nodes; else it begins anew. All
-        ranks do, or none."""
+        """Goes on from `state`, if that is of a route of the same title over the same nodes; else begins anew, without
+        residuals. All ranks call it, or none."""
         if state["title"] != self.title or state.get("nodes", self._nodes) != self._nodes:
             state = self._new
         self.cross.load_state_dict(state["cross"])
@@ -98,11 +107,11 @@ class Route:
 
 
 class Candidate(NamedTuple):
-    """A route that a bucket may take: an algorithm, and codecs between nodes and within them."""
+    """A route that a bucket may take, not yet made: `route` makes it for the tensors of a bucket."""
 
     algorithm: str
-    cross: Recipe
-    local: Recipe
+    cross: Recipe  # the codec between nodes; with "flat", between all ranks
+    local: Recipe  # the codec within nodes; not used with "flat"
 
     @property
     def title(self) -> str:

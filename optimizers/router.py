@@ -1,4 +1,8 @@
-"""Which way each bucket takes: the candidates, what timing predicts of them, and what a trial on the job says."""
+"""Chooses how each bucket is summed over the ranks: by an algorithm and a codec (a route).
+
+The routes that the user's arguments allow are timed on the links. If the two fastest are near each other for the size
+of a bucket, a `Trial` compares them on the running job.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,7 @@ from .route import Candidate, Route
 from .timing import LARGE_BYTES, timed_curve
 from .weighted import Way
 
-ROUNDS = 8  # steps that each route of a trial gets, besides its first one, which is not counted
+ROUNDS = 8  # steps for which a trial times each route, after a first one that is not counted
 
 EXACT = Recipe(name="none")
 
@@ -27,17 +31,19 @@ Tell = Callable[[str, Choice], None]
 
 
 class Router:
-    """Makes the ways of an exchange's buckets. Constructing one and each of its calls are collective calls.
+    """Makes a way for each bucket, that is a `Route`, or a `Trial` of two. Used by `Ways`.
+
+    `line`, `way` and `time_anew` are collective calls.
 
     Args:
-        levels: the groups of this rank.
+        levels: the groups to which this rank belongs: its node, its peers on other nodes, and all ranks.
         algorithm: "flat", "rails", "scatter", "leader", or "auto" to choose by timing.
         wire: the codecs.
-        tell: is told of each choice, by the bucket's name.
-        clock: seconds.
+        tell: is called with the bucket's name and the choice, each time that a route was chosen for a bucket.
+        clock: returns seconds.
 
     Attributes:
-        timing_s: seconds of timing, of the last time where it was timed anew.
+        timing_s: seconds that this rank has spent on timing; since the last `time_anew`, if there was one.
     """
 
     def __init__(
@@ -52,17 +58,22 @@ class Router:
         self._levels, self._algorithm, self._wire = levels, algorithm, wire
         self._tell, self._clock = tell, clock
         self.timing_s = 0.0
+        # By the candidate's title and the type of elements:
         self._timed: dict[tuple[str, str], Link] = {}
-        self._names: dict[tuple[str, str], str] = {}  # of operations: Horovod's cache has room for so many
-        self._alike: dict[tuple[str, str], tuple[Candidate, Any]] = {}  # of what was timed, and nothing of such a type
+        self._names: dict[tuple[str, str], str] = {}  # of the timed operations: kept, as Horovod's cache is limited
+        self._alike: dict[tuple[str, str], tuple[Candidate, Any]] = {}  # what was timed, with an empty array like it
 
     def line(self, like: Any, *, lossy: bool) -> Link:
-        """Time over size of the route that is fastest for large buckets of the type of `like`."""
+        """The time by size of that route which is fastest for large buckets, of elements of the type of `like`.
+
+        Args:
+            lossy: whether the buckets go through a codec.
+        """
         lines = [self._time(like, candidate) for candidate in self._candidates(lossy)]
         return min(lines, key=lambda line: line.time_s(LARGE_BYTES))
 
     def _candidates(self, lossy: bool) -> list[Candidate]:
-        """The candidates for a bucket; `lossy`: those that go through a codec."""
+        """The routes that a bucket may take; `lossy`: whether it goes through the codecs."""
         local = self._wire.local if lossy else EXACT
         return [
             Candidate(algorithm, recipe, local)
@@ -73,11 +84,12 @@ class Router:
 
     @property
     def chooses(self) -> bool:
-        """Whether anything was chosen by timing: what has no other is timed as well, for the size of buckets."""
+        """Whether any route was chosen by timing. A single candidate is timed too, for the size of buckets, but then
+        there is no choice."""
         return bool(self._timed) and any(len(self._candidates(lossy)) > 1 for lossy in (False, True))
 
     def time_anew(self) -> None:
-        """Times again what was timed: links may have changed."""
+        """Repeats all timings, as links may have changed. A collective call."""
         self._timed, self.timing_s = {}, 0.0
         for candidate, like in self._alike.values():
             self._time(like, candidate)
@@ -85,8 +97,18 @@ class Router:
     def way(
         self, name: str, array: Any, shapes: Sequence[Shape], *, lossy: bool, before: Way | None = None
     ) -> Way:
-        """The way of the bucket `array`, made of tensors of these shapes; `lossy`: through the codecs. That is `before`
-        where the same is chosen again."""
+        """The way of one bucket. A collective call.
+
+        Args:
+            name: of the bucket; the same on all ranks.
+            array: the bucket.
+            shapes: of the tensors in it.
+            lossy: whether it goes through the codecs.
+            before: its present way, if it has one.
+
+        Returns:
+            `before` if the same route is chosen again; else a new `Route`, or a new `Trial` of two routes.
+        """
         candidates = {candidate.title: candidate for candidate in self._candidates(lossy)}
         if len(candidates) == 1 and self._algorithm != "auto":
             return before or next(iter(candidates.values())).route(self._levels, shapes)
@@ -100,7 +122,7 @@ class Router:
         if isinstance(before, Route) and before.title == route.title:
             return before
         near = rivals(size_bytes, timed, choice.route)
-        # Steps of a warm-up say nothing of what follows: there the choice rests on the timing.
+        # A codec takes longer in its warm-up steps than later: a trial would mislead, and the choice rests on timing.
         if len(near) == 1 or any(candidates[title].cross.gentle_steps for title in near):
             return route
         return Trial(
@@ -113,18 +135,19 @@ class Router:
         )
 
     def _algorithms(self, local: Recipe) -> list[str]:
-        """The algorithms that this topology allows, "flat" first."""
+        """The algorithms that the user's argument and this topology allow, "flat" first if it is among them."""
         levels = self._levels
         if levels.nodes == 1 or self._algorithm == "flat":
             return ["flat"]
         if self._algorithm != "auto":
             return [self._algorithm]
-        # What is reduced and scattered goes through no codec: with one it would be "rails" once more.
+        # A reduce-scatter goes through no codec within nodes: with one, "scatter" would be "rails" once more.
         scatters = levels.even and local.exact
         return ["flat", *(["rails"] if levels.rails > 1 else []), *(["scatter"] if scatters else []), "leader"]
 
     def _time(self, like: Any, candidate: Candidate) -> Link:
-        """The time that this route takes by size, measured once; the same on all ranks."""
+        """The time that a candidate takes by size, for elements of the type of `like`, the same on all ranks. It is
+        measured at the first call; later ones return the same."""
         key = (candidate.title, str(like.dtype))
         if key not in self._timed:
             begin = self._clock()
@@ -134,15 +157,25 @@ class Router:
                 self._levels, candidate, like, name=self._names[key], clock=self._clock
             )
             self.timing_s += self._clock() - begin
-        self._alike[key] = candidate, verbs_of(like).zeros([0], like)  # the last: models may move
+        self._alike[key] = candidate, verbs_of(like).zeros([0], like)  # like the last one: models may change device
         return self._timed[key]
 
 
 class Trial:
-    """Several routes for one bucket, in turn and timed on the running job, until it is known which is fastest.
+    """The way of one bucket while routes are compared: each step sums it by another route, in turn, and times that.
 
-    A route's time in a step is that of the rank on which it took least: the rank that came last, and so did not wait
-    for others. Where a route keeps something back, the next one takes it over.
+    After `rounds` + 1 steps of each, all ranks choose the fastest route, and the trial sums by that one from then on. A
+    route's time in a step is the least over the ranks: that of the rank that began last, and so did not wait for
+    others. What a route's codecs keep back (residuals of error feedback) goes over to the next route.
+
+    Args:
+        routes: the routes to compare, by title, in the same order on all ranks.
+        chosen: the title of the one that timing found fastest; another has to be clearly faster (`policy.algorithm`).
+        size_bytes: of the bucket.
+        engine: all ranks.
+        tell: is called with the choice.
+        clock: returns seconds.
+        rounds: timed steps of each route.
     """
 
     def __init__(
@@ -159,23 +192,25 @@ class Trial:
         self._routes, self._chosen, self._size_bytes = dict(routes), chosen, size_bytes
         self._engine, self._tell, self._clock = engine, tell, clock
         self._titles = list(self._routes)
-        self._times = np.zeros((rounds + 1, len(self._titles)))
-        self._step = 0
-        self._route = self._routes[self._titles[0]]
-        self._moved: Any = None  # what other routes kept back, until a sum has taken it along that counts
+        self._times = np.zeros((rounds + 1, len(self._titles)))  # seconds on this rank, by round and route
+        self._step = 0  # sums begun
+        self._route = self._routes[self._titles[0]]  # in use
+        self._moved: Any = None  # residuals of earlier routes, until they were sent in a step that counts
 
     @property
     def is_plain(self) -> bool:
-        """Never: a trial measures, in stages."""
+        """Always False: a trial needs the stages of a chain to measure times, even where a route is a plain all-reduce.
+        """
         return False
 
     @property
     def title(self) -> str | None:
-        """The route that was found fastest, None while it is not known."""
+        """The title of the route that was found fastest; None while routes are compared."""
         return None if self._step <= self._times.size else self._chosen
 
     def start(self, array: Any, *, name: str) -> Handle:
-        """Begins a sum of `array`, which it may overwrite."""
+        """Begins the sum of `array` over all ranks, which may overwrite it: by the route whose turn it is, or by that
+        which was chosen."""
         self._step += 1
         if self._step > self._times.size + 1:
             return self._begin(self._chosen, array, name)
@@ -185,6 +220,7 @@ class Trial:
         return Chain(self._measure(turn, index, array, name))
 
     def _begin(self, title: str, array: Any, name: str) -> Handle:
+        """Begins a sum by the route of this title, which takes over the residuals of the one used before."""
         route = self._routes[title]
         if route is not self._route:
             if self._route.keeps:
@@ -197,12 +233,14 @@ class Trial:
         return route.start(array, name=f"{name}.{self._titles.index(title)}")
 
     def _measure(self, turn: int, index: int, array: Any, name: str) -> Steps:
+        """Sums by route `index`, and notes the seconds as those of round `turn`."""
         begin = self._clock()
         result = yield self._begin(self._titles[index], array, name)
         self._times[turn, index] = self._clock() - begin
         return result
 
     def _decide(self, array: Any, name: str) -> Steps:
+        """Agrees with all ranks on the fastest route, and then sums by that one."""
         times = yield self._engine.allreduce_async(self._times[1:].copy(), name=f"{name}.trial", op="min")
         measured = {title: times[:, index].tolist() for index, title in enumerate(self._titles)}
         choice = confirm(measured, self._chosen, self._size_bytes)
@@ -211,20 +249,20 @@ class Trial:
         return (yield self._begin(self._chosen, array, name))
 
     def end_step(self, counts: bool) -> None:
-        """Ends a step; see `Reduction.end_step`."""
+        """Ends a step; new residuals are kept only if it `counts`. See `Reduction.end_step`."""
         self._route.end_step(counts)
         if counts:
             self._moved = None
 
     def release_into(self, array: Any) -> None:
-        """Adds what is kept back to `array`, and keeps it no longer."""
+        """Adds the residuals to `array`, and keeps them no longer."""
         self._route.release_into(array)
         if self._moved is not None:
             array += self._moved
             self._moved = None
 
     def kept_into(self, array: Any) -> None:
-        """Adds what is kept back to `array`, and keeps it."""
+        """Adds the residuals to `array`, and keeps them as well."""
         self._route.kept_into(array)
         if self._moved is not None:
             array += self._moved
@@ -238,8 +276,8 @@ class Trial:
         return {**self._route.state_dict(), "trial": trial}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from `state`: with the trial, where it is of the same routes; else with what is kept, where that is
-        of one of them."""
+        """Goes on from `state`: with its trial, if that is one of the same routes; else a new trial begins. Residuals
+        are taken over if they are of one of these routes."""
         trial = state.get("trial", {})
         times = np.array(trial.get("times", ()))
         if trial.get("titles") == self._titles and times.shape == self._times.shape:
