@@ -15,7 +15,7 @@ from typing import Any
 
 from .verbs import verbs_of
 
-LEAST = 1e-37  # the inverse of smaller numbers overflows float32
+LEAST = 1e-37  # the inverse of much smaller numbers overflows float32
 TINY = 1e-8  # columns shorter than this times the longest are taken for rounding errors, and become zero
 
 
