@@ -94,7 +94,7 @@ class ShareSampler:
         )
         self.position = 0
         self.loaded = 0
-        self._resumed = False  # whether a state was loaded, and no epoch ended since
+        self._resumed = False  # whether a state was loaded, and no iteration begun since
         self._dealt: deque[int] = deque()  # this rank's samples of each batch that is dealt and not yet used
         self._next = 0  # the step in which the next batch to be dealt will be used; its plan gives the shares
         self._run = 0  # how many times the batches that were dealt and not used were dropped

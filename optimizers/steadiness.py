@@ -34,7 +34,7 @@ class Steadiness:
         return {"heard": self._heard, "ran": self._ran.tolist()}
 
     def load_state_dict(self, state: Mapping[str, Any], places: Sequence[int | None]) -> None:
-        """Loads `state`. `places`: by rank, the rank of the former job whose statistics it continues; None: it has
+        """Loads `state`. `places`: by rank, the former rank whose statistics it continues; None: it starts with
         none."""
         nothing = [0.0] * len(Ran._fields)
         ran = state.get("ran")
@@ -63,8 +63,7 @@ class Steadiness:
         ]
 
     def alone(self, models: Sequence[SpeedModel]) -> tuple[SpeedModel, ...]:
-        """Returns by rank its speed model in local steps, in which others do not wait for it: with its stops
-        included."""
+        """Returns by rank its speed model in local steps, which includes its stops, as no other rank waits for it."""
         return tuple(
             with_stops(model, ran, least_stops=ENOUGH_STOPS)
             for ran, model in zip(self._lately, models, strict=True)

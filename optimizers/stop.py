@@ -9,7 +9,7 @@ from hvd_hetero.policy.jitter import Ran
 
 WINDOW = 16  # batches of one size over which the median is taken
 LEAST = 5  # batches of one size, before the next one can count as stopped
-FACTOR, FLOOR_S = 2.0, 0.05  # a batch was stopped if it took FACTOR times the usual seconds, and FLOOR_S more
+FACTOR, FLOOR_S = 2.0, 0.05  # a batch was stopped if it took more than FACTOR times the usual, and FLOOR_S longer
 
 
 class StopMeter:

@@ -91,8 +91,7 @@ class Strategies:
         return {**self._waiting, **{key: strategy.state_dict() for key, strategy in self._live.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Loads `state`. Strategies that it has no state for are reset; states without a strategy are kept for
-        later."""
+        """Loads `state`. Strategies without a state in it are reset; states without a strategy are kept for later."""
         live = self._live
         self._waiting = {key: one for key, one in state.items() if key not in live}
         for key, strategy in live.items():

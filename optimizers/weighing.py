@@ -88,12 +88,13 @@ class Weighing:
 
     @property
     def leads(self) -> bool:
-        """Whether this optimizer's exchanges carry the balancer's measurements and plans. While a local strategy is in
-        use, its merges carry them instead."""
+        """Whether this optimizer leads: its exchanges carry the balancer's measurements and plans. True also while the
+        merges of a local strategy carry them instead: see `Strategies.lead`."""
         return self.balancer.exchanges.leads(self._attached)
 
     @property
     def _carries(self) -> bool:
+        """Whether the next exchange carries the measurements and plans."""
         return self.leads and not self.balancer.strategies.lead
 
     @property
