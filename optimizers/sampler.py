@@ -1,4 +1,4 @@
-"""Sampling: this rank's part of one global order, batch after batch and epoch after epoch."""
+"""Deals the samples of a dataset: each rank gets its part of every global batch, from one global order per epoch."""
 
 from __future__ import annotations
 
@@ -25,27 +25,41 @@ SAME_DATA = "checksum of the data (every rank needs all of it, and the same seed
 
 
 class Dealt(NamedTuple):
-    """This rank's part of a global batch."""
+    """This rank's part of a global batch.
 
-    indices: np.ndarray  # of the samples; never none, so that a batch always has a form
-    used: int  # how many of them are this rank's: 0 where it has no sample in a short batch, and the one is another's
+    Attributes:
+        indices: indices of samples in the dataset, at least one, so that the batch that is loaded has a shape.
+        used: the number of samples of this rank. 0 if it has none in a short batch; `indices` has one of another rank's
+            samples then.
+        epoch: the epoch that the batch belongs to.
+    """
+
+    indices: np.ndarray
+    used: int
     epoch: int
 
 
 class ShareSampler:
-    """The indices of this rank's samples in one global batch after the other.
+    """Returns the indices of this rank's samples in each global batch. Constructing one is a collective call.
 
-    Every sample of an epoch comes up exactly once over all ranks, whatever the plan does. Nothing is repeated to make
-    ranks even: the last batch of an epoch may be short (`drop_last`). Batches may be dealt before they are used, even
-    by another thread and into the next epoch; what counts as done is what was used.
+    Every sample of an epoch is dealt exactly once over all ranks, whatever the plan is. No sample is repeated to give
+    all ranks the same number: the last batch of an epoch may be short (`drop_last`). Batches may be dealt before they
+    are used, even by another thread and into the next epoch. Only batches that were used count as done.
 
     Args:
         length: samples in the dataset, the same on all ranks.
+        balancer: gives the shares.
         shuffle, seed: the order of epoch e depends on the seed and e alone.
-        block: so many neighbouring samples stay together in it.
-        checksum: of the data, as far as it is to be the same on all ranks.
+        drop_last: whether a short last batch of an epoch is dropped.
+        block: so many neighbouring samples stay together in the order.
+        checksum: of those parts of the data that have to be the same on all ranks.
+
+    Attributes:
+        position: the number of global batches of this epoch that were used.
+        loaded: how many times `load_state_dict` was called.
 
     Raises:
+        TypeError: `balancer` is not a balancer.
         ValueError: on every rank, when the arguments differ between ranks.
     """
 
@@ -78,12 +92,12 @@ class ShareSampler:
             drop_last=drop_last,
             block=block,
         )
-        self.position = 0  # global batches of this epoch that were used
-        self.loaded = 0  # so many times a state was
-        self._resumed = False  # and nothing of it was dealt yet
-        self._dealt: deque[int] = deque()  # sizes of batches dealt and not yet used
-        self._next = 0  # the step in which the batch after them will be used: the plan is looked up by it
-        self._run = 0  # so many times what was dealt and not used was dropped
+        self.position = 0
+        self.loaded = 0
+        self._resumed = False  # whether a state was loaded, and no iteration begun since
+        self._dealt: deque[int] = deque()  # this rank's samples of each batch that is dealt and not yet used
+        self._next = 0  # the step in which the next batch to be dealt will be used; its plan gives the shares
+        self._run = 0  # how many times the batches that were dealt and not used were dropped
         self._lock = threading.RLock()
         balancer.engine.remember(self.rebuild)
 
@@ -91,7 +105,8 @@ class ShareSampler:
         agree_on(self.balancer.engine, self._alike, name=f"hvd_hetero.{self.balancer.name}.dealer")
 
     def rebuild(self) -> None:
-        """Deals to the ranks that there are now, from what was used. A collective call."""
+        """Drops the batches that are not used yet, so that they are dealt again to the present ranks. A collective
+        call, made after an elastic reset."""
         self._agree()
         with self._lock:
             self._drop()
@@ -102,8 +117,8 @@ class ShareSampler:
         return self.dealer.epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Chooses the order of `epoch`, and starts at its beginning – unless it was resumed in the middle of it, or at
-        its end: then nothing of it is left."""
+        """Sets the epoch, and starts at its beginning. If a state from within this epoch was loaded, it continues from
+        there; if the state is from the end of this epoch, no batch of the epoch is left."""
         check_whole("epoch", epoch, least=0)
         if self._resumed and (epoch + 1, 0) == (self.dealer.epoch, self.position):
             self.dealer.epoch, self.position = epoch, len(self.dealer)
@@ -111,19 +126,19 @@ class ShareSampler:
             self.dealer.epoch, self.position, self._resumed = epoch, 0, False
 
     def rewind(self) -> None:
-        """Deals again what was dealt and not used, from the next step on."""
+        """Drops the batches that are not used yet: the next ones are dealt for the step after the present one."""
         with self._lock:
             self._drop()
             self.end_epoch()
             self._next = self.balancer.step + 1
 
     def _drop(self) -> None:
-        """Forgets what was dealt and not used, also what a thread is about to deal."""
+        """Drops the batches that are not used yet, also one that a thread deals at this moment."""
         self._dealt.clear()
         self._run += 1
 
     def deal(self) -> Dealt:
-        """The next batch. A batch without a sample of this rank holds one that is another rank's."""
+        """Returns this rank's part of the next global batch. May wait until the plan for its step is certain."""
         with self._lock:
             epochs, index = divmod(self.position + len(self._dealt), len(self.dealer))
             epoch = self.dealer.epoch + epochs
@@ -132,13 +147,14 @@ class ShareSampler:
         shares = self.balancer.deal(step).shares  # may wait, and `used` must not
         with self._lock:
             dealt = self._mine(batch, shares, epoch)
-            if run == self._run:  # else it is of a run that is over
+            if run == self._run:  # otherwise it was dropped meanwhile
                 self._dealt.append(dealt.used)
                 self._next = step + 1
         return dealt
 
     def peek(self, index: int) -> Dealt:
-        """Batch `index` from where the epoch is, as it would be dealt now; nothing is dealt."""
+        """Returns this rank's part of the batch that is `index` batches after those used, as it would be dealt by the
+        present plan. Does not deal it."""
         epochs, place = divmod(self.position + index, len(self.dealer))
         epoch = self.dealer.epoch + epochs
         batch = self.dealer.batch(epoch, place)
@@ -150,31 +166,33 @@ class ShareSampler:
 
     @property
     def pending(self) -> int:
-        """Batches dealt and not yet used."""
+        """The number of batches that are dealt and not yet used."""
         return len(self._dealt)
 
     def used(self) -> int:
-        """The number of samples of the oldest batch dealt, which is now in use."""
+        """Says that the oldest dealt batch is in use from now on. Returns this rank's number of samples in it."""
         with self._lock:
             self.position += 1
             return self._dealt.popleft()
 
     @property
     def origin(self) -> int:
-        """A number that stands for the epoch and the place in it of the batch in use. Other places have other ones, but
-        for a few, which are soon left; epochs without an order of their own have the same."""
+        """A hash, below `ORIGINS`, of the epoch and the position in it of the batch in use. Ranks compare it in each
+        exchange, to notice that their loaders are at different batches. Different positions may have the same hash, but
+        not for many steps. Without shuffling, the epoch is left out, as all epochs have one order."""
         epoch = self.dealer.epoch if self.dealer.shuffle else 0
         return zlib.crc32(f"{epoch} {self.position}".encode()) % ORIGINS
 
     def end_epoch(self) -> None:
-        """Goes to the next epoch if this one is used up: a script without set_epoch() still sees another order."""
+        """Goes to the next epoch if all batches of this one were used, so that a script without set_epoch() gets
+        another order."""
         with self._lock:
             epochs, self.position = divmod(self.position, len(self.dealer))
             self.dealer.epoch += epochs
             self._resumed = False
 
     def state_dict(self) -> dict[str, int]:
-        """Where in which epoch: the number of global batches used."""
+        """The epoch, the number of its global batches that were used, and the arguments that decide the order."""
         return {
             "epoch": self.dealer.epoch,
             "position": self.position,
@@ -184,7 +202,11 @@ class ShareSampler:
         }
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Goes on where `state` was saved, on any number of ranks."""
+        """Continues from `state`, which any number of ranks may have saved.
+
+        Raises:
+            ValueError: `state` was saved with another length, seed or global batch size.
+        """
         for name in ("length", "seed", "global_batch_size"):
             expected = getattr(self.dealer, name)
             if state[name] != expected:

@@ -1,4 +1,7 @@
-"""Adam's second moments on a rank that steps apart, kept as those of synchronous training. For any framework."""
+"""Corrects Adam's second moments on a rank in local steps, so that they are as in synchronous training.
+
+For any framework; `policy.second_moments` has the formula.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,13 @@ from hvd_hetero.policy.second_moments import Mixture, mixture
 
 
 class Moments(NamedTuple):
-    """What an optimizer of Adam's kind keeps for one parameter.
+    """The moments that an optimizer of Adam's kind keeps for one parameter.
 
     Attributes:
-        first, second: its moments; `second` is the same object as long as it is not another one's.
-        steps: how many updates are in them.
+        first, second: the moments. `second` must be the same object in every call for this parameter, which it
+            identifies.
+        betas: the decay rates of the first and the second moment.
+        steps: the number of updates that the moments are made of.
     """
 
     first: Any
@@ -23,7 +28,13 @@ class Moments(NamedTuple):
 
 
 class _Known(NamedTuple):
-    """A second moment as it was after `steps` updates."""
+    """The second moment of a parameter when it was last corrected.
+
+    Attributes:
+        second: the second moment itself, which changes with each update.
+        before: a copy of its values then.
+        steps: the number of updates that it was made of then.
+    """
 
     second: Any
     before: Any
@@ -31,13 +42,17 @@ class _Known(NamedTuple):
 
 
 class SecondMoments:
-    """Exchanges what steps apart have added to second moments: see `policy.second_moments`.
+    """Corrects second moments in local steps: replaces what a rank's steps have added to them by what the global
+    batch's gradients would have added. This needs no communication: see `policy.second_moments`.
+
+    `LocalTraining` calls it around each local step. Between two corrections it keeps a copy of each second moment.
 
     Args:
-        find: the moments that an optimizer keeps; none for None, an optimizer that is gone.
-        copy: a copy of a second moment.
-        mix: makes second moments their mixtures with copies from before; returns copies of what they are now.
-        exchanges: False to leave them as they are, and only know what they were.
+        find: returns the moments that an optimizer keeps; none for an optimizer of another kind, or for None.
+        copy: returns a copy of a second moment.
+        mix: replaces each second moment by its `Mixture` with the copy from the last correction. Returns copies of the
+            new values.
+        exchanges: whether second moments are corrected. If not, only the copies are kept, for `before`.
     """
 
     def __init__(
@@ -50,34 +65,41 @@ class SecondMoments:
     ) -> None:
         self._find, self._copy, self._mix, self._exchanges = find, copy, mix, exchanges
         self._known: dict[int, _Known] = {}  # by id of the second moment
-        self._with_samples = 0  # steps since they were known
-        self._parts = 0.0
+        self._with_samples = 0  # local steps with samples since the last correction
+        self._parts = 0.0  # the sum of their fractions of the global batch
 
     def before_step(self, optimizer: Any) -> None:
-        """Before an update apart."""
+        """Is called before the update of a local step. Before the first one, copies the second moments."""
         if not self._known:
             self._catch_up(optimizer)
 
     def after_step(self, optimizer: Any, part: float, *, sent: bool) -> None:
-        """After its update over this part of the global batch; `sent`: and what was done until then is sent."""
+        """Is called after the update of a local step. Corrects second moments if the rank's progress was sent.
+
+        Args:
+            optimizer: the optimizer that made the update.
+            part: the fraction of the global batch that this rank's gradient was over.
+            sent: whether the progress of local steps so far is being sent to the other ranks.
+        """
         self._parts += part
         self._with_samples += part > 0
         if sent or not self._known:
             self._catch_up(optimizer)
 
     def end(self, optimizer: Any) -> None:
-        """Exchanges the rest, and knows nothing any more: others may look at what the optimizer keeps, or write it."""
+        """Corrects second moments at the end of local steps, and drops the copies. From then on the optimizer's state
+        may be read or replaced by others."""
         self._catch_up(optimizer)
         self._known = {}
 
     def _catch_up(self, optimizer: Any) -> None:
-        """Exchanges what was not yet."""
+        """Corrects the second moments for all updates since the last correction, and copies the new values."""
         part = self._parts / self._with_samples if self._exchanges and self._with_samples else 1.0
         known: dict[int, _Known] = {}
         mixed: list[Moments] = []
         befores: list[Any] = []
         mixtures: list[Mixture] = []
-        recipes: dict[Any, Mixture] = {}  # most parameters have the same
+        recipes: dict[Any, Mixture] = {}  # by betas and steps, which are the same for most parameters
         for moments in self._find(optimizer):
             second = moments.second
             was = self._known.get(id(second))
@@ -97,6 +119,6 @@ class SecondMoments:
         self._with_samples, self._parts = 0, 0.0
 
     def before(self, moments: Moments) -> Any:
-        """What a second moment was when progress was last sent; None where that is not known."""
+        """Returns the values of a second moment at the last correction; None if there is no copy."""
         was = self._known.get(id(moments.second))
         return was.before if was is not None and was.second is moments.second else None

@@ -1,9 +1,10 @@
-"""Choosing the strategy while the job runs: `strategy="auto"`. Rank 0 chooses, and its plan tells all.
+"""Chooses between synchronous and local training while the job runs: `strategy="auto"`. Rank 0 chooses, and announces
+the strategy to all ranks with its plan.
 
-What the prediction needs comes with the exchanges: speeds (the planner's models), stops and noise of each
-rank's compute, and what a synchronous step takes beyond its slowest rank, which is the exchange that nothing hides. A
-merge is taken to need as long as that: both move the model once.
-"""
+The prediction uses what ranks report in the exchanges: their speeds (the planner's speed models), the stops and the
+noise of their compute, and the time that a synchronous step takes beyond the compute of its slowest rank. That is the
+part of the exchange that does not overlap with compute. A merge is assumed to take as long, as both send as many
+values."""
 
 from __future__ import annotations
 
@@ -25,22 +26,23 @@ from hvd_hetero.policy.strategy import (
 
 from .steadiness import Steadiness
 
-EVERY = 10  # batches between two looks, at least
-PREDICTION_S = 2.5e-3  # a prediction takes for each rank that stops at times, and all wait for rank 0 meanwhile
-BUDGET = 0.005  # the part of the time that predictions may take
-EXCHANGES = 32  # synchronous steps that say how long an exchange takes
-LEAST_EXCHANGES = 8
+EVERY = 10  # batches between two predictions, at least
+PREDICTION_S = 2.5e-3  # seconds of a prediction for each rank that stalls; all ranks wait for rank 0 meanwhile
+BUDGET = 0.005  # the fraction of the time that predictions may take
+EXCHANGES = 32  # synchronous steps over whose exchanges the median is taken
+LEAST_EXCHANGES = 8  # synchronous steps before the first choice
 
 
 class Selection:
-    """What is known of a job's ranks beside their speeds, and the strategy that follows.
+    """Chooses the strategy for the next batches, on rank 0. The planner calls it.
 
     Args:
-        steadiness: of the ranks.
-        round_steps: local steps of the fastest rank in a round, if there should be rounds.
-        bound_rounds: rounds for which a rank goes on without a merge; None: the usual ones.
-        first_step: no choice before this batch.
-        hold_steps: a strategy holds for so many batches at least.
+        steadiness: how often and how long each rank stalls.
+        round_steps: local steps of the fastest rank in a round of local training.
+        bound_rounds: rounds that a rank may go on while it misses merges; None: the default of `predict_local`.
+        first_step: the first batch at which a choice is made.
+        hold_steps: the number of batches for which a chosen strategy is kept at least.
+        rule: how much faster a strategy has to be predicted for a change to it.
     """
 
     def __init__(
@@ -54,11 +56,11 @@ class Selection:
         self._next_look = self._first_look = first_step
 
     def hear(self, *, busy_s: Sequence[float], step_s: float | None) -> None:
-        """Takes in what a batch took.
+        """Takes in the times of a batch.
 
         Args:
-            busy_s: of each rank, without waiting for others.
-            step_s: from the batch's beginning to its end, where it was a synchronous one.
+            busy_s: by rank, the seconds of its own work, without waiting for others.
+            step_s: seconds from the beginning of the batch to its end; None if the step was not a synchronous one.
         """
         if step_s is not None and max(busy_s) > 0:
             self._exchange_s.append(max(0.0, step_s - max(busy_s)))
@@ -68,21 +70,29 @@ class Selection:
         return list(self._exchange_s)
 
     def load_state_dict(self, exchange_s: Sequence[float], *, since: int | None = None) -> None:
-        """Goes on from what `state_dict` returned, with a strategy that was chosen to hold from a batch on."""
+        """Loads the times from `state_dict`. `since`: the batch from which the present strategy holds; None:
+        unknown."""
         self._exchange_s = deque(exchange_s, maxlen=EXCHANGES)
         self._next_look = max(self._first_look, 0 if since is None else since + self._hold_steps)
 
     @property
     def exchange_s(self) -> float:
-        """Seconds of a synchronous step beyond its slowest rank: the median, since a long wait for data is none."""
+        """Seconds of a synchronous step beyond the work of its slowest rank. The median of the last steps, so that a
+        single long wait for data does not count."""
         return statistics.median(self._exchange_s) if self._exchange_s else 0.0
 
     def predict(
         self, models: Sequence[SpeedModel], windows: Sequence[Sequence[Observation]], shares: Sequence[int],
         micro_batch: Sequence[int | None] | None = None,
     ) -> tuple[Prediction, Prediction]:
-        """What synchronous and local training should achieve with these shares, of which a pass of each rank holds
-        `micro_batch` samples at most."""
+        """Predicts the speed of synchronous and of local training, in this order.
+
+        Args:
+            models: by rank, its speed model.
+            windows: by rank, its recent observations, which tell the noise of its compute.
+            shares: by rank, its samples of a global batch.
+            micro_batch: by rank, the samples of a forward and backward pass at most; None: no limit.
+        """
         jitters = self._steadiness.jitters(models, windows)
         return (
             predict_synchronous(
@@ -98,10 +108,17 @@ class Selection:
         self, step: int, current: str, models: Sequence[SpeedModel], windows: Sequence[Sequence[Observation]],
         shares: Sequence[int], micro_batch: Sequence[int | None] | None = None,
     ) -> Choice | None:
-        """Another strategy that should hold from now on, and why; None where the current one should stay."""
+        """Returns another strategy that should be used from now on, and why; None to keep the current one. Predictions
+        are made for some batches only, so that they take little time.
+
+        Args:
+            step: the present global batch.
+            current: the present strategy.
+            models, windows, shares, micro_batch: see `predict`.
+        """
         if step < self._next_look or (current == SYNCHRONOUS and len(self._exchange_s) < LEAST_EXCHANGES):
             return None
-        if len(models) == 1:  # which waits for nobody
+        if len(models) == 1:  # a single rank waits for nobody
             return None
         predicted = self.predict(models, windows, shares, micro_batch)
         cost_s = PREDICTION_S * self._steadiness.unsteady

@@ -1,4 +1,4 @@
-"""One model's statistics from those of all ranks: what layers gather from the samples that they see."""
+"""Merges the statistics that layers gather from their samples (as running means and variances) over all ranks."""
 
 from __future__ import annotations
 
@@ -19,13 +19,21 @@ def merged_statistics(
     engine: Engine,
     name: str,
 ) -> list[np.ndarray]:
-    """The merged `means`, `moments` (one after the other) and `numbers`, in this order, the same on all ranks.
-    A collective call.
+    """Merges this rank's statistics with those of all ranks. A collective call.
 
-    Means are weighted by `weight` (this rank's samples), where no rank has any by `otherwise`, and are of the ranks on
-    which they are finite, if there is any. Moments are pairs of a mean and a variance; the variance becomes that of all
-    samples together: the mean of E[x^2] = variance + mean^2, less the square of the merged mean. Whole numbers become
-    the largest.
+    Args:
+        means: arrays of means; the result is their weighted mean. A value that is not finite on some ranks is the mean
+            over the ranks on which it is finite, if there are any.
+        moments: pairs (mean, variance); the result is those of all samples together. The merged variance is the
+            weighted mean of E[x^2] = variance + mean^2, less the square of the merged mean.
+        numbers: arrays of integers, such as counters; the result is the largest over the ranks.
+        weight: the weight of this rank, its number of samples.
+        otherwise: the weight of this rank if `weight` is 0 on all ranks; if it is 0 on all ranks as well, all weigh 1.
+        engine: the ranks.
+        name: prefix of the operations' names, the same on all ranks.
+
+    Returns:
+        The merged means, then mean and variance of each pair, then the numbers, the same on all ranks.
     """
     exact = [np.asarray(mean, dtype=np.float64) for mean in means]
     for mean, variance in moments:
@@ -46,8 +54,8 @@ def merged_statistics(
 def _summed(
     arrays: Sequence[np.ndarray], weights: tuple[float, ...], engine: Engine, name: str, *, pairs: Sequence[int]
 ) -> list[np.ndarray]:
-    """Weighted means over the ranks. After an array of `pairs` comes its second moment, and both are of the same ranks.
-    """
+    """Returns the weighted means over the ranks, which all weigh by the first of `weights` whose sum is above 0, or 1.
+    `pairs`: indices of arrays whose next one is their second moment; both are averaged over the same ranks."""
     flat = np.concatenate([array.reshape(-1) for array in arrays])
     choices = np.array([*weights, 1.0])
     wholes = engine.allreduce_async(choices.copy(), name=f"{name}.weight").wait()
@@ -58,7 +66,7 @@ def _summed(
     if not np.isfinite(means).all():  # the same on all ranks
         finite = list(map(np.isfinite, arrays))
         for index in pairs:
-            finite[index] = finite[index + 1]  # which is finite where the mean is, or nowhere
+            finite[index] = finite[index + 1]  # the second moment is finite only where the mean is, too
         counts = np.concatenate([one.reshape(-1) for one in finite]) * weight
         sums = np.concatenate([counts, np.where(counts, flat, 0.0) * counts])
         counts, sums = engine.allreduce_async(sums, name=f"{name}.finite").wait().reshape(2, -1)

@@ -1,4 +1,4 @@
-"""How steady each rank is: for which part of the time it was stopped lately, as all ranks have heard it."""
+"""Estimates how often and how long each rank was stopped lately, from what all ranks report in the exchanges."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import numpy as np
 from hvd_hetero.policy.jitter import Jitter, Ran, estimate, with_stops
 from hvd_hetero.policy.speed import Observation, SpeedModel
 
-MEMORY = 200  # batches after which what was measured of stops has faded to 1/e
-LEAST_STOPS = 2.0
-ENOUGH_STOPS = 4.0  # to give a rank another share for them: two may be chance
+MEMORY = 200  # batches after which a measurement of stops has decayed to 1/e
+LEAST_STOPS = 2.0  # stops, with decay, from which on a rank counts as one that stalls
+ENOUGH_STOPS = 4.0  # stops from which on a rank's share takes them into account: two may be chance
 
 
 class Steadiness:
-    """Statistics of how often and how long each rank stalls; the same on all ranks."""
+    """Statistics of how often and how long each of `size` ranks stalls; the same on all ranks."""
 
     def __init__(self, size: int) -> None:
         self._ran: np.ndarray = np.zeros((size, len(Ran._fields)))
         self._heard = 0
 
     def hear(self, step: int, ran: Sequence[Ran]) -> None:
-        """Takes in what all ranks said of batch `step` and of those before it since the last call."""
+        """Takes in all ranks' reports, by rank, of batch `step` and of the batches before it since the last call."""
         fading = math.exp(-max(0, step - self._heard) / MEMORY)
         self._heard = step
         self._ran = self._ran * fading + np.asarray(ran)
@@ -34,7 +34,8 @@ class Steadiness:
         return {"heard": self._heard, "ran": self._ran.tolist()}
 
     def load_state_dict(self, state: Mapping[str, Any], places: Sequence[int | None]) -> None:
-        """Goes on from `state`: each rank from what was known of the one in its place there; None: from nothing."""
+        """Loads `state`. `places`: by rank, the former rank whose statistics it continues; None: it starts with
+        none."""
         nothing = [0.0] * len(Ran._fields)
         ran = state.get("ran")
         self._heard = int(state.get("heard", 0))
@@ -50,21 +51,27 @@ class Steadiness:
         return sum(estimate(ran, least_stops=LEAST_STOPS).stalled > 0.0 for ran in self._lately)
 
     def jitters(self, models: Sequence[SpeedModel], windows: Sequence[Sequence[Observation]]) -> list[Jitter]:
-        """By rank, how unsteady its compute is."""
+        """Returns by rank how unsteady its compute is: its stops, and the noise of its steps.
+
+        Args:
+            models: by rank, its speed model.
+            windows: by rank, recent observations, whose deviation from the model is the noise.
+        """
         return [
             estimate(ran, variation=_variation(model, window), least_stops=LEAST_STOPS)
             for ran, model, window in zip(self._lately, models, windows, strict=True)
         ]
 
     def alone(self, models: Sequence[SpeedModel]) -> tuple[SpeedModel, ...]:
-        """By rank, its speed when nobody waits for it: its stops are a part of its time."""
+        """Returns by rank its speed model in local steps, which includes its stops, as no other rank waits for it."""
         return tuple(
             with_stops(model, ran, least_stops=ENOUGH_STOPS)
             for ran, model in zip(self._lately, models, strict=True)
         )
 
     def alone_s(self, compute_s: Sequence[float]) -> list[float]:
-        """By rank, the seconds between the beginnings of such batches when it waits for nobody."""
+        """Returns by rank the seconds per batch in local steps, in which it waits for nobody, with its stops included.
+        `compute_s`: by rank, the seconds of a batch without stops."""
         return [
             estimate(ran, least_stops=ENOUGH_STOPS).alone_s(seconds)
             for ran, seconds in zip(self._lately, compute_s, strict=True)
@@ -72,6 +79,7 @@ class Steadiness:
 
 
 def _variation(model: SpeedModel, window: Sequence[Observation]) -> float:
-    """Standard deviation of a step's compute over what the model says, from the median so that stops do not count."""
+    """Returns the standard deviation of compute time over the time that the model predicts, relative to its median. It
+    is estimated from the median absolute deviation (times 1.4826), so that stops do not count."""
     ratios = np.array([model.ratio(seen) for seen in window])
     return float(1.4826 * np.median(np.abs(ratios / np.median(ratios) - 1.0))) if len(ratios) else 0.0

@@ -1,4 +1,4 @@
-"""Telling a stop from a slow step: a rank whose cores are taken away for a while is not a slower rank."""
+"""Distinguishes a stop of a rank, whose cores another process takes for a while, from a lower speed of the rank."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from collections import deque
 
 from hvd_hetero.policy.jitter import Ran
 
-WINDOW = 16  # batches of one size
-LEAST = 5  # of them, before one is told from the others
-FACTOR, FLOOR_S = 2.0, 0.05  # a stop makes a batch so many times longer than usual, and by so much at least
+WINDOW = 16  # batches of one size over which the median is taken
+LEAST = 5  # batches of one size, before the next one can count as stopped
+FACTOR, FLOOR_S = 2.0, 0.05  # a batch was stopped if it took more than FACTOR times the usual, and FLOOR_S longer
 
 
 class StopMeter:
-    """What this rank's batches say of its stops.
+    """Measures the stops of this rank from the compute times of its batches.
 
-    The median of half a window follows a rank that has become slower for good: that is no stop.
+    A batch that takes much longer than the median of the last ones was stopped. If a rank becomes slower for good, the
+    median follows after half a window, so that this is not taken for stops.
     """
 
     def __init__(self) -> None:
@@ -24,7 +25,8 @@ class StopMeter:
         self._running_s, self._stopped_s, self._stops = 0.0, 0.0, 0
 
     def add(self, samples: float, compute_s: float, *, batches: int = 1) -> None:
-        """Takes in `batches` batches that took `compute_s` each."""
+        """Takes in `batches` batches, each of `samples` samples and `compute_s` seconds. A batch of another size than
+        the ones before begins a new window."""
         if samples <= 0 or compute_s <= 0:
             return
         if samples != self._samples:
@@ -41,7 +43,7 @@ class StopMeter:
         self._recent_s.append(compute_s)
 
     def take(self) -> Ran:
-        """The sums since the last call."""
+        """Returns the seconds run, the seconds stopped and the number of stops since the last call."""
         ran = Ran(self._running_s, self._stopped_s, float(self._stops))
         self._running_s, self._stopped_s, self._stops = 0.0, 0.0, 0
         return ran

@@ -1,7 +1,8 @@
-"""Dealing a stream: samples that have no number, in the one order in which every rank reads them.
+"""Deals a stream (an `IterableDataset`), whose samples have no index and which every rank reads in the same order.
 
-Global batch k of an epoch is what the stream gives next, whatever the plan; each rank keeps its places of it and passes
-over those of the others. So every sample is used exactly once however often the plan changes, as with `ShareSampler`.
+Global batch k of an epoch is what the stream yields next, whatever the plan is. Each rank reads all of it, keeps the
+samples of its own share, and discards those of the others. So every sample is used exactly once, however often the plan
+changes, as with `ShareSampler`.
 """
 
 from __future__ import annotations
@@ -20,28 +21,46 @@ A_STREAM = "a stream (IterableDataset)"
 
 
 class Order(NamedTuple):
-    """What to read next, for whoever reads: a global batch, of the iteration `run` over `epoch`."""
+    """Tells a reader (a loading process, or this one) to read the next global batch of its stream.
+
+    Attributes:
+        run: the number of the iteration that the batch is for.
+        epoch: the epoch of that iteration.
+        rank: the rank whose samples are kept.
+        shares: the shares of all ranks in this batch. None: the batch was used before a checkpoint, and is skipped.
+    """
 
     run: int
     epoch: int
     rank: int
-    shares: tuple[int, ...] | None  # None: of a batch that was used before, nothing is kept
+    shares: tuple[int, ...] | None
 
 
 class StreamSampler:
-    """What each rank takes of one global batch of a stream after the other, and how far it has come.
+    """Says which samples of each global batch of a stream this rank takes, and counts the batches that were used.
 
-    Batches may be ordered before they are used; what counts as done is what was used. An epoch ends when the stream
-    does. Going on in the middle of an epoch means reading it from its beginning.
+    It issues an `Order` for each global batch, to be carried out by reading processes ahead of the use of the batch.
+    Only batches that were used count as done. An epoch ends when the stream ends. To resume within an epoch, the stream
+    is read again from its beginning.
 
     Args:
-        length: samples of an epoch, where the stream knows.
-        seed: whatever draws at random while the stream is read begins from it and the epoch.
-        workers: how many read, each of which makes whole global batches: part of the order.
-        lookahead: batches that may be ordered before they are used. The step for which one is ordered, and so its plan,
-            depends on it where some of those who read have come to their end.
+        length: samples of an epoch over all ranks; None if the stream has no length.
+        balancer: gives the shares.
+        seed: random numbers that are drawn while reading are seeded with it and the epoch.
+        drop_last: whether a short last batch is dropped.
+        workers: the number of reading processes. Each makes whole global batches, so the order of samples depends on
+            it.
+        lookahead: how many batches may be ordered before they are used. If some readers are at the end of their stream,
+            the step, and thus the plan, for which a batch is ordered depends on it.
+
+    Attributes:
+        epoch: the present epoch.
+        position: the number of global batches of this epoch that were used.
+        run: the number of iterations begun so far.
+        loaded: how many times `load_state_dict` was called.
 
     Raises:
+        TypeError: `balancer` is not a balancer.
         ValueError: on every rank, when the arguments differ between ranks.
     """
 
@@ -55,13 +74,13 @@ class StreamSampler:
         self._agree()
         check_integer("seed", seed)  # the same on all ranks by now
         self.epoch = 0
-        self.position = 0  # global batches of this epoch that were used
-        self._first = 0  # where the next iteration starts: not 0 after load_state_dict()
-        self._resumed = False  # and not iterated since
-        self._over = False  # resumed where nothing is left
-        self.run = 0  # number of the last iteration
-        self._answers = 0  # to its orders
-        self.loaded = 0  # so many times a state was
+        self.position = 0
+        self._first = 0  # the `position` at which the next iteration starts: not 0 after load_state_dict()
+        self._resumed = False  # whether a state was loaded, and no iteration begun since
+        self._over = False  # whether the loaded state is at the end of the epoch that set_epoch() has chosen
+        self.run = 0
+        self._answers = 0  # orders of the present iteration that were carried out
+        self.loaded = 0
         self._content = 0  # checksum of the batch in use
         balancer.lookahead = max(balancer.lookahead, lookahead)
         balancer.dependents.add(self)
@@ -78,10 +97,10 @@ class StreamSampler:
         agree_on(self.balancer.engine, alike, name=f"hvd_hetero.{self.balancer.name}.dealer")
 
     def __len__(self) -> int:
-        """The global batches of the next iteration.
+        """The number of global batches in the next iteration.
 
         Raises:
-            TypeError: where the stream does not know.
+            TypeError: the stream has no length.
         """
         if self.length is None:
             raise TypeError("len(): expected a dataset of known length. Received: an IterableDataset without __len__.")
@@ -90,15 +109,16 @@ class StreamSampler:
 
     @property
     def left(self) -> int | None:
-        """The samples of the next iteration, over all ranks; None where the stream does not know."""
+        """The number of samples in the next iteration, over all ranks; None if the stream has no length."""
         size = self.balancer.global_batch_size
         if self.length is None or self._over:
             return None if self.length is None else 0
         return max(0, self.length - (self.length % size if self.drop_last else 0) - self._first * size)
 
     def set_epoch(self, epoch: int) -> None:
-        """Chooses the order of `epoch`, and starts at its beginning – unless it was resumed in the middle of it, or at
-        its end: then nothing of it is left."""
+        """Sets the epoch of the next iteration, which starts at the beginning of `epoch`. If a state from within this
+        epoch was loaded, the iteration starts there; if the state is from the end of this epoch, the iteration is
+        empty."""
         check_whole("epoch", epoch, least=0)
         if self._resumed and (epoch + 1, 0) == (self.epoch, self._first):
             self.epoch, self._over = epoch, True
@@ -106,53 +126,58 @@ class StreamSampler:
             self.epoch, self.position, self._first, self._resumed, self._over = epoch, 0, 0, False, False
 
     def begin(self) -> bool:
-        """Begins an iteration; whether anything of the epoch may be left."""
+        """Begins an iteration. Returns False if nothing of the epoch is left."""
         over, self._over = self._over, False
         self.position, self._first, self._resumed = self._first, 0, False
         self.run, self._answers = self.run + 1, 0
         return not over
 
     def orders(self) -> Iterator[Order]:
-        """The orders of an iteration, without end: first of what was used before it."""
+        """Yields the orders of an iteration, without end: first those to skip the batches that were used before it."""
         run, epoch, passed_over = self.run, self.epoch, self.position
         for _ in range(passed_over):
             yield Order(run, epoch, self.balancer.rank, None)
         for ordered in itertools.count():
-            # As many may come before it, fewer where a reader has ended; counting those would lead ever further ahead
-            # of the steps that there are, to where a new plan could hold.
+            # The number of orders that are not carried out yet: at most so many batches come before this one. Orders to
+            # readers that have ended yield no batch. If they counted, `step` would run ever further ahead of the steps
+            # that are made, into those for which a new plan may hold.
             ahead = ordered - max(0, self._answers - passed_over)
             shares = self.balancer.deal(self.balancer.step + 1 + ahead).shares
             yield Order(run, epoch, self.balancer.rank, tuple(shares))
 
     def answered(self) -> None:
-        """The oldest order is, by a batch or by the end of what its reader reads."""
+        """Says that the oldest order was carried out: its reader has returned a batch, or has ended."""
         self._answers += 1
 
     def use(self, content: int) -> None:
-        """The next batch, of this checksum, is in use now."""
+        """Says that the next batch is in use from now on; `content` is its checksum."""
         self.position += 1
         self._content = content
 
     def miss(self) -> None:
-        """The next batch is in use on the other ranks, and this one cannot load it: all miss it."""
+        """Says that this rank could not load the next batch, which the other ranks use: it counts as used."""
         self.position += 1
 
     @property
     def origin(self) -> int:
-        """A number that stands for the place in the epoch and the content of the batch in use: others have other ones,
-        but for a few."""
+        """A hash, below `ORIGINS`, of the position in the epoch and the content of the batch in use. Ranks compare it
+        in each exchange, to notice that their loaders are at different batches."""
         return zlib.crc32(f"{self.position} {self._content}".encode()) % ORIGINS
 
     def end_epoch(self) -> None:
-        """Goes to the next epoch: the stream has ended."""
+        """Goes to the beginning of the next epoch; is called when the stream has ended."""
         self.epoch, self.position = self.epoch + 1, 0
 
     def state_dict(self) -> dict[str, int]:
-        """Where in which epoch: the number of global batches used."""
+        """The epoch, the number of its global batches that were used, and the settings that decide the order."""
         return {"epoch": self.epoch + self._over, "position": self.position, **self._order}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Goes on where `state` was saved, on any number of ranks."""
+        """Continues from `state`, which any number of ranks may have saved.
+
+        Raises:
+            ValueError: `state` was saved with another seed, global batch size, or number of workers.
+        """
         for name, expected in self._order.items():
             if state.get(name) != expected:
                 raise ValueError(f"Expected the state of a stream's sampler with {name} {expected}. Received: "
@@ -162,6 +187,6 @@ class StreamSampler:
 
     @property
     def _order(self) -> dict[str, int]:
-        """The settings that, beside the stream, decide the order of an epoch."""
+        """The settings on which the order of samples in an epoch depends, beside the stream itself."""
         size = self.balancer.global_batch_size
         return {"seed": self.seed, "global_batch_size": size, "num_workers": self._workers}

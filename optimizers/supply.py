@@ -1,4 +1,8 @@
-"""How a rank gets the samples of its batches: it loads them between its computations, or others do beside those."""
+"""Measures how a rank gets its samples: how long it waits for them, and how fast they are loaded.
+
+A rank loads its samples itself between its computations (`num_workers=0`), or other processes or threads load them
+while it computes.
+"""
 
 from __future__ import annotations
 
@@ -13,61 +17,72 @@ from .meter import ComputeMeter, Moment
 
 
 class Supplied(NamedTuple):
-    """How long a rank waited for the samples of one step, and how fast they came."""
+    """How long a rank waited for the samples of one step, and how fast they were loaded.
+
+    Attributes:
+        waited_s: seconds that the rank waited for samples.
+        own_s: those of the seconds `waited_s` in which it loaded samples itself.
+        step_s: seconds from the end of the step before to that of this one; None for the first step of an iteration.
+        pace: the speed of the workers that load while the rank computes; None if there are none, or if they read all
+            samples on every rank, whatever the shares.
+    """
 
     waited_s: float
-    own_s: float  # of these, in which it loaded them itself
-    step_s: float | None  # since the end before; None where that is not of the same iteration
-    pace: LoadingPace | None  # of what loaded them beside its computing
+    own_s: float
+    step_s: float | None
+    pace: LoadingPace | None
 
 
 class Supply:
-    """The samples of one rank, as loaders say it.
+    """Measures the waits of one rank for its samples. The data loaders report to it, and `Timesheet` reads it.
 
     Args:
-        meter: measures compute.
-        clock: seconds.
+        meter: measures this rank's compute; waits for samples are taken out of that.
+        clock: returns the time in seconds.
 
     Attributes:
-        iteration: number of the last one over data that was told of.
-        by_itself: whether this rank loads its data itself.
-        pace: of what loads beside its computing, also while something else does.
+        iteration: number of iterations over data so far, as `will_load` counts them.
+        by_itself: whether this rank loads its data itself, and no workers do.
+        pace: the speed of the workers that load while this rank computes; kept while other data is loaded without them.
     """
 
     def __init__(self, meter: ComputeMeter, clock: Callable[[], float] = time.perf_counter) -> None:
         self._meter, self._clock = meter, clock
         self.iteration, self.by_itself, self.pace = 0, True, LoadingPace()
-        self._paced = False  # whether a pace can be told of what loads now
+        self._paced = False  # whether `pace` is measured in the present iteration
         self.restart()
 
     def restart(self) -> None:
         """Forgets the waits so far."""
         self._waited_s = self._own_s = 0.0
-        self._trains = False  # whether a batch has begun since
-        self._ended_s: float | None = None  # when what was done last ended, of the present iteration
+        self._trains = False  # whether a training batch has begun since the last `end`
+        self._ended_s: float | None = None  # when the last step of the present iteration ended
 
     def begin(self) -> None:
-        """A batch begins."""
+        """Says that a training batch begins, so that the waits so far are counted."""
         self._trains = True
 
     def will_load(self, *, beside: bool, in_parts: bool = True, loaders: int = 1) -> None:
-        """Says that another iteration over data begins, or that one goes on within which there was another.
+        """Says that an iteration over data begins, or continues after another loop (a validation, say) within it. The
+        data loaders call it.
 
         Args:
-            beside: others load it, while this rank computes.
-            in_parts: a rank loads its share; else it reads all, and waits as long for it whatever its share.
-            loaders: how many do, side by side.
+            beside: whether workers load the data while this rank computes.
+            in_parts: whether this rank loads its share only. If not, as with an `IterableDataset`, it reads all
+                samples, and how long it waits does not depend on its share.
+            loaders: the number of workers.
         """
         self.by_itself, self._paced = not beside, beside and in_parts
         self.pace.look_back(loaders)
-        self._ended_s = None  # for its first batch a rank waits once
+        self._ended_s = None  # the wait for the first batch of an iteration says nothing of the pace
         if not self._trains:
-            self._waited_s = self._own_s = 0.0  # for what was no training, as a validation's
+            self._waited_s = self._own_s = 0.0  # those waits were not for training, but for a validation, say
         self.iteration += 1
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
-        """While this rank waits for data, between two of its computations; what raises does not count."""
+        """A context in which this rank waits for data, or loads it, between two computations. If its body raises, the
+        time is not counted."""
         start_s, processor_s = self._clock(), self._meter.processor_s()
         with self._meter.aside(waits=False):
             yield
@@ -78,15 +93,16 @@ class Supply:
         self._waited_s += seconds
 
     def now(self) -> Moment:
-        """This moment, for `loaded`; also for another thread, which loads ahead."""
+        """Returns the present moment, to be passed to `loaded`. May be called from a thread that loads ahead."""
         return self._meter.now()
 
     def loaded(self, at: Moment) -> None:
-        """Says that the batch that begins was there at a moment: where this rank was ready before, it waited."""
+        """Says that the samples of the batch that begins were loaded at the moment `at`. If this rank was ready
+        earlier, the time in between is a wait, and no compute."""
         self._waited_s += self._meter.begin_at(at)
 
     def end(self) -> Supplied:
-        """Returns the waits and the pace since the last call, and begins anew."""
+        """Ends a step: returns its waits and the pace of loading, and begins to measure the next step."""
         now_s, before_s = self._clock(), self._ended_s
         supplied = Supplied(
             self._waited_s, self._own_s, None if before_s is None else now_s - before_s,

@@ -1,4 +1,4 @@
-"""What a rank does between two exchanges: its batches, their samples, and the seconds that they take."""
+"""Measures what a rank does between two exchanges: its samples, and the seconds of loading and compute they take."""
 
 from __future__ import annotations
 
@@ -17,17 +17,26 @@ from .supply import Supplied, Supply
 
 
 class Entry(NamedTuple):
-    """The samples and times of one rank since the last exchange."""
+    """The samples and times of one rank between two exchanges, for the trace.
+
+    Attributes:
+        samples: the number of this rank's samples.
+        data_s: seconds that the rank waited for data.
+        compute_s: seconds that it computed.
+        extra_s: further seconds that plans count as its own: loading that it did itself, serving the communication, and
+            what a CPU quota costs it in the long run (see `ComputeMeter.take_extra_s`).
+        loading_s: seconds that workers need at least to load these samples while the rank computes.
+    """
 
     samples: int
-    data_s: float  # waited for data
+    data_s: float
     compute_s: float
-    extra_s: float  # beyond that, as plans reckon: see `Timesheet.read`
-    loading_s: float  # that its samples take to be loaded beside computing, at least
+    extra_s: float
+    loading_s: float
 
 
 class Ended(NamedTuple):
-    """A step that has ended, whose times are not yet known."""
+    """A step that has ended, but whose compute time the device may not have reported yet."""
 
     taken: Taken
     samples: int
@@ -38,22 +47,22 @@ class Ended(NamedTuple):
 
 
 class Timesheet:
-    """The batches of this rank, as the next exchange tells the others of them.
+    """Measures the times of this rank's batches, which the next exchange reports to the other ranks.
 
-    A GPU is still at an update when Python is done with it. Nobody waits for it there: how long a step took is read
-    when the next exchange asks, or the next step ends.
+    A GPU may still compute an update when Python has issued it. To avoid waiting for the GPU, the time of a step is
+    read only when the next exchange asks for it, or the next step ends.
 
     Args:
-        stopwatch: measures compute; None: wall time, until somebody knows better (see `measure_with`).
-        quota_cores: the cores that a CPU quota allows this process; None: as many as there are.
-        clock: seconds, for what no device has a part in.
-        processor_s: seconds of processor time of this process.
+        stopwatch: measures compute; None: wall time, until `measure_with` sets another one.
+        quota_cores: returns the number of cores that a CPU quota allows this process; None: no quota.
+        clock: returns wall time in seconds, for what runs on no device.
+        processor_s: returns the processor time of this process in seconds.
 
     Attributes:
-        supply: how this rank gets its samples.
-        known: samples and seconds per batch, as they were read last.
-        loading_s: seconds that a sample takes to be loaded beside computing, at least, as it was read last; 0: less
-            than was noticed.
+        supply: measures how this rank gets its samples.
+        known: samples per batch and seconds per batch, of the last step whose times were read; 0 s if not known.
+        loading_s: seconds that workers need at least to load one sample while the rank computes, as read last; 0 if
+            loading was never slow enough to be noticed.
     """
 
     def __init__(
@@ -66,14 +75,14 @@ class Timesheet:
     ) -> None:
         self._meter = ComputeMeter(stopwatch or WallClock(), processor_s=processor_s, quota_cores=quota_cores)
         self._clock, self._given = clock, stopwatch is not None
-        self._ended: Ended | None = None  # whose time is not read yet
-        self._late = False  # whether there ever was one
+        self._ended: Ended | None = None  # the last step, while its time is not read
+        self._late = False  # whether the time of any step was not known at its end; then the last one is read at exit
         self.supply = Supply(self._meter, clock)
         self.loading_s = 0.0
         self.restart()
 
     def restart(self) -> None:
-        """Forgets the steps so far, after an elastic reset."""
+        """Forgets the times of all steps so far; is called after an elastic reset."""
         self.read()
         self._meter.forget()
         self._pace = Pace(self._clock)
@@ -84,18 +93,18 @@ class Timesheet:
         self.known: tuple[float, float] = (0.0, 0.0)
 
     def resume_loading(self, loading_s: float) -> None:
-        """Goes on from what was known of this rank's loaders, see `loading_s`: it may be another process now."""
+        """Sets `loading_s` to its value before a restart of this rank, unless it was measured since."""
         if loading_s and not self.loading_s:
             self.supply.pace.resume(loading_s)
             self.loading_s = loading_s
 
     def measure_with(self, stopwatch: Stopwatch) -> None:
-        """Measures compute with what suits the device, unless the constructor was told."""
+        """Sets the stopwatch that suits the device of the model, unless one was passed to the constructor."""
         if not self._given:
             self._meter.stopwatch = stopwatch
 
     def begin(self, samples: int) -> None:
-        """A batch of `samples` begins."""
+        """Says that a batch with `samples` samples of this rank begins."""
         self._pace.begin()
         self.supply.begin()
         self._batches += 1
@@ -103,35 +112,36 @@ class Timesheet:
 
     @property
     def running(self) -> bool:
-        """Whether this rank computes, as far as it has said."""
+        """Whether this rank computes now: between `run` and `pause`."""
         return self._meter.running
 
     def run(self) -> None:
-        """Compute begins, or goes on."""
+        """Says that compute begins, or goes on after a wait."""
         self._meter.run()
 
     def pause(self) -> None:
-        """Compute ends; what follows is waiting."""
+        """Says that compute ends, and waiting for other ranks begins."""
         self._meter.pause()
 
     def aside(self) -> contextlib.AbstractContextManager[None]:
-        """While this rank does what is no computation of its samples."""
+        """Returns a context for work that is no computation of this rank's samples: its time is not counted."""
         return self._meter.aside(waits=False)
 
     def waiting(self) -> contextlib.AbstractContextManager[None]:
-        """While this rank waits for others in the middle of its computations, as for the statistics of a layer."""
+        """Returns a context in which this rank waits for others within its compute, as `SyncBatchNorm` does."""
         return self._meter.aside(waits=True)
 
     def take_waited_s(self) -> float:
-        """The seconds of such waits since the last call."""
+        """Returns the seconds spent in `waiting()` contexts since the last call."""
         return self._meter.take_aside_s()
 
     def discard(self) -> None:
-        """Says that what is done now takes longer than it will ever again."""
+        """Says that the present step is unusually slow, as when a model is compiled. Plans do not use its times."""
         self._discarded = True
 
     def end(self, tell: Callable[[Entry], None]) -> None:
-        """Ends what was done since the last call; `tell` hears of it as soon as it is known how long it took."""
+        """Ends a step, which is what was done since the last call. `tell` is called with its `Entry` as soon as its
+        times are known, by a later call if a GPU is still at the step."""
         self.read()
         supplied = self.supply.end()
         ended = Ended(self._meter.take(), self._samples, self._batches, supplied, self._discarded, tell)
@@ -141,25 +151,26 @@ class Timesheet:
             self.read()
         elif not self._late:
             self._late = True
-            atexit.register(_read_at_exit, weakref.ref(self))  # the last step is known as well
+            atexit.register(_read_at_exit, weakref.ref(self))  # so that the trace has the last step, too
 
     def read(self) -> None:
-        """Reads how long it took what has ended; where the device is still at it, this waits for it.
+        """Reads the times of the step that has ended, if they were not read yet. Waits for the device, if it is still
+        at that step.
 
-        A rank that loads its data itself takes as long as that and computing do. Where others load it meanwhile, that
-        takes its time by itself: see `loading_s`. Until it is known how long, where this rank waits for it, better
-        nothing is known than what a plan would be wrong with.
+        If a rank loads its data itself, the seconds in `known` are those of loading and compute together. If workers
+        load meanwhile, their time is in `loading_s`. As long as the rank waits for workers whose speed is not known
+        yet, `known` has 0 s (no measurement), since a plan made from compute alone would be wrong.
         """
         if self._ended is None:
             return
         ended, self._ended = self._ended, None
         compute_s, supplied, batches = ended.taken.seconds(), ended.supplied, max(ended.batches, 1)
         own_s, pace = supplied.own_s, supplied.pace
-        if supplied.step_s is not None:  # where nobody waits for a device, as in steps apart, it computes meanwhile
+        if supplied.step_s is not None:  # in local steps, nobody waits for the device, which computes during loading
             own_s = min(own_s, max(0.0, supplied.step_s - compute_s))
         extra_s = own_s + self._meter.take_extra_s(compute_s, own_s)
         if pace is not None and not ended.discarded:
-            # All of one batch: where a device is behind, it is not the one that is in use now.
+            # All numbers are those of the ended step: if the device is behind, another batch is in use by now.
             pace.hear(ended.samples, step_s=supplied.step_s, waited_s=supplied.waited_s, computed_s=compute_s)
         self.loading_s = 0.0 if pace is None else pace.seconds_per_sample or 0.0
         if ended.discarded:
@@ -174,32 +185,33 @@ class Timesheet:
 
     @property
     def reported(self) -> tuple[float, float]:
-        """Samples and seconds per batch, for the next exchange: of what ended last."""
+        """Samples and seconds per batch of the last ended step, for the next exchange. May wait for the device."""
         self.read()
         return self.known
 
     def take_stops(self) -> Ran:
-        """How long this rank ran and was stopped since the last call, as far as it is read."""
+        """Returns how long this rank ran and was stopped, and how often, in the steps read since the last call."""
         return self._stops.take()
 
     @property
     def last_step_s(self) -> float | None:
-        """Seconds of the step before the present one, waiting included; None where there is none."""
+        """Seconds of the step before the present one, with all waits; None if there is none."""
         return self._pace.last_s
 
     @property
     def usual_step_s(self) -> float | None:
-        """The median of the last steps; None before the second one."""
+        """The median duration of the last steps, in seconds; None before the second step."""
         return self._pace.usual_s
 
-    # What is not said yet: see `Keeping` -----------------------------------------------------------------------------
+    # For checkpoints, through `Keeping`: what the other ranks have not been told yet ---------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The samples that the next exchanges tell the others of; what they took says nothing of another process."""
+        """The samples that the next exchange reports, and the batches begun. Their times are left out: they would say
+        nothing of the process that loads this state."""
         return {"samples": self.reported[0], "begun": [self._samples, self._batches]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from `state`, of this rank of as many."""
+        """Loads `state`, which was saved by the same rank of as many ranks."""
         self.read()
         self._meter.forget()
         self.known = (state["samples"], 0.0)
@@ -207,7 +219,7 @@ class Timesheet:
         self._samples, self._batches = state["begun"]
         if self._batches:
             self.supply.begin()
-        self._discarded = self._batches > 0  # it is not known how long these took
+        self._discarded = self._batches > 0  # the time of the batches begun before is not known
 
 
 def _read_at_exit(timesheet: weakref.ref[Timesheet]) -> None:

@@ -1,4 +1,4 @@
-"""How long a route takes, by timing it at several sizes: what predictions rest on."""
+"""Times a route at several sizes of array, to predict how long it takes for a bucket of any size."""
 
 from __future__ import annotations
 
@@ -16,26 +16,32 @@ from hvd_hetero.policy.link import Curve, fit_curve
 from .route import Candidate
 
 LARGE_BYTES = 2**23
-# Sizes that are timed, each where a sum of it promises to take no longer than so many seconds; what lies beyond follows
-# the line through them. On quick links, caches and codecs that work by the piece bend the line, and slow ones make it
-# straight: two sizes tell it.
+# Sizes in bytes, each with the seconds that one sum of this size may take at most, as predicted from the size before;
+# a size that would take longer is not timed, and the fitted line stands for it. On fast links, where caches and codecs
+# that work in pieces bend the line, all four sizes are timed; on slow links it is straight, and two sizes are enough.
 SIZES_BYTES = {2**14: math.inf, 2**18: math.inf, 2**21: 0.2, LARGE_BYTES: 0.2}
 REPEATS = 3
-# Quick sums are timed more often, for so long and so often at most: they vary most.
+# Quick sums vary most, so they are repeated: up to QUICK_S seconds for one size, and up to MOST_REPEATS times.
 QUICK_S, MOST_REPEATS = 0.05, 12
-UNSEEN = 2  # sums before those that count: names are negotiated at their first use, and memory is touched
+UNSEEN = 2  # untimed sums at first: Horovod negotiates a name, and memory is paged in, at the first use
 
 
 def timed_curve(levels: Levels, candidate: Candidate, like: Any, *, name: str, clock: Callable[[], float]) -> Curve:
-    """The times of sums of arrays of the type of `like`, in operations of this name, the same on all ranks. A
-    collective call.
+    """Times sums by one route, and returns the curve of seconds over bytes, the same on all ranks. A collective call.
 
-    Sizes that are timed more often are timed in turn: what disturbs the machine for a moment would otherwise spoil one
-    of them alone.
+    Sizes that are timed more often are timed in turn, so that a short disturbance of the machine does not fall on one
+    size alone.
+
+    Args:
+        levels: the groups of ranks (within nodes, between nodes) that the route uses.
+        candidate: the route.
+        like: an array; those that are summed have its library, dtype and device.
+        name: prefix of the operations' names, the same on all ranks.
+        clock: returns the time in seconds.
     """
     sums: dict[int, _Sum] = {}
     taken: dict[int, np.ndarray] = {}
-    promised_s = 0.0  # for a byte
+    promised_s = 0.0  # seconds per byte of the size timed last
     for size, most_s in SIZES_BYTES.items():
         if promised_s * size > most_s:
             break
@@ -52,7 +58,7 @@ def timed_curve(levels: Levels, candidate: Candidate, like: Any, *, name: str, c
 
 
 class _Sum:
-    """A sum of so many bytes, as a bucket's is: over and over in the same memory."""
+    """Sums an array of `size_bytes` bytes by one route, repeatedly in the same memory, as a bucket is summed."""
 
     def __init__(
         self,
@@ -83,6 +89,6 @@ class _Sum:
         return seconds
 
     def times(self, repeats: int) -> np.ndarray:
-        """Seconds of each of so many sums, on the slowest rank."""
+        """Times `repeats` sums. Returns the seconds of each on its slowest rank."""
         found = np.array([self._seconds() for _ in range(repeats)])
         return np.asarray(self._engine.allreduce_async(found, name=f"{self._name}.slowest", op="max").wait())

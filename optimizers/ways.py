@@ -1,4 +1,8 @@
-"""How the buckets of a model travel: from the arguments of `DistributedOptimizer` to a way for each bucket."""
+"""Chooses how each bucket of gradients is summed over the ranks, from the arguments of `DistributedOptimizer`.
+
+A *way* is what sums one bucket: a `Route` (an algorithm, such as a flat or a hierarchical all-reduce, with its codecs),
+or a `Trial`, which times several routes on the running job and keeps the fastest.
+"""
 
 from __future__ import annotations
 
@@ -22,19 +26,24 @@ CHOICES = ("auto", *ALGORITHMS)
 
 
 class Ways:
-    """Makes a way for each bucket. Constructing one is a collective call.
+    """Makes the way of each bucket, that is what sums it over the ranks. Constructing one is a collective call.
 
     Args:
         engine: the ranks that train together.
-        wire: the codecs, or a compressor of the user's own.
-        topology: "flat" (or None): one level. "auto": nodes found and links measured, and the fastest algorithm for
-            each bucket. "rails", "scatter", "leader": nodes found, and that algorithm. A `Topology`: its nodes, and the
-            fastest algorithm for each bucket; in an elastic job of another number of ranks, as "auto".
-        alike: what else ranks must have the same, by name.
-        tell: is told what was chosen, and why.
+        wire: the codecs, or a compressor written by the user for Horovod.
+        topology: "flat" (or None): one level. "auto": nodes are detected and links measured, and each bucket gets the
+            fastest algorithm. "rails", "scatter", "leader": nodes are detected, and all buckets get that algorithm. A
+            `Topology`: its nodes, and the fastest algorithm for each bucket; as "auto" in an elastic job whose number
+            of ranks is another one than the topology's.
+        alike: further arguments of the caller that must be equal on all ranks, by name.
+        tell: is called with the name of a bucket and its `Choice` (the route, and the reason) after each choice.
+
+    Attributes:
+        exact: whether gradients are sent without any codec.
+        keeps: whether a codec keeps a residual (error feedback) from step to step.
 
     Raises:
-        ValueError: on every rank, when arguments are wrong on one, or differ.
+        ValueError: on every rank, if an argument is invalid on one rank, or differs between ranks.
     """
 
     def __init__(
@@ -68,26 +77,26 @@ class Ways:
 
     @property
     def plain(self) -> bool:
-        """Whether each bucket is summed as it is, in one all-reduce."""
+        """Whether every bucket is summed by one flat all-reduce, without a codec."""
         return self.exact and not self._measures
 
     @property
     def chooses(self) -> bool:
-        """Whether a way was chosen by timing: another choice may come to be better."""
+        """Whether any route was chosen by timing, so that another one may become faster when the links change."""
         return self._router is not None and self._router.chooses
 
     @property
     def timing_s(self) -> float:
-        """Seconds that this rank has timed ways for: see `Router`."""
+        """Seconds that timing the routes took on this rank, the last time; 0 if none were timed."""
         return 0.0 if self._router is None else self._router.timing_s
 
     @property
     def gentle_steps(self) -> int:
-        """The number of first steps in which some codec loses less, and takes longer."""
+        """The number of warm-up steps in which a codec sends more precisely, and so more slowly, than afterwards."""
         return max(recipe.gentle_steps for recipe in self._wire.recipes)
 
     def time_anew(self) -> None:
-        """Times again what was timed. A collective call."""
+        """Times again all routes that were timed before, as links may have changed. A collective call."""
         if self._router is not None:
             self._router.time_anew()
 
@@ -96,9 +105,10 @@ class Ways:
         return self._compressor is not None or self._wire.takes(shape)
 
     def bucket_bytes(self, like: Any, *, most: int) -> int:
-        """At most so many bytes of gradients of the type of `like` should travel together. A collective call."""
+        """Returns the largest bucket size in bytes, at most `most`, that suits the links, for gradients of the type of
+        `like`. A collective call. With the user's own compressor it is 1, so that each gradient has its own bucket."""
         if self._compressor is not None:
-            return 1  # one of a user's own gets each gradient by itself, as Horovod's do
+            return 1  # a user's compressor gets each gradient by itself, as in Horovod
         if self._router is None or not self._measures:
             return most
         return cap_bytes(self._router.line(like, lossy=not self.exact), most=most)
@@ -111,7 +121,15 @@ class Ways:
         name: str,
         before: Sequence[Way] | None = None,
     ) -> list[Way]:
-        """A way for each bucket; that of `before` where it is chosen again. All ranks call it with the same layout."""
+        """Returns the way of each bucket of a layout. All ranks call it with the same layout.
+
+        Args:
+            buckets: flat arrays.
+            shapes: for each bucket, the shapes of the tensors in it.
+            lossy: for each bucket, whether it goes through a codec.
+            name: prefix of the names under which `tell` hears of the choices.
+            before: the present ways; where the same route is chosen again, the present way is returned, with its state.
+        """
         ways = [None] * len(buckets) if before is None else before
         return [
             self.way(f"{name}.bucket.{index}", *one)
@@ -119,8 +137,8 @@ class Ways:
         ]
 
     def way(self, name: str, bucket: Any, shapes: Sequence[Shape], lossy: bool, before: Way | None = None) -> Way:
-        """The way of one bucket, of tensors of these shapes; `lossy`: through the codec. The first one for a type is a
-        collective call."""
+        """Returns the way of one bucket; for the arguments see `of`. May be a collective call, as routes are timed for
+        the first bucket of each dtype."""
         if self._router is None:
             shape = tuple(shapes[0]) if len(shapes) == 1 else None
             return Route(self._levels, "flat", cross=Exact(self._compressor, shape=shape))
@@ -130,7 +148,8 @@ class Ways:
 def _described(
     engine: Engine, topology: Any, wire: Wire | HorovodCompressor, alike: Mapping[str, Any]
 ) -> str:
-    """This rank's arguments in words. Raises what is wrong with them."""
+    """Returns this rank's arguments as a text, which is compared between ranks. Raises ValueError or TypeError if an
+    argument is invalid."""
     if isinstance(topology, str) and topology not in CHOICES:
         raise ValueError(f"topology: expected a Topology or one of {', '.join(CHOICES)}. Received: {topology!r}.")
     if topology is not None and not isinstance(topology, (str, Topology)):

@@ -1,6 +1,7 @@
-"""What one optimizer's exchanges weigh and say, whatever the framework: counts, weights, the factor, and the control.
+"""The weights of one optimizer's gradients, and the control vector that is exchanged with them, for any framework.
 
-See `weighted` for the formula. Here n_ref is chosen, and what every exchange tells and hears is put together.
+See `weighted` for the formula. This module chooses its n_ref, counts the global batches that go into an exchange, and
+writes and reads the control vector.
 """
 
 from __future__ import annotations
@@ -22,27 +23,31 @@ from .place import Place
 from .ways import Ways
 from .weighted import WeightedExchange
 
-# Few and large: an operation costs each rank a negotiation.
+# Buckets are few and large, since Horovod negotiates each operation between the ranks.
 BUCKET_BYTES = 8 << 20
 
 
 class Weighing:
-    """The weights of one optimizer's gradients over the steps.
+    """Weights the gradients of one optimizer in every exchange. The reducers of torch and Keras make one each.
 
     Args:
-        balancer: knows this rank's counts, and is told of each exchange.
-        attached: is told of batches by the balancer.
-        ways: how buckets travel.
+        balancer: counts this rank's loss terms, and receives what all ranks say in each exchange.
+        attached: the reducer, which the balancer calls when a batch begins.
+        ways: how buckets are summed.
         batches_per_exchange: global batches per exchange; their gradients are summed, as in Horovod.
         scale: multiplies the weighted mean (the number of ranks for op=Sum).
-        predivide: divides before the sum and multiplies after it, for narrow wires.
-        parameters: those that the gradients are of, once they are known; see `ParameterGuard`.
-        lays_out: tells whether this rank has come to want another layout of buckets.
-        kind: of what exchanges them: see `Places`.
-        at: its place among those, of one that is made anew.
+        predivide: divides gradients before the sum, and multiplies them after it, so that float16 does not overflow.
+        parameters: returns the parameters of these gradients, None until they are known; see `ParameterGuard`.
+        lays_out: returns whether this rank asks for another layout of buckets.
+        kind: the kind of the reducer, under which its state is found again: see `Places`.
+        at: the index among those of this kind, for a weighing that replaces an earlier one; None: the first free one.
 
     Attributes:
-        relayout: whether a rank has said so with the last exchange: then all agree on one.
+        relayout: whether any rank asked for another layout in the last exchange.
+        number: how many exchanges were attached to the balancer before this one.
+        noise: measures the noise of the gradient.
+        keeping: the state of this optimizer's exchanges, such as the residuals of codecs, on this rank.
+        place: the name under which that state is found again in a checkpoint or after an elastic reset.
     """
 
     def __init__(
@@ -61,16 +66,16 @@ class Weighing:
     ) -> None:
         self._lays_out, self.relayout = lays_out, False
         self._exchanges: weakref.WeakSet[WeightedExchange] = weakref.WeakSet()
-        self._chosen = balancer.dialogue.links.asked  # of the times that ways were to be chosen anew
-        self._to_choose = False  # as all ranks have heard
+        self._chosen = balancer.dialogue.links.asked  # the value of `Links.asked` when ways were last chosen
+        self._to_choose = False  # whether all ranks choose their ways anew when the next batch begins
         self.balancer, self.batches_per_exchange, self._ways = balancer, batches_per_exchange, ways
         self.scale, self._predivide = scale, predivide
         self.number, self._attached = balancer.exchanges.attach(attached), attached
         self.noise = GradientNoise()
         self._begun = 0  # see `begun`
-        self._left_out: int | None = None  # the present one, once so many backward passes had been made
-        self._over = False  # whether the present one went with an exchange
-        self._generation = 0
+        self._left_out: int | None = None  # backward passes when `forget` left out the present batch; None: it counts
+        self._over = False  # whether the gradients of the present batch have been exchanged
+        self._generation = 0  # the number of `WeightedExchange`s made so far, a part of their names
         self._keepers = balancer.keepers
         self.keeping = balancer.keepers.take(kind, at)
         self.place = Place(lambda: "{} {}".format(*self._keepers.place_of(self.keeping)))
@@ -83,11 +88,13 @@ class Weighing:
 
     @property
     def leads(self) -> bool:
-        """Whether this exchange carries measurements and plans, unless merges do."""
+        """Whether this optimizer leads: its exchanges carry the balancer's measurements and plans. True also while the
+        merges of a local strategy carry them instead: see `Strategies.lead`."""
         return self.balancer.exchanges.leads(self._attached)
 
     @property
     def _carries(self) -> bool:
+        """Whether the next exchange carries the measurements and plans."""
         return self.leads and not self.balancer.strategies.lead
 
     @property
@@ -97,7 +104,7 @@ class Weighing:
 
     @property
     def tail(self) -> int:
-        """The elements of the control vector."""
+        """The length of the control vector, in elements."""
         return length(self.engine.size)
 
     @property
@@ -106,18 +113,20 @@ class Weighing:
         return f"hvd_hetero.{self.balancer.name}.{self.number}"
 
     def begin(self) -> None:
-        """A global batch begins. May be a collective call."""
+        """Counts a global batch that begins. If ranks have agreed to choose ways anew, does so, a collective call."""
         self.begun += 1
         self._over = False
-        # Not where it was heard: exchanges of several optimizers may end in another order on each rank.
+        # Not in `incoming`: exchanges of several optimizers may end in a different order on each rank.
         if self._to_choose:
             self._choose_anew()
 
     @property
     def begun(self) -> int:
-        """Global batches since the last exchange, the same on all ranks. The present one is among them also where it
-        was left out and has had another pass since, with gradients of whichever optimizer: which parameters a pass has
-        some for depends on samples."""
+        """The number of global batches begun since the last exchange, the same on all ranks.
+
+        If `forget` has left out the present batch, that batch counts again as soon as it has another backward pass. The
+        pass may be of any optimizer: which optimizers' parameters get gradients in it may depend on the samples, and so
+        differ between ranks."""
         again = self._left_out is not None and self.balancer.progress.backward_passes > self._left_out
         return self._begun + again
 
@@ -126,23 +135,25 @@ class Weighing:
         self._begun, self._left_out = number, None
 
     def forget(self, *, present: bool) -> None:
-        """The batches before the present one are not to count, nor is that one where it is meant as well."""
+        """Leaves out the earlier batches of the next exchange, whose gradients were cleared (by `zero_grad()`, say).
+        `present`: leaves out the present batch as well."""
         self.begun = min(self.begun, 0 if present else 1)
         self._left_out = self.balancer.progress.backward_passes if present and not self._over else None
 
     def end(self) -> None:
-        """An exchange is over."""
+        """Ends an exchange: the count of global batches starts at 0."""
         self.begun = 0
         self._over = True
 
     @property
     def complete(self) -> bool:
-        """Whether the batches begun are all that go into the next exchange."""
+        """Whether as many global batches have begun as the next exchange takes."""
         return max(1, self.begun) >= self.batches_per_exchange
 
     @property
     def batches(self) -> int:
-        """The global batches that the gradient is the sum of: fewer than usual where an exchange came early."""
+        """The number of global batches whose gradients are summed in the next exchange. At most `batches_per_exchange`,
+        and fewer if the exchange comes early, as at the end of an epoch."""
         return max(1, min(self.begun, self.batches_per_exchange))
 
     @property
@@ -152,29 +163,31 @@ class Weighing:
 
     @property
     def unit(self) -> float:
-        """How many terms weigh 1 in a bucket: n_ref, the same on all ranks, and the predivision."""
+        """The number of loss terms whose weight c_i is 1: n_ref times `predivide`. The same on all ranks."""
         whole, shares = self.balancer.global_batch_size, self.balancer.plan.shares
-        # The whole batch makes the sum's factor 1; but equal shares have exact products with c_i = 1, narrow wires need
-        # that range, and what a codec keeps back must keep its unit.
+        # With n_ref = the whole batch the sum need not be multiplied by a factor. The mean share is taken for equal
+        # shares, whose products with c_i = 1 are exact, and for codecs: float16 needs values of that size, and the unit
+        # of residuals must stay the same when shares change.
         even = min(shares) == max(shares)
         return self._predivide * (whole / self.engine.size if even or not self._ways.exact else whole)
 
     @property
     def part_unit(self) -> float:
-        """The part of a global batch that weighs 1. Terms are not the same part of it on other ranks, without a
-        balancer."""
+        """The fraction of a global batch whose weight is 1, the unit in which residuals pass to another set of ranks.
+        Loss terms cannot be: without a balancer there is one for each rank, whatever the number of ranks."""
         return self.unit / self.balancer.global_batch_size
 
     def weight(self, terms: float) -> float:
-        """c_i of a mean over `terms` loss terms."""
+        """Returns the weight c_i of a gradient that is a mean over `terms` loss terms."""
         return terms / self.unit
 
     def factor(self, total: Sequence[float]) -> float:
-        """What turns the sum of c_i g_i into the mean over all loss terms – zero when there were none."""
+        """Returns the factor from sum_i c_i g_i to the gradient of the step: `gain` times the mean over all loss
+        terms. `total`: the summed control vector. 0 if no rank had a loss term."""
         return self.gain * self.unit / total[0] if total[0] else 0.0
 
     def outgoing(self, terms: float) -> list[float]:
-        """The control vector of a rank whose gradient is over `terms` loss terms."""
+        """Returns this rank's control vector for an exchange in which its gradient is over `terms` loss terms."""
         found, interval = self._guard.outgoing()
         look = Look(hash=found, interval=interval)
         return self.balancer.dialogue.outgoing(
@@ -184,33 +197,36 @@ class Weighing:
 
     @property
     def _chooses(self) -> bool:
-        """Whether this rank wants all to choose anew how buckets travel."""
+        """Whether this rank asks all ranks to choose anew how buckets are summed. Rank 0 does when it notices that the
+        links have changed: see `Links`."""
         return self._ways.chooses and self._chosen < self.balancer.dialogue.links.asked
 
     def _choose_anew(self) -> None:
-        """Between two steps. A collective call."""
+        """Times the routes again and takes the fastest ones, between two steps. A collective call."""
         self._to_choose = False
         links = self.balancer.dialogue.links
         with self.balancer.timesheet.aside():
             self._ways.time_anew()
-            # Each by itself: how long exchanges live that are no longer needed differs from rank to rank.
+            # A list, so that every exchange chooses. No choice may need other ranks: exchanges that are no longer used
+            # are garbage-collected at different times on each rank.
             changed = any([exchange.choose_anew() for exchange in self._exchanges])
         timing_s, self._chosen = self._ways.timing_s, links.asked
         links.chosen(self.number, timing_s, changed=changed)
-        why = {"reason": links.reason} if links.reason else {}  # which rank 0 knows
+        why = {"reason": links.reason} if links.reason else {}  # rank 0 alone knows it
         self.balancer.record.event("links", step=self.balancer.step, timing_s=timing_s, changed=changed, **why)
 
     def incoming(
         self, total: Sequence[float], *, norms: Callable[[], Sequence[Any]], terms: float, batches: int,
         counts: bool = True,
     ) -> None:
-        """Takes in what all ranks said with the gradients of a step of `batches` global batches.
+        """Reads the summed control vector, after the exchange of a step.
 
         Args:
-            total: the sum of the control vectors.
-            norms: the squared norms of the merged buckets: see `NoiseMeter.end`.
-            terms: this rank's.
-            counts: whether the step does; a rank that leaves it out may be between two batches.
+            total: the sum of all ranks' control vectors.
+            norms: returns the squared norms of the summed buckets; called on rank 0 alone: see `GradientNoise.end`.
+            terms: loss terms of this rank in the step.
+            batches: global batches of the step.
+            counts: whether the step counts. If not, batches are not compared, as this rank may be between two.
 
         Raises:
             PeerError: a rank cannot go on.
@@ -229,8 +245,8 @@ class Weighing:
         self._to_choose |= report.chooses
 
     def _reference(self, terms: float) -> float | None:
-        """How many loss terms a global batch has, as far as a rank knows that has so many, of its share; None where its
-        share says nothing."""
+        """Estimates the loss terms of a global batch over all ranks from this rank's `terms`, in proportion to its
+        share. None if its share is 0. `Carry` takes it as the weight of the sum that a residual goes into."""
         share = self.balancer.plan.shares[self.engine.rank]
         return terms / self.batches * self.balancer.global_batch_size / share if share else None
 
@@ -238,9 +254,15 @@ class Weighing:
         self, layout: Buckets, shapes: Sequence[Sequence[tuple[int, ...]]], *, control: Any,
         terms: Callable[[], float], kind: str = "gradients",
     ) -> WeightedExchange:
-        """The exchange of a layout's buckets, of tensors of these shapes, which are over so many loss `terms` when they
-        are sent; `control`: where none of them has a tail. It takes the place of the one before it of its `kind`. A
-        collective call."""
+        """Makes the exchange of a layout's buckets. A collective call.
+
+        Args:
+            layout: the buckets, and which of them ends in the control vector, if any.
+            shapes: for each bucket, the shapes of the tensors in it.
+            control: an array for the control vector, used if no bucket holds it.
+            terms: returns the loss terms that this rank's gradients are over; called when they are sent.
+            kind: the name under which the residuals of its codecs are kept; replaces the earlier exchange of that name.
+        """
         self._generation += 1
         name = f"{self.name}.{self._generation}"
         ways = functools.partial(self._ways.of, layout.buckets, shapes, layout.lossy)
@@ -266,20 +288,21 @@ class Weighing:
         return exchange
 
     def succeeds(self, before: Weighing) -> bool:
-        """Takes the place of an exchange of some of the same gradients; whether that keeps back what this one can send.
-        """
+        """Takes over the place and the strategy's state of `before`, the weighing of an earlier optimizer that shares
+        parameters with this one. Returns whether residuals of its codecs can be sent here: if both have such codecs,
+        and the same ranks."""
         if self._keepers is before._keepers:
             self._keepers.succeed(self.keeping, before.keeping)
             self.balancer.strategies.hand_over(before.place, to=self.place)
         return self.keeping.keeps and before.keeping.keeps and self.engine.ranks == before.engine.ranks
 
     def close(self) -> None:
-        """Exchanges no more: what its codecs and its strategy keep is nobody's any longer."""
+        """Ends this optimizer's exchanges, and drops the state of its codecs and its strategy."""
         self.balancer.strategies.remove(self.place)
         self.balancer.dialogue.links.gone(self.number)
         self._keepers.remove(self.keeping)
 
     @property
     def at(self) -> int:
-        """The index of this weighing among those of its kind, which outlives an elastic reset."""
+        """The index of this weighing among those of its kind; stays the same over an elastic reset."""
         return self._keepers.place_of(self.keeping)[1]

@@ -1,13 +1,15 @@
 """Synchronous training with exactly weighted gradients.
 
-The global loss is the mean over all loss terms of a global batch. Rank i returns g_i, the mean over its own n_i terms.
-Then the gradient of the global loss is (form (c) of the weighted mean: weights travel with what they weigh)
+The global loss is the mean over all loss terms of a global batch. Rank i has the gradient g_i of the mean over its own
+n_i loss terms. Then the gradient of the global loss is
 
     g = sum_i c_i g_i / sum_i c_i,     c_i = n_i / n_ref
 
-which is exact for uneven shares, a short last batch, masked tokens, and a rank without any term (c_i = 0). n_ref is any
-number that all ranks agree on: the mean share keeps c_i near 1, so that narrow wires keep their range, and with equal
-shares every product is exact; the whole batch makes the divisor 1, and saves going through all gradients once more.
+which is exact for uneven shares, a short last batch, masked tokens, and a rank without any term (c_i = 0). The n_i are
+summed with the gradients, in the control vector.
+
+n_ref is any number that all ranks agree on. With the mean share, c_i is near 1, which suits the range of float16, and
+for equal shares every product is exact. With the whole batch, the divisor is 1, so no pass over the sum is needed.
 """
 
 from __future__ import annotations
@@ -22,20 +24,23 @@ from .carry import Carry
 
 
 class Way(Protocol):
-    """The reduction of a bucket: a `Route`, or a `Trial` of several."""
+    """Sums one bucket over the ranks, in every step: a `Route`, or a `Trial` of several routes."""
 
     @property
     def is_plain(self) -> bool:
-        """Whether a sum is one all-reduce of the array as it is."""
+        """Whether the sum is a single all-reduce of the array, without a codec."""
 
     def start(self, array: Any, *, name: str) -> Handle:
-        """The sum is `array`, overwritten, or an array that nobody else holds."""
+        """Begins to sum `array`. The result of the handle is `array` itself, overwritten, or a new array."""
 
-    def end_step(self, counts: bool) -> None: ...
+    def end_step(self, counts: bool) -> None:
+        """Ends a step. If it does not count, codecs keep no residual of it."""
 
-    def release_into(self, array: Any) -> None: ...
+    def release_into(self, array: Any) -> None:
+        """Adds this rank's residuals to `array`, and clears them."""
 
-    def kept_into(self, array: Any) -> None: ...
+    def kept_into(self, array: Any) -> None:
+        """Adds this rank's residuals to `array`, and keeps them."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -45,18 +50,28 @@ class Way(Protocol):
 class WeightedExchange:
     """Sums flat buckets of weighted gradients over the ranks, and with them a *control* vector.
 
+    Merges of a local strategy go through it as well, with the progress of local steps in place of gradients. In a step,
+    `submit` is called for each bucket, then `finish`.
+
     Args:
-        engine: who communicates.
-        buckets: flat arrays that hold c_i g_i when submitted, and perhaps g when finished.
+        engine: the port to Horovod; sums the control vector.
+        buckets: flat arrays. Each holds c_i g_i when it is submitted, and may be overwritten by the sum.
         routes: the way of each bucket.
-        control: a short array; the sum over ranks of what `outgoing()` returned comes back from `finish`. It is
-            either the tail of one of the buckets, and then `rides_in` is that bucket's index, or an array of its own.
-        outgoing: called right before the control vector is sent.
+        control: a short array. What `outgoing()` returns is written into it, and `finish` returns its sum over the
+            ranks. It is a view of the tail of the bucket whose index is `rides_in`, or an array of its own.
+        rides_in: index of the bucket that ends in the control vector; None: the vector is sent in an operation of its
+            own.
+        outgoing: returns this rank's control vector; called right before it is sent.
         name: prefix of the operations' names, the same on all ranks and different from any other exchange's.
-        keeps: whether a route may keep something back, which a step that is not finite must leave alone.
-        weight: what this rank's arrays weigh in the sums, in any unit: see `Carry`. Called as each is sent.
-        fails: whether the summed control vector says that the step counts for nobody.
-        choose: the ways that buckets should take, given the present ones, in operations of this name.
+        keeps: whether a route may keep a residual, which a step that is not finite must not change.
+        weight: returns the weight by which residuals are scaled from one step to another, in any unit: see `Carry`.
+            Called for each bucket that is sent. None: as in the step before.
+        fails: returns whether the summed control vector says that the step counts on no rank, as one has failed.
+        choose: returns the ways that buckets should take from now on, given a name and the present ways.
+
+    Attributes:
+        name: the present prefix of the operations' names; another one after `choose_anew`.
+        counted: whether the last step counted for the codecs: it was to count, was finite, and no rank failed.
     """
 
     def __init__(
@@ -80,7 +95,7 @@ class WeightedExchange:
         self._choose, self._first_name, self._choices = choose, name, 0
         self._handles: dict[int, Handle] = {}
         self._control_handle: Handle | None = None
-        self.counted = True  # whether the last step did, as far as codecs are concerned
+        self.counted = True
         self._take(routes)
 
     def _take(self, routes: Sequence[Way]) -> None:
@@ -89,10 +104,10 @@ class WeightedExchange:
         self._new = self.state_dict()
 
     def choose_anew(self) -> bool:
-        """Takes other ways, between two steps, and says whether they are others. What codecs have kept back goes with
-        the next sums."""
+        """Chooses the ways of all buckets again, between two steps. Returns whether any way has changed. Then residuals
+        of the former ways are added to the next sums."""
         self._choices += 1
-        name = f"{self._first_name}.{self._choices}"  # what is known by one is of the kind that it was
+        name = f"{self._first_name}.{self._choices}"  # Horovod caches operations by name, so other ones need a new name
         routes = self._choose(name, self._routes)
         if all(one is other for one, other in zip(routes, self._routes, strict=True)):
             return False
@@ -103,18 +118,18 @@ class WeightedExchange:
         return True
 
     def weigh_as(self, before: WeightedExchange) -> None:
-        """Goes on from what arrays weighed in the exchange whose place this one takes; what that has kept back,
-        `give_back` is told."""
+        """Takes over the weights of past steps from `before`, the exchange that this one replaces. Its residuals are
+        passed on separately, from `before.kept_back` to `give_back`."""
         self._carry.weigh_as(before._carry)
 
     @property
     def submitted(self) -> frozenset[int]:
-        """The buckets under way."""
+        """The indices of the buckets that were submitted in this step."""
         return frozenset(self._handles)
 
     @property
     def operation(self) -> str:
-        """The name of an operation that is under way."""
+        """The name of an operation that is under way: that of the first bucket submitted, by index."""
         return self.name_of(min(self._handles))
 
     def name_of(self, index: int) -> str:
@@ -122,11 +137,12 @@ class WeightedExchange:
         return f"{self.name}.bucket.{index}"
 
     def outgoing(self) -> Sequence[float]:
-        """The control vector, for who sends the buckets without `submit`."""
+        """Returns this rank's control vector, for a caller that does not use `submit` (Keras in a TensorFlow graph)."""
         return self._outgoing()
 
     def submit(self, index: int) -> None:
-        """Sends bucket `index`; once per step. Buckets may be sent in any order: they are paired by name."""
+        """Begins to sum bucket `index`; is called once per step and bucket. Ranks may submit in different orders, as
+        Horovod pairs operations by name."""
         if self._rides_in == index:
             verbs_of(self._control).write(self._control, self._outgoing())
         elif self._rides_in is None:
@@ -136,10 +152,10 @@ class WeightedExchange:
         self._handles[index] = self._routes[index].start(self._buckets[index], name=self.name_of(index))
         for handle in self._handles.values():
             if isinstance(handle, Chain):
-                handle.done()  # starts what may follow on what is done
+                handle.done()  # starts the next collective of a chain whose present one is done
 
     def submit_nothing(self) -> None:
-        """Sends the control vector alone, where there is no bucket: nothing is trained, for now."""
+        """Sends the control vector if there are no buckets, as when all parameters are frozen for now."""
         if not self._buckets:
             self._send_control()
 
@@ -156,17 +172,17 @@ class WeightedExchange:
         return [len(bucket) for bucket in self._buckets]
 
     def kept_back(self) -> list[Any]:
-        """For each bucket, what is not sent yet of this rank's; None where that is nothing."""
+        """Returns for each bucket this rank's residual, which is not sent yet; None where there is none."""
         return self._carry.kept_back(self._buckets)
 
     def release(self) -> list[Any]:
-        """What `kept_back` returns, which is kept no longer. All else that codecs go on from, which is alike on all
-        ranks, stays."""
+        """Returns what `kept_back` does, and clears these residuals. The rest of the codecs' state is the same on all
+        ranks, and stays."""
         return self._carry.release(self._buckets)
 
     def give_back(self, kept: Sequence[Any], factor: float) -> bool:
-        """Adds what `kept_back` returned, times `factor`, to the next sums; False, and nothing, where the buckets are
-        others."""
+        """Adds the residuals `kept`, from `kept_back`, times `factor` to the next sums. Returns False, without adding
+        them, if they are of buckets of other lengths."""
         lengths = self._lengths
         fits = len(kept) == len(lengths) and all(
             array is None or len(array) == length for array, length in zip(kept, lengths, strict=True)
@@ -176,7 +192,7 @@ class WeightedExchange:
         return fits
 
     def state_dict(self) -> dict[str, Any]:
-        """The residuals of this rank's routes, with their lengths and weights."""
+        """The state of this rank's codecs (residuals and what else they keep), and the lengths of the buckets."""
         return {
             "lengths": self._lengths,
             "routes": [route.state_dict() for route in self._routes],
@@ -184,8 +200,8 @@ class WeightedExchange:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from `state`, if its buckets are these; else it begins anew. All ranks do, or none: some of it has to
-        be alike on all."""
+        """Loads `state` if it is of buckets of these lengths; otherwise codecs start afresh. All ranks call it or none,
+        since part of the state has to be the same on all ranks."""
         if list(state["lengths"]) != self._lengths:
             state = self._new
         for bucket, route, one in zip(self._buckets, self._routes, state["routes"], strict=True):
@@ -196,16 +212,24 @@ class WeightedExchange:
     # ----------------------------------------------------------------------------------------------------------------
 
     def done(self) -> bool:
-        """True when nothing is under way."""
+        """Whether all operations of this step are over; does not wait for them."""
         control_done = self._control_handle is None or self._control_handle.done()
         return control_done and all([handle.done() for handle in self._handles.values()])
 
     def finish(self, scale: Callable[[list[float]], float], *, counts: bool = True) -> tuple[list[Any], list[float]]:
-        """The buckets, multiplied by `scale(control)`, and the control vector summed over the ranks. Of a step that
-        does not count, as of one that is not finite, codecs keep nothing.
+        """Waits for the sums of all buckets and of the control vector, and ends the step.
 
-        Every bucket must have been submitted. Raises the engine's failure when a collective failed; what is
-        left of the step is forgotten either way.
+        Args:
+            scale: returns the factor by which the summed buckets are multiplied, from the summed control vector.
+            counts: whether the step counts. If not, or if a sum is not finite or a rank failed, codecs keep no residual
+                of it.
+
+        Returns:
+            The summed and scaled buckets, and the summed control vector.
+
+        Raises:
+            RuntimeError: a bucket was not submitted.
+            one of `engine.failure`: a collective failed. The step is over then as well.
         """
         missing = set(range(len(self._buckets))) - set(self._handles)
         if missing:

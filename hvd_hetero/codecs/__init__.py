@@ -1,1 +1,1 @@
-"""Codecs turn a gradient into what travels, and back. They never communicate."""
+"""Codecs: they encode a gradient into the array that is sent, and decode it. They never communicate."""

@@ -1,6 +1,7 @@
-"""Codecs whose wire form is rows of bytes, a row for each block of values. Such rows are gathered, never summed.
+"""Codecs that encode each block of values as a row of bytes (bf16, int8, int4). Such rows cannot be summed.
 
-A row stands alone, so rows can be dealt to ranks: each sums the blocks that it was dealt, in full precision.
+A row can be decoded without the others. So rows are sent to different ranks, and each rank decodes and sums the blocks
+that it receives, in full precision.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from .verbs import rows_of, verbs_of
 
 
 class BlockCodec(Protocol):
-    """Turns flat arrays into rows of bytes and back."""
+    """A codec that encodes flat arrays as rows of bytes."""
 
     name: str
     block: int
@@ -20,14 +21,14 @@ class BlockCodec(Protocol):
     """Whether values are merely rounded to another float, so that no error feedback is needed."""
 
     def encode(self, array: Any) -> Any:
-        """uint8 of shape [ceil(n / block), bytes of a row] for a flat array of n values."""
+        """Returns uint8 of shape [ceil(n / block), bytes of a row] for a flat array of n values."""
 
     def decode(self, rows: Any, like: Any) -> Any:
-        """The values of all rows, flat, in the type of `like`; the last row's filling included."""
+        """Returns the values of all rows as a flat array in the type of `like`, with the padding of the last row."""
 
 
 class Brain:
-    """bfloat16: float32's range with 8 bits of mantissa. Horovod cannot sum it, so it travels as bytes."""
+    """bfloat16: float32's range with 8 bits of mantissa. Horovod cannot sum it, so it is sent as bytes."""
 
     name = "bf16"
     block = 512
@@ -67,9 +68,9 @@ class _Integers:
     def encode(self, array: Any) -> Any:
         verbs = verbs_of(array)
         values = rows_of(array, self.block)
-        scale = verbs.nan_for_infinite(verbs.single(verbs.row_largest(values) / self.most))  # either way it is lost
+        scale = verbs.nan_for_infinite(verbs.single(verbs.row_largest(values) / self.most))  # the block decodes to NaN
         divisor = verbs.widened(scale + (scale == 0), array).reshape(-1, 1)
-        codes = verbs.rounded(values / divisor)  # not times the inverse, which rounds once more
+        codes = verbs.rounded(values / divisor)  # multiplying by the inverse would round once more
         return verbs.beside([self._packed(verbs.as_bytes(codes)), verbs.as_bytes(scale.reshape(-1, 1))])
 
     def decode(self, rows: Any, like: Any) -> Any:
@@ -79,25 +80,25 @@ class _Integers:
         return codes.reshape(-1)
 
     def _packed(self, codes: Any) -> Any:
-        """The bytes that travel, for codes as bytes."""
+        """Returns the bytes that are sent, for codes of one byte each."""
         return codes
 
     def _unpacked(self, rows: Any, like: Any) -> Any:
-        """The codes, in the type of `like`, for the bytes that travelled."""
+        """Returns the codes in the type of `like`, for the bytes that were received."""
         return verbs_of(rows).widened(verbs_of(rows).from_bytes(rows, "int8"), like)
 
 
 class Int8(_Integers):
-    """A byte for each value; see `_Integers`."""
+    """One byte per value, from -127 to 127; see `_Integers`."""
 
     name = "int8"
     most = 127.0
 
 
 class Int4(_Integers):
-    """Half a byte for each value, from - 7 to 7; see `_Integers`.
+    """Half a byte per value, from -7 to 7; see `_Integers`.
 
-    A byte holds a value of the first half of its block, and in its upper bits one of the second half.
+    A byte holds a value of the first half of its block in its lower four bits, and one of the second half in its upper.
     """
 
     name = "int4"
@@ -111,5 +112,5 @@ class Int4(_Integers):
     def _unpacked(self, rows: Any, like: Any) -> Any:
         verbs = verbs_of(rows)
         codes = verbs.widened(verbs.beside([rows & 15, rows >> 4]) ^ 8, like)
-        codes -= 8.0  # four bits in two's complement: with the sign bit turned over they count from - 8
+        codes -= 8.0  # two's complement of four bits: with the sign bit inverted, they count from -8
         return codes

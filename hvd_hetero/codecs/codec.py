@@ -1,4 +1,4 @@
-"""The contract of a codec, and the identity."""
+"""The contract of a codec whose output an all-reduce can sum, the identity, and Horovod's compressors as codecs."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ class Codec(Protocol):
     """A codec whose encoded arrays can be summed by an all-reduce."""
 
     def encode(self, array: Any) -> tuple[Any, Any]:
-        """The wire form of `array`, and the context that `decode` needs. The wire form is contiguous."""
+        """Returns the array that is sent for `array`, which is contiguous, and the context that `decode` needs."""
 
     def decode(self, wire: Any, context: Any) -> Any:
-        """The array in its original type, from the wire form."""
+        """Returns the array in its original type, from the one that was sent (or the sum of such) and the context."""
 
 
 class Identity:
@@ -27,7 +27,14 @@ class Identity:
 
 
 class HorovodCompressor:
-    """A codec out of anything with Horovod's `compress(tensor) -> (tensor, context)` and `decompress`."""
+    """The codec for a compressor in Horovod's form, as a user may have written one.
+
+    Args:
+        compression: an object with `compress(tensor) -> (tensor, context)` and `decompress(tensor, context)`.
+
+    Raises:
+        TypeError: `compression` lacks one of these methods.
+    """
 
     def __init__(self, compression: Any) -> None:
         for method in ("compress", "decompress"):

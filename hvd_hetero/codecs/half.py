@@ -1,9 +1,10 @@
-"""float16 on the wire without overflow: values are scaled by a power of two so that their sum over the ranks fits.
+"""Sends values as float16 without overflow: they are scaled by a power of two so that their sum over the ranks fits.
 
     s = 2 ** floor(log2(65504 / (2 N m))),    m = the largest |x| on any rank, N ranks
 
-A power of two changes no mantissa; the 2 leaves room for values that grow until the next scale is known. float16 keeps
-11 bits of mantissa, bfloat16 8. Values below m / 2 ** 24 or so are flushed to zero, as in any float16 with a scale.
+Scaling by a power of two is exact. The factor 2 leaves room for values that grow, as the scale comes from the step
+before. float16 keeps 11 bits of mantissa, bfloat16 8. Values below about m / 2 ** 24 become zero, as in any scaled
+float16.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ GREATEST = 65504.0
 
 
 def scale_for(exponent: int, ranks: int) -> float | None:
-    """The factor for values of at most 2 ** exponent on each of `ranks`; None where no scale helps."""
+    """Returns the factor s for values of at most 2 ** `exponent` on each of `ranks` ranks. None if there is an infinity
+    or a NaN, which no scale makes finite."""
     if exponent == NOT_FINITE:
         return None
     if exponent == NOTHING:
@@ -27,13 +29,13 @@ def scale_for(exponent: int, ranks: int) -> float | None:
 
 
 class ScaledHalf:
-    """Summable float16 with a scale that all ranks share."""
+    """Encodes arrays as float16 that can be summed, with one scale for all ranks (see `scale_for`)."""
 
     def encode(self, array: Any, scale: float) -> Any:
-        """`array` times `scale` as float16."""
+        """Returns `array` times `scale` as float16."""
         return verbs_of(array).half(array * scale)
 
     def decode_into(self, array: Any, wire: Any, scale: float) -> None:
-        """Writes what `wire` stands for into `array`."""
+        """Writes the values of `wire`, divided by `scale`, into `array`."""
         array[...] = wire
         array *= 1.0 / scale

@@ -1,10 +1,11 @@
-"""PowerSGD: a gradient matrix as the product of two thin ones, found by one step of power iteration.
+"""PowerSGD: approximates a gradient matrix by the product of two thin matrices, with one step of power iteration.
 
-Vogels, Karimireddy & Jaggi 2019, arXiv:1905.13727, algorithm 1, with N ranks that hold M_i (weighted):
+Vogels, Karimireddy & Jaggi 2019, arXiv:1905.13727, algorithm 1, where rank i holds M_i, its weighted gradient:
 
     P = sum_i M_i Q;    P = orthonormal columns of P;    Q = sum_i M_i^T P;    sum_i M_i ~ P Q^T
 
-Both sums are linear in M_i, so weights fold in and ordinary all-reduces do. Q starts the next step (warm start).
+Both sums are linear in M_i, so they are ordinary all-reduces, also of weighted gradients. The next step starts from Q
+(warm start).
 """
 
 from __future__ import annotations
@@ -14,16 +15,16 @@ from typing import Any
 
 from .verbs import verbs_of
 
-LEAST = 1e-37  # below, float32 holds no inverse
-TINY = 1e-8  # columns shorter than this times the longest are taken for noise of the others
+LEAST = 1e-37  # the inverse of much smaller numbers overflows float32
+TINY = 1e-8  # columns shorter than this times the longest are taken for rounding errors, and become zero
 
 
 def orthonormal(matrices: Sequence[Any]) -> list[Any]:
-    """The columns of each matrix [n, r] made orthonormal, by Gram and Schmidt's method; of arrays of one type.
+    """Makes the columns of each matrix [n, r] orthonormal by the Gram-Schmidt method. Returns new matrices.
 
-    A column that depends on those before it becomes zero; what it would have carried stays in the residual. All
-    matrices are treated together, with zeros below the shorter ones, and the host is told nothing: what matters on a
-    GPU is how often it is called.
+    A column that depends linearly on those before it becomes zero; its part of the gradient stays in the residual. All
+    matrices, of one type, are processed as one batch, padded with zeros, and the host reads no values: on a GPU the
+    time depends on the number of kernels.
     """
     verbs = verbs_of(matrices[0])
     rows, columns = (max(matrix.shape[axis] for matrix in matrices) for axis in range(2))
@@ -32,11 +33,11 @@ def orthonormal(matrices: Sequence[Any]) -> list[Any]:
     for part, matrix in zip(parts, matrices, strict=True):
         part[:] = matrix
     most = verbs.row_largest(batch.reshape(len(matrices), -1))
-    batch *= verbs.inverse(most, LEAST).reshape(-1, 1, 1)  # whose squares are neither too large nor too small
+    batch *= verbs.inverse(most, LEAST).reshape(-1, 1, 1)  # so that squares neither overflow nor underflow
     tiny = TINY * verbs.row_largest((batch * batch).sum(1) ** 0.5)
     for j in range(columns):
         column, before = batch[:, :, j : j + 1], batch[:, :, :j]
-        for _ in range(2 if j else 0):  # once more, since rounding leaves a part of the others ("twice is enough")
+        for _ in range(2 if j else 0):  # twice, as rounding leaves a part of the other columns ("twice is enough")
             column -= before @ (before.swapaxes(1, 2) @ column)
         norms = (column * column).sum(1).reshape(-1) ** 0.5
         column *= verbs.inverse(norms, tiny).reshape(-1, 1, 1)
@@ -44,12 +45,18 @@ def orthonormal(matrices: Sequence[Any]) -> list[Any]:
 
 
 class LowRank:
-    """The shapes and the arithmetic of PowerSGD for the matrices that lie one after the other in a flat array.
+    """The arithmetic of PowerSGD for matrices that are stored one after the other in a flat array.
+
+    `optimizers.feedback.Factored` communicates the factors, and keeps the residual.
 
     Args:
-        shapes: (rows, columns) of each matrix, in the order in which they lie.
-        rank: columns of the thin factors.
-        seed: of the first Q, the same on all ranks.
+        shapes: (rows, columns) of each matrix, in the order in which they are stored.
+        rank: columns of the thin factors; fewer for a matrix with fewer rows or columns.
+        seed: seed of the first Q, the same on all ranks.
+
+    Attributes:
+        ranks: for each matrix, the columns of its factors.
+        length: the number of values of all matrices.
     """
 
     def __init__(self, shapes: Sequence[tuple[int, int]], *, rank: int = 4, seed: int = 0) -> None:
@@ -62,11 +69,11 @@ class LowRank:
 
     @property
     def right_length(self) -> int:
-        """The values that `right` returns."""
+        """The number of values that `right` returns."""
         return sum(columns * rank for (_, columns), rank in zip(self.shapes, self.ranks, strict=True))
 
     def matrices(self, flat: Any) -> list[Any]:
-        """Views of the matrices in `flat`."""
+        """Returns views of the matrices in `flat`. Raises ValueError if it has another length."""
         if len(flat) != self.length:
             raise ValueError(f"Expected {self.length} values, of the shapes {self.shapes}. Received: {len(flat)}.")
         views, at = [], 0
@@ -76,7 +83,7 @@ class LowRank:
         return views
 
     def first_q(self, like: Any) -> list[Any]:
-        """Q before the first step: [columns, rank] for each matrix."""
+        """Returns Q for the first step, random and the same on all ranks: [columns, rank] for each matrix."""
         verbs = verbs_of(like)
         return [
             verbs.seeded((columns, rank), self.seed + index, like)
@@ -84,19 +91,19 @@ class LowRank:
         ]
 
     def left(self, flat: Any, q: Sequence[Any]) -> Any:
-        """M Q of every matrix, flat, one after the other."""
+        """Returns M Q of every matrix, one after the other in a flat array."""
         return self._flat([matrix @ right for matrix, right in zip(self.matrices(flat), q, strict=True)])
 
     def right(self, flat: Any, p: Sequence[Any]) -> Any:
-        """M^T P of every matrix, flat, one after the other."""
+        """Returns M^T P of every matrix, one after the other in a flat array."""
         return self._flat([matrix.T @ left for matrix, left in zip(self.matrices(flat), p, strict=True)])
 
     def split_left(self, flat: Any) -> list[Any]:
-        """The P of each matrix in what `left` returned."""
+        """Returns views of the P of each matrix in `flat`, the (summed) result of `left`."""
         return self._split(flat, [rows for rows, _ in self.shapes])
 
     def split_right(self, flat: Any) -> list[Any]:
-        """The Q of each matrix in what `right` returned."""
+        """Returns views of the Q of each matrix in `flat`, the (summed) result of `right`."""
         return self._split(flat, [columns for _, columns in self.shapes])
 
     def product_into(self, flat: Any, p: Sequence[Any], q: Sequence[Any]) -> None:
@@ -121,5 +128,5 @@ class LowRank:
 
 
 def pays(rows: int, columns: int, rank: int) -> bool:
-    """Whether factors of this rank are less than half of the matrix (the rule of torch's PowerSGD hook)."""
+    """Whether factors of this rank have less than half the values of the matrix (the rule of torch's PowerSGD hook)."""
     return 2 * (rows + columns) * min(rank, rows, columns) < rows * columns

@@ -1,4 +1,4 @@
-"""The codecs' verbs for torch tensors. See `verbs.Verbs` for what each returns."""
+"""The array operations ("verbs") that codecs use, for torch tensors. See `verbs.Verbs` for what each returns."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _KINDS = {
 }
 
 
-SAMPLED_FROM = 1 << 16  # values, from which on sampling pays
-SAMPLE = 20_000
-SAFETY = 1.5
+SAMPLED_FROM = 1 << 16  # values of an array from which on `top` is faster with a sample
+SAMPLE = 20_000  # values of the sample, about
+SAFETY = 1.5  # so many times as many values as are wanted are expected above the sample's quantile
 
 
 class TorchVerbs:
@@ -37,7 +37,7 @@ class TorchVerbs:
         return torch.from_numpy(drawn).to(dtype=like.dtype, device=like.device)
 
     def write(self, array: torch.Tensor, values: Sequence[float]) -> None:
-        # From memory that is not pinned, a copy to a GPU would wait for all that the GPU is at.
+        # From memory that is not pinned, a copy to a GPU would wait for all work queued on the GPU.
         pinned = array.device.type == "cuda"
         array.copy_(torch.tensor(values, dtype=array.dtype, device="cpu", pin_memory=pinned), non_blocking=pinned)
 
@@ -47,7 +47,7 @@ class TorchVerbs:
     def exponent(self, array: torch.Tensor) -> int | torch.Tensor:
         if array.device.type == "cpu" or not array.numel():
             return exponent_of(self.largest(array))
-        largest = _largest(array)  # the host would have to wait for it
+        largest = _largest(array)  # stays on the GPU, so that the host need not wait for it
         mantissa, exponent = torch.frexp(largest)
         found = (exponent - (mantissa == 0.5).int()).where(largest != 0, NOTHING)
         return found.where(largest.isfinite(), NOT_FINITE).to(array.dtype)
@@ -55,7 +55,7 @@ class TorchVerbs:
     def all_finite(self, arrays: Sequence[torch.Tensor]) -> bool:
         found = [_largest(array).isfinite() for array in arrays if array.numel()]
         if len({array.device for array in found}) == 1:
-            return bool(torch.stack(found).all())  # the host looks once
+            return bool(torch.stack(found).all())  # one transfer to the host
         return all(map(bool, found))
 
     def inverse(self, numbers: torch.Tensor, least: torch.Tensor) -> torch.Tensor:
@@ -65,7 +65,7 @@ class TorchVerbs:
         return torch.linalg.vector_norm(array, dtype=torch.float64).square()
 
     def squares(self, array: torch.Tensor) -> float:
-        if array.device.type != "cpu" or len(array) <= BLOCK:  # a GPU adds up in many places at once
+        if array.device.type != "cpu" or len(array) <= BLOCK:  # a GPU sums in many parts, which keeps the digits
             return float(torch.dot(array, array))
         return sum(torch.stack([torch.dot(block, block) for block in array.split(BLOCK)]).tolist())
 
@@ -114,8 +114,9 @@ class TorchVerbs:
         magnitudes, length = array.abs(), array.numel()
         if count >= length:
             return torch.arange(length, dtype=torch.int32, device=array.device)
-        # Among the few that are not below a sample's quantile there are, nearly always, the largest of all. A GPU is
-        # quicker through all of them than the host in telling how many those few are.
+        # Looks for the largest only among the values that are not below a quantile of a sample, which nearly always
+        # include them. Not on a GPU, where topk over all values takes less time than reading on the host how many
+        # values are left.
         if length >= SAMPLED_FROM and array.device.type == "cpu":
             sample = magnitudes[:: length // SAMPLE]
             beyond = min(len(sample), int(SAFETY * len(sample) * count / length) + 32)
@@ -148,7 +149,7 @@ class TorchVerbs:
 
 
 def _largest(array: torch.Tensor) -> torch.Tensor:
-    low, high = torch.aminmax(array)  # of the ways to ask, the fastest by far
+    low, high = torch.aminmax(array)  # by far the fastest way to max |x|
     return torch.maximum(-low, high)
 
 

@@ -1,8 +1,8 @@
-"""The few array verbs that the codecs are written on, so that each codec is written once for all frameworks.
+"""The array operations ("verbs") that codecs use, so that each codec is written once for numpy and torch.
 
-Here for numpy; `torch_verbs` has the same for torch. Arrays are float32 or float64 unless a name says otherwise, and
-"flat" means of one axis. What both libraries spell alike (`abs`, `@`, slices, `reshape`) the codecs write directly.
-"""
+This module has them for numpy, `torch_verbs` for torch. Arrays are float32 or float64 unless a name says otherwise, and
+a flat array has one axis. Operations that both libraries spell alike (`abs`, `@`, slices, `reshape`) are not among
+them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from typing import Any, Protocol, cast
 
 import numpy as np
 
-NOT_FINITE = 2000  # what stands for the exponent of an infinity or a NaN; float16 holds it exactly
-NOTHING = -2000  # the exponent of zero
-BLOCK = 1 << 16  # elements; a dot product in single precision of many more loses digits
+NOT_FINITE = 2000  # stands for the exponent of an infinity or a NaN; float16 holds it exactly
+NOTHING = -2000  # stands for the exponent of zero
+BLOCK = 1 << 16  # elements of a dot product in float32; one of many more loses digits
 
 
 def exponent_of(largest: float) -> int:
-    """The least e with `largest` <= 2 ** e, an integer that float16 holds exactly."""
+    """Returns the least integer e with `largest` <= 2 ** e; `NOTHING` for 0, and `NOT_FINITE` for an infinity or a NaN.
+    float16 holds all of these exactly."""
     if not math.isfinite(largest):
         return NOT_FINITE
     if largest == 0.0:
@@ -32,98 +33,99 @@ class Verbs(Protocol):
     """The array operations that codecs need, of any array library."""
 
     def zeros(self, shape: Sequence[int], like: Any) -> Any:
-        """Zeros of the type and on the device of `like`."""
+        """Returns zeros in the type and on the device of `like`."""
 
     def empty(self, like: Any) -> Any:
-        """An array like `like`, whatever is in it."""
+        """Returns an uninitialized array of the shape, the type and the device of `like`."""
 
     def seeded(self, shape: Sequence[int], seed: int, like: Any) -> Any:
-        """Standard normal numbers, the same for the same seed on every rank and in every library."""
+        """Returns standard normal numbers, the same for the same seed on every rank and in every library."""
 
     def write(self, array: Any, values: Sequence[float]) -> None:
-        """Copies numbers into a flat array, without waiting for what its device is at."""
+        """Copies numbers into a flat array, without waiting for work that is queued on its device."""
 
     def largest(self, array: Any) -> float:
-        """max |x|; 0 of nothing; NaN where there is a NaN."""
+        """Returns max |x|: 0 for an empty array, NaN if there is a NaN."""
 
     def exponent(self, array: Any) -> Any:
-        """`exponent_of` max |x|, a number or a scalar on the array's device."""
+        """Returns `exponent_of(max |x|)`, as a number or as a scalar on the array's device."""
 
     def all_finite(self, arrays: Sequence[Any]) -> bool:
         """Whether no array holds an infinity or a NaN."""
 
     def inverse(self, numbers: Any, least: Any) -> Any:
-        """1 / x, and 0 where x is at most `least`."""
+        """Returns 1 / x for each number x, and 0 where x is at most `least`."""
 
     def squared_norm(self, array: Any) -> Any:
-        """The sum of squares of a flat array in float64, a scalar where the array is: differences of such are small."""
+        """Returns the sum of squares of a flat array as a float64 scalar on its device. It needs that precision, since
+        such sums are subtracted from each other."""
 
     def squares(self, array: Any) -> float:
-        """The sum of squares of a flat array, to about four digits where it is of float32, for a fifth of what
-        `squared_norm` costs."""
+        """Returns the sum of squares of a flat array, for float32 to about four digits, in a fifth of the time of
+        `squared_norm`."""
 
     def difference_into(self, array: Any, left: Any, right: Any) -> None:
-        """array = left - right; it may be one of them."""
+        """Writes `left` - `right` into `array`, which may be one of them."""
 
     def row_largest(self, rows: Any) -> Any:
-        """max |x| of each row; NaN where there is a NaN."""
+        """Returns max |x| of each row; NaN if the row has a NaN."""
 
     def rounded(self, array: Any) -> Any:
-        """int8 of the nearest integers; 0 where there is none. May overwrite `array`."""
+        """Returns the nearest integers as int8, and 0 for an infinity or a NaN. May overwrite `array`."""
 
     def half(self, array: Any) -> Any:
-        """float16."""
+        """Returns `array` as float16."""
 
     def nan_for_infinite(self, array: Any) -> Any:
-        """`array`, NaN where it was infinite."""
+        """Returns `array` with NaN in place of infinities."""
 
     def single(self, array: Any) -> Any:
-        """float32."""
+        """Returns `array` as float32."""
 
     def widened(self, array: Any, like: Any) -> Any:
-        """`array`, in the type of `like`."""
+        """Returns `array` in the type of `like`."""
 
     def brain_bits(self, array: Any) -> Any:
-        """int16 with the bits of the nearest bfloat16 (ties to even), NaN kept."""
+        """Returns int16 with the bits of the nearest bfloat16 (ties to even). NaN stays NaN."""
 
     def from_brain_bits(self, bits: Any, like: Any) -> Any:
-        """The values that bf16 bits from `brain_bits` stand for, in the type of `like`."""
+        """Returns the values of the bfloat16 bits from `brain_bits`, in the type of `like`."""
 
     def as_bytes(self, array: Any) -> Any:
-        """The bytes of an array of rows: uint8 of shape [rows, bytes of a row]."""
+        """Returns the bytes of an array of rows: uint8 of shape [rows, bytes of a row]."""
 
     def from_bytes(self, rows: Any, kind: str) -> Any:
-        """The reverse of `as_bytes`, for `kind` "int8", "int16", "int32", "float32" or "float64"."""
+        """Reverses `as_bytes`, for the type `kind`: "int8", "int16", "int32", "float32" or "float64"."""
 
     def beside(self, parts: Sequence[Any]) -> Any:
-        """Rows of all parts, one beside the other."""
+        """Concatenates arrays of rows along the second axis."""
 
     def joined(self, parts: Sequence[Any]) -> Any:
-        """Flat arrays, one after the other."""
+        """Concatenates flat arrays."""
 
     def top(self, array: Any, count: int) -> Any:
-        """int32 indices of the `count` largest |x| of a flat array, ascending; NaN counts as largest."""
+        """Returns the indices of the `count` largest |x| of a flat array, int32, ascending. NaN counts as largest."""
 
     def take(self, array: Any, indices: Any) -> Any:
-        """array[indices]."""
+        """Returns array[indices]."""
 
     def clear_at(self, array: Any, indices: Any) -> None:
         """array[indices] = 0."""
 
     def add_at(self, array: Any, indices: Any, values: Any) -> None:
-        """array[indices] += values, no index twice."""
+        """array[indices] += values, where no index comes twice."""
 
     def product_into(self, matrix: Any, left: Any, right: Any) -> None:
-        """matrix = left @ right.T."""
+        """matrix[...] = left @ right.T."""
 
     def subtract_product(self, matrix: Any, left: Any, right: Any) -> None:
         """matrix -= left @ right.T."""
 
     def copied(self, array: Any) -> Any:
-        """A copy."""
+        """Returns a copy."""
 
     def like(self, array: Any, like: Any) -> Any:
-        """`array`, of this library or of numpy, in the type and on the device of `like`."""
+        """Returns a copy of `array`, of this library or of numpy, in the type and on the device of `like`."""
 
 
 class NumpyVerbs:
@@ -237,7 +239,7 @@ _NUMPY = NumpyVerbs()
 
 
 def verbs_of(array: Any) -> Verbs:
-    """The verbs for `array`, found from its type; no framework is imported that is not there already."""
+    """Returns the operations for the type of `array`. Imports torch only if `array` is a torch tensor."""
     if isinstance(array, np.ndarray):
         return _NUMPY
     if type(array).__module__.split(".")[0] == "torch":
@@ -246,7 +248,7 @@ def verbs_of(array: Any) -> Verbs:
 
 
 def rows_of(array: Any, width: int) -> Any:
-    """A flat array as rows of `width`, zeros filling the last one."""
+    """Returns a flat array as rows of `width` values, the last row padded with zeros."""
     missing = -len(array) % width
     if missing:
         verbs = verbs_of(array)
@@ -255,7 +257,7 @@ def rows_of(array: Any, width: int) -> Any:
 
 
 def arrays_like(like: Any, state: Any) -> Any:
-    """A state whose arrays, at any depth, are of the library, the type and the device of `like`."""
+    """Returns `state` (a value, or nested mappings) with all arrays in the library, type and device of `like`."""
     if isinstance(state, Mapping):
         return {key: arrays_like(like, value) for key, value in state.items()}
     return verbs_of(like).like(state, like) if hasattr(state, "shape") else state
