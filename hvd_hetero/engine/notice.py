@@ -57,7 +57,7 @@ class Notice:
         """Restores the handler of SIGTERM that was there before, unless another one was installed since."""
         if self._installed:
             self._installed = False
-            if signal.getsignal(signal.SIGTERM) == self._handle:  # else a later handler is in place; it restores this one
+            if signal.getsignal(signal.SIGTERM) == self._handle:  # else a later one is in place, and restores this
                 self._give_back()
 
     def _give_back(self) -> None:
