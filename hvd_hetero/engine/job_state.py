@@ -221,13 +221,13 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
         """Gives all ranks the state of one rank: that with the most commits among those that have been synchronised; of
         several such, the first. A collective call, at the beginning of `train` and after each elastic reset.
 
-        If no rank is left that had the job's state, it is read from the checkpoint, if `read_late` is set. Gradients
-        that a rank has accumulated but not exchanged, and its codecs' residuals, stay with that rank if they belong to
-        the same commit; after a reset they are handed to the rebuilt objects.
+        If no rank is left that had the job's state, it is read from the checkpoint, if `read_late` is set. Each rank
+        keeps the residuals of its own codecs. It also keeps the gradients that it has accumulated and not exchanged,
+        but only if it is at the same commit as the chosen rank.
         """
         horovod, late = self._horovod, self.read_late
         numbers = [balancer.dependents.made for balancer in self._balancers]
-        standing = (self._synced, late is None, self.commits)  # a rank that has read a checkpoint precedes one that not
+        standing = (self._synced, late is None, self.commits)  # late is None: no checkpoint is left to be read here
         said = horovod.allgather_object((standing, numbers), name="hvd_hetero.elastic.held")
         held, made = zip(*said, strict=True)
         root = held.index(max(held))
