@@ -22,11 +22,11 @@ class Probe:
 
     All times are those of collectives through Horovod, so each latency includes Horovod's negotiation of a collective.
 
-    `latency_s` and `bandwidth_bytes_per_s` are symmetric matrices with a row and a column for each rank; their diagonals
-    are 0.0 and infinite. Between two hosts one pair of ranks was measured, whose link stands for all pairs of the two.
-    `contended` has a row and a column for each of `hosts`. It is the factor by which a transfer between the two hosts is
-    slower when several pairs of ranks, as many as the smaller host has ranks, transfer at once; 1.0 means that each pair
-    has a link of its own.
+    `latency_s` and `bandwidth_bytes_per_s` are symmetric matrices with a row and a column for each rank; their
+    diagonals are 0.0 and infinite. Between two hosts one pair of ranks was measured, whose link stands for all pairs of
+    the two. `contended` has a row and a column for each of `hosts`. It is the factor by which a transfer between the
+    two hosts is slower when several pairs of ranks, as many as the smaller host has ranks, transfer at once; 1.0 means
+    that each pair has a link of its own.
     """
 
     devices: tuple[Device, ...]             # by rank
@@ -61,8 +61,8 @@ class Probe:
         """Each rank's fraction of the global batch with which all ranks would finish at once, by processor speed.
 
         A rank's speed is the speed of one core times the rank's number of cores, at least 1. Ranks of a machine with
-        the same CPU affinity divide its cores evenly among them, and ranks of a host divide the host's CPU quota evenly.
-        GPUs are not benchmarked.
+        the same CPU affinity divide its cores evenly, and ranks of a host divide its CPU quota evenly. GPUs are not
+        benchmarked.
         """
         users = Counter((device.machine, device.affinity) for device in self.devices)
         neighbours = Counter(device.host for device in self.devices)

@@ -43,8 +43,8 @@ class Waits:
     """The operations that this rank has submitted, and its waits for some of them.
 
     Attributes:
-        step_s: the last `STEPS` times from the begin of a wait for an operation to the next for the same one, in
-            seconds: usually the length of a training step.
+        step_s: seconds from the start of a wait for an operation to the start of the next wait for the same one, the
+            last `STEPS` of them: usually the length of a training step.
     """
 
     def __init__(self) -> None:
