@@ -42,8 +42,8 @@ def repairs() -> frozenset[str]:
 
 
 def prepare_wait() -> None:
-    """Makes `horovod.torch.synchronize` sleep instead of spin, unless the user has set the variable. Horovod reads it at
-    each wait, so this has an effect also after `hvd.init()`."""
+    """Makes `horovod.torch.synchronize` sleep instead of spin, unless the user has set the variable. Horovod reads it
+    at each wait, so this has an effect also after `hvd.init()`."""
     if "blocking_wait" in repairs():
         os.environ.setdefault(BLOCKING_WAIT, "1")
 
