@@ -176,8 +176,8 @@ def _across(levels: Levels, part: Any, *, name: str, cross: Sum) -> Steps:
 
 
 def leader(levels: Levels, array: Any, *, name: str, local: Sum | None, cross: Sum) -> Steps:
-    """Sums over all ranks: an all-reduce within each node, an all-reduce between the nodes' first ranks, and a broadcast
-    within each node."""
+    """Sums over all ranks: an all-reduce within each node, one between the nodes' first ranks, and a broadcast within
+    each node."""
     if levels.local is not None:
         array = yield from (local or plain_sum)(levels.local, array, name=f"{name}.node")
     if levels.cross is not None and levels.local_rank == 0:
