@@ -2,9 +2,9 @@
 
 Horovod's TensorFlow operations have no handles, and in eager mode no names, by which Horovod pairs operations. So each
 operation is a node of one graph in this process, named as the operation, and a thread of its own runs the node
-(`ThreadHandle`). The graph's session has its own thread pool: an operation that is awaited inside a training step, which
-occupies one of TensorFlow's threads, must not need a second one of them. The session sees no GPU, as the arrays are in
-host memory.
+(`ThreadHandle`). The graph's session has its own thread pool: an operation that is awaited inside a training step,
+which occupies one of TensorFlow's threads, must not need a second one of them. The session sees no GPU, as the arrays
+are in host memory.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ RUNS_FUNCTIONS = "tensorflow.python.eager.polymorphic_function.atomic_function" 
 class _Threads:
     """A pool of threads that grows to the largest number of calls that were under way at once.
 
-    `concurrent.futures` is not used, because a process waits for its threads at exit: if a peer is gone for good, a call
-    never returns, and the process must end nevertheless.
+    `concurrent.futures` is not used, because a process waits for its threads at exit: if a peer is gone for good, a
+    call never returns, and the process must end nevertheless.
     """
 
     def __init__(self) -> None:

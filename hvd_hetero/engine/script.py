@@ -54,8 +54,8 @@ def line() -> str:
 
 
 def warn(text: str, category: type[Warning] = UserWarning) -> None:
-    """Issues a warning at the line of the script that this thread executes; if there is none, at the main thread's line.
-    For one thread, `skip_file_prefixes` of Python 3.12 does the same."""
+    """Issues a warning at the line of the script that this thread executes; if there is none, at the main thread's
+    line. For one thread, `skip_file_prefixes` of Python 3.12 does the same."""
     own = sys._getframe(1)
     with _looking():
         found = (_of_script(at) for at in (own, _main_frame()) if at is not None)
