@@ -89,7 +89,7 @@ class CheckpointFile:
         """Reads the newest intact checkpoint.
 
         Returns:
-            Its content, None if there is no file; and a description of what is wrong with a newer, damaged one, else "".
+            Its content, None if there is no file; and what is wrong with a newer, damaged one, "" if there is none.
 
         Raises:
             CheckpointError: there are files, and none of them is an intact checkpoint.
