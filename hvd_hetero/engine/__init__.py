@@ -1,1 +1,1 @@
-"""The port to Horovod: the interface of collectives for the algorithms, and its engines (Horovod, threads, one rank)."""
+"""The port to Horovod: the interface of collectives for the algorithms, and its engines (Horovod, threads, solo)."""

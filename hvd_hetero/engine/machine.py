@@ -90,8 +90,8 @@ def cpu_quota_cores(folders: Iterator[Path]) -> float | None:
 
 
 class CpuQuota:
-    """The CPU quota of this process. It is read anew at each call, as an orchestrator may change it, or move the process
-    to another cgroup. `root` is the folder that contains /proc and /sys."""
+    """The CPU quota of this process. It is read anew at each call, as an orchestrator may change it, or move the
+    process to another cgroup. `root` is the folder that contains /proc and /sys."""
 
     def __init__(self, root: Path = Path("/")) -> None:
         self._root = root
