@@ -26,8 +26,7 @@ def load(folder: Path, name: str) -> str:
 
 
 def store(folder: Path, name: str, content: Any) -> None:
-    """Stores `content` as JSON under this name. If that is not possible nothing is stored: the next run measures again.
-    """
+    """Stores `content` as JSON under this name. Does nothing if that fails: the next run measures again."""
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
         put(_place(folder, name), lambda path: path.write_text(json.dumps(content) + "\n", encoding="utf-8"))

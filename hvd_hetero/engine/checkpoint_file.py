@@ -126,8 +126,7 @@ def _flush(folder: Path) -> None:
 
 
 def _problem(path: Path) -> str | None:
-    """Returns why a file is not an intact checkpoint, as text; None if it is one. Raises OSError if it cannot be read.
-    """
+    """Returns why a file is not an intact checkpoint; None if it is one. Raises OSError if it cannot be read."""
     with open(path, "rb") as file:
         try:
             head = json.loads(file.readline(LONGEST_LINE))

@@ -182,8 +182,7 @@ def patience() -> Patience | None:
 
 
 def _seconds(name: str) -> float | None:
-    """The value of a variable, in seconds; None if it is not set. Raises ValueError if it is not a number of 0 or more.
-    """
+    """The value of a variable, in seconds; None if it is not set. Raises ValueError if it is no number, or negative."""
     text = os.environ.get(name, "")
     if not text:
         return None

@@ -188,13 +188,11 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
             raise
 
     def save(self) -> None:
-        """Copies the present state, for `restore`. Plain values are copied too, as a script may change them in place.
-        """
+        """Copies the present state, for `restore`; also plain values, as a script may change them in place."""
         self._keep()
 
     def on_reset(self) -> None:
-        """Notes that an elastic reset has happened: balancers, optimizers and loaders were rebuilt for the new ranks.
-        """
+        """Notes that an elastic reset has rebuilt balancers, optimizers and loaders for the new ranks."""
         super().on_reset()
         self._rebuilt = True
 

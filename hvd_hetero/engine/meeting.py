@@ -87,8 +87,7 @@ class Group:
 
 
 def _finish(name: str, call: Call) -> None:
-    """Computes `call.results` from the arrays of all ranks; or sets `call.error` if operation, types or shapes differ.
-    """
+    """Computes `call.results` from the arrays of all ranks; sets `call.error` if operations, types or shapes differ."""
     arrays = [call.arrays[rank] for rank in range(call.size)]
     kind = call.signatures[0][0]
     # The splits of an all-to-all may differ between ranks; the arguments of all other operations must be the same.

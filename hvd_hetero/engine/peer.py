@@ -70,8 +70,7 @@ class Peer:
 
     @property
     def is_here(self) -> bool:
-        """Whether the process still runs, on this host and in this process's PID namespace, so that `kill` can end it.
-        """
+        """Whether the process runs on this host, in this process's PID namespace, so that `kill` can end it."""
         return self.identity == host_identity()[1] and bool(self.born) and _born(self.pid) == self.born
 
     def kill(self) -> None:

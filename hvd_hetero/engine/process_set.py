@@ -277,8 +277,7 @@ class ProcessSetEngine:
 
     @classmethod
     def forget(cls) -> None:
-        """Calls the methods given to `on_change`. Is called at an elastic reset, before Horovod is initialised again.
-        """
+        """Calls the methods given to `on_change`; at an elastic reset, before Horovod is initialised again."""
         cls._forgets.call()
 
     @classmethod
