@@ -86,8 +86,8 @@ def _fusion_is_chosen() -> bool:
 
 
 def came_later() -> bool:
-    """Whether this process is not the first that an elastic job has started. The first is rank 0 as the job begins, so
-    a later process that has to begin without the job's state means that the state is lost."""
+    """Whether this process is not the first that an elastic job has started. The first is rank 0 as the job begins;
+    so a later one that is rank 0 and does not have the job's state shows that the state is lost."""
     return int(os.environ.get("HOROVOD_ELASTIC_WORKER", 1)) > 1
 
 
