@@ -1,1 +1,1 @@
-"""The port to Horovod: what the algorithms may ask for, and who answers (Horovod, threads, or nobody else)."""
+"""The port to Horovod: the interface of collectives for the algorithms, and its engines (Horovod, threads, solo)."""

@@ -1,4 +1,4 @@
-"""Why a rank is missing in an operation, by what its process answers, or does not."""
+"""Finds out why a rank has not submitted an operation, by asking its process (see `peer`)."""
 
 from __future__ import annotations
 
@@ -8,12 +8,19 @@ from typing import Any
 
 from .peer import GoneError, Peer, SilentError, ask
 
-# A rank that waits in it takes part in all else that its ranks do, with zeros, until all of them have joined.
+# The operation of `hvd.join()`. A rank that waits in it takes part, with zeros, in all other operations of the same
+# ranks, until all of them have joined. So it is missing in none of them.
 JOIN = "horovod.join"
 
 
 def waits_for(me: Peer | None, state: dict[str, Any], submitted: Container[str]) -> bool:
-    """Whether a process of this state waits in an operation with `me`, who takes part only in those `submitted`."""
+    """Whether another rank waits for this rank in an operation that this rank has not submitted.
+
+    Args:
+        me: this rank's process; None if it is not known, and then the answer is False.
+        state: the other process's answer to a "state" question: see `Watch._answer`.
+        submitted: names of the operations that this rank has submitted and that are under way.
+    """
     return me is not None and any(
         me.rank in among and operation not in submitted and operation != JOIN
         for operation, among in zip(state["waits"], state["among"], strict=True)
@@ -22,21 +29,37 @@ def waits_for(me: Peer | None, state: dict[str, Any], submitted: Container[str])
 
 @dataclass(frozen=True)
 class Absence:
-    """A rank that is missing in an operation."""
+    """A rank that has not submitted an operation in which other ranks wait for it.
+
+    Attributes:
+        peer: the rank's process.
+        text: a sentence that says what the rank is doing, for messages.
+        answers: whether the process answers questions.
+        elsewhere: whether it waits in another operation. It may then be a third rank that keeps it waiting.
+        mutual: whether it waits in another operation for the rank that asks: a deadlock.
+    """
 
     peer: Peer
     text: str
     answers: bool
-    elsewhere: bool = False  # it waits in another operation: perhaps for somebody else
-    mutual: bool = False  # and it waits for who asks
+    elsewhere: bool = False
+    mutual: bool = False
 
 
 def absence_of(
     peer: Peer, operation: str, ranks: Sequence[int], *, me: Peer | None, submitted: Callable[[], Container[str]],
     times: int = 0,
 ) -> Absence | None:
-    """Why a rank is missing in an operation of these ranks; None when it is not. `submitted` says in which operations
-    `me` takes part, and `times` how often it has in this one."""
+    """Asks a rank's process why it has not submitted an operation. Returns None if it has, or need not.
+
+    Args:
+        operation: the operation's name.
+        ranks: the global ranks that take part in it.
+        me: this rank's process, which asks.
+        submitted: returns the names of the operations that this rank has submitted and that are under way.
+        times: how often this rank has submitted operations of this name; 0 if unknown. If the peer has submitted as
+            many, it has already completed this one.
+    """
     try:
         state = ask(peer, {"kind": "state", "operation": operation})
     except GoneError:
@@ -46,7 +69,7 @@ def absence_of(
         return Absence(peer, text, answers=False)
     if operation in state["submitted"] or operation in state["waits"]:
         return None
-    if 0 < times <= state.get("times", 0):  # it has come and gone
+    if 0 < times <= state.get("times", 0):  # the operation is already complete on the peer
         return None
     if (JOIN, sorted(ranks)) in zip(state["waits"], map(sorted, state["among"]), strict=True):
         return None

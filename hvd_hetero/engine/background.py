@@ -1,9 +1,9 @@
-"""Threads beside the script's, which end before the interpreter does.
+"""Background threads of this package, which are ended before the interpreter shuts down.
 
-Whatever thread is at work while the interpreter ends is ended where it next asks for the interpreter's lock. Within C++
-that aborts the process, with status 134, however well the job went. A thread of nothing but Python gets there as well:
-the garbage collector runs in whichever thread it becomes due in, and PyTorch gives the lock away for each tensor that
-it frees. (Python 3.14 lets such a thread wait for good instead.)
+A thread that still runs during the interpreter's shutdown is terminated when it next acquires the GIL. If C++ code is
+on its stack, that aborts the process with status 134, even after a successful job. A thread of pure Python code is
+affected too: the garbage collector may run in any thread, and PyTorch releases the GIL for each tensor that it frees.
+(In Python 3.14 such a thread waits forever instead.)
 """
 
 from __future__ import annotations
@@ -14,18 +14,19 @@ import threading
 import time
 from collections.abc import Callable
 
-LIMIT_S = 3.0  # for all of them to end; longer than a question to a process that does not answer
+LIMIT_S = 3.0  # seconds in which all threads have to end; longer than `peer.QUESTION_S`
 
-_ends: dict[threading.Thread, Callable[[], object]] = {}  # of each thread, what makes it end
+_ends: dict[threading.Thread, Callable[[], object]] = {}  # for each thread, the function that makes it end
 
 
 def begin(work: Callable[[], object], *, name: str, end: Callable[[], object] = lambda: None) -> None:
-    """Calls `work()` in a thread that keeps no process from ending.
+    """Calls `work()` in a daemon thread, which is ended before the interpreter shuts down.
 
     Args:
         work: returns by itself, or soon after `end()` was called.
-        name: of the thread.
-        end: called once the script has ended, and with it Horovod.
+        name: the thread's name.
+        end: makes `work` return. It is called, maybe several times, after the script has ended and Horovod was shut
+            down.
     """
     thread = threading.Thread(target=work, name=name, daemon=True)
     thread.start()
@@ -35,7 +36,7 @@ def begin(work: Callable[[], object], *, name: str, end: Callable[[], object] = 
             _ends.pop(each, None)
 
 
-# Registered before whatever the script and Horovod's initialisation register, and so called after that.
+# Registered before the exit functions of the script and of Horovod's initialisation, and so called after them.
 @atexit.register
 def _end_all() -> None:
     deadline = time.monotonic() + LIMIT_S
@@ -47,4 +48,4 @@ def _end_all() -> None:
             _ends.pop(thread, None)
 
 
-os.register_at_fork(after_in_child=_ends.clear)  # it has none of them
+os.register_at_fork(after_in_child=_ends.clear)  # a forked process has none of these threads

@@ -1,4 +1,4 @@
-"""Which engine: the one of the framework whose process this is."""
+"""Initialises Horovod for a framework, makes engines on its binding, and restarts it in an elastic job."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _ENGINES = {
 }
 
 
-INIT_S = 120.0  # an elastic job tries for so long to bring its ranks together,
-TRY_S = 30.0  # of which a try counts for no more: the rest is the driver's wait for hosts, which has its own bound
+INIT_S = 120.0  # seconds for which an elastic job retries a failed initialisation
+TRY_S = 30.0  # the most that a try counts of these: the rest is the driver's wait for hosts, which has its own limit
 UNLIKE = (
     "hvd_hetero: the first exchange of the ranks failed. Where none of them is gone: the Gloo of this one sums by "
     "{!r}, which has to be the same on all. Build Horovod alike on all hosts (hvd-hetero doctor), and set "
@@ -42,9 +42,12 @@ def _class(framework: str) -> Any:
 
 
 def engine_of(framework: str, process_set: Any = None) -> Engine:
-    """The engine on Horovod's binding of `framework`, "torch" or "tensorflow", once Horovod is initialised.
+    """Returns the engine on Horovod's binding for `framework` ("torch" or "tensorflow"); Horovod must be initialised.
 
-    One process uses one binding: each brings a Horovod of its own, which would have to be initialised by itself.
+    A process uses one binding only: each contains a Horovod of its own, which would need its own initialisation.
+
+    Args:
+        process_set: Horovod's process set; None for all ranks.
     """
     engine: Engine = _class(framework)(process_set)
     return engine
@@ -52,25 +55,30 @@ def engine_of(framework: str, process_set: Any = None) -> Engine:
 
 Methods = list[Callable[[], None]]
 
-_prepares: dict[str, bool] = {}  # by framework: whether the script left it to this package
-_again: dict[str, Callable[[], Methods]] = {}  # by framework: initialises as the script did
+_prepares: dict[str, bool] = {}  # by framework: whether Horovod was first initialised by this package, not the script
+_again: dict[str, Callable[[], Methods]] = {}  # by framework: initialises again, with the script's arguments
 
 
 def init(framework: str, *args: Any, **kwargs: Any) -> None:
-    """Initialises Horovod for a framework, with settings that suit ranks with little CPU where the user has set none.
+    """Initialises Horovod for a framework, and starts the watchdog of long waits: see `engine.watch`.
 
-    A Horovod that the script has initialised already goes on with the settings that it found then, but for how it
-    waits. From here on, long waits of the ranks for each other are explained, and ended at last: see `engine.watch`.
+    Sets environment variables of Horovod that suit ranks with little CPU, unless the user has set them. If the script
+    has initialised Horovod before, only the way in which it waits (spin or sleep) still changes. A collective call.
+
+    Args:
+        framework: "torch" or "tensorflow".
+        args, kwargs: those of `horovod.init`.
     """
     _come_together(framework, *args, **kwargs)
 
 
 def _come_together(framework: str, *args: Any, **kwargs: Any) -> Methods:
-    """`init`; returns what is to be rebuilt where ranks have become others."""
+    """Does what `init` does, and returns the methods to be called after an elastic reset: see `agree_on_rebuilds`."""
     binding = importlib.import_module(_class(framework).binding)
     prepare_wait()
     waits = not binding.is_initialized()
-    # Of its settings it reads some once in a process, also where ranks change: others would be taken for what it does.
+    # Horovod reads some settings only once in a process, even across elastic resets. If the script has initialised it
+    # first, setting them now would make the variables differ from what Horovod does.
     if _prepares.setdefault(framework, waits) and waits:
         prepare_init()
     _initialise(binding, *args, **kwargs)
@@ -91,7 +99,11 @@ def _come_together(framework: str, *args: Any, **kwargs: Any) -> Methods:
 
 
 def _initialise(horovod: Any, *args: Any, **kwargs: Any) -> None:
-    """Initialises; again, in an elastic job, where a rank was lost in that moment."""
+    """Calls `horovod.init`. In an elastic job, retries for up to `INIT_S` if a rank is lost meanwhile.
+
+    Raises:
+        RuntimeError: the initialisation failed.
+    """
     tried_s = 0.0
     while True:
         began_s = time.monotonic()
@@ -115,8 +127,14 @@ def _initialise(horovod: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _check_alone() -> None:
-    """In a job of one rank: raises RuntimeError if this process was started as one of several, each of which trains
-    by itself and writes the same files. If a starter that Horovod does not know (torchrun, Slurm) did, only says so."""
+    """In a job of one rank: checks that this process was not meant to be one of several ranks.
+
+    Such processes would each train alone and write the same files. Prints a warning if torchrun or Slurm, which start
+    no Horovod ranks, has started several processes.
+
+    Raises:
+        RuntimeError: a launcher of Horovod ranks or MPI says that it has started several.
+    """
     if told := started():
         name, size = told
         raise RuntimeError(
@@ -133,14 +151,19 @@ def _check_alone() -> None:
 
 
 def shutdown(framework: str) -> None:
-    """Shuts Horovod down, once all ranks are through with what they do together."""
+    """Shuts Horovod down, after waiting for the other ranks where that is needed: see `farewell`."""
     farewell.say()
     importlib.import_module(_class(framework).binding).shutdown()
 
 
 def _restart(framework: str, waiting: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
-    """Initialises Horovod as it was, on the ranks that there are now; what was made on engines is rebuilt on them.
-    A collective call of those ranks, for which it waits within `waiting()`."""
+    """Shuts Horovod down, initialises it on the present ranks, and rebuilds the objects that depend on the ranks.
+
+    A collective call of the present ranks.
+
+    Args:
+        waiting: returns a context manager that is active while this rank waits for the others.
+    """
     cls = _class(framework)
     importlib.import_module(cls.binding).shutdown()
     cls.forget()
@@ -150,7 +173,13 @@ def _restart(framework: str, waiting: Callable[[], contextlib.AbstractContextMan
 
 
 def elastic_run(framework: str, train: Callable[..., T], *, gone: Callable[[Exception], bool]) -> Callable[..., T]:
-    """`train(state, ...)` as `engine.elastic.run` calls it anew; `gone`: whether an error says that a peer is gone."""
+    """Wraps the function of an elastic job, for one framework: see `engine.elastic.run`.
+
+    Args:
+        framework: "torch" or "tensorflow".
+        train: the script's function `train(state, ...)`.
+        gone: returns whether an exception says that a peer is gone.
+    """
     cls = _class(framework)
     horovod = importlib.import_module(cls.binding)
     restart = functools.partial(_restart, framework)
@@ -167,8 +196,8 @@ def elastic_run(framework: str, train: Callable[..., T], *, gone: Callable[[Exce
 
 
 def start() -> Engine:
-    """The engine of all ranks, initialised; for programs that have no face of a framework."""
-    # Torch starts faster, where Horovod was built for both. A Horovod that others built does not say for what.
+    """Initialises Horovod and returns the engine of all ranks, for programs that use no framework, as `probe`."""
+    # torch is preferred, because it starts faster. A Horovod without a build record does not tell its frameworks.
     built = (installed_build() or {}).get("frameworks", {"torch": ""})
     framework = next((name for name in _ENGINES if name in built), "torch")
     init(framework)

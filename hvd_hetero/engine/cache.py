@@ -13,7 +13,7 @@ from typing import Any
 
 
 def key(facts: object) -> str:
-    """A short name for these facts: equal ones give equal names, whatever the order of their keys."""
+    """Returns a short name (a hash) for these facts. Equal facts give equal names, whatever the order of their keys."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True, ensure_ascii=True).encode()).hexdigest()[:20]
 
 
@@ -26,7 +26,7 @@ def load(folder: Path, name: str) -> str:
 
 
 def store(folder: Path, name: str, content: Any) -> None:
-    """None; keeps `content` as JSON. Where nothing can be written nothing is kept: the next run measures again."""
+    """Stores `content` as JSON under this name. Does nothing if that fails: the next run measures again."""
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
         put(_place(folder, name), lambda path: path.write_text(json.dumps(content) + "\n", encoding="utf-8"))

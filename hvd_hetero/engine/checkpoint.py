@@ -1,6 +1,6 @@
-"""Checkpoints of a job: what all ranks share, once, and what is each rank's own; and leaving in order.
+"""Checkpoints of a job in one file: the state that all ranks share, once, and each rank's own; saved also at SIGTERM.
 
-For any framework: a state says what there is to keep, as bytes.
+It works for any framework: the job's `State` returns what has to be saved as bytes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .stderr import tell
 
 
 class State(Protocol):
-    """The state of a job, as `hvd.elastic` has it, and what a checkpoint needs of it."""
+    """What `Checkpoint` needs of the state of a job; `hvd.elastic.TorchState` and `KerasState` have it."""
 
     at_end: Callable[[], object] | None
     """Saves a checkpoint, where all ranks of an elastic job leave at a commit."""
@@ -34,44 +34,45 @@ class State(Protocol):
 
     @property
     def synced(self) -> bool:
-        """Whether this process has come to what the others of an elastic job hold, or they to what it does."""
+        """Whether this process holds the job's state: it has completed a `sync` with the other ranks."""
 
     @property
     def leaving(self) -> Sequence[int] | None:
-        """Ranks that were told to end, as all ranks have heard it; None where nothing carries that from rank to rank.
-        """
+        """The ranks that were told to end (SIGTERM), the same on all ranks; None if the state cannot exchange that."""
 
     def leave(self) -> None:
         """Tells all ranks that this one was told to end."""
 
     def merge_models(self) -> None:
-        """Comes to what all ranks share. A collective call."""
+        """Makes the model the same on all ranks, with a local strategy. A collective call."""
 
     def shared_content(self) -> bytes:
-        """The part of the state that is the same on all ranks, as bytes."""
+        """Returns the part of the state that is the same on all ranks, as bytes."""
 
     def own_content(self) -> bytes:
-        """The part of the state that is this rank's own, as bytes."""
+        """Returns the part of the state that belongs to this rank, as bytes."""
 
     def load_shared_content(self, content: bytes) -> None:
-        """Goes on from what `shared_content` returned."""
+        """Loads what `shared_content` returned."""
 
     def load_own_content(self, content: bytes) -> None:
-        """Goes on from what `own_content` returned on this rank of as many."""
+        """Loads what `own_content` returned on the rank of this number in a job of as many ranks."""
 
 
 class Checkpoint:
     """A job's checkpoint file, written by rank 0. Constructing one is a collective call.
 
+    It also installs a handler of SIGTERM (`Notice`): see `step`.
+
     Args:
-        path: of the file. Hosts that share no folder have one each, of which the newest is used.
-        state: what is kept: an `hvd.elastic.TorchState` or `KerasState`.
-        engine: the ranks.
-        every_steps: `step` saves after so many steps; None: only when the job has to end.
+        path: path of the file. If the hosts share no folder, each may have a file there; the newest is read.
+        state: what is saved: an `hvd.elastic.TorchState` or `KerasState`.
+        engine: the engine of all ranks.
+        every_steps: the number of steps after which `step` saves; None: only when the job has to end.
 
     Raises:
-        ValueError, TypeError: on every rank, where `every_steps` is no such number, or differs between ranks, or
-            `state` is none.
+        ValueError: on every rank, if `every_steps` is not an integer of at least 1, or differs between ranks.
+        TypeError: on every rank, if `state` is of another kind on some rank.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class Checkpoint:
     ) -> None:
         self._file, self._state, self._engine, self._every = CheckpointFile(path), state, engine, every_steps
         self._steps = 0
-        self._number = 0  # of checkpoints that this job has written; a newer one has a greater
+        self._number = 0  # the number of the newest checkpoint of this job; each new one gets the next number
         self._joins = self._agree(goes_on=False)
         engine.remember(self._rebuild)
         self._asking: Handle | None = None
@@ -87,12 +88,20 @@ class Checkpoint:
         self._notice = Notice(state.leave, say="this rank leaves once a checkpoint is written.")
 
     def _rebuild(self) -> None:
-        """Goes on with the ranks that there are now. A collective call."""
+        """Adapts to the present ranks after an elastic reset. A collective call."""
         self._agree(goes_on=True)
 
     def _agree(self, *, goes_on: bool) -> bool:
-        """Returns where all ranks save at the same steps: whether any of them has trained before, of which one is that
-        `goes_on`. A collective call."""
+        """Checks that all ranks save at the same steps, and sets the common step count and checkpoint number.
+
+        A collective call; raises what the constructor raises.
+
+        Args:
+            goes_on: whether this rank was in the job before (an elastic reset).
+
+        Returns:
+            Whether any rank was in the job before, so that this rank joins a running job.
+        """
         self._asks = self._engine.unique("hvd_hetero.checkpoint.leaving.")  # a script may have several checkpoints
         wrong = "" if hasattr(self._state, "shared_content") else type(self._state).__name__
         mine = json.dumps([repr(self._every), self._steps, goes_on, wrong, max(self._number, self._file.number())])
@@ -107,11 +116,11 @@ class Checkpoint:
         if self._every is not None and (not isinstance(self._every, int) or self._every < 1):
             raise ValueError(f"every_steps: expected an integer of at least 1, or None. Received: {self._every!r}.")
         self._number = max(numbers)
-        self._steps = max(steps)  # of ranks that have joined, or that broke off in unlike steps
+        self._steps = max(steps)  # they differ if ranks have joined, or were interrupted in different steps
         return any(going_on)
 
     def close(self) -> None:
-        """Leaves SIGTERM to others again, and the end of the job."""
+        """Restores the handler of SIGTERM that was there before, and saves no more at the end of the job."""
         self._notice.close()
         if self._state.at_end == self.save:
             self._state.at_end = self._state.at_end_alone = None
@@ -119,9 +128,15 @@ class Checkpoint:
     # Leaving --------------------------------------------------------------------------------------------------------
 
     def step(self, steps: int = 1) -> None:
-        """To be called after each optimizer step, or after so many, on all ranks: saves when it is due, and where a
-        rank was told to end (SIGTERM) saves and ends the job, with exit status 75 – not an elastic one, where that rank
-        leaves at the next commit. A collective call when it saves."""
+        """Saves a checkpoint if one is due. All ranks call it after each optimizer step, or once for `steps` of them.
+
+        If a rank was told to end (SIGTERM), it saves and ends the job with exit status 75; but not an elastic job,
+        where that rank leaves at the next commit. A collective call when it saves.
+
+        Raises:
+            SystemExit: the job ends, as above.
+            CheckpointError: see `save`.
+        """
         before, self._steps = self._steps, self._steps + steps
         leaving = () if is_elastic() else self._leaving()
         if leaving or (self._every and self._steps // self._every > before // self._every):
@@ -132,10 +147,11 @@ class Checkpoint:
             raise SystemExit(LEFT)
 
     def _leaving(self) -> Sequence[int]:
-        """The ranks that were told to end, the same on all ranks."""
+        """Returns the ranks that were told to end (SIGTERM), the same on all ranks. Without a balancer that exchanges
+        them, this takes an all-reduce, whose result is used in the next step."""
         if (known := self._state.leaving) is not None:
             return known
-        # Asked in one step and heard in the next, so that nobody waits.
+        # The all-reduce is started in one step and its result is read in the next, so that no rank waits for it.
         engine = self._engine
         told = np.zeros(0) if self._asking is None else np.asarray(self._asking.wait())
         mine = np.zeros(engine.size)
@@ -146,10 +162,10 @@ class Checkpoint:
     # Saving and restoring -------------------------------------------------------------------------------------------
 
     def save(self) -> None:
-        """Writes the checkpoint. A collective call.
+        """Writes a checkpoint, with the state of all ranks. A collective call.
 
         Raises:
-            CheckpointError: on every rank, where it cannot be written, or something of it is no data.
+            CheckpointError: on every rank, if the file cannot be written, or some rank's state cannot be serialised.
         """
         engine = self._engine
         self._state.merge_models()
@@ -166,12 +182,13 @@ class Checkpoint:
                 self._file.write(_packed([self._state.shared_content(), *owns]), number=self._number + 1)
             except Exception as error:
                 problem = f"{type(error).__name__}: {error}"
-                self._number = max(self._number, self._file.number())  # it may be there all the same
+                self._number = max(self._number, self._file.number())  # the file may have been written nevertheless
         self._check(problem, name="saved")
         self._number += 1
 
     def _look_for_others(self) -> None:
-        """Says so where another job has written there. In an elastic one it may have been a rank that left alone."""
+        """Prints a warning if another job has written to the file. Not in an elastic job, where it may have been a rank
+        that left alone (`_save_alone`)."""
         newest = self._file.number()
         if newest > self._number and not is_elastic():
             before = f"checkpoint {self._number}" if self._number else "none"
@@ -183,31 +200,39 @@ class Checkpoint:
             )
 
     def _save_alone(self) -> None:
-        """Writes one without what is each rank's own, as for other ranks; not over a newer one."""
+        """Writes a checkpoint without the other ranks: with the shared state only, and not over a newer one.
+
+        Is called on a rank that ends after the others were lost. Raises nothing.
+        """
         if self._file.number() > self._number:
             return
         try:
             self._file.write(_packed([self._state.shared_content()]), number=self._number + 1)
-        except Exception as error:  # it ends all the same
+        except Exception as error:  # the process ends in any case
             tell(f"hvd_hetero: {type(error).__name__}: {error}: nothing was saved to {self._file.path}.")
         else:
             tell(f"hvd_hetero: the last commit is saved to {self._file.path}.")
 
     def _check(self, problem: str, *, name: str) -> None:
-        """Raises CheckpointError on every rank, where one has a problem with saving."""
+        """Raises CheckpointError on every rank if any rank has a `problem` with saving. A collective call.
+
+        Args:
+            problem: this rank's problem, "" if it has none.
+            name: names the exchange.
+        """
         if problem := self._first_of_all(problem, name=name):
             kept = "A whole one is kept, that before or this one." if self._number else "There is none before it."
             raise CheckpointError(f"Expected to write a checkpoint to {self._file.path}. Received: {problem}. {kept}")
 
     def restore(self) -> bool:
-        """Goes on from the newest whole checkpoint; whether there is one. A collective call.
+        """Loads the newest intact checkpoint. Returns whether there is one. A collective call.
 
-        On another number of ranks what was each rank's own begins anew. A rank that joins an elastic job reads none,
-        and gets what the others hold when training begins: True.
+        If the number of ranks has changed, the state that belongs to each rank is not loaded and begins anew. A rank
+        that joins an elastic job reads no file, and returns True: it gets the state of the others when training begins.
 
         Raises:
-            CheckpointError: on every rank, where the file is there and is no whole checkpoint, and none before it is;
-                or where it is one of another job.
+            CheckpointError: on every rank, if there are files but none is an intact checkpoint, or if the checkpoint is
+                of another job.
         """
         if self._joins and not self._state.synced:
             self._state.read_late = self._read
@@ -217,7 +242,8 @@ class Checkpoint:
     def _read(self) -> bool:
         """See `restore`."""
         engine, content, problem, parts = self._engine, None, "", []
-        # Where hosts share no folder, it is on that of an earlier job's rank 0, or, elastic, of several.
+        # Hosts without a shared folder: the file is on the host that had rank 0 in an earlier job; in an elastic job
+        # there may be several.
         texts = gather_text(engine, str(self._file.number()), name="hvd_hetero.checkpoint.newest")
         numbers = list(map(int, texts))
         root = numbers.index(max(numbers))
@@ -250,7 +276,8 @@ class Checkpoint:
         return True
 
     def _load(self, load: Callable[[bytes], None], content: bytes) -> None:
-        """Loads on all ranks. Raises CheckpointError on every rank, where it cannot be loaded on one."""
+        """Calls `load(content)` on all ranks. Raises CheckpointError on every rank if it fails on any. A collective
+        call."""
         problem = ""
         try:
             load(content)
@@ -260,13 +287,13 @@ class Checkpoint:
             raise CheckpointError(f"Expected a checkpoint of this job in {self._file.path}. Received: {problem}.")
 
     def _first_of_all(self, problem: str, *, name: str) -> str:
-        """The first of all ranks' problems, "" where there is none. A collective call."""
+        """Returns the problem of the first rank that has one; "" if none has. A collective call."""
         problems = gather_text(self._engine, problem, name=f"hvd_hetero.checkpoint.{name}")
         return next(filter(None, problems), "").removesuffix(".")
 
 
 def _packed(parts: Sequence[bytes]) -> list[bytes]:
-    """What to write, piece by piece: a line with the lengths of the parts, and the parts."""
+    """Returns the pieces of the file's content: a JSON line with the lengths of the parts in bytes, and the parts."""
     return [json.dumps([len(part) for part in parts]).encode() + b"\n", *parts]
 
 

@@ -1,4 +1,4 @@
-"""A checkpoint on disk: whole or not there, whenever the machine stops.
+"""A checkpoint file that is never half-written, whenever the process or the machine stops.
 
 The new file is written beside the old one, flushed to the disk, and only then takes its name (POSIX makes `rename`
 atomic; the folder is flushed as well, or the name might not outlive a power cut). The one before is kept. A first line
@@ -20,11 +20,11 @@ from pathlib import Path
 
 KIND = "hvd_hetero checkpoint 1"
 LONGEST_LINE = 4096
-LEFT_S = 3600.0  # a file that nobody has written to for so long was left by a process that was killed
+LEFT_S = 3600.0  # a temporary file not written to for so many seconds was left by a process that was killed
 
 
 class CheckpointError(RuntimeError):
-    """There are files where a checkpoint is expected, and none of them is a whole one."""
+    """A checkpoint cannot be read or written: see the methods that raise this."""
 
 
 class CheckpointFile:
@@ -35,8 +35,8 @@ class CheckpointFile:
         self.previous = self.path.with_name(self.path.name + ".previous")
 
     def number(self) -> int:
-        """How many checkpoints of this job were written before the newest one here, itself included, as its first line
-        says; 0 where there is none. Files of earlier versions count as the first."""
+        """Returns the number of the newest checkpoint here, from its first line: a job numbers its checkpoints 1, 2, …
+        0 if there is none. A file of an earlier version, without a number, counts as 1."""
         numbers = [0]
         for path in (self.path, self.previous):
             with contextlib.suppress(OSError, ValueError, TypeError, OverflowError), open(path, "rb") as file:
@@ -45,7 +45,15 @@ class CheckpointFile:
         return max(numbers)
 
     def write(self, pieces: Sequence[bytes], *, number: int = 1) -> None:
-        """Takes the place of what was there. Raises OSError, with nothing lost, where it cannot be written."""
+        """Writes a checkpoint, and keeps the one before as `previous`.
+
+        Args:
+            pieces: the content, which is their concatenation.
+            number: see the method `number`.
+
+        Raises:
+            OSError: the file cannot be written; the old files are unchanged.
+        """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         # Processes of several hosts or containers that share a folder may have one number.
         new = self.path.with_name(f".{self.path.name}.{os.getpid()}-{secrets.token_hex(4)}.new")
@@ -71,17 +79,20 @@ class CheckpointFile:
         _flush(self.path.parent)
 
     def _clear(self) -> None:
-        """Removes what processes have left that were killed while they wrote."""
+        """Removes temporary files of processes that were killed while they wrote."""
         for left in self.path.parent.glob(f".{glob.escape(self.path.name)}.*.new"):
             with contextlib.suppress(OSError):
                 if time.time() - left.stat().st_mtime > LEFT_S:
                     left.unlink()
 
     def read(self) -> tuple[bytes | None, str]:
-        """The content of the newest whole checkpoint, None where there is none; and what is wrong with a newer one.
+        """Reads the newest intact checkpoint.
+
+        Returns:
+            Its content, None if there is no file; and what is wrong with a newer, damaged one, "" if there is none.
 
         Raises:
-            CheckpointError: there are files, and none of them is a whole checkpoint.
+            CheckpointError: there are files, and none of them is an intact checkpoint.
         """
         problems: list[str] = []
         for path in (self.path, self.previous):
@@ -101,8 +112,8 @@ class CheckpointFile:
 
 
 def _flush(folder: Path) -> None:
-    """Brings a folder to the disk, where that can be done: some file systems flush none, and some folders can be
-    written and not read."""
+    """Flushes a folder's entries to the disk. Does nothing if the file system does not support that, or the folder is
+    not readable."""
     try:
         number = os.open(folder, os.O_RDONLY)
         try:
@@ -115,7 +126,7 @@ def _flush(folder: Path) -> None:
 
 
 def _problem(path: Path) -> str | None:
-    """Says why a file is no whole checkpoint; None if it is one."""
+    """Returns why a file is not an intact checkpoint; None if it is one. Raises OSError if it cannot be read."""
     with open(path, "rb") as file:
         try:
             head = json.loads(file.readline(LONGEST_LINE))

@@ -1,4 +1,4 @@
-"""The other ranks of a job, as far as their processes answer: who is missing in an operation, who waits for whom."""
+"""Asks the processes of a job's other ranks which of them are missing in an operation, and which wait for this rank."""
 
 from __future__ import annotations
 
@@ -15,15 +15,19 @@ from .absence import JOIN, Absence, absence_of, waits_for
 from .peer import Peer, ask
 
 T = TypeVar("T")
-FIRST_S = 0.5  # in a wait, before others are asked whether they wait: what is waited for usually comes sooner
+FIRST_S = 0.5  # seconds of waiting before other ranks are first asked; most waits end sooner
 
 
 class Company:
-    """The ranks beside this one.
+    """The other ranks of the job. `Watch` asks them through this object.
 
     Args:
-        submitted: says in which operations this rank takes part.
-        times: says how often it has in one of this name.
+        submitted: returns the names of the operations that this rank has submitted and that are still under way.
+        times: returns how often this rank has submitted an operation of a given name; 0 if that is not known.
+
+    Attributes:
+        awaited: whether another rank has answered, since this rank last began to wait, that it waits for this one.
+        me: this rank's own process; None before the ranks have met.
     """
 
     def __init__(
@@ -31,31 +35,35 @@ class Company:
     ) -> None:
         self._submitted, self._times = submitted, times
         self._peers: dict[int, Peer] = {}
-        self.awaited = False  # by one of them, who said so since this rank waited last
+        self.awaited = False
         self.me: Peer | None = None
 
     def meet(self, peers: Iterable[Peer]) -> None:
-        """From here on these are the ranks."""
+        """Sets the processes of all ranks, this one's included, in place of those set before."""
         self._peers = {peer.rank: peer for peer in peers}
 
     def _others(self, ranks: Sequence[int]) -> list[Peer]:
-        """The known peers among these ranks, beginning after this rank: so not all ranks ask the same one first."""
+        """The known peers with these global ranks, without this rank. The ranks above this one come first, so that not
+        all ranks ask the same one first."""
         others = [self._peers[rank] for rank in ranks if rank in self._peers and self._peers[rank] != self.me]
         mine = 0 if self.me is None else self.me.rank
         return sorted(others, key=lambda peer: peer.rank < mine)
 
     def _asked(self, ask_one: Callable[[Peer], T], ranks: Sequence[int]) -> list[T]:
-        """Asks the processes of these ranks, side by side, and returns their answers."""
+        """Calls `ask_one` for the peers with these global ranks, up to 16 at a time, and returns the results."""
         peers = self._others(ranks)
         try:
             with ThreadPoolExecutor(max(1, min(16, len(peers)))) as pool:
                 return list(pool.map(ask_one, peers))
-        except RuntimeError:  # this process is at its end, and begins no more threads
+        except RuntimeError:  # the interpreter is shutting down and starts no more threads
             return list(map(ask_one, peers))
 
     def absent(self, operation: str, ranks: Sequence[int] | None = None) -> list[Absence]:
-        """Those of these ranks (default: all) that have not submitted an operation; those that wait in another one
-        are left out, unless all of them do. In `hvd.join()`, ranks that answer are not missing: they train on."""
+        """Returns those of `ranks` (global; default: all) that have not submitted an operation.
+
+        Ranks that wait in another operation may only be victims of the same missing rank, and are left out, unless all
+        missing ranks are such. For the operation of `hvd.join()`, a rank that answers is not missing: it still trains.
+        """
         ranks = tuple(self._peers) if ranks is None else ranks
         ask_one = functools.partial(
             absence_of, operation=operation, ranks=ranks, me=self.me, submitted=self._submitted,
@@ -66,8 +74,15 @@ class Company:
         return [each for each in found if not each.elsewhere] or found
 
     def awaits(self, operation: str, ranks: Sequence[int]) -> Callable[[], bool]:
-        """What tells, called again and again while this rank waits for these in an operation, whether one of them waits
-        for it in another one that it has not come to. They are asked beside what this rank does."""
+        """Returns a function that tells whether another rank waits for this one, to be polled during a wait.
+
+        It becomes true when one of `ranks` waits in another operation that this rank has not submitted. The ranks are
+        asked in a thread, first after `FIRST_S`, then at growing intervals (half of the time waited so far).
+
+        Args:
+            operation: the operation that this rank waits for.
+            ranks: the global ranks that take part in it.
+        """
         began, answers = time.monotonic(), SimpleQueue[bool]()
         is_waiting = functools.partial(self._is_waiting, operation=operation)
         due_s: float | None = FIRST_S  # None: somebody is being asked
@@ -89,8 +104,11 @@ class Company:
         return is_awaited
 
     def _is_waiting(self, peer: Peer, operation: str) -> bool:
-        """Whether a peer waits for this rank, which waits in an operation. One that does not answer waits for nobody;
-        nor does one for which the operation is over: it is about to be so here, and then this rank comes."""
+        """Whether a peer waits for this rank in another operation, while this rank waits in `operation`.
+
+        False if the peer does not answer. Also False if `operation` is already complete on the peer: then it is about
+        to complete here, and this rank will go on to the operation in which the peer waits.
+        """
         with contextlib.suppress(ConnectionError):
             state = ask(peer, {"kind": "state", "operation": operation})
             over = operation not in state["submitted"] and 0 < self._times(operation) <= state["times"]

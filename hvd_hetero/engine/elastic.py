@@ -1,8 +1,9 @@
-"""The loop of an elastic job: what a rank does when others die, join or leave. For any framework.
+"""The loop of an elastic job: what a rank does when other ranks die, join or leave. For any framework.
 
-Horovod's own loop (`horovod.common.elastic.run_fn`) initialises anew outside of what it guards: a second death in that
-moment ends the job. It also goes on without synchronising where ranks only left, which leaves a sampler dealing to
-ranks that are gone. Here each round is: initialise, rebuild what was made on the ranks, synchronise, train.
+It replaces Horovod's own loop (`horovod.common.elastic.run_fn`), which has two faults. It initialises Horovod again
+outside of its `try`, so that a second death at that moment ends the job. And if ranks only left, it goes on without
+`state.sync()`, so that a sampler still deals samples to ranks that are gone. Here, after each change of the ranks:
+initialise Horovod, rebuild the objects that depend on the ranks, synchronise the state, call `train`.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ from .stderr import tell
 
 T = TypeVar("T")
 
-MOST_FAILURES = 3  # in a row, with no commit between them and on the same number of ranks: then it is no rank that died
+MOST_FAILURES = 3  # retries without a commit and on as many ranks; after them the cause is probably not a lost rank
 
 
 class ElasticState(Protocol):
-    """A Horovod `State` that counts its commits; `leaving` is None where it cannot tell others that a rank leaves.
+    """The state of an elastic job, as `JobState` implements it.
 
-    A state of a script's own, made of Horovod's, has `sync`, `restore` and `on_reset` alone.
+    `leaving` is None if the state cannot tell the other ranks that this one leaves. A script may also use a state
+    derived from Horovod's `State`, which has `sync`, `restore` and `on_reset` only.
     """
 
     commits: int
@@ -46,10 +48,10 @@ class ElasticState(Protocol):
 
 
 class Failures:
-    """Failures in a row, in which nothing was achieved and nothing changed.
+    """Counts failures in a row, with no commit and no change of the number of ranks between them.
 
     Args:
-        most: so many are passed over.
+        most: how many of them are tolerated.
     """
 
     def __init__(self, most: int = MOST_FAILURES) -> None:
@@ -57,15 +59,19 @@ class Failures:
         self._at: tuple[int, int] | None = None
 
     def again(self, *, commits: int, size: int) -> bool:
-        """Notes a failure on `size` ranks after so many commits; whether another try is worth it."""
+        """Counts a failure on `size` ranks after `commits` commits. Returns whether to try again."""
         self._seen = self._seen + 1 if self._at == (commits, size) else 1
         self._at = commits, size
         return self._seen <= self._most
 
 
 def let_leave(leaving: Sequence[int], *, rank: int) -> None:
-    """At a commit: ends this process if it is one of the ranks `leaving`. If others are, raises HostsUpdatedInterrupt,
-    by which the job goes on without them."""
+    """Ends this process if `rank` is one of the ranks `leaving`; is called at each commit, on all ranks.
+
+    Raises:
+        SystemExit: this rank leaves; with exit status `LEFT`.
+        HostsUpdatedInterrupt: other ranks leave; the elastic loop goes on without them.
+    """
     if rank in leaving:
         raise SystemExit(LEFT)
     if leaving:
@@ -83,15 +89,16 @@ def run(
     recoverable: Callable[[Exception], bool],
     explain: Callable[[], str],
 ) -> Callable[..., T]:
-    """`train(state, ...)`, called anew after each change of the ranks, with the state that all of them have then.
+    """Wraps `train(state, ...)` so that it is called again after each change of the ranks, on a synchronised `state`.
 
     Args:
-        train: may end at any exchange, and is called again; it goes on from what `state` says.
-        restart: initialises Horovod on the ranks that there are now, and rebuilds what was made on them. It is given
-            what to enter while it waits for them.
-        size: the number of ranks.
-        recoverable: whether it is what an exchange raises when a peer is gone. What else `train` raises ends this rank.
-        explain: which ranks are gone, in words.
+        train: the script's function. Any collective in it may raise; it is then called again, and has to go on from
+            what `state` holds.
+        restart: initialises Horovod on the present ranks, and rebuilds the objects that depend on them. Its argument
+            returns a context manager, to be entered while it waits for the other ranks.
+        size: returns the number of ranks. Raises ValueError if Horovod is not initialised.
+        recoverable: returns whether an exception says that a peer is gone. Other exceptions end this rank.
+        explain: returns which ranks are gone, as text; "" if it is unknown.
     """
     elastic = importlib.import_module("horovod.common.elastic")
     exceptions = importlib.import_module("horovod.common.exceptions")
@@ -109,7 +116,7 @@ def run(
             while True:
                 try:
                     if changed:
-                        if notice is not None and notice.told:  # the others come together without it, if any are left
+                        if notice is not None and notice.told:  # the others, if any are left, go on without this rank
                             state.leave_alone()
                             raise SystemExit(LEFT)
                         try:
@@ -117,7 +124,7 @@ def run(
                                 contextlib.nullcontext if notice is None
                                 else functools.partial(notice.unreachable, state.leave_alone)
                             )  # fmt: skip
-                        finally:  # also of ranks one of which dies while they rebuild
+                        finally:  # also if another rank dies during the rebuild
                             with contextlib.suppress(ValueError):  # not initialised
                                 ranks = size()
                         state.on_reset()

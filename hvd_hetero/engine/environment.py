@@ -42,20 +42,21 @@ def repairs() -> frozenset[str]:
 
 
 def prepare_wait() -> None:
-    """Lets `horovod.torch.synchronize` sleep instead of spin – unless the user has set how it waits, which it asks at
-    each wait."""
+    """Makes `horovod.torch.synchronize` sleep instead of spin, unless the user has set the variable. Horovod reads it
+    at each wait, so this has an effect also after `hvd.init()`."""
     if "blocking_wait" in repairs():
         os.environ.setdefault(BLOCKING_WAIT, "1")
 
 
 def prepare_init() -> None:
-    """Sets, before `hvd.init()`, what makes Horovod cheap on ranks with little CPU – unless the user has set it.
+    """Sets variables that reduce Horovod's CPU time, unless the user has set them; is called before `hvd.init()`.
 
-    Horovod's background thread negotiates once a cycle, on all ranks in lock-step. At its default of 1 ms that costs
-    a rank with a fifth of a core a good part of it. An event-driven cycle (a repair) starts when there is work, and
-    so may be long; without the repair, 5 ms is a compromise between that cost and the latency it adds. Under MPI the
-    cycle stays: MPI spins within the negotiation, so entering it early costs CPU instead of saving it. And it stays
-    in an elastic job without a repair, as ranks that stay and ranks that join would sum unlike tensors.
+    Horovod's background thread negotiates once a cycle, on all ranks in lock-step. At the default cycle of 1 ms that
+    costs a rank with a fifth of a core a good part of it. An event-driven cycle (a repair) starts when there is work,
+    and so may be long; without the repair, 5 ms is a compromise between that cost and the latency it adds. Under MPI
+    the cycle is not changed: MPI spins within the negotiation, so entering it early costs CPU instead of saving it. It
+    is not changed in an elastic job without the repair `fresh_settings` either: ranks that stay and ranks that join
+    would fuse different tensors.
     """
     for name in (CYCLE_TIME_MS, CACHE_CAPACITY):
         if os.environ.get(name) == "(None,)":  # of a horovod.run without a repair; Horovod takes it for 0, and spins
@@ -80,12 +81,13 @@ def _sums_on_gpus() -> bool:
 
 
 def _fusion_is_chosen() -> bool:
-    """Whether the user has said how much travels as one, or that Horovod find it out."""
+    """Whether the user has set Horovod's fusion threshold, or switched on Horovod's autotuning of it."""
     return FUSION_THRESHOLD in os.environ or _leading_number(os.environ.get("HOROVOD_AUTOTUNE"), 0) > 0
 
 
 def came_later() -> bool:
-    """Whether this process of an elastic job is not the first one, which is rank 0 as the job begins."""
+    """Whether this process is not the first that an elastic job has started. The first is rank 0 as the job begins;
+    so a later one that is rank 0 and does not have the job's state shows that the state is lost."""
     return int(os.environ.get("HOROVOD_ELASTIC_WORKER", 1)) > 1
 
 
@@ -96,12 +98,13 @@ def under_mpi() -> bool:
 
 
 def gloo_allreduce() -> str:
-    """How this rank's Gloo sums over all ranks: "ring", or the way that a repaired Horovod was told."""
+    """The all-reduce algorithm of this rank's Gloo: "ring", or with our repair the value of HOROVOD_GLOO_ALLREDUCE."""
     return os.environ.get(GLOO_ALLREDUCE, "ring") if "gloo_hierarchy" in repairs() else "ring"
 
 
 def fused_bytes() -> int:
-    """Up to how many bytes this rank's Horovod fuses what it sums, which each rank decides by itself."""
+    """The most bytes that this rank's Horovod fuses into one all-reduce. It must be the same on all ranks: each decides
+    by itself what it fuses."""
     threshold = _leading_number(os.environ.get(FUSION_THRESHOLD), FUSION_THRESHOLD_BYTES)
     limit = _leading_number(os.environ.get(FUSION_LIMIT), 0) if "fusion_limit" in repairs() else 0
     return min(limit, threshold) if limit > 0 else threshold
@@ -121,7 +124,7 @@ def waits_without_spinning() -> bool:
 
 
 def is_elastic() -> bool:
-    """True when an elastic horovodrun started this process: ranks may come together again."""
+    """True when an elastic horovodrun started this process: ranks may leave and join."""
     return os.environ.get("HOROVOD_ELASTIC", "0") == "1"
 
 
@@ -129,15 +132,15 @@ _runs: Counter[tuple[str, int]] = Counter()  # balancers of this process, by the
 
 
 def run_folder(ranks: Sequence[int], rank: int) -> str | None:
-    """Where the trace of a balancer goes when the script names no folder: `HVD_HETERO_RUN`, or None.
+    """The folder for a balancer's trace if the script names none: made of `HVD_HETERO_RUN`; None if that is not set.
 
-    For ranks that are not the first ones the name goes on with theirs, and for further balancers of this process with
-    "-2" and so on: files are by rank, where steps of another loop would take the place of the first one's. Not in an
-    elastic job, whose balancers may be made anew and go on in their files.
+    A trace has one file for each rank, so each further balancer of this process needs another folder: "-2" and so on
+    is appended. Not in an elastic job, where a balancer that is made again continues its files. If the ranks are not
+    0, 1, …, their numbers are appended as well.
 
     Args:
         ranks: the global ranks that train together.
-        rank: this one's number among them.
+        rank: this rank's index among them.
     """
     folder = os.environ.get("HVD_HETERO_RUN", "").rstrip("/")
     if not folder:
@@ -162,13 +165,14 @@ def rendezvous_address() -> str | None:
 
 
 def patience() -> Patience | None:
-    """How long ranks wait for each other, by the variables of Horovod's own stall check; None where that is off.
+    """The watchdog's limits, from the variables of Horovod's own stall check; None if that check is switched off.
 
     `horovodrun --no-stall-check`, `--stall-check-warning-time-seconds` and `--stall-check-shutdown-time-seconds` set
-    them. One that is not set stands for what this package chooses; a shutdown time of 0 for never, as in Horovod.
+    the variables. For one that is not set, the default of `Patience` holds. A shutdown time of 0 means never, as in
+    Horovod.
 
     Raises:
-        ValueError: a time that is none, or below 0.
+        ValueError: a time is not a number, or is below 0.
     """
     if _leading_number(os.environ.get("HOROVOD_STALL_CHECK_DISABLE"), 0) > 0:
         return None
@@ -178,7 +182,7 @@ def patience() -> Patience | None:
 
 
 def _seconds(name: str) -> float | None:
-    """The time that a variable says; None where it is not set."""
+    """The value of a variable, in seconds; None if it is not set. Raises ValueError if it is no number, or negative."""
     text = os.environ.get(name, "")
     if not text:
         return None
@@ -192,15 +196,16 @@ def _seconds(name: str) -> float | None:
 
 
 def started() -> tuple[str, int] | None:
-    """The variable in which a starter of Horovod's ranks, or else an MPI, says that it has started several, and how
-    many."""
+    """The name and value of the variable by which horovodrun, or else MPI, says how many ranks it has started; None if
+    it says one or nothing."""
     if "HOROVOD_SIZE" in os.environ:
         return _told_of_several("HOROVOD_SIZE")
     return _told_of_several("OMPI_COMM_WORLD_SIZE", "PMI_SIZE") if under_mpi() else None
 
 
 def started_otherwise() -> tuple[str, int] | None:
-    """The variable by which torchrun or Slurm says how many processes it started, and their number; None for one."""
+    """The name and value of the variable by which torchrun or Slurm says how many processes it has started; None if it
+    says one or nothing."""
     return _told_of_several(*(["WORLD_SIZE"] if "TORCHELASTIC_RUN_ID" in os.environ else []), "SLURM_STEP_NUM_TASKS")
 
 

@@ -1,7 +1,7 @@
-"""The end of a job whose sums have several levels: no rank goes while others are still at the last one.
+"""A barrier at the end of a job with hierarchical all-reduces: no rank exits while others are in the last one.
 
-The last stage of such a sum is one of each node's ranks. A rank that has seen the end of its own, and ends its process,
-shuts Horovod down on all ranks, and the sum of another node fails in the last step of a training that went well.
+The last stage of such an all-reduce runs within each node. A rank whose stage is complete could exit, which shuts
+Horovod down on all ranks. Then the last stage of another node would fail, in the last step of a successful training.
 """
 
 from __future__ import annotations
@@ -17,26 +17,35 @@ import numpy as np
 from .environment import is_elastic
 from .port import Engine
 
-LIMIT_S = 10.0  # a rank that has more to do than the others, such as saving, keeps them no longer
-LOOK_S = 0.005
+LIMIT_S = 10.0  # the longest wait, in seconds: another rank may have more to do at the end, such as saving
+LOOK_S = 0.005  # seconds between two looks at whether all ranks have come
 
 
-_everyone: list[Engine] = []  # the engine of all ranks, where there are groups among them; at most one
+_everyone: list[Engine] = []  # the engine of all ranks, if groups of ranks were made; at most one entry
 
 
 def prepare(engine: Any) -> None:
-    """Names the engine of all ranks, among which there are groups, of the present initialisation."""
+    """Makes `say` and the end of the process wait for the other ranks. Is called when a group of ranks is made.
+
+    Args:
+        engine: the engine of all ranks.
+    """
     _everyone[:] = [engine]
-    # Anew, as Horovod registers its own end anew whenever it is initialised: the last one comes first.
+    # Registered again, because each initialisation of Horovod registers its shutdown, and the last registered function
+    # is called first.
     atexit.unregister(_at_exit)
     atexit.register(_at_exit)
 
 
 def say() -> None:
-    """Returns when all ranks say so, when one of them is gone, or after a while. Once for each initialisation."""
+    """Waits until all ranks have called this; at most `LIMIT_S`, and no longer once a rank is gone. Raises nothing.
+
+    Has an effect only once after each `prepare`, and none if no group was made. Is called before Horovod is shut down,
+    at the end of an elastic job, and at the end of the process.
+    """
     if _everyone:
         engine = _everyone.pop()
-        with contextlib.suppress(Exception):  # whatever is wrong by now, this process ends
+        with contextlib.suppress(Exception):  # this process ends in any case
             handle = engine.allreduce_async(np.zeros(1), name="hvd_hetero.farewell")
             deadline = time.monotonic() + LIMIT_S
             while not handle.done():
@@ -47,6 +56,7 @@ def say() -> None:
 
 
 def _at_exit() -> None:
-    # Not after an error: the others are to hear of that at once. A rank that leaves an elastic job goes alone.
+    # Not after an uncaught exception: the other ranks have to learn of it at once. Nor in an elastic job, which a rank
+    # may leave alone.
     if not hasattr(sys, "last_value") and not is_elastic():
         say()

@@ -1,4 +1,4 @@
-"""What a probe found: devices, links and nodes, as numbers that every rank holds alike and JSON can hold."""
+"""`Probe`: the devices, links and nodes that a probe has measured, the same on every rank; can be stored as JSON."""
 
 from __future__ import annotations
 
@@ -18,25 +18,28 @@ Matrix = tuple[tuple[float, ...], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """Devices and links of all ranks. Times are "through Horovod": agreeing on a collective is part of each latency.
+    """The devices and links of all ranks, as `probe` has measured them.
 
-    `latency_s` and `bandwidth_bytes_per_s` have a row and a column for each rank and are symmetric; their diagonals are
-    0.0 and infinite. One pair of ranks was measured for each two hosts, and stands for all pairs of ranks of the two.
-    `contended` has a row and a column for each of `hosts`: how many times slower a transfer between two hosts is when
-    as many pairs of ranks as the smaller host has transfer at once; 1.0 means links of their own.
+    All times are those of collectives through Horovod, so each latency includes Horovod's negotiation of a collective.
+
+    `latency_s` and `bandwidth_bytes_per_s` are symmetric matrices with a row and a column for each rank; their
+    diagonals are 0.0 and infinite. Between two hosts one pair of ranks was measured, whose link stands for all pairs of
+    the two. `contended` has a row and a column for each of `hosts`. It is the factor by which a transfer between the
+    two hosts is slower when several pairs of ranks, as many as the smaller host has ranks, transfer at once; 1.0 means
+    that each pair has a link of its own.
     """
 
     devices: tuple[Device, ...]             # by rank
-    core_gflop_per_s: tuple[float, ...]     # by rank: one core, fp32, while all ranks compute
-    hosts: tuple[tuple[int, ...], ...]      # ranks by host identity
+    core_gflop_per_s: tuple[float, ...]     # by rank: speed of one core, fp32, while all ranks compute
+    hosts: tuple[tuple[int, ...], ...]      # the ranks of each host, by host identity
     latency_s: Matrix
     bandwidth_bytes_per_s: Matrix
     contended: Matrix
-    empty_s: float                          # of the collective that was used, when nobody sends anything
-    stalled: float                          # fraction of transfers that were held up, and left out of the links
-    topology: Topology                      # with the slowest local and cross link of a pair of ranks alone
-    seconds: float                          # that measuring took
-    cached: bool = False                    # measured by an earlier run on the same hardware
+    empty_s: float                          # seconds that the all-to-all takes when no rank sends anything
+    stalled: float                          # fraction of transfers that stalled, and were left out of the links
+    topology: Topology                      # nodes; slowest local and cross link, of one pair transferring alone
+    seconds: float                          # duration of the measurement
+    cached: bool = False                    # whether it was measured by an earlier run on the same hardware
 
     def __post_init__(self) -> None:
         ranks, hosts = len(self.devices), len(self.hosts)
@@ -55,10 +58,11 @@ class Probe:
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """The fraction of the work that each rank would take for all to end at once, by the speed of its processor.
+        """Each rank's fraction of the global batch with which all ranks would finish at once, by processor speed.
 
-        A rank's speed is that of a core times the cores it has for itself: those that several ranks of a machine may
-        run on are divided among them, and what a quota allows among the ranks of the host. GPUs are not benchmarked.
+        A rank's speed is the speed of one core times the rank's number of cores, at least 1. Ranks of a machine with
+        the same CPU affinity divide its cores evenly, and ranks of a host divide its CPU quota evenly. GPUs are not
+        benchmarked.
         """
         users = Counter((device.machine, device.affinity) for device in self.devices)
         neighbours = Counter(device.host for device in self.devices)
@@ -75,14 +79,14 @@ class Probe:
         return tuple(speed / math.fsum(speeds) for speed in speeds)
 
     def as_dict(self) -> dict[str, Any]:
-        """The same as JSON can hold it: null stands for the infinite bandwidth of a rank to itself."""
+        """Returns the content as a dictionary for JSON; null stands for the infinite bandwidth of a rank to itself."""
         rates = [[None if math.isinf(rate) else rate for rate in row] for row in self.bandwidth_bytes_per_s]
         devices = [device.as_dict() for device in self.devices]
         return {**asdict(self), "devices": devices, "bandwidth_bytes_per_s": rates, "topology": self.topology.as_dict()}
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> Probe:
-        """What `as_dict` was made from, before or after JSON."""
+        """Makes a probe from what `as_dict` returned, also after it was stored as JSON and read again."""
         rates = [[math.inf if rate is None else rate for rate in row] for row in content["bandwidth_bytes_per_s"]]
         return cls(**{
             **content,

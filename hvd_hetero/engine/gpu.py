@@ -28,10 +28,15 @@ class Gpu:
 def installed_gpus(
     visible: str | None = None, library: Any = None, *, by_bus: bool = False
 ) -> tuple[tuple[Gpu, ...], str | None]:
-    """The GPUs that CUDA would see, and why there are none, or may be others; None where there is nothing to say.
+    """Finds the GPUs that CUDA would see in this process.
 
-    `visible` is the text of CUDA_VISIBLE_DEVICES; `library` is what `import pynvml` gives; `by_bus`: whether CUDA
-    numbers them in the order of the bus.
+    Args:
+        visible: the text of CUDA_VISIBLE_DEVICES; None if it is not set.
+        library: the module `pynvml`; None to import it.
+        by_bus: whether CUDA numbers the GPUs in the order of the bus, as NVML does.
+
+    Returns:
+        The GPUs; and a note why there are none, or why CUDA may see others; None if there is nothing to note.
     """
     if library is None:
         try:
@@ -56,7 +61,8 @@ def installed_gpus(
 
 
 def visible_of(gpus: Sequence[Gpu], visible: str | None) -> tuple[Gpu, ...]:
-    """Those that CUDA_VISIBLE_DEVICES names, in its order; as CUDA does, the list ends at the first unknown name."""
+    """Returns the GPUs that CUDA_VISIBLE_DEVICES names, in its order. As in CUDA, the list ends at the first name that
+    is unknown."""
     if visible is None:
         return tuple(gpus)
     chosen: list[Gpu] = []
@@ -84,7 +90,7 @@ def _text(value: str | bytes) -> str:
 
 
 def _pcie(library: Any, handle: Any) -> str | None:
-    """The fastest that card and slot can do: what runs now depends on whether the GPU is at rest."""
+    """The fastest PCIe link that card and slot support, not the present one, which is slower while the GPU is idle."""
     try:
         generation = library.nvmlDeviceGetMaxPcieLinkGeneration(handle)
         return f"gen{generation} x{library.nvmlDeviceGetMaxPcieLinkWidth(handle)}"

@@ -27,7 +27,7 @@ from .stderr import tell
 
 
 class Sum(Protocol):
-    """How one level sums: the `steps` of a reduction."""
+    """A function that sums an array over the ranks of one level: the `steps` of a reduction, maybe with a codec."""
 
     def __call__(self, engine: Engine, array: Any, *, name: str) -> Steps: ...
 
@@ -36,13 +36,19 @@ Algorithm = Callable[..., Steps]
 
 
 def plain_sum(engine: Engine, array: Any, *, name: str) -> Steps:
-    """The all-reduce of the port."""
+    """Sums an array over an engine's ranks by its own all-reduce, without a codec."""
     return (yield engine.allreduce_async(array, name=name))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Levels:
-    """The groups that one rank belongs to."""
+    """The groups that one rank belongs to: those of its node and of its rail, for all-reduces in two levels.
+
+    Attributes:
+        everyone: the engine of all ranks.
+        nodes: the number of nodes.
+        rails: the number of rails: the ranks of the smallest node. Rail r joins rank r of every node.
+    """
 
     everyone: Engine
     local: Engine | None
@@ -62,7 +68,7 @@ class Levels:
 
 
 def one_level(engine: Engine) -> Levels:
-    """Levels without nodes, for "flat"."""
+    """Returns `Levels` without nodes, in which all ranks sum at once (topology "flat")."""
     return Levels(everyone=engine, local=None, cross=None, nodes=1, rails=1, even=False)
 
 
@@ -91,8 +97,11 @@ def levels_of(engine: Engine, topology: Topology) -> Levels:
 
 
 def topology_now(engine: Engine, topology: Topology | str | None) -> Topology | str | None:
-    """A user's `topology` for the ranks that there are now: in an elastic job "auto" for a `Topology` of another number
-    of them, which rank 0 says. Anywhere else it is a mistake, and stays."""
+    """Returns the user's `topology`, adapted to the present ranks of an elastic job.
+
+    If it is a `Topology` of another number of ranks, it becomes "auto", and rank 0 prints that. In a job that is not
+    elastic such a topology is a mistake; it is returned unchanged, so that `levels_of` raises.
+    """
     if not is_elastic() or not isinstance(topology, Topology) or topology.size == engine.size:
         return topology
     if engine.rank == 0:
@@ -105,8 +114,12 @@ def topology_now(engine: Engine, topology: Topology | str | None) -> Topology | 
 
 
 def levels_for(engine: Engine, topology: Topology | str | None) -> Levels:
-    """The groups for a user's `topology`: one level for "flat" and None, its nodes for a `Topology`, and for any other
-    word those that are found. A collective call."""
+    """Returns this rank's groups for a user's `topology`. A collective call.
+
+    Args:
+        topology: "flat" or None for one level; a `Topology` for its nodes; any other text, such as "auto", for the
+            nodes that `probe` finds.
+    """
     if topology is None or topology == "flat":
         return one_level(engine)
     if isinstance(topology, Topology):
@@ -117,9 +130,10 @@ def levels_for(engine: Engine, topology: Topology | str | None) -> Levels:
 
 
 def part_of(levels: Levels, length: int) -> slice | None:
-    """What this rank sums of an array along its rail, nothing without one; None where arrays go whole.
+    """Returns the slice of an array of `length` values that this rank sums along its rail; empty if it has no rail.
 
-    Parts are those of a reduce-scatter: the first `length % rails` have one value more.
+    None if the array is not divided: there is one rail or one level, or there are fewer values than rails. The slices
+    are those of a reduce-scatter: the first `length % rails` have one value more.
     """
     if levels.local is None or levels.rails == 1 or length < levels.rails:
         return None
@@ -129,12 +143,13 @@ def part_of(levels: Levels, length: int) -> slice | None:
 
 
 def flat(levels: Levels, array: Any, *, name: str, local: Sum | None, cross: Sum) -> Steps:
-    """The sum over all ranks in one level."""
+    """Sums over all ranks in one level."""
     return (yield from cross(levels.everyone, array, name=name))
 
 
 def rails(levels: Levels, array: Any, *, name: str, local: Sum | None, cross: Sum) -> Steps:
-    """The sum over all ranks, a part of it along each rail."""
+    """Sums over all ranks: an all-reduce within each node, then each rail sums its part between the nodes, then an
+    all-gather within each node. As `leader` if the array cannot be divided."""
     part = part_of(levels, len(array))
     if levels.local is None or part is None:
         return (yield from leader(levels, array, name=name, local=local, cross=cross))
@@ -143,7 +158,8 @@ def rails(levels: Levels, array: Any, *, name: str, local: Sum | None, cross: Su
 
 
 def scatter(levels: Levels, array: Any, *, name: str, local: Sum | None, cross: Sum) -> Steps:
-    """The sum over all ranks as `rails` makes it, the first step a reduce-scatter where every rank has a rail."""
+    """Sums over all ranks as `rails`, but begins with a reduce-scatter within each node. As `rails` if some rank has no
+    rail, or the sum within the node uses a codec."""
     if levels.local is None or not levels.even or local is not None or len(array) < levels.rails:
         return (yield from rails(levels, array, name=name, local=local, cross=cross))
     part = yield levels.local.reducescatter_async(array, name=f"{name}.within")
@@ -151,7 +167,8 @@ def scatter(levels: Levels, array: Any, *, name: str, local: Sum | None, cross: 
 
 
 def _across(levels: Levels, part: Any, *, name: str, cross: Sum) -> Steps:
-    """From this rank's part of its node's sum to the whole sum."""
+    """Sums this rank's part of its node's sum over its rail, and gathers all parts within the node. Returns the whole
+    sum."""
     assert levels.local is not None
     if levels.cross is not None:
         part = yield from cross(levels.cross, part, name=f"{name}.between")
@@ -159,7 +176,8 @@ def _across(levels: Levels, part: Any, *, name: str, cross: Sum) -> Steps:
 
 
 def leader(levels: Levels, array: Any, *, name: str, local: Sum | None, cross: Sum) -> Steps:
-    """The sum over all ranks, all of it through the first rank of each node."""
+    """Sums over all ranks: an all-reduce within each node, one between the nodes' first ranks, and a broadcast within
+    each node."""
     if levels.local is not None:
         array = yield from (local or plain_sum)(levels.local, array, name=f"{name}.node")
     if levels.cross is not None and levels.local_rank == 0:
@@ -170,4 +188,4 @@ def leader(levels: Levels, array: Any, *, name: str, local: Sum | None, cross: S
 
 
 ALGORITHMS: dict[str, Algorithm] = {"flat": flat, "rails": rails, "scatter": scatter, "leader": leader}
-IN_PARTS = ("rails", "scatter")  # those in which a rank sums a part of the array between the nodes
+IN_PARTS = ("rails", "scatter")  # the algorithms in which each rail sums only a part of the array between the nodes

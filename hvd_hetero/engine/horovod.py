@@ -1,4 +1,5 @@
-"""The port on Horovod's operations for torch. With `horovod_tensorflow`, all of the engine that calls collectives.
+"""`HorovodEngine`: the port on Horovod's operations for PyTorch. Only this module and `horovod_tensorflow` call
+Horovod's collectives.
 """
 
 from __future__ import annotations
@@ -19,16 +20,17 @@ _OPS = {"sum": "Sum", "min": "Min", "max": "Max"}
 
 
 def _over(binding: Any, handle: int) -> bool:
-    """Whether an operation is over, asked by any thread: the one that waits for it may be taking in what it returned.
-    """
+    """Whether an operation is complete. Any thread may ask, even while another thread waits for the operation and
+    releases its handle."""
     try:
         return bool(binding.poll(handle))
-    except ValueError:  # of a handle that Horovod has let go
+    except ValueError:  # Horovod has released the handle
         return True
 
 
 class HorovodHandle:
-    """A Horovod operation under way."""
+    """The handle of a Horovod operation; see `port.Handle`. `like` is the array passed in: a numpy array gives a numpy
+    result."""
 
     def __init__(self, engine: HorovodEngine, handle: int, like: Any, name: str) -> None:
         self._binding, self._handle, self._like = engine._binding, handle, like
@@ -57,7 +59,7 @@ class HorovodEngine(ProcessSetEngine):
     def __init__(self, process_set: Any = None) -> None:
         self._torch = importlib.import_module("torch")
         super().__init__(process_set)
-        # The face of torch puts one that watches around Horovod's; here waits are watched by name.
+        # `hvd_hetero.torch` wraps Horovod's `synchronize` to report waits; here `Tracked` reports them, with names.
         self.synchronize = getattr(self._binding.synchronize, "__wrapped__", self._binding.synchronize)
 
     def _tensor(self, array: Any) -> Any:

@@ -1,10 +1,10 @@
-"""The port on Horovod's operations for TensorFlow, for numpy arrays. No torch is needed.
+"""`TensorflowEngine`: the port on Horovod's operations for TensorFlow, for numpy arrays. PyTorch is not needed.
 
-These operations have no handles, and executed eagerly they have no names, by which Horovod pairs them. So each is a
-node of one graph of this process, where a node's name is the operation's; a thread that does nothing else meanwhile
-runs it, and is the handle. The graph's session has a thread pool of its own: operations that wait inside a training
-step, which occupies one of TensorFlow's threads, must not need a second one of those. It sees no GPU: arrays are in
-host memory.
+Horovod's TensorFlow operations have no handles, and in eager mode no names, by which Horovod pairs operations. So each
+operation is a node of one graph in this process, named as the operation, and a thread of its own runs the node
+(`ThreadHandle`). The graph's session has its own thread pool: an operation that is awaited inside a training step,
+which occupies one of TensorFlow's threads, must not need a second one of them. The session sees no GPU, as the arrays
+are in host memory.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from .port import Op, checked_splits
 from .process_set import ProcessSetEngine, Tracked, while_there
 
 _OPS = {"sum": "Sum", "min": "Min", "max": "Max"}
-RUNS_FUNCTIONS = "tensorflow.python.eager.polymorphic_function.atomic_function"  # TensorFlow's module that does
+RUNS_FUNCTIONS = "tensorflow.python.eager.polymorphic_function.atomic_function"  # TensorFlow's module that runs them
 
 
 class _Threads:
-    """Threads that make one call at a time each, and stay for the next one: as many as calls were ever under way.
+    """A pool of threads that grows to the largest number of calls that were under way at once.
 
-    Not those of `concurrent.futures`, which a process waits for at its end: where a peer is gone for good, a call never
-    returns, and the process must end all the same.
+    `concurrent.futures` is not used, because a process waits for its threads at exit: if a peer is gone for good, a
+    call never returns, and the process must end nevertheless.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class _Threads:
         self._idle = threading.Semaphore(0)
 
     def run(self, call: Callable[[], None]) -> None:
-        """Returns at once. `call` raises nothing."""
+        """Has a thread make the call, and returns at once. `call` must not raise."""
         self._calls.put(call)
         if not self._idle.acquire(blocking=False):
             background.begin(self._main, name="hvd_hetero.call", end=lambda: self._calls.put(sys.exit))
@@ -52,7 +52,13 @@ class _Threads:
 
 
 class ThreadHandle:
-    """A call that another thread makes."""
+    """The handle of a call that another thread makes; see `port.Handle`.
+
+    Args:
+        call: the call, which returns the operation's result.
+        track: makes the `Tracked` of the operation, given what returns whether it is complete.
+        failure: the exception by which `call` says that the operation failed.
+    """
 
     _threads: ClassVar[_Threads] = _Threads()
 
@@ -69,7 +75,7 @@ class ThreadHandle:
     def _main(self) -> None:
         try:
             self._result = self._call()
-        except BaseException as error:  # raised where somebody waits
+        except BaseException as error:  # raised in `wait`
             self._error = error
         self._ready.set()
 
@@ -85,7 +91,7 @@ class ThreadHandle:
 
 
 class _Graph:
-    """Horovod's operations as nodes, each made at the first use of its name."""
+    """A TensorFlow graph with a node for each of Horovod's operations, added at the first use of its name."""
 
     def __init__(self) -> None:
         self._tensorflow = importlib.import_module("tensorflow")
@@ -105,7 +111,13 @@ class _Graph:
     def node(
         self, key: tuple[Any, ...], types: Sequence[np.dtype[Any]], make: Callable[..., Any]
     ) -> Callable[..., Any]:
-        """What runs, on arrays of these types, the operation that `make(*inputs)` adds to the graph, as `key`."""
+        """Returns a function that runs an operation on arrays of these types.
+
+        Args:
+            key: identifies the operation. The first call with this key adds it to the graph.
+            types: the types of its arrays.
+            make: adds the operation to the graph, given placeholders for its arrays, and returns its output.
+        """
         with self._lock:
             if key not in self._nodes:
                 with self._graph.as_default(), self._tensorflow.device("/CPU:0"):
@@ -114,10 +126,11 @@ class _Graph:
             return self._nodes[key]
 
     def _callable(self, output: Any, inputs: Sequence[Any]) -> Callable[..., Any]:
-        """What computes `output` from the values of `inputs`.
+        """Returns a function that computes `output` from the values of `inputs`.
 
-        Session.make_callable looks names up and checks values at each call. What TensorFlow 1 took for Keras does not
-        (0.17 ms of processor time for 0.33 a call with 1 MB), and has no public name.
+        `Session.make_callable` looks up names and checks values at each call. `_make_callable_from_options`, which
+        TensorFlow 1 made for Keras and which is not public, does not: 0.17 ms of CPU time instead of 0.33 ms for a call
+        with 1 MB.
         """
         prepared = getattr(self._session, "_make_callable_from_options", None)
         if prepared is None:
@@ -126,13 +139,13 @@ class _Graph:
         options = importlib.import_module("tensorflow.core.protobuf.config_pb2").CallableOptions(
             feed=[tensor.name for tensor in inputs], fetch=[output.name]
         )
-        options.run_options.inter_op_thread_pool = -1  # the caller's thread begins it, and waits
+        options.run_options.inter_op_thread_pool = -1  # the calling thread runs it and waits
         run = prepared(options)
         return lambda *arrays: run(*arrays)[0]
 
 
 class TensorflowEngine(ProcessSetEngine):
-    """One rank of a Horovod process set, for numpy arrays."""
+    """One rank of a Horovod process set, for numpy arrays; and sums in graphs (`port.GraphEngine`)."""
 
     binding = "horovod.tensorflow.mpi_ops"
     _graph: ClassVar[_Graph | None] = None
@@ -168,7 +181,7 @@ class TensorflowEngine(ProcessSetEngine):
             try:
                 result = run(*arrays)
             except self._errors.OpError as error:
-                # Around what Horovod says, TensorFlow tells where the node was made.
+                # TensorFlow's message contains Horovod's, between descriptions of the node.
                 text = error.message.split("Node: ")[-1].partition("\n")[2] or error.message
                 raise self._internal_error(f"Horovod{kind} {name!r}: {text.partition(' [[')[0].strip()}") from None
             if into is None:
@@ -179,10 +192,10 @@ class TensorflowEngine(ProcessSetEngine):
         return ThreadHandle(call, functools.partial(self._track, name), self._internal_error)
 
     def _as(self, name: str, scope: str) -> dict[str, Any]:
-        """The arguments of an operation of this name.
+        """Returns the keyword arguments by which Horovod's operations get their name and process set.
 
-        A graph makes names unique, by numbers that need not be alike on all ranks. So what else tells two nodes apart
-        comes before them as a scope, which Horovod is told to ignore.
+        TensorFlow makes node names unique by appending numbers, which may differ between ranks. So nodes with the same
+        `name` are told apart by `scope`, a prefix that Horovod is told to ignore when it pairs names.
         """
         node = re.sub("[^A-Za-z0-9_.-]", "_", name)
         return {"name": f"{scope}/{node}", "ignore_name_scope": True, "process_set": self._set}
@@ -193,13 +206,13 @@ class TensorflowEngine(ProcessSetEngine):
 
     @property
     def sums_in_graph(self) -> bool:
-        # Who else tells when a sum has failed?
+        # Only the watchdog notices that a sum in a graph has failed.
         return self._watch is not None and self._watch.watches and RUNS_FUNCTIONS in sys.modules
 
     def awaits_in_graph(self, name: str, *, broken: Callable[[], None]) -> Callable[[], None]:
-        # A function that fails says so to its caller alone: whoever called one now is in it until then.
+        # A tf.function that fails tells only its caller. So it is watched whether the present calls of functions go on.
         calls = script.calls_within(sys.modules[RUNS_FUNCTIONS].__file__ or "")
-        if not calls:  # it is run in a way of which nothing is known
+        if not calls:  # the graph is run in an unknown way, and cannot be watched
             return lambda: None
         return self._track(name).waits_aside(lasts=lambda: script.under_way(calls), broken=broken)
 

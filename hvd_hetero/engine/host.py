@@ -1,4 +1,4 @@
-"""Which host a rank is on: equal for ranks that can share memory and a loopback link, and for no others.
+"""The identity of a rank's host: equal for ranks that can share memory and a loopback link, different for others.
 
 A host name alone does not tell. Two machines may have one name (clones), one machine may hold several containers, and
 `-H localhost:2,127.0.0.1:2` means two nodes on one machine to Horovod and to whoever tries things out. So the
@@ -31,7 +31,7 @@ def boot_id(root: Path = Path("/")) -> str:
 
 
 def host_identity(root: Path = Path("/")) -> tuple[str, str]:
-    """The name of this rank's host, for people, and its identity, to be compared."""
+    """Returns the name of this rank's host, for messages, and its identity, to be compared with that of other ranks."""
     name = launcher_host_name() or platform.node() or "unknown"
     return name, identity(
         name=name,
@@ -42,7 +42,7 @@ def host_identity(root: Path = Path("/")) -> tuple[str, str]:
 
 
 def identity(*, name: str, boot_id: str, network: str, memory: str) -> str:
-    """One text of the parts; "" stands for a part that the system does not tell."""
+    """Joins the parts of a host's identity into one text; "" stands for a part that the system does not provide."""
     return "|".join((name, boot_id, network, memory))
 
 
@@ -62,10 +62,10 @@ def _device(folder: Path) -> str:
 
 
 def mpi_world(size: int) -> Any:
-    """mpi4py's world communicator where it can be asked here, or None.
+    """Returns the module `mpi4py.MPI` if it can be used in this job of `size` ranks; else None.
 
-    Horovod's thread may use MPI at the same time, so MPI has to allow calls from several threads; and another size
-    means that mpi4py was built against another MPI than Horovod.
+    It is not used if MPI does not allow calls from several threads, as Horovod's thread may call MPI at the same time;
+    or if its world has another size, as then mpi4py was built against another MPI than Horovod.
     """
     if not under_mpi():
         return None
@@ -78,7 +78,8 @@ def mpi_world(size: int) -> Any:
 
 
 def mpi_host(mpi: Any) -> str:
-    """The identity of this rank's host by MPI: the world's first rank among those that share memory. Collective."""
+    """The identity of this rank's host by MPI: the lowest world rank of those that share memory with it. A collective
+    call."""
     shared = mpi.COMM_WORLD.Split_type(mpi.COMM_TYPE_SHARED)
     try:
         return f"mpi:{shared.bcast(mpi.COMM_WORLD.Get_rank(), root=0)}"

@@ -1,6 +1,7 @@
-"""The state of a job whose ranks come and go, for any framework: its parts, commits, and going back to them.
+"""The state of an elastic job, for any framework: what is committed, restored after a failure, and broadcast.
 
-On Horovod's `ObjectState`, which hears of hosts that come and go. A face says what its models and optimizers are.
+`JobState` extends Horovod's `ObjectState`, which is notified of added and removed hosts. The subclasses for PyTorch and
+Keras (`hvd.elastic.TorchState`, `KerasState`) tell it how to handle models and optimizers.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ _horovod_elastic: Any = importlib.import_module("horovod.common.elastic")
 
 
 def has_state(value: Any) -> bool:
-    """Whether something says what it is by `state_dict()`, and takes it back by `load_state_dict()`."""
+    """Whether an object has the methods `state_dict` and `load_state_dict`."""
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
 def _copied(value: Any) -> Any:
-    """A copy of a plain value; itself where it cannot be copied."""
+    """Returns a deep copy of a plain value; the value itself if it cannot be copied."""
     try:
         return copy.deepcopy(value)
     except Exception:
@@ -32,11 +33,18 @@ def _copied(value: Any) -> Any:
 
 
 class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
-    """What a job commits, goes back to, and hands to ranks that join.
+    """The state that an elastic job commits, restores after a failure, and sends to ranks that join.
+
+    Its "parts" are the objects with a state (models, optimizers, and the balancers that they were made with); the other
+    values are "plain" ones. "Kept" is what the last `save` has copied.
 
     Args:
-        given: by name: what has a state, and plain values. They become attributes.
+        given: parts and plain values by name. They become attributes.
         horovod: Horovod's module for the framework.
+
+    Attributes:
+        commits: the number of commits of the job so far.
+        at_end, at_end_alone, read_late: set by a checkpoint: see `checkpoint.State`.
     """
 
     def __init__(self, given: Mapping[str, Any], *, horovod: Any) -> None:
@@ -45,13 +53,13 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
         self._balancers: list[Any] = []
         self._kept: dict[str, Any] = {}
         self._kept_values: dict[str, Any] = {}
-        self._kept_back: list[Any] = []  # by codecs, which have not sent it yet
-        self._kept_codecs: list[Any] = []  # what they go on from, that included
-        self._kept_sums: list[Any] = []  # of batches whose exchange is yet to come
+        self._kept_back: list[Any] = []  # residuals of codecs (error feedback), which are not sent yet
+        self._kept_codecs: list[Any] = []  # the whole state of the codecs, residuals included
+        self._kept_sums: list[Any] = []  # gradients accumulated over batches, which are not exchanged yet
         self.commits = 0
         self._synced = False
-        self._rebuilt = False  # on other ranks, since the last sync
-        self._broken_off = False  # ranks are gone, until the next sync
+        self._rebuilt = False  # whether an elastic reset has happened since the last `sync`
+        self._broken_off = False  # whether ranks were lost since the last `sync`
         self.at_end: Callable[[], object] | None = None  # see `checkpoint.State`
         self.at_end_alone: Callable[[], object] | None = None
         self.read_late: Callable[[], object] | None = None
@@ -68,27 +76,27 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
     # What a face says -----------------------------------------------------------------------------------------------
 
     def _part(self, value: Any) -> Any:
-        """The object with the state of a value, which is itself if it has a `state_dict`; None for a plain one."""
+        """Returns the object that holds the state of `value`: by default `value` itself; None for a plain value."""
         return value if has_state(value) else None
 
     def _balancer_of(self, part: Any) -> Any:
-        """The balancer of what was made with one, and of itself; None for whatever else."""
+        """Returns the balancer that `part` is, or was made with; None if there is none."""
         found = (part, getattr(part, "balancer", None))
         return next((one for one in found if hasattr(one, "dependents")), None)
 
     def _merge(self, part: Any) -> None:
-        """Makes one model of those of all ranks, where `part` is an optimizer with a local strategy."""
+        """Merges the models of all ranks, if `part` is an optimizer with a local strategy. A collective call then."""
 
     def _stays(self, value: Any) -> bool:
-        """Whether a plain value is each rank's own, and is neither kept nor sent: what it reads its data with."""
+        """Whether a plain value belongs to this rank alone, such as its data loader: it is neither kept nor sent."""
         return False
 
     def _copy(self, state: Any) -> Any:
-        """A copy of what a part keeps."""
+        """Returns a copy of the `state_dict()` of a part."""
         return copy.deepcopy(state)
 
     def _sync_part(self, part: Any, root: int) -> None:
-        """Broadcasts the state of a part from rank `root`. A collective call."""
+        """Loads the state that a part has on rank `root`, on all ranks. A collective call."""
         mine = part.state_dict() if self._horovod.rank() == root else None
         part.load_state_dict(self._of_root(mine, root, name="hvd_hetero.elastic.part"))
 
@@ -96,13 +104,14 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
         part.load_state_dict(kept)
 
     def _of_root(self, value: Any, root: int, *, name: str) -> Any:
-        """`value` as it is on rank `root`. A collective call."""
+        """Returns the `value` of rank `root`, on all ranks. A collective call."""
         return self._horovod.broadcast_object(value, root, name=name)
 
     # What it is made of ---------------------------------------------------------------------------------------------
 
     def _find_parts(self) -> None:
-        """Adds the balancers of the parts, and what is made with those, whenever that is."""
+        """Adds as further parts the balancers of the parts, and each balancer's `dependents`: what was made with it,
+        such as samplers, also if that is made later."""
         parts = self._parts
         for name, part in list(parts.items()):
             balancer = self._balancer_of(part)
@@ -122,7 +131,7 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
         self._kept_values = {name: _copied(value) for name, value in self._values().items()}
 
     def _values(self) -> dict[str, Any]:
-        """The plain values that are the job's."""
+        """The plain values of the job by name, without those that belong to this rank alone (`_stays`)."""
         values = {name: getattr(self, name) for name in self._plain}
         return {name: value for name, value in values.items() if not self._stays(value)}
 
@@ -133,7 +142,8 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
             self._replace(name, value)
 
     def _replace(self, name: str, value: Any) -> None:
-        """Keeps another value in the place of one with a state, as it is now: what was kept of that would not fit."""
+        """Handles the assignment of a new value to a part's name: keeps the new value's present state, because the kept
+        state of the old one would not fit it."""
         part, known = self._part(value), set(self._parts)
         if part is None:
             del self._parts[name], self._kept[name]
@@ -148,10 +158,16 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
     # What a job does with it ----------------------------------------------------------------------------------------
 
     def commit(self) -> None:
-        """Keeps what there is, to go back to it, and lets changes of the ranks happen here. All ranks commit at the
-        same steps; with a local strategy, they come to one model first. A rank that was told to end (SIGTERM) ends
-        here, with exit status 75, and the others go on without it; where its host still offers the place, another
-        process takes it. Where all leave, a checkpoint is saved, if there is one."""
+        """Saves the state for `restore`, and handles ranks that leave or join. All ranks commit at the same steps.
+
+        With a local strategy the models are merged first. A rank that was told to end (SIGTERM) ends here, with exit
+        status 75, and the others go on without it; if its host still has a slot, a new process takes its place. If all
+        ranks leave, a checkpoint is saved, if the job has one.
+
+        Raises:
+            SystemExit: on a rank that leaves.
+            HostsUpdatedInterrupt: on the other ranks, if ranks leave, or hosts were added or removed.
+        """
         self.merge_models()
         self.commits += 1
         self.save()
@@ -162,30 +178,34 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
-        """Lets changes of the ranks happen here. Nobody goes back then, so this is what there is to go on from."""
+        """Raises HostsUpdatedInterrupt on all ranks if hosts were added or removed. Nothing is restored after that, so
+        the present state is saved first, to be the one from which the job goes on."""
         try:
             super().check_host_updates()
         except _exceptions.HostsUpdatedInterrupt:
-            self.merge_models()  # all ranks are here, also where this is not called by `commit`
+            self.merge_models()  # the exception comes on all ranks at once, so a collective call is possible
             self.save()
             raise
 
     def save(self) -> None:
-        """Keeps what there is: of plain values copies, as a script may change them in place."""
+        """Copies the present state, for `restore`; also plain values, as a script may change them in place."""
         self._keep()
 
     def on_reset(self) -> None:
-        """Notes that balancers, optimizers and loaders have been rebuilt on other ranks."""
+        """Notes that an elastic reset has rebuilt balancers, optimizers and loaders for the new ranks."""
         super().on_reset()
         self._rebuilt = True
 
     def break_off(self) -> None:
-        """Says that ranks are gone: what is under way with them comes to no end."""
+        """Notes that ranks were lost, so that collectives under way will not complete. Is called before `restore`."""
         self._broken_off = True
 
     def restore(self) -> None:
-        """Goes back to what was kept. With a local strategy a collective call, unless ranks are gone: merges that are
-        under way end, so that none moves the model that is gone back to."""
+        """Goes back to the state of the last `save`.
+
+        With a local strategy, merges under way are completed first, or they would change the restored model later. That
+        is a collective call. After `break_off` they are not completed.
+        """
         if not self._broken_off:
             self.merge_models()
         for name, part in self._parts.items():
@@ -196,11 +216,16 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
         self.load_codec_states(copy.deepcopy(self._kept_codecs))
 
     def sync(self) -> None:
-        """Broadcasts the state of the rank with the most commits; of several such, the first. If no rank is left that
-        had the state of this job, it is read from the checkpoint. A collective call."""
+        """Gives all ranks the state of one rank: that with the most commits among those that have been synchronised; of
+        several such, the first. A collective call, at the beginning of `train` and after each elastic reset.
+
+        If no rank is left that had the job's state, it is read from the checkpoint, if `read_late` is set. Each rank
+        keeps the residuals of its own codecs. It also keeps the gradients that it has accumulated and not exchanged,
+        but only if it is at the same commit as the chosen rank.
+        """
         horovod, late = self._horovod, self.read_late
         numbers = [balancer.dependents.made for balancer in self._balancers]
-        standing = (self._synced, late is None, self.commits)  # who has read a checkpoint comes before who has not
+        standing = (self._synced, late is None, self.commits)  # late is None: no checkpoint is left to be read here
         said = horovod.allgather_object((standing, numbers), name="hvd_hetero.elastic.held")
         held, made = zip(*said, strict=True)
         root = held.index(max(held))
@@ -210,7 +235,8 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
             tell(text)
         for part in self._parts.values():
             self._sync_part(part, root)
-        # Who joins has made nothing of what `train` has made; from here on all ranks number alike.
+        # A rank that joins has not made the objects that `train` has made before. From here on all ranks give the same
+        # numbers to the objects that they make.
         for balancer, counts in zip(self._balancers, zip(*made, strict=True), strict=True):
             balancer.dependents.made = max(counts)
         kept_sums = self._kept_sums if self._rebuilt else self.sum_states()
@@ -218,7 +244,7 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
         values, begun = self._of_root((self._values(), begun), root, name="hvd_hetero.elastic.values")
         for name, value in values.items():
             setattr(self, name, value)
-        # What a rank added up up to another commit than the root's may have been sent since.
+        # Gradients that a rank has accumulated up to another commit than the root's may have been exchanged since.
         alike = held[horovod.rank()][2] == held[root][2]
         for balancer, kept, batches in zip(self._balancers, kept_sums, begun, strict=False):
             for name, sums in balancer.sums.expect(batches).items():
@@ -232,7 +258,7 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
         self.save()
 
     def merge_models(self) -> None:
-        """Comes to one model, with a local strategy. A collective call."""
+        """Merges the models of all ranks, with a local strategy. A collective call then; otherwise it does nothing."""
         for part in self._parts.values():
             self._merge(part)
 
@@ -240,30 +266,34 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
 
     @property
     def synced(self) -> bool:
-        """Whether `sync` was called in this process."""
+        """Whether `sync` has completed in this process, so that it holds the job's state."""
         return self._synced
 
     @property
     def leaving(self) -> Sequence[int] | None:
-        """Ranks that were told to end, the same on all ranks; None without a balancer that would carry it."""
-        # Of several balancers some may be through with their part of the job.
+        """The ranks that were told to end (SIGTERM), in order, the same on all ranks. None without a balancer: it is
+        the balancers that tell the ranks of each other's signals."""
+        # All balancers are asked, because some may have finished their part of the job.
         return sorted({rank for each in self._balancers for rank in each.leaving}) if self._balancers else None
 
     def _all_leaving(self) -> list[int]:
-        """`leaving`, with those that were told to end since that was heard: all that are told at once end at one
-        commit, wherever the signal has met them. A collective call."""
+        """`leaving`, and the ranks that were told to end since the balancers last exchanged it. So ranks that get the
+        signal at the same time end at the same commit. A collective call."""
         mine = self._horovod.rank() in (self.leaving or ()) or any(b.departure.leaving.said for b in self._balancers)
         said = self._horovod.allgather_object(mine, name="hvd_hetero.elastic.leaving")
         return [rank for rank, leaves in enumerate(said) if leaves]
 
     def leave(self) -> None:
-        """Tells all ranks that this one was told to end."""
+        """Notes that this rank was told to end; the balancers tell the others with their next exchange."""
         for balancer in self._balancers:
             balancer.leave()
 
     def leave_alone(self) -> None:
-        """Saves what this rank has gone back to, if there is a checkpoint: it was told to end, and cannot tell whether
-        another goes on. Not a collective call, and perhaps the last one of this process."""
+        """Saves this rank's restored state to the checkpoint, if there is one, without the other ranks.
+
+        Is called on a rank that was told to end after the others were lost, so that it cannot know whether any of them
+        goes on. The process ends after it.
+        """
         try:
             if self.at_end_alone is not None and self._synced:
                 self.at_end_alone()
@@ -274,30 +304,35 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
     # Checkpoints ----------------------------------------------------------------------------------------------------
 
     def shared_state(self) -> dict[str, dict[str, Any]]:
-        """What is the same on all ranks: the states of the parts, and the plain values."""
+        """Returns the state that is the same on all ranks: {"parts": state of each part, "values": plain values}."""
         parts = {name: part.state_dict() for name, part in self._parts.items()}
         return {"parts": parts, "values": self._values()}
 
     def codec_states(self) -> list[Any]:
-        """What this rank's codecs keep from step to step, for each balancer."""
+        """Returns the states of this rank's codecs, such as residuals: one entry for each balancer."""
         return [balancer.keepers.state_dict() for balancer in self._balancers]
 
     def load_codec_states(self, states: Sequence[Any]) -> None:
-        """Goes on from `codec_states()` of this rank of as many."""
+        """Loads what `codec_states` returned on the rank of this number in a job of as many ranks."""
         for balancer, state in zip(self._balancers, states, strict=False):
             balancer.keepers.load_state_dict(state)
 
     def sum_states(self) -> list[Any]:
-        """What this rank has added up of batches whose exchange is yet to come."""
+        """Returns the gradients that this rank has accumulated and not exchanged yet: one entry for each balancer."""
         return [balancer.sums.state_dict() for balancer in self._balancers]
 
     def load_sum_states(self, states: Sequence[Any]) -> None:
-        """Goes on from `sum_states()` of this rank of as many; from nothing where there are none."""
+        """Loads what `sum_states` returned on the rank of this number in a job of as many ranks. A balancer for which
+        `states` has no entry drops what it has accumulated."""
         for index, balancer in enumerate(self._balancers):
             balancer.sums.load_state_dict(states[index] if index < len(states) else {})
 
     def load_shared_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        """Goes on from `shared_state()`. Raises ValueError where it is of another job."""
+        """Loads what `shared_state` returned, and saves it for `restore`. With a local strategy a collective call.
+
+        Raises:
+            ValueError: the state has parts or plain values of other names: it is of another job.
+        """
         for kind, mine in (("parts", list(self._parts)), ("values", list(self._values()))):
             if set(state[kind]) != set(mine):
                 raise ValueError(f"Expected the state of a job with {kind} {mine}. Received: {list(state[kind])}.")

@@ -1,7 +1,7 @@
-"""Processes that load for a rank, and SIGTERM.
+"""Keeps a data loader's worker processes alive at SIGTERM, as long as their rank needs them.
 
-Cluster managers send it to all processes of a job. The rank then goes on to a checkpoint or commit, for which it needs
-batches: who loads them goes on as well, until the rank itself ends it, or is gone.
+Cluster managers send SIGTERM to all processes of a job. A rank then goes on to its next checkpoint or commit, and needs
+batches until then. So its workers ignore the signal until the rank ends them, or is gone.
 """
 
 from __future__ import annotations
@@ -16,23 +16,26 @@ from types import FrameType
 
 
 class Loaders:
-    """The loading processes of a rank, which gets it by `loaders()` and hands it to each of them as it starts."""
+    """Handles SIGTERM in the worker processes of a rank's data loaders.
+
+    The rank gets its object from `loaders()` and passes it to each worker process, which calls `begin`.
+    """
 
     def __init__(self) -> None:
-        # No lock, which a process that is killed could hold for good.
+        # A value without a lock: a process that is killed could hold the lock forever.
         self._ended = multiprocessing.RawValue("b", 0)
-        # Python ends the processes that are left after this, by SIGTERM, and waits for them.
+        # After this exit function, Python ends the remaining workers by SIGTERM and waits for them.
         atexit.register(self.end)
 
     def begin(self) -> None:
-        """To be called in such a process: from here on SIGTERM ends it once the rank has said `end`, and the end of the
-        rank does at any time."""
-        # A function and not SIG_IGN, which programs that it starts would inherit.
+        """Is called in a worker process at its start. From here on SIGTERM ends the worker only after the rank has
+        called `end`. The worker also ends when the rank's process ends."""
+        # A function and not SIG_IGN, which programs that the worker starts would inherit.
         signal.signal(signal.SIGTERM, self._hear)
         threading.Thread(target=_end_with_rank, daemon=True).start()
 
     def end(self) -> None:
-        """To be called in the rank before it ends them by SIGTERM."""
+        """Is called in the rank, before it ends its workers by SIGTERM: from here on they obey the signal."""
         self._ended.value = 1
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
@@ -41,7 +44,8 @@ class Loaders:
 
 
 def _end_with_rank() -> None:
-    """A rank that is killed ends nothing, and its launcher waits until nobody holds the rank's output open."""
+    """Waits for the end of the rank's process, then ends this worker. A rank that is killed cannot end its workers, and
+    its launcher waits until no process holds the rank's output open."""
     rank = multiprocessing.parent_process()
     if rank is not None:
         rank.join()
@@ -50,5 +54,5 @@ def _end_with_rank() -> None:
 
 @functools.cache
 def loaders() -> Loaders:
-    """The `Loaders` of this rank, made at the first call."""
+    """Returns the one `Loaders` object of this rank, made at the first call."""
     return Loaders()

@@ -23,7 +23,13 @@ T = TypeVar("T")
 
 
 class _Pending:
-    """A handle on a `Call`: `mine`, what the rank passed in, where the operation works in place, else its like."""
+    """One rank's handle of a `Call`.
+
+    Args:
+        mine: the array that the rank passed in.
+        in_place: whether the result is `mine` itself; else it is a new array of the same kind (numpy or torch).
+        around: the contexts to enter during a wait: see `Engine.during_waits`.
+    """
 
     def __init__(
         self, group: Group, call: Call, rank: int, name: str, mine: Any, in_place: bool, around: Remembered
@@ -36,7 +42,7 @@ class _Pending:
         return self.call.ready.is_set()
 
     def _check(self) -> None:
-        """As strict as Horovod, which knows nothing of an operation once it was waited for."""
+        """Raises RuntimeError if the operation was waited for before: Horovod forgets its handle then as well."""
         if self._over:
             raise RuntimeError(f"{self.name!r}: expected an operation under way. Received: one that was waited for.")
 
@@ -61,7 +67,7 @@ class LocalEngine:
 
     def __init__(self, group: Group, rank: int, ranks: tuple[int, ...], around: Remembered | None = None) -> None:
         self._group, self._rank, self._ranks = group, rank, ranks
-        self._around = around or Remembered()  # this rank's waits
+        self._around = around or Remembered()  # the contexts around this rank's waits
         self._named = itertools.count(1)
         self._remembered, self._forgets = Remembered(), Remembered()
 
@@ -100,7 +106,7 @@ class LocalEngine:
         self._around.add(aside)
 
     def hear_waits(self, hear: Callable[..., None]) -> None:
-        """None; nobody watches."""
+        """Does nothing, as there is no watchdog."""
 
     def wait_unless_awaited(self, done: Callable[[], bool], *, name: str) -> bool:
         with self._group.waiting(self._group.calls.get(name)), self._around.entered():
@@ -118,7 +124,7 @@ class LocalEngine:
                 time.sleep(0.001)
 
     def rebuild(self) -> None:
-        """Does what an elastic reset does in a job of processes."""
+        """Calls the methods of `on_change` and `remember`, as an elastic reset of processes does; for tests."""
         self._forgets.call()
         self._named = itertools.count(1)
         self._remembered.call()
@@ -178,7 +184,7 @@ class World:
         self._groups: dict[tuple[int, ...], Group] = {}
 
     def subgroup(self, ranks: tuple[int, ...]) -> Group:
-        """The group that the threads of these global ranks share."""
+        """Returns the `Group` of these global ranks, the same object for all their threads."""
         with self._lock:
             return self._groups.setdefault(ranks, Group(len(ranks), self))
 
@@ -189,7 +195,17 @@ class World:
         timeout_s: float = 60.0,
         errors: Literal["raise", "return"] = "raise",
     ) -> list[Any]:
-        """What `program(engine)` returned on each rank; with `errors="return"`, the exception where it raised."""
+        """Calls `program(engine)` in a thread for each rank, and returns the results by rank.
+
+        Args:
+            program: the program of a rank.
+            timeout_s: the time limit for joining each thread, in seconds.
+            errors: "raise": if ranks raised, raises the first error that no other rank caused. "return": the result of
+                a rank that raised is its exception.
+
+        Raises:
+            TimeoutError: a rank did not end in time.
+        """
         everyone = tuple(range(self.size))
         shared = self.subgroup(everyone)
         results: list[Any] = [None] * self.size

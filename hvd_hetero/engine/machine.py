@@ -1,6 +1,6 @@
-"""What Linux says of the processor, the cores and the memory that this process may use.
+"""Reads from Linux's /proc and cgroups the processor, the cores and the memory that this process may use.
 
-Pure functions of text and of files under a given `root`, so that a test can hand them any machine.
+Functions take texts, or files under a given `root`, so that a test can describe any machine.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def listed(text: str) -> tuple[int, ...]:
 
 
 def listing(numbers: set[int]) -> str:
-    """The list as the kernel writes it, of these numbers; the inverse of `listed`."""
+    """Returns a list of these numbers as the kernel writes it, such as "0-2,8"; the inverse of `listed`."""
     parts: list[list[int]] = []
     for number in sorted(numbers):
         if parts and number == parts[-1][1] + 1:
@@ -85,13 +85,13 @@ def cgroup_folders(controller: str, mountinfo: str, cgroup: str, root: Path = Pa
 
 
 def cpu_quota_cores(folders: Iterator[Path]) -> float | None:
-    """The cores that the tightest of these cgroups allows, a fraction where it says so; None for no limit."""
+    """The lowest CPU quota of these cgroups, in cores, maybe a fraction; None if there is none."""
     return _tightest(folders, _quota)
 
 
 class CpuQuota:
-    """The CPU quota that holds this process, as it is when it is asked for: an orchestrator may change it, or move the
-    process. `root` is where /proc and /sys are."""
+    """The CPU quota of this process. It is read anew at each call, as an orchestrator may change it, or move the
+    process to another cgroup. `root` is the folder that contains /proc and /sys."""
 
     def __init__(self, root: Path = Path("/")) -> None:
         self._root = root
@@ -99,13 +99,13 @@ class CpuQuota:
         self._mounts = "\n".join(line for line in mounts if " - cgroup" in line)
 
     def cores(self) -> float | None:
-        """The cores that the quota allows in the long run, a fraction where it says so; None for no limit."""
+        """The present quota in cores, maybe a fraction; None if there is none."""
         here = read(self._root / "proc/self/cgroup")
         return cpu_quota_cores(cgroup_folders("cpu", self._mounts, here, self._root))
 
 
 def memory_limit_bytes(folders: Iterator[Path]) -> int | None:
-    """The memory that the tightest of these cgroups allows; None for no limit."""
+    """The lowest memory limit of these cgroups, in bytes; None if there is none."""
     found = _tightest(folders, _memory_limit)
     return None if found is None else int(found)
 

@@ -1,4 +1,4 @@
-"""Where ranks that are threads of this process meet: what each brought to a collective, and what each gets."""
+"""Computes the collectives of ranks that are threads of one process: for `local.World` and `local.SoloEngine`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,16 @@ _REDUCE: dict[str, Any] = {"sum": np.add, "min": np.minimum, "max": np.maximum}
 
 @dataclass(eq=False)
 class Call:
-    """One collective operation under way, with the arrays of the ranks that have called it, and their results."""
+    """One collective operation: the arrays of the ranks that have called it so far, and in the end their results.
+
+    Attributes:
+        size: the number of ranks that take part.
+        arrays: the argument of each rank that has called it, by rank.
+        signatures: by rank: the kind of operation, such as "allreduce", and its other arguments (op, root or splits).
+        results: by rank, once `ready` is set and there is no error.
+        error: why the arguments of the ranks do not fit together; None if they do.
+        ready: is set once all ranks have called the operation.
+    """
 
     size: int
     arrays: dict[int, np.ndarray] = field(default_factory=dict)
@@ -31,22 +40,28 @@ class Call:
 
 
 class Group:
-    """A group of ranks that are threads, and the collective operations between them."""
+    """The state that the threads of one group of ranks share: their collective operations under way.
+
+    Args:
+        size: the number of ranks in the group.
+        world: the `World` that runs the threads; None for a single rank without one.
+    """
 
     def __init__(self, size: int, world: World | None) -> None:
         self.size, self.world = size, world
         self.lock = threading.Lock()
         self.calls: dict[str, Call] = {}
-        self.waited_for: list[Call] = []  # once for each rank that waits
+        self.waited_for: list[Call] = []  # the calls that ranks wait for now, once for each waiting rank
 
     def check(self, name: str) -> None:
-        """Raises CollectiveError where what is called `name` cannot end any more."""
+        """Raises CollectiveError, naming operation `name`, if a rank of the world has failed: it will never come."""
         if self.world is not None and self.world.failed.is_set():
             raise CollectiveError(f"{name!r}: another rank stopped before it took part.")
 
     @contextlib.contextmanager
     def waiting(self, call: Call | None) -> Iterator[None]:
-        """While a rank waits for `call`; None: for one that is over."""
+        """A context in which a rank counts as waiting for `call`. With None (an operation not under way), it does not
+        count."""
         waited_for = [] if call is None else [call]
         self.waited_for += waited_for
         try:
@@ -72,10 +87,10 @@ class Group:
 
 
 def _finish(name: str, call: Call) -> None:
-    """Fills `call.results`, or `call.error` when the ranks disagree."""
+    """Computes `call.results` from the arrays of all ranks; sets `call.error` if operations, types or shapes differ."""
     arrays = [call.arrays[rank] for rank in range(call.size)]
     kind = call.signatures[0][0]
-    # All-to-all brings its own splits on each rank; everything else must be called alike.
+    # The splits of an all-to-all may differ between ranks; the arguments of all other operations must be the same.
     alike = {signature[:1] if kind == "alltoall" else signature for signature in call.signatures.values()}
     same_rows = kind in ("allgather", "alltoall")
     shapes = {(array.dtype, array.shape[1:] if same_rows else array.shape) for array in arrays}
@@ -89,11 +104,11 @@ def _finish(name: str, call: Call) -> None:
     if kind in ("allreduce", "reducescatter"):
         total = arrays[0].copy()
         for array in arrays[1:]:
-            with np.errstate(over="ignore"):  # infinity, as anywhere else
+            with np.errstate(over="ignore"):  # an overflow gives infinity without a warning, as in Horovod
                 total = _REDUCE[call.signatures[0][1]](total, array, out=total)
         if kind == "allreduce":
             call.results = {rank: total.copy() for rank in range(call.size)}
-            for array in arrays if call.size > 1 else ():  # whoever takes this for the result is to notice
+            for array in arrays if call.size > 1 else ():  # overwritten, so that a caller that reads its input notices
                 array[...] = np.nan if array.dtype.kind == "f" else 0
         else:
             call.results = dict(enumerate(part.copy() for part in np.array_split(total, call.size)))

@@ -1,8 +1,9 @@
-"""SIGTERM as a request: whoever is told to end ends in order, where the job can spare it.
+"""Handles SIGTERM as a request: the rank ends at its next commit or checkpoint, and not at once.
 
-Cluster managers send SIGTERM some time before they end a process (preemption, a spot instance that is taken back), and
-`horovodrun` does when it stops a job. Who tells all processes to end is heard twice, as `horovodrun` passes it on. A
-second one that comes later acts as it always did.
+Cluster managers send SIGTERM some time before they kill a process (preemption, a spot instance that is taken back), and
+so does `horovodrun` when it stops a job. A manager that signals all processes of a job makes each rank get SIGTERM
+twice, as `horovodrun` passes it on; so signals within `ONE_S` count as one. A later SIGTERM has the effect that it had
+before this handler was installed: usually it ends the process.
 """
 
 from __future__ import annotations
@@ -23,43 +24,47 @@ from typing import Any
 from . import background
 from .stderr import tell
 
-ONE_S = 5.0  # signals within so long are one
-LATE_S = 2.0  # who waits for others so long may do so for minutes, and `horovodrun` kills it after 5 s
-LEFT = 75  # exit status of who left in order: a temporary failure (sysexits.h); try again
+ONE_S = 5.0  # signals within so many seconds after the first count as one
+LATE_S = 2.0  # seconds before a rank in rendezvous ends by itself; `horovodrun` kills it 5 s after SIGTERM
+LEFT = 75  # exit status of a process that has left in order: EX_TEMPFAIL of sysexits.h, "try again"
 
 
 class Notice:
-    """Hears SIGTERM; where signals cannot be heard (not in the main thread), nothing.
+    """A handler of SIGTERM, installed by its construction. Outside of the main thread, where Python allows no signal
+    handlers, it does nothing.
 
     Args:
-        heard: called at the first SIGTERM, between two instructions of the main thread. Of a method, as long as its
-            object lives: once that is gone, this is as if it were closed.
-        say: what happens now, for people.
+        heard: is called at the first SIGTERM, in the main thread, as any Python signal handler. A bound method is held
+            by weak reference; once its object is gone, this handler acts as after `close`.
+        say: what happens now, as text that is printed at the first SIGTERM.
+
+    Attributes:
+        told: whether this process was told to end.
     """
 
     def __init__(self, heard: Callable[[], None], *, say: str) -> None:
         self._heard = weakref.WeakMethod(heard) if inspect.ismethod(heard) else lambda: heard
         self._text = say
-        self.told = False  # this process was told to end
-        self._process = os.getpid()  # a fork that is told to end is not the rank, and does
-        self._first_s: float | None = None  # when the signal came first
+        self.told = False
+        self._process = os.getpid()  # a forked process (as of a data loader) ends at SIGTERM as usual
+        self._first_s: float | None = None  # when the first signal came, by `time.monotonic`
         self._before: Any = None
         self._installed = threading.current_thread() is threading.main_thread()
         if self._installed:
             self._before = signal.signal(signal.SIGTERM, self._handle)
 
     def close(self) -> None:
-        """Hears no more."""
+        """Restores the handler of SIGTERM that was there before, unless another one was installed since."""
         if self._installed:
             self._installed = False
-            if signal.getsignal(signal.SIGTERM) == self._handle:  # else of who came later, and gives it back
+            if signal.getsignal(signal.SIGTERM) == self._handle:  # else a later one is in place, and restores this
                 self._give_back()
 
     def _give_back(self) -> None:
         signal.signal(signal.SIGTERM, self._before if self._before is not None else signal.SIG_DFL)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        # Of a fork; or closed, or forgotten, and put back by one that came later.
+        # In a forked process; or this handler is closed or its object gone, and a later one has restored it.
         if self._process != os.getpid() or not self._installed or self._heard() is None:
             self._installed = False
             self._give_back()
@@ -74,10 +79,12 @@ class Notice:
 
     @contextlib.contextmanager
     def unreachable(self, leave: Callable[[], object]) -> Iterator[None]:
-        """While the main thread may be where no signal reaches it: in Horovod's rendezvous, which waits for hosts for
-        minutes. Where SIGTERM comes and that is not over `LATE_S` later, `leave()` is called, by another thread, and
-        this process ends in order. Where it is over before that has ended, the main thread goes on no further: what is
-        saved has to stay as it is.
+        """A context for code in which the main thread runs no signal handlers: Horovod's rendezvous, which may wait for
+        hosts for minutes.
+
+        If SIGTERM comes and the context is not left within `LATE_S`, another thread calls `leave()`, and this process
+        ends with status `LEFT`. From the moment when `leave()` begins, the main thread cannot leave the context, so it
+        changes nothing of what `leave()` saves.
         """
         if not self._installed:
             yield
@@ -99,20 +106,21 @@ class Notice:
                                 self._leave_at_once(leave)
 
         background.begin(listen, name="hvd_hetero.notice")
-        if self.told:  # in between
+        if self.told:  # SIGTERM came before the file descriptor was set
             writes.send(bytes([signal.SIGTERM]))
         try:
             yield
         finally:
-            with leaving:  # for good, where this process is about to end
+            with leaving:  # blocks for good if this process is about to end
                 over.set()
             signal.set_wakeup_fd(before)
-            writes.shutdown(socket.SHUT_RDWR)  # also where a fork has it
+            writes.shutdown(socket.SHUT_RDWR)  # ends `listen`, even if a forked process has the socket open
             writes.close()
 
     @staticmethod
     def _leave_at_once(leave: Callable[[], object]) -> None:
-        """Ends this process, unless the script hears the signal itself."""
+        """Calls `leave()` and ends this process with status `LEFT`. Does nothing if the script has installed a handler
+        of SIGTERM of its own."""
         if getattr(signal.getsignal(signal.SIGTERM), "__func__", None) is not Notice._handle:
             return
         tell("hvd_hetero: SIGTERM: this rank was waiting for others to begin with, and ends.")
@@ -126,7 +134,7 @@ class Notice:
             os._exit(LEFT)
 
     def hear(self) -> None:
-        """Handles the signal."""
+        """Notes that this process was told to end, and calls `heard`."""
         self.told = True
         if (heard := self._heard()) is not None:
             heard()

@@ -1,4 +1,4 @@
-"""What reads numpy's arrays and numbers out of a pickle, for readers that run nothing but what they know."""
+"""The classes and functions that a pickle of numpy arrays and numbers refers to, for unpicklers with an allow-list."""
 
 from __future__ import annotations
 

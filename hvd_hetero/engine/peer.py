@@ -1,8 +1,9 @@
-"""Questions to the processes of other ranks, beside Horovod: it cannot be asked while it waits.
+"""Questions to the processes of other ranks over TCP, without Horovod, which cannot be asked while it waits.
 
-Each rank listens at a port of its own. Who knows the job's token gets an answer, in a thread of its own, whatever the
-rank's main thread is doing. How a question fails tells as much as an answer: a process that has ended refuses the
-connection, and one that is stopped, or whose link is cut, says nothing.
+Each rank listens at a TCP port (`Ear`), and sends the other ranks its address and a secret token (`Peer`). A question
+with that token is answered in a thread of its own, whatever the rank's main thread is doing. The way in which a
+question fails is information as well: a process that has ended refuses the connection (`GoneError`), and a process that
+is stopped, or whose network link is cut, does not answer (`SilentError`). The watchdog (`watch`) uses both.
 """
 
 from __future__ import annotations
@@ -27,58 +28,58 @@ from . import background
 from .environment import rendezvous_address
 from .host import host_identity
 
-QUESTION_S = 2.0  # for an answer; the thread that gives it may have little CPU
-ENDING_S = (0.5, 1.0)  # before a process is asked again that has closed the connection without a word
-ELSEWHERE = "192.0.2.1"  # of no host (RFC 5737); nothing is sent to it
-LONGEST, LONGEST_ANSWER = 1 << 16, 1 << 24  # bytes; an answer names all operations that are under way
-ASKING = 1024  # that a listener lets wait for it: all ranks may ask at once who is missing
+QUESTION_S = 2.0  # time limit of a question; the thread that answers may have little CPU
+ENDING_S = (0.5, 1.0)  # pauses before the second and third try, if the connection is closed without an answer
+ELSEWHERE = "192.0.2.1"  # an address that no host has (RFC 5737), to find the default route; nothing is sent there
+LONGEST, LONGEST_ANSWER = 1 << 16, 1 << 24  # bytes of a question and an answer, which names all operations under way
+ASKING = 1024  # the most connections that an `Ear` accepts at a time: all ranks may ask it at once who is missing
 
 
 class GoneError(ConnectionError):
-    """No process listens there any more."""
+    """The connection is refused: the process has ended."""
 
 
 class SilentError(ConnectionError):
-    """Something is there, or was, and it does not answer."""
+    """No answer comes: the process is stopped, its host or the link to it is down, or the answer is broken."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Peer:
-    """Address and identity of a rank's process, which answers questions there."""
+    """A rank's process: how to connect to it (`ask`), and how to recognise it."""
 
     rank: int
-    host: str  # for people
-    identity: str  # of its host
+    host: str  # the host's name, for messages
+    identity: str  # the host's identity, to be compared: see `host_identity`
     address: str
     port: int
     pid: int
-    born: str  # tells it from a later process of the same number
-    token: str
+    born: str  # start time and PID namespace of the process: tells it from a later process with the same PID
+    token: str  # the secret that a question must contain
 
     def __str__(self) -> str:
         return f"rank {self.rank} (host {self.host}, process {self.pid})"
 
     def to_text(self) -> str:
-        """On one line."""
+        """Returns this peer as JSON on one line."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_text(cls, text: str) -> Peer:
-        """Reads what `to_text` wrote."""
+        """Makes a peer from what `to_text` returned."""
         return cls(**json.loads(text))
 
     @property
     def is_here(self) -> bool:
-        """Whether it is a process of this host that this one can see."""
+        """Whether the process runs on this host, in this process's PID namespace, so that `kill` can end it."""
         return self.identity == host_identity()[1] and bool(self.born) and _born(self.pid) == self.born
 
     def kill(self) -> None:
-        """Ends a process of this host, also one that is stopped."""
+        """Sends SIGKILL, which ends even a stopped process. Only for a peer that `is_here`."""
         os.kill(self.pid, signal.SIGKILL)
 
 
 def _born(pid: int) -> str:
-    """When a process was started, in which namespace of processes; "" where that cannot be told."""
+    """The start time of a process (in clock ticks since boot) and the PID namespace; "" if /proc does not tell them."""
     try:
         words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return f"{words[19]} {os.readlink('/proc/self/ns/pid')}"
@@ -87,9 +88,12 @@ def _born(pid: int) -> str:
 
 
 def _address() -> str:
-    """This host's address on the way to the launcher, or without one, as under mpirun, what its name stands for, or
-    else its address on the way to other networks: a name may stand for a loopback address, which other hosts take for
-    theirs."""
+    """The address at which other hosts reach this one.
+
+    Under horovodrun: the local address of the route to its rendezvous server. Otherwise, as under mpirun: the address
+    that this host's name resolves to, unless that is a loopback address, which is useless to other hosts. Then: the
+    local address of the default route.
+    """
     launcher = rendezvous_address()
     if launcher is not None:
         return _address_to(launcher)
@@ -101,7 +105,7 @@ def _address() -> str:
 
 
 def _address_to(host: str) -> str:
-    """This host's address on the way to another; "" where there is no way."""
+    """This host's own address on the route to `host`; "" if there is no route."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((host, 9))  # sends nothing
@@ -111,7 +115,8 @@ def _address_to(host: str) -> str:
 
 
 def _line(line: socket.socket, *, within_s: float) -> bytes:
-    """The first line that comes, all of it within so many seconds. Raises OSError where it does not."""
+    """Reads one line from a socket. Raises OSError if it is not complete within `within_s` seconds. Returns less than a
+    line if the other side closes the connection, or the line exceeds `LONGEST` bytes."""
     said, deadline = b"", time.monotonic() + within_s
     while not said.endswith(b"\n") and len(said) < LONGEST:
         line.settimeout(max(1e-3, deadline - time.monotonic()))
@@ -124,10 +129,18 @@ def _line(line: socket.socket, *, within_s: float) -> bytes:
 
 
 class Ear:
-    """Listens for questions to this process, from its construction on.
+    """A TCP server that answers the questions of other ranks; it listens from its construction on.
 
     Args:
-        answer: gives the answer to a question; both are what JSON can say. Called in a thread of its own.
+        answer: returns the answer to a question. Both are dictionaries that JSON can represent. It is called in a
+            thread of its own for each question.
+
+    Attributes:
+        token: the secret that questions must contain.
+        ended: whether this process is about to end, and listens no longer.
+
+    Raises:
+        OSError: no port can be opened.
     """
 
     def __init__(self, answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
@@ -148,7 +161,7 @@ class Ear:
             request_queue_size = ASKING
 
             def process_request(self, request: Any, client_address: Any) -> None:
-                if not places.acquire(blocking=False):  # of more than all ranks, who do not mean this job
+                if not places.acquire(blocking=False):  # too many connections: they are not all from this job's ranks
                     self.shutdown_request(request)
                     return
 
@@ -161,34 +174,35 @@ class Ear:
                 background.begin(answer_it, name="hvd_hetero.answer")
 
             def handle_error(self, request: Any, client_address: Any) -> None:
-                """Drops a connection that asked wrongly, or went away."""
+                """Ignores the exception: the question was malformed, or the connection was closed."""
 
             def get_request(self) -> Any:
                 try:
                     return super().get_request()
                 except OSError:
-                    if ear.ended:  # and so does this thread
+                    if ear.ended:  # `_end` has shut the socket down: end this thread as well
                         raise SystemExit from None
                     raise
 
         launcher = rendezvous_address()
-        here = launcher is not None and launcher.startswith("127.")  # then so are all ranks
+        here = launcher is not None and launcher.startswith("127.")  # then all ranks are on this host
         self._server = Server(("127.0.0.1" if here else "", 0), Handler)
         # The workers of a data loader are forks: one that outlives its rank must not keep the port open.
         os.register_at_fork(after_in_child=self._server.socket.close)
         background.begin(self._server.serve_forever, name="hvd_hetero.ear", end=self._end)
-        # Nobody answers while the interpreter ends, for seconds where there is much to tear down: who asks then is to
-        # hear that the process is gone, and not that it is stopped.
+        # While the interpreter shuts down, which may take seconds, no thread answers. A rank that asks then must get
+        # "connection refused" (the process is gone), and not a timeout (the process is stopped).
         atexit.register(self._end)
 
     def _end(self) -> None:
-        """The process ends. A socket that is only closed listens until nobody looks at it any more."""
+        """Stops listening as the process ends. A socket that is closed, but not shut down, would go on accepting
+        connections while the server's thread polls it."""
         self.ended = True
-        with contextlib.suppress(OSError):  # a fork, which has closed its own
+        with contextlib.suppress(OSError):  # in a forked process, which has closed its copy of the socket
             self._server.socket.shutdown(socket.SHUT_RDWR)
 
     def peer(self, rank: int) -> Peer:
-        """This process's address and identity, as those of `rank`."""
+        """Returns the `Peer` that describes this process, as rank `rank`."""
         host, identity = host_identity()
         return Peer(
             rank=rank, host=host, identity=identity, address=_address(), port=self._server.server_address[1],
@@ -196,18 +210,23 @@ class Ear:
         )  # fmt: skip
 
     def close(self) -> None:
-        """Listens no more."""
+        """Stops listening and closes the port."""
         atexit.unregister(self._end)
         self._server.shutdown()
         self._server.server_close()
 
 
 def ask(peer: Peer, question: dict[str, Any], *, within_s: float = QUESTION_S) -> dict[str, Any]:
-    """The answer of a rank's process.
+    """Sends a question to a rank's process and returns the answer.
+
+    A connection that closes without an answer is tried again after each pause in `ENDING_S`.
+
+    Args:
+        within_s: the time limit for connecting, and again for the answer, in seconds.
 
     Raises:
-        GoneError: it has ended.
-        SilentError: it does not answer.
+        GoneError: the process has ended.
+        SilentError: the process does not answer.
     """
     address = "127.0.0.1" if peer.identity == host_identity()[1] else peer.address
     for wait_s in (0.0, *ENDING_S):
@@ -220,7 +239,7 @@ def ask(peer: Peer, question: dict[str, Any], *, within_s: float = QUESTION_S) -
         except ConnectionRefusedError as error:
             raise GoneError(str(peer)) from error
         except (ConnectionResetError, BrokenPipeError):
-            continue  # as of a process that is about to end: one that is stopped closes no connection
-        except (OSError, ValueError) as error:  # or an answer that broke off
+            continue  # the process is probably ending: a stopped one closes no connection
+        except (OSError, ValueError) as error:  # ValueError: the answer is incomplete
             raise SilentError(str(peer)) from error
     raise SilentError(str(peer))

@@ -1,7 +1,9 @@
-"""The port: the collectives that the algorithms are written on.
+"""The port: the interface (`Engine`) through which the algorithms call collectives, and helpers written on it.
 
-Every operation is named, because Horovod pairs operations by name; it is asynchronous and returns a handle; arrays
-are mutable and live on the CPU or on a device (numpy arrays, torch tensors). Ranks are those of the group.
+`horovod.py` and `horovod_tensorflow.py` implement `Engine` on Horovod, `local.py` on threads. Every operation has a
+name, because Horovod pairs the operations of different ranks by name. Every operation is asynchronous and returns a
+handle. Arrays are mutable and live on the CPU or on a device (numpy arrays, torch tensors). Unless a docstring says
+"global rank", a rank is a number within the engine's own group.
 """
 
 from __future__ import annotations
@@ -15,27 +17,28 @@ import numpy as np
 
 Op = Literal["sum", "min", "max"]
 
-PIECE_BYTES = 1 << 24  # of bytes in one operation, at the most: see `broadcast_in_pieces`
-TURNS = 8  # names that operations take by turns which nobody has given one
+PIECE_BYTES = 1 << 24  # the most bytes that one operation carries: see `broadcast_in_pieces`
+TURNS = 8  # how many names `in_turn` uses in rotation
 
 
 class CollectiveError(RuntimeError):
-    """Ranks called a collective with arguments that do not fit together, or a peer is gone."""
+    """The ranks' arguments of one collective do not fit together, or a peer is gone. Raised by engines of threads."""
 
 
 class Handle(Protocol):
-    """A collective under way, until it is waited for, which is done once."""
+    """The handle of a collective under way. `wait` is called once, and neither method after that."""
 
     def done(self) -> bool:
-        """True when `wait` would return at once."""
+        """Whether the collective is complete, so that `wait` returns at once."""
 
     def wait(self) -> Any:
-        """The result; sleeps (never spins) until it is there. Raises the engine's `failure` when it failed."""
+        """Sleeps (never spins) until the collective is complete, and returns its result. If it failed, raises one of
+        the exceptions in `Engine.failure`."""
 
 
 @runtime_checkable
 class Engine(Protocol):
-    """One rank's view of a group of ranks."""
+    """One rank's view of a group of ranks, and the collectives of that group."""
 
     failure: tuple[type[Exception], ...]
     """What a failed collective raises."""
@@ -52,98 +55,121 @@ class Engine(Protocol):
 
     @property
     def identity(self) -> int:
-        """A number that stands for this rank's hardware: it stays when ranks are numbered anew."""
+        """A number that identifies this rank's host and device: the same after ranks are renumbered (elastic reset)."""
 
     def quota_cores(self) -> float | None:
-        """The cores that a CPU quota allows this process in the long run, as it is now; None where there is none."""
+        """The current CPU quota of this process, in cores (may be a fraction); None if there is no quota."""
 
     def on_device(self, array: Any) -> bool:
-        """Whether an array's collectives go from and to the memory of a GPU, and not through the host's."""
+        """Whether collectives on `array` read and write GPU memory directly (NCCL), without a copy to host memory."""
 
     def unique(self, prefix: str) -> str:
-        """A name that no earlier call returned, and the same on all ranks that call it in the same order."""
+        """Returns `prefix` and a number that no earlier call returned. Ranks that call it in the same order get the
+        same names."""
 
     def remember(self, rebuild: Callable[[], None]) -> None:
-        """Calls the method `rebuild`, as long as its object lives, whenever the ranks have become others.
+        """Registers a bound method to be called after each elastic reset, on the new ranks. Holds it by weak reference.
 
-        A rank that joins makes its objects while those that stay rebuild theirs, so both make the same collective
-        calls in the same order.
+        `rebuild` may make collective calls. While the ranks that stay call it, a rank that joins constructs the same
+        objects, so both make the same collective calls in the same order.
         """
 
     def on_change(self, forget: Callable[[], None]) -> None:
-        """Calls the method `forget`, as long as its object lives, when the ranks have become others and nothing is
-        rebuilt yet: for what is made when it is needed. It must not be a collective call."""
+        """Registers a bound method to be called at each elastic reset, before any `rebuild` of `remember`. Holds it by
+        weak reference. It is for objects that drop what depends on the ranks and make it again at the next use;
+        `forget` must make no collective call."""
 
     def during_waits(self, aside: Callable[[], AbstractContextManager[None]]) -> None:
-        """Enters what the method `aside()` returns, as long as its object lives, whenever a thread of this rank waits
-        for an operation, of this group or another."""
+        """Registers a bound method whose result, a context manager, is active while a thread of this rank waits for an
+        operation of any group. Holds it by weak reference. The balancer excludes waits from compute time with it."""
 
     def hear_waits(self, hear: Callable[..., None]) -> None:
-        """Calls the method `hear(operation=, waited_s=, line=, missing=)`, from a thread of its own and as long as its
-        object lives, when a wait takes unusually long; where nobody watches, never."""
+        """Registers a bound method to be called, in the watchdog's thread, when a wait takes unusually long. Holds it
+        by weak reference. Without a watchdog (see `Watch`) it is never called.
+
+        Args:
+            hear: is called as `hear(operation=, waited_s=, line=, missing=)`: the operation's name, the seconds waited,
+                the line of the script, and the global ranks that have not submitted the operation.
+        """
 
     def wait_unless_awaited(self, done: Callable[[], bool], *, name: str) -> bool:
-        """Sleeps until `done()`, which `name` is about. False where another rank waits for this one in an operation
-        that this one has not come to: then what it waits for might never be done."""
+        """Sleeps until `done()` is true, and returns True; or returns `done()` early, to avoid a deadlock.
+
+        It returns early when another rank waits for this one in an operation that this rank has not submitted yet:
+        that rank may be the one that has to make `done()` true.
+
+        Args:
+            name: the operation that `done` depends on, as the other ranks call it.
+        """
 
     def wait_for(self, done: Callable[[], bool], *, name: str) -> None:
-        """Sleeps until `done()`, which `name` is about; the other ranks see that this one waits."""
+        """Sleeps until `done()` is true. Meanwhile this rank tells those that ask that it waits in operation `name`."""
 
     def allreduce_async(self, array: Any, *, name: str, op: Op = "sum") -> Handle:
-        """Reduces `array` over the group. Shapes and types must be equal. From here on `array` is the engine's: the
-        result may be `array`, overwritten, or another one, and then nothing is said of what `array` holds."""
+        """All-reduce of `array` by `op`. Shapes and types must be equal on all ranks.
+
+        The caller gives `array` away and uses the handle's result only. The result may be `array` itself, overwritten,
+        or a new array; in that case the content of `array` is undefined.
+        """
 
     def allgather_async(self, array: Any, *, name: str) -> Handle:
-        """The arrays of all ranks, concatenated along the first axis, whose length may differ (0 included)."""
+        """Concatenates the arrays of all ranks along the first axis. Its length may differ between ranks, and be 0."""
 
     def broadcast_async(self, array: Any, *, root: int, name: str) -> Handle:
-        """Overwrites `array` *in place* with that of rank `root` (a rank of this group)."""
+        """Overwrites `array` *in place* with the array of rank `root` (a rank of this group)."""
 
     def reducescatter_async(self, array: Any, *, name: str) -> Handle:
-        """This rank's rows of the sum; of n rows the first `n % size` ranks get one more."""
+        """Sums over the ranks, and returns this rank's rows of the sum: n // size of n, on the first n % size ranks one
+        more."""
 
     def alltoall_async(self, array: Any, *, splits: Sequence[int], name: str) -> Handle:
-        """Row blocks from all ranks, concatenated; `splits[i]` rows of `array` go to rank i."""
+        """Sends `splits[i]` rows of `array`, in order, to rank i. Returns the rows received, concatenated by rank."""
 
     def group(self, ranks: Sequence[int]) -> Engine | None:
-        """The engine of a subset of this group's ranks, None on a rank outside it. Every rank of the group calls
-        it, with the same ranks, in the same order."""
+        """Returns the engine of a subset of this group's ranks; None on a rank outside the subset. A collective call of
+        all ranks of this group, with the same `ranks` in the same order."""
 
 
 @runtime_checkable
 class GraphEngine(Engine, Protocol):
-    """An engine whose sums may be operations of a program that a framework runs by itself."""
+    """An engine whose all-reduce may also be an operation in a TensorFlow graph (a `tf.function`)."""
 
     @property
     def sums_in_graph(self) -> bool:
-        """Whether they may be here."""
+        """Whether `sum_in_graph` can be used in this process: the watchdog runs, and TensorFlow executes functions."""
 
     def sum_in_graph(self, tensor: Any, *, name: str) -> Any:
-        """The sum of a tensor over the group, on its device, as an operation of the program that is being traced. It is
-        paired with `allreduce_async` of that name."""
+        """Adds an all-reduce (sum) of `tensor` to the graph that is being traced, and returns its output, on the
+        tensor's device. Another rank may take part in it by `allreduce_async` of the same name."""
 
     def awaits_in_graph(self, name: str, *, broken: Callable[[], None]) -> Callable[[], None]:
-        """Says that the program waits for the sum of that name, until what this returns is called. Where the sum fails,
-        that is never, and `broken` is called."""
+        """Tells the watchdog that the running graph waits for the sum `name`. Returns a function that ends this.
+
+        The graph calls that function when the sum has arrived. If the graph fails before, `broken` is called instead.
+        """
 
 
 def checked_splits(splits: Sequence[int], *, rows: int, size: int, name: str) -> list[int]:
-    """The splits of an all-to-all of `rows` rows. Raises ValueError where they do not fit."""
+    """Returns `splits` as a list. Raises ValueError if there are not `size` of them, or they do not sum to `rows`."""
     if len(splits) != size or sum(splits) != rows:
         raise ValueError(f"{name!r}: expected {size} splits that sum to {rows} rows. Received: {list(splits)}.")
     return list(splits)
 
 
 def gather_text(engine: Engine, text: str, *, name: str) -> list[str]:
-    """The texts of all ranks, each on one line. A collective call."""
+    """Returns the texts of all ranks, by rank; line breaks within a text become spaces. A collective call."""
     row = np.frombuffer(f"{' '.join(text.splitlines())}\n".encode(), dtype=np.uint8).copy()
     whole = np.asarray(engine.allgather_async(row, name=name).wait())
     return whole.tobytes().decode().splitlines()
 
 
 def gather_bytes(engine: Engine, mine: bytes, *, name: str, root: int | None = None) -> list[bytes]:
-    """The bytes of all ranks; with `root`, on that rank alone, and none on others. A collective call, in pieces as
-    `broadcast_in_pieces`."""
+    """Gathers the bytes of all ranks. A collective call, in several operations if they are long, as
+    `broadcast_in_pieces`.
+
+    Returns:
+        The bytes of each rank, by rank. If `root` is given, on that rank only; an empty list on the others.
+    """
     lengths = np.asarray(engine.allgather_async(np.array([len(mine)]), name=f"{name}.lengths").wait())
     step = PIECE_BYTES if lengths.sum() <= PIECE_BYTES else max(PIECE_BYTES // engine.size, 1)
     row, found = np.frombuffer(mine, np.uint8), [bytearray() for _ in lengths]
@@ -163,8 +189,10 @@ def gather_bytes(engine: Engine, mine: bytes, *, name: str, root: int | None = N
 
 
 def scatter_bytes(engine: Engine, parts: Sequence[bytes], *, root: int, name: str) -> bytes:
-    """What rank `root` has in `parts` for this rank; other ranks' `parts` are ignored. A collective call, in pieces as
-    `broadcast_in_pieces`."""
+    """Returns `parts[rank]` of rank `root`, where `rank` is the caller's. Other ranks' `parts` are ignored.
+
+    A collective call, in several operations if the parts are long, as `broadcast_in_pieces`.
+    """
     lengths = np.array([len(part) for part in parts] if engine.rank == root else [0] * engine.size)
     engine.broadcast_async(lengths, root=root, name=f"{name}.lengths").wait()
     step = PIECE_BYTES if lengths.sum() <= PIECE_BYTES else max(PIECE_BYTES // engine.size, 1)
@@ -178,7 +206,7 @@ def scatter_bytes(engine: Engine, parts: Sequence[bytes], *, root: int, name: st
 
 
 def broadcast_bytes(engine: Engine, mine: bytes, *, root: int, name: str) -> bytes:
-    """The bytes of rank `root`, on all ranks; the others' are of no effect. A collective call."""
+    """Returns the bytes of rank `root`, on all ranks; `mine` is ignored on the others. A collective call."""
     length = np.array([len(mine)])
     engine.broadcast_async(length, root=root, name=f"{name}.length").wait()
     content = np.frombuffer(mine, np.uint8).copy() if engine.rank == root else np.zeros(int(length[0]), np.uint8)
@@ -187,24 +215,26 @@ def broadcast_bytes(engine: Engine, mine: bytes, *, root: int, name: str) -> byt
 
 
 def broadcast_in_pieces(engine: Engine, array: np.ndarray, *, root: int, name: str) -> None:
-    """Overwrites an array of uint8 with that of rank `root`. A collective call.
+    """Overwrites an array of uint8 in place with the array of rank `root`. A collective call.
 
-    A long one travels in several operations: Horovod counts elements in 32 bits, and Gloo gives an operation 30 s,
-    which a slow link may need for one of some 100 MB.
+    An array of more than `PIECE_BYTES` is sent in several operations, because Horovod counts elements in 32 bits, and
+    Gloo limits an operation to 30 s, which some 100 MB may take on a slow link.
 
-    Lengths that differ are an error on every rank, as in one operation: the engine's `failure`.
+    Raises:
+        `engine.failure`: on every rank, if the lengths of the arrays differ.
     """
-    if len(array) > PIECE_BYTES:  # nothing, in a shape that says how long it is: ranks compare shapes
+    if len(array) > PIECE_BYTES:  # an empty array whose shape holds the length: the ranks compare shapes
         engine.broadcast_async(np.zeros((0, len(array)), np.uint8), root=root, name=name).wait()
     for at in range(0, max(len(array), 1), PIECE_BYTES):
         engine.broadcast_async(array[at : at + PIECE_BYTES], root=root, name=name).wait()
 
 
 def in_turn(engine: Engine, prefix: str) -> str:
-    """A name for an operation that its caller waits for, the same on all ranks that call this in the same order.
+    """Returns one of `TURNS` names for an operation, in rotation. Ranks that call it in the same order get the same.
 
-    One of a few, by turns: an engine may keep what belongs to a name for good, as Horovod keeps answers, and
-    TensorFlow's graph nodes. Several, as other threads may be waiting in operations of the same kind.
+    It is for operations that the caller waits for at once. Names are reused because an engine may keep memory for each
+    name for good: Horovod keeps responses, TensorFlow graph nodes. There are several names because other threads may be
+    waiting in operations with the same prefix.
     """
     return f"{prefix}{int(engine.unique('')) % TURNS}"
 
@@ -213,12 +243,15 @@ _LANE = re.compile(r"\.lane\.\d+")
 
 
 def in_lane(name: str, number: int) -> str:
-    """The name of one of several operations that take turns, so that the next may begin before the last has ended."""
+    """Returns the name of operation `number` of several with the same base name, which may be under way at once.
+
+    `LocalSteps` names the merges of a fragment so: the next merge may begin before the last one has ended.
+    """
     return f"{name}.lane.{number}" if number else name
 
 
 def without_lane(name: str) -> str:
-    """The name that operations have in common that take turns."""
+    """Returns the base name of an operation that `in_lane` named."""
     return _LANE.sub("", name)
 
 
@@ -227,10 +260,10 @@ Steps = Generator[Handle, Any, Any]
 
 
 class Chain:
-    """The handle on several collectives, each of which starts when the one before it is done.
+    """One handle for a sequence of collectives (`Steps`), each of which starts when the one before it is complete.
 
-    Ranks that have several chains under way must start them in the same order, and wait for them in that order or
-    look at all of them: then no two ranks ever wait for each other.
+    To avoid deadlock, all ranks must start their chains in the same order, and either wait for them in that order or
+    keep calling `done` on all of them. A chain starts its next collective only within `done` and `wait`.
     """
 
     def __init__(self, steps: Steps) -> None:
@@ -258,13 +291,14 @@ class Chain:
             self._go(lambda: self._steps.send(value))
 
     def done(self) -> bool:
-        """True when all of it is done; starts what can be started."""
+        """Whether the whole sequence is complete. Starts the next collective if the current one is complete."""
         while self._current is not None and self._current.done():
             self._forward(self._current)
         return self._current is None
 
     def wait(self) -> Any:
-        """Returns the result of the last collective. Raises what any of them raised."""
+        """Runs the sequence to its end, and returns what the generator returns. Raises what the generator raises; it
+        may handle the failure of a collective itself."""
         while self._current is not None:
             self._forward(self._current)
         return self._result

@@ -1,12 +1,12 @@
-"""The probe: what devices the ranks have, how fast the links between them are, and which of them form nodes.
+"""The probe: finds out the devices of the ranks, the speed of the links between them, and which ranks form nodes.
 
 `probe(engine)` is a collective call: all ranks return the same `Probe`, bit for bit, so that decisions made from it
-agree without another exchange. It goes through the engine alone, see `transfer`.
+agree without another exchange. All transfers are collectives of the engine: see `transfer`.
 
-Ranks of a host are timed pair by pair, all hosts at once; hosts likewise, by their first ranks. Then two hosts meet
-once more with as many pairs of ranks as the smaller has (the rails), to see whether those share one wire. In a
-tournament of many hosts disjoint pairs run at once: where they share a wire beyond their hosts (racks), each sees its
-part of it.
+The links within a host are timed pair of ranks by pair, on all hosts at once. The links between hosts are timed pair of
+hosts by pair, between their first ranks. Then each pair of hosts is timed again with as many pairs of ranks at once as
+the smaller host has ranks (the rails), to see whether these share one wire. Disjoint pairs of hosts are timed at once;
+if they share a wire beyond the hosts (racks), each measures its part of the bandwidth.
 """
 
 from __future__ import annotations
@@ -32,23 +32,30 @@ from .host import mpi_host, mpi_world
 from .port import Engine, gather_text
 from .transfer import Pair, Timer
 
-FORMAT = 1          # of the cached file: raise it when what is measured changes its meaning
+FORMAT = 1          # version of the cached file: raise it when a measured value changes its meaning
 BUDGET_S = 10.0
-MOST_STALLED = 0.6  # of all transfers: where more did, what is found is of a busy machine, and not kept
+MOST_STALLED = 0.6  # if a larger fraction of transfers stalled, the machine was busy, and the result is not cached
 TYPICAL_BYTES = 1 << 20     # links are compared by their time at this size: of the order of a gradient bucket
 
 
 def probe(engine: Engine, *, clock: Callable[[], float] = time.perf_counter, budget_s: float = BUDGET_S,
           fresh: bool = False, folder: Path | None = None, describe: Callable[[], Device] = describe_device,
           benchmark: Callable[[Callable[[], float]], float] = core_gflop_per_s) -> Probe:
-    """What was measured on all ranks of `engine`, or what the cache holds of the same hardware. A collective call.
+    """Measures the devices and links of all ranks, or returns the cached result for the same hardware. A collective
+    call.
 
-    Sizes of transfers are chosen so that it takes at most about `budget_s`. `folder` is where rank 0 keeps results
-    (the user's cache, if None); `fresh` measures whatever it holds.
+    Args:
+        engine: the ranks.
+        clock: returns the time in seconds.
+        budget_s: the approximate longest duration, in seconds; the sizes of transfers are chosen accordingly.
+        fresh: whether to measure even if there is a cached result.
+        folder: where rank 0 caches results; None: in the user's cache folder.
+        describe: returns the device of this rank.
+        benchmark: returns the speed of one core in Gflop/s, given a clock.
 
     Raises:
-        ValueError: arguments that are wrong, or differ between ranks; on every rank.
-        RuntimeError: a rank could not describe its device; on every rank.
+        ValueError: on every rank, if arguments are wrong or differ between ranks.
+        RuntimeError: on every rank, if a rank could not describe its device or benchmark its core.
     """
     name = engine.unique("hvd_hetero.probe.")
     timer = Timer(engine, name=name, clock=clock)
@@ -71,7 +78,7 @@ def probe(engine: Engine, *, clock: Callable[[], float] = time.perf_counter, bud
 
 
 def _users_folder() -> Path | None:
-    """Where results are kept; None for a user without a home folder, for whom none are."""
+    """The folder of cached results; None for a user without a home folder, whose results are not cached."""
     try:
         return cache_folder() / "probe"
     except RuntimeError:
@@ -81,8 +88,15 @@ def _users_folder() -> Path | None:
 def _devices(
     engine: Engine, name: str, describe: Callable[[], Device], terms: dict[str, Any]
 ) -> tuple[tuple[Device, ...], list[str]]:
-    """The devices of all ranks, and the network interfaces that Gloo was told to take; also checks that all ranks were
-    called alike."""
+    """Gathers the devices of all ranks, and the network interfaces that Gloo was told to use ("" for none).
+
+    Args:
+        terms: the arguments of `probe` that have to be the same on all ranks, by name.
+
+    Raises:
+        RuntimeError: on every rank, if a rank could not describe its device.
+        ValueError: on every rank, if `terms` differ.
+    """
     mine: dict[str, Any] = {"terms": terms, "interface": gloo_interface()}
     try:
         mpi = mpi_world(engine.size)
@@ -105,8 +119,8 @@ def _devices(
 
 
 def _kept(engine: Engine, name: str, folder: Path | None, key: str, budget_s: float) -> Probe | None:
-    """What rank 0's cache holds under `key`, of as large a budget, if it is whole and their own in the eyes of all
-    ranks."""
+    """Returns the result in rank 0's cache under `key`, on all ranks, if it was measured with at least this budget and
+    every rank can read it; else None."""
     text = cache.load(folder, key) if folder is not None and engine.rank == 0 else ""
     texts = gather_text(engine, text, name=f"{name}.cache")
     try:
@@ -123,7 +137,7 @@ def _kept(engine: Engine, name: str, folder: Path | None, key: str, budget_s: fl
 
 def _benchmarked(engine: Engine, name: str, benchmark: Callable[[Callable[[], float]], float],
                  clock: Callable[[], float]) -> tuple[float, ...]:
-    """The speeds of all ranks' cores; raises on every rank where it failed on one."""
+    """Returns the speed of one core of each rank, in Gflop/s. Raises RuntimeError on every rank if it failed on any."""
     try:
         speed, failure = benchmark(clock), None
     except Exception as error:
@@ -137,7 +151,7 @@ def _benchmarked(engine: Engine, name: str, benchmark: Callable[[Callable[[], fl
 
 
 def _measured(timer: Timer, devices: tuple[Device, ...], speeds: tuple[float, ...], budget_s: float) -> Probe:
-    """The probe of these devices; `seconds` is left at 0."""
+    """Measures the links between these devices, and returns the `Probe`, with `seconds` still 0."""
     names, size = [device.host for device in devices], len(devices)
     hosts = by_host(names)
     within = [tournament(host) for host in hosts]

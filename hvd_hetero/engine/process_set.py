@@ -1,4 +1,7 @@
-"""What the engines on Horovod have in common, whichever framework's binding they call: ranks, names, and groups."""
+"""`ProcessSetEngine`: what the engines on Horovod's bindings for PyTorch and TensorFlow have in common.
+
+That is everything of `port.Engine` but the collectives: ranks, names, groups, rebuilding, and the watchdog of waits.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +27,8 @@ Self = TypeVar("Self", bound="ProcessSetEngine")
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# What Horovod says of a process set that is not there: as an operation starts, as a reduce-scatter does, when asked for
-# size or rank, and when one is to be made.
+# Horovod's error messages for a process set that does not exist: at the start of an operation, at that of a
+# reduce-scatter, at a query of size or rank, and when a process set is made.
 _REMOVED = (
     "Process set provided does not exist", "Invalid process set id for this rank", "Process set does not exist",
     "Horovod is shutting down",
@@ -33,13 +36,16 @@ _REMOVED = (
 
 
 def says_removed(text: str) -> bool:
-    """Whether an error says that a process set is not there."""
+    """Whether the text of an error of Horovod says that a process set does not exist."""
     return any(words in text for words in _REMOVED)
 
 
 def while_there(call: Callable[P, T]) -> Callable[P, T]:
-    """Decorates what uses process sets that were there before. Where a peer is gone, Horovod removes all of them, and
-    then takes the next use of one for a wrong argument: that raises what an exchange raises when a peer is gone."""
+    """Decorates a function that uses an existing process set: a removed one is reported as the loss of a peer.
+
+    When a peer is gone, Horovod removes all process sets, and raises ValueError at the next use of one. The decorated
+    function raises HorovodInternalError instead, as a failed collective does, so that an elastic job recovers.
+    """
 
     @functools.wraps(call)
     def checked(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -55,11 +61,18 @@ def while_there(call: Callable[P, T]) -> Callable[P, T]:
     return checked
 
 
-AROUND_WAITS = Remembered()  # of this process
+AROUND_WAITS = Remembered()  # see `Engine.during_waits`; one for all engines of this process
 
 
 class Tracked:
-    """An operation that this rank has submitted, as the watchdog sees it."""
+    """An operation that this rank has submitted; tells the watchdog (`Watch`) of it and of the waits for it.
+
+    Args:
+        operation: its name.
+        ranks: the global ranks that take part.
+        watch: the watchdog; None if there is none, as in a job of one rank.
+        over: returns whether the operation is complete.
+    """
 
     def __init__(
         self,
@@ -74,7 +87,11 @@ class Tracked:
 
     @contextlib.contextmanager
     def waiting(self, failure: type[Exception]) -> Iterator[None]:
-        """While this rank waits for the operation, which is over afterwards. A `failure` gets an explanation."""
+        """A context in which this rank waits for the operation; afterwards it counts as complete.
+
+        Raises:
+            failure: as raised within the context; with the ranks that are gone, if any are, in front of its text.
+        """
         if self._watch is None:
             with AROUND_WAITS.entered():
                 yield
@@ -91,8 +108,15 @@ class Tracked:
             self._watch.ended(self._operation)
 
     def waits_aside(self, *, lasts: Callable[[], bool], broken: Callable[[], None]) -> Callable[[], None]:
-        """A framework waits for the operation from here on, until what this returns is called. Where `lasts()` is False
-        before that, `broken` is."""
+        """Notes that a framework's graph waits for the operation, and no Python thread: see `awaits_in_graph`.
+
+        Args:
+            lasts: returns whether the graph still runs.
+            broken: is called if `lasts()` becomes False before the end of the wait.
+
+        Returns:
+            A function that ends the wait.
+        """
         if self._watch is None:
             return lambda: None
         self._watch.begin_aside(self._operation, self._ranks, lasts=lasts, broken=broken)
@@ -100,15 +124,23 @@ class Tracked:
 
 
 class ProcessSetEngine:
-    """One rank of a Horovod process set (default: of all ranks)."""
+    """One rank's view of a Horovod process set; see `port.Engine` for the methods that have no docstring here.
+
+    Args:
+        process_set: Horovod's process set; None for that of all ranks.
+
+    Raises:
+        RuntimeError: Horovod is not initialised.
+        ValueError: the process set does not exist, or does not include this rank.
+    """
 
     binding: ClassVar[str]
     """The module with the framework's operations; Horovod itself decides what that needs, and nothing is imported
     before somebody asks for it."""
 
-    # By ranks: Horovod pairs names within a process set, and only its members count.
+    # A counter for each tuple of global ranks: Horovod pairs names within a process set, and only its members call it.
     _named: ClassVar[dict[tuple[int, ...], Iterator[int]]] = {}
-    _unnamed: ClassVar[dict[tuple[int, ...], Iterator[int]]] = {}  # of operations that a script has started
+    _unnamed: ClassVar[dict[tuple[int, ...], Iterator[int]]] = {}  # for operations of the script that it gave no name
     _rebuilds: ClassVar[Rebuilds] = Rebuilds()
     _forgets: ClassVar[Remembered] = Remembered()
     _identity: ClassVar[int | None] = None
@@ -118,7 +150,7 @@ class ProcessSetEngine:
     def __init__(self, process_set: Any = None) -> None:
         self._binding = binding = importlib.import_module(self.binding)
         self._given = process_set if process_set is not None else binding.global_process_set
-        # ValueError: what the binding says at once of arguments that no rank could reduce.
+        # ValueError: the binding raises it at once for arguments that cannot be reduced on any rank.
         self._internal_error = importlib.import_module("horovod.common.exceptions").HorovodInternalError
         self.failure: tuple[type[Exception], ...] = (self._internal_error, ValueError)
         if not binding.is_initialized():
@@ -131,7 +163,7 @@ class ProcessSetEngine:
 
     @property
     def _set(self) -> Any:
-        """Horovod's process set. Raises ValueError where Horovod does not know it."""
+        """Horovod's process set. Raises ValueError if it was not added to Horovod, or has been removed."""
         if self._given.process_set_id is None:
             raise ValueError(
                 "Expected a process set that is there while it is used: from hvd.add_process_set, or given to "
@@ -155,7 +187,7 @@ class ProcessSetEngine:
 
     @property
     def identity(self) -> int:
-        if ProcessSetEngine._identity is None:  # a process keeps its device when local ranks are numbered anew
+        if ProcessSetEngine._identity is None:  # cached: a process keeps its device when local ranks are renumbered
             text = f"{host_identity()}/{self._binding.local_rank()}"
             ProcessSetEngine._identity = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
         return ProcessSetEngine._identity
@@ -173,7 +205,8 @@ class ProcessSetEngine:
 
     @classmethod
     def next_of(cls, process_set: Any, prefix: str) -> str:
-        """`unique` for the ranks of a process set, also where this one is none of them."""
+        """As `unique`, for an operation of the script that it gave no name, on a process set. This rank need not be in
+        that set."""
         numbers = cls._unnamed.setdefault(tuple(process_set.ranks or ()), itertools.count(1))
         return f"{prefix}{next(numbers)}"
 
@@ -184,18 +217,21 @@ class ProcessSetEngine:
         self._forgets.add(forget)
 
     def agree_on_rebuilds(self: Any) -> list[Callable[[], None]]:
-        """What `rebuild` is to call: the methods of what lives on all ranks. On the engine of all ranks, which may
-        have become others; a collective call, also of ranks that join."""
+        """Returns the methods that `rebuild` has to call: see `Rebuilds.agree`. Is called after each initialisation of
+        Horovod, on the engine of all ranks, also by ranks that join. A collective call."""
         return self._rebuilds.agree(lambda mine: gather_text(self, mine, name="hvd_hetero.made"))
 
     @classmethod
     def enter_train(cls) -> None:
-        """The function of an elastic job begins, once more or for the first time."""
+        """Notes that a call of the function of an elastic job (given to `hvd.elastic.run`) begins."""
         cls._rebuilds.enter()
 
     def watch(self: Any) -> None:
-        """From here on, long waits of the ranks for each other are explained, and ended at last: see `Watch`. On the
-        engine of all ranks, once they are initialised; a collective call."""
+        """Starts the watchdog, which explains long waits of ranks for each other and ends too long ones: see `Watch`.
+
+        Is called after each initialisation of Horovod, on the engine of all ranks. A collective call. Does nothing if
+        there is one rank.
+        """
         if self.size == 1:
             return
         if ProcessSetEngine._watch is None:
@@ -222,12 +258,13 @@ class ProcessSetEngine:
             wait_until(done)
 
     def _track(self, operation: str, over: Callable[[], bool] = lambda: False) -> Tracked:
-        """Notes that this rank takes part in an operation; `over()` tells whether all have."""
+        """Tells the watchdog that this rank has submitted an operation of this engine's ranks. `over()` returns whether
+        the operation is complete."""
         return Tracked(operation, self.ranks, self._watch, over)
 
     @classmethod
     def tracked(cls, operation: str, process_set: Any = None) -> Tracked:
-        """Notes that this rank takes part in one of Horovod's own operations, which no engine has started."""
+        """Tells the watchdog that this rank has submitted an operation by calling Horovod itself, not an engine."""
         ranks = getattr(process_set, "ranks", None)
         if not ranks and cls._watch is not None:
             ranks = range(importlib.import_module(cls.binding).size())
@@ -235,18 +272,21 @@ class ProcessSetEngine:
 
     @classmethod
     def explain(cls) -> str:
-        """Which ranks' processes are gone or do not answer; "" where all do, or nobody watches."""
+        """Says which ranks' processes are gone or do not answer; "" if all answer, or there is no watchdog."""
         return cls._watch.explain() if cls._watch is not None else ""
 
     @classmethod
     def forget(cls) -> None:
-        """Ranks become others: what was made when it was needed goes."""
+        """Calls the methods given to `on_change`; at an elastic reset, before Horovod is initialised again."""
         cls._forgets.call()
 
     @classmethod
     def rebuild(cls, methods: Sequence[Callable[[], None]]) -> None:
-        """After Horovod was initialised anew: calls what `agree_on_rebuilds` returned, on the new ranks. A collective
-        call; ranks that joined make the same objects meanwhile."""
+        """Calls the methods that `agree_on_rebuilds` returned, and starts the counters of `unique` anew.
+
+        Is called after Horovod was initialised again. A collective call: ranks that have joined meanwhile construct the
+        same objects.
+        """
         cls._named.clear()
         cls._unnamed.clear()
         shared_sets.forget()

@@ -1,4 +1,4 @@
-"""Methods that are called as long as their objects live: see `Engine.remember`."""
+"""Callbacks that do not keep their objects alive, among them those of an elastic reset: see `Engine.remember`."""
 
 from __future__ import annotations
 
@@ -13,27 +13,30 @@ Key = tuple[int, int]
 
 
 class Remembered:
-    """Methods of objects that may go away meanwhile, in the order in which they were first added."""
+    """Bound methods, held by weak references, in the order in which they were first added.
+
+    A method whose object was garbage-collected is skipped.
+    """
 
     def __init__(self) -> None:
         self._methods: list[weakref.WeakMethod[Callable[..., Any]]] = []
 
     def add(self, method: Callable[..., Any]) -> None:
-        """Remembers `method`, once however often it is added."""
+        """Adds a bound method; has no effect if it was added before."""
         self._methods = [each for each in self._methods if each() is not None]
         if (reference := weakref.WeakMethod(method)) not in self._methods:
             self._methods.append(reference)
 
     def call(self, **arguments: Any) -> None:
-        """Calls those whose objects live. What nothing holds any more is collected first: otherwise it would be called
-        on those ranks alone that have not collected it yet."""
+        """Calls all methods whose objects are alive, with these arguments. Collects garbage first; otherwise a method
+        of a dead object would be called only on those ranks that have not collected the object yet."""
         gc.collect()
         for method in self._living():
             method(**arguments)
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """A context within all the context managers that the methods return."""
+        """Calls all methods whose objects are alive, and enters the context managers that they return."""
         with contextlib.ExitStack() as stack:
             for method in self._living():
                 stack.enter_context(method())
@@ -46,21 +49,28 @@ class Remembered:
 
 
 class Rebuilds:
-    """What ranks rebuild together when they have become others, in the order in which they made it.
+    """The `rebuild` methods of `Engine.remember`, which all ranks call in the same order after an elastic reset.
 
-    They have to agree on what that is. What nothing needs any more may live on for a while on some ranks: as garbage,
-    or because a thread of the framework has not let go of it. And a rank that joins makes what the script makes before
-    `train`, and nothing that a `train` has made which broke off. So ranks number what they make, and say what lives.
+    The methods make collective calls, so all ranks have to agree on which to call. They may differ: an object that is
+    no longer used may still be alive on some ranks, as garbage or because a thread of the framework refers to it. And a
+    rank that joins has made the objects that the script makes before `train` (the function given to
+    `hvd.elastic.run`), but not those of an earlier call of `train` that was broken off. So each rank numbers its
+    objects in the order of their making, and the ranks exchange the numbers (`Key`) of those that are alive.
     """
 
     def __init__(self) -> None:
         self._made: list[tuple[Key | None, weakref.WeakMethod[Callable[[], None]]]] = []
-        self._round = 0  # how often ranks have come together; the same on all of them
-        self._during = 0  # the round of the `train` under way; 0 before the first
-        self._number = 0
+        self._round = 0  # calls of `agree` so far in the job; the same on all ranks
+        self._during = 0  # the value of `_round` when the present call of `train` began; 0 before the first call
+        self._number = 0  # objects made by all ranks since then; (_during, _number) is the key of the next one
 
     def add(self, rebuild: Callable[[], None], *, by_all: bool) -> None:
-        """Remembers the method, once however often it is added. `by_all`: all ranks make its object."""
+        """Adds a bound method; has no effect if it was added before.
+
+        Args:
+            by_all: whether all ranks make the method's object, so that they must agree on calling it. False for an
+                object of some ranks, as on a process set; that is called on each rank where it is alive.
+        """
         reference = weakref.WeakMethod(rebuild)
         if any(each == reference for _, each in self._made):
             return
@@ -69,13 +79,20 @@ class Rebuilds:
         self._number += by_all
 
     def enter(self) -> None:
-        """`train` begins: what is made from here on is made by it."""
+        """Notes that a call of `train` begins: objects that are added from here on were made in it."""
         self._during, self._number = self._round, 0
 
     def agree(self, gathered: Callable[[str], Sequence[str]]) -> list[Callable[[], None]]:
-        """What to call for what lives on all ranks that were there; the rest is remembered no more.
+        """Returns the methods to call after an elastic reset, the same on all ranks; forgets all others.
 
-        `gathered` returns what it is called with on each rank. What is returned holds its objects.
+        These are the methods whose objects are alive on every rank that was in the job before. If a rank has joined,
+        the objects made within `train` are left out, because the new rank has not made them. A collective call.
+
+        Args:
+            gathered: an all-gather of text: takes this rank's and returns those of all ranks.
+
+        Returns:
+            Bound methods, which keep their objects alive.
         """
         gc.collect()
         alive = [(key, reference, method) for key, reference in self._made if (method := reference()) is not None]

@@ -1,4 +1,4 @@
-"""Where in the user's script this process is, for people, as seen from whatever thread asks; warnings of that line."""
+"""Finds the line of the user's script that is being executed, from any thread; for messages and warnings."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _LOCK = threading.RLock()
 
 @contextlib.contextmanager
 def _looking() -> Iterator[None]:
-    """Around a look at the calls of other threads: no garbage is collected.
+    """A context in which no garbage is collected, for looking at the frames of other threads.
 
-    Python 3.11 makes the object of a frame when one asks for it, and may collect garbage for its memory. Where a
-    finalizer lets other threads run then, the frame may end and its memory go, and the process dies of it. Later
-    versions collect between two instructions only.
+    Python 3.11 creates a frame object when it is asked for, and may collect garbage while it allocates it. If a
+    finalizer then lets other threads run, the frame may end and its memory be freed, and the process crashes. Python
+    3.12 and later collect garbage only between two instructions.
     """
     if _COLLECTS_BETWEEN:
         yield
@@ -44,7 +44,7 @@ def _looking() -> Iterator[None]:
 
 
 def line() -> str:
-    """The line of the script at which the main thread is."""
+    """The script's line that the main thread executes, as text: "train.py:12 in main"."""
     with _looking():
         frame = _main_frame()
         if frame is None:
@@ -54,8 +54,8 @@ def line() -> str:
 
 
 def warn(text: str, category: type[Warning] = UserWarning) -> None:
-    """Warns as of the script's line that this thread is at, or else the main one, wherever in the package that is found
-    out. (What `skip_file_prefixes` of Python 3.12 does for one thread.)"""
+    """Issues a warning at the line of the script that this thread executes; if there is none, at the main thread's
+    line. For one thread, `skip_file_prefixes` of Python 3.12 does the same."""
     own = sys._getframe(1)
     with _looking():
         found = (_of_script(at) for at in (own, _main_frame()) if at is not None)
@@ -66,7 +66,7 @@ def warn(text: str, category: type[Warning] = UserWarning) -> None:
 
 
 def calls_within(file: str) -> list[FrameType]:
-    """The calls of functions of a file that are under way, the innermost of each thread."""
+    """Returns, for each thread that is executing functions of the source file `file`, the innermost frame of them."""
     found = []
     with _looking():
         for top in sys._current_frames().values():
@@ -79,14 +79,14 @@ def calls_within(file: str) -> list[FrameType]:
 
 
 def under_way(calls: Sequence[FrameType]) -> bool:
-    """Whether any of these calls has not ended."""
+    """Whether any of these frames, as from `calls_within`, is still being executed."""
     with _looking():
         tops = sys._current_frames().values()
         return any(frame is call for top in tops for frame, _ in traceback.walk_stack(top) for call in calls)
 
 
 def stack() -> str:
-    """What the main thread is doing, call by call, as a traceback shows it."""
+    """The stack of the main thread as text, in the form of a traceback."""
     with _looking():
         frame = _main_frame()
         return "" if frame is None else "".join(traceback.format_stack(frame))

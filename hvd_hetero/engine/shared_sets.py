@@ -1,4 +1,4 @@
-"""Process sets that this package and a script both use: Horovod has one at most of the same ranks."""
+"""Process sets that this package and the user's script both use: Horovod allows only one for the same ranks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Sequence
 from typing import Any
 
-_used: set[tuple[int, ...]] = set()  # ranks of those that engines are on
+_used: set[tuple[int, ...]] = set()  # the global ranks of each process set that an engine of this package uses
 
 
 def _module() -> Any:
@@ -14,7 +14,7 @@ def _module() -> Any:
 
 
 def _existing(ranks: Sequence[int]) -> int | None:
-    """The number of the process set of these global ranks, if there is one."""
+    """The id of Horovod's process set of these global ranks; None if there is none."""
     for number, members in _module()._basics._get_process_set_ids_and_ranks().items():
         if tuple(members) == tuple(ranks):
             return int(number)
@@ -22,7 +22,13 @@ def _existing(ranks: Sequence[int]) -> int | None:
 
 
 def process_set_of(ranks: Sequence[int]) -> Any:
-    """The process set of these global ranks: the one that there is, or a new one. It stays. All ranks call it."""
+    """Returns the process set of these global ranks: the existing one, or a new one. A collective call of all ranks.
+
+    Engines use it from here on, so `remove_process_set` does not remove it.
+
+    Raises:
+        ValueError: Horovod can make no process sets after its initialisation.
+    """
     number, module = _existing(ranks), _module()
     if number is not None:
         found = module.ProcessSet(list(ranks))
@@ -42,12 +48,13 @@ def process_set_of(ranks: Sequence[int]) -> Any:
 
 
 def forget() -> None:
-    """The ranks have become others, and nothing is used any more."""
+    """Forgets which process sets are in use; is called at an elastic reset, which removes them all."""
     _used.clear()
 
 
 def add_process_set(process_set: Any) -> Any:
-    """Horovod's; where a topology has made a process set of the same ranks, that one. All ranks call it."""
+    """Replaces Horovod's function of this name. If an engine of this package uses a process set of the same ranks, it
+    returns that one instead of raising an error. A collective call of all ranks."""
     module = _module()
     if not isinstance(process_set, module.ProcessSet):
         process_set = module.ProcessSet(process_set)
@@ -59,7 +66,9 @@ def add_process_set(process_set: Any) -> Any:
 
 
 def remove_process_set(process_set: Any) -> bool:
-    """Horovod's; one that a topology uses stays, and only `process_set` is no longer valid. All ranks call it."""
+    """Replaces Horovod's function of this name. A process set that an engine of this package uses is not removed; only
+    the object `process_set` becomes invalid. A collective call of all ranks. Returns whether it was removed, or made
+    invalid."""
     module = _module()
     if process_set.process_set_id is None or tuple(process_set.ranks or ()) not in _used:
         return bool(module.remove_process_set(process_set))

@@ -1,4 +1,4 @@
-"""Waiting for what can only be looked at."""
+"""Waiting for a condition that has to be polled, with little CPU time."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ LONGEST_S = 0.002
 
 
 def wait_until(done: Callable[[], bool], *, unless: Callable[[], bool] = lambda: False) -> bool:
-    """Sleeps until `done()`; or, False, until `unless()` and not `done()` meanwhile. A look costs CPU that a slow rank
-    needs, so the longer the wait, the rarer the looks."""
+    """Sleeps until `done()` is true, and returns True; or until `unless()` is true, and then returns `done()`.
+
+    Polling costs CPU time, which a slow rank needs, so the interval grows with the time waited, from `SHORTEST_S` to
+    `LONGEST_S`.
+    """
     start = time.perf_counter()
     while not done():
         if unless():

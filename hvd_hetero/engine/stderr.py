@@ -1,4 +1,4 @@
-"""What the engine tells people: lines on standard error."""
+"""Messages of the engine to the user, on standard error."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 
 def tell(text: str) -> None:
-    """None; writes the text, where that can be done. Who started this process, and read it, may be gone; and a signal
-    may have come while it wrote there. It goes on all the same."""
+    """Prints a text to standard error. Ignores failures: the reading process may be gone, and a signal handler may call
+    this while the same stream is being written."""
     with contextlib.suppress(OSError, ValueError, RuntimeError):
         print(text, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Measuring compute on a GPU: by events in its stream."""
+"""Measures compute time on a GPU, by CUDA events."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any
 
 
 class CudaStopwatch:
-    """Marks are events on the device's current stream: a GPU's kernels run long after Python has launched them."""
+    """A stopwatch whose marks are CUDA events on the device's current stream, because a GPU's kernels run after Python
+    has launched them. `seconds(start, end)` waits for the event `end`."""
 
     def __init__(self, device: Any) -> None:
         self._cuda, self._device = importlib.import_module("torch").cuda, device

@@ -1,8 +1,8 @@
-"""Timed transfers between pairs of ranks, through the collectives of the engine alone.
+"""Times transfers between pairs of ranks, for `probe`, by collectives of the engine.
 
-No process set is made for a pair, for it would have to exist on all ranks and slow every cycle of Horovod. Instead all
-ranks call one all-to-all in which a rank has rows for its partner only. So a time is what a collective *through
-Horovod* takes: agreeing on it and the empty messages to all others are in it, and nothing is subtracted.
+No process set is made for a pair, because it would have to exist on all ranks and slow every cycle of Horovod. Instead
+all ranks call one all-to-all in which a rank sends rows to its partner only. So a time is that of a collective *through
+Horovod*: it includes the negotiation and the empty messages to all other ranks, and nothing is subtracted.
 
 - Both partners send at once, as neighbours in a ring do: the bandwidth is that of each direction while both are in use.
 - All ranks start from a common small all-reduce. A transfer's time is the smaller of the partners': the earlier one
@@ -30,9 +30,9 @@ from .port import Engine
 SMALLEST_BYTES = 1 << 10
 LARGEST_BYTES = 1 << 24
 GROWTH = 4
-LONG_ENOUGH_S = 0.06        # beyond the time of the smallest size: a thousand times what a timer errs by
+LONG_ENOUGH_S = 0.06        # beyond the time of the smallest size: a thousand times the error of a timer
 REPEATS = 3
-SMALL_BYTES = 1 << 16       # up to here transfers are cheap and noisy
+SMALL_BYTES = 1 << 16       # transfers up to this size are cheap and noisy, and repeated more often
 SMALL_REPEATS = 5
 STALL_S, STALL_FACTOR = 0.03, 3.0
 WARM_UP_BYTES = 1 << 18
@@ -43,7 +43,7 @@ Pair = tuple[int, int]
 
 @dataclass
 class _Seen:
-    """The measurements of one link."""
+    """The measurements of one link: sizes and seconds of transfers, without stalled ones; `done` if they suffice."""
 
     sizes_bytes: list[int]
     seconds: list[float]
@@ -56,7 +56,7 @@ class _Seen:
         self.stalls += len(times) - len(kept)
         self.sizes_bytes += [size] * len(kept)
         self.seconds += kept.tolist()
-        # By the fastest: on a rank with little CPU some of any size take long.
+        # Judged by the fastest transfer: on a rank with little CPU, some transfers of any size take long.
         self.done = fastest - min(self.seconds) > LONG_ENOUGH_S
 
 
@@ -70,38 +70,42 @@ class Timer:
 
     @functools.cached_property
     def _noise(self) -> np.ndarray:
-        """Random bytes to send, which nothing between two ranks can compress."""
+        """Random bytes to send, which no layer of the network can compress."""
         return np.random.default_rng(0).integers(0, 256, LARGEST_BYTES, dtype=np.uint8)
 
     def elapsed_s(self) -> float:
-        """Seconds since this timer was made, by the rank for which they are most."""
+        """Seconds since this timer was made: the maximum over the ranks, the same on all of them."""
         mine = np.array([self._clock() - self._began_s])
         return float(self._engine.allreduce_async(mine, name=f"{self._name}.elapsed", op="max").wait()[0])
 
     @property
     def stalled(self) -> float:
-        """The fraction of all transfers so far that were held up; the same on all ranks."""
+        """The fraction of all transfers so far that stalled; the same on all ranks. Not a collective call."""
         return self._stalls / max(self._transfers, 1)
 
     def warm_up(self) -> None:
-        """None, once connections are as they are in training, after a first all-reduce of some size.
+        """Brings the connections into the state that they have in training, by one all-reduce of `WARM_UP_BYTES`.
 
         Without our repair `gloo_send_buffer`, Gloo sets a connection's send buffer to the size of the largest message
-        of an all-reduce so far, and nothing else lets it grow. After small ones alone (4.5 kB), other collectives'
-        transfers stall for 40 ms to seconds.
+        of an all-reduce so far, and no other operation enlarges it. After only small all-reduces (4.5 kB), transfers of
+        other collectives stall for 40 ms to seconds.
         """
         array: np.ndarray = np.zeros(WARM_UP_BYTES // 4, np.float32)
         self._engine.allreduce_async(array, name=f"{self._name}.warm_up").wait()
 
     def empty_s(self) -> float:
-        """Seconds of the same collective when nobody sends anything: the part of every latency that is Horovod's."""
+        """The duration of the all-to-all when no rank sends anything, in seconds: Horovod's part of each latency."""
         table, _ = self._times([], SMALLEST_BYTES, f"{self._name}.empty", self._clock(), math.inf)
         return float(np.min(np.max(table, axis=0)))
 
     def links(self, pairs: Sequence[Pair], *, title: str, allowed_s: float) -> dict[Pair, Link]:
-        """The links of disjoint pairs of ranks that transfer at the same time; takes about `allowed_s` at most.
+        """Measures the links of disjoint pairs of ranks, which transfer at the same time.
 
-        The first size is measured whatever is allowed, once at the least, or there would be nothing to tell.
+        Args:
+            pairs: the pairs, the same on all ranks.
+            title: distinguishes the names of this call's operations.
+            allowed_s: the approximate longest duration, in seconds. The smallest size is measured at least once, even
+                if that takes longer.
         """
         seen = {pair: _Seen([], []) for pair in pairs}
         size, before_s = SMALLEST_BYTES, 0.0
@@ -123,16 +127,21 @@ class Timer:
 
     def _times(self, active: Sequence[Pair], size: int, name: str, start_s: float,
                allowed_s: float) -> tuple[np.ndarray, float]:
-        """Seconds by rank and repeat, and those since `start_s` by the slowest rank; the same on all ranks.
+        """Times transfers of `size` bytes by the `active` pairs at once. Returns the same on all ranks.
 
-        Repeats end early when `allowed_s` have passed since `start_s`: a link that stalls must not use up the budget.
+        Repeats end early when `allowed_s` seconds have passed since `start_s`, so that a link that stalls does not use
+        up the budget.
+
+        Returns:
+            The seconds of each transfer, an array of (ranks, repeats); and the seconds since `start_s`, the maximum
+            over the ranks.
         """
         engine = self._engine
         partner = next((sum(pair) - engine.rank for pair in active if engine.rank in pair), None)
         splits = [size if rank == partner else 0 for rank in range(engine.size)]
         rows = self._noise[:sum(splits)]
         small = size <= SMALL_BYTES
-        # Horovod agrees faster on a name that it has seen, as it has in training: the first time of a name is left out.
+        # Horovod negotiates faster for a name that it has seen before, as in training: the first transfer is left out.
         repeats, unseen = (SMALL_REPEATS, 1) if small else (REPEATS, 0)
         mine: list[float] = []
         for repeat in range(unseen + repeats):

@@ -1,4 +1,4 @@
-"""The versions of what ranks run on, compared when they come together."""
+"""Versions of this package and of what it depends on; compared between the ranks after `hvd.init()`."""
 
 from __future__ import annotations
 
@@ -18,21 +18,22 @@ from .environment import fused_bytes, gloo_allreduce, repairs
 from .port import Engine, gather_text
 from .stderr import tell
 
-PACKAGES = ("horovod", "numpy")  # and the framework
+PACKAGES = ("horovod", "numpy")  # packages to compare, besides the framework
 SUMS = "Gloo's all-reduce"
 FUSED = "Bytes that travel as one"
 _BUILT = "Build Horovod alike on all hosts, and set variables alike."
-# What all ranks must have the same: ranks that differ exchange unlike messages, or wait for unlike ones.
+# What must be the same on all ranks, and what to do if it is not: ranks that differ here would exchange messages that
+# do not fit together.
 VITAL = {"hvd_hetero": "Install the same on all.", SUMS: _BUILT, FUSED: _BUILT}
-# On which the tests pass; setup.py says the same.
+# The lowest versions with which the tests pass; the same as in setup.py.
 LOWEST = {"torch": (2, 4), "keras": (3, 10), "tensorflow-cpu": (2, 18), "tensorflow": (2, 18)}
 
 
 def check_lowest(*packages: str) -> None:
-    """Returns where each package is new enough, or not installed under this name.
+    """Checks that each of these packages, if it is installed, has at least its version in `LOWEST`.
 
     Raises:
-        ImportError: one is older than what `LOWEST` says.
+        ImportError: a package is older.
     """
     for name in packages:
         try:
@@ -44,7 +45,7 @@ def check_lowest(*packages: str) -> None:
 
 
 def too_old(name: str, version: str) -> str | None:
-    """What is wrong with this version of a package, and what to do; None where it is new enough."""
+    """Returns an error message if this version of a package is below its version in `LOWEST`; else None."""
     if tuple(map(int, re.findall(r"\d+", version)[:2])) >= LOWEST[name]:
         return None
     return (
@@ -54,10 +55,10 @@ def too_old(name: str, version: str) -> str | None:
 
 
 def horovod_for(framework: str) -> Any:
-    """Horovod's module for "torch" or "tensorflow".
+    """Imports and returns Horovod's module for "torch" or "tensorflow".
 
     Raises:
-        ImportError: it is not there, or does not load; with what to do.
+        ImportError: the module is missing or does not load; the message says what to do.
     """
     try:
         return importlib.import_module(f"horovod.{framework}")
@@ -69,13 +70,14 @@ def horovod_for(framework: str) -> Any:
 
 
 def versions(framework: str) -> dict[str, str]:
-    """By name: this package first, and what it rests on."""
+    """Returns the versions to compare between ranks, by name: of this package, Python, packages, and Horovod's repairs;
+    and two settings of Horovod that must be the same on all ranks."""
     found = {"hvd_hetero": __version__, "Python": ".".join(platform.python_version_tuple()[:2])}
     faces = ("keras",) if "keras" in sys.modules else ()
     for name in (*PACKAGES, framework, *faces):
-        for package in (name, f"{name}-cpu"):  # one of them, under one name: they are one version
+        for package in (name, f"{name}-cpu"):  # the first that is installed; both count as the same package
             try:
-                found[name] = metadata.version(package).partition("+")[0]  # so are builds for unlike hardware
+                found[name] = metadata.version(package).partition("+")[0]  # builds for other hardware count as the same
                 break
             except metadata.PackageNotFoundError:
                 continue
@@ -88,13 +90,16 @@ def versions(framework: str) -> dict[str, str]:
 
 
 def check_versions(engine: Engine, mine: Mapping[str, str], *, stays: bool = False) -> None:
-    """Returns when all ranks have this version of this package; rank 0 warns of other differences. A collective call.
+    """Checks that what is in `VITAL` is the same on all ranks; rank 0 warns of other differences. A collective call.
 
-    `stays`: this rank was in the job before others joined.
+    Args:
+        mine: this rank's `versions`.
+        stays: whether this rank was in the job before an elastic reset.
 
     Raises:
-        RuntimeError: on every rank, with who has which, where something of `VITAL` differs. Where ranks have joined
-            that differ, those that stay raise what an exchange raises when a peer is gone: they go on without them.
+        RuntimeError: on every rank, if something in `VITAL` differs; the message says which rank has which version.
+        `engine.failure[0]`: instead, on the ranks that stay, if they agree among themselves. As after the loss of a
+            peer, they then go on without the ranks that have joined.
     """
     texts = gather_text(engine, json.dumps({**mine, "stays": stays}), name="hvd_hetero.versions")
     said = [json.loads(text) for text in texts]

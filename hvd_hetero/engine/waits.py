@@ -1,4 +1,4 @@
-"""What one rank takes part in, and what it waits for, as it notes it itself: what others are told who ask."""
+"""The record of one rank's submitted operations and present waits, kept by `Watch` and told to ranks that ask."""
 
 from __future__ import annotations
 
@@ -11,63 +11,65 @@ from dataclasses import dataclass, field
 
 from .port import without_lane
 
-STEPS = 128  # whose lengths are kept
-NAMES = 4096  # of operations whose last start is kept
+STEPS = 128  # how many step lengths are kept
+NAMES = 4096  # how many names of operations are kept at most
 
 
 @dataclass
 class Wait:
-    """A wait for an operation of some global ranks."""
+    """A wait of this rank for an operation of some global ranks."""
 
     operation: str
     ranks: tuple[int, ...]
-    lasted_s: float = 0.0  # as looked at: time in which this process itself was stopped hardly counts
-    due_s: float | None = None  # when the next word is due
-    early_s: float = 0.0  # when to look next whether there is reason for one before that
+    lasted_s: float = 0.0  # length so far, counted by the watchdog; excludes time in which this process was stopped
+    due_s: float | None = None  # the length at which it is reported next; None: not determined yet
+    early_s: float = 0.0  # the length at which to look next for a deadlock, which is reported before `due_s`
     began: float = field(default_factory=time.monotonic)
-    told: bool = False  # the missing ranks were told to end
-    # Of a framework, which runs its program by itself: False where it has given up, without a word; and what to call.
+    told: bool = False  # whether the missing ranks were told to end
+    # For a wait of a framework's graph: whether the graph still runs, and what to call if it has ended by a failure.
     lasts: Callable[[], bool] = lambda: True
     broken: Callable[[], None] = lambda: None
 
     def begin_anew(self) -> None:
-        """Nobody is missing so far."""
+        """Counts the length of the wait from 0 again: no rank is missing so far."""
         self.lasted_s, self.due_s, self.told = 0.0, None, False
 
     def let_go(self) -> None:
-        """Refers to nothing of the program's any more: whoever looks at waits may hold one that is over."""
+        """Drops the references to the framework's graph, because the watchdog may still hold this object afterwards."""
         self.lasts, self.broken = (lambda: True), (lambda: None)
 
 
 class Waits:
-    """The operations that this rank takes part in, and its waits for some of them.
+    """The operations that this rank has submitted, and its waits for some of them.
 
     Attributes:
-        step_s: seconds from one wait for an operation to the next for the same, of the last ones.
+        step_s: seconds from the start of a wait for an operation to the start of the next wait for the same one, the
+            last `STEPS` of them: usually the length of a training step.
     """
 
     def __init__(self) -> None:
-        self._submitted: dict[str, deque[Callable[[], bool]]] = {}  # what tells of each time whether it is over
+        self._submitted: dict[str, deque[Callable[[], bool]]] = {}  # by name, for each submission: is it complete?
         self.step_s: deque[float] = deque(maxlen=STEPS)
-        # How often each was submitted since the ranks met; None: there were too many names. Some of them would begin
-        # anew, on each rank at another time, and who is missing would seem to have come.
+        # How often each operation was submitted since the ranks met. None: there were more than `NAMES` names. Dropping
+        # some would restart their counts, at another time on each rank, and a missing rank would seem to have come.
         self._times: dict[str, int] | None = {}
-        self._waits: dict[Hashable, Wait] = {}  # by thread, or by the operation that a framework waits for
+        self._waits: dict[Hashable, Wait] = {}  # by thread, or by operation for waits of graphs
         self._began: dict[str, float] = {}
         self._outside = time.monotonic()  # when this rank's last wait ended
 
     def now(self) -> list[Wait]:
-        """The waits in progress."""
+        """The present waits of all threads and of the framework's graph."""
         return list(self._waits.values())
 
     @property
     def since(self) -> float:
-        """When this rank's first wait began, or, where it waits for nothing, its last one ended."""
+        """The time (`time.monotonic`) at which the oldest present wait began; if there is none, at which the last one
+        ended."""
         waits = self.now()
         return min(wait.began for wait in waits) if waits else self._outside
 
     def forget(self) -> None:
-        """Forgets the waits of the ranks before an elastic reset."""
+        """Forgets all operations, step lengths and waits of graphs; is called after each initialisation of Horovod."""
         self._submitted.clear()
         self._times = {}
         self.step_s.clear()
@@ -78,12 +80,13 @@ class Waits:
 
     @property
     def submitted(self) -> list[str]:
-        """The operations under way. One that is over, and that this rank has not waited for yet, is none: ranks may be
-        in the next one of its name."""
+        """The names of the submitted operations that are not complete. A complete one that this rank has not waited for
+        yet is left out: other ranks may be in the next operation of the same name."""
         return [name for name, times in list(self._submitted.items()) if not all(over() for over in list(times))]
 
     def submit(self, operation: str, over: Callable[[], bool] = lambda: False) -> None:
-        """This rank takes part in an operation; `over()` tells whether all have, as far as that can be seen."""
+        """Notes that this rank has submitted an operation. `over()` returns whether the operation is complete, as far
+        as its handle tells."""
         self._submitted.setdefault(operation, deque()).append(over)
         if (counts := self._times) is not None:
             counts[operation] = counts.get(operation, 0) + 1
@@ -91,12 +94,15 @@ class Waits:
                 self._times = None
 
     def times(self, operation: str) -> int:
-        """How often this rank has submitted an operation of this name; 0 where that is not known. What is over for it
-        already may not be for the others, to which the last bytes are on their way."""
+        """How often this rank has submitted an operation of this name since the ranks met; 0 if that is not known.
+
+        A rank that asks compares it with its own count: if they are equal, this rank is not missing, even if the
+        operation is complete here and not yet there.
+        """
         return (self._times or {}).get(operation, 0)  # read once: another thread may end the counting
 
     def end(self, operation: str) -> None:
-        """The operation is over for this rank, well or not."""
+        """Notes that the oldest submission of an operation has ended on this rank, with a result or an error."""
         times = self._submitted.get(operation, deque())
         if len(times) > 1:
             times.popleft()
@@ -105,7 +111,7 @@ class Waits:
 
     @contextlib.contextmanager
     def of_thread(self, operation: str, ranks: tuple[int, ...]) -> Iterator[None]:
-        """While this thread waits for an operation."""
+        """A context in which the calling thread waits for an operation of these global ranks. May be nested."""
         thread = threading.get_ident()
         outer = self._waits.get(thread)
         self._waits[thread] = self._begin(operation, ranks)
@@ -121,13 +127,13 @@ class Waits:
     def begin_aside(
         self, operation: str, ranks: tuple[int, ...], *, lasts: Callable[[], bool], broken: Callable[[], None]
     ) -> None:
-        """A framework begins to wait for an operation."""
+        """Notes that a framework's graph begins to wait for an operation: see `Watch.begin_aside`."""
         wait = self._begin(operation, ranks)
         wait.lasts, wait.broken = lasts, broken
         self._waits[operation] = wait
 
     def end_aside(self, operation: str) -> None:
-        """The framework waits no longer, and the operation is over."""
+        """Notes that the wait of `begin_aside` has ended, and the operation with it."""
         self._outside = time.monotonic()
         if (wait := self._waits.pop(operation, None)) is not None:
             wait.let_go()

@@ -1,13 +1,13 @@
-"""The watchdog: says who is missing, for how long, in which operation and at which line, and ends waits without end.
+"""The watchdog: reports which ranks keep others waiting, in which operation and at which line, and ends endless waits.
 
-Horovod's own stall check knows which ranks have not submitted an operation, on rank 0 and as numbers. It is silent as
-soon as one process is stopped, because then the check itself waits. Here each rank notes what it has submitted and what
-it waits for. One that waits for unusually long asks the others' processes, beside Horovod (see `peer`), and so can say
-which of them have not come and what they are doing instead.
+Horovod's own stall check reports on rank 0 only, and gives rank numbers only. It reports nothing once a process is
+stopped, because then the check itself waits. Here each rank records which operations it has submitted and for which it
+waits. A rank that waits unusually long asks the processes of the others over TCP (see `peer`), and prints which of them
+have not submitted the operation and what they are doing instead.
 
-A wait beyond the bound is ended where it is caused: the rank that the others wait for prints what it is doing and ends
-with an error, as if it had died. Then everything goes on as it does after a death: horovodrun stops the job, or an
-elastic one goes on without that rank.
+A wait beyond the bound (`Patience.bound_s`, 10 minutes by default) is ended at its cause: the rank that the others wait
+for prints its stack and ends with an error. The job then reacts as to any lost process: horovodrun stops it, or an
+elastic job goes on without that rank.
 """
 
 from __future__ import annotations
@@ -33,17 +33,21 @@ from .sleep import wait_until
 from .stderr import tell
 from .waits import Wait, Waits
 
-PERIOD_S = 0.5  # between looks at what this rank waits for
-GRACE_S = 60.0  # beyond the bound, for the rank that is to end; then this one ends itself
+PERIOD_S = 0.5  # seconds between two looks at what this rank waits for
+GRACE_S = 60.0  # seconds beyond the bound in which the missing rank may end; then the waiting rank ends itself
 
 
 class Watch:
-    """What one rank does and waits for.
+    """The watchdog of one rank. The engines tell it which operations the rank submits, waits for and completes.
 
     Args:
-        patience: how long a wait may be; None: nobody watches, but this rank can be asked, and asks, who is awaited.
-        say: prints.
-        leave: ends this process at once, with a status.
+        patience: how long a wait may be. None switches off the reports and the ending of waits; this rank still answers
+            the questions of others, and still asks whether others wait for it (`wait_unless_awaited`).
+        say: prints a text; by default to standard error.
+        leave: ends this process at once, with the given exit status.
+
+    Attributes:
+        hearers: the callbacks of `Engine.hear_waits`, which are called for each reported wait.
     """
 
     def __init__(
@@ -55,7 +59,7 @@ class Watch:
     ) -> None:
         self._patience, self._leave = patience, leave
         self._say = say or tell
-        self.hearers = Remembered()  # of each story, besides people
+        self.hearers = Remembered()
         self._waits = Waits()
         self._company = Company(lambda: self._waits.submitted, self._waits.times)
         self._ear: Ear | None = None
@@ -64,39 +68,48 @@ class Watch:
     # What the engine tells ------------------------------------------------------------------------------------------
 
     def submitted(self, operation: str, over: Callable[[], bool] = lambda: False) -> None:
-        """This rank takes part in an operation; `over()` tells whether all have, as far as that can be seen."""
+        """Notes that this rank has submitted an operation. `over()` returns whether the operation is complete, as far
+        as its handle tells."""
         self._waits.submit(operation, over)
 
     def ended(self, operation: str) -> None:
-        """The operation is over for this rank, well or not."""
+        """Notes that an operation has ended on this rank, with a result or an error."""
         self._waits.end(operation)
 
     def waiting(self, operation: str, ranks: tuple[int, ...]) -> contextlib.AbstractContextManager[None]:
-        """While this thread waits for an operation of these global ranks."""
+        """A context in which this thread waits for an operation of these global ranks."""
         self._company.awaited = False
         return self._waits.of_thread(operation, ranks)
 
     def begin_aside(
         self, operation: str, ranks: tuple[int, ...], *, lasts: Callable[[], bool], broken: Callable[[], None]
     ) -> None:
-        """A framework begins to wait for an operation, and no thread of Python's does: until `end_aside`. Where
-        `lasts()` says before that that it has given up, the operation has failed, and `broken` is called."""
+        """Notes that a framework's graph, and no Python thread, waits for an operation, until `end_aside`.
+
+        Args:
+            lasts: returns whether the graph still runs. If it is False before `end_aside`, the operation has failed.
+            broken: is called then.
+        """
         self._company.awaited = False
         self._waits.begin_aside(operation, ranks, lasts=lasts, broken=broken)
 
     def end_aside(self, operation: str) -> None:
-        """The framework waits no longer: the operation is over."""
+        """Ends a wait that `begin_aside` has begun: the operation is complete."""
         self._waits.end_aside(operation)
 
     # Who watches ----------------------------------------------------------------------------------------------------
 
     @property
     def watches(self) -> bool:
-        """Whether anybody looks at what this rank waits for."""
+        """Whether long waits of this rank are reported and ended: it has a `Patience`, and listens at a port."""
         return self._ear is not None and self._patience is not None
 
     def introduce(self, rank: int) -> str:
-        """Listens for questions to this rank; what the others have to know for that, as one line of text."""
+        """Starts to listen for questions to this rank, if it does not yet, and starts the watchdog's thread.
+
+        Returns:
+            This rank's `Peer` as one line of text, for `meet` on the other ranks; "" if no port can be opened.
+        """
         if self._ear is None:
             try:
                 self._ear = Ear(self._answer)
@@ -110,13 +123,18 @@ class Watch:
         return me.to_text()
 
     def meet(self, texts: Sequence[str]) -> None:
-        """Takes in what `introduce` returned on all ranks. What was under way on the ranks before is forgotten."""
+        """Sets the other ranks, by what `introduce` returned on all ranks. Is called after each initialisation of
+        Horovod; forgets the operations of the ranks before."""
         self._waits.forget()
         self._company.meet(map(Peer.from_text, filter(None, texts)))
 
     def explain(self, ranks: Sequence[int] | None = None) -> str:
-        """Why an operation of these ranks (default: all) failed, as far as their processes tell; "" when all of them
-        are there. It raises nothing: what is explained is worth more."""
+        """Asks the ranks (global; default: all) whether they are there, after an operation of theirs has failed.
+
+        Returns:
+            Which processes are gone or do not answer, as text; "" if all answer. It raises nothing, so that the failure
+            which is to be explained is not replaced by another.
+        """
         try:
             absent = self._company.absent("", ranks)
         except Exception as error:
@@ -125,17 +143,18 @@ class Watch:
         return "; ".join(absence.text for absence in absent if not absence.answers)
 
     def wait_unless_awaited(self, done: Callable[[], bool], operation: str, ranks: tuple[int, ...]) -> bool:
-        """See the port. Whoever waits does so until this rank comes, and so nobody is asked again before it waits."""
+        """See `Engine.wait_unless_awaited`. A rank that was found to wait for this one goes on waiting until this one
+        submits its operation; so while `awaited` is true, no rank is asked again."""
         if self._company.awaited:
             return done()
         with self.waiting(operation, ranks):
             over = wait_until(done, unless=self._company.awaits(operation, ranks))
-        if over:  # who was seen to wait may do so in what came after it
+        if over:  # the rank that waited may have waited in an operation that follows this one
             self._company.awaited = False
         return over
 
     def close(self) -> None:
-        """Watches no more."""
+        """Ends the watchdog's thread, and stops listening."""
         self._closed.set()
         if self._ear is not None:
             self._ear.close()
@@ -147,21 +166,23 @@ class Watch:
             if self._closed.wait(PERIOD_S):
                 return
             woken = time.monotonic()
-            # A longer sleep than asked for: this process was stopped itself, and the others did not keep it waiting.
+            # A sleep much longer than asked for means that this process itself was stopped. That time is not counted:
+            # the other ranks did not cause it.
             elapsed_s = looked_s + min(woken - began, 2 * PERIOD_S)
             try:
                 self._look_aside()
                 for wait in self._waits.now():
                     wait.lasted_s += elapsed_s
                     self._look(wait)
-            except Exception as error:  # a watchdog that fails must not end what it watches
-                if repr(error) != told:  # and not with each look
+            except Exception as error:  # a failure of the watchdog must not end the job
+                if repr(error) != told:  # print the same failure only once
                     told = repr(error)
                     self._say(f"hvd_hetero: the watchdog failed: {told}")
             looked_s = time.monotonic() - woken
 
     def _look_aside(self) -> None:
-        """Ends the waits that nobody waits any longer, and says why, as far as the others' processes tell."""
+        """Ends the waits of graphs that run no longer, as after a failed operation: calls their `broken`, and prints
+        which ranks are gone, if any are."""
         for wait in self._waits.now():
             if not wait.lasts():
                 broken = wait.broken
@@ -172,8 +193,11 @@ class Watch:
                     self._say(f'hvd_hetero: "{wait.operation}" failed: {why}.')
 
     def _absent(self, wait: Wait) -> list[Absence] | None:
-        """Who is missing; None where it is over, as to ask the others takes its time, or where all of them are there
-        and only have not joined yet."""
+        """Returns the ranks that are missing in the operation of a wait.
+
+        None if the wait has ended while the others were asked; or if the operation is that of `hvd.join()` and all
+        other ranks answer: they still train, and this rank goes on waiting.
+        """
         absent = self._company.absent(wait.operation, wait.ranks)
         if wait.operation == JOIN and not absent:
             wait.begin_anew()
@@ -190,7 +214,7 @@ class Watch:
         elif wait.lasted_s >= min(wait.due_s, wait.early_s):
             wait.early_s = 2 * wait.lasted_s
             absent = self._absent(wait)
-            # Ranks that wait for each other do so for good, however long first steps may take.
+            # A deadlock (`mutual`) never resolves, so it is reported early, before `due_s`.
             if absent is not None and (wait.lasted_s >= wait.due_s or any(each.mutual for each in absent)):
                 wait.due_s = 2 * wait.lasted_s
                 self._say(self._story(wait, absent))
@@ -212,7 +236,12 @@ class Watch:
         return "\n".join([head, *(f"hvd_hetero:   {text}" for text in texts)])
 
     def _end(self, wait: Wait, end_s: float) -> None:
-        """Ends a wait that is too long: by ending the ranks that it is for, and at last this one."""
+        """Ends a wait of more than `end_s` seconds, which is called at each look from then on.
+
+        At first it asks the missing ranks that answer to end, and kills those of this host that do not answer. This
+        rank ends itself if the wait lasts `GRACE_S` longer; or at once, if all missing ranks answer but wait in other
+        operations, or none is missing.
+        """
         absent = self._absent(wait)
         if absent is None:
             return
@@ -248,7 +277,7 @@ class Watch:
         }
 
     def _finish(self, reason: str) -> None:
-        """Ends this process, with what it is doing."""
+        """Prints `reason` and the stack of the main thread, and ends this process with status `LEFT`."""
         where = f"It is at {script.line()}:\n{script.stack()}".rstrip()
         self._say(f"hvd_hetero: {self._company.me} ends with an error: {reason}. {where}")
         with contextlib.suppress(OSError, ValueError):
