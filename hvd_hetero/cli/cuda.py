@@ -160,6 +160,7 @@ def _major(version: str) -> str:
 
 
 def _nccl_of_torch() -> Path | None:
+    """The folder of the NCCL that pip installed for PyTorch, if it has both header and library; else None."""
     try:
         spec = importlib.util.find_spec(_NCCL_PLACE.replace("/", "."))
     except ImportError:
@@ -171,6 +172,7 @@ def _nccl_of_torch() -> Path | None:
 
 
 def _has_nccl() -> bool:
+    """Whether NCCL's header is found where the user says, in the CUDA toolkit, in /usr, or in PyTorch's NCCL."""
     home = os.environ.get("HOROVOD_NCCL_HOME")
     folders = [Path(home) / "include"] if home else []
     folders += [_home() / "include", Path("/usr/include")]

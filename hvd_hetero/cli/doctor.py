@@ -171,6 +171,8 @@ def _same(built_for: str, installed: str | None) -> bool:
 
 
 def _tools() -> dict[str, str]:
+    """See `Report.tools`. For what is missing: "none", or the first line of the error that a build would end with."""
+
     def found(find: Callable[[], str | None]) -> str:
         try:
             return find() or "none"
@@ -188,6 +190,7 @@ def _tools() -> dict[str, str]:
 
 
 def _load(name: str, report: Report) -> None:
+    """Imports Horovod for the framework `name` in a new process, and adds its back ends or a problem to `report`."""
     answer = toolchain.output([sys.executable, "-c", _PROBE, name])
     if answer is None:
         report.problems.append(

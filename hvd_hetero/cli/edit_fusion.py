@@ -2,10 +2,10 @@
 
 The edits have no effect unless that variable is set, which hvd_hetero's `init()` does (not with NCCL).
 
-Without the edits, Horovod fuses all tensors that are ready in a cycle into one operation, up to 128 MiB. That saves operations,
-each of which has a latency, and costs two copies of every tensor. It also makes tensors wait for one another: the
-gradients of a whole backward pass are enqueued before a GPU has computed the first of them, so that their one operation
-cannot begin before the last is computed.
+Without the edits, Horovod fuses all tensors that are ready in a cycle into one operation, up to 128 MiB. That saves
+operations, each of which has a latency, and costs two copies of every tensor. It also makes tensors wait for one
+another: the gradients of a whole backward pass are enqueued before a GPU has computed the first of them, so that their
+one operation cannot begin before the last is computed.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from hvd_hetero.trace.run import RankRun, Run
 from hvd_hetero.trace.waiting import Timed, apart, timed
 
 NEWEST = 256  # a rank's speed is fitted to so many of its newest steps, because the speed of a machine drifts
-LEAST = 5  # steps without which a rank's speed, or the time of a step with given shares, counts as unknown
+LEAST = 5  # with fewer steps, a rank's speed, or the time of a step with given shares, counts as unknown
 USUAL_VARIATION = 0.03  # relative standard deviation of a rank's compute time, assumed where only speeds are given
 
 
@@ -98,7 +98,7 @@ def speed_of(rank: RankRun, *, skip: int) -> tuple[SpeedModel, Jitter]:
     older = seen[:-NEWEST]  # the prior is fitted to the other steps alone, so that no measurement counts twice
     model = fit(seen[-NEWEST:], prior=fit(older) if older else None)
     ratios = sorted(model.ratio(one) for one in seen[-NEWEST:])
-    tenth = len(ratios) // 10  # the extreme tenths are left out: stalls, and a slow first step, are not noise
+    tenth = len(ratios) // 10  # left out at both ends: stalls, and a slow first step, are not noise
     kept = ratios[tenth : len(ratios) - tenth]
     jitter = Jitter(variation=statistics.pstdev(kept) / statistics.fmean(kept))
     return replace(model, loading_s=rank.loading_s), jitter

@@ -79,7 +79,7 @@ def _who_waited(waits: Waiting, make: Any) -> Any:
 
 def _of_plans(report: Report, make: Any) -> Any:
     plans = report.run.plans[-MOST_PLANS:]
-    changes = any(plan.strategy != SYNCHRONOUS for plan in plans)  # otherwise a column would say the same in each row
+    changes = any(plan.strategy != SYNCHRONOUS for plan in plans)  # plans name one with strategy="auto" alone
     rows = []
     for plan in plans:
         expected = seconds_text(plan.predicted_step_s) if plan.predicted_step_s else "–"
