@@ -38,7 +38,7 @@ class LinkRow:
         title: the name of the row.
         latency_s: seconds that a transfer takes at least, with the agreement on the collective.
         bandwidth_bytes_per_s: the bandwidth for one pair of ranks.
-        contended: how many times slower a transfer is while all ranks of the smaller host transfer in pairs.
+        contended: how many times slower a transfer is while as many pairs transfer as the smaller host has ranks.
     """
 
     nodes: tuple[int, ...]

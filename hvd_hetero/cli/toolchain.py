@@ -132,7 +132,7 @@ def frameworks(asked: Sequence[str] | None) -> dict[str, dict[str, object]]:
 
 
 def present(found: Mapping[str, Mapping[str, object]], flags: Sequence[str], cuda: str | None = None) -> set[str]:
-    """The words of `Edit.needs` that hold for a build, which decide the edits that are made.
+    """The words of `Edit.needs` that are true of a build; `edits.chosen` chooses the edits by them.
 
     Args:
         found: the frameworks of the build: name → facts, as from `frameworks`.
