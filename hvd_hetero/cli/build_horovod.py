@@ -128,12 +128,7 @@ def recipe_for(options: Options) -> Recipe:
 def run(options: Options, progress: Progress | None = None) -> Path:
     """Builds the wheel unless the cache has it, installs it if asked to, and prints and returns its path in the cache.
 
-    Args:
-        options: what to build.
-        progress: shows the stages; None: on stderr.
-
-    Raises:
-        CommandError: one of its subclasses in `hvd_hetero.cli.error`, by what has failed.
+    The stages are shown by `progress`; None: on stderr. Raises the subclass of `CommandError` for what has failed.
     """
     show = progress if progress is not None else Progress()
     try:
@@ -209,11 +204,7 @@ def command(arguments: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command by itself, for `python -m hvd_hetero.cli.build_horovod`. Returns the exit code.
-
-    Args:
-        argv: the options of `build-horovod`; None: those of the process.
-    """
+    """Runs the command by itself, for `python -m hvd_hetero.cli.build_horovod`. Returns the exit code."""
     from hvd_hetero.cli.main import main as whole
 
     return whole(["build-horovod", *(sys.argv[1:] if argv is None else argv)])

@@ -104,15 +104,9 @@ class Cache:
         return next(iter(sorted((self.folder / name).glob("*.whl"))), None)
 
     def store(self, name: str, wheel: Path, record: Mapping[str, object]) -> Path:
-        """Copies a wheel and the record of its build into the cache, each atomically.
+        """Copies a wheel and the record of its build into the entry of the key `name`, each atomically.
 
-        Args:
-            name: the key.
-            wheel: the wheel to copy.
-            record: what is written to `build.json`.
-
-        Returns:
-            The path of the wheel in the cache.
+        The record is for people, in `build.json`. Returns the path of the wheel in the cache.
         """
         entry = self.entry(name)
         put(entry / RECORD, lambda path: path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8"))

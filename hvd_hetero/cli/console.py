@@ -38,8 +38,7 @@ def rate_text(rate: float) -> str:
 def rich_console() -> tuple[Any, Any]:
     """A `rich.console.Console` for the output, and the class `rich.table.Table`.
 
-    Raises:
-        CommandError: rich is not installed.
+    Raises `CommandError` if rich is not installed.
     """
     try:
         consoles, tables = importlib.import_module("rich.console"), importlib.import_module("rich.table")

@@ -132,8 +132,7 @@ def text_hash(edits: Sequence[Edit]) -> str:
 def replaced(text: str, edit: Edit) -> str:
     """`text` with the replacement of `edit` made in it.
 
-    Raises:
-        EditFailed: `edit.find` does not occur exactly `edit.count` times.
+    Raises `EditFailed` if `edit.find` does not occur exactly `edit.count` times.
     """
     found = text.count(edit.find)
     if found != edit.count:

@@ -21,9 +21,7 @@ def percent(line: str) -> int | None:
 class Progress:
     """Shows the stages of a build on `stream`: as one line that is rewritten on a terminal, else as separate lines.
 
-    Args:
-        stream: where to write; None: stderr.
-        clock: returns the time in seconds.
+    `stream` None means stderr; `clock` returns seconds.
     """
 
     def __init__(self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:

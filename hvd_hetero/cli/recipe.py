@@ -72,10 +72,9 @@ class Recipe:
         }
 
     def record(self, edits_made: Sequence[str]) -> dict[str, object]:
-        """The record that the wheel carries as `BUILD_RECORD`, for JSON: see `engine.build.installed_build`.
+        """The record that the wheel carries, for JSON: see `engine.build.installed_build`.
 
-        Args:
-            edits_made: the names of the edits in the wheel.
+        `edits_made` are the names of the edits in the wheel.
         """
         return {
             "format": FORMAT,

@@ -28,12 +28,7 @@ _TORCH_PROBE = (
 
 
 def output(command: Sequence[str], timeout_s: float = 120.0) -> str | None:
-    """What `command` prints on stdout and stderr together, stripped; None if it cannot be run, fails, or is too slow.
-
-    Args:
-        command: the program and its arguments.
-        timeout_s: the seconds after which it is ended.
-    """
+    """What `command` prints on stdout and stderr together, stripped; None if it cannot be run, fails, or is too slow."""
     try:
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout_s)
     except (OSError, subprocess.TimeoutExpired):
@@ -215,8 +210,7 @@ def make_program() -> str:
 def cmake() -> tuple[str, str]:
     """The path and version of the first cmake of 3.13 or later: HOROVOD_CMAKE, this environment's, or that on PATH.
 
-    Raises:
-        MissingTool: there is none.
+    Raises `MissingTool` if there is none.
     """
     beside = str(Path(sysconfig.get_path("scripts")) / "cmake")
     seen: list[str] = []

@@ -29,11 +29,7 @@ def _tail(text: str) -> str:
 
 
 def _pip(arguments: Sequence[str]) -> str | None:
-    """Runs pip. Returns None if it succeeds, else its output.
-
-    Raises:
-        MissingTool: the environment has no pip.
-    """
+    """Runs pip. Returns None if it succeeds, else its output. Raises `MissingTool` if the environment has no pip."""
     if importlib.util.find_spec("pip") is None:
         raise MissingTool(
             f"expected pip in the environment of {sys.executable}, and there is none.\n"
@@ -45,13 +41,9 @@ def _pip(arguments: Sequence[str]) -> str | None:
 
 
 def install_missing(modules: Mapping[str, str]) -> None:
-    """Installs the packages whose modules cannot be found.
+    """Installs the packages of `modules` (module → package) whose module cannot be found.
 
-    Args:
-        modules: name of a module → the package to install for it.
-
-    Raises:
-        BuildFailed: pip fails.
+    Raises `BuildFailed` if pip fails.
     """
     importlib.invalidate_caches()
     missing = [package for module, package in modules.items() if importlib.util.find_spec(module) is None]
@@ -65,8 +57,7 @@ def install_missing(modules: Mapping[str, str]) -> None:
 def download(folder: Path) -> Path:
     """Downloads the sdist of Horovod into `folder` and returns its path.
 
-    Raises:
-        DownloadFailed: pip fails, or downloads something else.
+    Raises `DownloadFailed` if pip fails, or downloads something else.
     """
     wanted = f"horovod=={HOROVOD_VERSION}"
     source_only = ["--no-deps", "--no-binary", "horovod", "--no-build-isolation"]
@@ -88,8 +79,7 @@ def download(folder: Path) -> Path:
 def unpack(sdist: Path, folder: Path) -> Path:
     """Unpacks `sdist` into `folder` and returns the root of the source.
 
-    Raises:
-        DownloadFailed: the archive is damaged, or is not that of Horovod.
+    Raises `DownloadFailed` if the archive cannot be unpacked, or is not that of Horovod.
     """
     try:
         with tarfile.open(sdist) as archive:
