@@ -28,7 +28,7 @@ _TORCH_PROBE = (
 
 
 def output(command: Sequence[str], timeout_s: float = 120.0) -> str | None:
-    """What `command` prints on stdout and stderr together, stripped; None if it cannot be run, fails, or is too slow."""
+    """What `command` prints on stdout and stderr together, stripped; None if it cannot run, fails, or is too slow."""
     try:
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout_s)
     except (OSError, subprocess.TimeoutExpired):
