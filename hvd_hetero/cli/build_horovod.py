@@ -1,4 +1,7 @@
-"""`hvd-hetero build-horovod`: Horovod built for the frameworks of this environment, with its repairs, and installed."""
+"""`hvd-hetero build-horovod`: builds Horovod for the installed frameworks, with the repairs, and installs it.
+
+The source is downloaded by pip, edited (`hvd_hetero.cli.edits`) and compiled to a wheel, which is kept in a cache.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,18 @@ RUN_NEEDS = {"cloudpickle": "cloudpickle", "yaml": "pyyaml", "psutil": "psutil",
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What the user asked for."""
+    """The command's options, after parsing.
+
+    Attributes:
+        mpi: "auto" (with MPI if it is found), "on" or "off".
+        gpu: "auto" (with NCCL if it is found), "nccl" or "off".
+        frameworks: "torch", "tensorflow" or both; None: those that are installed.
+        force: build even if the cache has the wheel.
+        jobs: how many files to compile at a time; None: as many as there are cores.
+        cache_dir: the folder of the cache; None: `default_folder()`.
+        install: whether to install the wheel.
+        plain: make only the edits that are needed to compile.
+    """
 
     mpi: str = "auto"
     gpu: str = "auto"
@@ -51,7 +65,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def options_from(arguments: argparse.Namespace) -> Options:
-    """The options, checked; raises `UsageError`."""
+    """The options of a parsed command line.
+
+    Raises:
+        UsageError: --frameworks names an unknown framework or none, or --jobs is below 1.
+    """
     frameworks: tuple[str, ...] | None = None
     if arguments.frameworks is not None:
         frameworks = tuple(dict.fromkeys(n.strip() for n in arguments.frameworks.split(",") if n.strip()))
@@ -76,10 +94,15 @@ def options_from(arguments: argparse.Namespace) -> Options:
 
 
 def recipe_for(options: Options) -> Recipe:
-    """How to build in this environment; raises when something that is needed is missing."""
+    """The recipe of a build in this environment: looks for the frameworks, the compiler, cmake, MPI, CUDA and NCCL.
+
+    Raises:
+        MissingFramework: a framework that is to be built for is not installed or cannot be imported.
+        MissingTool: a tool or library that the build needs is missing.
+    """
     frameworks = toolchain.frameworks(options.frameworks)
     torch = frameworks.get("torch", {})
-    gpus_here = bool(torch.pop("gpus", False))  # of this machine, not of what is built
+    gpus_here = bool(torch.pop("gpus", False))  # removed: the wheel does not depend on whether this machine has a GPU
     torch_cuda = str(torch["cuda"]) if torch.get("cuda") else None
     compiler, compiler_version = toolchain.compiler()
     toolchain.make_program()
@@ -103,7 +126,10 @@ def recipe_for(options: Options) -> Recipe:
 
 
 def run(options: Options, progress: Progress | None = None) -> Path:
-    """The wheel's place in the cache, after it was built (if need be) and installed (if asked for)."""
+    """Builds the wheel unless the cache has it, installs it if asked to, and prints and returns its path in the cache.
+
+    The stages are shown by `progress`; None: on stderr. Raises the subclass of `CommandError` for what has failed.
+    """
     show = progress if progress is not None else Progress()
     try:
         return _run(options, show)
@@ -123,7 +149,7 @@ def _run(options: Options, show: Progress) -> Path:
         else:
             show.stage(f"found in the cache: {wheel.parent.name}")
     if options.install:
-        # On several hosts one environment may be shared, of which each install takes out what is there.
+        # Several hosts may share one environment and install into it at once; each install removes the one before.
         place = Path(sysconfig.get_path("purelib")) / ".hvd_hetero-horovod.lock"
         with locked(place, lambda: show.stage("waiting for another install into this environment")):
             if options.force or not is_installed(wheel):
@@ -144,7 +170,7 @@ def _build(recipe: Recipe, cache: Cache, name: str, show: Progress) -> Path:
         source = unpack(download(place / "sdist"), place / "source")
         show.stage(f"editing the source: {', '.join(edits.names(recipe.edits))}")
         record = recipe.record(edits.apply(recipe.edits, source))
-        # one log per process, so that a build that is forced beside another does not write into its log
+        # Each process writes a log of its own, because a file system without locks lets two builds run at once.
         log = entry / f"{LOG}.{os.getpid()}"
         show.stage(f"compiling for {recipe.summary()}, {recipe.jobs} at a time")
         try:
@@ -162,10 +188,11 @@ def _cores() -> int:
 
 
 def command(arguments: argparse.Namespace) -> int:
-    """Runs the command; its exit code."""
-    # an exception, so that the compilers end with us: they are a process group of their own
+    """Runs the command and returns its exit code 0; failures are raised as a `CommandError`."""
+    # The compilers have a process group of their own, which signals to this process do not reach. So a signal raises
+    # SystemExit here, upon which `build_wheel` ends them.
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-    heard = [number for number, handler in before.items() if handler is not signal.SIG_IGN]  # as nohup has it
+    heard = [number for number, handler in before.items() if handler is not signal.SIG_IGN]  # nohup ignores SIGHUP
     for number in heard:
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     try:
@@ -177,7 +204,7 @@ def command(arguments: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command on its own arguments, for `python -m hvd_hetero.cli.build_horovod`."""
+    """Runs the command by itself, for `python -m hvd_hetero.cli.build_horovod`. Returns the exit code."""
     from hvd_hetero.cli.main import main as whole
 
     return whole(["build-horovod", *(sys.argv[1:] if argv is None else argv)])

@@ -1,4 +1,4 @@
-"""What commands print: tables for people, by rich, and JSON for programs."""
+"""What the commands print: tables for people, made by the package rich, and JSON for programs."""
 
 from __future__ import annotations
 
@@ -15,28 +15,31 @@ from hvd_hetero.cli.error import CommandError
 from hvd_hetero.engine.environment import under_mpi
 
 TO_STDOUT = "-"
-LONG_S = 600.0  # of as much and more, minutes are told
-WIDTH = 132  # of the tables where output is no terminal: horovodrun's prefix comes on top
+LONG_S = 600.0  # from this many seconds on, a duration is told in minutes
+WIDTH = 132  # characters of a table's line where the output is not a terminal; horovodrun adds its prefix to each line
 
 
 def seconds_text(seconds: float) -> str:
-    """Seconds for people: "85 µs", "1.2 ms", "3.4 s", "12 min", "3 h 5 min"."""
+    """A duration for people, with three significant digits: "85 µs", "1.2 ms", "3.4 s", "12 min", "3 h 5 min"."""
     if LONG_S <= seconds < math.inf:
         hours, minutes = divmod(round(seconds / 60), 60)
         return f"{hours} h {minutes} min" if hours else f"{minutes} min"
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
-        if seconds >= 0.9995 * scale or unit == "µs":      # which is shown as 1
+        if seconds >= 0.9995 * scale or unit == "µs":      # with three digits, 0.9995 is shown as 1
             break
     return f"{seconds / scale:.3g} {unit}"
 
 
 def rate_text(rate: float) -> str:
-    """Samples per second for people: "24,870", "755", "31.42"."""
+    """A rate, as of samples per second, for people, without its unit: "24,870", "755", "31.42"."""
     return f"{rate:,.0f}" if rate >= 1000 else f"{rate:.4g}"
 
 
 def rich_console() -> tuple[Any, Any]:
-    """rich's console, and its class of tables. Raises CommandError where it is not installed."""
+    """A `rich.console.Console` for the output, and the class `rich.table.Table`.
+
+    Raises `CommandError` if rich is not installed.
+    """
     try:
         consoles, tables = importlib.import_module("rich.console"), importlib.import_module("rich.table")
     except ImportError as error:
@@ -45,9 +48,9 @@ def rich_console() -> tuple[Any, Any]:
             "  What to do: pip install rich, or take --json."
         ) from error
     console = consoles.Console(highlight=False)
-    if not console.is_terminal or under_mpi():  # whose processes have terminals that nobody sees
+    if not console.is_terminal or under_mpi():  # mpirun may give its processes terminals, which nobody sees
         console = consoles.Console(highlight=False, width=WIDTH, force_terminal=False)
-    console.on_broken_pipe = _nobody_reads  # rich itself ends the process
+    console.on_broken_pipe = _nobody_reads  # rich's own method ends the process; `main` handles the exception
     return console, tables.Table
 
 
@@ -56,8 +59,16 @@ def _nobody_reads() -> None:
 
 
 def table(make: Any, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, left: Sequence[str]) -> Any:
-    """A table whose columns stand to the right, but for those of `left`."""
-    escape = importlib.import_module("rich.markup").escape  # what is in brackets, as of a host, is text
+    """A table of rich, with every column aligned to the right except for those named in `left`.
+
+    Args:
+        make: the class `rich.table.Table`.
+        title: stands above the table.
+        columns: the headings.
+        rows: the cells as text; the markup of rich is not interpreted in them.
+        left: headings of the columns that are aligned to the left.
+    """
+    escape = importlib.import_module("rich.markup").escape  # otherwise rich takes text in brackets for its markup
     made = make(title=title)
     for name in columns:
         made.add_column(name, justify="left" if name in left else "right", overflow="fold")
@@ -67,13 +78,21 @@ def table(make: Any, title: str, columns: Sequence[str], rows: Sequence[Sequence
 
 
 def write(found: dict[str, Any], place: str | None, *, otherwise: Callable[[], None]) -> None:
-    """None; writes `found` as JSON to the output or a file, and prints tables by `otherwise` unless it went to the
-    output. Raises CommandError where the file cannot be written."""
+    """Writes a result as JSON, as the option `--json [FILE]` asks for, and shows it to people.
+
+    Args:
+        found: the result, as a dict for JSON.
+        place: `TO_STDOUT`: print the JSON and nothing else; a path: write the JSON to this file; None: no JSON.
+        otherwise: prints the tables; is called unless `place` is `TO_STDOUT`, also if the file cannot be written.
+
+    Raises:
+        CommandError: the file cannot be written.
+    """
     if place == TO_STDOUT:
         print(json.dumps(found), flush=True)
         return
     try:
-        if place is not None:  # first: nobody may read tables to their end
+        if place is not None:  # before the tables, whose reader may close the pipe early
             Path(place).write_text(json.dumps(found) + "\n", encoding="utf-8")
     except OSError as error:
         raise CommandError(f"--json: expected a file that can be written. Received: {error}.") from error

@@ -1,4 +1,4 @@
-"""What the running environment offers a build for GPUs: CUDA's compiler and NCCL."""
+"""What this environment offers for a build of Horovod with GPU support: CUDA's compiler, and NCCL."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from pathlib import Path
 from hvd_hetero.cli.error import MissingTool
 from hvd_hetero.cli.toolchain import output
 
-_NCCL_PLACE = "nvidia/nccl"  # where pip puts NCCL, which comes with PyTorch, under site-packages
+_NCCL_PLACE = "nvidia/nccl"  # under site-packages: where pip puts the NCCL that PyTorch depends on
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """How the wheel treats tensors on GPUs."""
+    """How a wheel of Horovod handles tensors on GPUs: by NCCL, through host memory, or not at all."""
 
     cuda: str | None = None
     """The version of the compiler for Horovod's CUDA part; None: the wheel is for tensors in host memory."""
@@ -26,7 +26,11 @@ class Gpu:
     """Whether they are summed by NCCL, instead of travelling through host memory."""
 
     def summary(self, torch_cuda: object) -> str | None:
-        """For people; None where there is nothing to say, as PyTorch is for CPUs as well."""
+        """The GPU support in a few words for people; None if neither the wheel nor PyTorch is for GPUs.
+
+        Args:
+            torch_cuda: the CUDA version that PyTorch is built for; None: PyTorch is for CPUs, or is not installed.
+        """
         if self.nccl:
             return f"NCCL (CUDA {self.cuda})"
         if self.cuda:
@@ -35,21 +39,27 @@ class Gpu:
 
 
 def gpu(option: str, torch_cuda: str | None, torch_there: bool, *, gpus_here: bool) -> Gpu:
-    """What to build; `option` is "auto", "nccl" or "off", `torch_cuda` the version that PyTorch is built for.
+    """Decides which GPU support to build.
 
-    "auto" is for NCCL where PyTorch is built for CUDA, and there is a GPU or all that such a build needs: what pip
-    installs on a machine without a GPU is a PyTorch for CUDA, too. A toolkit of another major version than PyTorch's is
-    as none: its headers and runtime are not those of PyTorch.
+    "auto" builds with NCCL if PyTorch is built for CUDA and there is a GPU, or else all that such a build needs. A
+    PyTorch for CUDA alone is no reason, because pip installs it on machines without a GPU too. A CUDA toolkit of
+    another major version than PyTorch's counts as missing, since its headers and runtime differ from PyTorch's.
+
+    Args:
+        option: the value of --gpu: "auto", "nccl" or "off".
+        torch_cuda: the CUDA version that PyTorch is built for; None: PyTorch is for CPUs, or not part of the build.
+        torch_there: whether PyTorch is among the frameworks that Horovod is built for.
+        gpus_here: whether PyTorch finds a GPU on this machine.
 
     Raises:
-        MissingTool: the build needs what is not there.
+        MissingTool: the build is to have NCCL, and PyTorch for CUDA, the CUDA toolkit or NCCL's header is missing.
     """
     if option == "nccl" and torch_there and torch_cuda is None:
         raise MissingTool(
             "expected a PyTorch built for CUDA, for --gpu nccl. Received: a PyTorch for CPUs.\n"
             "  What to do: install PyTorch's CUDA build, or say --gpu off."
         )
-    # Horovod compiles this part wherever PyTorch has one, whatever it is asked for.
+    # If PyTorch is built for CUDA and there is an nvcc, Horovod compiles its CUDA part, whatever the option says.
     here = _nvcc()[0] if torch_cuda is not None or option == "nccl" else None
     version = here if torch_cuda is None or (here and _major(here) == _major(torch_cuda)) else None
     if option == "off" or (option == "auto" and (torch_cuda is None or not (gpus_here or (version and _has_nccl())))):
@@ -73,7 +83,14 @@ def gpu(option: str, torch_cuda: str | None, torch_there: bool, *, gpus_here: bo
 
 
 def check_tensorflow(found: Gpu, facts: Mapping[str, object] | None) -> None:
-    """Raises `MissingTool` where Horovod's part for TensorFlow would build, and then not load."""
+    """Raises `MissingTool` if Horovod is to have NCCL and the installed TensorFlow is for CPUs.
+
+    Horovod's library for TensorFlow would compile in that case, but could not be loaded.
+
+    Args:
+        found: the GPU support that is to be built.
+        facts: the version and the CUDA version of TensorFlow (`tensorflow_facts`); None: the build is not for it.
+    """
     if found.nccl and facts is not None and not facts.get("cuda"):
         raise MissingTool(
             f"expected a TensorFlow built for CUDA, beside NCCL. Received: TensorFlow {facts['version']} for CPUs.\n"
@@ -83,24 +100,32 @@ def check_tensorflow(found: Gpu, facts: Mapping[str, object] | None) -> None:
 
 
 def toolkit_environment() -> dict[str, str]:
-    """The variables with which PyTorch and CMake, each of which looks for itself, find the toolkit of the compiler that
-    was found here. Beside a wrapper of it, as a `nvcc` on PATH may be, there is none."""
+    """Environment variables that make PyTorch's and CMake's own searches find the CUDA toolkit of the nvcc found here.
+
+    They name the folder that nvcc itself reports: an `nvcc` on PATH may be a wrapper, with no toolkit beside it.
+    """
     home = str(_nvcc()[1])
     return {"CUDA_HOME": home, "HOROVOD_CUDA_HOME": home, "CUDAToolkit_ROOT": home}
 
 
 def nccl_environment(place: Path) -> dict[str, str]:
-    """The variables with which Horovod's build finds the NCCL that PyTorch uses, which is to be the only one in a
-    process; none where the user has said which. `place`: a folder for the build."""
+    """Environment variables that make Horovod's build use the NCCL of PyTorch, so that a process loads only one NCCL.
+
+    Empty if PyTorch brings no NCCL, or if the user has chosen one with a variable HOROVOD_NCCL_….
+
+    Args:
+        place: a folder that lasts as long as the build; a link to the library is put there.
+    """
     found = _nccl_of_torch()
     if found is None or any(name.startswith("HOROVOD_NCCL_") for name in os.environ):
         return {}
     libraries = place / "nccl"
     libraries.mkdir(exist_ok=True)
-    link = libraries / "libnccl.so"  # pip's package has it by its full name alone
+    link = libraries / "libnccl.so"  # the linker looks for this name; pip's package has libnccl.so.2 alone
     link.unlink(missing_ok=True)
     link.symlink_to(next((found / "lib").glob("libnccl.so.*")))
-    # Beside TensorFlow nobody has loaded it; the wheel lies in the same site-packages.
+    # PyTorch has loaded the library by the time it is needed, TensorFlow has not: so Horovod's libraries get a run path
+    # to it, relative to their own place in the same site-packages.
     rpath = f"-Wl,-rpath,'$ORIGIN/../../{_NCCL_PLACE}/lib'"
     return {
         "HOROVOD_NCCL_INCLUDE": str(found / "include"),
@@ -115,8 +140,10 @@ def _home() -> Path:
 
 
 def _nvcc() -> tuple[str | None, Path]:
-    """The CUDA compiler's version, or None where there is none, and the folder of its toolkit. A folder that the user
-    names comes before PATH."""
+    """The version of nvcc (None: not found), and the folder of its toolkit.
+
+    nvcc is looked for in HOROVOD_CUDA_HOME, CUDA_HOME, on PATH, and in /usr/local/cuda, in this order.
+    """
     named = [os.environ[name] for name in ("HOROVOD_CUDA_HOME", "CUDA_HOME") if os.environ.get(name)]
     places = [*(str(Path(home) / "bin" / "nvcc") for home in named), "nvcc", str(_home() / "bin" / "nvcc")]
     nvcc = next(filter(None, map(shutil.which, places)), None)
@@ -133,6 +160,7 @@ def _major(version: str) -> str:
 
 
 def _nccl_of_torch() -> Path | None:
+    """The folder of the NCCL that pip installed for PyTorch, if it has both header and library; else None."""
     try:
         spec = importlib.util.find_spec(_NCCL_PLACE.replace("/", "."))
     except ImportError:
@@ -144,6 +172,7 @@ def _nccl_of_torch() -> Path | None:
 
 
 def _has_nccl() -> bool:
+    """Whether NCCL's header is found where the user says, in the CUDA toolkit, in /usr, or in PyTorch's NCCL."""
     home = os.environ.get("HOROVOD_NCCL_HOME")
     folders = [Path(home) / "include"] if home else []
     folders += [_home() / "include", Path("/usr/include")]

@@ -1,4 +1,4 @@
-"""`hvd-hetero doctor`: what is installed, which Horovod it is, its repairs, and what each missing one means."""
+"""`hvd-hetero doctor`: what is installed, which repairs Horovod has, and what each missing repair means for a job."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hvd_hetero.cli.error import CommandError
 from hvd_hetero.engine.build import installed_build
 from hvd_hetero.engine.version import LOWEST, too_old
 
-# what the user meets on a Horovod without the named edit, and how to live with it
+# By the name of an edit (`Edit.name`): what a user meets on a Horovod without it, and how to avoid that.
 WITHOUT = {
     "process_set_interface": "a job on hosts whose name resolves to 127.0.x.x dies with `Connection refused`, whatever "
     "--network-interfaces says; an entry in the hosts file helps",
@@ -76,7 +76,19 @@ REBUILD = "run `hvd-hetero build-horovod`"
 
 @dataclass
 class Report:
-    """What was found; `problems` stop work, `notes` are worth knowing."""
+    """What `examine` found in the running environment.
+
+    Attributes:
+        python: Python's version and the path of the interpreter.
+        installed: package → version, or None if it is not installed.
+        tools: what a build of Horovod would use ("compiler", "make" and so on), or what is wrong with it.
+        horovod: the record of Horovod's build (`installed_build`); None: Horovod is not installed.
+        loads: framework → the back ends of a Horovod that could be imported for it, such as "gloo, mpi".
+        present: the names of the edits that are expected in Horovod and are in it.
+        missing: the names of those that are not in it → what that means (`WITHOUT`).
+        problems: what prevents training; the exit code is then 1.
+        notes: what is worth knowing and prevents nothing.
+    """
 
     python: str
     installed: dict[str, str | None]
@@ -90,13 +102,17 @@ class Report:
 
 
 def expected_repairs(frameworks: Sequence[str]) -> tuple[edits.Edit, ...]:
-    """The repairs and speed-ups that a build for the frameworks on this machine would have."""
+    """The edits of the kinds "repair" and "speed" that a build for `frameworks` on this machine would have."""
     present = toolchain.present({name: {} for name in frameworks}, toolchain.cpu_flags())
     return edits.repairs(edits.chosen(present))
 
 
 def examine(load: bool = True) -> Report:
-    """The report on the running environment; `load` also imports Horovod, in processes of their own."""
+    """Examines the running environment.
+
+    Args:
+        load: whether to import Horovod for each framework too, each in a new process.
+    """
     installed = {
         "torch": toolchain.package_version("torch"),
         "tensorflow": toolchain.tensorflow_version(),
@@ -146,12 +162,17 @@ def examine(load: bool = True) -> Report:
 
 
 def _same(built_for: str, installed: str | None) -> bool:
-    """Whether these are one version; a package may leave out for which hardware it is ("+cpu", "+cu130")."""
+    """Whether two versions of a framework are the same.
+
+    One of them may lack the suffix that names the hardware ("+cpu", "+cu130"); two suffixes have to be equal.
+    """
     first, second = built_for.partition("+"), (installed or "").partition("+")
     return first[0] == second[0] and (first[2] == second[2] or not first[2] or not second[2])
 
 
 def _tools() -> dict[str, str]:
+    """See `Report.tools`. For what is missing: "none", or the first line of the error that a build would end with."""
+
     def found(find: Callable[[], str | None]) -> str:
         try:
             return find() or "none"
@@ -169,6 +190,7 @@ def _tools() -> dict[str, str]:
 
 
 def _load(name: str, report: Report) -> None:
+    """Imports Horovod for the framework `name` in a new process, and adds its back ends or a problem to `report`."""
     answer = toolchain.output([sys.executable, "-c", _PROBE, name])
     if answer is None:
         report.problems.append(
@@ -180,7 +202,7 @@ def _load(name: str, report: Report) -> None:
 
 
 def text(report: Report) -> str:
-    """The report for people."""
+    """The report as text for people, of several lines."""
     lines = [f"Python      {report.python}"]
     lines += [f"{name:<11} {version or '–'}" for name, version in report.installed.items()]
     lines += ["", *(f"{name:<11} {value}" for name, value in report.tools.items())]
@@ -205,7 +227,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def command(arguments: argparse.Namespace) -> int:
-    """Prints the report; 1 when something stops work, else 0."""
+    """Prints the report. Returns the exit code: 1 if there are problems, else 0."""
     report = examine(load=not arguments.no_load)
     print(json.dumps(vars(report), indent=1) if arguments.json else text(report))
     return 1 if report.problems else 0

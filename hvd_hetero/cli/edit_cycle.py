@@ -1,9 +1,13 @@
-"""The speed edit that makes Horovod's cycle follow events, off until HOROVOD_EVENT_DRIVEN_CYCLE=1.
+"""The edits "event_driven_cycle" (speed): Horovod's background thread wakes when a tensor is enqueued.
 
-Upstream sleeps from one cycle to the next, so that a short cycle costs every rank CPU time and a long one latency.
-Here a rank with work goes into the negotiation at once and waits there without CPU for the others, and a rank without
-work sleeps until it has some: the cycle time can be long at no cost in latency. HOROVOD_EVENT_DRIVEN_MIN_CYCLE_TIME
-(ms, default 0) keeps cycles apart, so that tensors enqueued one after the other travel together.
+The edits have no effect unless HOROVOD_EVENT_DRIVEN_CYCLE=1, which hvd_hetero's `init()` sets (not under MPI).
+
+In each cycle, the background threads of all ranks negotiate which tensors are ready on all of them, and reduce these.
+Without the edits, a thread sleeps from one cycle to the next, for HOROVOD_CYCLE_TIME: a short cycle costs every rank
+CPU time, a long one latency. With them, a rank with tensors enters the negotiation at once and waits there for the
+others without using the CPU, and a rank without tensors sleeps until it has some, or until the cycle time is over. So
+the cycle time can be long at no cost in latency. HOROVOD_EVENT_DRIVEN_MIN_CYCLE_TIME (ms, default 0) is the least time
+between two cycles; above 0, tensors that are enqueued one after the other are reduced together.
 """
 
 from __future__ import annotations

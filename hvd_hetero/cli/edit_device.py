@@ -1,4 +1,8 @@
-"""The repair by which what was summed in host memory comes back to a GPU beside the backward pass, not after it."""
+"""The edits "copy_beside_backward" (repair): results come back to a GPU while its backward pass still computes.
+
+Without NCCL, the gradients of a GPU are summed in host memory. Horovod copies the sums back on the CUDA stream of the
+script, after all that is queued there; these edits copy them on a stream of their own.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ from hvd_hetero.cli.edits import Edit
 
 _NAME = "copy_beside_backward"
 _FILE = "horovod/torch/mpi_ops_v2.cc"
-# Where an operation failed, nothing has been waited for.
+# A failed operation has not waited for what the script had queued, which may still use `output`: nothing is copied.
 _COPY = """        if (status.ok()) {{
           CopyToDevice(output, cpu_buffer, {divisor}, device);
         }}

@@ -1,4 +1,9 @@
-"""The edits of the driver of elastic jobs that are about workers: those that do not come, come back, and end late."""
+"""Repairs of how the driver of elastic jobs (in horovodrun) keeps track of its workers.
+
+- "absent_workers": a worker that is not ready within the elastic timeout counts as failed, and is ended.
+- "stale_workers": a process of an earlier round (a host that comes back, a worker that ends late, a process that could
+  not be ended) is no longer taken for the worker that has its slot now.
+"""
 
 from __future__ import annotations
 

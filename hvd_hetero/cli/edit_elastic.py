@@ -1,4 +1,12 @@
-"""The edits that let an elastic job survive what goes wrong while its ranks come together anew."""
+"""Repairs of what happens when the ranks of an elastic job initialise Horovod again after a change of ranks.
+
+- "fresh_settings": a process that initialises again reads its settings anew, like a process that joins.
+- "failed_init": if another rank dies meanwhile, `hvd.init()` raises and can be called again; the job goes on.
+- "connect_timeout": Gloo waits its time-out for a connection, and not five times as long.
+- "failure_disconnects": after a failure a rank closes all connections, so that the others notice at once.
+- "cross_scope": ranks of different nodes that have the same place within their node find each other also in a process
+  set with a part of a node's ranks, or if rank 0 is not the first of its node.
+"""
 
 from __future__ import annotations
 

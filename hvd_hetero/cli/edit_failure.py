@@ -1,4 +1,10 @@
-"""The edits of what a failed worker costs an elastic job: itself, its host, or the job."""
+"""Repairs of what an elastic job loses when a worker fails: the worker, all workers of its host, or the job.
+
+- "spared_hosts": a host with healthy workers is kept, and the failed worker alone is started again, unless it fails
+  again and again.
+- "left_in_order": a worker that was told to end, and did so in order, does not count as failed.
+- "failed_job": horovodrun ends with an error, and not with status 0, if all ranks of the job were given up.
+"""
 
 from __future__ import annotations
 

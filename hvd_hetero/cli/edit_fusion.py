@@ -1,8 +1,11 @@
-"""The speed edit by which large tensors travel by themselves, off until HOROVOD_FUSION_LIMIT says from when on.
+"""The edits "fusion_limit" (speed): Horovod fuses tensors only up to HOROVOD_FUSION_LIMIT bytes.
 
-Upstream puts all tensors that are asked for at a time into one operation, up to 128 MiB. That saves operations, each of
-which has a latency, and costs two copies of all that travels. It also makes them wait for one another: a GPU is asked
-for the gradients of a whole backward pass before it has computed the first, so none travels before the last is there.
+The edits have no effect unless that variable is set, which hvd_hetero's `init()` does (not with NCCL).
+
+Without the edits, Horovod fuses all tensors that are ready in a cycle into one operation, up to 128 MiB. That saves
+operations, each of which has a latency, and costs two copies of every tensor. It also makes tensors wait for one
+another: the gradients of a whole backward pass are enqueued before a GPU has computed the first of them, so that their
+one operation cannot begin before the last is computed.
 """
 
 from __future__ import annotations

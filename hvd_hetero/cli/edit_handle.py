@@ -1,4 +1,8 @@
-"""The repair by which an operation of torch is done only when Horovod holds none of its tensors any more."""
+"""The edits "released_when_done" (repair): an operation of torch is done only once Horovod has released its tensors.
+
+Otherwise Horovod's background thread may hold the last reference to a tensor. To free it, the thread has to wait for
+Python's lock, and begins the next communication late.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""The speed edit that adds an all-reduce in two levels to Gloo's, off until HOROVOD_GLOO_ALLREDUCE=hierarchical.
+"""The edits "gloo_hierarchy" (speed): an all-reduce in two levels, within nodes and between them, for Gloo.
 
-The algorithm is a file of our own, `source/gloo_hierarchy.cc`; the edits here only call it.
+The edits have no effect unless HOROVOD_GLOO_ALLREDUCE=hierarchical, which hvd_hetero's `init()` sets. They add the
+algorithm to Horovod's source as a new file, `source/gloo_hierarchy.cc`, and call it in place of Gloo's own all-reduce.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""The edits of the driver of elastic jobs that are about hosts: one alone, those found late, and waiting for them."""
+"""Repairs of how the driver of elastic jobs (in horovodrun) finds hosts and waits for them.
+
+- "lone_host": a driver that waits for a second host says so, and how to do without one.
+- "late_discovery": a discovery script that hangs holds nobody up, and is ended after a minute.
+- "ended_waits": SIGTERM and Ctrl-C end the wait for hosts.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The edits that repair bugs of Horovod 0.28.1. They are always on: none changes what a correct run computes."""
+"""Repairs of Horovod 0.28.1 that concern all jobs, and not elastic ones or the launcher alone.
+
+They are always in effect, since none changes what a correct run computes.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""The edits of what starts ranks from Python, `horovod.run`, and of what ends them."""
+"""Repairs of the launcher: `horovodrun`, and `horovod.run`, which starts ranks from Python.
+
+- "run_settings": `horovod.run` leaves the cycle time and the cache capacity at their defaults.
+- "run_results": `horovod.run` finds the results of the ranks also after the ranks of an elastic job have changed.
+- "own_host": the launcher recognises its own host also where the host's name resolves to 127.0.1.1.
+- "termination": on SIGTERM, ranks have HOROVOD_TERMINATION_TIME seconds (default 5) to end.
+- "kept_output": with --output-filename, a process that replaces a failed one appends to its files.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The speed edit that makes waiting sleep, off until HOROVOD_BLOCKING_WAIT=1."""
+"""The edits "blocking_wait" (speed): `horovod.torch.synchronize` sleeps until its handle is done, and does not spin.
+
+The edits have no effect unless HOROVOD_BLOCKING_WAIT=1, which hvd_hetero sets unless the user has set the variable.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""The edits made to Horovod 0.28.1's source before it is built: what an edit is, which ones apply, and their use.
+"""The edits made to the source of Horovod 0.28.1 before it is compiled: their type, their choice, their application.
 
-An edit is a search and a replacement with a reason. Its text must occur exactly as often as stated: a source that
-differs from the one these edits were written for is refused and never built in silence.
+An edit searches a file for a text and replaces it. The text must occur exactly as often as the edit states: a source
+that differs from the one that the edits were written for raises `EditFailed`, and is not built. The edits themselves
+are in the modules `edit_*`.
 """
 
 from __future__ import annotations
@@ -21,12 +22,22 @@ Kind = Literal["compile", "repair", "speed"]
 
 @dataclass(frozen=True, kw_only=True)
 class Edit:
-    """One replacement in one file; several edits may share a name and are then made together or not at all.
+    """One replacement in one file of Horovod's source, or one new file.
 
-    `kind` says what it is for: "compile" (needed to build at all), "repair" (a bug, always on) or "speed" (off until
-    an environment variable asks for it). `needs` lists what must be present for it: "torch", "tensorflow", "f16c", and
-    "one_abi" for frameworks of one C++ ABI.
-    An edit that `creates` adds a file, whose text is `replace`, and finds nothing.
+    Attributes:
+        name: what the edit belongs to. Edits of the same name make up one change and are made together or not at all;
+            the record of a build lists these names.
+        reason: why the edit is made; for people.
+        file: the path of the file, relative to the root of the source.
+        find: the text to replace.
+        replace: the text that takes its place, or that of the new file.
+        count: how often `find` must occur; each occurrence is replaced.
+        creates: whether the edit creates `file`; then `find` is empty.
+        kind: "compile" (Horovod does not build without it, or not well), "repair" (of a bug; always in effect) or
+            "speed" (without effect until an environment variable turns it on).
+        needs: what the build must have for the edit to be made, by the words of `toolchain.present`: "torch",
+            "tensorflow", "f16c" (the processor converts fp16), "one_abi" (PyTorch and TensorFlow share a C++ ABI, and
+            the wheel has no GPU support), "no_cuda" (PyTorch is for CUDA, and there is no CUDA compiler for it).
     """
 
     name: str
@@ -50,7 +61,7 @@ class Edit:
 
 
 def all_edits() -> tuple[Edit, ...]:
-    """Every edit this package knows, in the order in which they are made."""
+    """All edits, whatever they need, in the order in which they are made."""
     from hvd_hetero.cli import (
         edit_compile,
         edit_cycle,
@@ -86,23 +97,31 @@ def all_edits() -> tuple[Edit, ...]:
 
 
 def chosen(present: Iterable[str], plain: bool = False) -> tuple[Edit, ...]:
-    """The edits for a build with `present` (see `Edit.needs`); `plain` leaves only those that compile."""
+    """The edits to make for a build, in order.
+
+    Args:
+        present: what the build has, by the words of `Edit.needs`.
+        plain: choose edits of the kind "compile" alone, as for `build-horovod --plain`.
+    """
     have = frozenset(present)
     return tuple(e for e in all_edits() if have.issuperset(e.needs) and not (plain and e.kind != "compile"))
 
 
 def repairs(edits: Iterable[Edit]) -> tuple[Edit, ...]:
-    """Those that change what Horovod does, and not only make it compile."""
+    """Those of `edits` that change what Horovod does: the kinds "repair" and "speed"."""
     return tuple(edit for edit in edits if edit.kind != "compile")
 
 
 def names(edits: Iterable[Edit]) -> list[str]:
-    """The names of the edits, each once, in order."""
+    """The names of `edits` in order, each once although several edits may share it."""
     return list(dict.fromkeys(e.name for e in edits))
 
 
 def text_hash(edits: Sequence[Edit]) -> str:
-    """A SHA-256 over everything the edits do, for the key of the cache."""
+    """A SHA-256, in hexadecimal, of everything that `edits` do to the source; reasons and names do not count.
+
+    It is part of the wheel's key in the cache, and tells `doctor` whether Horovod has this version's repairs.
+    """
     digest = hashlib.sha256()
     for edit in edits:
         for part in (edit.file, edit.find, edit.replace, str(edit.count)):
@@ -111,7 +130,10 @@ def text_hash(edits: Sequence[Edit]) -> str:
 
 
 def replaced(text: str, edit: Edit) -> str:
-    """The text with the edit made in it; raises `EditFailed` when its text is not there `count` times."""
+    """`text` with the replacement of `edit` made in it.
+
+    Raises `EditFailed` if `edit.find` does not occur exactly `edit.count` times.
+    """
     found = text.count(edit.find)
     if found != edit.count:
         raise EditFailed(
@@ -125,7 +147,14 @@ def replaced(text: str, edit: Edit) -> str:
 
 
 def apply(edits: Sequence[Edit], root: Path) -> list[str]:
-    """Makes the edits under `root` and returns their names; no file is written unless all of them can be made."""
+    """Makes `edits` in the source under `root`, all or none: no file is written unless every edit can be made.
+
+    Returns:
+        The names of the edits, each once.
+
+    Raises:
+        EditFailed: a file is missing, a file to create exists, or a text does not occur as often as stated.
+    """
     texts: dict[Path, str] = {}
     made: list[Edit] = []
     for edit in edits:
@@ -145,7 +174,7 @@ def apply(edits: Sequence[Edit], root: Path) -> list[str]:
                     f"edit {edit.name!r} expected the file {edit.file} in the source, and it is not there.\n"
                     f"  What to do: build from the unchanged sdist of Horovod {HOROVOD_VERSION}. Nothing was built."
                 )
-            # newline="" keeps the line ends as they are
+            # newline="" keeps the line endings as they are
             with path.open(encoding="utf-8", newline="") as file:
                 texts[path] = file.read()
         texts[path] = replaced(texts[path], edit)

@@ -1,45 +1,45 @@
-"""What the commands raise: every message says what was expected, what was received, and what to do."""
+"""The exceptions of the commands. Each message says what was expected, what was received, and what to do."""
 
 from __future__ import annotations
 
 
 class CommandError(Exception):
-    """A failure the user can act on; `main` prints it without a traceback and exits with `exit_code`."""
+    """A failure that the user can do something about: `main` prints it without a traceback and returns `exit_code`."""
 
     exit_code = 1
 
 
 class UsageError(CommandError):
-    """The options contradict one another or name something unknown."""
+    """The options of a command contradict one another, lack one, or name something unknown."""
 
     exit_code = 2
 
 
 class MissingTool(CommandError):
-    """A compiler, cmake, MPI or CUDA toolkit that the build needs is not there."""
+    """Something that the build needs is missing or too old: a compiler, make, cmake, pip, MPI, CUDA, NCCL."""
 
     exit_code = 3
 
 
 class MissingFramework(CommandError):
-    """Neither PyTorch nor TensorFlow, or not the one that was asked for, is installed."""
+    """PyTorch or TensorFlow, as far as it is needed, is not installed or cannot be imported."""
 
     exit_code = 4
 
 
 class DownloadFailed(CommandError):
-    """pip could not bring Horovod's source, or brought something else."""
+    """pip could not download Horovod's source, or what it downloaded is not a whole archive of it."""
 
     exit_code = 5
 
 
 class EditFailed(CommandError):
-    """The text that an edit replaces is not in the source as often as it should be."""
+    """An edit does not fit the source: its text does not occur as often as it should, or its file is missing."""
 
     exit_code = 6
 
 
 class BuildFailed(CommandError):
-    """The compiler, cmake or pip ended with an error; the message holds the last lines and the log's path."""
+    """Building or installing failed in the compiler, cmake or pip; the message has the last lines of its output."""
 
     exit_code = 7

@@ -1,4 +1,4 @@
-"""The command `hvd-hetero`. Each subcommand's module is imported only when it is used, so that `--help` is quick."""
+"""The command `hvd-hetero`. The module of a subcommand is imported only if that one is used: `--help` stays quick."""
 
 from __future__ import annotations
 
@@ -26,7 +26,11 @@ COMMANDS = {
 
 
 def parser(chosen: str | None = None) -> argparse.ArgumentParser:
-    """The parser; only the `chosen` subcommand's options are loaded."""
+    """The parser of the command line, with all subcommands.
+
+    Args:
+        chosen: the subcommand whose options are declared, for which its module is imported; None: none.
+    """
     whole = argparse.ArgumentParser(prog="hvd-hetero", description="Training on mixed hardware with Horovod.")
     whole.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = whole.add_subparsers(dest="command", metavar="COMMAND", required=True)
@@ -38,17 +42,23 @@ def parser(chosen: str | None = None) -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns its exit code: 0, that of a `CommandError`, 130 when interrupted, or 141 where
-    nobody reads the output any more."""
+    """Runs a subcommand and returns the exit code.
+
+    That is what the subcommand returns, the `exit_code` of a `CommandError`, 130 after Ctrl-C, 141 if the reader of the
+    output has closed the pipe, or 1 if the disk is full.
+
+    Args:
+        argv: the words of the command line, without the program; None: those of the process.
+    """
     words = list(sys.argv[1:] if argv is None else argv)
     chosen = next((word for word in words if word in COMMANDS), None)
     arguments = parser(chosen).parse_args(words)
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")  # where the locale has no dash, or no µ
+            stream.reconfigure(errors="replace")  # the locale's encoding may have no dash, or no µ
     try:
         status = int(importlib.import_module(COMMANDS[arguments.command][0]).command(arguments))
-        if sys.stdout is not None:  # which it is where the shell has closed it
+        if sys.stdout is not None:  # it is None if the shell has closed it
             sys.stdout.flush()
         return status
     except CommandError as error:
@@ -58,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"hvd-hetero {arguments.command}: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains as it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # otherwise Python's last flush fails again
         return 141
     except OSError as error:
         if error.errno != errno.ENOSPC:

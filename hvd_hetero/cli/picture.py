@@ -1,4 +1,4 @@
-"""The picture of a probe: nodes as boxes with their ranks, links as lines with their latency and bandwidth."""
+"""The picture of `hvd-hetero probe`: nodes as boxes with their ranks, links as lines with latency and bandwidth."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from hvd_hetero.cli.error import CommandError
 from hvd_hetero.cli.probe import LinkRow, bandwidth_text, link_rows
 from hvd_hetero.engine.finding import Probe
 
-BOX_HEIGHT, BOX_WIDTH = 0.42, 2.3       # of one line of text; of a box
-MOST_LABELS = 6                         # nodes: with more, the labels of 15 lines and more would hide one another
+BOX_HEIGHT, BOX_WIDTH = 0.42, 2.3       # height of one line of text, width of a box; about inches
+MOST_LABELS = 6                         # nodes; with more, the labels of 21 lines or more would hide one another
 
 
 def draw(found: Probe, place: Path) -> None:
-    """None; draws into `place`, in the format of its suffix.
+    """Draws the nodes, ranks and links of `found` into the file `place`, in the format of its suffix (.png, .svg).
 
     Raises:
         CommandError: matplotlib is not installed.
-        ValueError: the suffix is none of matplotlib's formats, or there is no name.
+        ValueError: matplotlib has no format of this suffix, or `place` has no file name.
+        OSError: the file cannot be written.
     """
     if not place.name:
         raise ValueError("a path without a name")
@@ -60,7 +61,7 @@ def _height(found: Probe, index: int) -> float:
 
 
 def _places(found: Probe) -> list[tuple[float, float]]:
-    """The middle of each node's box: side by side for two, else on a circle on which boxes do not touch."""
+    """The centre (x, y) of each node's box: two side by side, more on a circle wide enough that boxes do not touch."""
     count = len(found.topology.nodes)
     if count == 1:
         return [(0.0, 0.0)]
@@ -75,7 +76,7 @@ def _line(axes: Any, row: LinkRow, places: list[tuple[float, float]], colour: An
     axes.plot([x, to_x], [y, to_y], color=colour, linewidth=width, solid_capstyle="butt", zorder=1)
     if len(places) > MOST_LABELS:
         return
-    # Off the middle by turns, so that the labels of lines that cross do not meet there.
+    # Lines that cross do so near their middles: their labels are moved off the middle, to alternating sides.
     crossing = len(places) > 3 and (row.nodes[1] - row.nodes[0]) % len(places) not in (1, len(places) - 1)
     number = list(combinations(range(len(places)), 2)).index((row.nodes[0], row.nodes[1]))
     along = 0.5 if not crossing else (0.36, 0.64)[number % 2]

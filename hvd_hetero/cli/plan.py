@@ -1,7 +1,8 @@
-"""`hvd-hetero plan`: what hardware would make of a job, predicted from the trace of a short run or from speeds alone.
+"""`hvd-hetero plan`: predicts a job's throughput with other shares, fewer ranks, or local steps.
 
-It answers what one asks before a long run, or before there is a cluster: what do uneven shares gain, which rank is
-worth having, does it pay that nobody waits?
+The speeds of the ranks come from the trace of a short run, or from samples per second given on the command line. The
+predictions answer the questions before a long run, or before buying hardware: how much faster are uneven shares than
+equal ones, does the slowest rank help or hold up the others, how much faster are local steps?
 """
 
 from __future__ import annotations
@@ -27,37 +28,65 @@ from hvd_hetero.trace.record import file_name
 from hvd_hetero.trace.run import RankRun, Run
 from hvd_hetero.trace.waiting import Timed, apart, timed
 
-NEWEST = 256  # steps that a rank's speed is fitted to: a machine drifts
-LEAST = 5
-USUAL_VARIATION = 0.03  # of a rank's steps, where only speeds are given
+NEWEST = 256  # a rank's speed is fitted to so many of its newest steps, because the speed of a machine drifts
+LEAST = 5  # with fewer steps, a rank's speed, or the time of a step with given shares, counts as unknown
+USUAL_VARIATION = 0.03  # relative standard deviation of a rank's compute time, assumed where only speeds are given
 
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """What is known of ranks, in the order of their numbers."""
+    """What is known of a job's ranks: the input of the predictions.
+
+    Every tuple has one entry per rank, in ascending order of rank.
+
+    Attributes:
+        ranks: the rank numbers.
+        models: the speed model of each rank.
+        jitters: how much the compute time of each rank varies from step to step.
+        shares: the newest shares with measured synchronous steps, or the newest ones if there are none; empty if
+            speeds were given instead of a run.
+        step_s: measured seconds of a synchronous step with these shares; None if there is no such measurement.
+        exchange_s: the part of a step that is not computing, in seconds: the exchange of gradients.
+        bounds: the limits of each rank's share.
+        micro_batch: the most samples that a rank puts through one forward and backward pass; None: no limit.
+    """
 
     ranks: tuple[int, ...]
     models: tuple[SpeedModel, ...]
     jitters: tuple[Jitter, ...]
-    shares: tuple[int, ...]  # the newest; none without a run
-    step_s: float | None  # of a synchronous step with these shares; None where there was none
-    exchange_s: float  # of that, beside computing
+    shares: tuple[int, ...]
+    step_s: float | None
+    exchange_s: float
     bounds: tuple[Bound, ...]
-    micro_batch: tuple[int | None, ...]  # the most samples of one pass
+    micro_batch: tuple[int | None, ...]
 
 
 def limits_of(rank: RankRun) -> tuple[Bound, int | None]:
-    """What a rank's shares may be, and the most samples of one pass, as its balancer was told last."""
+    """The limits of a rank's share, and its most samples per forward and backward pass (None: no limit).
+
+    Both are those that the rank's `Balancer` recorded last.
+    """
     said = [event.fields for event in rank.events if event.kind == "limits"]
-    if not said:  # an older trace does not tell
+    if not said:  # traces of older versions have no such event
         return Bound(lower=1), None
     return bound_in(said[-1]), said[-1]["micro_batch"]
 
 
 def speed_of(rank: RankRun, *, skip: int) -> tuple[SpeedModel, Jitter]:
-    """The speed of a rank, and how much its steps vary. Raises CommandError where it has too few steps."""
+    """The speed model of a rank, and how much its compute time varies around the model.
+
+    Both are fitted to the newest steps with samples. Steps of earlier sessions count only if the last session has
+    fewer than `LEAST` of them.
+
+    Args:
+        rank: the record of the rank.
+        skip: how many steps to leave out at the start of each session.
+
+    Raises:
+        CommandError: the rank has fewer than `LEAST` steps with samples.
+    """
     _, cap = limits_of(rank)
-    begin = max(rank.session_starts, default=0)  # this number may have been another host's before that
+    begin = max(rank.session_starts, default=0)  # in an earlier session, another host may have had this rank number
     counted = [step for step in rank.after(skip) if step.samples > 0 and step.compute_s > 0]
     newest = [step for step in counted if step.step >= begin]
     seen = [Observation(samples=step.samples, compute_s=step.compute_s + step.extra_s,
@@ -66,17 +95,27 @@ def speed_of(rank: RankRun, *, skip: int) -> tuple[SpeedModel, Jitter]:
     if len(seen) < LEAST:
         raise CommandError(f"expected {LEAST} steps of rank {rank.rank} with samples, or more. Received: {len(seen)}.\n"
                            "  What to do: train for longer, or take a smaller --skip.")
-    older = seen[:-NEWEST]  # what was measured counts once: the newest are no prior of their own
+    older = seen[:-NEWEST]  # the prior is fitted to the other steps alone, so that no measurement counts twice
     model = fit(seen[-NEWEST:], prior=fit(older) if older else None)
     ratios = sorted(model.ratio(one) for one in seen[-NEWEST:])
-    tenth = len(ratios) // 10  # stops, and a first step, are no noise
+    tenth = len(ratios) // 10  # left out at both ends: stalls, and a slow first step, are not noise
     kept = ratios[tenth : len(ratios) - tenth]
     jitter = Jitter(variation=statistics.pstdev(kept) / statistics.fmean(kept))
     return replace(model, loading_s=rank.loading_s), jitter
 
 
 def seen_in(run: Run, *, skip: int) -> Seen:
-    """What a run says of its ranks. Raises CommandError where it says too little."""
+    """The speeds, limits and step time of a run's ranks, from its trace.
+
+    `exchange_s` is the measured time of a synchronous step minus its predicted compute time, at least 0.
+
+    Args:
+        run: the run; ranks that left the job before its end are not counted.
+        skip: how many steps to leave out at the start of each session.
+
+    Raises:
+        CommandError: the record of a rank is missing, or has too few steps.
+    """
     if run.missing:
         names = ", ".join(map(file_name, run.missing))
         raise CommandError(f"expected the records of all {len(run.plans[-1].shares)} ranks. Received none of "
@@ -95,7 +134,15 @@ def seen_in(run: Run, *, skip: int) -> Seen:
 
 
 def told(speeds: str, *, exchange_ms: float) -> Seen:
-    """Ranks of these samples per second each, "800,800,320". Raises CommandError where they are no such numbers."""
+    """Ranks whose speeds are given on the command line, without a run.
+
+    Args:
+        speeds: samples per second of each rank, such as "800,800,320".
+        exchange_ms: what the exchange of gradients adds to a step, in milliseconds.
+
+    Raises:
+        CommandError: `speeds` are not numbers above 0, or `exchange_ms` is negative or not finite.
+    """
     try:
         rates = [float(word) for word in speeds.split(",")]
         models = tuple(SpeedModel(overhead_s=0.0, seconds_per_sample=1.0 / rate) for rate in rates)
@@ -110,12 +157,15 @@ def told(speeds: str, *, exchange_ms: float) -> Seen:
 
 
 def _measured(run: Run, ranks: Sequence[RankRun], *, skip: int) -> tuple[tuple[int, ...], float | None]:
-    """The newest shares that the ranks had in some synchronous steps, and the seconds of such a step; without one, the
-    newest shares."""
+    """The shares of the newest plan whose synchronous steps were measured, and the seconds of one of these steps.
+
+    A plan counts if some rank recorded at least `LEAST` synchronous steps with its shares. The seconds are the mean,
+    over such ranks, of a rank's median. If no plan counts: the shares of the newest plan, and None.
+    """
     newest = tuple(rank.steps[-1].share for rank in ranks)
     plans = [(plan.step, plan.shares) for plan in run.plans if len(plan.shares) == len(ranks)] or [(0, newest)]
     made = [_synchronous(rank, skip=skip) for rank in ranks]
-    end: float = math.inf  # of a plan: the step from which on there is another
+    end: float = math.inf  # the step from which the following plan holds
     for begin, shares in reversed(plans):
         found = [
             [each.span_s or 0.0 for each in steps if begin <= each.step.step < end and each.step.share == share]
@@ -128,13 +178,19 @@ def _measured(run: Run, ranks: Sequence[RankRun], *, skip: int) -> tuple[tuple[i
 
 
 def _synchronous(rank: RankRun, *, skip: int) -> list[Timed]:
-    """The newest synchronous steps of a rank of which it is known how long they took."""
+    """The synchronous steps of known duration among the `NEWEST` newest steps of a rank."""
     alone = apart(rank, [step.step for step in rank.steps])
     return [each for each in timed(rank, skip=skip)[-NEWEST:] if each.span_s and each.step.step not in alone]
 
 
 def show(seen: Seen, found: Sequence[Forecast], run: Run | None) -> None:
-    """None; prints the table and what follows from it."""
+    """Prints the measured step, the table of forecasts, and the advice which ranks to keep.
+
+    Args:
+        seen: what is known of the ranks.
+        found: the forecasts; speeds are shown relative to the first one.
+        run: the run that `seen` comes from, or None.
+    """
     console, make = rich_console()
     if run is not None and run.gone:
         console.print(f"Not counted, as they have left the job: ranks {', '.join(map(str, run.gone))}.", soft_wrap=True)
@@ -149,7 +205,7 @@ def show(seen: Seen, found: Sequence[Forecast], run: Run | None) -> None:
 
 
 def as_dict(seen: Seen, found: Sequence[Forecast]) -> dict[str, Any]:
-    """Everything, as JSON takes it."""
+    """The ranks' speeds, the measured step, the forecasts and the advice, as a dict for JSON."""
     ways = [{"title": each.title, "shares": each.shares, "step_s": each.step_s, "samples_per_s": each.samples_per_s,
              "without": each.without} for each in found]
     speeds = [{"rank": rank, "overhead_s": model.overhead_s, "seconds_per_sample": model.seconds_per_sample,
@@ -160,7 +216,13 @@ def as_dict(seen: Seen, found: Sequence[Forecast]) -> dict[str, Any]:
 
 
 def _bounds(words: Sequence[str], bounds: Sequence[Bound]) -> list[Bound]:
-    """Bounds, with upper ones from RANK:SAMPLES; CommandError where they are not that."""
+    """The bounds of the ranks' shares, after each "RANK:SAMPLES" in `words` (`--max-share`) has set an upper bound.
+
+    A lower bound above SAMPLES is lowered to it.
+
+    Raises:
+        CommandError: a word has another form, SAMPLES is 0, or the job has no such rank.
+    """
     found = list(bounds)
     for word in words:
         rank, _, samples = word.partition(":")
@@ -193,7 +255,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def command(arguments: argparse.Namespace) -> int:
-    """Prints the forecasts; 0."""
+    """Prints the forecasts, or writes them as JSON. Returns the exit code 0.
+
+    Raises:
+        UsageError: options are missing, or do not go together.
+        CommandError: a value is out of range, the run cannot be read, or no shares are within the bounds.
+    """
     if (arguments.run is None) == (arguments.speeds is None):
         raise UsageError("expected the folder of a run, or --speeds. Received: "
                          f"{'neither' if arguments.run is None else 'both'}.")

@@ -1,6 +1,6 @@
-"""`hvd-hetero probe`: what this cluster is – the devices of all ranks, the links between them, the nodes they form.
+"""`hvd-hetero probe`: measures the devices of all ranks and the links between them, and groups the ranks into nodes.
 
-Every rank runs it (`horovodrun -np 4 -H a:2,b:2 hvd-hetero probe`); rank 0 prints.
+All ranks run the command (`horovodrun -np 4 -H a:2,b:2 hvd-hetero probe`), and rank 0 prints the result.
 """
 
 from __future__ import annotations
@@ -23,15 +23,23 @@ from hvd_hetero.engine.probe import BUDGET_S, probe
 from hvd_hetero.engine.transfer import STALL_S
 from hvd_hetero.policy.algorithm import expected_s
 
-MOST_ROWS = 16          # of links; of a larger cluster each level has one row
+MOST_ROWS = 16          # of the table of links; with more, the table shows the slowest link of each level alone
 HOW_TO_START = "one rank: to see links, start it on several, such as `horovodrun -np 4 -H a:2,b:2 hvd-hetero probe`"
-NOTEWORTHY_STALLS = 0.02
-EXPECTED_BYTES = 2**24
+NOTEWORTHY_STALLS = 0.02  # fraction of transfers; if more than that stalled, the summary says so
+EXPECTED_BYTES = 2**24  # size of the gradients for which the summary predicts the time of an all-reduce
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinkRow:
-    """The slowest link among some; `nodes` is one node, or the two that it joins."""
+    """The link of least bandwidth within one node, or between two nodes: a row of the table of links.
+
+    Attributes:
+        nodes: the index of the one node, or the indices of the two nodes that the link joins.
+        title: the name of the row.
+        latency_s: seconds that a transfer takes at least, with the agreement on the collective.
+        bandwidth_bytes_per_s: the bandwidth for one pair of ranks.
+        contended: how many times slower a transfer is while as many pairs transfer as the smaller host has ranks.
+    """
 
     nodes: tuple[int, ...]
     title: str
@@ -41,7 +49,7 @@ class LinkRow:
 
 
 def link_rows(found: Probe) -> list[LinkRow]:
-    """A row for the ranks of each node that has several, and one for each two nodes."""
+    """One row for each node of several ranks, and one for each pair of nodes, each with its slowest link."""
     nodes = found.topology.nodes
     rows = []
     for index, node in enumerate(nodes):
@@ -60,7 +68,7 @@ def _slowest(found: Probe, nodes: tuple[int, ...], title: str, pairs: Iterator[t
 
 
 def by_level(rows: list[LinkRow]) -> list[LinkRow]:
-    """The slowest row of each level."""
+    """The slowest of `rows` within a node, and the slowest between nodes; one of them is absent if it has no row."""
     levels = {"slowest within a node": 1, "slowest between nodes": 2}
     slowest = {title: min((row for row in rows if len(row.nodes) == count), default=None,
                           key=lambda row: row.bandwidth_bytes_per_s) for title, count in levels.items()}
@@ -74,7 +82,7 @@ def bandwidth_text(bytes_per_s: float) -> str:
 
 
 def show(found: Probe) -> None:
-    """None; prints the tables."""
+    """Prints the table of ranks, the table of links and the summary."""
     console, make = rich_console()
     console.print(_rank_table(found, make))
     if found.size > 1:
@@ -110,7 +118,7 @@ def _link_table(found: Probe, make: Any) -> Any:
 
 
 def summary(found: Probe) -> list[str]:
-    """What the tables do not say."""
+    """The lines below the tables: the nodes, how it was measured, stalls, expected times of all-reduce, and notes."""
     nodes = "; ".join(f"node {index}: {'rank' if len(node) == 1 else 'ranks'} {', '.join(map(str, node))}"
                       for index, node in enumerate(found.topology.nodes))
     took = f"{found.seconds:.1f} s" + (", by an earlier run on this hardware (--fresh measures again)"
@@ -132,7 +140,10 @@ def summary(found: Probe) -> list[str]:
 
 
 def expectations(found: Probe) -> list[str]:
-    """What the links make one expect of sums, by the formulas of `hvd_hetero.policy.algorithm`; nothing on one node."""
+    """A line with the predicted time to all-reduce 16 MiB: in one level, in two levels, with fp16, with int8.
+
+    The formulas are in `hvd_hetero.policy.algorithm`. Empty for a single node, or if a link that they need is unknown.
+    """
     topology = found.topology
     if len(topology.nodes) == 1 or topology.cross is None or (topology.local is None and not topology.is_flat):
         return []
@@ -158,7 +169,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def command(arguments: argparse.Namespace) -> int:
-    """Measures on all ranks and, on rank 0, prints; 0."""
+    """Measures on all ranks, and reports on rank 0. Returns the exit code 0.
+
+    A process that no launcher started measures its own device alone.
+
+    Raises:
+        MissingFramework: PyTorch, or a Horovod built for it, cannot be imported.
+        CommandError: measuring failed, or a file cannot be written.
+    """
     if launched():
         try:
             engine = importlib.import_module("hvd_hetero.engine.binding").start()

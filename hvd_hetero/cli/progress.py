@@ -1,4 +1,4 @@
-"""What a long build shows while it runs: the stage, how far it is, and the time that has passed."""
+"""The display of a long build while it runs: its stage, the percentage compiled, and the time since its start."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TextIO
 
 _PERCENT = re.compile(r"^\s*\[\s*(\d{1,3})%\]\s+(.*)$")
-_PLAIN_EVERY_PERCENT = 20
+_PLAIN_EVERY_PERCENT = 20  # without a terminal, a line is written at each multiple of this percentage
 
 
 def percent(line: str) -> int | None:
@@ -19,7 +19,10 @@ def percent(line: str) -> int | None:
 
 
 class Progress:
-    """Shows stages on `stream`: one line that is rewritten on a terminal, plain lines elsewhere."""
+    """Shows the stages of a build on `stream`: as one line that is rewritten on a terminal, else as separate lines.
+
+    `stream` None means stderr; `clock` returns seconds.
+    """
 
     def __init__(self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream = stream if stream is not None else sys.stderr
@@ -31,14 +34,14 @@ class Progress:
         self._width = 0
 
     def stage(self, text: str) -> None:
-        """Begins a stage; the one before is complete."""
+        """Ends the stage before, and shows `text` as the present one."""
         self._end_line()
         self._stage = text
         self._shown_percent = -1
         self._write(text)
 
     def line(self, line: str) -> None:
-        """Looks at one line of the build's output and shows how far it is, where the line says so."""
+        """Takes one line of the build's output, and shows the percentage if the line has one and it has grown."""
         now = percent(line)
         if now is None or now <= self._shown_percent:
             return
@@ -49,13 +52,13 @@ class Progress:
         self._write(f"{self._stage} {now:3d} %")
 
     def done(self, text: str) -> None:
-        """Ends the display with a last line."""
+        """Ends the display with `text` as its last line."""
         self._end_line()
         self._write(text)
         self._end_line()
 
     def interrupted(self) -> None:
-        """Ends the display as it is, so that what is printed next stands on a line of its own."""
+        """Ends the line that is being rewritten, so that what is printed next, as an error, begins a new one."""
         self._end_line()
 
     def _write(self, text: str) -> None:

@@ -1,4 +1,4 @@
-"""All that a wheel of Horovod depends on: its key, what it says about itself, the environment of its build."""
+"""The recipe of a wheel of Horovod: its key in the cache, the record that it carries, the environment of its build."""
 
 from __future__ import annotations
 
@@ -12,21 +12,35 @@ from hvd_hetero.cli import cuda, toolchain
 from hvd_hetero.cli.cuda import Gpu
 from hvd_hetero.cli.edits import HOROVOD_VERSION, Edit, repairs, text_hash
 
-FORMAT = 2  # of what a wheel says about itself
-# where libraries are; every other variable of Horovod's build would change the wheel behind the cache's back
+FORMAT = 2  # of the record that a wheel carries (`Recipe.record`)
+# The beginnings of the names of the variables of Horovod's build that a user may set: where libraries are. The other
+# ones are removed, as they would change the wheel and not its key.
 _KEPT_VARIABLES = ("HOROVOD_NCCL_", "HOROVOD_CUDA_HOME", "HOROVOD_ROCM_HOME")
 _FLAGS = ("CFLAGS", "CXXFLAGS", "CPPFLAGS", "LDFLAGS")
 
 
 def _variables() -> dict[str, str]:
-    """The variables that a build reads, but for those that the recipe sets itself."""
+    """The environment variables of the user that a build reads: compiler flags, and where libraries are."""
     chosen = [name for name in sorted(os.environ) if name in _FLAGS or name.startswith(_KEPT_VARIABLES)]
     return {name: os.environ[name] for name in chosen}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """All that decides what the wheel will be, and with which programs it is made."""
+    """What a wheel of Horovod is built from, and with which programs.
+
+    Attributes:
+        edits: the edits to make in the source.
+        frameworks: "torch" and "tensorflow", as far as the wheel is for them → facts ("version", "cuda" and so on).
+        compiler: the command of the C++ compiler.
+        compiler_version: the first line that `compiler --version` prints.
+        cmake: the path of cmake.
+        cpu_flags: the extensions of the processor to compile for, such as "avx".
+        mpi: the version of MPI; None: without MPI.
+        gpu: the support of GPUs.
+        plain: whether the repairs are left out (--plain).
+        jobs: how many files to compile at a time.
+    """
 
     edits: tuple[Edit, ...]
     frameworks: Mapping[str, Mapping[str, object]]
@@ -40,7 +54,10 @@ class Recipe:
     jobs: int
 
     def facts(self) -> dict[str, object]:
-        """What the wheel depends on; the number of jobs and cmake's place are not among it."""
+        """Everything that the wheel depends on, for JSON; a hash of it is the wheel's key in the cache.
+
+        The number of jobs and the path of cmake do not change the wheel, and are left out.
+        """
         return {
             "horovod": HOROVOD_VERSION,
             "record": FORMAT,
@@ -55,7 +72,10 @@ class Recipe:
         }
 
     def record(self, edits_made: Sequence[str]) -> dict[str, object]:
-        """What the wheel says about itself at run time."""
+        """The record that the wheel carries, for JSON: see `engine.build.installed_build`.
+
+        `edits_made` are the names of the edits in the wheel.
+        """
         return {
             "format": FORMAT,
             "horovod": HOROVOD_VERSION,
@@ -66,7 +86,7 @@ class Recipe:
             "mpi": self.mpi,
             "gpu": asdict(self.gpu),
             "cpu_flags": list(self.cpu_flags),
-            "built": {  # by Horovod's names for what can be asked
+            "built": {  # by Horovod's function → what it answers; the edit "quick_launch" reads the answers here
                 "gloo_built": True,
                 "mpi_built": bool(self.mpi),
                 "nccl_built": 1 if self.gpu.nccl else 0,
@@ -76,7 +96,7 @@ class Recipe:
         }
 
     def summary(self) -> str:
-        """One line for people."""
+        """Frameworks, communication libraries and GPU support of the wheel, in one line for people."""
         parts = [f"{name} {facts['version']}" for name, facts in self.frameworks.items()]
         parts.append("Gloo and MPI" if self.mpi else "Gloo")
         if (gpu := self.gpu.summary(self.frameworks.get("torch", {}).get("cuda"))) is not None:
@@ -86,8 +106,16 @@ class Recipe:
         return ", ".join(parts)
 
     def environment(self, source: Path) -> dict[str, str]:
-        """The environment of the build; a part that fails is an error there and never left out in silence."""
-        # the log's messages name their source file: not by a folder that is gone. Flags are split at spaces
+        """The environment variables for the process that builds the wheel.
+
+        Each part is asked for (HOROVOD_WITH_…) or excluded (HOROVOD_WITHOUT_…), so that one that does not compile is
+        an error, and is not left out without notice.
+
+        Args:
+            source: the root of the edited source; files for the build may be written beside it.
+        """
+        # Horovod's log messages name their source file. The prefix map takes the path of the temporary folder out of
+        # them; it cannot be given for a path with spaces, at which flags are split.
         name = f"-ffile-prefix-map={source}=horovod-{HOROVOD_VERSION}" if not re.search(r"\s", str(source)) else ""
         env = {n: v for n, v in os.environ.items() if not n.startswith("HOROVOD_") or n.startswith(_KEPT_VARIABLES)}
         env.update(

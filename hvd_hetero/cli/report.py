@@ -1,4 +1,4 @@
-"""`hvd-hetero report`: who waited for whom in a run, and why; out of its trace."""
+"""`hvd-hetero report`: which ranks of a run waited for which others, and why; read from the trace of the run."""
 
 from __future__ import annotations
 
@@ -24,11 +24,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def command(arguments: argparse.Namespace) -> int:
-    """Prints the report; 0."""
+    """Prints the report or writes it as JSON, and draws the picture if asked for. Returns the exit code 0.
+
+    Raises:
+        CommandError: the trace cannot be read, or a file cannot be written.
+    """
     report = report_of(arguments.run, skip=arguments.skip)
     try:
         write(report.as_dict(), arguments.json, otherwise=lambda: show(report))
-    finally:  # nobody may read the tables
+    finally:  # the picture is drawn also if the reader of the tables closes the pipe
         _draw(report, arguments.picture)
     return 0
 

@@ -1,4 +1,4 @@
-"""What there is to say of a run, out of its trace: numbers, and what follows from them in words."""
+"""The content of `hvd-hetero report`: numbers from the trace of a run, and the advice that follows from them."""
 
 from __future__ import annotations
 
@@ -13,18 +13,24 @@ from hvd_hetero.trace.reader import NewerFormatError, read
 from hvd_hetero.trace.run import RankSummary, Run
 from hvd_hetero.trace.waiting import Waiting, parts, waited_apart, waiting
 
-SKIP = 5  # steps in which frameworks compile, and caches fill
-MOST_RANKS = 16  # that are told of one by one
+SKIP = 5  # steps at the start of a session that are left out by default: frameworks compile, caches fill
+MOST_RANKS = 16  # up to so many ranks are listed one by one
 
-# Parts of the time from which on something is worth a word.
+# Fractions of the time: below them, advice does not mention waiting, the exchange, or loading of data.
 WORTH_WAITING, WORTH_EXCHANGE, WORTH_DATA = 0.10, 0.15, 0.05
-ONE_RANK = 0.6  # of all waiting was for one rank
-ONE_CAUSE = 0.5  # of the waiting for it has one cause
+ONE_RANK = 0.6  # from this fraction of all waiting, advice names the one rank that was waited for
+ONE_CAUSE = 0.5  # from this fraction of the waiting for that rank, advice names the one cause
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What there is to say of a run."""
+    """The report of one run.
+
+    Attributes:
+        run: the records of all ranks.
+        skip: how many steps at the start of each session the numbers leave out.
+        waits: who waited for whom in synchronous steps.
+    """
 
     run: Run
     skip: int
@@ -32,32 +38,32 @@ class Report:
 
     @property
     def steps(self) -> int:
-        """The most that a rank recorded."""
+        """The number of steps of the rank that recorded the most, skipped ones included."""
         return max(len(rank.steps) for rank in self.run.ranks.values())
 
     @property
     def together(self) -> float:
-        """The part of the steps that were synchronous."""
+        """The fraction of the steps that were synchronous and recorded by all ranks."""
         return self.waits.steps / max(1, max(summary.steps for summary in self.summaries))
 
     @cached_property
     def summaries(self) -> tuple[RankSummary, ...]:
-        """What each rank's record amounts to, in the order of ranks."""
+        """Speed, medians and history of shares of each rank, in the order of `run.ranks`."""
         return self.run.summaries(skip=self.skip)
 
     @cached_property
     def parts(self) -> dict[int, Mapping[str, float]]:
-        """What each rank's time went into: see `waiting.parts`."""
+        """By rank: the fractions of its time that were "data", "compute", "wait" and "rest": see `waiting.parts`."""
         return {number: parts(rank, skip=self.skip) for number, rank in self.run.ranks.items()}
 
     @property
     def merges(self) -> int:
-        """How often ranks merged that made steps apart."""
+        """The number of merges of local steps, of the rank that recorded the most."""
         return max(sum(event.kind == "merge" and "merge" in event.fields for event in rank.events)
                    for rank in self.run.ranks.values())
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything, as JSON takes it."""
+        """All numbers and the advice, as a dict for JSON."""
         ranks = []
         for rank, summary in zip(self.run.ranks.values(), self.summaries, strict=True):
             numbers = {"rank": rank.rank, "host": rank.host, "parts": self.parts[rank.rank], **asdict(summary)}
@@ -71,7 +77,15 @@ class Report:
 
 
 def run_in(folder: str, *, skip: int = SKIP) -> Run:
-    """The run in `folder`. Raises CommandError where there is none that can be read, of more than `skip` steps."""
+    """Reads the run whose trace is in `folder`.
+
+    Args:
+        folder: the folder that `hvd.Balancer(run=...)` or `HVD_HETERO_RUN` named.
+        skip: how many steps at the start of each session the caller leaves out.
+
+    Raises:
+        CommandError: `skip` is negative, the folder has no readable trace, or no rank has a step beyond `skip`.
+    """
     if skip < 0:
         raise CommandError(f"--skip: expected 0 or more. Received: {skip}.")
     try:
@@ -87,7 +101,7 @@ def run_in(folder: str, *, skip: int = SKIP) -> Run:
 
 
 def report_of(folder: str, *, skip: int = SKIP) -> Report:
-    """The report of the run in `folder`. Raises CommandError as `run_in` does."""
+    """The report of the run whose trace is in `folder`. Raises CommandError as `run_in` does."""
     run = run_in(folder, skip=skip)
     return Report(run=run, skip=skip, waits=waiting(run, skip=skip))
 
@@ -96,22 +110,25 @@ def report_of(folder: str, *, skip: int = SKIP) -> Report:
 
 
 def percent(part: float) -> str:
-    """A part of a whole for people."""
+    """A fraction as a percentage for people: 0.034 gives "3.4 %", 0.34 gives "34 %"."""
     return f"{100 * part:.0f} %" if part >= 0.0995 or part == 0 else f"{100 * part:.1f} %"
 
 
 def shares_text(shares: Sequence[int]) -> str:
-    """Shares for people; of many ranks the least and the most."""
+    """Shares for people: "37:16:5:6", or "5 to 37" for more than `MOST_RANKS` ranks."""
     return ":".join(map(str, shares)) if len(shares) <= MOST_RANKS else f"{min(shares)} to {max(shares)}"
 
 
 def ranks_text(numbers: Sequence[int]) -> str:
-    """Ranks for people, by their numbers."""
+    """Rank numbers for people: "rank 2", "ranks 0, 2"; "others" if there are none."""
     return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}" if numbers else "others"
 
 
 def headline(report: Report) -> str:
-    """What run this is."""
+    """The first line of the report: folder, ranks, steps, samples per second, and what is left out.
+
+    The mean seconds of a step and the exchange's part of it are told if at least half of the steps were synchronous.
+    """
     gone = report.run.gone
     summaries = [each for each in report.summaries if each.rank not in gone]
     samples_per_s = sum(summary.samples_per_s for summary in summaries)
@@ -129,7 +146,7 @@ def headline(report: Report) -> str:
 
 
 def advice(report: Report) -> list[str]:
-    """What to look at, most important first."""
+    """What slows the run and what helps, one sentence each, the most important first; never empty."""
     waits, said = report.waits, []
     if waits.waited_part * report.together >= WORTH_WAITING:
         said.append(_of_waiting(waits, local=report.merges > 0))
@@ -159,7 +176,10 @@ def advice(report: Report) -> list[str]:
 
 
 def _of_steps_apart(report: Report) -> list[str]:
-    """Who waits though ranks step apart, and what helps."""
+    """Advice on ranks that wait although they make local steps: at merges, or at the end of local steps.
+
+    Empty for a run that is mostly synchronous.
+    """
     if not report.merges or report.together >= 0.5:
         return []
     waited = {number: waited_apart(rank, skip=report.skip) for number, rank in report.run.present.items()}
@@ -177,7 +197,7 @@ def _of_steps_apart(report: Report) -> list[str]:
 
 
 def _of_records(report: Report) -> list[str]:
-    """What cannot be told, as records lack it."""
+    """Warnings of missing records, of records that end early, and of ranks that changed their host."""
     run, said = report.run, []
     if run.missing:
         said.append(f"Plans are for {len(run.plans[-1].shares)} ranks, and there is no record of "
@@ -199,7 +219,12 @@ def _of_records(report: Report) -> list[str]:
 
 
 def _of_waiting(waits: Waiting, *, local: bool) -> str:
-    """For whom ranks waited, why, and what helps; `local`: whether the strategy is one already."""
+    """Advice on waiting in synchronous steps: how much, for which rank, why, and what helps.
+
+    Args:
+        waits: who waited for whom; some waiting was recorded.
+        local: whether the run already uses a local strategy, so that it need not be recommended.
+    """
     total = sum(map(sum, waits.waited_s))
     index = max(range(len(waits.ranks)), key=waits.waited_for)
     words = f"Ranks wait for each other for {percent(waits.waited_part)} of the time"

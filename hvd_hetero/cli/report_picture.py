@@ -1,4 +1,4 @@
-"""The picture of a run: where the time went, who waited for whom, shares and step time over the steps."""
+"""The picture of `hvd-hetero report`: where the time went, who waited for whom, shares and step time over the steps."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from hvd_hetero.cli.report_content import MOST_RANKS, Report
 from hvd_hetero.trace.waiting import timed
 
 COLOURS = {"compute": "#4c78a8", "data": "#f2a541", "exchange": "#9d9d9d", "waiting": "#d1495b", "rest": "#c9b79c"}
-POINTS = 400  # of a line: steps beyond are taken together
+POINTS = 400  # of a line; of more steps than that, consecutive ones share a point
 
 
 def draw(report: Report, place: Path) -> None:
-    """None; draws into `place`, in the format of its suffix.
+    """Draws `report` into the file `place`, in the format of its suffix (.png, .svg).
 
     Raises:
         CommandError: matplotlib is not installed.
-        ValueError: the suffix is none of matplotlib's formats, or there is no name.
+        ValueError: matplotlib has no format of this suffix, or `place` has no file name.
+        OSError: the file cannot be written.
     """
     if not place.name:
         raise ValueError("a path without a name")
@@ -43,7 +44,7 @@ def draw(report: Report, place: Path) -> None:
 
 
 def _time(axes: Any, report: Report) -> None:
-    """Where the time of each rank went, as stacked bars."""
+    """Draws where the time of each rank went, in percent, as stacked bars."""
     ranks = list(report.run.ranks.values())
     exchange = report.waits.exchange_part
     left = [0.0] * len(ranks)
@@ -70,7 +71,7 @@ def _time(axes: Any, report: Report) -> None:
 
 
 def _who(axes: Any, report: Report, figure: Any) -> None:
-    """Seconds that one rank waited for another, as a map."""
+    """Draws the seconds that each rank (row) waited for each other one (column), as a heat map."""
     waits = report.waits
     if not any(map(any, waits.waited_s)):
         axes.axis("off")
@@ -101,7 +102,7 @@ def _shares(axes: Any, report: Report) -> None:
 
 
 def _speed(axes: Any, report: Report) -> None:
-    """Seconds of each rank's steps, and where plans begin."""
+    """Draws the duration of each rank's steps in ms, and a dashed line where a new plan begins."""
     for rank in report.run.ranks.values():
         known = [(each.step.step, each.span_s) for each in timed(rank, skip=report.skip) if each.span_s]
         at, spans = _thinned([step for step, _ in known]), _thinned([1e3 * (span or 0.0) for _, span in known])
@@ -112,7 +113,7 @@ def _speed(axes: Any, report: Report) -> None:
 
 
 def _thinned(values: Sequence[float]) -> list[float]:
-    """Medians of consecutive values, `POINTS` at the most."""
+    """`values` reduced to at most `POINTS`: the (upper) medians of equally many consecutive ones."""
     each = -(-len(values) // POINTS) or 1
     groups = [sorted(values[i : i + each]) for i in range(0, len(values), each)]
     return [group[len(group) // 2] for group in groups]

@@ -1,4 +1,4 @@
-"""The tables of a run's report."""
+"""Prints the report of a run (`hvd-hetero report`) as tables and sentences."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from hvd_hetero.policy.strategy import SYNCHRONOUS
 from hvd_hetero.trace.run import Run
 from hvd_hetero.trace.waiting import Waiting
 
-MOST_PLANS = 12
-MOST_ROWS = 32  # ranks in a table
-MOST_COLUMNS = 8  # beside their sum: lines are as wide as a terminal
+MOST_PLANS = 12  # rows of the table of plans, and lines about events
+MOST_ROWS = 32  # ranks in the table of where the time went
+MOST_COLUMNS = 8  # ranks that have a column of their own in the table of waiting, so that it fits a terminal
 
 
 def show(report: Report) -> None:
-    """None; prints the tables and what follows from them."""
+    """Prints the headline, the tables of time, waiting and plans, the noteworthy events, and the advice."""
     console, make = rich_console()
 
     def say(line: str) -> None:
@@ -56,7 +56,7 @@ def _of_ranks(report: Report, make: Any) -> Any:
 
 
 def _waited_for_longest(waits: Waiting, most: int) -> list[int]:
-    """At most so many ranks, by their places."""
+    """Indices into `waits.ranks` of at most `most` ranks that the others waited for longest, longest first."""
     return sorted(range(len(waits.ranks)), key=waits.waited_for, reverse=True)[:most]
 
 
@@ -79,7 +79,7 @@ def _who_waited(waits: Waiting, make: Any) -> Any:
 
 def _of_plans(report: Report, make: Any) -> Any:
     plans = report.run.plans[-MOST_PLANS:]
-    changes = any(plan.strategy != SYNCHRONOUS for plan in plans)  # else the script has fixed it
+    changes = any(plan.strategy != SYNCHRONOUS for plan in plans)  # plans name one with strategy="auto" alone
     rows = []
     for plan in plans:
         expected = seconds_text(plan.predicted_step_s) if plan.predicted_step_s else "–"
@@ -90,7 +90,10 @@ def _of_plans(report: Report, make: Any) -> Any:
 
 
 def _noteworthy(run: Run) -> list[str]:
-    """Changes of ranks and links, and long waits, as they were recorded; each once, however many ranks tell of it."""
+    """Sentences about recorded events: changed ranks, repaired parameters, changed links, long waits.
+
+    Several ranks may record the same event; each sentence appears once. At most `MOST_PLANS` of them.
+    """
     lines: list[str] = []
     for rank in run.ranks.values():
         for event in rank.events:

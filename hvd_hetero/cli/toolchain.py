@@ -1,4 +1,4 @@
-"""What the running environment offers a build: frameworks, compiler, cmake, MPI, processor."""
+"""What this environment offers for a build of Horovod: frameworks, C++ compiler, make, cmake, MPI, processor."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _TORCH_PROBE = (
 
 
 def output(command: Sequence[str], timeout_s: float = 120.0) -> str | None:
-    """What the command printed on both channels, or None when it cannot be run or fails."""
+    """What `command` prints on stdout and stderr together, stripped; None if it cannot run, fails, or is too slow."""
     try:
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout_s)
     except (OSError, subprocess.TimeoutExpired):
@@ -37,12 +37,12 @@ def output(command: Sequence[str], timeout_s: float = 120.0) -> str | None:
 
 
 def first_line(text: str | None) -> str:
-    """The first line that says something, or an empty string."""
+    """The first line of `text` that is not blank, stripped; "" if there is none."""
     return next((line.strip() for line in (text or "").splitlines() if line.strip()), "")
 
 
 def package_version(*packages: str) -> str | None:
-    """The version of the first of the packages that is installed, or None."""
+    """The version of the first of `packages` that is installed; None if none is."""
     for package in packages:
         try:
             return metadata.version(package)
@@ -52,9 +52,14 @@ def package_version(*packages: str) -> str | None:
 
 
 def torch_facts() -> dict[str, object] | None:
-    """PyTorch's version, C++ ABI and CUDA version, and whether it finds a GPU; None when not installed.
+    """What a build has to know of PyTorch, which a new process is asked for; None if it is not installed.
 
-    It is asked in a process of its own.
+    Returns:
+        "version", "cxx11_abi" (whether it uses the C++11 ABI), "cuda" and "hip" (the version that it is built for, or
+        None) and "gpus" (whether it finds a GPU).
+
+    Raises:
+        MissingFramework: PyTorch is installed, and cannot be imported.
     """
     if package_version("torch") is None:
         return None
@@ -68,12 +73,18 @@ def torch_facts() -> dict[str, object] | None:
 
 
 def tensorflow_version() -> str | None:
-    """TensorFlow's version, or None when not installed."""
+    """The version of TensorFlow, whichever of its packages is installed; None if none is."""
     return package_version(*_TENSORFLOW_PACKAGES)
 
 
 def tensorflow_facts() -> dict[str, object] | None:
-    """TensorFlow's version and CUDA version, from its files, since it takes seconds to import; None: not installed."""
+    """What a build has to know of TensorFlow; None if it is not installed.
+
+    It is read from TensorFlow's files, because importing TensorFlow takes seconds.
+
+    Returns:
+        "version", and "cuda" (the CUDA version that it is built for, or None).
+    """
     version = tensorflow_version()
     if version is None:
         return None
@@ -87,7 +98,14 @@ def tensorflow_facts() -> dict[str, object] | None:
 
 
 def frameworks(asked: Sequence[str] | None) -> dict[str, dict[str, object]]:
-    """The frameworks to build for, with what is known of each; those found when none was asked for by name."""
+    """The frameworks to build Horovod for: name → facts, as from `torch_facts` and `tensorflow_facts`.
+
+    Args:
+        asked: the names of frameworks, all of which must be installed; None: all that are installed.
+
+    Raises:
+        MissingFramework: one that was asked for is not installed, none is installed, or PyTorch cannot be imported.
+    """
     found: dict[str, dict[str, object]] = {}
     if asked is None or "torch" in asked:
         facts = torch_facts()
@@ -109,11 +127,18 @@ def frameworks(asked: Sequence[str] | None) -> dict[str, dict[str, object]]:
 
 
 def present(found: Mapping[str, Mapping[str, object]], flags: Sequence[str], cuda: str | None = None) -> set[str]:
-    """What edits may need, of these frameworks, flags of the processor and CUDA compiler for PyTorch's part."""
-    from packaging.version import Version  # where a build goes on without it, it is installed first
+    """The words of `Edit.needs` that are true of a build; `edits.chosen` chooses the edits by them.
+
+    Args:
+        found: the frameworks of the build: name → facts, as from `frameworks`.
+        flags: the flags of the processor, as from `cpu_flags`.
+        cuda: the version of the CUDA compiler for Horovod's part for PyTorch; None: there is none.
+    """
+    from packaging.version import Version
 
     torch, tensorflow = found.get("torch", {}), found.get("tensorflow", {})
-    # TensorFlow's packages for Linux have had the C++11 ABI since 2.10. For GPUs, PyTorch's part is compiled otherwise.
+    # TensorFlow's packages for Linux have had the C++11 ABI since 2.10. With GPU support, the sources that both
+    # libraries share are compiled differently for PyTorch.
     new_enough = Version(str(tensorflow.get("version", "0"))) >= Version("2.10")
     one_abi = bool(torch.get("cxx11_abi")) and new_enough and not (cuda or torch.get("hip"))
     return {
@@ -128,18 +153,28 @@ OLDEST_GCC, OLDEST_CLANG = 11, 14
 
 
 def _is_old(version: str) -> bool:
-    """Whether a compiler that introduces itself like this is too old; one of another kind may do."""
+    """Whether the first line of a compiler's --version names a g++ or clang++ that is too old for C++20.
+
+    A compiler of another kind counts as new enough.
+    """
     clang, gcc = re.search(r"clang version (\d+)", version), re.search(r"\) (\d+)\.\d+", version)
     return int(clang[1]) < OLDEST_CLANG if clang else int(gcc[1]) < OLDEST_GCC if gcc else False
 
 
 def compiler() -> tuple[str, str]:
-    """The C++ compiler's command and version; raises `MissingTool`."""
+    """The C++ compiler to build with: CXX if it is set, else the first of c++, g++ and clang++ that is new enough.
+
+    Returns:
+        Its command, and the first line that it prints for --version.
+
+    Raises:
+        MissingTool: there is none that runs and is new enough.
+    """
     chosen, too_old = os.environ.get("CXX", "").strip(), ""
     for command in (chosen,) if chosen else ("c++", "g++", "clang++"):
         try:
             words = shlex.split(command)
-        except ValueError:  # a quote without an end
+        except ValueError:  # CXX has an opening quote and no closing one
             break
         if version := first_line(output([*words, "--version"])):
             if not _is_old(version):
@@ -162,7 +197,7 @@ def compiler() -> tuple[str, str]:
 
 
 def make_program() -> str:
-    """The path of make; raises `MissingTool`."""
+    """The path of make or gmake. Raises `MissingTool` if there is neither."""
     program = shutil.which("make") or shutil.which("gmake")
     if program is None:
         raise MissingTool(
@@ -173,7 +208,10 @@ def make_program() -> str:
 
 
 def cmake() -> tuple[str, str]:
-    """The path and version of a cmake of 3.13 or later: HOROVOD_CMAKE, this environment's, or the system's."""
+    """The path and version of the first cmake of 3.13 or later: HOROVOD_CMAKE, this environment's, or that on PATH.
+
+    Raises `MissingTool` if there is none.
+    """
     beside = str(Path(sysconfig.get_path("scripts")) / "cmake")
     seen: list[str] = []
     for program in dict.fromkeys(filter(None, (os.environ.get("HOROVOD_CMAKE"), beside, shutil.which("cmake")))):
@@ -189,7 +227,14 @@ def cmake() -> tuple[str, str]:
 
 
 def mpi(option: str) -> str | None:
-    """The version of the MPI to build with, or None; `option` is "auto", "on" or "off"."""
+    """The version of the MPI to build with, as its launcher prints it; None: build without MPI.
+
+    Args:
+        option: the value of --mpi: "auto" (if it is found), "on" or "off".
+
+    Raises:
+        MissingTool: `option` is "on", and the compiler wrapper or the launcher is missing.
+    """
     if option == "off":
         return None
     wrapper = next((p for p in ("mpicxx", "mpic++", "mpiCC") if shutil.which(p)), None)
@@ -207,7 +252,7 @@ def mpi(option: str) -> str | None:
 
 
 def cpu_flags() -> tuple[str, ...]:
-    """Those of "avx", "f16c" and "fma" that this processor has."""
+    """Those of "avx", "f16c" and "fma" that this processor has, by /proc/cpuinfo; empty if there is no such file."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -218,7 +263,7 @@ def cpu_flags() -> tuple[str, ...]:
 
 
 def python_facts() -> dict[str, str]:
-    """What of the interpreter and the system a compiled wheel depends on."""
+    """The versions of Python and of the system's libraries that a compiled wheel depends on."""
     return {
         "python": platform.python_version(),
         "abi": str(sysconfig.get_config_var("SOABI") or sys.implementation.cache_tag),

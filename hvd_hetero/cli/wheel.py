@@ -1,4 +1,4 @@
-"""From Horovod's sdist to an installed wheel: download, unpack, compile, install; everything through pip."""
+"""The steps from Horovod's sdist to an installed wheel, through pip: download, unpack, compile, install."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _tail(text: str) -> str:
 
 
 def _pip(arguments: Sequence[str]) -> str | None:
-    """None when pip succeeds, else what it said; raises `MissingTool` where there is none."""
+    """Runs pip. Returns None if it succeeds, else its output. Raises `MissingTool` if the environment has no pip."""
     if importlib.util.find_spec("pip") is None:
         raise MissingTool(
             f"expected pip in the environment of {sys.executable}, and there is none.\n"
@@ -41,7 +41,10 @@ def _pip(arguments: Sequence[str]) -> str | None:
 
 
 def install_missing(modules: Mapping[str, str]) -> None:
-    """Installs the packages (module → package) whose modules are not there; raises `BuildFailed`."""
+    """Installs the packages of `modules` (module → package) whose module cannot be found.
+
+    Raises `BuildFailed` if pip fails.
+    """
     importlib.invalidate_caches()
     missing = [package for module, package in modules.items() if importlib.util.find_spec(module) is None]
     if missing and (said := _pip(["install", *missing])) is not None:
@@ -52,7 +55,10 @@ def install_missing(modules: Mapping[str, str]) -> None:
 
 
 def download(folder: Path) -> Path:
-    """The path of the sdist that pip brought into `folder`; raises `DownloadFailed`."""
+    """Downloads the sdist of Horovod into `folder` and returns its path.
+
+    Raises `DownloadFailed` if pip fails, or downloads something else.
+    """
     wanted = f"horovod=={HOROVOD_VERSION}"
     source_only = ["--no-deps", "--no-binary", "horovod", "--no-build-isolation"]
     said = _pip(["download", *source_only, "--dest", str(folder), wanted])
@@ -71,7 +77,10 @@ def download(folder: Path) -> Path:
 
 
 def unpack(sdist: Path, folder: Path) -> Path:
-    """The root of the unpacked source; raises `DownloadFailed` where the archive is not what it should be."""
+    """Unpacks `sdist` into `folder` and returns the root of the source.
+
+    Raises `DownloadFailed` if the archive cannot be unpacked, or is not that of Horovod.
+    """
     try:
         with tarfile.open(sdist) as archive:
             archive.extraction_filter = getattr(tarfile, "data_filter", None)  # not in Python before 3.10.12 and 3.11.4
@@ -92,7 +101,19 @@ def build_wheel(
     log: Path,
     watch: Callable[[str], None],
 ) -> Path:
-    """The wheel built from `source` into `folder`; every line goes to `log` and `watch`; raises `BuildFailed`."""
+    """Builds a wheel from the edited source and returns its path. If that is interrupted, it ends the compilers.
+
+    Args:
+        source: the root of the source; `record` is written into it.
+        folder: where the wheel is put.
+        recipe: gives the environment of the build, and the frameworks that the wheel must have a library for.
+        record: the record that the wheel carries.
+        log: the file that the output is written to.
+        watch: is called with each line of the output.
+
+    Raises:
+        BuildFailed: the build fails, or the wheel lacks the library for a framework.
+    """
     (source / "horovod" / BUILD_RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     folder.mkdir(parents=True, exist_ok=True)
     command = [*PIP, "wheel", "--verbose", "--no-deps", "--no-build-isolation", "--no-cache-dir"]
@@ -118,7 +139,7 @@ def build_wheel(
                 found = " error" in line.lower() or line.lower().lstrip().startswith("error")
                 if found or after:
                     errors.append(line)
-                after = found  # CMake says in the next line what is wrong
+                after = found  # the line after an error counts too: CMake puts the cause there
                 watch(line)
             code = process.wait()
         finally:
@@ -139,13 +160,13 @@ def build_wheel(
 
 
 def _has_library(wheel: Path, framework: str) -> bool:
-    """Whether the wheel holds the compiled part of the framework; a broken cmake can leave it out in silence."""
+    """Whether `wheel` has the compiled library for `framework`: with a broken cmake a build can succeed without it."""
     with zipfile.ZipFile(wheel) as archive:
         return any(name.startswith(f"horovod/{framework}/mpi_lib") for name in archive.namelist())
 
 
 def _stop(process: subprocess.Popen[str]) -> None:
-    """Ends the build with its compilers, which are a process group of their own."""
+    """Ends a build and its compilers, which are one process group: by SIGTERM, and by SIGKILL 5 s later."""
     import signal
 
     try:
@@ -159,7 +180,7 @@ def _stop(process: subprocess.Popen[str]) -> None:
 
 
 def is_installed(wheel: Path) -> bool:
-    """Whether the Horovod that is installed came from exactly this wheel, by the hash that pip keeps of it."""
+    """Whether the installed Horovod came from exactly this wheel, by the SHA-256 that pip recorded as it installed."""
     try:
         origin = metadata.distribution("horovod").read_text("direct_url.json")
         kept = json.loads(origin or "{}").get("archive_info", {})
@@ -170,7 +191,7 @@ def is_installed(wheel: Path) -> bool:
 
 
 def install(wheel: Path) -> None:
-    """Installs the wheel over whatever Horovod is there; raises `BuildFailed`."""
+    """Installs `wheel`, in place of any installed Horovod. Raises `BuildFailed` if pip fails."""
     said = _pip(["install", "--no-deps", "--force-reinstall", str(wheel)])
     if said is not None:
         raise BuildFailed(
