@@ -92,7 +92,7 @@ def with_stops(model: SpeedModel, ran: Ran, *, least_stops: float = 0.0) -> Spee
     """The speed model of a rank with its stops included in its times, as is right for local steps.
 
     The time of n stops has a relative error of at least 1 / sqrt(n), that of their number (Poisson). The relative error
-    of 1 / (1 - f), the factor on the rank's times, is f times that; it is added to the model's `standard_error`.
+    of 1 / (1 - f), the factor on the rank's times, is f times that, and is combined with `standard_error`.
 
     Args:
         model: the speed without stops.
