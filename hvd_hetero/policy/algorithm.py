@@ -67,7 +67,7 @@ def _rate(link: Link) -> float:
 class Choice:
     """The route that was chosen for a bucket, and why."""
 
-    route: str  # its title: the algorithm, and the codecs if there are several
+    route: str  # the title of the route: its algorithm and codecs
     predicted_s: float  # predicted or measured seconds of the bucket's sum
     reason: str
 
