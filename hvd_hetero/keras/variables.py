@@ -33,8 +33,8 @@ class Variables:
 
     @property
     def own(self) -> list[Any]:
-        """The variables of a model that differ between ranks: statistics of their samples, as of BatchNormalization,
-        and states of random generators. None for an optimizer."""
+        """The variables of a model that may differ between ranks: non-trainable weights, such as the statistics of
+        BatchNormalization, and states of random generators. Empty for an optimizer."""
         if not isinstance(self.owner, keras.Model):
             return []
         seeds = [v for v in self.owner.non_trainable_variables if v.path.endswith(SEED)]

@@ -31,7 +31,7 @@ _SAME = 1e-9            # relative: gaps that differ by less count as equal, so 
 class Topology:
     """The ranks of each node, and the links within and between nodes.
 
-    Attributes:
+    Args:
         nodes: the ranks of each node, ascending; nodes in the order of their first rank.
         local: the link between ranks of one node; None: not measured.
         cross: the link between nodes; None: not measured.
