@@ -19,7 +19,7 @@ def distributed_class(base: type) -> type:
     cls = type(public.__name__, (base,), {**_methods(base), "__module__": _module(public), "__doc__": base.__doc__})
     name = keras.saving.get_registered_name(base)
     if ">" in name:
-        # A user's own class: Keras saves the subclass under the same registered name, and on loading finds `base` by it.
+        # A user's own class: Keras saves the subclass under the same registered name, and loads `base` by that name.
         package, _, registered = name.partition(">")
         for one in (cls, base):
             keras.saving.register_keras_serializable(package, registered)(one)
