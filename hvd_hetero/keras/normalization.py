@@ -92,8 +92,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         self._rows = None
 
     def _moments(self, inputs: Any, mask: Any) -> tuple[Any, Any]:
-        """The mean and the biased variance of all ranks' rows. Overrides the base class, which takes this rank's rows.
-        """
+        """The mean and the biased variance of all ranks' rows; the base class takes those of this rank's rows."""
         axes, features = self._reduction_axes, inputs.shape[self.axis]
         if mask is None:
             kept, count = inputs, ops.cast(ops.size(inputs), "float64") / features

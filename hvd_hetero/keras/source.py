@@ -1,5 +1,4 @@
-"""Sources: give `BalancedDataset` access by index to the samples of arrays, sequences, PyDatasets and tf.data datasets.
-"""
+"""Sources give `BalancedDataset` access by index to samples of arrays, sequences, PyDatasets and tf.data datasets."""
 
 from __future__ import annotations
 

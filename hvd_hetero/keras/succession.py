@@ -63,8 +63,7 @@ def number_of(variable: Any) -> int:
 
 
 def are_gone(numbers: Sequence[int]) -> bool:
-    """Whether all variables with these numbers have been garbage-collected; False if all numbers are those of tensors.
-    """
+    """Whether all variables with these numbers are garbage-collected; False if the numbers are all of tensors."""
     mine = set(numbers) - {0}
     return bool(mine) and not mine & _NUMBERS.values()
 

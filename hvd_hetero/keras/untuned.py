@@ -18,8 +18,7 @@ import keras
 
 
 class UntunedDataset(keras.utils.PyDataset):
-    """A PyDataset for which TensorFlow's autotuner is off. It has nothing to tune there, as Python makes the batches.
-    """
+    """A PyDataset for which TensorFlow's autotuner is off. It has nothing to tune, as Python makes the batches."""
 
     def read(self, batches: Iterator[Any]) -> Iterator[Any]:
         """The batches that Keras gets from this dataset. A subclass may override this, to end them early.

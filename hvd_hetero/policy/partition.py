@@ -95,8 +95,7 @@ def equal_shares(global_batch_size: int, ranks: int) -> tuple[int, ...]:
 
 def step_time_s(models: Sequence[SpeedModel], shares: Sequence[int],
                 micro_batch: Sequence[int | None] | None = None) -> float:
-    """The predicted seconds that the slowest rank takes for its share, by computing or loading, without any exchange.
-    """
+    """The predicted seconds that the slowest rank takes for its share by computing or loading, without the exchange."""
     caps = _per_rank(micro_batch, None, models, "micro_batch")
     return max((m.time_s(b, cap) for m, b, cap in zip(models, shares, caps, strict=True)), default=0.0)
 
@@ -244,8 +243,7 @@ def _split_uneven_quanta(ranks: Sequence[_Rank], whole: int) -> tuple[int, ...]:
 
 
 def _sums(ranks: Sequence[_Rank], most: Sequence[int], whole: int) -> list[int]:
-    """The sums that the first 0, 1, 2, ... ranks can reach with shares of at most `most`: bit n is set for the sum n.
-    """
+    """The sums that the first 0, 1, 2, ... ranks can reach with shares of at most `most`: bit n is the sum n."""
     reached = [1]
     for r, top in zip(ranks, most, strict=True):
         sums, quanta, several = reached[-1] << r.lowest, (top - r.lowest) // r.quantum, 1

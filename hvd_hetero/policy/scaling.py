@@ -179,8 +179,7 @@ class NoiseScale:
 
     @property
     def samples(self) -> float | None:
-        """The noise scale tr(Sigma) / |G|^2: the batch in samples at which noise equals signal; None without estimates.
-        """
+        """The noise scale tr(Sigma) / |G|^2: the batch in samples where noise equals signal; None without estimates."""
         if self.weight == 0.0:
             return None
         if self.noise <= 0:

@@ -67,8 +67,7 @@ class Topology:
 
     @property
     def rails(self) -> int:
-        """The number of ranks of the smallest node: so many pairs of ranks can exchange between any two nodes at once.
-        """
+        """The number of ranks of the smallest node: so many pairs of ranks can exchange between two nodes at once."""
         return min(map(len, self.nodes))
 
     @property
