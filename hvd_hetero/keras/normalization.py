@@ -89,6 +89,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         return self._form.summed(vector, samples, self._rows)
 
     def _forget_ranks(self) -> None:
+        """Makes the next sum use the present ranks; the engine calls it after an elastic reset."""
         self._rows = None
 
     def _moments(self, inputs: Any, mask: Any) -> tuple[Any, Any]:

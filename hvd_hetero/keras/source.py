@@ -23,8 +23,8 @@ class Source(Protocol):
 
     @property
     def arrays(self) -> Sequence[np.ndarray]:
-        """Arrays whose checksum is compared between ranks, which should hold the same data: all samples, if they are in
-        memory; empty if there is nothing to compare."""
+        """Arrays that should be the same on all ranks, which compare their checksums: all samples if they are in
+        memory, otherwise some of them or none."""
 
     def __len__(self) -> int: ...
 

@@ -44,6 +44,7 @@ def _methods(base: type) -> dict[str, Any]:
     """The attributes that a distributed optimizer's class overrides or adds, by name."""
 
     def apply(self: Any, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
+        """Reduces the gradients, and updates the variables with them; under a local strategy, ends the local step."""
         grads = list(grads)
         if trainable_variables is not None:
             trainable_variables = list(trainable_variables)
@@ -91,6 +92,7 @@ def _methods(base: type) -> dict[str, Any]:
         return base.from_config(config, **arguments)  # type: ignore[attr-defined]
 
     def set_attribute(self: Any, name: str, value: Any) -> None:
+        """Sets an attribute; raises ValueError if a LossScaleOptimizer is being put around this optimizer."""
         if name == "loss_scale_factor" and value is None:  # what a LossScaleOptimizer does to its inner optimizer
             raise ValueError(
                 "Expected hvd.DistributedOptimizer outermost, so that all ranks skip the same steps. Received: a "

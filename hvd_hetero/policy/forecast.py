@@ -108,6 +108,7 @@ def forecasts(
     caps = [None] * len(models) if micro_batch is None else list(micro_batch)
 
     def together(way: Way, shares: Sequence[int]) -> Forecast:
+        """The forecast for synchronous steps of the ranks that have a share."""
         some = [rank for rank in ranks if shares[rank]]
         prediction = predict_synchronous(
             [models[rank] for rank in some], [shares[rank] for rank in some], jitters=[steady[rank] for rank in some],

@@ -38,7 +38,8 @@ class InfeasibleError(ValueError):
 class Bound:
     """The shares that a rank may have: multiples of `quantum` from `lower` to `upper`, in samples.
 
-    `upper` is what the rank's memory holds; None: no limit. Raises ValueError for bounds that no share satisfies.
+    `upper` is what the rank's memory holds; None: no limit. Raises ValueError for `lower` below 0, `upper` below
+    `lower`, or `quantum` below 1.
     """
 
     lower: int = 0
@@ -149,6 +150,7 @@ class _Rank:
         return self.time_s(share), self.each_s, self.model.compute_s(1), self.rank
 
     def time_s(self, share: int) -> float:
+        """The predicted seconds that the rank takes for a share."""
         return self.model.time_s(share, self.cap)
 
     def within(self, deadline_s: float) -> int:
@@ -171,6 +173,7 @@ class _Rank:
 
 
 def _check(ranks: Sequence[_Rank], whole: int) -> None:
+    """Raises ValueError for no ranks or no samples, InfeasibleError if the bounds' sums do not enclose `whole`."""
     if not ranks or whole < 1:
         raise ValueError("models and global_batch_size: expected at least one model and at least 1. "
                          f"Received: {len(ranks)} and {whole}.")

@@ -28,7 +28,8 @@ class Patience:
         bound_s: a wait is ended after so many seconds, with the job or with the rank that is waited for.
         first_s: a wait is reported after so many seconds while fewer than `steps` steps are known. First steps take
             longer: they compile, or load data for the first time.
-        least_s: a limit that follows from durations of steps is no shorter, in seconds.
+        least_s: a limit that follows from durations of steps is no shorter, in seconds. Ranks that wait for each other,
+            and so for ever, are reported after this time already.
         deviations: k in the formula above, in standard deviations.
         steps: the number of steps from which on their durations set the limit.
 

@@ -39,7 +39,7 @@ class Plan:
         step: the first global batch that is dealt by this plan.
         shares: samples of a global batch, by rank.
         reason: why this plan was made, for people.
-        predicted_step_s: predicted seconds of a step, for plans that are made to shorten it; None otherwise.
+        predicted_step_s: predicted seconds of a step, for plans that are made to shorten it; None or 0: no prediction.
         strategy: SYNCHRONOUS or LOCAL, see `policy.strategy`.
     """
 

@@ -116,6 +116,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
             logs["lr"] = learning_rate(self.model.optimizer)
 
     def _adjust(self, epoch: float) -> None:
+        """Sets the learning rate for `epoch`, which may be a fraction, and scales the velocities of SGD."""
         optimizer = self.model.optimizer
         old, new = learning_rate(optimizer), self.initial_lr * self.multiplier(epoch)
         set_learning_rate(optimizer, new)
