@@ -59,7 +59,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             self._broadcast(whole=True)
 
     def _broadcast(self, *, whole: bool) -> None:
-        """Broadcasts the variables that exist. `whole`: all of the model's do, and the optimizer is built if need be."""
+        """Broadcasts the variables that exist. `whole`: all do, and the optimizer is built if need be."""
         optimizer = self.model.optimizer
         if whole and optimizer is not None and not optimizer.built:  # None if a custom train_step has the optimizers
             optimizer.build(self.model.trainable_variables)
