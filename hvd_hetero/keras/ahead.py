@@ -1,4 +1,4 @@
-"""Loading the batches of a `BalancedDataset`, ahead of their use where it has workers."""
+"""Loads the batches of a `BalancedDataset`, ahead of their use if it has workers."""
 
 from __future__ import annotations
 
@@ -14,18 +14,20 @@ from .loading import processes, take
 from .source import Source
 from .stream import EpochStreams
 
-BY_EACH = 2  # batches that a worker loads ahead
+BY_EACH = 2  # batches that are loaded ahead, for each worker
 
 
 class Ahead:
-    """Loads the batches that are dealt, in workers if there are any.
+    """Loads the batches that a sampler deals to this rank, in worker threads or processes, or in the calling thread.
 
     Args:
-        workers: threads, or processes; 0 to load a batch when it is asked for, in the thread that asks.
+        source: the samples.
+        workers: the number of threads or processes; 0 to load a batch when it is asked for, in the calling thread.
+        use_processes: whether workers are processes instead of threads.
 
     Attributes:
-        workers: how many.
-        pool: of them; None for none.
+        workers: their number.
+        pool: the pool of workers; None without workers.
     """
 
     def __init__(self, source: Source, *, workers: int, use_processes: bool) -> None:
@@ -39,18 +41,26 @@ class Ahead:
         self._loading: deque[tuple[Dealt, Future[Batch]]] = deque()
 
     def __len__(self) -> int:
-        """Batches that were dealt and not asked for yet."""
+        """The number of batches that were dealt ahead and not asked for yet."""
         return len(self._loading)
 
     def load(self, dealt: Dealt) -> Batch:
-        """Loads a dealt batch now, in this thread."""
+        """Loads and returns a batch in the calling thread; `dealt` says which samples it has."""
         if isinstance(self._source, EpochStreams):
             self._source.epoch = dealt.epoch
         return self._source.take(dealt.indices)
 
     def next(self, deal: Callable[[], Dealt]) -> tuple[Dealt, Callable[[], Batch]]:
-        """What the next batch is of, dealt now or before, and a function that waits for it; it raises what loading
-        raised."""
+        """The next batch of this rank: what was dealt for it, and a function that returns it when it is loaded.
+
+        Args:
+            deal: deals this rank's part of one more global batch. With workers it is called until enough batches are
+                being loaded ahead.
+
+        Returns:
+            The sample indices of the batch, and a function that waits for the batch. That function raises any error of
+            loading.
+        """
         if self.pool is None:
             dealt = deal()
             return dealt, partial(self.load, dealt)
@@ -61,7 +71,7 @@ class Ahead:
         return dealt, loading.result
 
     def forget(self) -> None:
-        """Drops the batches that were dealt ahead."""
+        """Drops all batches that were dealt ahead, for example because they have to be dealt again."""
         for _, loading in self._loading:
             loading.cancel()
         self._loading.clear()

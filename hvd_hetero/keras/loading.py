@@ -1,4 +1,4 @@
-"""Processes that load batches for a rank, and end with it."""
+"""Worker processes that load batches for a rank, and end when the rank does."""
 
 from __future__ import annotations
 
@@ -13,13 +13,18 @@ from hvd_hetero.engine.loading import Loaders, loaders
 from .batch import Batch
 from .source import Source
 
-_source: Source | None = None  # in such a process
+_source: Source | None = None  # set in each worker process
 
 
 class _Pool(ProcessPoolExecutor):
-    """A pool that, where one of its processes has died, can end the others by SIGTERM, as pools do."""
+    """A process pool whose workers end by SIGTERM once one of them has died.
+
+    Workers ignore SIGTERM while the rank needs them (see `engine.loading`). A pool of which a process has died ends the
+    others by SIGTERM, so that has to be allowed then.
+    """
 
     def submit(self, *arguments: Any, **named: Any) -> Future[Any]:
+        """As of `ProcessPoolExecutor`."""
         future = super().submit(*arguments, **named)
         future.add_done_callback(self._end_if_broken)
         return future
@@ -31,17 +36,18 @@ class _Pool(ProcessPoolExecutor):
 
 
 def processes(workers: int, source: Source) -> Executor:
-    """So many processes, each with this source: `submit(take, indices)`."""
+    """A pool of `workers` processes, each with a copy of `source`. A batch is loaded by `submit(take, indices)`."""
     return _Pool(workers, initializer=_begin, initargs=(loaders(), source))
 
 
 def take(indices: np.ndarray) -> Batch:
-    """The samples at these indices; called in one of the processes."""
+    """The batch of the samples at these indices. Runs in a worker process."""
     assert _source is not None
     return _source.take(indices)
 
 
 def _begin(those: Loaders, source: Source) -> None:
+    """Prepares a worker process: keeps the source, and handles SIGTERM as `engine.loading` says."""
     global _source
     _source = source
     those.begin()

@@ -1,5 +1,7 @@
-"""`SyncBatchNormalization`: batch normalisation over the rows of all ranks, however many each has. And what
-`Normalization` needs where ranks get its variables from elsewhere."""
+"""`SyncBatchNormalization`: batch normalisation over the rows of all ranks, of which each may have another number.
+
+Also `take_in_statistics`, which keeps Keras's `Normalization` consistent when its variables are overwritten.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,11 @@ from .balancer import Balancer
 
 
 def take_in_statistics(model: keras.Model) -> None:
-    """To be called after the variables of `model` were written: `Normalization` computes with what it has made of its
-    own at its last `adapt()`, and makes that anew here."""
+    """Makes the `Normalization` layers of a model use their present variables.
+
+    Must be called after the variables of `model` were written, as by a broadcast. Such a layer computes with values
+    that it has derived from its variables at its last `adapt()`; here it derives them again.
+    """
     for layer in model._flatten_layers():
         if isinstance(layer, keras.layers.Normalization):
             layer.finalize_state()
@@ -28,16 +33,20 @@ def take_in_statistics(model: keras.Model) -> None:
 class SyncBatchNormalization(keras.layers.BatchNormalization):
     """Batch normalisation over the rows of all ranks: what BatchNormalization of one process does on the global batch.
 
-    Statistics and their gradients are weighted by rows (with a mask: those that it leaves), so ranks may have unequal
-    batches. All ranks call it together in training. It has first derivatives only. Arguments are those of
+    Statistics are weighted by the number of rows (with a mask: of rows that are not masked), so ranks may have unequal
+    batches. In training each call is collective. The layer has first derivatives only. Further arguments are those of
     `keras.layers.BatchNormalization`.
 
     Args:
-        balancer: says over how many terms each rank's loss is a mean, and when a batch holds a sample that is another
-            rank's, as `BalancedDataset` gives it to a rank that has none; it is then left out here as well. A rank that
-            has rows and not one term takes part in the statistics, and what flows back through them to its rows is
-            left out. Without a balancer gradients are weighted by rows.
+        balancer: knows over how many terms each rank's loss is a mean, by which gradients through the statistics are
+            weighted. It also knows whether this rank has no sample in a batch, and got one of another rank's from
+            `BalancedDataset`, which is then left out of the statistics. A rank with rows but without a loss term takes
+            part in the statistics, but gets no gradients through them. Without a balancer, gradients are weighted by
+            the samples of each rank.
         process_set: the ranks (default: the balancer's, or all).
+
+    Raises:
+        ValueError: `synchronized` or `renorm` is set.
     """
 
     def __init__(
@@ -60,11 +69,12 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         self._form: Any = importlib.import_module(f"{__package__}.row_sum_{backend.NAME}")
 
     def take(self, balancer: Balancer | None = None, process_set: Any = None) -> None:
-        """Gives a layer a balancer and the ranks, as one that was made from a configuration has none."""
+        """Sets the balancer and the process set of a layer that was made from a configuration, as by `load_model`."""
         self._balancer, self._process_set, self._rows = balancer, process_set, None
 
     def _sum(self, vector: Any, samples: Any) -> Any:
-        if self._rows is None:  # not before: a model may be made before hvd.init()
+        """`vector` summed over ranks, with gradients; `samples`: the rows of this rank's batch. A collective call."""
+        if self._rows is None:  # not in the constructor, as a model may be made before hvd.init()
             balancer, engine = self._balancer, self._engine
             if engine is None and balancer is not None and self._process_set is None:
                 engine = balancer.engine
@@ -79,10 +89,11 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         return self._form.summed(vector, samples, self._rows)
 
     def _forget_ranks(self) -> None:
+        """Makes the next sum use the present ranks; the engine calls it after an elastic reset."""
         self._rows = None
 
     def _moments(self, inputs: Any, mask: Any) -> tuple[Any, Any]:
-        """Mean and biased variance of all ranks' rows; what the base class computes of this rank's."""
+        """The mean and the biased variance of all ranks' rows; the base class takes those of this rank's rows."""
         axes, features = self._reduction_axes, inputs.shape[self.axis]
         if mask is None:
             kept, count = inputs, ops.cast(ops.size(inputs), "float64") / features

@@ -1,4 +1,4 @@
-"""`DistributedOptimizer`: a Keras optimizer whose gradients are those of the global batch."""
+"""`DistributedOptimizer`: makes a Keras optimizer apply the gradient of the global batch."""
 
 from __future__ import annotations
 
@@ -45,36 +45,39 @@ def DistributedOptimizer(
     strategy: LocalSGD | str = "synchronous",
     bucket_bytes: int | None = None,
 ) -> keras.optimizers.Optimizer:
-    """The optimizer, of its own class and with its state, with gradients reduced over all ranks before each update.
+    """Returns an optimizer that reduces gradients over all ranks before each update.
 
-    Without `balancer` every rank's gradient counts alike, as in Horovod. With one, ranks may take unequal shares, and
-    what is applied is the gradient of the mean loss over the whole global batch: g = sum_i n_i g_i / sum_i n_i, with
-    n_i the samples (or, after `balancer.count(n)`, the loss terms) of rank i. Clipping, weight decay, averages of the
-    weights and loss scaling come after that, and so are the same on all ranks. With `gradient_accumulation_steps=k`
-    there is one exchange for k batches, in which all their loss terms count alike.
+    It is of a subclass of the given optimizer's class, and shares its state. A collective call.
+
+    Without `balancer` the gradients of all ranks have equal weights, as in Horovod. With one, ranks may take unequal
+    shares, and the gradient of the mean loss over the whole global batch is applied: g = sum_i n_i g_i / sum_i n_i,
+    with n_i the samples (or, after `balancer.count(n)`, the loss terms) of rank i. Clipping, weight decay, averages of
+    the weights and loss scaling come after that, and so are the same on all ranks. With `gradient_accumulation_steps=k`
+    there is one exchange for k batches, in which all their loss terms have equal weights.
 
     Under the global policy "mixed_float16" the loss is scaled, as `compile()` would do it: by a `LossScaleOptimizer`
     within this one. Saved models name the plain optimizer, so that they open without this package; `hvd.load_model`
     makes it a distributed one again.
 
     Args:
-        name, device_dense, device_sparse, sparse_as_dense, num_groups, groups, scale_local_gradients: Horovod's; of no
-            effect. Gradients travel dense, and `bucket_bytes` says in how many operations.
+        optimizer: the optimizer of the script; the returned one shares its variables and settings.
+        name, device_dense, device_sparse, sparse_as_dense, num_groups, groups, scale_local_gradients: arguments of
+            Horovod without effect. Gradients travel dense, and `bucket_bytes` sets the number of operations.
         compression: one of `hvd.Compression`.
-        gradient_predivide_factor: divides before the sum and multiplies after it.
-        op: hvd.Average, or hvd.Sum, which multiplies by the number of ranks.
-        backward_passes_per_step: sets the optimizer's `gradient_accumulation_steps`, where it is more than 1. That
-            optimizer has to have no variables yet, or as many steps already, as one that was saved.
-        average_aggregated_gradients: whether what is applied is the mean over these batches, as in Keras; False: their
-            sum, so many times the mean, as in Horovod.
+        gradient_predivide_factor: gradients are divided by it before the sum and multiplied by it afterwards.
+        op: hvd.Average, or hvd.Sum, which multiplies the mean by the number of ranks.
+        backward_passes_per_step: a value above 1 sets the optimizer's `gradient_accumulation_steps`. The optimizer must
+            not have variables yet, unless it has that value already, as one that was saved.
+        average_aggregated_gradients: whether to apply the mean gradient over these batches, as Keras does; False: their
+            sum, which is `backward_passes_per_step` times the mean, as Horovod does.
         process_set: the ranks that train together (default: the balancer's, or all).
-        balancer: deals the shares and carries the counts.
+        balancer: deals the shares, and knows the number of samples or loss terms of each rank.
         topology: how gradients are summed; see `hvd_hetero.torch.DistributedOptimizer`.
         strategy: "synchronous", "local", "auto", or a `hvd.LocalSGD(...)`; see `hvd_hetero.torch.DistributedOptimizer`.
-            `hvd.callbacks.LocalSGDCallback` merges before validations, at the end of epochs and of training; in a loop
-            of one's own `optimizer.merge(model)` does.
-        bucket_bytes: at most so many bytes of gradients in one operation (default: 8 MiB; with a topology, what suits
-            its links).
+            Models are merged by `hvd.callbacks.LocalSGDCallback` before validations and at the end of epochs and of
+            training; in a custom loop, by `optimizer.merge(model)`.
+        bucket_bytes: the most bytes of gradients in one operation (default: 8 MiB; with a topology, what suits its
+            links).
 
     Raises:
         ValueError, TypeError: arguments that do not fit together, on the rank that passed them.
@@ -94,7 +97,7 @@ def DistributedOptimizer(
     balancer = weights_of(balancer, process_set)
     if keras.config.dtype_policy().name == "mixed_float16" and not _scales(optimizer):
         optimizer = keras.optimizers.LossScaleOptimizer(optimizer, name="loss_scale_optimizer")
-    # Loss scaling skips batches, and changes the scale of the next: there each batch is exchanged by itself.
+    # Loss scaling may skip a batch, and change the scale for the next. So each batch has an exchange of its own then.
     passes = 1 if _scales(optimizer) else steps
     reducer_of = functools.partial(
         make_reducer,
@@ -107,16 +110,16 @@ def DistributedOptimizer(
         bucket_bytes=bucket_bytes,
         passes=passes,
         batches=steps if steps > passes else None,
-        succeeds=not _scales(optimizer),  # or what is kept back is of a loss at some scale
+        succeeds=not _scales(optimizer),  # residuals of a scaled loss do not suit the next optimizer's scale
         sums=1 if average_aggregated_gradients else backward_passes_per_step,
         strategy=local,
     )
     begin_anew(optimizer, passes)
     cls = distributed_class(type(optimizer))
     distributed: Any = object.__new__(cls)
-    # The same state: what was trained, loaded or scheduled before goes on.
+    # The same state, so that iterations, moments and schedules continue.
     distributed.__dict__.update(vars(optimizer))
-    distributed.__dict__.pop("apply", None)  # of one whose updates have asked for a factor: see `factor`
+    distributed.__dict__.pop("apply", None)  # set on an optimizer that `factor.ask_from_now_on` has changed
     distributed.__dict__[PLACE] = RateFactor(distributed)
     if backward_passes_per_step > 1:
         getattr(distributed, "inner_optimizer", distributed).gradient_accumulation_steps = steps
@@ -127,7 +130,14 @@ def DistributedOptimizer(
 
 
 def weights_of(balancer: Balancer | None, process_set: Any) -> Balancer:
-    """The balancer, or where there is none, equal weights on the process set: that is a collective call."""
+    """The balancer that weights gradients: `balancer`, or one of equal weights if that is None.
+
+    A collective call without `balancer`.
+
+    Raises:
+        TypeError: `balancer` is no Balancer.
+        ValueError: a process set in addition to a balancer.
+    """
     if balancer is None:
         return EqualWeights(backend.engine(process_set))
     if not isinstance(balancer, Balancer):
@@ -154,8 +164,18 @@ def make_reducer(
     kind: str = "optimizer",
     at: int | None = None,
 ) -> GradientReducer:
-    """What reduces gradients, from a user's arguments, and gives `sums` times their mean; `batches`,
-    `succeeds`, `at`: see `GradientReducer`; `kind`: see `Places`. A collective call."""
+    """Makes the reducer of an optimizer or a tape from a user's arguments, which it checks. A collective call.
+
+    Args:
+        optimizer: the class name of the optimizer. Ranks compare it, as they do other arguments, and all raise if it
+            differs.
+        compression, op, predivide, balancer, topology, bucket_bytes: see `DistributedOptimizer`.
+        sums: the result is so many times the mean gradient.
+        passes, batches, succeeds, strategy, kind, at: see `GradientReducer`.
+
+    Raises:
+        ValueError, TypeError: wrong arguments.
+    """
     reduction = op_of(op, "Average", "Sum")
     check_divisor("gradient_predivide_factor", predivide)
     if bucket_bytes is not None:
@@ -193,11 +213,13 @@ def make_reducer(
 
 
 def _accumulated(optimizer: Any, passes: int) -> int:
-    """Over how many batches the optimizer, or the one within it, accumulates gradients: over `passes`, where that is
-    more than 1.
+    """The number of batches over which the optimizer, or the one within a LossScaleOptimizer, accumulates gradients.
+
+    Args:
+        passes: the number that a script asks for; 1: what the optimizer has.
 
     Raises:
-        ValueError: it cannot be changed any more, or `passes` is no number.
+        ValueError: `passes` differs from what the optimizer has, and that cannot be changed any more.
     """
     check_whole("backward_passes_per_step", passes, least=1)
     inner = optimizer.inner_optimizer if _scales(optimizer) else optimizer
@@ -214,10 +236,11 @@ def _accumulated(optimizer: Any, passes: int) -> int:
 
 
 def _named(optimizer: Any) -> str:
-    """Its class, and that of the one within it."""
+    """The class name of an optimizer, followed by that of its inner optimizer in parentheses, if it has one."""
     inner = getattr(optimizer, "inner_optimizer", None)
     return type(optimizer).__name__ + ("" if inner is None else f"({_named(inner)})")
 
 
 def _scales(optimizer: Any) -> bool:
+    """Whether the optimizer scales the loss, as for float16."""
     return isinstance(optimizer, keras.optimizers.LossScaleOptimizer)

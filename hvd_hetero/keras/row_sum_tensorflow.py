@@ -1,4 +1,4 @@
-"""A sum over ranks that gradients flow through, on the TensorFlow back end: through host memory."""
+"""A differentiable sum over ranks, in host memory, for `SyncBatchNormalization` on the TensorFlow back end."""
 
 from __future__ import annotations
 
@@ -9,11 +9,17 @@ import tensorflow as tf
 
 from hvd_hetero.optimizers.moments import RowSum
 
-at_least = tf.maximum  # unlike Keras' own, it keeps float64
+at_least = tf.maximum  # element-wise; unlike Keras' own maximum, it keeps float64
 
 
 def summed(vector: Any, samples: Any, rows: RowSum) -> Any:
-    """`vector`, a float64 tensor of known length, summed over the ranks; `samples`: of this rank's batch."""
+    """Sums a vector over the ranks; its gradient is summed over them as well, weighted by loss terms: see `RowSum`.
+
+    Args:
+        vector: a float64 tensor of known length.
+        samples: the number of rows of this rank's batch, a scalar tensor.
+        rows: does both sums, on the host.
+    """
 
     def on_host(function: Any, *tensors: Any) -> Any:
         result = tf.numpy_function(function, tensors, tf.float64)

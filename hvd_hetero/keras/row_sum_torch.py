@@ -1,4 +1,4 @@
-"""A sum over ranks that gradients flow through, on the torch back end."""
+"""A differentiable sum over ranks, for `SyncBatchNormalization` on the torch back end."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from hvd_hetero.optimizers.moments import RowSum
 
-at_least = torch.clamp_min  # unlike Keras' own maximum, it keeps float64
+at_least = torch.clamp_min  # element-wise maximum; unlike Keras' own, it keeps float64
 
 
 class _Summed(torch.autograd.Function):
@@ -25,7 +25,13 @@ class _Summed(torch.autograd.Function):
 
 
 def summed(vector: torch.Tensor, samples: int, rows: RowSum) -> torch.Tensor:
-    """`vector` summed over the ranks; `samples`: of this rank's batch."""
-    if vector.device.type == "meta":  # Keras asks for shapes
+    """Sums a vector over the ranks; its gradient is summed over them as well, weighted by loss terms: see `RowSum`.
+
+    Args:
+        vector: a float64 tensor.
+        samples: the number of rows of this rank's batch.
+        rows: does both sums.
+    """
+    if vector.device.type == "meta":  # Keras only infers shapes
         return vector
     return _Summed.apply(vector, int(samples), rows)  # type: ignore[no-any-return]

@@ -23,18 +23,18 @@ def load_model(
     safe_mode: bool = True,
     **distributed: Any,
 ) -> Any:
-    """The saved model, with its optimizer and the optimizer's state, which is distributed again, and with the balancer
-    and process set in its layers that take part. A collective call.
+    """Loads a saved model, and makes its optimizer, with its state, a distributed one again. A collective call.
 
-    One that accumulates gradients goes on at its last update: what was added up since then is no part of a model.
+    `SyncBatchNormalization` layers get the balancer and the process set. An optimizer that accumulates gradients goes
+    on from its last update: gradients that were added up since then are not part of a saved model.
 
     Args:
-        filepath: where it was saved, as of `keras.models.load_model`.
+        filepath: the file, as of `keras.models.load_model`.
         custom_optimizers: a script's own classes of optimizers.
         custom_objects: a script's own classes and functions, by their names.
         compression: as of `DistributedOptimizer`.
-        legacy_opts: Horovod's; of no effect.
-        safe_mode: as of `keras.models.load_model`: False also opens what holds code, such as a Lambda layer.
+        legacy_opts: an argument of Horovod without effect.
+        safe_mode: as of `keras.models.load_model`; False also loads files that hold code, such as a Lambda layer.
         distributed: further arguments of `DistributedOptimizer`, by their names.
 
     Raises:
@@ -55,8 +55,10 @@ def load_model(
 
 
 def _of_hdf5(model: Any, filepath: Any) -> Any:
-    """The model's optimizer with its state from an HDF5 file. Keras builds the optimizer of such a file for no
-    variables at all, and drops its state, so that `fit` fails."""
+    """The optimizer of a model that was loaded from an HDF5 file, with its state.
+
+    Keras builds the optimizer of such a file for an empty list of variables, and drops its state, so that `fit` fails.
+    """
     optimizer = model.optimizer
     if not optimizer.built or optimizer._trainable_variables or not model.trainable_variables:
         return optimizer
@@ -69,6 +71,7 @@ def _of_hdf5(model: Any, filepath: Any) -> Any:
 
 
 def _checked(classes: Any) -> Sequence[type]:
+    """The list of a script's optimizer classes, empty for None; raises TypeError for what is no such class."""
     found = list(() if classes is None else classes)
     if any(not isinstance(cls, type) or not issubclass(cls, keras.optimizers.Optimizer) for cls in found):
         raise TypeError(

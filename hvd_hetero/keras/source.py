@@ -1,4 +1,4 @@
-"""Sources of samples: whatever a user has, seen as samples with a number each."""
+"""Sources give `BalancedDataset` access by index to samples of arrays, sequences, PyDatasets and tf.data datasets."""
 
 from __future__ import annotations
 
@@ -15,27 +15,32 @@ from .stream import StreamSource, is_tf_data
 
 
 class Source(Protocol):
-    """Samples that can be taken by number."""
+    """Samples that can be loaded by index."""
 
     @property
     def block(self) -> int:
-        """Neighbouring samples that are loaded together."""
+        """The number of neighbouring samples that are loaded together; shuffling keeps them together."""
 
     @property
     def arrays(self) -> Sequence[np.ndarray]:
-        """Those that should be the same on all ranks: with all samples, where they are in memory."""
+        """Arrays that should be the same on all ranks, which compare their checksums: all samples if they are in
+        memory, otherwise some of them or none."""
 
     def __len__(self) -> int: ...
 
     def take(self, indices: np.ndarray) -> Batch:
-        """The batch of these samples, in this order."""
+        """Loads the samples at `indices`, as one batch in this order."""
 
 
 def source_of(x: Any, y: Any, sample_weight: Any, *, global_batch_size: int) -> Source:
-    """The source for a user's arguments.
+    """Makes the source of a user's data.
+
+    Args:
+        x, y, sample_weight: arguments of `BalancedDataset`.
+        global_batch_size: samples of a global batch.
 
     Raises:
-        TypeError, ValueError: for what has no numbered samples.
+        TypeError, ValueError: data whose samples have no index, or arguments that do not fit together.
     """
     if not is_tf_data(x) and _is_array_like(x):
         return ArraySource(x, y, sample_weight)
@@ -63,7 +68,12 @@ def _is_array_like(x: Any) -> bool:
 
 
 def _column(leaf: Any) -> np.ndarray:
-    """The array of a user's own: a pandas Series is a column, as `fit` makes it one."""
+    """Converts a user's input or target to an array; a pandas Series becomes a column of shape (n, 1), as in `fit`.
+
+    Raises:
+        ValueError: for None.
+        TypeError: for what is not dense.
+    """
     if leaf is None:
         raise ValueError(
             "Expected an array for each input and each target, since a batch of a PyDataset has no place for none. "
@@ -74,7 +84,7 @@ def _column(leaf: Any) -> np.ndarray:
         cls.__name__ == "Series" and cls.__module__.partition(".")[0] == "pandas" for cls in type(leaf).__mro__
     )
     found = array_of(leaf)
-    if found.ndim == 0 and len(getattr(leaf, "shape", ())):  # numpy sees one object
+    if found.ndim == 0 and len(getattr(leaf, "shape", ())):  # numpy has made one object of a sparse array
         raise TypeError(
             f"Expected dense arrays with samples along the first axis. Received: a {type(leaf).__name__}. Make it "
             "dense (toarray(), tf.sparse.to_dense(), to_tensor()), or give an object of single samples, with __len__ "
@@ -84,7 +94,10 @@ def _column(leaf: Any) -> np.ndarray:
 
 
 def _weighted_alike(given: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What was given, with weights of 1 for the outputs for which it has None among sample weights."""
+    """The tuple (x, y, sample_weight) with weights of 1 in the place of each None among its sample weights.
+
+    Tuples without sample weights are returned as they are.
+    """
     leaves = keras.tree.flatten(given[2]) if len(given) == 3 else []
     if all(leaf is not None for leaf in leaves):
         return given
@@ -94,7 +107,11 @@ def _weighted_alike(given: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 class ArraySource:
-    """Arrays, or nested structures of them, with samples along the first axis."""
+    """A source of arrays in memory, or nested structures of arrays, with samples along the first axis.
+
+    Raises:
+        ValueError, TypeError: arrays of unequal length, scalars, or what is not dense.
+    """
 
     block = 1
 
@@ -118,12 +135,15 @@ class ArraySource:
         return self._length
 
     def take(self, indices: np.ndarray) -> Batch:
-        """Rows of the arrays."""
+        """The rows of all arrays at `indices`."""
         return keras.tree.map_structure(lambda leaf: as_floatx(leaf[indices]), self._arrays)
 
 
 class SampleSource:
-    """A sequence whose items are samples: x, (x, y), (x, y, sample_weight), or a dictionary."""
+    """A source of single samples: an object with `__len__` and `__getitem__`.
+
+    Each item is one sample: x, (x, y), (x, y, sample_weight), or a dictionary.
+    """
 
     block = 1
     arrays: Sequence[np.ndarray] = ()
@@ -135,15 +155,18 @@ class SampleSource:
         return len(self._samples)
 
     def take(self, indices: np.ndarray) -> Batch:
-        """The samples, stacked."""
+        """The samples at `indices`, stacked along a new first axis."""
         return stacked([packed(self._samples[int(index)]) for index in indices])
 
 
 class BatchSource:
-    """A PyDataset, whose batches are taken apart into samples.
+    """A source of the samples of a PyDataset, which are cut out of its batches.
 
-    All batches but the last have to be of one size. Samples of a batch stay together in the order of an epoch, so that
-    a rank loads few of them. Which samples a batch has must not change between epochs: shuffling is the balancer's.
+    All batches but the last must have the same size. Shuffling keeps the samples of a batch together, so that a rank
+    loads few batches. Batches must hold the same samples in each epoch: `BalancedDataset` shuffles, not the PyDataset.
+
+    Raises:
+        ValueError: the PyDataset is infinite.
     """
 
     arrays: Sequence[np.ndarray] = ()
@@ -165,7 +188,11 @@ class BatchSource:
         return self._length
 
     def take(self, indices: np.ndarray) -> Batch:
-        """The samples, cut out of the batches that have them."""
+        """Loads the batches of the samples at `indices`, and joins their rows.
+
+        Raises:
+            ValueError: a batch has another size than expected.
+        """
         parts = []
         numbers: np.ndarray = indices // self.block
         starts = [0, *(np.flatnonzero(np.diff(numbers)) + 1)]

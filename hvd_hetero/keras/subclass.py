@@ -1,4 +1,4 @@
-"""The class of a distributed optimizer: that of the user's, and what it does differently."""
+"""The class of a distributed optimizer: a subclass of the user's class that reduces gradients."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ from . import backend
 
 
 def distributed_class(base: type) -> type:
-    """A subclass of `base` that reduces what it applies, and that Keras saves as `base`."""
+    """Makes a subclass of `base` whose `apply` reduces gradients over all ranks first. Keras saves it as `base`.
+
+    `DistributedOptimizer` gives its objects the attributes `_reducer`, `_reducer_of` and `_factor`.
+    """
     public = _public(base)
     cls = type(public.__name__, (base,), {**_methods(base), "__module__": _module(public), "__doc__": base.__doc__})
     name = keras.saving.get_registered_name(base)
     if ">" in name:
-        # A user's own class: under its name Keras finds that class when it loads, and that name when it saves ours.
+        # A user's own class: Keras saves the subclass under the same registered name, and loads `base` by that name.
         package, _, registered = name.partition(">")
         for one in (cls, base):
             keras.saving.register_keras_serializable(package, registered)(one)
@@ -26,7 +29,8 @@ def distributed_class(base: type) -> type:
 def _public(base: type) -> type:
     """The class under whose name a model with an optimizer of class `base` is saved.
 
-    The torch back end makes Keras's own optimizers of private classes, which no other back end could load.
+    With the torch back end, Keras's own optimizers are of private classes, which no other back end could load. Their
+    public class is returned instead.
     """
     own = getattr(keras.optimizers, base.__name__, None)
     return own if isinstance(own, type) and issubclass(base, own) else base
@@ -37,9 +41,10 @@ def _module(public: type) -> str:
 
 
 def _methods(base: type) -> dict[str, Any]:
-    """What a distributed optimizer does differently from its base class."""
+    """The attributes that a distributed optimizer's class overrides or adds, by name."""
 
     def apply(self: Any, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
+        """Reduces the gradients, and updates the variables with them; under a local strategy, ends the local step."""
         grads = list(grads)
         if trainable_variables is not None:
             trainable_variables = list(trainable_variables)
@@ -53,21 +58,29 @@ def _methods(base: type) -> dict[str, Any]:
         self._reducer.updated(self, variables, rate)
 
     def merge(self: Any, model: keras.Model | None = None) -> None:
-        """Returns when all ranks hold one model, in which every step of every rank counts once. A collective call.
+        """Merges the models of all ranks under a local strategy, and returns when all hold the same. A collective call.
 
-        With `model`, its statistics (of BatchNormalization) become those of all ranks' samples as well, and the
-        averages of the weights (`use_ema`) those of all ranks.
+        Every local step of every rank counts once in the merged model. Does nothing with synchronous steps.
+
+        Args:
+            model: its statistics (of BatchNormalization) are averaged as well, and so are the averages of the weights
+                (`use_ema`). None: neither is.
         """
         self._reducer.merge(model, self)
 
     def finalize_variable_values(self: Any, var_list: Sequence[Any]) -> None:
-        """Overwrites the weights with their averages, if this optimizer keeps any, as `fit` does in the end: with those
-        of all ranks, also where ranks have trained apart. Then it is a collective call."""
+        """Overwrites the weights with their moving averages, if the optimizer keeps any (`use_ema`); `fit` ends so.
+
+        With a local strategy, the averages of all ranks are merged before, which is a collective call.
+        """
         self._reducer.merge_averages(self)
         base.finalize_variable_values(self, var_list)  # type: ignore[attr-defined]
 
     def reduce_anew(self: Any) -> None:
-        """Makes a new reducer for the present ranks, after an elastic reset. A collective call."""
+        """Replaces the reducer by a new one for the present ranks; the engine calls it after an elastic reset.
+
+        A collective call.
+        """
         before = vars(self).get("_reducer")
         if before is not None:
             before.close()
@@ -75,11 +88,12 @@ def _methods(base: type) -> dict[str, Any]:
         self._reducer.follow(self)
 
     def from_config(cls: type, config: dict[str, Any], **arguments: Any) -> Any:
-        """A plain optimizer: what makes one distributed is no part of a configuration."""
+        """Makes a plain optimizer of class `base`, as a configuration does not say how an optimizer is distributed."""
         return base.from_config(config, **arguments)  # type: ignore[attr-defined]
 
     def set_attribute(self: Any, name: str, value: Any) -> None:
-        if name == "loss_scale_factor" and value is None:  # as a LossScaleOptimizer does to what it is put around
+        """Sets an attribute; raises ValueError if a LossScaleOptimizer is being put around this optimizer."""
+        if name == "loss_scale_factor" and value is None:  # what a LossScaleOptimizer does to its inner optimizer
             raise ValueError(
                 "Expected hvd.DistributedOptimizer outermost, so that all ranks skip the same steps. Received: a "
                 "LossScaleOptimizer around it, as compile() makes for a model of the policy mixed_float16. Pass "

@@ -1,4 +1,8 @@
-"""Hands on what codecs have kept back of variables' gradients, when a model is compiled with another optimizer."""
+"""Passes the codecs' residuals of error feedback from one optimizer to the next that trains the same variables.
+
+A residual is what a lossy codec has kept back of a gradient, to be sent with a later one. Without this it would be lost
+when a model is compiled with another optimizer.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +23,13 @@ T = TypeVar("T")
 
 
 class OfVariables(Generic[T]):
-    """A mapping from variables, held weakly, to values. By identity, as variables compare elementwise."""
+    """A mapping from variables to values, by identity, as variables compare elementwise. It holds variables weakly."""
 
     def __init__(self) -> None:
         self._found: dict[int, tuple[weakref.ref[Any], T]] = {}
 
     def get(self, variable: Any) -> T | None:
+        """The value of a variable; None if it has none."""
         known, value = self._found.get(id(variable), (None, None))
         return value if known is not None and known() is variable else None
 
@@ -33,6 +38,7 @@ class OfVariables(Generic[T]):
         return {value for _, value in list(self._found.values())}  # a copy, as variables may die meanwhile
 
     def put(self, variable: Any, value: T) -> None:
+        """Sets the value of a variable, until the variable dies."""
         key = id(variable)
 
         def dies(reference: Any) -> None:
@@ -47,7 +53,7 @@ _NEXT = itertools.count(1)
 
 
 def number_of(variable: Any) -> int:
-    """A number of the variable, unique in this process; 0 for a tensor, which is a new object each time."""
+    """The number of a variable, unique in this process; 0 for a tensor, which is a new object each time."""
     if not hasattr(variable, "assign"):
         return 0
     number = _NUMBERS.get(variable)
@@ -57,13 +63,20 @@ def number_of(variable: Any) -> int:
 
 
 def are_gone(numbers: Sequence[int]) -> bool:
-    """Whether all variables with these numbers are gone; False if there were none."""
+    """Whether all variables with these numbers are garbage-collected; False if the numbers are all of tensors."""
     mine = set(numbers) - {0}
     return bool(mine) and not mine & _NUMBERS.values()
 
 
 class KeptBack:
-    """Takes and gives what the codecs of one exchange keep back, by the number of the variable."""
+    """Reads and writes the residuals of the codecs of one exchange, by variable.
+
+    Args:
+        exchange: the all-reduce of the buckets, which has the residuals as flat buckets.
+        layout: the place of each gradient in the buckets.
+        specs: shapes and types of the gradients; None for a variable without one.
+        variables: the variables of the gradients, in the same order.
+    """
 
     def __init__(
         self, exchange: WeightedExchange, layout: BucketLayout, specs: Sequence[Spec | None], variables: Sequence[Any]
@@ -75,16 +88,19 @@ class KeptBack:
             at = 0
             for index in members:
                 piece = slice(at, at := at + layout.specs[index].length)
-                if index < len(owners):  # what follows are marks
+                if index < len(owners):  # what follows are no gradients, but marks of which ranks have one: `presence`
                     self._pieces[owners[index]] = bucket, piece
 
     def release(self) -> dict[int, Any]:
-        """Returns, and forgets, what is kept back of this rank's gradients, weighted, by the variables' numbers."""
+        """Returns the residuals of this rank, by the variables' numbers, and clears them.
+
+        They are weighted, as the gradients are in the buckets.
+        """
         flats = self._exchange.release()
         return {key: flats[bucket][piece] for key, (bucket, piece) in self._pieces.items() if flats[bucket] is not None}
 
     def give(self, kept: Mapping[int, Any], *, factor: float = 1.0) -> None:
-        """Sends with the next sums what `release` returned, times `factor`."""
+        """Adds residuals that `release` returned, times `factor`, to the next gradients that are sent."""
         flats: list[Any] = [None] * len(self._buckets)
         for key, array in kept.items():
             bucket, piece = self._pieces[key]
@@ -98,8 +114,15 @@ _REDUCED_BY: OfVariables[weakref.ref[ReducedStep]] = OfVariables()
 
 
 def take_over(step: ReducedStep, variables: Sequence[Any]) -> None:
-    """Makes `step` the one that reduces these variables' gradients, and gives it what the codecs of another step have
-    kept back of them. Needs no communication, as what is kept back is this rank's own."""
+    """Makes `step` the one that reduces the gradients of these variables, and moves their residuals to it.
+
+    Residuals come from the steps that reduced these gradients before, if these allow it (`ReducedStep.gives_to`).
+    Residuals of other variables stay where they are. This needs no communication, as each rank has its own residuals.
+
+    Args:
+        step: the step whose codecs get the residuals.
+        variables: the variables whose gradients it reduces.
+    """
     before: dict[ReducedStep, list[int]] = {}
     for variable in variables:
         reference = _REDUCED_BY.get(variable)

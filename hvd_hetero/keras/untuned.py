@@ -1,9 +1,9 @@
-"""Datasets that TensorFlow does not tune, so that destroying an iterator does not wait for its tuner.
+"""Datasets for which TensorFlow's autotuner is off, so that destroying an iterator does not wait for the tuner.
 
-TensorFlow tunes each iterator of a tf.data.Dataset in a thread. That thread sleeps for longer and longer, at last for a
-minute, and may miss that it is to end, as the signal that wakes it comes before the flag is set (TensorFlow 2.21).
-Destroying the iterator then waits for the thread, about as long as the iterator has lived: docs/measured.md says how
-often.
+TensorFlow tunes each iterator of a tf.data.Dataset in a thread. That thread sleeps for longer and longer intervals, up
+to a minute. It may miss that it should end, as the signal that wakes it comes before the flag is set (TensorFlow 2.21).
+Destroying the iterator then waits for the thread, about as long as the iterator has lived. docs/measured.md says how
+often that happens.
 """
 
 from __future__ import annotations
@@ -18,23 +18,30 @@ import keras
 
 
 class UntunedDataset(keras.utils.PyDataset):
-    """A PyDataset that TensorFlow does not tune: there is nothing to tune, as Python makes its batches."""
+    """A PyDataset for which TensorFlow's autotuner is off. It has nothing to tune, as Python makes the batches."""
 
     def read(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """The batches that Keras reads from this dataset; a subclass may end them early."""
+        """The batches that Keras gets from this dataset. A subclass may override this, to end them early.
+
+        Args:
+            batches: the iterator that Keras has made of this dataset.
+        """
         return batches
 
 
 def untuned(dataset: Any) -> Any:
-    """The same tf.data.Dataset, with TensorFlow's tuner switched off."""
+    """A tf.data.Dataset with the same elements, and with TensorFlow's autotuner off."""
     options = sys.modules["tensorflow"].data.Options()
     options.autotune.enabled = False
     return dataset.with_options(options)
 
 
 def _leave_untuned() -> None:
-    """Makes Keras leave an `UntunedDataset` untuned, and read it through `read`. Keras has no public hook for what it
-    makes of a PyDataset."""
+    """Patches Keras to switch off the autotuner for an `UntunedDataset`, and to read it through `UntunedDataset.read`.
+
+    Keras has no public hook for the tf.data.Dataset that it makes of a PyDataset. If a later Keras has moved the
+    methods, nothing is patched.
+    """
     try:
         adapters = importlib.import_module("keras.src.trainers.data_adapters.py_dataset_adapter")
         as_made, as_read = adapters.PyDatasetAdapter.get_tf_dataset, adapters.PyDatasetAdapter._get_iterator

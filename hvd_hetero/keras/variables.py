@@ -1,4 +1,4 @@
-"""The variables of a model or an optimizer, as a job keeps them and hands them to ranks that join."""
+"""The variables of a model or an optimizer, as elastic states and checkpoints save, restore and broadcast them."""
 
 from __future__ import annotations
 
@@ -10,34 +10,46 @@ import numpy as np
 
 from .normalization import take_in_statistics
 
-SEED = "seed_generator_state"  # the name of the variable that a layer draws random numbers from
+SEED = "seed_generator_state"  # the name of the variable with the state of a layer's random generator
 
 
 class Variables:
-    """Variables of a model or an optimizer, whose number does not change."""
+    """Saves and restores the variables of a model or an optimizer, whose number must not change.
+
+    `KerasState` makes one for each model and optimizer that it keeps.
+
+    Args:
+        owner: a model or an optimizer, built.
+    """
 
     def __init__(self, owner: Any) -> None:
         self.owner = owner
 
     @property
     def variables(self) -> list[Any]:
-        """Those that ranks share: of a model its weights, and not what each rank draws random numbers from."""
+        """The variables that are the same on all ranks: the weights of a model, without the states of its random
+        generators, or all variables of an optimizer."""
         return list(self.owner.weights if isinstance(self.owner, keras.Model) else self.owner.variables)
 
     @property
     def own(self) -> list[Any]:
-        """Those of a model that are each rank's own: statistics of its samples, and where its random numbers are."""
+        """The variables of a model that may differ between ranks: non-trainable weights, such as the statistics of
+        BatchNormalization, and states of random generators. Empty for an optimizer."""
         if not isinstance(self.owner, keras.Model):
             return []
         seeds = [v for v in self.owner.non_trainable_variables if v.path.endswith(SEED)]
         return [*self.owner.non_trainable_weights, *seeds]
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """Copies of them, by place."""
+        """Copies of `variables`, by their index."""
         return {str(at): array_of(v) for at, v in enumerate(self.variables)}
 
     def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
-        """Assigns what `state_dict` returned. Raises ValueError for other variables."""
+        """Assigns what `state_dict` returned.
+
+        Raises:
+            ValueError: the number or the shapes of the variables differ.
+        """
         variables = self.variables
         shapes = [tuple(state[str(at)].shape) for at in range(len(state))]
         if shapes != [tuple(v.shape) for v in variables]:
@@ -50,12 +62,19 @@ class Variables:
         self.written()
 
     def own_state(self) -> dict[int, np.ndarray]:
-        """Copies of this rank's own, by their places among all variables: which layers are frozen may change."""
+        """Copies of `own`, by their index among all variables of the model.
+
+        That index stays the same when layers are frozen or thawed.
+        """
         places = {id(v): at for at, v in enumerate(self.owner.variables)}
         return {places[id(v)]: array_of(v) for v in self.own}
 
     def load_own_state(self, state: Mapping[int, np.ndarray] | Sequence[np.ndarray]) -> None:
-        """Assigns what `own_state` returned; or, of an earlier version's file, the values of what is this rank's own.
+        """Assigns what `own_state` returned.
+
+        Args:
+            state: values by index among all variables; or, from a file of an earlier version, a list of the values of
+                `own`.
         """
         variables = self.owner.variables if isinstance(state, Mapping) else self.own
         for at, value in state.items() if isinstance(state, Mapping) else enumerate(state):
@@ -63,13 +82,18 @@ class Variables:
         self.written()
 
     def written(self) -> None:
-        """Refreshes what layers compute from their variables; to be called after these were assigned."""
+        """Refreshes what layers cache of their variables; must be called after variables were assigned."""
         if isinstance(self.owner, keras.Model):
             take_in_statistics(self.owner)
 
 
 def check_built(name: str, owner: Any) -> None:
-    """Raises ValueError for a model or an optimizer whose variables are not known yet."""
+    """Raises ValueError for a model or an optimizer that is not built, so that its variables do not exist yet.
+
+    Args:
+        name: what the caller named it, for the message.
+        owner: the model or optimizer.
+    """
     received, unknown = "one that is not", []
     if isinstance(owner, keras.optimizers.Optimizer):
         what, how = "an optimizer", f"Call {name}.build(model.trainable_variables), of the model that it trains."
@@ -84,10 +108,11 @@ def check_built(name: str, owner: Any) -> None:
 
 
 def _unbuilt(model: keras.Model) -> list[str]:
-    """The layers, by their names, that may still make variables. `build(shape)` of a subclass of keras.Model makes none
-    of those of its layers, and says that it is built.
+    """The names of layers that may still make variables, although the model says that it is built.
 
-    What a model that was called has not built, it has no use for. Keras has no public name for whether it was.
+    `build(shape)` of a subclass of keras.Model sets `built` without building its layers. Layers that a call of the
+    model has not built are never used, so a model that was called has none. Keras has no public name for whether it
+    was called.
     """
     if getattr(model, "_called", False):
         return []
@@ -97,5 +122,5 @@ def _unbuilt(model: keras.Model) -> list[str]:
 
 
 def array_of(variable: Any) -> np.ndarray:
-    """A copy of a variable's values."""
+    """A copy of a variable's value as a numpy array."""
     return np.array(keras.ops.convert_to_numpy(variable))

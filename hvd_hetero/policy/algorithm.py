@@ -1,15 +1,16 @@
-"""Which algorithm sums a bucket of so many bytes fastest: what links make one expect, and what timing says.
+"""Chooses the algorithm that all-reduces a bucket fastest, from a model of the links and from measured times.
 
 With p ranks on m nodes, at most R on one, n bytes, latency a and seconds per byte b of a local (l) and a cross (x) link
-(FORMULAE of ring all-reduce as in Thakur, Rabenseifner & Gropp 2005; of the levels as in BlueConnect, MLSys 2019):
+(ring all-reduce as in Thakur, Rabenseifner & Gropp 2005; two levels as in BlueConnect, MLSys 2019):
 
     flat      2 (p - 1) a_x + 2 (p - 1) / p n b_x
     rails     2 (R - 1) a_l + 2 (R - 1) / R n b_l + 2 (m - 1) a_x + 2 (m - 1) / m n b_x
     leader    2 (R - 1) a_l + 2 n b_l             + 2 (m - 1) a_x + 2 (m - 1) / m n b_x
 
-where the rails of a node share one network interface, so that together they take as long as a leader alone. A codec of
-ratio r divides n between the nodes by r. So the hierarchy saves slow hops – much of the latency, little of the
-bandwidth – and for large n it is the codec between the nodes that gains.
+"scatter" is expected to take as long as "rails" (see `engine.hierarchy` for the algorithms). The rails of a node share
+one network interface, so together they take as long between the nodes as a leader alone. A codec of compression ratio r
+divides n between the nodes by r. So two levels save slow hops (much of the latency, little of the transfer time), and
+for large n it is the codec between the nodes that saves time.
 """
 
 from __future__ import annotations
@@ -22,13 +23,19 @@ from .topology import Topology
 
 
 def expected_s(algorithm: str, size_bytes: float, topology: Topology, *, ratio: float = 1.0) -> float:
-    """Seconds that the formulas above expect of `algorithm`, from the links of `topology`.
+    """The seconds of an all-reduce by the formulas of this module's docstring.
+
+    `hvd-hetero probe` prints them; what a job uses follows from measured times, see `choose`.
 
     Args:
-        ratio: bytes of the array over bytes that travel between nodes (with "flat", between ranks).
+        algorithm: "flat", "rails", "scatter" or "leader".
+        size_bytes: size of the array.
+        topology: nodes, with measured links.
+        ratio: compression ratio of a codec: bytes of the array over bytes that travel between nodes (with "flat",
+            between ranks).
 
     Raises:
-        ValueError: an unknown algorithm, or a topology without links that it needs.
+        ValueError: an unknown algorithm, or a topology without a link that is needed.
     """
     local, cross = topology.local, topology.cross
     nodes, rails, ranks = len(topology.nodes), topology.rails, topology.size
@@ -58,22 +65,26 @@ def _rate(link: Link) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """The algorithm that sums a bucket, and why it was chosen."""
+    """The route that was chosen for a bucket, and why."""
 
-    route: str
-    predicted_s: float
+    route: str  # the title of the route: its algorithm and codecs
+    predicted_s: float  # predicted or measured seconds of the bucket's sum
     reason: str
 
 
-MARGIN = 0.1  # so much less time than flat must a route promise: timing has errors, and flat has the fewest operations
+MARGIN = 0.1  # a route replaces the default only if it takes less time by this fraction: timing has errors
 
 
 def choose(size_bytes: float, timed: Mapping[str, Link], *, default: str) -> Choice:
-    """The route that should be fastest for `size_bytes`, from the time each took at several sizes.
+    """The route that should be fastest for a bucket of `size_bytes`.
 
     Args:
-        timed: route → what it takes for n bytes, as timed.
-        default: the route to beat, by `MARGIN`.
+        size_bytes: size of the bucket.
+        timed: maps each route to its time as a function of size, fitted to timings.
+        default: the route that is chosen unless another one is faster by `MARGIN`.
+
+    Raises:
+        ValueError: `default` was not timed.
     """
     if default not in timed:
         raise ValueError(f"default: expected one of {', '.join(timed)}. Received: {default!r}.")
@@ -91,14 +102,27 @@ def choose(size_bytes: float, timed: Mapping[str, Link], *, default: str) -> Cho
 
 
 def rivals(size_bytes: float, timed: Mapping[str, Link], chosen: str, *, within: float = 1.5) -> Sequence[str]:
-    """The routes that a trial on the running job should compare: `chosen` and, if it is near, the next best."""
+    """The routes that a trial on the running job should compare, see `router.Trial`.
+
+    Args:
+        size_bytes: size of the bucket.
+        timed: as for `choose`.
+        chosen: the route that `choose` returned.
+        within: the next best route is compared too if it should take at most so many times as long as `chosen`.
+    """
     predicted = sorted((line.time_s(size_bytes), route) for route, line in timed.items() if route != chosen)
     near = [route for seconds, route in predicted[:1] if seconds <= within * timed[chosen].time_s(size_bytes)]
     return (chosen, *near)
 
 
 def confirm(measured_s: Mapping[str, Sequence[float]], chosen: str, size_bytes: float) -> Choice:
-    """What the trial says: the route with the smallest median, `chosen` unless another is faster by `MARGIN`."""
+    """The result of a trial on the running job: `chosen`, unless another route has a smaller median by `MARGIN`.
+
+    Args:
+        measured_s: maps each route to its measured seconds.
+        chosen: the route that `choose` returned.
+        size_bytes: size of the bucket, for the reason.
+    """
     medians = {route: sorted(times)[len(times) // 2] for route, times in measured_s.items()}
     best = min(medians, key=lambda route: (medians[route], route))
     if medians[best] > (1 - MARGIN) * medians[chosen]:

@@ -1,9 +1,9 @@
-"""Buckets: which tensors travel together.
+"""Buckets: which tensors are summed together, in one operation.
 
-Gradients become ready one after another. Few large messages cost little latency, many small ones start earlier: a
+Gradients become ready one after another. Few large messages cost little latency; many small ones start earlier. A
 bucket is closed when it is full, in the order in which tensors become ready (Li et al. 2020, "PyTorch Distributed",
-section 3.2.3: 25 MB, and a small first bucket so that communication starts early). What becomes ready last has no
-backward pass left to hide behind, so the last bucket may be kept small as well.
+section 3.2.3: 25 MB, and a small first bucket so that communication starts early). No backward pass is left to hide
+the exchange of the last bucket, so it may be kept small as well.
 """
 
 from __future__ import annotations
@@ -14,30 +14,39 @@ from .link import Link
 
 Buckets = tuple[tuple[int, ...], ...]
 
-FIXED_PART = 0.1  # of a bucket's time may be what an operation costs whatever its size
-LEAST_BYTES = 2**20
-# A second bucket costs every rank an operation, 0.1 to 0.2 ms of CPU: what has fewer bytes than this keeps one, as what
-# could be hidden is worth less.
+FIXED_PART = 0.1  # the fraction of a bucket's time that latency may take
+LEAST_BYTES = 2**20  # no cap is smaller
+# Gradients of fewer bytes in all are not split for overlap: a second bucket costs every rank an operation, 0.1 to 0.2
+# ms of CPU, and less communication than that could be hidden.
 OVERLAP_BYTES = 2**20
 
 
 def cap_bytes(line: Link, *, most: int) -> int:
-    """How many bytes should travel together, where a sum of n takes latency + n / bandwidth.
+    """The size in bytes up to which buckets should be filled.
 
-    Small buckets start early and leave little for the end of the backward pass, but each pays the latency: the cap is
-    the smallest at which that is `FIXED_PART` of the time, from `LEAST_BYTES` to `most`.
+    Small buckets start early and leave little communication for the end of the backward pass, but each costs the
+    latency. The cap is the smallest at which the latency is `FIXED_PART` of the time, within `LEAST_BYTES` and `most`.
+
+    Args:
+        line: the time of an all-reduce: latency + bytes / bandwidth.
+        most: the largest cap, in bytes.
     """
     enough = line.latency_s * (1 / FIXED_PART - 1) * line.bandwidth_bytes_per_s
     return min(most, max(LEAST_BYTES, round(enough)))
 
 
 def assign(sizes_bytes: Sequence[int], *, cap_bytes: int, last_cap_bytes: int | None = None) -> Buckets:
-    """Consecutive indices, each in exactly one bucket; no bucket beyond its cap unless it holds a single tensor.
+    """Buckets of consecutive tensor indices. Each index is in exactly one bucket.
+
+    A bucket exceeds its cap only if it holds a single tensor.
 
     Args:
         sizes_bytes: one size per tensor, in the order in which they become ready.
-        cap_bytes: the most that travels together.
-        last_cap_bytes: the same for the last bucket (default: `cap_bytes`).
+        cap_bytes: the most bytes of a bucket.
+        last_cap_bytes: the most bytes of the last bucket (default: `cap_bytes`).
+
+    Raises:
+        ValueError: a cap below 1, or a negative size.
     """
     for name, cap in (("cap_bytes", cap_bytes), ("last_cap_bytes", last_cap_bytes)):
         if cap is not None and cap < 1:
@@ -62,9 +71,18 @@ def assign(sizes_bytes: Sequence[int], *, cap_bytes: int, last_cap_bytes: int | 
 
 def by_dtype(sizes_bytes: Sequence[int], dtypes: Sequence[Hashable], *, cap_bytes: int,
              last_cap_bytes: int | None = None) -> Buckets:
-    """Buckets of one dtype each, in the order in which they are complete; `dtypes` may be any key per tensor.
+    """Buckets of tensors of one dtype each, in the order in which they are complete.
 
-    Within each dtype it is `assign`. The last cap concerns the dtype of the last tensor.
+    Tensors of each dtype are put into buckets by `assign`.
+
+    Args:
+        sizes_bytes: one size per tensor, in the order in which they become ready.
+        dtypes: a key per tensor; those with equal keys may share a bucket.
+        cap_bytes: the most bytes of a bucket.
+        last_cap_bytes: the most bytes of the last bucket of the last tensor's dtype (default: `cap_bytes`).
+
+    Raises:
+        ValueError: as `assign`, or not one dtype per tensor.
     """
     if len(dtypes) != len(sizes_bytes):
         raise ValueError(f"dtypes: expected one for each of {len(sizes_bytes)} tensors. Received: {len(dtypes)}.")
@@ -80,8 +98,11 @@ def by_dtype(sizes_bytes: Sequence[int], dtypes: Sequence[Hashable], *, cap_byte
 
 
 def as_ready(sizes_bytes: Sequence[int], dtypes: Sequence[Hashable], *, cap_bytes: int) -> Buckets:
-    """`by_dtype` for what becomes ready in this order, while more is computed: the last bucket, which has nothing left
-    to hide behind, holds at most half of all."""
+    """Buckets as of `by_dtype` for gradients that become ready in this order during a backward pass.
+
+    The last bucket holds at most half of all bytes, as no computation is left to hide its exchange. With
+    `OVERLAP_BYTES` or less in all, it has no smaller cap than the others.
+    """
     whole = sum(sizes_bytes)
     last = min(cap_bytes, whole // 2) if whole > OVERLAP_BYTES else cap_bytes
     return by_dtype(sizes_bytes, dtypes, cap_bytes=cap_bytes, last_cap_bytes=last)

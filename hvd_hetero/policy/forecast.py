@@ -1,7 +1,8 @@
-"""What a job would make of its hardware otherwise: with equal shares, with the best ones, without its slower ranks.
+"""Forecasts the speed of a job with other settings: equal shares, best shares, local steps, fewer ranks.
 
-A rank is worth having where all are faster with it than without (time T*(all) against T*(without i), each with the best
-split of the global batch): one that is too slow to take a single sample within the others' step holds them up.
+A rank is worth having if a step of all ranks, T*(all), is shorter than a step without it, T*(without i), each with the
+best split of the global batch. A rank that cannot process a single sample within the step of the others slows them
+down. `hvd-hetero plan` shows these forecasts.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from .speed import SpeedModel
 from .staleness import ROUND_STEPS
 from .strategy import Prediction, predict_local, predict_synchronous
 
-MOST_NAMED = 8  # ranks
-GROWTH = 1.25  # of two numbers of ranks to do without, the larger one over the other, where there are many
+MOST_NAMED = 8  # the most ranks that a title lists by number
+GROWTH = 1.25  # ratio between consecutive numbers of ranks to leave out, for large numbers
 
 
 class Way(enum.Enum):
@@ -31,15 +32,15 @@ class Way(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """One way to train, and what it should achieve."""
+    """A way to train, its shares, and the speed that it should reach."""
 
     way: Way
-    shares: tuple[int, ...]  # of all ranks; 0 for one that takes no part
+    shares: tuple[int, ...]  # samples of a global batch, by rank; 0 for a rank that is left out
     prediction: Prediction
 
     @property
     def title(self) -> str:
-        """The way in words."""
+        """The way in words, with the ranks that are left out."""
         if self.way is not Way.FEWER:
             return self.way.value
         if len(self.without) > MOST_NAMED:
@@ -48,7 +49,7 @@ class Forecast:
 
     @property
     def step_s(self) -> float | None:
-        """Seconds of a step, where ranks step together."""
+        """Seconds of a synchronous step; None for local steps."""
         return None if self.way is Way.LOCAL else self.prediction.period_s
 
     @property
@@ -58,12 +59,15 @@ class Forecast:
 
     @property
     def without(self) -> tuple[int, ...]:
-        """The ranks that take no part."""
+        """The ranks that have no samples."""
         return tuple(rank for rank, share in enumerate(self.shares) if not share)
 
 
 def counts(most: int) -> list[int]:
-    """The numbers of ranks to leave out for which a forecast is made, `most` at most."""
+    """The numbers of ranks to leave out for which a forecast is made: 1, 2, 3, ... up to `most`.
+
+    Beyond 2 * `MOST_NAMED` they grow by the factor `GROWTH` instead of by 1.
+    """
     found: list[int] = []
     while not found or found[-1] < most:
         last = found[-1] if found else 0
@@ -81,16 +85,19 @@ def forecasts(
     round_steps: int = ROUND_STEPS,
     micro_batch: Sequence[int | None] | None = None,
 ) -> list[Forecast]:
-    """The ways there are, as far as the bounds allow them: equal shares, the best shares, nobody waiting for anybody,
-    and the best shares without the slowest rank, the two slowest, and so on: of many ranks not every number of them.
+    """A forecast for each way to train that the bounds allow.
+
+    These are equal shares, the best shares, the best shares with local steps, and the best shares without the slowest
+    rank, without the two slowest, and so on; of large numbers of ranks, only those of `counts`.
 
     Args:
-        models: the speed of each rank.
-        bounds: of each rank's share, but for its lower bound, which a rank that takes no part does not have.
-        jitters: by rank; None: all are steady.
-        exchange_s: seconds of a step beside computing, which only one rank alone is taken to be spared.
-        round_steps: of local SGD.
-        micro_batch: the most samples of one pass, by rank; None: a share takes one pass.
+        models: the speed model of each rank.
+        global_batch_size: samples of a global batch.
+        bounds: of shares, by rank; a rank that is left out has a share of 0, whatever its lower bound. None: no bounds.
+        jitters: by rank; None: all ranks are steady.
+        exchange_s: seconds of a step beyond computing. It is taken to be the same for any number of ranks above one.
+        round_steps: local steps of the fastest rank in a round of local SGD.
+        micro_batch: by rank, the most samples of one pass; None: a share takes one pass.
 
     Raises:
         InfeasibleError: no shares within the bounds sum to the global batch.
@@ -101,6 +108,7 @@ def forecasts(
     caps = [None] * len(models) if micro_batch is None else list(micro_batch)
 
     def together(way: Way, shares: Sequence[int]) -> Forecast:
+        """The forecast for synchronous steps of the ranks that have a share."""
         some = [rank for rank in ranks if shares[rank]]
         prediction = predict_synchronous(
             [models[rank] for rank in some], [shares[rank] for rank in some], jitters=[steady[rank] for rank in some],
@@ -114,7 +122,7 @@ def forecasts(
     equal = equal_shares(global_batch_size, len(models))
     if all(map(Bound.allows, limits, equal)):
         found.append(together(Way.EQUAL, equal))
-        # What balances the means of ranks that vary much may let all wait longer: any of them may be the last.
+        # Shares that balance mean times may be worse if times vary much, as then any of many ranks may be the last.
         best = min(best, replace(found[0], way=Way.BEST), key=lambda each: each.prediction.period_s)
     found.append(best)
     local = predict_local(models, balanced, round_steps=round_steps, merge_s=exchange_s, jitters=steady,
@@ -134,7 +142,12 @@ def forecasts(
 
 
 def advice(found: Sequence[Forecast], *, worth: float = 0.02) -> str:
-    """Which ranks to have, in a sentence; `worth`: less of a gain is none."""
+    """A sentence that says whether the slowest ranks are worth having.
+
+    Args:
+        found: what `forecasts` returned.
+        worth: relative; a smaller gain counts as none.
+    """
     whole = next(each for each in found if each.way is Way.BEST)
     fewer = [each for each in found if each.way is Way.FEWER]
     if len(whole.shares) == 1:

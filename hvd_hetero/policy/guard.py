@@ -1,25 +1,27 @@
-"""The consensus guard of local SGD: rounds become shorter where ranks drift apart, and longer again where they do not.
+"""The consensus guard of local SGD: it shortens rounds when the ranks' models drift apart, and lengthens them again.
 
-With u_i the progress of rank i in a round (delta over norm, see `staleness`) and means weighted by w:
+With u_i the progress of rank i in a round (its delta over its norm, see `staleness`) and means weighted by w:
 
     drift ratio = sqrt(mean ||u_i - mean u||^2) / ||mean u||
 
-A limit on the ratio as such would be wrong. Pure noise of variance v_i gives, however short the round,
+A fixed limit on this ratio would be wrong. Gradient noise of variance v_i alone gives, however short the round,
 
     noise ratio = sqrt(mean v / sum p_i^2 v_i - 1)          p = w / sum w;  sqrt(N - 1) for N equal ranks
 
-and a common direction only makes it smaller. A ratio *above* the noise ratio needs deviations that cancel in the mean:
-ranks that pull to different places. Noise grows with the root of the steps and such pulls with the steps, so the ratio
-over the noise ratio, squared, is about 1 + steps * pull^2 / noise^2. The guard therefore bounds that quotient: rounds
-are as long as drift hides in noise. Noise alone shortens none, and without noise different pulls end at single steps,
-where the mean is exact.
+and a direction that all ranks have in common makes the drift ratio smaller. A drift ratio *above* the noise ratio needs
+deviations that cancel in the mean: ranks that pull the model to different places. Noise grows with the root of the
+number of steps and such pulls grow with the number of steps, so the square of drift ratio over noise ratio is about
+1 + steps * pull^2 / noise^2. The guard therefore bounds the quotient of the two ratios: rounds are as long as noise
+hides the drift. Noise alone shortens no round. Without noise, different pulls lead to rounds of a single step, in which
+the mean is exact.
 
-Where few directions hold all the noise, a single mean may be short by luck and its quotient large. So 1 / quotient^2 is
-averaged, in which such luck is a number near 0 among others and not a huge one: the squared means of several merges
-pooled. Only after some merges of one length is anything decided.
+If few directions hold all the noise, a single mean u may by chance be short and its quotient large. So the guard
+averages 1 / quotient^2 over several merges: there, such a merge is one number near 0 among others. Nothing is decided
+before several merges of one round length were seen.
 
-Halving, and one step more after calm merges, as flodl's El Che does it. Between the two limits lies a factor of
-(limit^2 - 1) / (calm^2 - 1), 2.8 as given: halving lands between them, and nothing swings.
+Rounds are halved above the limit, and get one step more after calm merges, as in flodl's El Che. Between the two limits
+lies a factor of (limit^2 - 1) / (calm^2 - 1) in steps, 2.8 with the defaults: halving ends between them, so the length
+does not oscillate.
 """
 
 from __future__ import annotations
@@ -28,22 +30,25 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-HARMLESS = 0.5      # a noise ratio counts as no less: ranks that all go nearly the same way do not have to stop for it
+HARMLESS = 0.5      # a noise ratio counts as no less: drift below this is harmless, as ranks go nearly the same way
 CALMEST = 2.0       # 1 / quotient^2 counts as no more: one calm merge must not make up for many bad ones
-MEMORY = 8          # merges that the mean reaches back to
+MEMORY = 8          # merges over which 1 / quotient^2 is averaged
 
 
 @dataclass(frozen=True, kw_only=True)
 class Guard:
-    """How many steps the fastest rank's rounds have, and what was seen of merges since that last changed."""
+    """The present round length of local SGD, and statistics of the merges since it last changed.
 
-    round_steps: int            # the longest round
-    length: int | None = None   # the present one; None: the longest
-    limit: float = 1.5          # of drift ratio over noise ratio: above it the length is halved
-    calm: float = 1.2           # below it a step is added
-    settle_merges: int = 5      # after a change, so many are seen before the next
-    merges: int = 0
-    inverse_square: float = 0.0     # the mean of 1 / quotient^2 over those merges
+    Immutable: `after` returns the guard with one more merge. Raises ValueError for numbers that do not fit together.
+    """
+
+    round_steps: int            # the longest round, in local steps of the fastest rank
+    length: int | None = None   # the present round, in the same steps; None: the longest
+    limit: float = 1.5          # above this drift ratio over noise ratio, the length is halved
+    calm: float = 1.2           # below this drift ratio over noise ratio, the length grows by a step
+    settle_merges: int = 5      # merges of one length that are needed before it changes
+    merges: int = 0             # merges since the length last changed
+    inverse_square: float = 0.0     # the mean of 1 / quotient^2 over these merges
 
     def __post_init__(self) -> None:
         if self.round_steps < 1 or not 1 <= self.steps <= self.round_steps:
@@ -58,14 +63,21 @@ class Guard:
 
     @property
     def steps(self) -> int:
-        """The length of the next round: what `staleness.round_lengths` takes as round_steps."""
+        """The next round's length in local steps of the fastest rank: `round_steps` of `staleness.round_lengths`."""
         return self.round_steps if self.length is None else self.length
 
     def after(self, drift: float, noise: float) -> Guard:
-        """The guard after one more merge, from its `drift_ratio` and its `noise_ratio`.
+        """The guard after one more merge.
 
-        Ranks pass the same numbers, sums of the merge and not what each has on its own. Where unlike devices round them
-        otherwise, rounds may be of unlike length for a while, which does no harm: a rank asks for its own alone.
+        Every rank passes the same numbers, which follow from sums over all ranks. If devices round these differently,
+        round lengths may differ between ranks for a while. That does no harm, as each rank uses only its own length.
+
+        Args:
+            drift: `drift_ratio` of the merge.
+            noise: `noise_ratio` of the merge.
+
+        Raises:
+            ValueError: a number that is negative or NaN, or noise that is not finite.
         """
         if math.isnan(drift) or not (drift >= 0.0 and math.isfinite(noise) and noise >= 0.0):
             raise ValueError("drift and noise: expected 0 or more, noise finite; leave a merge that is not finite out. "
@@ -82,12 +94,16 @@ class Guard:
 
 
 def drift_ratio(spread_sum: float, weight_sum: float, mean_square: float) -> float:
-    """The drift ratio of a merge, from sums over ranks: no second exchange is needed.
+    """The drift ratio of a merge, from sums over ranks that travel with the merge: no second exchange is needed.
 
     Args:
-        spread_sum: sum of all `Contribution.spread`.
-        weight_sum: sum of all weights, the first of the two numbers summed beside the deltas.
-        mean_square: squared norm of mean u, that is of the sum of the deltas over `weight_sum`.
+        spread_sum: the sum of `Contribution.spread` over ranks.
+        weight_sum: the sum of `Contribution.weight` over ranks, above 0.
+        mean_square: the squared norm of the weighted mean of u, which is the sum of the scaled deltas over
+            `weight_sum`.
+
+    Returns:
+        0.0 if all u are equal; infinity if the u differ but their mean is 0.
     """
     if not (math.isfinite(spread_sum + mean_square) and spread_sum >= 0.0 and mean_square >= 0.0):
         raise ValueError("spread_sum and mean_square: expected finite numbers, 0 or more. "
@@ -102,10 +118,11 @@ def drift_ratio(spread_sum: float, weight_sum: float, mean_square: float) -> flo
 
 
 def noise_ratio(weights: Sequence[float], variances: Sequence[float] | None = None) -> float:
-    """The drift ratio that noise alone makes of these weights; 0.0 for a single rank.
+    """The drift ratio that gradient noise alone would give; 0.0 for a single rank.
 
     Args:
-        variances: of each u_i, up to a common factor: 1 / its samples. None: all alike.
+        weights: w_i of each rank in the merge.
+        variances: the variance of each rank's u_i up to a common factor, such as 1 / samples; None: equal variances.
     """
     noise = [1.0] * len(weights) if variances is None else list(variances)
     if len(noise) != len(weights):

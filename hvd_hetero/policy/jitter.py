@@ -1,17 +1,18 @@
-"""Jitter: how long a step takes on ranks that are not steady, when all wait for all.
+"""Jitter: the mean duration of a step on ranks whose speed is unsteady, when all ranks wait for each other.
 
-A rank's step takes t (1 + noise), and now and then the rank is stopped: not by its own work, but by the clock on the
-wall (another process has its cores), while it waits for the others just as well. With f the part of time stopped and L
-the mean stop, a running rank stops r = f / ((1 - f) L) times a second:
+A rank's step takes t (1 + noise). In addition, the rank is stopped now and then, as when another process has its cores.
+Stops come by wall-clock time, whether the rank computes or waits. With f the fraction of time in which a rank is
+stopped and L the mean length of a stop, a running rank is stopped r = f / ((1 - f) L) times a second. A step takes
 
-    alone       t / (1 - f) seconds for each step
-    together    E max_i F_i + what is still stopped then + exchange / prod_i (1 - f_i)
+    alone       t / (1 - f) seconds, if the rank waits for nobody
+    together    E max_i F_i + the wait until all ranks run + exchange / prod_i (1 - f_i)
 
-F_i, when rank i has finished, is t_i with lognormal noise and a Poisson number (mean r_i t_i) of exponential stops. The
-ranks are independent, so P(max <= x) is the product of theirs and E max = integral of 1 - prod_i P(F_i <= x), done on a
-grid. The exchange then needs all of them running, and goes on only while they are. A rank that ran a time u ago runs
-with probability p(u) = 1 - f + f exp(-(r + 1 / L) u), the two-state Markov chain. From a renewal equation in that (all
-running at u: first so at some time before, and again at u) the mean wait until all run, rank i having waited W_i, is
+F_i is the time at which rank i finishes computing: t_i with lognormal noise and a Poisson number (mean r_i t_i) of
+exponential stops. The ranks are independent, so P(max <= x) is the product of their distributions, and E max is the
+integral of 1 - prod_i P(F_i <= x), computed on a grid. The exchange needs all ranks running at once, and progresses
+only while they are. A rank that ran a time u ago runs now with probability p(u) = 1 - f + f exp(-(r + 1 / L) u)
+(two-state Markov chain). Let rank i have waited W_i when the last rank finishes. By a renewal equation (all run at u:
+they first did at some time before, and do again at u) the mean wait until all run is
 
     integral of (prod_i p_i(u) - prod_i p_i(W_i + u)) du / prod_i (1 - f_i)
 """
@@ -29,17 +30,17 @@ import numpy as np
 
 from .speed import SpeedModel
 
-QUANTILES = 100         # parts of equal probability that the noise of a step is cut into
-POINTS = 800            # of each part of the grid
-MANY_STOPS = 30.0       # in one step: from here on they are a lower speed with more noise
-LEVELS = 16             # times of the last to finish that are looked at
-TINY = 1e-300           # for a logarithm, and a quotient
-LONGEST_STOP = 40.0     # mean stops: what is longer has probability e^-40
+QUANTILES = 100         # values of equal probability that stand for the noise of a step
+POINTS = 800            # points of each part of the time grid
+MANY_STOPS = 30.0       # mean stops in one step from which on they are treated as a lower speed with more noise
+LEVELS = 16             # equally probable finishing times of the last rank that the wait is averaged over
+TINY = 1e-300           # keeps logarithms and quotients finite
+LONGEST_STOP = 40.0     # grids end at so many mean stops: a longer stop has probability e^-40
 
 
 @dataclass(frozen=True, kw_only=True)
 class Jitter:
-    """How unsteady one rank is: its steps' noise, and its stops."""
+    """How unsteady one rank is: the noise of its steps, and its stops. The default is a steady rank."""
 
     variation: float = 0.0      # standard deviation of a step's compute time over its mean, stops left out
     stalled: float = 0.0        # fraction of time in which the rank is stopped
@@ -57,24 +58,30 @@ class Jitter:
 
     @property
     def stops_per_s(self) -> float:
-        """How often the rank stops in a second of running."""
+        """The mean number of stops in a second of running: r in the formulas above."""
         return self.stalled / ((1.0 - self.stalled) * self.stall_s) if self.stalled else 0.0
 
     def alone_s(self, time_s: float) -> float:
-        """The mean seconds that work of `time_s` takes this rank, when it waits for nobody."""
+        """The mean seconds, stops included, of work that takes `time_s` without stops, if the rank waits for nobody."""
         return time_s / (1.0 - self.stalled)
 
 
 class Ran(NamedTuple):
-    """How long a rank computed, for how long it was stopped meanwhile, and how often; sums over some time."""
+    """Sums of a rank's compute and stops over some period. Ranks measure them and send them to each other."""
 
-    running_s: float = 0.0
-    stopped_s: float = 0.0
-    stops: float = 0.0
+    running_s: float = 0.0      # seconds in which the rank computed, without stops
+    stopped_s: float = 0.0      # seconds in which it was stopped
+    stops: float = 0.0          # number of stops
 
 
 def estimate(ran: Ran, *, variation: float = 0.0, least_stops: float = 0.0) -> Jitter:
-    """What a rank's past says of it. Fewer stops than `least_stops` are taken for none: one says nothing yet."""
+    """Estimates the jitter of a rank from its measured stops.
+
+    Args:
+        ran: sums over the rank's past.
+        variation: the noise of its steps, which is passed on.
+        least_stops: fewer stops than this count as none, since a few say too little.
+    """
     if ran.stops <= 0.0 or ran.stops < least_stops or ran.running_s <= 0.0:
         return Jitter(variation=variation)
     return Jitter(variation=variation, stalled=ran.stopped_s / (ran.running_s + ran.stopped_s),
@@ -82,10 +89,15 @@ def estimate(ran: Ran, *, variation: float = 0.0, least_stops: float = 0.0) -> J
 
 
 def with_stops(model: SpeedModel, ran: Ran, *, least_stops: float = 0.0) -> SpeedModel:
-    """The speed of a rank whose stops are a part of its time, as they are when nobody waits for it.
+    """The speed model of a rank with its stops included in its times, as is right for local steps.
 
-    What n stops take has a relative error of 1 / sqrt(n) at least, that of their number (Poisson); 1 / (1 - f) has f
-    times that.
+    The time of n stops has a relative error of at least 1 / sqrt(n), that of their number (Poisson). The relative error
+    of 1 / (1 - f), the factor on the rank's times, is f times that, and is combined with `standard_error`.
+
+    Args:
+        model: the speed without stops.
+        ran: sums over the rank's past.
+        least_stops: fewer stops than this count as none.
     """
     stalled = estimate(ran, least_stops=least_stops).stalled
     if not stalled:
@@ -98,11 +110,13 @@ def with_stops(model: SpeedModel, ran: Ran, *, least_stops: float = 0.0) -> Spee
 
 
 def synchronous_step_s(times_s: Sequence[float], jitters: Sequence[Jitter], *, exchange_s: float = 0.0) -> float:
-    """The mean seconds of a step in which all ranks wait for all.
+    """The mean seconds of a synchronous step, in which every rank waits for all others.
 
     Args:
-        times_s: mean compute time of each rank's part, noise and stops left out; 0 for a rank without samples.
-        exchange_s: what follows when the last is done and takes all of them: the exchange that backward does not hide.
+        times_s: mean compute time of each rank without stops; 0 for a rank without samples.
+        jitters: by rank.
+        exchange_s: seconds of the exchange that follows when the last rank has computed (the part that the backward
+            pass does not hide) while all ranks run.
     """
     if not times_s or len(times_s) != len(jitters) or not all(math.isfinite(t) and t >= 0.0 for t in times_s):
         raise ValueError("times_s and jitters: expected one of each for every rank, seconds finite and 0 or more. "
@@ -123,7 +137,15 @@ def synchronous_step_s(times_s: Sequence[float], jitters: Sequence[Jitter], *, e
 
 def _until_all_run_s(jitters: Sequence[Jitter], counts: Sequence[int], grid: np.ndarray, finished: Sequence[np.ndarray],
                      done: np.ndarray) -> float:
-    """The mean seconds from when the last has finished until all run at once, see above."""
+    """The mean seconds from the moment when the last rank finishes computing until all ranks run at once.
+
+    Args:
+        jitters: of each kind of rank.
+        counts: how many ranks there are of each kind.
+        grid: times in seconds.
+        finished: for each kind, the probability that such a rank has finished by each time.
+        done: the probability that all ranks have finished by each time.
+    """
     stopping = [j.stops_per_s + 1.0 / j.stall_s for j in jitters if j.stalled]
     if not stopping:
         return 0.0
@@ -144,7 +166,11 @@ def _until_all_run_s(jitters: Sequence[Jitter], counts: Sequence[int], grid: np.
 
 
 def _finished_by(ranks: Sequence[tuple[float, Jitter]]) -> tuple[np.ndarray, list[np.ndarray]]:
-    """A grid of times from 0, and for each rank P(F <= x) on it, where all start together and running."""
+    """A grid of times from 0, and for each rank P(F <= x) on it, if all ranks start at 0 and are running then.
+
+    Args:
+        ranks: compute time without stops, and jitter, of each.
+    """
     nodes = [t * _noise(j.variation) for t, j in ranks]
     last = max(float(n[-1]) for n in nodes)
     grid = np.linspace(0.0, last, POINTS)
@@ -157,7 +183,10 @@ def _finished_by(ranks: Sequence[tuple[float, Jitter]]) -> tuple[np.ndarray, lis
 
 
 def _smoothed(time_s: float, j: Jitter) -> tuple[float, Jitter]:
-    """The same mean and variance without stops: a compound Poisson sum of n exponential stops has variance 2 n L^2."""
+    """A time and a jitter without stops, of the same mean and variance as the given ones with stops.
+
+    A compound Poisson sum of exponential stops, n on average, has variance 2 n L^2.
+    """
     mean_s = j.alone_s(time_s)
     variance = (j.variation * mean_s) ** 2 + 2.0 * time_s * j.stops_per_s * j.stall_s**2
     return mean_s, Jitter(variation=math.sqrt(variance) / mean_s)
@@ -172,7 +201,7 @@ def _noise(variation: float) -> np.ndarray:
 
 
 def _widening(reach: float, scale: float) -> np.ndarray:
-    """A grid from 0 to `reach`, fine against `scale` at its start."""
+    """A grid from 0 to `reach` whose spacing is small against `scale` at its start, and widens."""
     return scale * np.expm1(np.linspace(0.0, math.log1p(reach / scale), POINTS))
 
 
@@ -181,17 +210,26 @@ def _area(grid: np.ndarray, height: np.ndarray) -> float:
 
 
 def _finished(grid: np.ndarray, nodes: np.ndarray, time_s: float, j: Jitter) -> np.ndarray:
-    """P(F <= x) for each x of the grid."""
+    """P(F <= x) of one rank for each time x of the grid.
+
+    Args:
+        nodes: equally probable compute times of the rank without stops, ascending.
+        time_s: their mean.
+    """
     if not j.stalled:
         return np.asarray(np.searchsorted(nodes, grid, side="right") / len(nodes))
     mean_stops = time_s * j.stops_per_s
-    late = _widening(LONGEST_STOP + 3.0 * mean_stops, 1.0)       # in mean stops
+    late = _widening(LONGEST_STOP + 3.0 * mean_stops, 1.0)       # unit: the mean length of a stop
     by_then = _total_stop(late, mean_stops)
     return np.asarray(np.interp(grid[:, None] - nodes, j.stall_s * late, by_then, left=0.0).mean(axis=1))
 
 
 def _total_stop(late: np.ndarray, mean_stops: float) -> np.ndarray:
-    """P(all stops together <= late): Poisson many, each exponential with mean 1; k of them are an Erlang variable."""
+    """P(the sum of all stops <= x) for each x of `late`, in units of the mean stop.
+
+    The number of stops is Poisson with mean `mean_stops`, and each is exponential with mean 1: k of them sum to an
+    Erlang variable.
+    """
     chance = math.exp(-mean_stops)
     term, below, total = np.exp(-late), np.zeros_like(late), np.full_like(late, chance)
     for k in range(1, math.ceil(mean_stops + 10.0 * math.sqrt(mean_stops)) + 20):

@@ -3,14 +3,14 @@
     every step -> smaller share -> fewer merges -> out
 
 - A smaller share is what `partition.split` gives to a slower rank.
-- Fewer merges, where ranks train apart. The shortest round of a rank is one step. Where that alone takes r rounds of
-  the fastest rank, r = s_i / (H min_j s_j), every merge would come r times later, for all. Such a rank takes part in
-  every k-th merge instead, k being r to the nearest, and has said nothing to those between (eager-SGD, Li et al. 2020,
-  arXiv:1908.04207, lets ranks contribute nothing where they are late; here they say so in advance).
-- Out: `split` gives a rank no sample where a single one would make it the last of all, if its bounds allow that.
-- Up again: k follows the measured seconds both ways. A rank that is out is not measured any more, so it is tried with
-  the smallest share when it has been out for long enough: tries become rarer by doubling, and none costs more than a
-  hundredth of the time since the last.
+- Fewer merges, with local SGD. The shortest round of a rank is one local step. If that one step takes as long as r
+  rounds of the fastest rank, r = s_i / (H min_j s_j), every merge would come r times later, for all ranks. Such a rank
+  takes part in every k-th merge instead, k being r rounded, and contributes nothing to the merges between (eager-SGD,
+  Li et al. 2020, arXiv:1908.04207, lets ranks contribute nothing when they are late; here they say so in advance).
+- Out: `split` gives a rank no sample if a single one would make it the slowest of all, and if its bounds allow 0.
+- Up again: k follows the measured seconds in both directions. A rank that is out is not measured any more, so it is
+  tried with its smallest share when it has been out for long enough. The time before a try doubles with each one, and
+  a try costs at most a hundredth of the time since the rank went out.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from .partition import Bound, InfeasibleError, split, step_time_s
 from .replan import Plan
 from .speed import SpeedModel
 
-KEPT = 0.75             # rounds by which r may be off k before k changes: half of one, and a band against noise
-LEAST_SLOWER = 3.0      # times as slow as the fastest rank has to be who misses merges: short rounds are noisy
-LEAST_IDLE_STEPS = 256  # before the first try; twice as many before each further one
+KEPT = 0.75             # k changes when r differs from it by more rounds than this: rounding's half, and a dead band
+LEAST_SLOWER = 3.0      # a rank misses merges only if it is so many times slower than the fastest: times are noisy
+LEAST_IDLE_STEPS = 256  # steps that a rank is out before its first try; twice as many before each further one
 TRY_STEPS = 10          # global batches of a try: a few to settle, and a few that are measured
-PRICE = 0.01            # of the time since a rank went out, at most, for a try
+PRICE = 0.01            # the most that a try may cost, as a fraction of the time since the rank went out
 
 
 class Rung(IntEnum):
@@ -47,7 +47,7 @@ class Rung(IntEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Move:
-    """A rank that goes up or down, and why."""
+    """The move of a rank from one rung to another, and why."""
 
     rank: int
     before: Rung
@@ -56,7 +56,12 @@ class Move:
 
 
 def rungs(shares: Sequence[int], intervals: Sequence[int]) -> tuple[Rung, ...]:
-    """Where each rank stands, with these shares of a global batch, taking part in every k-th merge."""
+    """The rung of each rank.
+
+    Args:
+        shares: samples of a global batch, by rank.
+        intervals: by rank k, for a rank that takes part in every k-th merge; 1 with synchronous steps.
+    """
     if not shares or len(shares) != len(intervals) or min(shares) < 0 or min(intervals) < 1:
         raise ValueError("shares and intervals: expected one of each for every rank, at least 0 and at least 1. "
                          f"Received: {list(shares)} and {list(intervals)}.")
@@ -69,7 +74,7 @@ def rungs(shares: Sequence[int], intervals: Sequence[int]) -> tuple[Rung, ...]:
 
 
 def moves(before: Sequence[Rung], after: Sequence[Rung], reason: str) -> tuple[Move, ...]:
-    """The ranks that have moved from one rung to another, and why."""
+    """The moves between two lists of rungs, each by rank, all for the same reason; ranks that stay are left out."""
     return tuple(
         Move(rank=rank, before=old, after=new, reason=reason)
         for rank, (old, new) in enumerate(zip(before, after, strict=True)) if old != new
@@ -78,15 +83,15 @@ def moves(before: Sequence[Rung], after: Sequence[Rung], reason: str) -> tuple[M
 
 def merge_intervals(step_s: Sequence[float], lengths: Sequence[int], *, current: Sequence[int],
                     most: int) -> tuple[int, ...]:
-    """For each rank k: it takes part in every k-th merge. The fastest rank takes part in each.
+    """By rank, the k of "takes part in every k-th merge" of local SGD; 1 for the fastest rank.
 
-    k at most doubles at a time: one long step may have been a stall.
+    k at most doubles in one call, as a single long step may have been a stall.
 
     Args:
         step_s: seconds of one local step, by rank.
-        lengths: local steps of each rank's round, as `staleness.round_lengths` gives them.
-        current: the intervals that hold now.
-        most: no interval is longer.
+        lengths: local steps of each rank's round, as `staleness.round_lengths` returns them.
+        current: the present k of each rank.
+        most: the largest k.
     """
     if not step_s or not len(step_s) == len(lengths) == len(current):
         raise ValueError("step_s, lengths and current: expected one of each for every rank. "
@@ -107,7 +112,7 @@ def merge_intervals(step_s: Sequence[float], lengths: Sequence[int], *, current:
 
 
 def idle_since(plans: Sequence[Plan], rank: int) -> int | None:
-    """The step from which `rank` has had no sample; None where it has some. `plans`: all so far, oldest first."""
+    """The step since which `rank` has had no sample; None if it has samples now. `plans`: all so far, oldest first."""
     since = None
     for plan in reversed(plans):
         if plan.shares[rank]:
@@ -118,12 +123,15 @@ def idle_since(plans: Sequence[Plan], rank: int) -> int | None:
 
 def trial(plans: Sequence[Plan], models: Sequence[SpeedModel], *, step: int, bounds: Sequence[Bound],
           micro_batch: Sequence[int | None] | None = None, try_steps: int = TRY_STEPS) -> Plan | None:
-    """The plan that tries a rank again which has been out for long enough; None where there is none.
+    """A plan that gives its smallest share to a rank that has been out for long enough; None if there is no such rank.
 
     Args:
-        plans: all so far, oldest first, of the ranks that there are.
-        models: by rank; of one that is out, what was known of it.
-        try_steps: global batches that the rank will have a sample of until a plan can take them away again.
+        plans: all plans of the present ranks so far, oldest first.
+        models: speed models by rank; for a rank that is out, the last known one.
+        step: the step from which the plan is to hold.
+        bounds: of shares, by rank.
+        micro_batch: by rank, the most samples of one pass; None: no limit.
+        try_steps: global batches in which the rank has samples, until the next plan can take them away again.
     """
     current = plans[-1]
     if all(current.shares):

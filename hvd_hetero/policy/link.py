@@ -1,16 +1,16 @@
-"""Links: how long a message takes between two ranks, from what it was seen to take.
+"""Links: the time of a message of s bytes between two ranks, fitted to measured transfers.
 
     t(s) = latency + s / bandwidth
 
-the alpha-beta model of Hockney (1994), "The communication challenge for MPP: Intel Paragon and Meiko CS-2".
+is the alpha-beta model of Hockney (1994), "The communication challenge for MPP: Intel Paragon and Meiko CS-2".
 
-- Noise only ever makes a transfer longer, so the fastest of the repeats tells the latency. Bandwidth is what a run gets
-  on the whole, so the median tells the slope.
+- The latency is fitted to the fastest repeat of each size, as noise only ever makes a transfer longer. The bandwidth is
+  fitted to the medians, as it should be what a job gets on average.
 - Least squares are weighted by 1/t: the noise of a transfer grows with its time, and without weights the largest size
   alone would decide.
-- The slope is taken where the size shows, at twice the smallest time and above, if there are two such sizes. Below,
-  a shaper's burst allowance or a switch's buffer makes a link look faster than it stays.
-- The latency is taken where it is at least half of the time, and at the smallest size in any case.
+- The slope is fitted to sizes whose time is at least twice the smallest time, if there are two such sizes. With smaller
+  ones, a shaper's burst allowance or a switch's buffer makes a link look faster than it is in the long run.
+- The latency is fitted to sizes for which it is at least half of the time, and to the smallest size in any case.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-SIZE_SHOWS = 2.0        # times the smallest time: from here on, size and not latency makes most of the time
+SIZE_SHOWS = 2.0        # from so many times the smallest time on, bandwidth and not latency makes most of the time
 
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """What joins two ranks: the seconds that any message costs, and the bytes per second beyond them."""
+    """What joins two ranks: its latency and its bandwidth. Raises ValueError for numbers that are not valid."""
 
     latency_s: float
     bandwidth_bytes_per_s: float
@@ -47,10 +47,14 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Curve(Link):
-    """A link, and the median seconds of the sizes seen: between two of those, time runs straight from one to the other,
-    and beyond the largest it goes on at the link's bandwidth.
+    """A link whose times are interpolated linearly between measured sizes; beyond the largest, its bandwidth holds.
 
-    A line does not follow what a shaper's burst, caches, or an algorithm that works by the piece make of the sizes.
+    It is more accurate than a straight line if a shaper's burst, caches, or an algorithm that works in chunks make the
+    time depend on the size in another way.
+
+    Attributes:
+        sizes_bytes: the measured sizes, ascending.
+        seconds: the median time of each size.
     """
 
     sizes_bytes: tuple[float, ...]
@@ -60,13 +64,18 @@ class Curve(Link):
         """The predicted seconds for one message of `size_bytes`."""
         if not size_bytes >= 0:
             raise ValueError(f"size_bytes: expected 0 or more. Received: {size_bytes}.")
-        rising = np.maximum.accumulate(self.seconds)  # noise alone makes more bytes quicker
+        rising = np.maximum.accumulate(self.seconds)  # that more bytes take less time can only be noise
         beyond = max(0.0, size_bytes - self.sizes_bytes[-1]) / self.bandwidth_bytes_per_s
         return float(np.interp(size_bytes, self.sizes_bytes, rising)) + beyond
 
 
 def fit_curve(sizes_bytes: Sequence[float] | np.ndarray, seconds: Sequence[float] | np.ndarray) -> Curve:
-    """The curve through what transfers of these sizes took; sizes may come any number of times."""
+    """The curve through the medians of measured transfers.
+
+    Args:
+        sizes_bytes: the size of each transfer; a size may occur any number of times.
+        seconds: the time of each transfer.
+    """
     line = fit_link(sizes_bytes, seconds, typical=True)
     sizes: np.ndarray = np.asarray(sizes_bytes, dtype=float)
     times: np.ndarray = np.asarray(seconds, dtype=float)
@@ -77,11 +86,19 @@ def fit_curve(sizes_bytes: Sequence[float] | np.ndarray, seconds: Sequence[float
 
 def fit_link(sizes_bytes: Sequence[float] | np.ndarray, seconds: Sequence[float] | np.ndarray, *,
              typical: bool = False) -> Link:
-    """The link on which transfers of these sizes took these seconds; sizes may come any number of times.
+    """Fits latency and bandwidth to measured transfers.
 
-    Where noise hides the slope (it would be 0 or below) or there is one size only, the whole time counts as transfer
-    at the largest size: the bandwidth is then a lower bound. A latency is at least 0, at most the fastest transfer; it
-    is that of undisturbed transfers or, with `typical`, of the median one, which predicts times better.
+    If noise hides the slope (it would be 0 or negative), or if there is a single size, the latency is 0 and the
+    bandwidth is that of the largest size: a lower bound. A latency is at most the time of the fastest transfer.
+
+    Args:
+        sizes_bytes: the size of each transfer; a size may occur any number of times.
+        seconds: the time of each transfer.
+        typical: fit the latency to the median transfer of each size, which predicts times better, instead of to the
+            fastest one.
+
+    Raises:
+        ValueError: no transfers, lists of unequal length, or numbers that are not finite and above 0.
     """
     sizes: np.ndarray = np.asarray(sizes_bytes, dtype=float)
     times: np.ndarray = np.asarray(seconds, dtype=float)
@@ -107,13 +124,13 @@ def fit_link(sizes_bytes: Sequence[float] | np.ndarray, seconds: Sequence[float]
 
 
 def _medians(sizes: np.ndarray, times: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Each size once, ascending, and the median of its times."""
+    """The distinct sizes, ascending, and the median time of each."""
     each = np.unique(sizes)
     return each, np.array([np.median(times[sizes == size]) for size in each])
 
 
 def _slope(sizes: np.ndarray, times: np.ndarray) -> float:
-    """Seconds per byte on the line of least squares with weights 1/t; 0.0 for one size."""
+    """Seconds per byte: the slope of the least-squares line with weights 1/t; 0.0 for a single size."""
     weights = 1.0 / times
     off = sizes - np.average(sizes, weights=weights)
     lever = float(np.sum(weights * off**2))

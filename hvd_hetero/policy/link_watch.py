@@ -1,10 +1,11 @@
-"""When links have changed: exchanges take another time than they did when it was chosen how gradients travel.
+"""Decides when links have changed so much that the routes of gradients should be timed and chosen again.
 
-What a synchronous step takes beyond its slowest rank is the exchange that nothing hides. The median of the last steps
-is compared with the median of the first ones after a choice. What is chosen anew is timed first, and all ranks wait for
-that: so nothing is chosen anew before as much time could have been saved as timing takes (which is the rule of the
-ski-rental problem, Karlin et al. 1988: at most twice what is best in hindsight), and after choices that have found what
-there was, several times as much.
+The time of a synchronous step beyond the compute time of its slowest rank is the exposed exchange: the part that
+computing does not hide. Its median over the last steps is compared with its median over the first steps after the last
+choice. Timing the routes again costs time on all ranks. Therefore it is not asked for before the time that a better
+route could have saved is as long as the timing itself (the rule of the ski-rental problem, Karlin et al. 1988: at most
+twice the cost of the best decision in hindsight). After choices that changed nothing, a multiple of that time is
+required.
 """
 
 from __future__ import annotations
@@ -12,19 +13,20 @@ from __future__ import annotations
 import statistics
 from collections import deque
 
-SETTLING = 20  # steps after a choice that are not looked at: it may be on trial, see `router.Trial`
-WINDOW = 24  # steps that say how long exchanges take
-EVERY = 4  # steps between two looks
-CHANGED = 2.0  # links that are so many times as fast or as slow are others
-PART = 0.25  # of a step: what changes by less may be the ranks' own noise
-MOST_PATIENCE = 16.0
+SETTLING = 20  # steps after a choice that are ignored: several routes may be on trial, see `router.Trial`
+WINDOW = 24  # steps of which a median is taken
+EVERY = 4  # steps between two comparisons
+CHANGED = 2.0  # factor between two medians from which on links count as changed
+PART = 0.25  # fraction of a step; a difference below it may be the noise of the ranks' compute times
+MOST_PATIENCE = 16.0  # the largest multiple of the timing's seconds that has to be lost before routes are timed again
 
 
 class LinkWatch:
-    """Watches the exchanges of one job, on one rank, which tells the others.
+    """Watches the exchanges of a job for a change of its links. It lives on rank 0, in `Links`, which tells the others.
 
     Args:
-        gentle_steps: of so many steps after a choice, exchanges take longer than they will.
+        gentle_steps: so many steps after a choice are ignored in addition to `SETTLING`, because a codec that warms up
+            (`Ways.gentle_steps`) makes their exchanges longer.
     """
 
     def __init__(self, *, gentle_steps: int = 0) -> None:
@@ -38,12 +40,13 @@ class LinkWatch:
         self._last: deque[tuple[float, float]] = deque(maxlen=WINDOW)
 
     def hear(self, *, busy_s: float, step_s: float, timing_s: float) -> str | None:
-        """Takes in a synchronous step: says what has changed where it is time for another choice, else None.
+        """Takes in a synchronous step, and returns why routes should be chosen again, or None if they should not.
 
         Args:
-            busy_s: seconds of it in which the slowest rank loaded data and computed; 0 where that is not known.
-            step_s: from its beginning to its end.
-            timing_s: seconds of the timing before a choice.
+            busy_s: seconds of the step in which the slowest rank loaded data and computed; 0 if that is not known, and
+                the step is ignored then.
+            step_s: seconds from the beginning of the step to its end.
+            timing_s: seconds that timing all routes takes.
         """
         if not busy_s > 0.0:
             return None
@@ -63,14 +66,20 @@ class LinkWatch:
         if most < CHANGED * least or most - least < PART * usual_s:
             self._lost_s = 0.0
             return None
-        self._lost_s += EVERY * min(now_s, most - least)  # at most: no more than all of it could be saved
+        self._lost_s += EVERY * min(now_s, most - least)  # no choice saves more than the whole exchange
         if self._lost_s < self._patience * timing_s:
             return None
         return f"exchanges take {1e3 * now_s:.0f} ms, where they took {1e3 * before_s:.0f} ms"
 
     def chosen(self, *, changed: bool, again: bool = False) -> None:
-        """A choice was made; `changed`: and is another one than before. `again`: this, and not what was said last, is
-        what came of it."""
+        """Begins to watch anew, after all ranks have chosen routes.
+
+        Args:
+            changed: whether a route differs from the one before. If none does, the next choice has to be twice as
+                worthwhile, up to `MOST_PATIENCE`.
+            again: whether this call corrects the last one for the same change of links, as when a second optimizer of
+                the job has chosen its routes.
+        """
         if not again:
             self._patience_before = self._patience
         self._patience = 1.0 if changed else min(2.0 * self._patience_before, MOST_PATIENCE)

@@ -1,10 +1,11 @@
-"""How fast a rank gets its samples where others load them beside its computing: processes, or a thread.
+"""Estimates how fast the loaders of one rank (worker processes, or a thread) load its samples while it computes.
 
-While a rank waits for its batches, and has hardly anything else to wait for, those who load are at work all the time,
-and the seconds from one batch to the next are what they need for it. (Where it has, they could have loaded meanwhile:
-then it takes so long to hand over what is there.) While it does not wait, that is the most they need: how much less
-shows once the rank has more samples. So it is then said to be a little faster now and then; where that was too much,
-more and more rarely, and else more often.
+- While the rank waits for batches, its loaders work all the time. The seconds from one batch to the next are then what
+  loading a batch takes. (This needs a wait that is at least as long as what the rank does beside computing and waiting.
+  Otherwise loaders could have loaded meanwhile, and the wait is for the hand-over of a batch that is ready.)
+- While the rank does not wait, the seconds from one batch to the next are only an upper bound. By how much the loaders
+  are faster shows once the rank has more samples. Therefore the estimate is lowered a little now and then, so that the
+  planner may give the rank more samples. If the rank waits afterwards, the next try comes later; otherwise, sooner.
 """
 
 from __future__ import annotations
@@ -12,50 +13,62 @@ from __future__ import annotations
 import statistics
 from collections import deque
 
-# Batches that are looked at together, or as many as there are who load: these end at about the same time, and then none
-# does. At first fewer do, for the first plan not to be made without.
+# An estimate is made over the last WINDOW batches, or over as many as there are loaders: parallel loaders finish at
+# about the same time, and then none does for a while. FEW batches suffice for the first estimate, so that the first
+# plan has one.
 WINDOW, FEW = 16, 8
-WAITS = 0.05  # of the time: who waits less for its batches could have more of them
-LEAST, MOST = 40, 5120  # batches from one try to the next
-MORE = 4  # times as many after a try that failed
-LONG = 2.0  # times as long as usual, beside waiting: what a batch takes beyond that is no loading, as compiling
-TRIED = 0.9  # of the seconds that a sample is taken to need, in a try
+WAITS = 0.05  # fraction of the time; a rank that waits less than this for its batches could take more samples
+LEAST, MOST = 40, 5120  # bounds of the number of batches from one try to the next
+MORE = 4  # factor on the number of batches until the next try, after a try that made the rank wait
+LONG = 2.0  # a batch counts for at most so many times the usual time beside waiting: the rest is compiling, or the like
+TRIED = 0.9  # a try multiplies the estimate by this
 
 
 class LoadingPace:
-    """What loading allows one rank, over its batches.
+    """Estimates, from the batches of one rank, how many seconds its loaders need for a sample.
+
+    `Supply` owns it; ranks send the estimate to the planner, which takes it for `SpeedModel.loading_s`.
 
     Attributes:
-        seconds_per_sample: that a sample needs at least; None: less than the rank has noticed.
-        pends: whether the rank waits, and it is not known yet for how fast a loader.
+        seconds_per_sample: the estimate, with all loaders at work; None if the rank has not waited for them so far.
+        pends: whether the rank waits for its loaders, but has seen too few batches for a first estimate.
     """
 
     def __init__(self) -> None:
         self.seconds_per_sample: float | None = None
         self.pends = False
         self._seen: deque[tuple[int, float, float, float]] = deque(maxlen=WINDOW)
-        self._least = LEAST  # batches from one try to the next
+        self._least = LEAST  # lower bound of `_pause`
+        # Batches from one try to the next; batches since the last one; whether the rank has not waited since a try.
         self._pause, self._since, self._tries = LEAST, 0, False
 
     def resume(self, seconds_per_sample: float) -> None:
-        """Goes on from what was known of this rank's loaders, as in an earlier process. There may be more of them now:
-        until the rank has waited for these, tries come sooner."""
+        """Starts from an earlier estimate, for example that of the process from which training is resumed.
+
+        It has no effect if there is an estimate already. There may be more loaders now, so tries come sooner until the
+        rank has waited for them.
+
+        Args:
+            seconds_per_sample: the earlier estimate.
+        """
         if self.seconds_per_sample is None:
             self.seconds_per_sample, self.pends = seconds_per_sample, False
             self._least = self._pause = FEW
 
     def look_back(self, loaders: int) -> None:
-        """Says how many load side by side."""
+        """Makes the window at least as long as the number of loaders that work in parallel."""
         if (most := max(WINDOW, loaders)) != self._seen.maxlen:
             self._seen = deque(self._seen, maxlen=most)
 
     def hear(self, samples: int, *, step_s: float | None, waited_s: float, computed_s: float) -> None:
-        """Takes in a batch that is done.
+        """Takes in the times of a batch that is done, and updates the estimate.
 
         Args:
-            step_s: seconds since the batch before it was; None for the first one, for which a rank waits once.
-            waited_s: for how many of these the rank waited for it.
-            computed_s: for how many of these it computed.
+            samples: the rank's samples in the batch.
+            step_s: seconds from the end of the batch before it; None for the first batch of an iteration over the data.
+                That one is ignored, as loaders begin with it.
+            waited_s: the part of `step_s` in which the rank waited for data.
+            computed_s: the part of `step_s` in which the rank computed.
         """
         if step_s is None:
             return

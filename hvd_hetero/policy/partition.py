@@ -1,16 +1,17 @@
-"""Shares: how a global batch is split over ranks so that the slowest finishes as early as possible.
+"""Splits a global batch into shares of the ranks, so that the slowest rank finishes as early as possible.
 
     minimise max_i t_i(b_i)   with   sum_i b_i = B,   lower_i <= b_i <= upper_i,   b_i a multiple of quantum_i
 
-Give each next quantum to argmin_i t_i(b_i + q): optimal for every non-decreasing t_i when the quanta are equal
-(Ibaraki & Katoh 1988, "Resource Allocation Problems", min-max objective). The greedy starts where it would stand once
-it has handed out everything that finishes by a deadline found by bisection: the same result for less work.
-Unequal quanta make reaching the sum a subset-sum problem: the earliest deadline by which it can be reached is searched
-for with sets of reachable sums as the bits of integers (Bellman 1957).
+Equal quanta: a greedy algorithm gives each next quantum to argmin_i t_i(b_i + q), which is optimal for every
+non-decreasing t_i (Ibaraki & Katoh 1988, "Resource Allocation Problems", min-max objective). To save work, it starts
+from the shares that finish by a deadline found by bisection, which it would pass anyway.
 
-Ties go to the smaller seconds per sample, of computing or of loading beside it, whichever takes longer, then to the
-quicker first one, then to the lower rank, so that the answer is the same wherever it is computed and a slower rank
-never gets more.
+Unequal quanta: to reach the sum is a subset-sum problem. The earliest deadline by which it can be reached is searched
+for, with sets of reachable sums as the bits of integers (Bellman 1957).
+
+Ties go to the rank with the smaller seconds per sample (of computing or of loading, whichever takes longer), then to
+the one that computes a single sample faster, then to the lower rank. So the result is the same wherever it is computed,
+and a slower rank never gets more.
 """
 
 from __future__ import annotations
@@ -25,17 +26,21 @@ from .speed import SpeedModel
 
 T = TypeVar("T")
 
-HANDED_OUT_SINGLY = 4        # quanta per rank for which a bisection would not pay
-BISECTIONS = 80              # more than a double has bits: after these the bracket is two neighbouring numbers
+HANDED_OUT_SINGLY = 4        # quanta per rank that are left to the greedy: for so few a bisection does not pay
+BISECTIONS = 80              # more than the bits of a double: the bracket is then two neighbouring numbers
 
 
 class InfeasibleError(ValueError):
-    """No split respects the bounds."""
+    """No shares within the bounds sum to the global batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bound:
-    """What one rank's share may be: a multiple of `quantum` from `lower` to `upper` (what its memory holds)."""
+    """The shares that a rank may have: multiples of `quantum` from `lower` to `upper`, in samples.
+
+    `upper` is what the rank's memory holds; None: no limit. Raises ValueError for `lower` below 0, `upper` below
+    `lower`, or `quantum` below 1.
+    """
 
     lower: int = 0
     upper: int | None = None
@@ -55,12 +60,18 @@ class Bound:
 
 def split(models: Sequence[SpeedModel], global_batch_size: int, bounds: Sequence[Bound] | None = None, *,
           micro_batch: Sequence[int | None] | None = None) -> tuple[int, ...]:
-    """The shares with the earliest finish of the slowest rank; exact.
+    """The shares with which the slowest rank finishes earliest, by rank. The minimum is exact, not an approximation.
 
-    `micro_batch` says per rank how many samples one forward and backward pass holds: each pass costs an overhead.
+    Args:
+        models: the speed model of each rank.
+        global_batch_size: the sum of the shares.
+        bounds: of shares, by rank; None: no bounds.
+        micro_batch: by rank, the most samples of one forward and backward pass; a larger share takes several passes,
+            each with its overhead. None: no limit.
 
     Raises:
-        InfeasibleError: no shares within the bounds have that sum.
+        InfeasibleError: no shares within the bounds sum to the global batch.
+        ValueError: no models, a global batch below 1, or lists of other lengths than `models`.
     """
     ranks = [_Rank(rank, model, bound, cap, global_batch_size) for rank, (model, bound, cap) in enumerate(zip(
         models, _per_rank(bounds, Bound(), models, "bounds"), _per_rank(micro_batch, None, models, "micro_batch"),
@@ -75,7 +86,7 @@ def split(models: Sequence[SpeedModel], global_batch_size: int, bounds: Sequence
 
 
 def equal_shares(global_batch_size: int, ranks: int) -> tuple[int, ...]:
-    """Shares that differ by at most one sample, the largest first."""
+    """Shares of `ranks` ranks that differ by at most one sample, the larger ones first."""
     if ranks < 1 or global_batch_size < 0:
         raise ValueError("global_batch_size and ranks: expected at least 0 and at least 1. "
                          f"Received: {global_batch_size} and {ranks}.")
@@ -85,13 +96,16 @@ def equal_shares(global_batch_size: int, ranks: int) -> tuple[int, ...]:
 
 def step_time_s(models: Sequence[SpeedModel], shares: Sequence[int],
                 micro_batch: Sequence[int | None] | None = None) -> float:
-    """The predicted compute time of the slowest rank."""
+    """The predicted seconds that the slowest rank takes for its share by computing or loading, without the exchange."""
     caps = _per_rank(micro_batch, None, models, "micro_batch")
     return max((m.time_s(b, cap) for m, b, cap in zip(models, shares, caps, strict=True)), default=0.0)
 
 
 def micro_batches(share: int, cap: int | None) -> tuple[int, ...]:
-    """The share as the fewest micro-batches of at most `cap` samples, as equal as possible; () for no samples."""
+    """The sizes of the fewest micro-batches of at most `cap` samples that make up a share; () for a share of 0.
+
+    They differ by at most one sample. `cap` None: one micro-batch.
+    """
     if share < 0 or (cap is not None and cap < 1):
         raise ValueError(f"share and cap: expected at least 0, and at least 1 or None. Received: {share} and {cap}.")
     if share == 0:
@@ -108,7 +122,12 @@ def _per_rank(given: Sequence[T] | None, default: T, models: Sequence[SpeedModel
 
 
 class _Rank:
-    """One rank's side of the problem: its bounds on the grid of its quantum, and its time with the way back."""
+    """A rank as `split` sees it: its bounds rounded to its quantum, time as a function of share, and the inverse.
+
+    Args:
+        cap: the most samples of one pass; None: no limit.
+        most: the global batch, which no share exceeds.
+    """
 
     def __init__(self, rank: int, model: SpeedModel, bound: Bound, cap: int | None, most: int) -> None:
         if cap is not None and cap < 1:
@@ -122,18 +141,20 @@ class _Rank:
 
     @property
     def each_s(self) -> float:
-        """Seconds of a sample, of many."""
+        """The seconds of one more sample in a large share: of computing or loading it, whichever takes longer."""
         return max(self.model.seconds_per_sample, self.model.loading_s)
 
     def offer(self, share: int) -> tuple[float, float, float, int]:
-        """The smallest of these takes a share that all others would take for as long."""
+        """The key by which the greedy chooses who gets a share: the smallest gets it. Everything after the first number
+        breaks ties."""
         return self.time_s(share), self.each_s, self.model.compute_s(1), self.rank
 
     def time_s(self, share: int) -> float:
+        """The predicted seconds that the rank takes for a share."""
         return self.model.time_s(share, self.cap)
 
     def within(self, deadline_s: float) -> int:
-        """The largest share that finishes by the deadline; the lowest where none does."""
+        """The largest share that finishes by the deadline; the smallest allowed share if none does."""
         each, overhead, passes = self.model.seconds_per_sample, self.model.overhead_s, 0
         loaded = self.highest if not self.model.loading_s else int(min(deadline_s / self.model.loading_s, self.highest))
         if self.cap is not None:
@@ -152,6 +173,7 @@ class _Rank:
 
 
 def _check(ranks: Sequence[_Rank], whole: int) -> None:
+    """Raises ValueError for no ranks or no samples, InfeasibleError if the bounds' sums do not enclose `whole`."""
     if not ranks or whole < 1:
         raise ValueError("models and global_batch_size: expected at least one model and at least 1. "
                          f"Received: {len(ranks)} and {whole}.")
@@ -166,7 +188,10 @@ def _check(ranks: Sequence[_Rank], whole: int) -> None:
 
 
 def _deadline(ranks: Sequence[_Rank], whole: int, slack: int) -> tuple[float, list[int]]:
-    """A time by which at most `whole` samples are finished, fewer by little more than `slack`; and the shares then."""
+    """A deadline by which at most `whole` samples finish, and the shares that do.
+
+    The bisection ends when the shares sum to at least `whole - slack`, or when it cannot be refined.
+    """
     early, late = 0.0, max(r.time_s(r.highest) for r in ranks)
     shares = [r.lowest for r in ranks]
     for _ in range(BISECTIONS):
@@ -182,7 +207,7 @@ def _deadline(ranks: Sequence[_Rank], whole: int, slack: int) -> tuple[float, li
 
 
 def _split_even_quanta(ranks: Sequence[_Rank], whole: int) -> tuple[int, ...]:
-    """The greedy's shares, from the point that it must pass."""
+    """The optimal shares for equal quanta: the greedy, started from the shares that `_deadline` finds."""
     quantum = ranks[0].quantum
     _, shares = _deadline(ranks, whole, HANDED_OUT_SINGLY * len(ranks) * quantum)
 
@@ -199,7 +224,7 @@ def _split_even_quanta(ranks: Sequence[_Rank], whole: int) -> tuple[int, ...]:
 
 
 def _split_uneven_quanta(ranks: Sequence[_Rank], whole: int) -> tuple[int, ...]:
-    """The shares at the smallest deadline for which some of the shares that meet it sum to the whole."""
+    """The optimal shares for unequal quanta: those of the earliest deadline by which some shares sum to `whole`."""
     everything = _sums(ranks, [r.highest for r in ranks], whole)[-1]
     if not everything >> whole & 1:
         raise InfeasibleError("global_batch_size: expected a sum of multiples of the ranks' quanta within their "
@@ -221,7 +246,7 @@ def _split_uneven_quanta(ranks: Sequence[_Rank], whole: int) -> tuple[int, ...]:
 
 
 def _sums(ranks: Sequence[_Rank], most: Sequence[int], whole: int) -> list[int]:
-    """Which sums up to the whole the first 0, 1, 2, ... ranks can reach: bit n for the sum n."""
+    """The sums that the first 0, 1, 2, ... ranks can reach with shares of at most `most`: bit n is the sum n."""
     reached = [1]
     for r, top in zip(ranks, most, strict=True):
         sums, quanta, several = reached[-1] << r.lowest, (top - r.lowest) // r.quantum, 1
@@ -234,7 +259,10 @@ def _sums(ranks: Sequence[_Rank], most: Sequence[int], whole: int) -> list[int]:
 
 
 def _pick(ranks: Sequence[_Rank], most: Sequence[int], whole: int) -> tuple[int, ...]:
-    """Shares of at most `most` with that sum, each near the same part of its most; of two alike the faster has more."""
+    """Shares of at most `most` that sum to `whole`, each close to the same fraction of its `most`.
+
+    Among ranks of equal bounds and micro-batch, the faster one gets the larger share.
+    """
     reached, left, shares = _sums(ranks, most, whole), whole, list(most)
     for i in reversed(range(len(ranks))):
         r, bits = ranks[i], reached[i].to_bytes(whole // 8 + 1, "little")

@@ -1,8 +1,12 @@
-"""Patience: after how long a wait is worth a word, and after how long it is too long.
+"""Decides after how many seconds a wait for other ranks is reported, and after how many it is ended.
 
-Ranks wait for each other in every step, so what is long follows from how long steps take here: more than
-median + k * 1.4826 * MAD of the last ones (1.4826 MAD estimates a standard deviation, Rousseeuw and Croux 1993), and
-never less than some seconds, because pauses of that length are ordinary (a checkpoint, a collection of garbage).
+Ranks wait for each other in every step, so what counts as long depends on the durations of recent steps. A wait is
+reported after
+
+    median + k * 1.4826 * MAD
+
+of these (1.4826 MAD estimates a standard deviation, Rousseeuw and Croux 1993), but not before `least_s`, because pauses
+of some seconds are ordinary (a checkpoint, a collection of garbage).
 """
 
 from __future__ import annotations
@@ -12,20 +16,25 @@ from dataclasses import dataclass
 
 import numpy as np
 
-TO_DEVIATION = 1.4826
+TO_DEVIATION = 1.4826  # standard deviation over MAD, for a normal distribution
 
 
 @dataclass(frozen=True, kw_only=True)
 class Patience:
-    """How long a rank waits for others, all in seconds.
+    """The time limits of waits for other ranks. The engine's watch (`engine.watch`) applies them.
 
     Args:
-        warn_s: a wait of so long is worth a word; None: follows from the steps seen.
-        bound_s: a wait of so long ends the job, or the rank that is waited for.
-        first_s: worth a word while too few steps were seen: they compile, or load data for the first time.
-        least_s: no shorter wait is worth a word.
-        deviations: k.
-        steps: so many have to be seen.
+        warn_s: a wait is reported after so many seconds; None: a time that follows from the durations of recent steps.
+        bound_s: a wait is ended after so many seconds, with the job or with the rank that is waited for.
+        first_s: a wait is reported after so many seconds while fewer than `steps` steps are known. First steps take
+            longer: they compile, or load data for the first time.
+        least_s: a limit that follows from durations of steps is no shorter, in seconds. Ranks that wait for each other,
+            and so for ever, are reported after this time already.
+        deviations: k in the formula above, in standard deviations.
+        steps: the number of steps from which on their durations set the limit.
+
+    Raises:
+        ValueError: a number that is not above 0.
     """
 
     warn_s: float | None = None
@@ -41,7 +50,7 @@ class Patience:
             raise ValueError(f"Expected lengths above 0, and at least 1 step. Received: {self}.")
 
     def word_s(self, step_s: Sequence[float]) -> float:
-        """The wait that is worth a word, after steps of these lengths."""
+        """The seconds after which a wait is reported, given the seconds of recent steps."""
         if self.warn_s is not None:
             return self.warn_s
         if len(step_s) < self.steps:
@@ -51,5 +60,5 @@ class Patience:
         return max(self.least_s, median + self.deviations * deviation)
 
     def end_s(self, step_s: Sequence[float]) -> float:
-        """The wait that is too long: the bound, but always longer than what is worth a word."""
+        """The seconds after which a wait is ended: `bound_s`, or twice `word_s`, whichever is longer."""
         return max(self.bound_s, 2 * self.word_s(step_s))

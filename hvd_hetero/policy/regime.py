@@ -1,7 +1,8 @@
-"""Changes of speed: since when one rank has computed at the speed that it has now, and since which plan all have.
+"""Detects changes of speed, so that speed models are fitted to observations from after the last change only.
 
-A change of speed is told from a change of share without knowing the overhead: for any overhead >= 0, a larger share
-makes the step longer and a sample shorter. What makes *both* longer (or both shorter) is a change of speed.
+A change of speed is told from a change of share without knowledge of the overhead. For any overhead >= 0, a larger
+share makes the step longer and the time per sample shorter. If *both* become longer (or both shorter), the speed of the
+rank has changed.
 """
 
 from __future__ import annotations
@@ -13,18 +14,23 @@ from collections.abc import Sequence
 from .speed import LEAST_NOISE, SHORTEST_S, Observation, by_size, middle
 
 REACH = 24                   # observations on either side of a possible change of speed that are compared
-FEW = 4.0                    # pairs of neighbours whose noise may by luck come out at half of what it is
+FEW = 4.0                    # noise that is estimated from so many pairs of neighbours is doubled: it may be too low
 CHANGE_IN_STANDARD_ERRORS = 5.0
 MEDIAN_INEFFICIENCY = 1.2533  # standard error of a median over that of a mean, normal noise: sqrt(pi / 2)
 
 
 def latest_regime(observations: Sequence[Observation], *, minimum: int = 4,
                   tolerance: float = 0.15) -> Sequence[Observation]:
-    """What was measured since the speed last changed by more than `tolerance`; everything if it never did.
+    """The observations of one rank since its speed last changed; all of them if it never did.
 
-    At every point with `minimum` observations on both sides the medians before and after are compared: for each size
-    seen on both sides, and for the two sizes that meet there. Of the slower side three quarters have to stand out (all
-    of four), so that no handful of spikes passes for a change.
+    At every point with `minimum` observations on both sides, the median times before and after are compared: for each
+    size (samples per pass) that occurs on both sides, and for the two sizes that meet at that point. Three quarters of
+    the slower side have to stand out (all, if there are four), so that a few spikes do not count as a change.
+
+    Args:
+        observations: oldest first.
+        minimum: at least 2.
+        tolerance: relative; a smaller change of time is none.
     """
     if minimum < 2 or not tolerance > 0.0:
         raise ValueError(f"minimum and tolerance: expected at least 2, and above 0. Received: {minimum}, {tolerance}.")
@@ -35,22 +41,23 @@ def latest_regime(observations: Sequence[Observation], *, minimum: int = 4,
 
 def last_shift(windows: Sequence[Sequence[tuple[int, Observation]]], starts: Sequence[int], *,
                tolerance: float = 0.05) -> int:
-    """The step since which no rank's speed changed together with the plan; 0 if none ever did.
+    """The first step of the last plan with which the speed of any rank changed; 0 if there was no such plan.
 
-    Ranks that wait less leave less of a shared machine to each other: a plan itself changes speeds, mostly of several
-    ranks. Times from before compare with those after it on none of them, although a rank may not show it: what became
-    shorter by a smaller share and longer by a slower core looks like overhead.
+    A plan can itself change speeds, mostly of several ranks: ranks that wait less leave less of a shared machine to
+    each other. Then observations of *no* rank from before that plan should be compared with later ones, also if the
+    change does not show on a rank: a time that became shorter by a smaller share and longer by a slower core looks like
+    overhead.
 
     Args:
-        windows: of each rank, what was measured in which step.
-        starts: the steps from which plans held, ascending.
-        tolerance: relative; less than this between two plans is no change.
+        windows: by rank, pairs of a step and its observation, oldest first.
+        starts: the first steps of all plans, ascending.
+        tolerance: relative; a smaller change between two plans is none.
     """
     edges = [*starts, math.inf]
     spans = [(window[0][0], window[-1][0]) for window in windows if window]
     for index in range(len(starts) - 1, 0, -1):
         first, start, end = edges[index - 1:index + 2]
-        if not any(earliest < start <= latest for earliest, latest in spans):   # no window reaches over it
+        if not any(earliest < start <= latest for earliest, latest in spans):   # no window has steps of both plans
             continue
         before = [[seen for step, seen in window if first <= step < start] for window in windows]
         after = [[seen for step, seen in window if start <= step < end] for window in windows]
@@ -60,7 +67,10 @@ def last_shift(windows: Sequence[Sequence[tuple[int, Observation]]], starts: Seq
 
 
 def _surely_changed(before: Sequence[Observation], after: Sequence[Observation], *, minimum: int = 4) -> float:
-    """By how much a rank's speed changed at the least, relative to it and one standard error less; 0.0 if unknown."""
+    """The relative change of a rank's speed, as a lower bound less one standard error; may be negative; 0.0 if unknown.
+
+    Each side's most frequent size is compared; sides with fewer than `minimum` observations are not.
+    """
     if min(len(before), len(after)) < minimum:
         return 0.0
     (b, old), (c, new) = (max(by_size(seen).items(), key=lambda size: len(size[1])) for seen in (before, after))
@@ -70,14 +80,21 @@ def _surely_changed(before: Sequence[Observation], after: Sequence[Observation],
 
 
 def _slowdown(b: float, first: float, c: float, second: float) -> float:
-    """How many times as long the slower of two speeds takes at the least: per step *and* per sample; below 1: none."""
-    if second < first:      # time runs backwards: a faster speed after is a slower one before
+    """The factor by which one speed is surely slower than the other, whichever it is; 1 or less: no surely slower one.
+
+    It is the smaller of the factors of the time per step and of the time per sample.
+
+    Args:
+        b, first: samples and seconds of a pass before.
+        c, second: samples and seconds of a pass after.
+    """
+    if second < first:      # swap the sides: a faster speed after is a slower one before
         b, first, c, second = c, second, b, first
     return min(second / first, second * b / (first * c))
 
 
 def _error_of_change(noise: float, old: Sequence[float], new: Sequence[float]) -> float:
-    """The standard error of the ratio of two medians."""
+    """The standard error of the ratio of two medians, where one observation has the relative noise `noise`."""
     return MEDIAN_INEFFICIENCY * noise * math.sqrt(1.0 / len(old) + 1.0 / len(new))
 
 
@@ -106,7 +123,13 @@ def _latest_change(seen: Sequence[Observation], minimum: int, tolerance: float) 
 
 
 def _change(b: float, old: Sequence[float], c: float, new: Sequence[float], noise: float, tolerance: float) -> float:
-    """How many standard errors lie between the speeds before (size b) and after (size c); 0.0 if that is no change."""
+    """How many standard errors lie between the speed before and the one after; 0.0 if there is no significant change.
+
+    Args:
+        b, old: samples and sorted seconds of a pass before.
+        c, new: samples and sorted seconds of a pass after.
+        noise: relative noise of one observation.
+    """
     surely = _slowdown(b, middle(old), c, middle(new))
     if surely <= 1.0 + tolerance:
         return 0.0
@@ -118,7 +141,14 @@ def _change(b: float, old: Sequence[float], c: float, new: Sequence[float], nois
 
 
 def _move(times: dict[float, list[float]], seen: Sequence[Observation], *, add: int, drop: int) -> None:
-    """None; slides a window of times by size one observation onwards."""
+    """Slides a window, which maps sizes to sorted times, one observation onwards.
+
+    Args:
+        times: the window; changed in place.
+        seen: all observations.
+        add: the index of the observation that enters; beyond the last one: none does.
+        drop: the index of the observation that leaves; below 0: none does.
+    """
     if add < len(seen):
         insort(times.setdefault(seen[add].size, []), max(seen[add].pass_s, SHORTEST_S))
     if drop >= 0:
@@ -129,7 +159,7 @@ def _move(times: dict[float, list[float]], seen: Sequence[Observation], *, add: 
 
 
 def _boundary(seen: Sequence[Observation], near: int, size: float, minimum: int) -> int:
-    """The cut close to `near` that leaves the fewest observations of `size` on the wrong side of it."""
+    """The index near `near` that separates slow from fast observations of `size` with the fewest on the wrong side."""
     first, stop = max(near - REACH, 0), min(near + REACH, len(seen))
     old = middle(by_size(seen[first:near])[size])
     new = middle(by_size(seen[near:stop])[size])

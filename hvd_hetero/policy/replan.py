@@ -1,17 +1,17 @@
-"""Plans: when a new one pays.
+"""Plans, and when a new one pays.
 
-A plan replaces the current one when all of this holds (a plan that the bounds forbid is replaced at once):
+A new plan replaces the current one if all of this holds (a plan that violates the bounds is replaced at once):
 
-- the gain (T_now - T_new) / T_now exceeds a minimum and what noise alone would make of it: z standard errors of
-  1 - T_new / T_now, with z >= 2 and z >= sqrt(2 ln n), about the largest of n normal errors, because T is the slowest
-  of n ranks. Both bars rise with the plans made lately, for a machine that drifts always offers another one; and what
-  rests on a new speed, seen for a few steps only, has to gain twice as much: a change worth following does;
-- some rank's share moves by more than the dead band (flodl and OmniLearn: 5 %);
-- the current plan has held for the cool-down: short for the first plans and right after a change of speed.
+- The gain (T_now - T_new) / T_now exceeds a minimum, and exceeds what noise alone would make of it: z standard errors
+  of 1 - T_new / T_now, with z >= 2 and z >= sqrt(2 ln n), about the largest of n normal errors, because T is the time
+  of the slowest of n ranks. Both thresholds rise with the number of recent plans, since a machine whose speed drifts
+  always offers another plan. After a change of speed, which was observed for a few steps only, the minimum is doubled.
+- Some rank's share moves by more than the dead band (flodl and OmniLearn: 5 %).
+- The current plan has held for the cool-down, which is short for the first plans and right after a change of speed.
 
-How far it goes: each share grows at most by the trust region and shrinks at most by its square, since speed models are
-extrapolated from the shares seen; and a move that turns back the last one is halved (LB-BSP, section 3.3.2), unless the
-speed itself changed.
+How far a plan moves: each share grows at most by the factor of the trust region and shrinks at most by its square, as
+speed models are extrapolated from the shares seen so far. A move that reverses the last one is halved (LB-BSP, section
+3.3.2), unless a speed has changed.
 """
 
 from __future__ import annotations
@@ -24,22 +24,31 @@ from .partition import Bound, split, step_time_s
 from .speed import SpeedModel
 from .strategy import SYNCHRONOUS
 
-EARLY_PLANS = 2      # so many new plans may follow each other after the early cool-down
-FEW_PLANS = 3        # from so many on, the next one has to be surer of its gain
-DEARER = (1.0, 1.0, 2.5, 4.0)    # how many times the minimum gain after so many recent plans
-LATELY = 15          # cool-downs that a plan counts as a recent one
+EARLY_PLANS = 2      # with fewer recent plans than this, the early cool-down applies
+FEW_PLANS = 3        # from so many recent plans on, more standard errors of gain are required
+DEARER = (1.0, 1.0, 2.5, 4.0)    # factor on the minimum gain, by the number of recent plans
+LATELY = 15          # a plan counts as recent for so many cool-downs
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The shares, the step from which they hold, and why; every rank holds the identical plan."""
+    """The shares, the step from which they hold, and why. Every rank holds the identical plan.
+
+    Attributes:
+        version: 0 for the first plan; each new one adds 1.
+        step: the first global batch that is dealt by this plan.
+        shares: samples of a global batch, by rank.
+        reason: why this plan was made, for people.
+        predicted_step_s: predicted seconds of a step, for plans that are made to shorten it; None or 0: no prediction.
+        strategy: SYNCHRONOUS or LOCAL, see `policy.strategy`.
+    """
 
     version: int
     step: int
     shares: tuple[int, ...]
     reason: str
     predicted_step_s: float | None = None
-    strategy: str = SYNCHRONOUS      # or LOCAL, see `policy.strategy`
+    strategy: str = SYNCHRONOUS
 
     def __post_init__(self) -> None:
         if self.version < 0 or self.step < 0:
@@ -50,21 +59,21 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class ReplanRule:
-    """When a new plan pays, and how far one plan may move.
+    """When a new plan pays, and how far one plan may move the shares.
 
     Args:
-        warmup_steps: no plan before this step.
-        minimum_observations: measured steps of every rank that has a share, before a plan.
-        minimum_gain: a plan has to save this part of a step's time, more after many plans, and in any case more than
-            errors of measurement explain.
-        dead_band: no plan moves every share by less than this part of it.
-        cooldown_steps, early_cooldown_steps: between two plans; the second while plans are few, and after a change of
-            speed.
-        trust_region: a share grows in one plan by this factor at most, and shrinks by its square; `math.inf`: as far
-            as it pays.
+        warmup_steps: no plan is made before this step.
+        minimum_observations: observations that are needed of every rank with a share, before a plan.
+        minimum_gain: the fraction of a step's time that a plan has to save. More is required after many plans, and in
+            any case more than errors of measurement explain.
+        dead_band: some share has to move by more than this fraction of itself.
+        cooldown_steps: steps between two plans.
+        early_cooldown_steps: the same while recent plans are few, and after a change of speed.
+        trust_region: a share grows in one plan by this factor at most, and shrinks by its square at most; `math.inf`:
+            no limit.
 
     Raises:
-        ValueError: one of them is negative, there need be no observations, or the trust region is not above 1.
+        ValueError: a negative number, no observations required, or a trust region that is not above 1.
     """
 
     warmup_steps: int = 3
@@ -97,10 +106,22 @@ def decide(
     measured_step_s: float | None = None,
     micro_batch: Sequence[int | None] | None = None,
 ) -> Plan | None:
-    """The plan that should hold from `step`, or None where the current one should stay.
+    """The plan that should hold from `step`, or None if the current one should stay.
 
-    `previous` are the plans before the current one, oldest first. `measured_step_s` is the time of a whole step, with
-    what no plan changes (communication): the gain is then a part of that.
+    Called by the planner on rank 0, which announces the plan to the other ranks.
+
+    Args:
+        current: the plan that holds.
+        models: speed models by rank.
+        step: the step from which a new plan would hold.
+        global_batch_size: samples of a global batch; if it differs from the sum of the current shares, or if a share
+            violates its bounds, there is always a new plan.
+        bounds: of shares, by rank; None: no bounds.
+        rule: thresholds; None: the defaults.
+        previous: the plans before the current one, oldest first.
+        measured_step_s: seconds of a whole step, including communication, which no plan changes. The gain is a fraction
+            of this time; None: of the slowest rank's compute time.
+        micro_batch: by rank, the most samples of one pass; None: no limit.
 
     Raises:
         InfeasibleError: no shares within the bounds sum to the global batch.
@@ -134,9 +155,9 @@ def decide(
     new_s = models[after].time_s(shares[after], cap)
     step_s = max(now_s, measured_step_s or 0.0)
     stretch = models[after].overhead_error * abs(shares[after] / max(current.shares[after], 1) - 1.0)
-    # Where that rank's loading takes longer than its computing, only what computing could take beyond that is in doubt.
+    # If that rank is limited by loading, only compute time beyond the loading time makes the prediction uncertain.
     stretch = max(0.0, models[after].compute_s(shares[after], cap) * (1.0 + stretch) / new_s - 1.0)
-    known = [models[rank].standard_error for rank in {before, after}]     # one rank's error is the same in both times
+    known = [models[rank].standard_error for rank in {before, after}]     # of one rank once: both times have its error
     error = math.hypot(*known, stretch) * new_s / now_s
     surprise = max(2.0, math.sqrt(2.0 * math.log(len(ranks)))) * (1.0 if recent < FEW_PLANS else 1.5)
     minimum = rule.minimum_gain * DEARER[min(lately, len(DEARER) - 1)]
@@ -153,7 +174,7 @@ def _next_plan(current: Plan, shares: tuple[int, ...], step: int, reason: str, p
 
 
 def _slowest(models: Sequence[SpeedModel], shares: Sequence[int], micro_batch: Sequence[int | None] | None) -> int:
-    """The rank with the longest predicted compute time."""
+    """The rank with the longest predicted time for its share."""
     caps = micro_batch or [None] * len(models)
     times = [m.time_s(b, cap) for m, b, cap in zip(models, shares, caps, strict=True)]
     return max(range(len(times)), key=times.__getitem__)
@@ -161,8 +182,12 @@ def _slowest(models: Sequence[SpeedModel], shares: Sequence[int], micro_batch: S
 
 def _reachable(current: Plan, models: Sequence[SpeedModel], whole: int, limits: Sequence[Bound], rule: ReplanRule,
                micro_batch: Sequence[int | None] | None, *, last: Plan | None) -> tuple[int, ...]:
-    """The best shares within the trust region, with moves halved that turn back the last ones."""
-    least = whole / (8 * len(models))      # a share near 0 may grow as if it were this, or it would crawl
+    """The best shares within the trust region around the current ones; a move that reverses the last one is halved.
+
+    Args:
+        last: the plan before the current one; None: no move is halved.
+    """
+    least = whole / (8 * len(models))      # a smaller share may grow as if it were this large: else it grows too slowly
     trusted = [_narrowed(limit, share / rule.trust_region**2, max(share, least, limit.quantum) * rule.trust_region)
                for share, limit in zip(current.shares, limits, strict=True)]
     shares = split(models, whole, trusted, micro_batch=micro_batch)      # the current ones are always within
@@ -176,7 +201,7 @@ def _reachable(current: Plan, models: Sequence[SpeedModel], whole: int, limits: 
 
 
 def _narrowed(bound: Bound, lower: float, upper: float) -> Bound:
-    """The bound within [lower, upper], rounded outwards to the quantum; something of the bound is in there."""
+    """The intersection of `bound` with [lower, upper], rounded outwards to the quantum. It must not be empty."""
     low = max(bound.lower, math.floor(lower / bound.quantum) * bound.quantum)
     highest = math.inf if bound.upper is None else bound.upper
     high = min(highest, upper if math.isinf(upper) else math.ceil(upper / bound.quantum) * bound.quantum)

@@ -1,31 +1,32 @@
-"""Adam's second moments on a rank that steps apart: those that the global batch's gradient would make.
+"""Corrects Adam's second moments in local SGD: makes them what gradients of the whole global batch would make them.
 
-A rank that trains on b of a global batch's B samples has a noisier gradient. With the gradient's mean mu and its
-variance s^2 per sample, of any one parameter, Adam's second moment v tends to
+A rank that takes local steps on b of a global batch's B samples has noisier gradients. With the gradient's mean mu and
+its variance s^2 per sample, for any one parameter, Adam's second moment v tends to
 
-    mu^2 + s^2 / b  on the rank alone,        mu^2 + s^2 / B  in synchronous training
+    mu^2 + s^2 / b  in local steps,        mu^2 + s^2 / B  in synchronous training
 
-and a step is divided by its root: ranks apart would make steps that are too short, by up to the root of B / b. What a
-rank knows besides is its first moment m, a mean over several steps: over (1 + beta1) / (1 - beta1) of them, as far as
-noise goes, when enough were made. So
+An update is divided by the root of v, so local updates would be too short, by up to the root of B / b. The rank also
+has its first moment m, a mean over several gradients: its noise is that of a mean over (1 + beta1) / (1 - beta1) of
+them, after enough steps. So
 
     m^2  tends to  mu^2 + s^2 / (W b),        W = (1 + beta1) (1 - beta1^t) / ((1 - beta1) (1 + beta1^t))
 
-(the sum of squares of t weights that fall by beta1 each, over the square of their sum, is 1 / W), and the mixture
+(for t weights that fall by the factor beta1, the sum of their squares over the square of their sum is 1 / W). With the
+gradient g, the mixture
 
     a m^2 + (1 - a) g^2,        a = (1 - b / B) / (1 - 1 / W)
 
-has the expectation of synchronous training, if a is at most 1: if the rank's share is at least 1 / W, 5 % for
-beta1 = 0.9. Below that m^2 alone is nearest. As v is linear in the squares that it is made of, what n steps have added
-to it can be exchanged for what they should have added afterwards, see `Mixture`. No rank has to hear of the others.
+has the same expectation as in synchronous training, if a is at most 1: if the rank's share is at least 1 / W, 5 % for
+beta1 = 0.9. With a smaller share, m^2 alone is nearest. As v is linear in the squares that it is made of, what n steps
+have added to v can be replaced afterwards by what they should have added: see `Mixture`. This needs no communication.
 
-m has to be what v is: a mean over the gradients since the same beginning. And v's memory has to be long, as that of
-beta2 = 0.999 is: a step is divided by a v that holds its own gradient's square as it is, and those that have come since
-the last exchange. With beta2 = 0.95, a sixteenth of the batch, and exchanges at every second step, v is twice too large
-when it is used (16 times without).
-
-A part of mu that turns its sign from step to step is noise here, and makes longer steps than it would in synchronous
-training.
+Limits:
+- m and v have to be means over the same gradients, since the same beginning.
+- v's memory has to be long, as with beta2 = 0.999: an update is divided by a v that still holds, uncorrected, the
+  squares of its own gradient and of those since the last correction. With beta2 = 0.95, a sixteenth of the batch, and
+  a correction at every second step, v is twice too large when it is used (16 times without corrections).
+- A part of mu that changes its sign from step to step counts as noise here, and leads to longer updates than in
+  synchronous training.
 """
 
 from __future__ import annotations
@@ -34,9 +35,10 @@ from typing import NamedTuple
 
 
 class Mixture(NamedTuple):
-    """What a second moment becomes: `after` * v + `before` * v_before + `first` * m^2, of numbers that are 0 or more.
+    """The factors of a corrected second moment: `after` * v + `before` * v_before + `first` * m^2. None is negative.
 
-    v_before: n steps ago; v, m: now, as the optimizer keeps them (not corrected for their beginning at 0).
+    v and m are the present moments and v_before is the second moment n steps ago, all as the optimizer keeps them
+    (without Adam's correction for their beginning at 0).
     """
 
     after: float
@@ -45,19 +47,19 @@ class Mixture(NamedTuple):
 
 
 def window(beta1: float, steps: float) -> float:
-    """W: of how many gradients alike the first moment after so many steps is a mean, as far as noise goes."""
+    """W: the number of equally weighted gradients whose mean is as noisy as the first moment after `steps` steps."""
     old = beta1**steps
     return (1.0 + beta1) * (1.0 - old) / ((1.0 - beta1) * (1.0 + old))
 
 
 def mixture(part: float, *, betas: tuple[float, float], steps: float, new: float) -> Mixture:
-    """The mixture for a rank whose batches were this part of the global ones.
+    """The factors that correct a rank's second moment.
 
     Args:
-        part: b / B.
+        part: b / B, the rank's part of the samples of the global batches.
         betas: beta1 and beta2, each 0 or more and below 1.
-        steps: t, all that the optimizer has made.
-        new: n, how many of them were made since v_before.
+        steps: t, the number of all steps of the optimizer.
+        new: n, the number of steps since v_before.
     """
     beta1, beta2 = betas
     alike = window(beta1, steps)

@@ -1,18 +1,20 @@
-"""Speed models: how long one rank computes on b samples, from what it was seen to take.
+"""Speed models: the seconds that one rank takes to compute on b samples, fitted to observed steps.
 
     t(b) = passes * overhead + b * seconds per sample        (t(0) = 0: a rank without samples computes nothing)
 
-where one forward and backward pass takes b, or ceil(b / c) of them do, which hold c samples at most. What many passes
-took is that many times what one took on an equal part of the samples, and is seen as that.
+with one forward and backward pass, or with ceil(b / c) passes if a pass holds at most c samples. An observation of
+several passes counts as that many passes over equal parts of its samples.
 
-Waiting for others is left out. In synchronous training every *step* takes equally long: waiting hides speed. Where
-samples are loaded beside computing, b of them take as long as the longer of the two: see `loading`.
+Time in which a rank waits for others does not count. In synchronous training every *step* takes equally long on all
+ranks, so waiting would hide their speeds. If samples are loaded while the rank computes, b samples take as long as
+loading or computing them, whichever is longer: see `loading`.
 
-- Observations are judged by the median of their size or, where sizes are mostly seen once, by the line of Theil (1950)
-  and Sen (1968), "Estimates of the regression coefficient based on Kendall's tau"; outliers go, and least squares with
-  noise proportional to the time takes the rest: nearly all the precision of a mean, and no spike counts.
-- The overhead is drawn towards a prior by its own uncertainty (the posterior mean under a normal prior), so that two
-  sizes close together do not invent an overhead, and two sizes far apart are believed.
+- Outliers are dropped: observations far from the median time of their size or, if most sizes occur once, far from the
+  line of Theil (1950) and Sen (1968), "Estimates of the regression coefficient based on Kendall's tau". The rest is
+  fitted by least squares with noise proportional to the time. That has nearly all the precision of a mean, and no spike
+  counts.
+- The overhead is a posterior mean under a normal prior, weighted by its uncertainty. So two sizes close together do not
+  invent an overhead, and two sizes far apart are believed.
 
 When a speed has changed, `regime` says since when.
 """
@@ -27,23 +29,29 @@ from dataclasses import dataclass
 
 SHORTEST_S = 1e-9            # no step is shorter, whatever a coarse clock said
 LARGEST_OVERHEAD = 0.98      # of the time at the sizes seen: samples cost something even where none was noticed
-OVERHEAD_SPREAD = 0.15       # how far, as a fraction of the step, overhead may be expected to lie from the prior
-WORTH_HEARING = 2.0          # an overhead known so many times better than it now shows itself is left as it is
+OVERHEAD_SPREAD = 0.15       # standard deviation of the overhead from its prior, as a fraction of the step
+WORTH_HEARING = 2.0          # a fitted overhead whose error is so many times that of the prior is ignored
 USUAL_NOISE = 0.05           # relative noise assumed before anything was seen; weighs as much as one observation
-OUTLIER = 0.2                # relative: what is nearer than this to its size's median is none
-MOST_OUTLIERS = 0.25         # of all: where more are off, a rank has two speeds in turn, and neither is an outlier
-DRIFT = 0.025                # relative: what one size is measured too long or too short by, for good
+OUTLIER = 0.2                # relative distance from the median of its size below which nothing is an outlier
+MOST_OUTLIERS = 0.25         # fraction of all; with more, a rank alternates between two speeds: none is an outlier
+DRIFT = 0.025                # relative error of one size's time that no number of observations reduces
 ENOUGH_OF_A_SIZE = 3         # a median of fewer does not withstand one spike
 LEAST_NOISE = 0.02           # relative noise between neighbouring steps, at the least
 
 
 @dataclass(frozen=True, kw_only=True)
 class Observation:
-    """One step of one rank: the share it processed and the seconds that it needed, also for loading; no waiting."""
+    """One step of one rank, as measured.
+
+    Attributes:
+        samples: the samples that the rank processed.
+        compute_s: seconds in which it computed and loaded data itself, without waiting for other ranks.
+        passes: how many forward and backward passes that took.
+    """
 
     samples: int
     compute_s: float
-    passes: int = 1                 # so many times forward and backward
+    passes: int = 1
 
     def __post_init__(self) -> None:
         if self.samples < 0:
@@ -67,16 +75,23 @@ class Observation:
 
 @dataclass(frozen=True, kw_only=True)
 class SpeedModel:
-    """How long one pass of a rank computes: overhead_s + b * seconds_per_sample, and how well that is known.
+    """Predicts how long a rank takes for a number of samples, and says how uncertain the prediction is.
 
-    `loading_s`: seconds that a sample takes to be loaded beside computing, which b samples take at least.
+    Attributes:
+        overhead_s: seconds of one pass that do not depend on its samples.
+        seconds_per_sample: seconds that each sample adds by computing.
+        standard_error: of the predicted time at the observed sizes, relative to that time.
+        observations: the number of observations that the model was fitted to.
+        overhead_error: standard error of `overhead_s`, relative to the predicted time at the observed sizes.
+        loading_s: seconds per sample of loaders that work while the rank computes (see `loading`): b samples take at
+            least b * `loading_s`. 0: loading does not limit the rank.
     """
 
     overhead_s: float
     seconds_per_sample: float
-    standard_error: float = 0.0     # of the predicted time at the sizes seen, relative to it
-    observations: int = 0           # how many it was fitted to
-    overhead_error: float = OVERHEAD_SPREAD      # standard error of overhead_s, relative to the time at the sizes seen
+    standard_error: float = 0.0
+    observations: int = 0
+    overhead_error: float = OVERHEAD_SPREAD
     loading_s: float = 0.0
 
     def __post_init__(self) -> None:
@@ -92,37 +107,48 @@ class SpeedModel:
             raise ValueError(f"loading_s: expected a finite number, 0 or more. Received: {self.loading_s}.")
 
     def time_s(self, samples: int, micro_batch: int | None = None) -> float:
-        """The predicted seconds that `samples` take, computed at most `micro_batch` at once; 0.0 for no samples."""
+        """The predicted seconds of `samples` samples, in passes of at most `micro_batch`; 0.0 for no samples.
+
+        It is the time of computing or of loading, whichever is longer.
+        """
         if samples <= 0:
             return 0.0
         return max(self.compute_s(samples, micro_batch), samples * self.loading_s)
 
     def compute_s(self, samples: int, micro_batch: int | None = None) -> float:
-        """The seconds that computing 1 sample or more takes, without loading them."""
+        """The predicted seconds of computing `samples` samples, 1 or more, without regard to loading."""
         return passes_of(samples, micro_batch) * self.overhead_s + samples * self.seconds_per_sample
 
     def ratio(self, seen: Observation) -> float:
-        """How many times as long as predicted something was computed."""
+        """The observed seconds of a pass over the predicted ones."""
         return seen.pass_s / (self.overhead_s + seen.size * self.seconds_per_sample)
 
 
 def passes_of(samples: int, micro_batch: int | None) -> int:
-    """How many passes `samples` take, of `micro_batch` at most each."""
+    """The number of passes for `samples` samples, of at most `micro_batch` each; None: one pass."""
     return 1 if micro_batch is None else max(1, -(-samples // micro_batch))
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Size:      # all observations of one size
-    samples: float
-    count: int
-    time_s: float
+class _Size:      # summary of all observations of one size
+    samples: float      # of one pass
+    count: int          # observations
+    time_s: float       # typical seconds of a pass
 
 
 def fit(observations: Sequence[Observation], *, prior: SpeedModel | None = None) -> SpeedModel:
-    """The speed model of one rank, unmoved by single spikes.
+    """Fits the speed model of one rank to its observations. Single spikes have no influence.
 
-    `prior` lends its overhead, as a fraction of the step, where the observations cannot tell overhead from slope (one
-    size, or sizes close together). Without one the overhead is taken as 0. Without observations the prior comes back.
+    Args:
+        observations: of one speed, see `regime.latest_regime`; those without samples are ignored.
+        prior: supplies the overhead, as a fraction of the step, if the observations cannot tell overhead from slope
+            (one size, or sizes close together). None: the overhead is then 0.
+
+    Returns:
+        The model, without `loading_s`; `prior` itself if no observation has samples.
+
+    Raises:
+        ValueError: neither an observation with samples nor a prior.
     """
     times = by_size(observations)
     if not times:
@@ -143,20 +169,20 @@ def fit(observations: Sequence[Observation], *, prior: SpeedModel | None = None)
         lever = math.fsum(w * (z.samples - mean_b) ** 2 for w, z in zip(weights, sizes, strict=True))
         slope = math.fsum(w * (z.samples - mean_b) * z.time_s for w, z in zip(weights, sizes, strict=True)) / lever
         error = noise * math.sqrt(1.0 / math.fsum(weights) + mean_b**2 / lever) / mean_t
-        # Sizes are seen at different times, between which the machine drifts, however many observations there are.
+        # Sizes are observed at different times, between which the machine drifts: more observations do not reduce that.
         error = math.hypot(error, DRIFT / math.sqrt(2.0) * mean_b * math.sqrt(math.fsum(weights) / lever))
         if prior is None or error < WORTH_HEARING * known:
             belief = known**2 / (known**2 + error**2)
             overhead, known = overhead + belief * (mean_t - slope * mean_b - overhead), min(known, error)
     overhead = min(max(overhead, 0.0), LARGEST_OVERHEAD * mean_t)
-    # Through the centre, whatever the overhead: fitting the same observations again and again then does not drift.
+    # The line goes through (mean_b, mean_t) whatever the overhead: repeated fits of the same observations do not drift.
     return SpeedModel(overhead_s=overhead, standard_error=noise * math.sqrt((1.0 + belief) / kept),
                       seconds_per_sample=(mean_t - overhead) / mean_b,
                       observations=sum(len(seen) for seen in times.values()), overhead_error=known)
 
 
 def by_size(observations: Sequence[Observation]) -> dict[float, list[float]]:
-    """The times of a pass seen at each size, sorted."""
+    """Maps each observed size (samples of a pass) to the sorted seconds of its passes."""
     times: dict[float, list[float]] = {}
     for o in observations:
         if o.samples > 0:
@@ -173,9 +199,10 @@ def middle(ordered: Sequence[float]) -> float:
 
 
 def _typical_times(times: Mapping[float, Sequence[float]]) -> tuple[list[_Size], float]:
-    """Per size how many observations are no outliers and their mean time; and the relative noise of one observation.
+    """For each size the number and the mean time of its observations that are no outliers; and the relative noise of
+    one observation.
 
-    Sizes seen once or twice (a short last batch) are left out where the others, being the most, can do without them.
+    Sizes that occur once or twice (such as a short last batch) are left out, unless they have most of the observations.
     """
     often = {b: seen for b, seen in times.items() if len(seen) >= ENOUGH_OF_A_SIZE}
     if 2 * sum(map(len, often.values())) >= sum(map(len, times.values())):
@@ -195,7 +222,8 @@ def _typical_times(times: Mapping[float, Sequence[float]]) -> tuple[list[_Size],
 
 
 def _theil_sen(times: Mapping[float, Sequence[float]]) -> dict[float, float]:
-    """The time at each size on the line whose slope is the weighted median of all slopes between two sizes."""
+    """The seconds of a pass at each size on the Theil-Sen line: its slope is the weighted median of all slopes between
+    two sizes."""
     sizes = [_Size(samples=b, count=len(seen), time_s=middle(seen)) for b, seen in sorted(times.items())]
     slopes = sorted(((q.time_s - p.time_s) / (q.samples - p.samples), p.count * q.count)
                     for i, p in enumerate(sizes) for q in sizes[i + 1:])

@@ -1,35 +1,37 @@
-"""Local SGD between ranks of different speed: how long each one's rounds are, and what its contribution weighs.
+"""Local SGD between ranks of different speed: the length of each rank's rounds, and the weight of its contribution.
 
-Rounds (DyLU: Liu et al. 2024, arXiv 2401.09135, equation 6): who is slower takes fewer local steps, so that all reach
-the end of a round at about the same time and a merge is never far ahead of anybody,
+Round lengths (DyLU: Liu et al. 2024, arXiv 2401.09135, equation 6). Slower ranks take fewer local steps, so that all
+ranks reach the end of a round at about the same time and contributions are not stale:
 
-    H_i = max(1, floor(H * min_j s_j / s_i))         s_i: seconds of rank i's local step; the fastest takes H
+    H_i = max(1, floor(H * min_j s_j / s_i))         s_i: seconds of rank i's local step; the fastest rank takes H
 
-Merges: rank i sends before_i * Delta_i and, beside it, two numbers. From the sums alone every rank knows what follows:
+Merges. Delta_i is how far rank i has moved its model since its last contribution. The rank sends before_i * Delta_i
+and, beside it, two numbers. From the sums of these over ranks, every rank computes the merged delta:
 
     u_i = Delta_i / |a_i|      before_i = w_i / |a_i|      beside_i = (w_i, r_i)
     merged = (sum r / sum w) * sum before_i Delta_i = (sum r) * (mean u, weighted by w)
 
-u is progress per step, and r, the reach, how much of global batches the rank has worked off: what synchronous steps
-would have moved the model for its samples. So a merge moves the model as far as synchronous steps over the samples that
-are in it, however many or few steps each rank made of them, and whoever is missing.
+u_i is the rank's progress per step, w_i its weight, and |a_i| the norm. r_i, the reach, is the number of global batches
+that the rank has worked off: it adds its part of the global batch for each local step. So a merge moves the model as
+far as synchronous steps over the samples in the merge would, whatever the number of steps of each rank, and whichever
+ranks are missing.
 
-- One shared stream of samples: w = samples, |a| = steps. A sample weighs the same whoever took it, and however many
-  steps its rank made in the round: before_i is its batch.
-- A fixed shard for each rank: FedNova (Wang et al. 2020, arXiv 2007.07481), w = the shard's part of all data and |a|
-  the sum of what each of the round's gradients was multiplied with. By samples, fast ranks' shards would win. The sum
-  of r, in the units of |a|, is its tau_eff, which the paper leaves open; its own choice, the mean of |a| weighted by w,
-  is the same where a rank's part of the data is its part of the batch.
+- All ranks share one stream of samples: w = samples, |a| = steps. A sample weighs the same whichever rank processed it,
+  and however many steps that rank made in the round: before_i is the rank's batch.
+- Each rank has a fixed shard of the data: FedNova (Wang et al. 2020, arXiv 2007.07481), w = the shard's part of all
+  data, |a| = the sum of the factors (learning rates) of the round's gradients. With w = samples, the shards of fast
+  ranks would weigh too much. The sum of r, in the units of |a|, is FedNova's tau_eff, which the paper leaves open. Its
+  own choice, the mean of |a| weighted by w, is the same if a rank's part of the data is its part of the batch.
 
-Steps: a rank with fewer samples than the mean of all makes a part of each of its updates, and counts as much of a step
-in |a|, so that a merge goes as far:
+Small batches. A rank with b of the global batch's B samples, fewer than the mean B / n of the n ranks, applies only a
+part of each update, and counts only that part of a step in |a|, so that a merge goes as far as without this:
 
-    b n / B at most 1        b of the global batch's B samples, n ranks
+    part = b n / B, at most 1
 
-A rate that suits B samples, and B / n of them well enough, need not suit one: with a share of 1 of 24, a rank alone
-would diverge at a rate that synchronous training bears, and what is merged of where it got to makes that worse. With a
-rate in proportion to the batch (linear scaling, Goyal et al. 2017, arXiv 1706.02677) as many samples take it as far as
-the others.
+A learning rate that suits B samples, and B / n samples well enough, may be too large for a single one. With 1 sample of
+24, local steps of a rank could diverge at a rate at which synchronous training converges, and merging the result makes
+the model worse. With a rate in proportion to the batch (linear scaling, Goyal et al. 2017, arXiv 1706.02677) the rank
+moves as far per sample as the others.
 """
 
 from __future__ import annotations
@@ -38,21 +40,23 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# Local steps of the fastest rank between two merges where nobody says: docs/local_sgd.md says why.
+# The default number of local steps of the fastest rank between two merges: docs/local_sgd.md says why.
 ROUND_STEPS = 2
-# Short rounds are for what is learned; a rank that stands still for a second or two is to hold nobody up all the same.
+# The default bound on going on without a merge, in rounds and in local steps, the larger of the two: rounds are short,
+# but a rank that stalls for a second or two should not hold up the others.
 BOUND_ROUNDS, BOUND_STEPS = 4.0, 16
 
 SAME = 1e-9      # relative: a quotient this close below a whole number is that number, rounded
 
 
 def round_lengths(step_s: Sequence[float], round_steps: int) -> tuple[int, ...]:
-    """The local steps that each rank takes between two merges; the fastest takes `round_steps`.
+    """The number of local steps between two merges, by rank.
 
-    Every rank has to pass the same seconds (gathered, not its own view of them): the answer is then the same.
+    Every rank has to pass the same numbers, gathered from all ranks, so that all get the same result.
 
     Args:
         step_s: seconds of one local step, by rank.
+        round_steps: the local steps of the fastest rank.
     """
     if round_steps < 1:
         raise ValueError(f"round_steps: expected at least 1. Received: {round_steps}.")
@@ -64,18 +68,30 @@ def round_lengths(step_s: Sequence[float], round_steps: int) -> tuple[int, ...]:
 
 
 def usual_bound(round_steps: int) -> float:
-    """The default number of rounds for which a rank goes on without a merge."""
+    """The default number of rounds for which a rank goes on with local steps while a merge is still under way."""
     return max(BOUND_ROUNDS, BOUND_STEPS / round_steps)
 
 
 def step_part(share: int, whole: int, ranks: int) -> float:
-    """The part of an update that a rank with this share of the global batch makes apart; 1.0 for one without any."""
+    """The part of its update that a rank applies in a local step: see "Small batches" above.
+
+    Args:
+        share: samples of the rank in a global batch; with 0, the part is 1.0.
+        whole: samples of a global batch.
+        ranks: the number of ranks.
+    """
     return min(1.0, share * ranks / whole) if share else 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contribution:
-    """What one rank's delta weighs in a merge: w, |a| and r, see above; |a| and r in whatever unit all ranks use."""
+    """The numbers that weigh one rank's delta in a merge, in the notation of this module's docstring.
+
+    Attributes:
+        weight: w, 0 or more.
+        norm: |a|, above 0; in steps, or in units of learning rate.
+        reach: r, 0 or more, in global batches, or in the same times the learning rate.
+    """
 
     weight: float
     norm: float = 1.0
@@ -92,16 +108,20 @@ class Contribution:
 
     @property
     def before(self) -> float:
-        """The factor for the delta before the sum."""
+        """The factor by which the rank multiplies its delta before the sum over ranks: w / |a|."""
         return self.weight / self.norm
 
     @property
     def beside(self) -> tuple[float, float]:
-        """The numbers that are summed beside the delta, from which `factor` follows."""
+        """The numbers (w, r) that are summed over ranks together with the delta; `factor` takes their sums."""
         return self.weight, self.reach
 
     def spread(self, delta_square: float) -> float:
-        """What is summed for `policy.guard.drift_ratio`, from the squared norm of this rank's delta."""
+        """The rank's term w |u|^2 of `spread_sum` of `policy.guard.drift_ratio`.
+
+        Args:
+            delta_square: the squared norm of the rank's delta.
+        """
         return self.weight * delta_square / self.norm**2
 
 
@@ -109,22 +129,29 @@ NOTHING = Contribution(weight=0.0)
 
 
 def contribution(weight: float, norm: float, reach: float) -> Contribution:
-    """That of a rank in one merge.
+    """The contribution of a rank to one merge.
 
     Args:
-        weight: its samples of the stream that all share, or its shard's part of all data. All ranks may divide it by
-            one reference, for the range of fp16.
-        norm: its steps, or the sum of their learning rates (with a momentum that outlives merges, every gradient goes
-            in 1 / (1 - momentum) times, on all ranks alike); of those steps that had samples. 0 where none had: then
-            the rank weighs nothing.
-        reach: the part of each global batch that was to be the rank's, summed over all of its steps, and with `norm`
-            of learning rates multiplied by each.
+        weight: the rank's samples since its last contribution, or with FedNova its shard's part of all data. All ranks
+            may divide it by the same reference, for the range of fp16.
+        norm: the rank's number of steps with samples, or with FedNova the sum of their learning rates. (A momentum that
+            outlives merges multiplies each gradient by 1 / (1 - momentum), on all ranks alike.) 0 if no step had
+            samples: the rank then has weight 0.
+        reach: the rank's planned part of each global batch, summed over all of its steps; with FedNova, each times its
+            learning rate.
     """
     return Contribution(weight=weight if norm else 0.0, norm=norm or 1.0, reach=reach)
 
 
 def factor(beside: Sequence[float]) -> float:
-    """What the sum of the deltas is multiplied with, from the sum of all `beside`; 0.0 where nobody contributed."""
+    """The factor that turns the summed deltas into the merged delta: sum r / sum w.
+
+    Args:
+        beside: the sums over ranks of both numbers of `Contribution.beside`.
+
+    Returns:
+        0.0 if no rank contributed.
+    """
     if len(beside) != 2 or not all(math.isfinite(x) and x >= 0.0 for x in beside):
         raise ValueError("beside: expected the sums of both numbers, finite and 0 or more. "
                          f"Received: {list(beside)}.")

@@ -1,13 +1,18 @@
-"""Which strategy pays: synchronous steps, in which all wait for all, or local SGD, in which nobody does.
+"""Predicts the speed of synchronous training, in which ranks wait for each other, and of local SGD, and chooses one.
 
-    synchronous    B / (mean time of the slowest rank, stops of any rank, exchange that backward does not hide)
-    local          sum_i b_i (1 - f_i) / t_i(b_i),   times bound / merge where a merge takes longer than the bound, the
-                   rounds for which a rank goes on without one; with a bound of 0, times round / (round + merge)
-                   at most B / max_i t_i(b_i) where ranks meet after equally many steps, as at the end of an epoch
+Samples per second of all ranks together, with shares b_i of the global batch B, compute times t_i and fractions f_i of
+time in which a rank is stopped:
 
-Samples are not progress: a synchronous step is exact, and local steps between merges are worth a little less each. So
-synchronous training is chosen wherever it comes near the faster one, and once chosen it has to be clearly slower before
-it is left. Between the two borders what holds stays, so that noise of the measurements moves nothing back and forth.
+    synchronous    B / (mean time of the slowest rank + stops of any rank + exchange that backward does not hide)
+    local          sum_i b_i (1 - f_i) / t_i(b_i)
+                   times bound / merge if a merge takes longer than the bound: the time for which a rank goes on without
+                   a merge; with a bound of 0, times round / (round + merge)
+                   at most B / max_i t_i(b_i) if ranks meet after equally many steps, as at the end of an epoch
+
+Samples per second are not progress: a synchronous step is exact, and local steps between merges are each worth a little
+less. So synchronous training is chosen if it is nearly as fast as local SGD, and it is left only if it is clearly
+slower. Between the two thresholds the present strategy stays, so that noise of the measurements does not make the
+choice alternate.
 """
 
 from __future__ import annotations
@@ -25,12 +30,12 @@ SYNCHRONOUS, LOCAL = "synchronous", "local"
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """What one strategy should achieve: samples per second of all ranks together, and the seconds of its period."""
+    """The predicted speed of one strategy."""
 
-    strategy: str
-    samples_per_s: float
-    period_s: float                             # of a step where synchronous, of a round where local
-    round_lengths: tuple[int, ...] = ()         # local steps of each rank in a round; 0: it takes no part
+    strategy: str                               # SYNCHRONOUS or LOCAL
+    samples_per_s: float                        # of all ranks together
+    period_s: float                             # seconds of a synchronous step, or of a round of local SGD
+    round_lengths: tuple[int, ...] = ()         # local SGD: steps of a round, by rank; 0 for a rank without samples
 
     def __post_init__(self) -> None:
         if self.strategy not in (SYNCHRONOUS, LOCAL):
@@ -42,10 +47,10 @@ class Prediction:
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyRule:
-    """Where the borders lie, as fractions of the faster strategy's samples per second."""
+    """The thresholds between the strategies, as fractions of the faster one's samples per second."""
 
-    near: float = 0.05      # synchronous is taken where it is at most so much slower
-    leave: float = 0.15     # and left where it is more than so much slower
+    near: float = 0.05      # synchronous training is chosen if it is slower by at most this fraction
+    leave: float = 0.15     # synchronous training is left if it is slower by more than this fraction
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.near <= self.leave < 1.0:
@@ -55,7 +60,7 @@ class StrategyRule:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """The strategy to train with from here on, what it should achieve, and why it was chosen."""
+    """The strategy to train with from now on, its predicted samples per second, and why it was chosen."""
 
     strategy: str
     samples_per_s: float
@@ -64,11 +69,14 @@ class Choice:
 
 def predict_synchronous(models: Sequence[SpeedModel], shares: Sequence[int], *, jitters: Sequence[Jitter] | None = None,
                         exchange_s: float = 0.0, micro_batch: Sequence[int | None] | None = None) -> Prediction:
-    """What weighted synchronous steps with these shares should achieve.
+    """The predicted speed of synchronous training with these shares.
 
     Args:
-        jitters: by rank; None: all are steady.
-        exchange_s: seconds of one gradient exchange that backward does not hide.
+        models: the speed model of each rank.
+        shares: samples of a global batch, by rank.
+        jitters: by rank; None: all ranks are steady.
+        exchange_s: seconds of a step's gradient exchange that the backward pass does not hide.
+        micro_batch: by rank, the most samples of one pass; None: no limit.
     """
     times_s, steady = _times(models, shares, jitters, micro_batch)
     step_s = synchronous_step_s(times_s, steady, exchange_s=exchange_s)
@@ -78,16 +86,20 @@ def predict_synchronous(models: Sequence[SpeedModel], shares: Sequence[int], *, 
 def predict_local(models: Sequence[SpeedModel], samples: Sequence[int], *, round_steps: int,
                   bound_rounds: float | None = None, merge_s: float = 0.0, jitters: Sequence[Jitter] | None = None,
                   micro_batch: Sequence[int | None] | None = None, meet: bool = False) -> Prediction:
-    """What local SGD should achieve, ranks going on while they merge.
+    """The predicted speed of local SGD, in which ranks go on with local steps while they merge.
 
     Args:
-        samples: of one local step of each rank; 0 for one that takes no part.
-        round_steps: local steps of the fastest rank in a round; the others' follow from `staleness.round_lengths`.
-        bound_rounds: rounds for which a rank goes on without a merge; 0: it waits for each. None: the usual ones.
+        models: the speed model of each rank.
+        samples: samples of one local step, by rank; 0 for a rank that takes no part.
+        round_steps: local steps of the fastest rank in a round; those of the others follow from
+            `staleness.round_lengths`.
+        bound_rounds: rounds for which a rank goes on while a merge is under way; 0: it waits for each merge. None:
+            `staleness.usual_bound`.
         merge_s: seconds of one merge.
-        jitters: by rank; None: all are steady.
-        meet: all make equally many steps, as in an epoch that is dealt, and wait for the last one then. Stops do not
-            count for that: shares follow them while ranks are apart.
+        jitters: by rank; None: all ranks are steady.
+        micro_batch: by rank, the most samples of one pass; None: no limit.
+        meet: whether all ranks make equally many steps, as in an epoch that is dealt in global batches, and wait for
+            the slowest at its end. Stops are left out of that wait, because shares adapt to them with local steps.
     """
     if not (math.isfinite(merge_s) and merge_s >= 0.0):
         raise ValueError(f"merge_s: expected a finite number, 0 or more. Received: {merge_s}.")
@@ -107,7 +119,14 @@ def predict_local(models: Sequence[SpeedModel], samples: Sequence[int], *, round
 
 def choose(synchronous: Prediction, local: Prediction, *, current: str | None = None,
            rule: StrategyRule | None = None) -> Choice:
-    """The strategy to train with; `current` is the one that holds, None before the first choice."""
+    """Chooses the strategy to train with.
+
+    Args:
+        synchronous: prediction for synchronous training.
+        local: prediction for local SGD.
+        current: the present strategy; None before the first choice.
+        rule: the thresholds; None: the defaults.
+    """
     rule = rule or StrategyRule()
     if (synchronous.strategy, local.strategy) != (SYNCHRONOUS, LOCAL):
         raise ValueError("synchronous and local: expected a prediction of each, in this order. "
@@ -132,7 +151,7 @@ def _choice(prediction: Prediction, reason: str) -> Choice:
 
 def _times(models: Sequence[SpeedModel], samples: Sequence[int], jitters: Sequence[Jitter] | None,
            micro_batch: Sequence[int | None] | None) -> tuple[list[float], list[Jitter]]:
-    """By rank the seconds of compute and how unsteady they are; ValueError where numbers do not fit the models."""
+    """The compute seconds and the jitter of each rank; raises ValueError if arguments do not fit the models."""
     for name, given in (("samples", samples), ("jitters", jitters), ("micro_batch", micro_batch)):
         if given is not None and len(given) != len(models):
             raise ValueError(f"{name}: expected one for each of {len(models)} models. Received: {len(given)}.")

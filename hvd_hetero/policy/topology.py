@@ -1,8 +1,8 @@
-"""Topology: which ranks form a node, from who shares a host and how fast the links are.
+"""Topology: which ranks form a node, found from their hosts and from the bandwidths between them.
 
-Hosts come first. Between them, the bandwidths decide: the maximum spanning tree over hosts, cut where its bandwidths
-fall apart, is single-linkage clustering (Gower & Ross 1969, "Minimum spanning trees and single linkage cluster
-analysis"; KungFu, Mai et al. 2020, builds the same tree over (W + W^T) / 2).
+Ranks of one host form a node. Which hosts form a node together depends on bandwidths: the maximum spanning tree over
+hosts is cut at the largest gap between its bandwidths. That is single-linkage clustering (Gower & Ross 1969, "Minimum
+spanning trees and single linkage cluster analysis"; KungFu, Mai et al. 2020, builds the same tree over (W + W^T) / 2).
 """
 
 from __future__ import annotations
@@ -18,18 +18,27 @@ import numpy as np
 
 from .link import Link
 
-# Two levels pay when the slower is slower by a factor: with less than 2 between them, an all-reduce in two levels gains
-# little (FORMULAE 5), and two measurements of one kind of link may differ by nearly as much on a busy machine.
+# The least ratio of bandwidths that separates nodes. With less than 2 between the levels, an all-reduce in two levels
+# gains little (FORMULAE 5), and two measurements of one kind of link may differ by nearly as much on a busy machine.
 SIGNIFICANT_GAP = 2.0
-# Ranks of one host share memory, which is measured with the noise of shared cores: pairs differ by up to 4 although
-# nothing separates them. A wire between them, which only a wrong host identity can hide, is slower by 8 or more.
+# The same between ranks that give the same host identity. They share memory, and the noise of shared cores makes their
+# pairs differ by up to 4. If the identity is wrong, and a wire separates them, that is slower by 8 or more.
 GAP_WITHIN_HOST = 8.0
-_SAME = 1e-9            # relative: two gaps closer than this are one, so that rounding decides nothing
+_SAME = 1e-9            # relative: gaps that differ by less count as equal, so that rounding decides nothing
 
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """Ranks by node. `local` is the link between ranks of one node, `cross` that between nodes; None: not measured."""
+    """The ranks of each node, and the links within and between nodes.
+
+    Args:
+        nodes: the ranks of each node, ascending; nodes in the order of their first rank.
+        local: the link between ranks of one node; None: not measured.
+        cross: the link between nodes; None: not measured.
+
+    Raises:
+        TypeError, ValueError: `nodes` does not have each rank from 0 upwards once, in this order.
+    """
 
     nodes: tuple[tuple[int, ...], ...]
     local: Link | None = None
@@ -58,29 +67,29 @@ class Topology:
 
     @property
     def rails(self) -> int:
-        """The fewest ranks of any node: so many pairs of ranks can join each two nodes."""
+        """The number of ranks of the smallest node: so many pairs of ranks can exchange between two nodes at once."""
         return min(map(len, self.nodes))
 
     @property
     def is_flat(self) -> bool:
-        """True where a second level would be empty: one node, or one rank on each."""
+        """Whether there are no two levels: a single node, or one rank on each node."""
         return len(self.nodes) == 1 or all(len(node) == 1 for node in self.nodes)
 
     def check_size(self, size: int) -> None:
-        """Returns for a job of `size` ranks that this is a topology of; else ValueError."""
+        """Raises ValueError unless this is a topology of `size` ranks."""
         if self.size != size:
             raise ValueError(f"topology: expected one of {size} ranks, those of this job. Received: one of {self.size} "
                              f"ranks in {len(self.nodes)} nodes, {self.nodes}.")
 
     def node_of(self, rank: int) -> int:
-        """The index of the node that a rank is on."""
+        """The index of the node of `rank`; raises ValueError for a rank that does not exist."""
         for index, node in enumerate(self.nodes):
             if rank in node:
                 return index
         raise ValueError(f"rank: expected 0 to {self.size - 1}. Received: {rank}.")
 
     def as_dict(self) -> dict[str, Any]:
-        """The same as JSON can hold it."""
+        """The topology as a dictionary that JSON can hold."""
         return {
             "nodes": [list(node) for node in self.nodes],
             "local": asdict(self.local) if self.local else None,
@@ -89,13 +98,13 @@ class Topology:
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> Topology:
-        """What `as_dict` was made from."""
+        """The topology from the dictionary that `as_dict` returned."""
         links = {name: Link(**content[name]) if content[name] else None for name in ("local", "cross")}
         return cls(nodes=tuple(tuple(int(rank) for rank in node) for node in content["nodes"]), **links)
 
 
 def by_host(hosts: Sequence[str | int]) -> tuple[tuple[int, ...], ...]:
-    """The ranks of each host, in the order of the first; `hosts[r]` is the identity of rank r's."""
+    """The ranks of each host, hosts in the order of their first rank; `hosts[r]` is the identity of rank r's host."""
     found: dict[str | int, list[int]] = {}
     for rank, host in enumerate(hosts):
         found.setdefault(host, []).append(rank)
@@ -103,13 +112,21 @@ def by_host(hosts: Sequence[str | int]) -> tuple[tuple[int, ...], ...]:
 
 
 def group(hosts: Sequence[str | int], bandwidth: np.ndarray) -> tuple[tuple[int, ...], ...]:
-    """Nodes: `hosts[r]` is the identity of rank r's host, `bandwidth[i, j]` in bytes/s; its diagonal is not read.
+    """Groups ranks into nodes, for `Topology.nodes`.
 
-    1. Ranks of one host are one node, unless its own tree of bandwidths falls apart by `GAP_WITHIN_HOST`: then the
-       identity was wrong (two machines that look alike), and the parts count as hosts of their own.
-    2. The bandwidths in the tree between hosts and those within hosts are sorted. Where the largest factor between
-       neighbours is at least `SIGNIFICANT_GAP`, hosts joined by what lies above it become one node. A factor counts
-       only where a bandwidth of the tree lies below it (else it would separate no hosts); of equal ones, the slowest.
+    1. Ranks of one host are one node, unless the tree of bandwidths within the host has a gap of `GAP_WITHIN_HOST`.
+       Then the identity was wrong (two machines that look alike), and the parts count as hosts of their own.
+    2. The bandwidths of the tree between hosts and of the trees within hosts are sorted. If the largest ratio of
+       neighbours is at least `SIGNIFICANT_GAP`, hosts that are joined by bandwidths above it become one node. A ratio
+       counts only if a bandwidth of the tree between hosts lies below it (else it would separate no hosts). Of equal
+       ratios, the one at the slowest bandwidths counts.
+
+    Args:
+        hosts: the identity of each rank's host.
+        bandwidth: [i, j] is the bandwidth from rank i to rank j in bytes/s; the diagonal is not read.
+
+    Raises:
+        ValueError: a matrix of another shape, or bandwidths that are not finite and above 0.
     """
     weights = _checked(hosts, bandwidth)
     parts = [part for ranks in by_host(hosts) for part in _cut(ranks, _tree(weights, [(r,) for r in ranks]),
@@ -122,9 +139,10 @@ def group(hosts: Sequence[str | int], bandwidth: np.ndarray) -> tuple[tuple[int,
 
 
 def tournament(players: Sequence[int]) -> list[list[tuple[int, int]]]:
-    """Turns of disjoint pairs in which each two players meet once (circle method).
+    """A round-robin schedule (circle method): lists of disjoint pairs, in which each two players meet exactly once.
 
-    n - 1 turns for an even number of players, n for an odd one, where one sits out in turn; none for a single player.
+    The probe measures the pairs of a list at the same time. There are n - 1 lists for an even number n of players, n
+    lists for an odd n, in each of which one player is left out, and none for a single player.
     """
     seats: list[int | None] = [*players, *([None] if len(players) % 2 else [])]
     turns = []
@@ -136,7 +154,7 @@ def tournament(players: Sequence[int]) -> list[list[tuple[int, int]]]:
 
 
 def _checked(hosts: Sequence[str | int], bandwidth: np.ndarray) -> np.ndarray:
-    """(W + W^T) / 2 of a valid matrix."""
+    """(W + W^T) / 2 of the bandwidths W; raises ValueError if they are not valid, see `group`."""
     weights = np.asarray(bandwidth, dtype=float)
     if not len(hosts) or weights.shape != (len(hosts), len(hosts)):
         raise ValueError("hosts and bandwidth: expected at least one host and a square matrix of as many rows. "
@@ -149,7 +167,10 @@ def _checked(hosts: Sequence[str | int], bandwidth: np.ndarray) -> np.ndarray:
 
 
 def _tree(weights: np.ndarray, parts: Sequence[tuple[int, ...]]) -> list[tuple[float, int, int]]:
-    """The maximum spanning tree over parts (Prim 1957): bandwidth and two indices; between parts, the fastest link."""
+    """The maximum spanning tree over parts (Prim 1957), as edges (bandwidth, index of a part, index of another part).
+
+    The bandwidth between two parts is that of their fastest link.
+    """
     if len(parts) < 2:
         return []
     between = np.array([[weights[np.ix_(a, b)].max() for b in parts] for a in parts])
@@ -168,9 +189,14 @@ def _tree(weights: np.ndarray, parts: Sequence[tuple[int, ...]]) -> list[tuple[f
 
 def _cut(members: Sequence[int], edges: Sequence[tuple[float, int, int]], within: Sequence[float] | None,
          significant: float) -> list[tuple[int, ...]]:
-    """Members joined by the edges above the largest gap; edges index them.
+    """The groups of members that are joined by the edges above the largest gap between bandwidths.
 
-    Without a gap: each on its own or, where `within` is None, all together.
+    Args:
+        members: what is grouped.
+        edges: a spanning tree over indices of `members`, from `_tree`.
+        within: further bandwidths between which a gap may lie; None: there are none.
+        significant: the least ratio that counts as a gap. Without a gap, each member is a group of its own, or if
+            `within` is None, all are one group.
     """
     values = sorted([weight for weight, *_ in edges] + list(within or []))
     slowest = min((weight for weight, *_ in edges), default=math.inf)

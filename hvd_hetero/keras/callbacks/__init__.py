@@ -1,4 +1,4 @@
-"""`hvd.callbacks`: those that Horovod's users know, by their names, and those for mixed hardware."""
+"""`hvd.callbacks`: the Keras callbacks of Horovod, under their names, and callbacks for mixed hardware."""
 
 from .agreement import BestModelCheckpoint, BroadcastGlobalVariablesCallback, MetricAverageCallback
 from .balance import LatencyAwareLearningRate, RebalanceCallback, TraceCallback

@@ -1,4 +1,4 @@
-"""Callbacks that make all ranks hold the same: variables, metrics, and one file of the best model."""
+"""Callbacks that give all ranks the same variables and metrics, and that save the best model once."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from ..normalization import take_in_statistics
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     """Overwrites the weights of the model and the variables of its optimizer with those of `root_rank`.
 
-    Before the first step; for a model that is built only by that step, right after it. Random seeds stay those of each
-    rank, so that ranks drop out and augment differently unless a script seeds them alike.
+    This happens before the first step, or right after it for a model that is built by that step. Each rank keeps its
+    own random seeds, so that dropout and augmentation differ between ranks, unless a script gives all the same seed.
 
     Args:
-        root_rank: who sends.
-        device: of no effect; Horovod's argument.
-        local_variables: a variable, or several, that stay each rank's own.
+        root_rank: the rank whose variables all get.
+        device: an argument of Horovod without effect.
+        local_variables: a variable, or several, that are not overwritten.
         process_set: the ranks (default: all).
     """
 
@@ -42,25 +42,26 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         self.broadcast_done = False
 
     def register_local_var(self, var: Any) -> None:
-        """Leaves one more variable as it is on each rank."""
+        """Excludes one more variable from the broadcast: each rank keeps its own value."""
         self._local.add(id(var))
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Broadcasts, where the model is built."""
+        """Broadcasts the variables, if the model is built. A collective call then."""
         self.broadcast_done = False
         if self.model.built:
-            # `build()` of a subclass without one of its own leaves its layers as they are. Of a model with a layer that
-            # is never called nobody can tell: what there is travels now, and all of it after the first step.
+            # A subclass of keras.Model without its own `build()` may be built without its layers, and a layer may also
+            # never be called. So the variables that exist are broadcast now, and all of them after the first step.
             self._broadcast(whole=all(layer.built for layer in self.model._flatten_layers()))
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Broadcasts after the first step of a model that it has built."""
+        """Broadcasts after the first step, if the model was not completely built before it. A collective call then."""
         if not self.broadcast_done:
             self._broadcast(whole=True)
 
     def _broadcast(self, *, whole: bool) -> None:
+        """Broadcasts the variables that exist. `whole`: all do, and the optimizer is built if need be."""
         optimizer = self.model.optimizer
-        if whole and optimizer is not None and not optimizer.built:  # none: a train_step has others
+        if whole and optimizer is not None and not optimizer.built:  # None if a custom train_step has the optimizers
             optimizer.build(self.model.trainable_variables)
         variables = [v for v in [*self.model.weights, *getattr(optimizer, "variables", ())] if id(v) not in self._local]
         broadcast_variables(variables, self.root_rank, self._process_set)
@@ -69,54 +70,60 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 
 
 class MetricAverageCallback(keras.callbacks.Callback):
-    """Makes the metrics of each epoch those of all ranks: their mean, weighted by the samples that each rank has seen.
+    """Averages the metrics of each epoch over all ranks, weighted by the samples that each rank has seen.
 
-    To be put before callbacks that decide by metrics, such as EarlyStopping and ReduceLROnPlateau. Exact for metrics
-    that are means over samples, as losses and accuracies are, but for the sample of another rank that one without any
-    looks at in a short batch; AUC, precision or R2 are not. A `Mean` that a `train_step` updates with the loss of a
-    batch counts batches: pass it `sample_weight=keras.ops.shape(x)[0]`. With the TensorFlow back end the loss of each
-    of several outputs is a mean over a rank's batches, in Keras itself: it is exact where these are of one size.
-    Metrics of a validation are weighted by its samples: with an `hvd.EvaluationDataset`, which deals them out, or with
-    all of them on each rank.
+    It should come before callbacks that decide by metrics, such as EarlyStopping and ReduceLROnPlateau.
 
-    Ranks that are at the ends of unlike epochs, or have unlike metrics there, all raise.
+    The mean is exact for metrics that are means over samples, such as losses and accuracies; not for AUC, precision or
+    R2. Three cases need care:
+
+    - In a short batch, a rank without a sample gets one of another rank's, which counts as well.
+    - A `Mean` that a `train_step` updates with the loss of a batch counts batches: pass it
+      `sample_weight=keras.ops.shape(x)[0]`.
+    - With the TensorFlow back end and several outputs, Keras takes the loss of each output as a mean over batches. Its
+      mean over ranks is exact if a rank's batches have equal sizes.
+
+    Metrics of a validation are weighted by its samples: those that an `hvd.EvaluationDataset` deals to each rank, or
+    all, if each rank validates on all.
+
+    If ranks are at the ends of different epochs, or have different metrics, all of them raise ValueError.
 
     Args:
-        device: of no effect; Horovod's argument.
+        device: an argument of Horovod without effect.
         process_set: the ranks (default: all).
     """
 
     def __init__(self, device: str = "", process_set: Any = None, *, engine: Engine | None = None) -> None:
         super().__init__()
         self._process_set, self._engine = process_set, engine
-        # See `_counts`; None: these are the present ones, which a callback before this one may have begun anew.
+        # Results of `_counts`. Kept, as later callbacks may reset the metrics; None: not taken yet.
         self._trained: dict[str, float] | None = None  # of the epoch
-        self._validated: dict[str, float] | None = None  # of its validation
+        self._validated: dict[str, float] | None = None  # of the validation in this epoch
         self._name = ""
-        self._batches = self._test_batches = 0  # of the epoch, and of the validation
-        self._first: int | None = None  # of the epoch, which may go on from within
+        self._batches = self._test_batches = 0  # numbers of batches in the epoch, and in its validation
+        self._first: int | None = None  # index of the epoch's first batch, not 0 if the epoch is resumed
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Names its operations anew: the ranks may have become others."""
+        """Forgets the name of this callback's operations: after an elastic reset, a new one is needed."""
         self._name = ""
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Forgets the samples of the last epoch."""
+        """Forgets the sample counts of the last epoch."""
         self._trained = self._validated = self._first = None
         self._batches = 0
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Notes with which batch the epoch begins, or goes on."""
+        """Notes the index of the batch with which the epoch begins, or is resumed."""
         self._first = batch if self._first is None else self._first
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Notes the samples of the epoch with its last batch."""
+        """Counts the batches of the epoch; after its last one, notes the sample counts of its metrics."""
         self._batches = batch + 1 - (self._first or 0)
         if batch + 1 == (self.params or {}).get("steps"):
             self._trained = self._counts(self._batches)
 
     def on_test_begin(self, logs: Any = None) -> None:
-        """Notes the samples of the epoch, before the validation counts its own."""
+        """Notes the sample counts of the epoch's metrics, which the validation resets."""
         if self._trained is None:
             self._trained = self._counts(self._batches)
         self._test_batches = 0
@@ -126,11 +133,15 @@ class MetricAverageCallback(keras.callbacks.Callback):
         self._test_batches = batch + 1
 
     def on_test_end(self, logs: Any = None) -> None:
-        """Notes the samples of the validation."""
+        """Notes the sample counts of the validation's metrics."""
         self._validated = self._counts(self._test_batches)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Averages `logs` in place. A collective call."""
+        """Replaces the numbers in `logs` by their weighted means over ranks. A collective call.
+
+        Raises:
+            ValueError: on every rank, if ranks are at different epochs or have different metrics.
+        """
         if logs is None:
             return
         if self._engine is None:
@@ -141,8 +152,8 @@ class MetricAverageCallback(keras.callbacks.Callback):
         self._trained = self._validated = None
         own = {key: np.asarray(value, "float64") for key, value in sorted(logs.items()) if _is_numeric(value)}
         named = ", ".join(key + (str(list(value.shape)) if value.ndim else "") for key, value in own.items())
-        # In each epoch: a rank whose metrics are the ones it had before cannot know that another's are not.
-        # And one that began at another epoch, as Keras's BackupAndRestore makes it, ends before or after the others.
+        # Compared in each epoch: a rank cannot know whether the metrics of others have changed. The epoch may differ,
+        # too, as Keras's BackupAndRestore may make ranks begin at different epochs.
         what = f"epoch {epoch + 1} with {named}"
         agree_text(self._engine, lambda: what, title="epoch and metrics", name=f"{self._name}.keys")
         weights = [
@@ -160,12 +171,17 @@ class MetricAverageCallback(keras.callbacks.Callback):
             logs[key] = mean if mean.ndim else float(mean)
 
     def _counts(self, batches: int = 0) -> dict[str, float]:
-        """What metrics are means over, as far as they are: samples seen since they were reset, by their names. Not of
-        those that have counted these `batches`, as where a function makes one number of a batch: they weigh what the
-        loss does, as ranks have batches of unlike sizes."""
+        """The number of samples that each metric is a mean over since it was reset, by the metric's name.
+
+        Metrics that are no means over samples are left out, and get the weight of the loss. So are those that have
+        counted batches, as if a function returns one number for a batch: batches of ranks differ in size.
+
+        Args:
+            batches: the number of batches so far. A metric with this count, other than the loss, has counted batches.
+        """
         every = [each for metric in self.model.metrics for each in (metric, *getattr(metric, "metrics", ()))]
-        # Where the number of rows is not known while TensorFlow traces, Keras counts batches for the loss of each of
-        # several outputs. They are parts of the loss, and weigh what it weighs.
+        # If the number of rows is not known while TensorFlow traces, Keras counts batches for the loss of each of
+        # several outputs. These get the weight of the whole loss.
         parts = {id(each) for each in getattr(getattr(self.model, "_compile_loss", None), "metrics", ())}
         named = {each.name: each for each in every if id(each) not in parts}
         named |= _by_key(getattr(self.model, "_compile_metrics", None))
@@ -179,8 +195,14 @@ class MetricAverageCallback(keras.callbacks.Callback):
 
 
 def _by_key(compiled: Any) -> dict[str, Any]:
-    """The metrics that a model was compiled with, by their keys in its logs: Keras names them with the output and
-    "weighted_" as it puts their results together, so here each has itself for a result."""
+    """The metrics that a model was compiled with, by their keys in its logs.
+
+    Keras makes the keys, from output names and "weighted_", when it collects the results of its metrics. So this lets
+    it collect stand-ins, each of which returns the metric itself as its result.
+
+    Args:
+        compiled: the `CompileMetrics` of a model, or None.
+    """
     if not getattr(compiled, "built", False):
         return {}
 
@@ -203,26 +225,27 @@ def _same(metric: Any) -> Any:
 
 
 def _is_numeric(value: Any) -> bool:
-    """Whether it is a number, or an array of numbers, as of a metric that has one for each class."""
+    """Whether a log value is a number, or an array of numbers, as of a metric with a value for each class."""
     return np.ndim(value) == 0 or isinstance(value, np.ndarray) and np.issubdtype(value.dtype, np.number)
 
 
 def _weight(counts: Mapping[str, float], name: str) -> float:
-    """The weight of a rank's metric: the number that it is a mean over, or else that of the loss."""
+    """The weight of this rank's metric: its count, or if it has none, that of the loss, or else 1."""
     return counts.get(name, counts.get("loss", 1.0))
 
 
 class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
-    """Saves the best model so far, on rank 0 alone, or the first of its process set. To be put after
-    `MetricAverageCallback`.
+    """Saves the best model so far, only on rank 0 or on the first rank of the optimizer's process set.
+
+    It should come after `MetricAverageCallback`.
 
     Args:
         monitor, verbose, save_weights_only, mode, save_freq: as of `keras.callbacks.ModelCheckpoint`, in the order of
             `horovod.tensorflow.keras`; `horovod.keras` has no `save_weights_only`.
-        filepath: where to (default: "best.keras"; of weights only: "best.weights.h5").
+        filepath: the file (default: "best.keras"; with `save_weights_only`, "best.weights.h5").
 
     Raises:
-        TypeError: `save_weights_only` is no bool: it is a `mode` that was meant.
+        TypeError: `save_weights_only` is no bool, as if the arguments are in the order of `horovod.keras`.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Callbacks for mixed hardware: shares, one learning rate that follows the batch, and traces."""
+"""Callbacks for mixed hardware: they show shares, adapt the learning rate to the batch, and write traces."""
 
 from __future__ import annotations
 
@@ -18,27 +18,29 @@ from ..factor import RateFactor, ask_from_now_on, factor_of
 from .schedule import inner, learning_rate, set_learning_rate
 
 ADAPTIVE = ("Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Ftrl", "Lamb", "Lion", "Nadam", "RMSprop")
-# What an `activity_regularizer` adds to the loss was their sum before: no weight makes such a part of it exact.
+# An older Keras adds the sum of an `activity_regularizer` over samples to the loss, which no weighted mean makes exact.
 MEAN_OF_ACTIVITIES = tuple(int(part) for part in keras.__version__.split(".")[:2]) >= (3, 14)
 
 
 class RebalanceCallback(keras.callbacks.Callback):
-    """Shows who does how much: rank 0 tells each new plan, and "share" in the logs is this rank's samples of a batch.
+    """Shows the shares: rank 0 prints each new plan, and "share" in the logs is this rank's samples of a global batch.
 
-    The balancing itself needs no callback. Epochs end here for data that no `BalancedDataset` gives.
+    The balancing itself needs no callback. For data that comes from no `BalancedDataset`, this callback also tells the
+    balancer when an epoch ends.
 
     Args:
-        verbose: 0 tells nothing.
+        balancer: the balancer of the model's optimizer.
+        verbose: 0 prints nothing.
     """
 
     def __init__(self, balancer: Balancer, verbose: int = 1) -> None:
         super().__init__()
         self.balancer, self.verbose = balancer, verbose
-        self._told = 0  # version of the plan
-        self._step, self._trained = -1, False  # before the epoch, and in it
+        self._told = 0  # version of the plan that was printed last
+        self._step, self._trained = -1, False  # the balancer's step before the epoch; whether the epoch had a batch
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Warns of what counts for too little, whatever a rank's weight is."""
+        """Warns of an `activity_regularizer` under an older Keras, as its part of the loss is then too small."""
         layers = [layer.name for layer in self.model._flatten_layers() if getattr(layer, "activity_regularizer", None)]
         if layers and not MEAN_OF_ACTIVITIES and self.balancer.size > 1 and self.balancer.rank == 0:
             names = ", ".join(layers)
@@ -50,12 +52,12 @@ class RebalanceCallback(keras.callbacks.Callback):
             )
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """What went before, such as a validation, is no part of a step."""
+        """Resumes the measurement of compute time, so that what came before, such as a validation, does not count."""
         self._step, self._trained = self.balancer.step, False
         self.balancer.resume()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Tells a plan when it holds."""
+        """Prints a new plan on rank 0, once it holds."""
         self._trained = True
         plan = self.balancer.plan
         if plan.version != self._told:
@@ -65,12 +67,12 @@ class RebalanceCallback(keras.callbacks.Callback):
                 print(f"\nPlan {plan.version} from step {plan.step}: shares {shares} ({plan.reason})", flush=True)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Logs this rank's share, and ends the epoch.
+        """Logs this rank's share, and tells the balancer that the epoch ends.
 
         Raises:
-            RuntimeError: nothing was exchanged in it, though the model has weights to train.
+            RuntimeError: no gradients were exchanged in this epoch, although the model has weights to train.
         """
-        # A model with nothing to train exchanges nothing, of which Keras warns.
+        # A model without trainable weights exchanges nothing; Keras warns of it.
         if self._trained and self.balancer.step == self._step and self.model.trainable_weights:
             optimizer = self.model.optimizer
             reducer = vars(optimizer).get("_reducer")
@@ -89,31 +91,32 @@ class RebalanceCallback(keras.callbacks.Callback):
 
 
 class LatencyAwareLearningRate(keras.callbacks.Callback):
-    """Multiplies the learning rate by one factor for all ranks, during each update and only then.
+    """Multiplies the learning rate by a factor, the same on all ranks, during each update and only then.
 
-    The factor makes up for the samples that ranks really put into a step being others than the learning rate was tuned
-    for, and for staleness. It is 1 and stays 1 while the global batch is `base_batch_size`, however it is shared out.
-    The optimizer's learning rate stays the script's own: other callbacks may read, set and save it, before this one in
-    the list and after it. A LearningRateSchedule is an error. `fit` begins with a collective call. A fit that is broken
-    off leaves the factor in effect until the next one with such a callback ends.
+    The factor adapts the learning rate to the number of samples that really enter a step, if they differ from those
+    that it was tuned for, and to staleness. It stays 1 while the global batch is `base_batch_size`, whatever the
+    shares. The optimizer's learning rate itself is not changed: other callbacks may read, set and save it, before or
+    after this one. `fit` begins with a collective call. If a fit is interrupted by an error, the factor stays in effect
+    until the end of the next fit with such a callback.
 
-    A second one on the same optimizer goes on where the first one was, unless it names another `base_batch_size`, and
-    the first has no effect any more. So does one of a job that is resumed, or whose ranks have changed: where the
-    factor is on its way is part of the balancer's state, which checkpoints and commits have.
+    A second callback on the same optimizer continues from the factor of the first, unless it has another
+    `base_batch_size`, and the first one has no effect any more. The callback of a resumed job, or after a change of
+    ranks, continues as well: the state of the factor is part of the balancer's state, which checkpoints and commits
+    include.
 
     Args:
-        balancer: says how many samples entered, and how stale they are.
-        rule: how the factor follows S, the effective batch over the base batch. "linear": S. "sqrt": its root.
-            "adascale": a gain between 1 and S, from the gradient's noise (at least two ranks have to have samples).
-            "auto": "sqrt" for Adam and its kin, "linear" for SGD. Or a function from S to the factor, with the same
-            bits on all ranks.
-        base_batch_size: the samples of the batch that the learning rate was tuned for (default: the global batch).
+        balancer: knows how many samples entered a step, and how stale they are.
+        rule: the factor as a function of S, the effective batch over the base batch. "linear": S. "sqrt": its root.
+            "adascale": a gain between 1 and S, from the gradient's noise (at least two ranks must have samples).
+            "auto": "sqrt" for Adam and similar optimizers, "linear" for SGD. Or a function from S to the factor, which
+            must return the same bits on all ranks.
+        base_batch_size: samples of the batch that the learning rate was tuned for (default: the global batch).
         warmup_steps: a factor above 1 starts at 1, and is reached after so many steps.
-        ramp_steps: so many steps it takes to another factor.
+        ramp_steps: the number of steps in which the factor moves to another value.
 
     Raises:
-        ValueError, TypeError: on every rank, when arguments are wrong on one, or differ, or a job goes on whose rate
-            was tuned for another batch.
+        ValueError, TypeError: on every rank, when `fit` begins, if arguments are wrong on any rank or differ between
+            ranks, if the optimizer has a LearningRateSchedule, or if a resumed job has another `base_batch_size`.
     """
 
     def __init__(
@@ -133,42 +136,47 @@ class LatencyAwareLearningRate(keras.callbacks.Callback):
             "base_batch_size": base_batch_size, "warmup_steps": warmup_steps, "ramp_steps": ramp_steps,
         }  # fmt: skip
         self._core: LatencyLR | None = None
-        self._factor: RateFactor | None = None  # of the optimizer, in a fit
-        self._waiting: dict[str, Any] = {}  # a state, until there is a core
+        self._factor: RateFactor | None = None  # that of the optimizer, from the first fit on
+        self._waiting: dict[str, Any] = {}  # a loaded state, until the next fit begins
 
     @property
     def factor(self) -> float:
-        """What updates multiply the learning rate by; 1 before the first fit. It moves with an exchange, so before the
-        update of a step it is that of the last one."""
+        """The present factor of the learning rate; 1 before the first fit.
+
+        It changes in the exchange of a step: before that, it is the factor of the last step.
+        """
         return 1.0 if self._core is None else self._core.factor
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """All ranks agree on the rule, and go on from where the optimizer is on rank 0: the ranks may have become
-        others, and this callback may be another one."""
+        """Puts the factor into effect, with the same rule and state on all ranks. A collective call.
+
+        The state is that of rank 0: a loaded one, or that of the optimizer, as ranks may have joined, and an earlier
+        callback may have set it.
+        """
         optimizer, engine = self.model.optimizer, self.balancer.engine
         core = agreed_latency_lr(self.balancer, self._chosen, **self._options)
         if (factor := factor_of(optimizer)) is None:
             factor = ask_from_now_on(optimizer)
-            self.model.make_train_function(force=True)  # what was traced before does not ask
+            self.model.make_train_function(force=True)  # a function that was traced before would ignore the factor
         self.balancer.factors.add(factor)
         state = self._waiting or factor.state_dict() or self.state_dict()
         before = {"state": state, "loaded": bool(self._waiting) or factor.loaded}
         name = in_turn(engine, "hvd_hetero.latency_lr.state.")
         first = json.loads(gather_text(engine, json.dumps(before), name=name)[0])
         new = core.state_dict()
-        # Another one than that of a callback before is no mistake, as it would be in a job that goes on.
+        # A base batch other than an earlier callback's is allowed, and drops its state. In a resumed job, it raises.
         if first["state"] and (first["loaded"] or core.tuned_as(first["state"])):
             core.load_state_dict(first["state"])
         self._core, self._factor, self._waiting = core, factor, {}
         factor.follow(core, self.balancer, new=new)
 
     def on_train_end(self, logs: Any = None) -> None:
-        """What is trained from now on, is without the factor."""
+        """Takes the factor out of effect, for training without this callback."""
         if self._factor is not None:
             self._factor.rest()
 
     def _chosen(self) -> str | Rule:
-        """The rule. Raises ValueError or TypeError for an optimizer that does not fit."""
+        """The rule, with "auto" resolved. Raises ValueError or TypeError if the optimizer does not fit."""
         optimizer = self.model.optimizer
         set_learning_rate(optimizer, learning_rate(optimizer))
         reducer = vars(optimizer).get("_reducer")
@@ -186,12 +194,14 @@ class LatencyAwareLearningRate(keras.callbacks.Callback):
         return rule
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the factor is on its way, as plain numbers; empty before the first fit."""
+        """The state of the factor, as plain numbers; empty before the first fit."""
         return self._waiting if self._core is None or self._waiting else self._core.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from `state`, which has to be the same on every rank; before a fit or in one. Seldom needed, as the
-        balancer's state has it."""
+        """Continues from `state`, which must be the same on every rank; may be called before a fit or within one.
+
+        Seldom needed, as the balancer's state includes this one.
+        """
         if self._core is not None and self._factor is not None and self._factor.follows(self._core):
             self._factor.load_state_dict(state)
         else:
@@ -199,7 +209,7 @@ class LatencyAwareLearningRate(keras.callbacks.Callback):
 
 
 def rule_for(optimizer: Any) -> str:
-    """The rule that suits a kind of optimizer."""
+    """The rule that "auto" means for an optimizer, by its class; raises ValueError for an unknown one."""
     kinds = {cls.__name__ for cls in type(optimizer).__mro__}
     if kinds & set(ADAPTIVE):
         return "sqrt"
@@ -212,11 +222,12 @@ def rule_for(optimizer: Any) -> str:
 
 
 class TraceCallback(keras.callbacks.Callback):
-    """Writes a trace of the run: steps and plans by the balancer, and what `fit` logs for each epoch.
+    """Writes a trace of the run: the steps and plans of the balancer, and the logs of each epoch of `fit`.
 
     Args:
-        run: the folder, one file per rank in it.
-        balancer: whose steps and plans are recorded; one made with `run=` has a trace of its own, which is then used.
+        run: the folder, in which each rank writes a file; of no effect if the balancer has a trace already, as one that
+            was made with `run=`.
+        balancer: the balancer whose steps and plans are recorded.
     """
 
     def __init__(self, run: str, balancer: Balancer) -> None:
@@ -226,14 +237,14 @@ class TraceCallback(keras.callbacks.Callback):
         self.trace = balancer.trace
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Records that an epoch begins."""
+        """Records the beginning of an epoch."""
         self.trace.event("epoch begins", epoch=epoch)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Records the logs of an epoch, but for metrics that are no single number, as F1Score is."""
+        """Records the logs of an epoch, without metrics that are not a single number, such as F1Score."""
         numbers = {key: float(value) for key, value in (logs or {}).items() if np.ndim(value) == 0}
         self.trace.event("epoch ends", epoch=epoch, **numbers)
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Writes what is still in memory."""
+        """Writes the records that are still in memory."""
         self.trace.flush()

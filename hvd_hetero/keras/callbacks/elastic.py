@@ -1,4 +1,4 @@
-"""Callbacks that keep an elastic state: any object with `commit()`, `batch` and `epoch`."""
+"""Callbacks that update and save the state of an elastic job: an object with `commit()`, `batch` and `epoch`."""
 
 from __future__ import annotations
 
@@ -8,27 +8,34 @@ import keras
 
 
 class _Counting(keras.callbacks.Callback):
-    """Counts batches: Keras tells of as many at once as `steps_per_execution` says."""
+    """Base class that counts batches. With `steps_per_execution`, Keras calls callbacks once for several batches."""
 
-    _first = 0  # of the present execution
-    _tells = False  # Keras tells with which batch an execution ends; older ones tell the first one twice
+    _first = 0  # index of the first batch of the present execution
+    _tells = False  # whether Keras passes the last batch of an execution at its end; older versions pass the first one
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Notes where an execution begins."""
+        """Notes the first batch of an execution."""
         self._first = batch
 
     def _batches(self, batch: int) -> int:
-        """The batches of the execution that ends with this one."""
+        """The number of batches in the execution that has ended; `batch`: what Keras has passed at its end."""
         found, self._first = batch + 1 - self._first, batch + 1
         self._tells = self._tells or found > 1
         return found if self._tells or self.model is None else int(self.model.steps_per_execution)
 
 
 class CommitStateCallback(_Counting):
-    """Commits `state` every `batches_per_commit` batches and at the end of each epoch; with `steps_per_execution`, at
-    the end of an execution in which it is due.
+    """Commits `state` every `batches_per_commit` batches, and at the end of each epoch.
 
-    To be put after the callbacks that update the state. Committing is collective: all ranks do it at the same batch.
+    With `steps_per_execution`, it commits at the end of the execution in which a commit is due. It should come after
+    the callbacks that update the state. A commit is a collective call: all ranks make it at the same batch.
+
+    Args:
+        state: the elastic state, for example a `KerasState`.
+        batches_per_commit: the number of batches from one commit to the next.
+
+    Raises:
+        ValueError: `batches_per_commit` is below 1.
     """
 
     def __init__(self, state: Any, batches_per_commit: int = 1) -> None:
@@ -39,52 +46,58 @@ class CommitStateCallback(_Counting):
         self.batches_remaining = batches_per_commit
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Starts counting anew: after a reset all ranks commit at the same batches."""
+        """Restarts the count, so that after an elastic reset all ranks commit at the same batches."""
         self.batches_remaining = self.batches_per_commit
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Commits when it is time."""
+        """Commits, if a commit is due."""
         self.batches_remaining -= self._batches(batch)
         if self.batches_remaining <= 0:
             self.state.commit()
             self.batches_remaining = self.batches_per_commit + self.batches_remaining % -self.batches_per_commit
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Commits."""
+        """Commits the state."""
         self.state.commit()
 
 
 class UpdateBatchStateCallback(_Counting):
-    """Keeps `state.batch`: how many batches of the epoch are done; 0 between epochs.
+    """Sets `state.batch` to the number of batches of the epoch that are done; 0 between epochs.
 
-    The first epoch of a fit that was resumed goes on counting where the state was. `fit(steps_per_epoch=...)` says how
-    many batches are left of it; `KerasState.fit` does that.
+    In the first epoch of a resumed fit, it counts on from the value of the state. That epoch has fewer batches, which
+    `fit(steps_per_epoch=...)` has to be told; `KerasState.fit` does that.
+
+    Args:
+        state: the elastic state, with an attribute `batch`.
     """
 
     def __init__(self, state: Any) -> None:
         super().__init__()
         self.state = state
-        self._before = 0  # batches of this epoch
+        self._before = 0  # batches of this epoch before the present execution
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Notes where the state is: it counts on from there."""
+        """Notes the value of the state, from which the batch counts on."""
         super().on_train_batch_begin(batch, logs)
         self._before = self.state.batch
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Counts the batch."""
+        """Counts the batches of the execution."""
         self.state.batch = self._before + self._batches(batch)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """The next epoch begins at its first batch."""
+        """Sets the count to 0 for the next epoch."""
         self.state.batch = 0
 
 
 class CheckpointCallback(_Counting):
-    """Takes a step of an `hvd.Checkpoint` after each batch (with `steps_per_execution`, of all in an execution): it
-    saves when it is due, and before the job has to end.
+    """Calls `hvd.Checkpoint.step` after each batch, which saves when a checkpoint is due, and before the job must end.
 
-    To be put after the callbacks that update the state.
+    With `steps_per_execution`, it is called after each execution, with the number of batches. This callback should come
+    after those that update the state.
+
+    Args:
+        checkpoint: an `hvd.Checkpoint`.
     """
 
     def __init__(self, checkpoint: Any) -> None:
@@ -92,12 +105,16 @@ class CheckpointCallback(_Counting):
         self.checkpoint = checkpoint
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Saves when it is time."""
+        """Saves, if a checkpoint is due."""
         self.checkpoint.step(self._batches(batch))
 
 
 class UpdateEpochStateCallback(keras.callbacks.Callback):
-    """Keeps `state.epoch`: how many epochs are done over all fits. Each counts from 0, or from its `initial_epoch`."""
+    """Sets `state.epoch` to the number of epochs that are done, over all fits.
+
+    Args:
+        state: the elastic state, with an attribute `epoch`.
+    """
 
     def __init__(self, state: Any) -> None:
         super().__init__()
@@ -105,9 +122,9 @@ class UpdateEpochStateCallback(keras.callbacks.Callback):
         self.initial_epoch = state.epoch
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Notes where the state is."""
+        """Notes the difference between the epochs of the state and those of this fit."""
         self.initial_epoch = self.state.epoch - epoch
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Counts the epoch."""
+        """Counts the epoch that ends."""
         self.state.epoch = self.initial_epoch + epoch + 1

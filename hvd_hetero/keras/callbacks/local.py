@@ -1,4 +1,4 @@
-"""The callback of a local strategy."""
+"""`LocalSGDCallback`: merges the models of ranks that train with a local strategy."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ import keras
 
 
 class LocalSGDCallback(keras.callbacks.Callback):
-    """Brings ranks that train apart together: before each validation, at the end of epochs (as the strategy's
-    `merge_each_epoch` says) and of training. Then all hold one model, and BatchNormalization's statistics are averaged.
+    """Merges the ranks' models under a local strategy: before validations, and at the end of epochs and of training.
 
-    To be put before callbacks that save the model, and before Keras's SwapEMAWeights, which puts averages in the place
-    of the weights that are merged here. Steps apart need no callback; without this one, call
-    `optimizer.merge(model)` after `fit`. Collective: all ranks have it. The logs get "merges", counted over all epochs.
+    At the end of epochs it merges if the strategy's `merge_each_epoch` is set. After a merge all ranks hold one model,
+    and the statistics of BatchNormalization are averaged. The logs get "merges", the number of merges over all epochs.
+
+    It should come before callbacks that save the model, and before Keras's SwapEMAWeights, which replaces the weights
+    that are merged here by their averages. All ranks must have it, as merges are collective. Local steps do not need
+    it: without it, call `optimizer.merge(model)` after `fit`.
 
     Args:
         optimizer: a DistributedOptimizer with a local strategy (default: the model's).
@@ -22,13 +24,13 @@ class LocalSGDCallback(keras.callbacks.Callback):
     def __init__(self, optimizer: Any = None) -> None:
         super().__init__()
         self._given = self._optimizer = optimizer
-        self._apart = False  # batches since the last merge
+        self._apart = False  # whether there were batches since the last merge
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Looks at the optimizer.
+        """Finds the optimizer, and checks it.
 
         Raises:
-            ValueError: it has no local strategy.
+            ValueError: it is not distributed, or has no local strategy.
         """
         self._optimizer = self.model.optimizer if self._given is None else self._given
         reducer = vars(self._optimizer).get("_reducer")
@@ -39,7 +41,7 @@ class LocalSGDCallback(keras.callbacks.Callback):
             )
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Notes that there is something to merge."""
+        """Notes that there are local steps to merge."""
         self._apart = True
 
     def on_test_begin(self, logs: Any = None) -> None:
@@ -47,7 +49,7 @@ class LocalSGDCallback(keras.callbacks.Callback):
         self._merge()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Merges, and logs how many merges there were."""
+        """Merges, if the strategy asks for it at the end of epochs, and logs the number of merges."""
         reducer = self._optimizer._reducer
         if reducer.strategy.merge_each_epoch:
             self._merge()
@@ -55,7 +57,7 @@ class LocalSGDCallback(keras.callbacks.Callback):
             logs["merges"] = reducer.merges
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Merges."""
+        """Merges at the end of training."""
         self._merge()
 
     def _merge(self) -> None:

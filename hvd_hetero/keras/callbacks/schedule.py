@@ -1,4 +1,4 @@
-"""Horovod's schedules of the learning rate."""
+"""Horovod's callbacks that schedule the learning rate, for Keras 3."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from .. import backend
 
 
 def inner(optimizer: Any) -> Any:
-    """The optimizer that a LossScaleOptimizer is around, or itself."""
+    """The optimizer within a LossScaleOptimizer; any other optimizer itself."""
     return getattr(optimizer, "inner_optimizer", optimizer)
 
 
 def learning_rate(optimizer: Any) -> float:
-    """The learning rate now."""
+    """The present learning rate of an optimizer."""
     return float(keras.ops.convert_to_numpy(optimizer.learning_rate))
 
 
 def set_learning_rate(optimizer: Any, value: float) -> None:
-    """Sets the learning rate.
+    """Sets the learning rate of an optimizer.
 
     Raises:
-        TypeError: where a LearningRateSchedule decides it.
+        TypeError: the optimizer has a LearningRateSchedule.
     """
     try:
         inner(optimizer).learning_rate = value
@@ -40,12 +40,20 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
     """Sets the learning rate to `initial_lr * multiplier` from epoch `start_epoch` until before `end_epoch`.
 
     Args:
-        initial_lr: what the multiplier multiplies.
-        multiplier: a function of the epoch; or a number, whose power the epochs since `start_epoch` are.
-        staircase: at the beginning of each epoch alone. Otherwise before each batch, and the epoch is a fraction.
-        momentum_correction: SGD's velocity, in Keras a sum of steps already multiplied by learning rates, is brought to
-            the new one, which is what a corrected momentum does. Of no effect on other optimizers.
-        steps_per_epoch: default: what `fit` says.
+        initial_lr: the learning rate that is multiplied.
+        multiplier: a function of the epoch that returns a factor; or a number m, for the factor
+            m ** (epoch - start_epoch).
+        start_epoch: the first epoch in which the learning rate is set.
+        end_epoch: the first epoch in which it is not set any more; None: it is set to the end.
+        staircase: whether to set it only at the beginning of each epoch. If False, it is set before each batch, and
+            the epoch is a fraction.
+        momentum_correction: whether to scale SGD's velocity by new over old learning rate. In Keras the velocity is a
+            sum of steps that are already multiplied by learning rates, so this is what a corrected momentum does. Of no
+            effect on other optimizers.
+        steps_per_epoch: batches of an epoch (default: as `fit` knows them); used if `staircase` is False.
+
+    Raises:
+        ValueError: no `initial_lr`.
     """
 
     def __init__(
@@ -71,7 +79,12 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
             self.multiplier = lambda epoch: base ** (epoch - start_epoch)
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Looks whether the learning rate can be set, and how many steps an epoch has."""
+        """Checks that the learning rate can be set, and finds the number of steps of an epoch.
+
+        Raises:
+            TypeError: the optimizer has a LearningRateSchedule.
+            ValueError: the number of steps is needed, and not known.
+        """
         set_learning_rate(self.model.optimizer, learning_rate(self.model.optimizer))
         if not self.staircase and not self.steps_per_epoch:
             self.steps_per_epoch = self.params.get("steps")
@@ -82,11 +95,11 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
                 )
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Notes the epoch."""
+        """Notes the number of the epoch."""
         self.current_epoch = epoch
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Sets the learning rate of the next step, where it is time."""
+        """Sets the learning rate for the next step, if this epoch and batch are due."""
         if self.current_epoch < self.start_epoch or (
             self.end_epoch is not None and self.current_epoch >= self.end_epoch
         ):
@@ -103,11 +116,12 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
             logs["lr"] = learning_rate(self.model.optimizer)
 
     def _adjust(self, epoch: float) -> None:
+        """Sets the learning rate for `epoch`, which may be a fraction, and scales the velocities of SGD."""
         optimizer = self.model.optimizer
         old, new = learning_rate(optimizer), self.initial_lr * self.multiplier(epoch)
         set_learning_rate(optimizer, new)
         updates = inner(optimizer)
-        # Muon has momentums as well, which are sums of gradients.
+        # Only SGD's: the momentums of Muon are sums of gradients, without learning rates.
         if self.momentum_correction and old > 0 and new != old and isinstance(updates, keras.optimizers.SGD):
             for velocity in getattr(updates, "momentums", ()):
                 velocity.assign(velocity * (new / old))
@@ -116,13 +130,13 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
 class LearningRateWarmupCallback(LearningRateScheduleCallback):
     """Raises the learning rate from `initial_lr / hvd.size()` to `initial_lr` over the first epochs, batch by batch.
 
-    See Goyal and others, 2017 (1706.02677).
+    See Goyal et al. 2017, arXiv:1706.02677.
 
     Args:
         initial_lr: the learning rate after the warm-up.
-        warmup_epochs: how long it takes.
+        warmup_epochs: the number of epochs of the warm-up.
         momentum_correction, steps_per_epoch: as of `LearningRateScheduleCallback`.
-        verbose: 1 says on rank 0 when it is over.
+        verbose: 1 prints on rank 0 when the warm-up is over.
     """
 
     def __init__(
@@ -136,7 +150,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         def multiplier(epoch: float) -> float:
             assert self.steps_per_epoch is not None
             size = backend.horovod.size()
-            # The last batch of an epoch is at the round number.
+            # Counted so that the last batch of an epoch has the factor of a whole number of epochs, as with Horovod.
             done = min((epoch + 1.0 / self.steps_per_epoch) / warmup_epochs, 1.0)
             return float((1.0 + (size - 1) * done) / size)
 
@@ -151,7 +165,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         self.verbose = verbose
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Logs the learning rate as "lr", and says so after the warm-up."""
+        """Logs the learning rate as "lr"; with `verbose`, prints it after the last epoch of the warm-up."""
         super().on_epoch_end(epoch, logs)
         assert self.end_epoch is not None
         if epoch == self.end_epoch - 1 and self.verbose > 0:

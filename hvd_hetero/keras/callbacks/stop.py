@@ -1,4 +1,4 @@
-"""The callback that lets ranks stop within an epoch."""
+"""`StopTogetherCallback`: makes all ranks stop training at the same batch."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from hvd_hetero.optimizers.balancer import Balancer
 
 
 class StopTogetherCallback(keras.callbacks.Callback):
-    """Makes all ranks stop after the same batch, where a callback of one of them stops training within an epoch.
+    """Makes all ranks stop after the same batch if a callback on any of them stops training within an epoch.
 
-    As `TerminateOnNaN` does, or one that ends with the job's time: what they look at are a rank's own batches and its
-    own clock, and the other ranks would wait for the one that has stopped. The wish travels with the gradients of the
-    next batch, with local steps with the next merge, and all stop after it.
+    `TerminateOnNaN` does that, for example, or a callback that watches the job's time limit. They look at one rank's
+    batches and clock, so only that rank would stop, and the others would wait for it. With this callback, the request
+    to stop travels with the gradients of the next batch (with local steps: with the next merge), and all ranks stop
+    after that.
 
-    To be put last. All ranks have it.
+    It should be the last callback, and all ranks must have it.
 
     Args:
-        optimizer: a DistributedOptimizer that is trained with (default: the model's).
+        optimizer: a DistributedOptimizer that is used in training (default: the model's).
     """
 
     def __init__(self, optimizer: Any = None) -> None:
@@ -27,6 +28,7 @@ class StopTogetherCallback(keras.callbacks.Callback):
         self._given = optimizer
 
     def _balancer(self) -> Balancer:
+        """The balancer of the optimizer; raises ValueError if that is not a distributed one."""
         optimizer = self.model.optimizer if self._given is None else self._given
         reducer = vars(optimizer).get("_reducer")
         if reducer is None:
@@ -38,15 +40,15 @@ class StopTogetherCallback(keras.callbacks.Callback):
         return balancer
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Forgets who wanted to stop before.
+        """Clears requests to stop from an earlier fit.
 
         Raises:
-            ValueError: the optimizer is no distributed one.
+            ValueError: the optimizer is not a distributed one.
         """
         self._balancer().go_on()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Tells the others, and stops once all have heard it."""
+        """Passes on this rank's request to stop, and stops training once all ranks know of a request."""
         balancer = self._balancer()
         if self.model.stop_training:
             balancer.ask_to_stop()
