@@ -56,12 +56,12 @@ def main() -> None:
         torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model.named_parameters(), balancer=balancer
     )
     state = hvd.elastic.TorchState(model, optimizer, epoch=0, batch=0)
-    checkpoint = hvd.Checkpoint(arguments.checkpoint, state, every_steps=50)
+    checkpoint = hvd.Checkpoint(arguments.checkpoint, state, every_steps=20)
     checkpoint.restore()
 
     @hvd.elastic.run
     def train(state: hvd.elastic.TorchState) -> None:
-        for state.epoch in range(state.epoch, arguments.epochs):
+        for state.epoch in range(state.epoch, arguments.epochs):  # noqa: B020
             loader.set_epoch(state.epoch)
             for x, y in loader:
                 optimizer.zero_grad()

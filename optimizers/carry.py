@@ -115,7 +115,7 @@ class Carry:
             kept = verbs.zeros([len(like)], like)
             route.kept_into(kept)
             if index in self._waits:
-                kept += self._waits[index] * (self._last or 1.0)
+                kept += self._waits[index] * (self._last or self._now or 1.0)
             if index in self._given:
                 kept += self._given[index]
             found.append(kept if verbs.largest(kept) else None)
@@ -146,6 +146,7 @@ class Carry:
     def load_state_dict(self, state: Mapping[str, Any], likes: Sequence[Any]) -> None:
         """Loads what `state_dict` returned. Residuals become arrays of the type and device of the arrays `likes`, one
         per route."""
-        self._last, self._usual = state["last"], state["usual"]
+        self._last, self._usual, self._now = state["last"], state["usual"], None
+        self._taken.clear()
         self._waits = {int(index): arrays_like(likes[int(index)], one) for index, one in state["waits"].items()}
         self._given = {int(index): arrays_like(likes[int(index)], one) for index, one in state["given"].items()}

@@ -13,7 +13,7 @@ import numpy as np
 
 from hvd_hetero.codecs.verbs import arrays_like
 from hvd_hetero.engine import script
-from hvd_hetero.engine.port import in_lane
+from hvd_hetero.engine.port import Handle, in_lane
 
 from . import merge_control
 from .fragment import Lane, Store
@@ -131,7 +131,7 @@ class LocalSteps:
                 rides_in=None if lossy else 0,
                 outgoing=lambda: outgoing(index),
                 name=in_lane(name, number),
-                keeps=self._ways.keeps,
+                keeps=lossy and self._ways.keeps,
                 weight=lambda: self.rounds.weight,
             )
             return Lane(exchange, buffer)
@@ -202,7 +202,7 @@ class LocalSteps:
             RuntimeError: on every rank, when parameters differ between ranks before the first local step.
         """
         if not self.begun:
-            self._check_alike()
+            self._check_alike(self._checksums().wait())
             self.rounds.begin()
             self.begun = True
             self._balancer.record.event("apart", step=self._balancer.step)
@@ -215,10 +215,14 @@ class LocalSteps:
         self._before = [self._store.read(index, into) for index, into in enumerate(before)]
         return 1.0
 
-    def _check_alike(self) -> None:
-        """Raises RuntimeError on every rank unless all ranks hold the same parameters. A collective call."""
+    def _checksums(self) -> Handle:
+        """Begins to gather the checksums of all ranks' parameters: int64 of shape [ranks, fragments]."""
         row = np.array([[self._store.checksum(index) for index in range(len(self._store.lossy))]], dtype=np.int64)
-        found = np.asarray(self._engine.allgather_async(row, name=f"{self._name}.alike").wait()).tolist()
+        return self._engine.allgather_async(row, name=f"{self._name}.alike")
+
+    def _check_alike(self, checksums: Any) -> None:
+        """Raises RuntimeError, on every rank, unless the checksums say that all ranks hold the same parameters."""
+        found = np.asarray(checksums).tolist()
         if others := [rank for rank, value in enumerate(found) if value != found[0]]:
             raise RuntimeError(
                 "Expected the same parameters on every rank before ranks train apart. Received: others than rank 0's "
@@ -261,10 +265,14 @@ class LocalSteps:
         return self.rounds.part_of_batch(samples) if samples else 0.0
 
     def withdraw(self) -> Callable[[], bool]:
-        """Ends this rank's part in merges because it has failed: see `Rounds.withdraw`."""
-        self.before_step()  # other ranks may be in the collective call of their first local step
-        self.begun = False
-        return self.rounds.withdraw()
+        """Ends this rank's part in merges because it has failed, without waiting: see `Rounds.withdraw`."""
+        if self.begun:
+            self.begun = False
+            return self.rounds.withdraw()
+        checksums = self._checksums()  # other ranks may wait for these before their first local step
+        self.rounds.begin()
+        over = self.rounds.withdraw()
+        return lambda: over() and checksums.done()
 
     def merge(self) -> None:
         """Merges the local steps of all ranks; afterwards all hold one model. A collective call.

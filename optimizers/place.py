@@ -75,9 +75,12 @@ class Places(Generic[T]):
         """The kind and the index of a taken object.
 
         Raises:
-            StopIteration: nobody has taken it, or it was removed.
+            KeyError: nobody has taken it, or it was removed.
         """
-        return next((kind, taken.index(one)) for kind, taken in self._taken.items() if one in taken)
+        for kind, taken in self._taken.items():
+            if one in taken:
+                return kind, taken.index(one)
+        raise KeyError(f"Expected an object that take() has returned and remove() has not removed. Received: {one!r}.")
 
     def succeed(self, one: T, before: T) -> None:
         """Moves `one` into the place of `before`, whose owner it replaces. If `one` has an earlier place already, from

@@ -181,7 +181,7 @@ class Planner:
             step=step + 1 + dealt_ahead,
             shares=announced.shares,
             reason=announced.reason,
-            predicted_step_s=announced.predicted_step_s,
+            predicted_step_s=announced.predicted_step_s or None,
             strategy=announced.strategy,
         )
         for window, before, now in zip(self._windows, self.plans[-1].shares, plan.shares, strict=True):

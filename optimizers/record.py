@@ -87,12 +87,11 @@ class Record:
 
     def waits(self, engine: Engine) -> None:
         """Records long waits in operations of `engine` from now on."""
-        if self.trace is not None:
-            engine.hear_waits(self._waited)
+        engine.hear_waits(self._waited)
 
     def _waited(self, **what: Any) -> None:
         self.event("wait", **what)
-        self.trace.flush()  # the process may never go on
+        self.flush()  # the process may never go on
 
     def ranks(self, engine: Engine, *, step: int) -> None:
         """Records this rank's number and how many ranks there are, after an elastic reset. The trace goes on in the

@@ -192,7 +192,8 @@ class Trial:
         self._routes, self._chosen, self._size_bytes = dict(routes), chosen, size_bytes
         self._engine, self._tell, self._clock = engine, tell, clock
         self._titles = list(self._routes)
-        self._times = np.zeros((rounds + 1, len(self._titles)))  # seconds on this rank, by round and route
+        # Seconds on this rank, by round and route; infinite where a sum did not end.
+        self._times = np.full((rounds + 1, len(self._titles)), np.inf)
         self._step = 0  # sums begun
         self._route = self._routes[self._titles[0]]  # in use
         self._moved: Any = None  # residuals of earlier routes, until they were sent in a step that counts

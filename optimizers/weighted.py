@@ -236,20 +236,29 @@ class WeightedExchange:
             raise RuntimeError(f"Expected every bucket submitted before finish(). Received: {sorted(missing)} missing.")
         handles, self._handles = self._handles, {}
         control_handle, self._control_handle = self._control_handle, None
-        said: Any = None if control_handle is None else control_handle.wait()
-        results = [handle.wait() for _, handle in sorted(handles.items())]
+        try:
+            said: Any = None if control_handle is None else control_handle.wait()
+            results = [handle.wait() for _, handle in sorted(handles.items())]
+        except BaseException:
+            self._end_step(False)  # or a residual that was added to this step would count as sent
+            raise
         if self._rides_in is not None:
             said = results[self._rides_in][-len(self._control) :]
         sums = [float(value) for value in said.tolist()]
         if self._keeps:
             finite = not results or verbs_of(results[0]).all_finite(results)
             counts = counts and finite and not self._fails(sums)
-            for route in self._routes:
-                route.end_step(counts)
-            self._carry.end_step(counts)
+        self._end_step(counts)
         self.counted = counts
         factor = scale(sums)
         if factor != 1.0:
             for result in results:
                 result *= factor
         return results, sums
+
+    def _end_step(self, counts: bool) -> None:
+        """Tells the codecs that the step is over, and whether it counts."""
+        if self._keeps:
+            for route in self._routes:
+                route.end_step(counts)
+            self._carry.end_step(counts)

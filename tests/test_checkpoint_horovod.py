@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from launch import horovodrun
+from launch import elastic_hosts, horovodrun
 
 from hvd_hetero.cli.main import main
 from hvd_hetero.engine.build import installed_build
@@ -46,3 +46,24 @@ def test_the_example_goes_on_where_it_was_stopped_and_its_trace_tells_of_both_ru
     found = {way["title"]: way for way in json.loads(capsys.readouterr().out)["forecasts"]}
     assert sum(found["best shares"]["shares"]) == 64
     assert found["best shares"]["step_s"] <= 1.001 * found["equal shares"]["step_s"]
+
+
+def test_the_elastic_example_goes_on_from_its_checkpoint_in_another_job(tmp_path):
+    """Begun as an elastic job, and gone on with as a plain one, of more epochs."""
+    pytest.importorskip("sklearn")
+
+    def epochs(number, options=()):
+        words = ("--epochs", str(number), "--checkpoint", str(tmp_path / "digits"))
+        found = horovodrun(2, "../../examples/torch_elastic.py", *words, options=options, timeout_s=120)
+        assert found.returncode == 0, found.output[-6000:]
+        told = re.findall(r"epoch (\d+), (\d+) batches: accuracy (\S+), 2 ranks", found.output)
+        return [(int(epoch), int(batches)) for epoch, batches, _ in told], [float(accuracy) for *_, accuracy in told]
+
+    batches = -(-1438 // 64)  # four fifths of the digits, and a short last batch
+    begun, _ = epochs(2, elastic_hosts(tmp_path, 2))
+    assert begun == [(0, batches), (1, 2 * batches)]
+    # The newest checkpoint is that of batch 40: the job goes on from there, and repeats what came after it.
+    rest, accuracy = epochs(5)
+    assert rest == [(epoch, (epoch + 1) * batches) for epoch in range(1, 5)]
+    assert accuracy[-1] > 0.93
+

@@ -251,6 +251,35 @@ def test_ranks_that_have_left_are_not_counted(tmp_path, capsys):
     assert "3 ranks (and 1 that left), 90 steps, " in capsys.readouterr().out
 
 
+def test_a_rank_that_has_left_is_given_no_advice(tmp_path, capsys):
+    ranks = RecordedRanks(tmp_path, 3)
+    for trace in ranks.traces:
+        trace.plan(Plan(version=0, step=0, shares=(16,) * 3, reason="first plan"))
+    for step in range(30):
+        ranks.step(step, compute=[0.01] * 3, data=[0.0, 0.0, 0.05], shares=(16,) * 3)
+    ranks.traces.pop().close()
+    for trace in ranks.traces:
+        trace.plan(Plan(version=1, step=30, shares=(24, 24), reason="other ranks"))
+    for step in range(30, 90):
+        ranks.step(step, compute=[0.015] * 2, data=[0.0] * 2, shares=(24, 24))
+    ranks.read()
+    assert main(["report", str(tmp_path)]) == 0
+    assert "waits for its data" not in capsys.readouterr().out
+
+
+def test_a_report_of_many_events_tells_the_last_ones_and_how_many_there_were(tmp_path, capsys):
+    record(tmp_path)
+    for rank, times in ((0, range(0, 20, 2)), (1, range(1, 21, 2))):
+        with open(tmp_path / f"rank-{rank:05d}.jsonl", "a") as file:
+            for at in times:
+                fields = {"waited_s": 10 + at, "missing": [1 - rank], "line": "train.py:7"}
+                file.write(json.dumps({"event": "wait", "t_s": 1e6 + at, "fields": fields}) + "\n")
+    assert main(["report", str(tmp_path)]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "of 20 events, the last 12" in said and "waited 17 s" not in said
+    assert all(f"waited {10 + at} s" in said for at in range(8, 20))
+
+
 def test_a_plan_rests_on_what_a_quota_allows_in_the_long_run(tmp_path, capsys):
     record(tmp_path, speeds=(0.001, 0.003), shares=(52, 12), ahead=(0.0, 0.2))
     assert main(["plan", str(tmp_path), "--json"]) == 0

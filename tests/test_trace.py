@@ -432,6 +432,36 @@ def test_a_long_wait_is_written_at_once(tmp_path):
     trace.close()
 
 
+def test_a_trace_that_a_balancer_is_given_later_has_long_waits_as_well(tmp_path):
+    """As Keras's `TraceCallback` gives it one; and without it again, a wait is no error."""
+
+    class Hears(SoloEngine):
+        def hear_waits(self, hear):
+            self.hear = hear
+
+    record, engine = Record(None), Hears()
+    record.waits(engine)
+    record.trace = trace = Trace(tmp_path, rank=0, clock=Clock(), flush_every_s=1e9)
+    engine.hear(operation="gradient", waited_s=60.0, line="train.py:7", missing=[1])
+    record.trace = None
+    engine.hear(operation="gradient", waited_s=70.0, line="train.py:7", missing=[1])
+    assert [event.fields["waited_s"] for event in read(tmp_path).ranks[0].events] == [60.0]
+    trace.close()
+
+
+def test_an_event_of_a_script_may_have_a_step_of_its_own_meaning(tmp_path):
+    """A resumed session is read whole, whatever an earlier one has recorded."""
+    with Trace(tmp_path, rank=0, clock=Clock()) as trace:
+        for step in range(10):
+            trace.step(step=step, samples=4)
+        trace.event("mine", step="the first")
+        trace.event("undone", step=8)
+    write(tmp_path, Clock(), steps=range(6, 12))
+    record = read(tmp_path).ranks[0]
+    assert [s.step for s in record.steps] == list(range(12)) and record.unreadable == 0
+    assert [event.kind for event in record.events] == ["mine"]
+
+
 def test_the_file_of_a_rank_that_was_another_has_the_plan_as_well(tmp_path):
     trace = Trace(tmp_path, rank=1, clock=Clock())
     told = Record(trace)

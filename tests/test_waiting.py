@@ -186,3 +186,17 @@ def test_a_merge_in_the_first_step_that_counts_counts(tmp_path):
     run = ranks.read().ranks[0]
     assert parts(run, skip=10)["wait"] == pytest.approx((10 * 0.01 + 0.5) / (10 * 0.11 + 0.5), rel=1e-2)
     assert sum(parts(run, skip=10).values()) == pytest.approx(1.0, rel=1e-3)
+
+
+def test_a_merge_in_a_step_that_does_not_count_counts_in_no_session(tmp_path):
+    ranks = RecordedRanks(tmp_path, 1)
+    for step in range(20):
+        ranks.step(step, compute=[0.1], rest=[0.05])
+    ranks.traces[0].restart(0)  # the job goes on in another session
+    for step in range(20, 40):
+        if step == 23:
+            ranks.now += 0.5
+            ranks.traces[0].event("together", step=step, wait_s=0.5)
+        ranks.step(step, compute=[0.1], rest=[0.05])
+    run = ranks.read().ranks[0]
+    assert parts(run, skip=10)["wait"] == pytest.approx(0.01 / 0.16, rel=1e-2)

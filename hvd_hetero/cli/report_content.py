@@ -151,8 +151,8 @@ def advice(report: Report) -> list[str]:
     if waits.waited_part * report.together >= WORTH_WAITING:
         said.append(_of_waiting(waits, local=report.merges > 0))
     said += _of_steps_apart(report)
-    for number, part in report.parts.items():
-        data = part["data"]
+    for number in report.run.present:
+        data = report.parts[number]["data"]
         if data >= WORTH_DATA:
             said.append(f"Rank {number} waits for its data for {percent(data)} of its time: more num_workers (in "
                         "Keras, workers), or a quicker disk.")

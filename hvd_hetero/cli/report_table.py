@@ -35,7 +35,10 @@ def show(report: Report) -> None:
         console.print(_of_plans(report, make))
         if len(plans) > MOST_PLANS:
             say(f"… of {len(plans)} plans, the last {MOST_PLANS}.")
-    for event in _noteworthy(report.run):
+    events = _noteworthy(report.run)
+    if len(events) > MOST_PLANS:
+        say(f"… of {len(events)} events, the last {MOST_PLANS}:")
+    for event in events[-MOST_PLANS:]:
         say(event)
     for line in advice(report):
         say(line)
@@ -90,23 +93,24 @@ def _of_plans(report: Report, make: Any) -> Any:
 
 
 def _noteworthy(run: Run) -> list[str]:
-    """Sentences about recorded events: changed ranks, repaired parameters, changed links, long waits.
+    """Sentences about recorded events, in the order of time: changed ranks, repaired parameters, changed links, long
+    waits.
 
-    Several ranks may record the same event; each sentence appears once. At most `MOST_PLANS` of them.
+    Several ranks may record the same event; each sentence appears once.
     """
     lines: list[str] = []
-    for rank in run.ranks.values():
-        for event in rank.events:
-            fields = event.fields
-            if event.kind == "ranks":
-                lines.append(f"After step {fields.get('step', '?')} there were {fields.get('size', '?')} ranks.")
-            elif event.kind == "parameters":
-                lines.append(f"Parameters of {ranks_text(fields.get('ranks', []))} were off by rounding, and mended.")
-            elif event.kind == "links" and "reason" in fields:
-                chosen = "others were chosen" if fields.get("changed") else "they stayed the same"
-                lines.append(f"At step {fields.get('step', '?')}: {fields['reason']}. Ways to sum gradients were "
-                             f"timed, and {chosen}.")
-            elif event.kind == "wait":
-                lines.append(f"Rank {rank.rank} waited {seconds_text(float(fields.get('waited_s', 0)))} for "
-                             f"{ranks_text(fields.get('missing', []))}, at {fields.get('line', 'an unknown line')}.")
-    return list(dict.fromkeys(lines))[:MOST_PLANS]
+    events = [(event, rank.rank) for rank in run.ranks.values() for event in rank.events]
+    for event, rank in sorted(events, key=lambda each: each[0].t_s):
+        fields = event.fields
+        if event.kind == "ranks":
+            lines.append(f"After step {fields.get('step', '?')} there were {fields.get('size', '?')} ranks.")
+        elif event.kind == "parameters":
+            lines.append(f"Parameters of {ranks_text(fields.get('ranks', []))} were off by rounding, and mended.")
+        elif event.kind == "links" and "reason" in fields:
+            chosen = "others were chosen" if fields.get("changed") else "they stayed the same"
+            lines.append(f"At step {fields.get('step', '?')}: {fields['reason']}. Ways to sum gradients were "
+                         f"timed, and {chosen}.")
+        elif event.kind == "wait":
+            lines.append(f"Rank {rank} waited {seconds_text(float(fields.get('waited_s', 0)))} for "
+                         f"{ranks_text(fields.get('missing', []))}, at {fields.get('line', 'an unknown line')}.")
+    return list(dict.fromkeys(lines))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import importlib.util
 import json
@@ -86,6 +87,8 @@ def unpack(sdist: Path, folder: Path) -> Path:
             archive.extraction_filter = getattr(tarfile, "data_filter", None)  # not in Python before 3.10.12 and 3.11.4
             archive.extractall(folder)
     except (tarfile.TarError, OSError, EOFError) as error:
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            raise  # the disk is full: nothing is wrong with the archive
         raise DownloadFailed(f"expected {sdist.name} to be a whole archive. Received: {error}.") from error
     root = folder / f"horovod-{HOROVOD_VERSION}"
     if not (root / "setup.py").is_file():

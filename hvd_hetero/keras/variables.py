@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import keras
@@ -33,12 +33,17 @@ class Variables:
 
     @property
     def own(self) -> list[Any]:
-        """The variables of a model that may differ between ranks: non-trainable weights, such as the statistics of
-        BatchNormalization, and states of random generators. Empty for an optimizer."""
+        """The variables of a model that may differ between ranks: weights that are never trained, such as the
+        statistics of BatchNormalization, and states of random generators. Empty for an optimizer.
+
+        The weights of frozen layers are the same on all ranks, and not among them.
+        """
         if not isinstance(self.owner, keras.Model):
             return []
         seeds = [v for v in self.owner.non_trainable_variables if v.path.endswith(SEED)]
-        return [*self.owner.non_trainable_weights, *seeds]
+        layers = self.owner._flatten_layers()
+        frozen = {id(v) for layer in layers for v in layer._trainable_variables}
+        return [*(v for v in self.owner.non_trainable_weights if id(v) not in frozen), *seeds]
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """Copies of `variables`, by their index."""
@@ -69,15 +74,10 @@ class Variables:
         places = {id(v): at for at, v in enumerate(self.owner.variables)}
         return {places[id(v)]: array_of(v) for v in self.own}
 
-    def load_own_state(self, state: Mapping[int, np.ndarray] | Sequence[np.ndarray]) -> None:
-        """Assigns what `own_state` returned.
-
-        Args:
-            state: values by index among all variables; or, from a file of an earlier version, a list of the values of
-                `own`.
-        """
-        variables = self.owner.variables if isinstance(state, Mapping) else self.own
-        for at, value in state.items() if isinstance(state, Mapping) else enumerate(state):
+    def load_own_state(self, state: Mapping[int, np.ndarray]) -> None:
+        """Assigns what `own_state` returned."""
+        variables = self.owner.variables
+        for at, value in state.items():
             variables[at].assign(value)
         self.written()
 

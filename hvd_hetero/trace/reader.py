@@ -11,7 +11,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from .entry import event_of, plan_of, step_of
+from .entry import Event, event_of, plan_of, step_of
 from .files import files, lines
 from .record import FIELDS, FORMAT
 from .run import RankRun, Run
@@ -95,12 +95,18 @@ def _go_back(run: RankRun, step: int, plans_before: int, events_before: int) -> 
     run.steps = [s for s in run.steps if s.step < step]
     run.hosts = {start: host for start, host in run.hosts.items() if start < step}
     old, new_events = run.events[:events_before], run.events[events_before:]
-    run.events = [event for event in old if event.fields.get("step", -1) < step] + new_events
+    run.events = [event for event in old if not _is_from(event, step)] + new_events
     new = run.plans[plans_before:]
     holds = [plan for plan in new if plan.step <= step][-1:]
     since = holds[0].step if holds else step + 1
     kept = [plan for plan in run.plans[:plans_before] if plan.step < since]
     run.plans = kept + holds + [plan for plan in new if plan.step > step]
+
+
+def _is_from(event: Event, step: int) -> bool:
+    """Whether an event belongs to global batch `step` or a later one. Fields are free: "step" may be no number."""
+    at = event.fields.get("step")
+    return isinstance(at, int | float) and at >= step
 
 
 def _take(run: RankRun, fields: Sequence[str], entry: Any) -> None:

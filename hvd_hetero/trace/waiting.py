@@ -187,7 +187,7 @@ def parts(run: RankRun, *, skip: int = 0) -> Mapping[str, float]:
     whole = sum(each.span_s or 0.0 for each in seen)
     if not whole:
         return {"data": 0.0, "compute": 0.0, "wait": 0.0, "rest": 0.0}
-    merging = _merging_s(run, seen[0].step.step)
+    merging = _merging_s(run, seen)
     rest = sum(each.rest_s for each in seen)
     sums = {
         "data": sum(each.step.data_s for each in seen),
@@ -210,11 +210,12 @@ def waited_apart(run: RankRun, *, skip: int = 0) -> tuple[float, float]:
     if not seen:
         return 0.0, 0.0
     within = sum(each.step.wait_s for each in seen)
-    ends = _merging_s(run, seen[0].step.step)
+    ends = _merging_s(run, seen)
     whole = sum(each.span_s or 0.0 for each in seen) + max(0.0, ends - sum(each.rest_s for each in seen))
     return within / whole, ends / whole
 
 
-def _merging_s(run: RankRun, first: int) -> float:
-    """Seconds of the merges that ended phases of local steps, from step `first` on."""
-    return sum(took for step, took in run.merging_s.items() if step >= first)
+def _merging_s(run: RankRun, seen: Sequence[Timed]) -> float:
+    """Seconds of the merges that ended phases of local steps, before or after one of the steps `seen`."""
+    steps = {each.step.step for each in seen}
+    return sum(took for step, took in run.merging_s.items() if steps & {step - 1, step})
