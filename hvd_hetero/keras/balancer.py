@@ -55,7 +55,7 @@ class Balancer(framework_free.Balancer):
             learned, nor the right learning rate.
         min_share, max_share: bounds for *this* rank, in samples; `max_share` is what its memory holds.
         quantum: this rank's share is a multiple of it.
-        shares: the first plan (default: equal shares).
+        shares: the shares of the first plan, by rank (default: equal ones).
         adaptive: False keeps the first plan for good.
         rule: when a new plan pays.
         process_set: the ranks that train together (default: all).

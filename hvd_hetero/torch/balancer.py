@@ -30,7 +30,7 @@ class Balancer(framework_free.Balancer):
         min_share, max_share: bounds for *this* rank, in samples; `max_share` is what its memory holds.
         quantum: this rank's share is a multiple of it.
         max_micro_batch: the most samples of one forward and backward pass on this rank, for `micro_batches`.
-        shares: the first plan (default: equal shares).
+        shares: the shares of the first plan, by rank (default: equal ones).
         adaptive: False keeps the first plan for good.
         rule: when a new plan pays.
         process_set: the ranks that train together (default: all).
