@@ -280,21 +280,21 @@ def main() -> None:
         times.append(end - start)
         if contender.balancer:
             shares.append(contender.balancer.plan.shares)
-            computes.append(contender.balancer.timesheet.reported)
+            computes.append(contender.balancer.step_timer.reported)
         if ends:
             ends.append(end)
             samples.append(contender.samples)
     seconds, cpu = ends[-1] - ends[0], time.process_time() - cpu
     by_thread = {name: (ms - threads.get(name, 0.0)) / arguments.steps for name, ms in cpu_by_thread().items()}
     release()
-    apart = arguments.strategy != "synchronous"
-    if apart:
+    is_local = arguments.strategy != "synchronous"
+    if is_local:
         contender.optimizer.merge()
     record = {
         "rank": contender.rank if arguments.rank is None else arguments.rank,
-        "samples_per_s": (sum(samples) if apart else contender.global_batch * arguments.steps) / seconds,
+        "samples_per_s": (sum(samples) if is_local else contender.global_batch * arguments.steps) / seconds,
         # then that is what this rank did, and not all of them
-        "apart": apart or arguments.contender == "alone",
+        "apart": is_local or arguments.contender == "alone",
         "samples": samples,
         "ends_s": ends,
         "step_ms": 1e3 * seconds / arguments.steps,
@@ -303,7 +303,7 @@ def main() -> None:
         "parameters": sum(p.numel() for p in contender.model.parameters()),
         "shares": shares[-1] if shares else None,
     }
-    if contender.waits and not apart:
+    if contender.waits and not is_local:
         # Without the waits: how long each step kept this rank busy.
         waits = contender.waits[arguments.warmup :]
         record["waits_s"] = waits

@@ -89,15 +89,15 @@ def main() -> None:
     faulthandler.cancel_dump_traceback_later()
     ended[-1] = time.perf_counter()
     seconds, cpu = ended[-1] - ended[0], time.process_time() - cpu
-    apart = arguments.strategy != "synchronous"
-    if apart:
+    is_local = arguments.strategy != "synchronous"
+    if is_local:
         contender.optimizer.merge()
     balancer = contender.balancer
     record = {
         "rank": contender.rank,
-        "samples_per_s": (sum(samples) if apart else contender.global_batch * arguments.steps) / seconds,
+        "samples_per_s": (sum(samples) if is_local else contender.global_batch * arguments.steps) / seconds,
         # then that is what this rank did, and not all of them
-        "apart": apart or arguments.contender == "alone",
+        "apart": is_local or arguments.contender == "alone",
         "samples": samples,
         "ends_s": ended,
         "step_ms": 1e3 * seconds / arguments.steps,
@@ -105,7 +105,7 @@ def main() -> None:
         "parameters": sum(p.numel() for p in contender.model.parameters()),
         "processors": torch.cuda.get_device_properties(0).multi_processor_count,
         "shares": list(balancer.plan.shares) if balancer else None,
-        "compute": balancer.timesheet.reported if balancer else None,
+        "compute": balancer.step_timer.reported if balancer else None,
         "wait_ms": 1e3 * statistics.median(contender.waits[-arguments.steps :]) if contender.waits else None,
     }
     print("BENCH " + json.dumps(record), flush=True)

@@ -90,7 +90,7 @@ def main() -> None:
                         "local strategy merge, and that they end with; 0: all there are, and no end to wait at")
     arguments = parser.parse_args()
     contender = Straggling(arguments)
-    apart = arguments.contender in ("alone", "local")
+    is_local = arguments.contender in ("alone", "local")
     hold()
     begin = time.perf_counter()
     steps = 0
@@ -98,7 +98,7 @@ def main() -> None:
     ends: list[float] = []  # when such steps ended, and first when the one before them had
     # Who steps apart ends by its own clock, or with an epoch.
     epoch_steps = arguments.epoch_samples // contender.global_batch if arguments.contender == "local" else 0
-    agree_every = epoch_steps if apart else CHECK_EVERY
+    agree_every = epoch_steps if is_local else CHECK_EVERY
     snapshots: list[tuple[float, Any]] = [(0.0, contender.snapshot())]
     while True:
         contender.step()
@@ -112,7 +112,7 @@ def main() -> None:
             snapshots.append((now, contender.snapshot()))
         over = now >= arguments.seconds
         if agree_every and steps % agree_every == 0:
-            if apart:
+            if is_local:
                 contender.optimizer.merge()
                 ends[-1:] = [time.perf_counter()] if ends else []
             if contender.agree(over):

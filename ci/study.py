@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from contest import check
-from training import EVEN, Task, Way, apart, characters, digits, together
+from training import EVEN, Task, Way, characters, digits, is_local, together
 
 import hvd_hetero.torch as hvd
 
@@ -72,7 +72,7 @@ def compensation(tasks: Sequence[Task], seeds: Sequence[int], strengths: Sequenc
             for steps, strength in [(1, 0.0), *((late, strength) for strength in strengths)]:
                 rule = hvd.LocalSGD(round_steps=late, compensation=strength, drift_limit=None)
                 way = Way(rule=rule, shares=EVEN, uneven=False, late=steps)
-                losses = [apart(task, way, "SGD", seed)[0] for seed in seeds]
+                losses = [is_local(task, way, "SGD", seed)[0] for seed in seeds]
                 plain = losses if steps == late and strength == 0.0 else plain
                 less = mean([a - b for a, b in zip(losses, plain, strict=True)]) if strength else ""
                 of = f"1, rounds of {late}" if steps == 1 else str(late)
@@ -91,7 +91,7 @@ def final_loss(tasks: Sequence[Task], seeds: Sequence[int], ways: dict[str, Way]
         for inner in ("SGD, momentum 0.9", "AdamW"):
             sync = [together(task, inner, seed) for seed in seeds]
             for name, way in ways.items():
-                runs = [apart(task, way, inner, seed) for seed in seeds]
+                runs = [is_local(task, way, inner, seed) for seed in seeds]
                 losses, merges = [loss for loss, _ in runs], [one for _, merges in runs for one in merges]
                 ratio = statistics.mean(losses) / statistics.mean(sync)
                 ratios = " ".join(f"{a / b:.3f}" for a, b in zip(losses, sync, strict=True))

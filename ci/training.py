@@ -31,8 +31,8 @@ from torch_char_lm import CharLM, Windows, read_text
 import hvd_hetero.torch as hvd
 from hvd_hetero.engine.local import World
 from hvd_hetero.optimizers.dealer import Dealer, cut
-from hvd_hetero.optimizers.keeping import Keeping
 from hvd_hetero.optimizers.recipe import Wire
+from hvd_hetero.optimizers.unsent_state import UnsentState
 from hvd_hetero.optimizers.ways import Ways
 from hvd_hetero.torch.local import LocalTraining
 
@@ -203,7 +203,7 @@ class Rank:
         return self.fragment.work.steps + 1 >= self.local.rule.most_rounds * self.local.rounds.round_steps
 
 
-def apart(task: Task, way: Way, inner: str, seed: int) -> tuple[float, list[dict[str, Any]]]:
+def is_local(task: Task, way: Way, inner: str, seed: int) -> tuple[float, list[dict[str, Any]]]:
     """The final validation loss of local SGD, and what rank 0 was told of its merges."""
     model, optimizer = task.fresh(inner, seed)
     clock, pool, ranks = random.Random(seed), ThreadPoolExecutor(len(way.shares)), []
@@ -232,7 +232,11 @@ def _ranks(way: Way, model: nn.Module, optimizer: torch.optim.Optimizer) -> list
         rank.balancer.trace, rank.balancer.step = rank, way.rule.warmup_steps - 1
         # No gradient is exchanged, and none weighed.
         weighing = SimpleNamespace(
-            engine=engine, balancer=rank.balancer, passes=1, place=lambda: "gradients 0", keeping=Keeping(keeps=False)
+            engine=engine,
+            balancer=rank.balancer,
+            passes=1,
+            place=lambda: "gradients 0",
+            unsent_state=UnsentState(keeps=False),
         )
         ways = Ways(engine, wire=Wire(), topology=None)
         rank.training = LocalTraining(rule, list(rank.model.parameters()), weighing, ways=ways)
@@ -265,7 +269,7 @@ def _epoch(
         rank.training.before_step()
         lr = task.update(rank.model, rank.optimizer, mine, step)
         seconds = PACE[index] * clock.lognormvariate(0.0, NOISE) if clock else 1.0
-        rank.balancer.timesheet.known = (float(len(mine)), seconds)
+        rank.balancer.step_timer.known = (float(len(mine)), seconds)
         merges = rank.local.rounds.merges
         rank.training.after_step(len(mine), lr=lr)
         if way.reset and rank.local.rounds.merges > merges:

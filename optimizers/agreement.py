@@ -27,7 +27,7 @@ MOST = 2**24  # samples; shares travel as float32, which holds integers exactly 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Terms:
+class BalancerArguments:
     """The arguments of a balancer on one rank and, once `agree` has filled them in, the values of all ranks.
 
     The arguments are described at `Balancer`.
@@ -95,7 +95,7 @@ def _plain(value: Any) -> Any:
     return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else value
 
 
-def terms_now(engine: Engine, asked: Terms) -> Terms:
+def terms_now(engine: Engine, asked: BalancerArguments) -> BalancerArguments:
     """Returns `asked` without its `shares`, if these are of another number of ranks than an elastic job has now.
 
     Rank 0 then prints that. As every process was given the same shares, they hold again once that many ranks train.
@@ -109,7 +109,7 @@ def terms_now(engine: Engine, asked: Terms) -> Terms:
     return replace(asked, shares=None)
 
 
-def agree(engine: Engine, mine: Terms, *, name: str) -> Terms:
+def agree(engine: Engine, mine: BalancerArguments, *, name: str) -> BalancerArguments:
     """Returns `mine` with the identities, bounds and micro-batch limits of all ranks, and the first shares.
 
     A collective call, which checks the arguments of all ranks.
@@ -212,7 +212,7 @@ def _same(values: list[object], title: str) -> None:
         raise ValueError(f"{title}: expected the same on every rank. Received: {received}.")
 
 
-def _first_shares(terms: Terms, bounds: tuple[Bound, ...]) -> tuple[int, ...]:
+def _first_shares(terms: BalancerArguments, bounds: tuple[Bound, ...]) -> tuple[int, ...]:
     """Returns the shares of the first plan: those given, or the most equal ones within the bounds.
 
     Raises:

@@ -12,25 +12,25 @@ from hvd_hetero.engine.port import Engine
 from hvd_hetero.policy.ladder import Move
 from hvd_hetero.policy.replan import Plan, ReplanRule
 
-from .agreement import Terms, agree, terms_now
+from .accumulated_gradients import AccumulatedGradients
+from .agreement import BalancerArguments, agree, terms_now
 from .argument import check_whole
 from .attachment import Exchanges
 from .batch_order import BatchOrder
 from .count_warnings import CountWarnings
 from .departure import Departure, Flag
-from .dependent import Dependents
 from .dialogue import Dialogue
-from .forgotten import deals, ends
-from .keeping import Keeping
 from .ladder import Ladder
 from .meter import Stopwatch
-from .partial_sum import PartialSums
 from .place import Places
 from .planner import Planner
 from .progress import BatchProgress
 from .record import Record
+from .stateful_parts import StatefulParts
+from .step_timer import StepTimer
 from .strategies import Strategies
-from .timesheet import Timesheet
+from .unsent_state import UnsentState
+from .unused_balancer import deals, ends
 
 LOOK_CLOCK = time.perf_counter  # measures how long the planner's search for a better plan takes
 
@@ -80,7 +80,7 @@ class Balancer:
         trace: Any = None,
     ) -> None:
         self.engine = engine
-        self._asked = Terms(
+        self._asked = BalancerArguments(
             global_batch_size=global_batch_size,
             min_share=min_share,
             max_share=max_share,
@@ -91,20 +91,20 @@ class Balancer:
             identity=engine.identity,
             rule=ReplanRule() if rule is None else rule,
         )
-        self.timesheet = Timesheet(stopwatch, quota_cores=engine.quota_cores)
+        self.step_timer = StepTimer(stopwatch, quota_cores=engine.quota_cores)
         self.record = Record(trace)
         self.lookahead = 0
         self.step = -1
         self.origin: int | None = None
         self.batch_order = BatchOrder()
         self.count_warnings = CountWarnings()
-        self.dependents = Dependents()
+        self.stateful_parts = StatefulParts()
         self.departure = Departure()
         self.strategies = Strategies()
         self._start(others=is_elastic())
         self._introduce()
         self.record.waits(engine)
-        engine.during_waits(self.timesheet.waiting)
+        engine.during_waits(self.step_timer.waiting)
         engine.remember(self.rebuild)
 
     def _start(self, *, others: bool) -> None:
@@ -123,16 +123,17 @@ class Balancer:
         self.progress = BatchProgress()
         self.exchanges = Exchanges(self.begin_unseen)
         self._wait_s, self._bytes_sent = 0.0, 0  # summed over the exchanges since the last step ended
-        self.keepers = Places(lambda: Keeping(sayings={"samples": self.timesheet}))  # residuals, by optimizer or tape
-        self.sums = Places(PartialSums)  # accumulated gradients, of optimizers that exchange once in several batches
+        # By optimizer or tape: residuals, and gradients that are accumulated before an exchange over several batches.
+        self.keepers = Places(lambda: UnsentState(messages={"samples": self.step_timer}))
+        self.sums = Places(AccumulatedGradients)
         self.strategies.restart()
-        self.timesheet.restart()
+        self.step_timer.restart()
         self.departure.restart()
         self.dialogue = Dialogue(
             self.engine,
             self,
             planner=self.planner,
-            timesheet=self.timesheet,
+            step_timer=self.step_timer,
             departure=self.departure,
             replans=self.adaptive,
             entered=float(self.global_batch_size),
@@ -233,7 +234,7 @@ class Balancer:
         """Starts a global batch of which this rank has `samples`; `BalancedDataLoader` calls it for each batch."""
         self.batch_order.any_begins()
         self._begin(samples)
-        self.timesheet.run()
+        self.step_timer.run()
 
     def _begin(self, samples: int) -> None:
         check_whole("samples", samples, least=0)
@@ -241,7 +242,7 @@ class Balancer:
         self.count_warnings.begins(self.progress.backward_passes)
         self.step += 1
         self.progress.begin_batch(samples)
-        self.timesheet.begin(samples)
+        self.step_timer.begin(samples)
         self.exchanges.on_begin()
         self.progress.begin_part()
         self._set_count(float(samples))
@@ -250,7 +251,7 @@ class Balancer:
         """Ends an epoch, whose samples have all been used; `BalancedDataLoader` calls it."""
         ends(self)
         self.exchanges.on_epoch_end()
-        self.timesheet.read()
+        self.step_timer.read()
         self.record.flush()
 
     def begin_unseen(self) -> bool:
@@ -277,8 +278,8 @@ class Balancer:
     def _set_count(self, terms: float) -> None:
         self.exchanges.on_count(terms)
         self.progress.count(terms)
-        if not self.timesheet.running:
-            self.timesheet.run()
+        if not self.step_timer.running:
+            self.step_timer.run()
 
     def _begin_micro_batch(self, terms: float, *, first: bool) -> None:
         """Begins a micro-batch of the present batch; `first`: the first one. Its loss is a mean over `terms` terms."""
@@ -296,8 +297,8 @@ class Balancer:
         self.step += 1
         with contextlib.suppress(Exception):  # ranks that are gone need not be told
             self.exchanges.on_begin()  # the other ranks have begun this batch as well
-            ended = self.exchanges.withdraw(self.timesheet.usual_step_s or 0.0)
-            self.departure.final = not ended or self.planner.apart(self.step)
+            ended = self.exchanges.withdraw(self.step_timer.usual_step_s or 0.0)
+            self.departure.final = not ended or self.planner.is_local(self.step)
         self.dialogue.unheard()
 
     def fail_at_exchange(self, error: Exception) -> None:
@@ -335,19 +336,19 @@ class Balancer:
 
     def measure_with(self, stopwatch: Stopwatch) -> None:
         """Measures compute with `stopwatch`, which suits the device, unless the constructor was given one."""
-        self.timesheet.measure_with(stopwatch)
+        self.step_timer.measure_with(stopwatch)
 
     def pause(self) -> None:
         """Stops the measurement of compute: gradients are ready, and this rank waits for the others."""
-        self.timesheet.pause()
+        self.step_timer.pause()
 
     def resume(self) -> None:
         """Goes on measuring compute: the update or another backward pass follows."""
-        self.timesheet.run()
+        self.step_timer.run()
 
     def discard(self) -> None:
         """Excludes the present step's time from the measurements: compilation was in it, for instance."""
-        self.timesheet.discard()
+        self.step_timer.discard()
 
     def exchanged(self, *, wait_s: float, bytes_sent: int, leads: bool) -> None:
         """Notes what an exchange took, after the update; with the exchange that leads, a step ends.
@@ -371,9 +372,9 @@ class Balancer:
             bytes_sent: bytes that it has sent in them.
         """
         self.pause()
-        wait_s += self.timesheet.take_waited_s()
+        wait_s += self.step_timer.take_waited_s()
         share = self.plan.shares[self.rank]
-        self.timesheet.end(self.record.step(step=self.step, wait_s=wait_s, bytes_sent=bytes_sent, share=share))
+        self.step_timer.end(self.record.step(step=self.step, wait_s=wait_s, bytes_sent=bytes_sent, share=share))
         self.resume()
 
     # State ----------------------------------------------------------------------------------------------------------
@@ -416,6 +417,6 @@ class Balancer:
         self.step = int(state["step"])
         self.dialogue.restart()
         self.planner.load_state_dict(state["planner"], self.step)
-        self.timesheet.resume_loading(self.planner.loading.seconds[self.rank])
+        self.step_timer.resume_loading(self.planner.loading.seconds[self.rank])
         self.strategies.load_state_dict(state["strategies"])
         self.ladder = Ladder(self.planner.plans[-1].shares, tell=self._moved)

@@ -14,7 +14,7 @@ from .horizon import Horizon
 from .links import Links
 from .noise import NoiseMeter
 from .planner import Planner
-from .timesheet import Timesheet
+from .step_timer import StepTimer
 
 
 class Place(Protocol):
@@ -58,14 +58,14 @@ class Dialogue:
         place: Place,
         *,
         planner: Planner,
-        timesheet: Timesheet,
+        step_timer: StepTimer,
         departure: Departure,
         replans: bool,
         entered: float,
         told: Callable[[Plan], None],
     ) -> None:
         self._engine, self._place = engine, place
-        self._planner, self._timesheet, self._departure = planner, timesheet, departure
+        self._planner, self._step_timer, self._departure = planner, step_timer, departure
         self._replans, self._told = replans, told
         self._said: dict[str, Any] = {}  # what `outgoing` sent last, for `outgoing_in_advance` to repeat
         self._listeners: list[Callable[[], None]] = []
@@ -120,21 +120,21 @@ class Dialogue:
             lays_out: whether this rank asks all to lay out their buckets anew.
             chooses: whether this rank asks all to choose anew how buckets travel.
         """
-        samples, seconds = measured or (self._timesheet.reported if leads else (0.0, 0.0))
+        samples, seconds = measured or (self._step_timer.reported if leads else (0.0, 0.0))
         dealt_ahead = 0
         if leads:
             place = self._place
             dealt_ahead = self.horizon.said(place.step, lookahead=place.lookahead, ahead=ahead, answers=answers)
             self._said = {
                 "samples": samples, "dealt_ahead": dealt_ahead, "staleness": self.staleness,
-                "loading_s": self._timesheet.loading_s,
+                "loading_s": self._step_timer.loading_s,
             }  # fmt: skip
         return control.pack(
             ranks=self._engine.size,
             rank=self._engine.rank,
             count=count,
             compute_s=seconds,
-            loading_s=self._timesheet.loading_s if leads or measured else 0.0,  # `Report.busy_s` needs both times
+            loading_s=self._step_timer.loading_s if leads or measured else 0.0,  # `Report.busy_s` needs both times
             samples=samples,
             dealt_ahead=dealt_ahead,
             staleness=self.staleness if leads else 0.0,
@@ -144,7 +144,7 @@ class Dialogue:
             lays_out=lays_out,
             chooses=chooses,
             look=look,
-            ran=self._timesheet.take_stops() if leads else None,
+            ran=self._step_timer.take_stops() if leads else None,
             announcement=self._planner.announcement if leads and self._engine.rank == 0 else None,
             norms=None if noise is None else noise.outgoing(),
             batch=batch,
@@ -232,14 +232,14 @@ class Dialogue:
         planner, busy_s = self._planner, report.busy_s
         planner.observe(step - 1, report.samples, report.compute_s, report.loading_s)
         planner.steadiness.hear(step - 1, report.ran)
-        if planner.selection is not None:
-            whole_s = self._timesheet.last_step_s if together else None
-            planner.selection.hear(busy_s=busy_s, step_s=whole_s)
+        if planner.strategy_selector is not None:
+            whole_s = self._step_timer.last_step_s if together else None
+            planner.strategy_selector.hear(busy_s=busy_s, step_s=whole_s)
         self.links.hear(step, busy_s=busy_s, together=together)
-        looks = self._engine.rank == 0 and (self._replans or planner.selection is not None)
+        looks = self._engine.rank == 0 and (self._replans or planner.strategy_selector is not None)
         if report.announcement is None and looks:
-            with self._timesheet.aside():
-                planner.look(step, measured_step_s=self._timesheet.usual_step_s)
+            with self._step_timer.aside():
+                planner.look(step, measured_step_s=self._step_timer.usual_step_s)
 
     def unheard(self) -> None:
         """Lets dealing go on after an exchange that failed, whose result will never come."""

@@ -8,7 +8,7 @@ from typing import Any
 from hvd_hetero.engine.port import Engine
 
 from .balancer import Balancer
-from .forgotten import Forgotten
+from .unused_balancer import UnusedBalancerCheck
 
 
 class EqualWeights(Balancer):
@@ -19,7 +19,7 @@ class EqualWeights(Balancer):
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine, global_batch_size=engine.size, adaptive=False)
-        self._forgotten = Forgotten()
+        self._forgotten = UnusedBalancerCheck()
 
     @property
     def batch(self) -> None:
@@ -40,7 +40,7 @@ class EqualWeights(Balancer):
         """Begins a batch when a gradient comes that no data loader has announced; returns True.
 
         Raises:
-            RuntimeError: a data loader has a balancer that was not passed to the optimizer: see `Forgotten`.
+            RuntimeError: a data loader has a balancer that was not passed to the optimizer: see `UnusedBalancerCheck`.
         """
         self._forgotten.check()
         self.begin(1)

@@ -17,10 +17,10 @@ from hvd_hetero.engine.port import Handle, in_lane
 
 from . import merge_control
 from .fragment import Lane, Store
-from .keeping import Count
+from .local_phase import install_local_phase
 from .local_sgd import LocalSGD
-from .phase import phase_of
 from .rounds import Lanes, Rounds
+from .unsent_state import Count
 from .ways import Ways
 from .weighted import WeightedExchange
 
@@ -88,7 +88,7 @@ class LocalSteps:
         engine, balancer = weighing.engine, weighing.balancer
         self.rule, self._engine, self._balancer, self._store, self._ways = rule, engine, balancer, store, ways
         self._name = f"hvd_hetero.{balancer.name}.{engine.unique('local.')}"
-        self._phase = phase_of(rule, balancer)
+        self._phase = install_local_phase(rule, balancer)
         self.rounds = Rounds(
             rule, balancer=balancer, store=store, lanes=self._lanes,
             batches=lambda: batches or weighing.batches_per_exchange, on_merge=self._record,
@@ -96,14 +96,14 @@ class LocalSteps:
         balancer.strategies.add(weighing.place, self.rounds)
         # One lane stands for all: only plain sums have several (to let ranks miss merges), and these keep nothing back.
         merges = [fragment.lanes[0].exchange for fragment in self.rounds.fragments]
-        weighing.keeping.put("merges", merges, lambda: self.rounds.unit)
+        weighing.unsent_state.put("merges", merges, lambda: self.rounds.unit)
         self._bytes = [fragment.lanes[0].buffer.nbytes for fragment in self.rounds.fragments]
         self.begun = False
         self._newest = -1  # index of the global batch of the last local step
         self._pace = 1.0  # the part of the update that this rank makes in that step
         self._before: list[Any] = []  # parameters before that update, by fragment, if `after_step` blends them
         self._counted = Count(0.0)  # see `samples`
-        weighing.keeping.put_count("samples apart", self._counted)
+        weighing.unsent_state.put_count("samples apart", self._counted)
         self._on_give_up, self._warned = on_give_up, False
         atexit.register(_warn_at_exit, weakref.ref(self))
 
@@ -162,7 +162,7 @@ class LocalSteps:
                 RuntimeWarning,
             )
 
-    def apart(self) -> bool:
+    def is_local(self) -> bool:
         """Whether the global batch begun last is trained on in a local step. The same on all ranks for each batch."""
         return self._phase(self._balancer.step)
 
@@ -183,7 +183,7 @@ class LocalSteps:
     @property
     def over(self) -> bool:
         """Whether the global batch begun last needs a synchronous step, but the local steps before are not merged."""
-        return self.begun and not self.apart()
+        return self.begun and not self.is_local()
 
     def before_step(self, *, by_rate: bool = False) -> float:
         """Prepares the update of a local step. The first call of a phase of local steps is a collective one.
@@ -256,7 +256,7 @@ class LocalSteps:
             self._store.blend(index, parameters, self._pace)
         gradients *= self._pace
         before = [fragment.sends for fragment in self.rounds.fragments]
-        self.rounds.after_step(samples, lr=lr, compute=self._balancer.timesheet.known, gradients=gradients)
+        self.rounds.after_step(samples, lr=lr, compute=self._balancer.step_timer.known, gradients=gradients)
         sends = [fragment.sends - first for fragment, first in zip(self.rounds.fragments, before, strict=True)]
         return sum(number * size for number, size in zip(sends, self._bytes, strict=True))
 

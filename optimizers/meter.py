@@ -89,7 +89,7 @@ class Taken(NamedTuple):
 
 
 class ComputeMeter:
-    """Measures the compute time of one rank, as segments between `run` and `pause`. `Timesheet` drives it.
+    """Measures the compute time of one rank, as segments between `run` and `pause`. `StepTimer` drives it.
 
     Args:
         stopwatch: marks the beginnings and ends of segments.

@@ -100,7 +100,7 @@ class NoiseMeter:
         return sums
 
 
-    # Norms on their way: see `Keeping` ------------------------------------------------------------------------------
+    # Norms on their way: see `UnsentState` ----------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """The norms that this rank will send with the next exchange, and the sums that nobody has taken yet, as plain

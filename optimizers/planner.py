@@ -18,11 +18,11 @@ from hvd_hetero.policy.regime import last_shift, latest_regime
 from hvd_hetero.policy.replan import Plan, decide
 from hvd_hetero.policy.speed import Observation, SpeedModel, fit, passes_of
 
-from .agreement import Terms
+from .agreement import BalancerArguments
 from .control import Announcement
 from .loading_limits import LoadingLimits
-from .selection import Selection
 from .steadiness import Steadiness
+from .strategy_selector import StrategySelector
 
 WINDOW = 64  # observations kept of each rank, for the fit of its speed model
 SKIPPED = 2  # steps after a change of plan that are not observed: caches, JIT and allocators settle
@@ -95,10 +95,10 @@ class Planner:
         announcement: the plan that rank 0 sends with the next exchange; None if there is none.
         loading: how fast each rank can load samples.
         steadiness: how often and how long each rank stalls.
-        apart: tells whether ranks make local steps at a global batch, waiting for nobody; set by `phase_of`.
+        apart: tells whether ranks make local steps at a global batch, waiting for nobody; set by `install_local_phase`.
     """
 
-    def __init__(self, terms: Terms, *, clock: Callable[[], float] = lambda: 0.0) -> None:
+    def __init__(self, terms: BalancerArguments, *, clock: Callable[[], float] = lambda: 0.0) -> None:
         self._clock = clock
         self._looks_s: deque[float] = deque([0.0, 0.0], maxlen=2)
         self._terms, self._rule = terms, terms.rule
@@ -114,27 +114,27 @@ class Planner:
         self._next_look = 0
         self._ahead = 0  # batches between the one at which the last plan was heard and the first for which it holds
         self.steadiness = Steadiness(self.size)
-        self._selection: Selection | None = None
+        self._strategy_selector: StrategySelector | None = None
         self._exchange_s: list[float] = []  # the saved state of a selection, until that is made
-        self.apart: Callable[[int], bool] = lambda step: False
+        self.is_local: Callable[[int], bool] = lambda step: False
 
     @property
-    def selection(self) -> Selection | None:
+    def strategy_selector(self) -> StrategySelector | None:
         """Chooses between synchronous and local steps; None unless the user asked for `strategy="auto"`."""
-        return self._selection
+        return self._strategy_selector
 
-    @selection.setter
-    def selection(self, selection: Selection) -> None:
-        if self._selection is not None:  # made for another optimizer, which this one replaces
-            self._exchange_s = self._selection.state_dict()
-        self._selection = selection
-        self._resume_selection()
+    @strategy_selector.setter
+    def strategy_selector(self, strategy_selector: StrategySelector) -> None:
+        if self._strategy_selector is not None:  # made for another optimizer, which this one replaces
+            self._exchange_s = self._strategy_selector.state_dict()
+        self._strategy_selector = strategy_selector
+        self._resume_strategy_selector()
 
-    def _resume_selection(self) -> None:
+    def _resume_strategy_selector(self) -> None:
         """Gives the selection the times of earlier exchanges, and the step since which the present strategy holds."""
-        if self._selection is not None:
+        if self._strategy_selector is not None:
             changes = [new.step for old, new in itertools.pairwise(self.plans) if old.strategy != new.strategy]
-            self._selection.load_state_dict(self._exchange_s, since=changes[-1] if changes else None)
+            self._strategy_selector.load_state_dict(self._exchange_s, since=changes[-1] if changes else None)
 
     def plan_at(self, step: int) -> Plan:
         """The plan that holds for global batch `step`."""
@@ -257,7 +257,7 @@ class Planner:
         current = self.plans[-1]
         if self._terms.adaptive:
             # In synchronous steps, where a rank stalls all ranks wait as long, whatever the shares; not in local steps.
-            speeds = self.steadiness.alone(models) if self.apart(step) else models
+            speeds = self.steadiness.alone(models) if self.is_local(step) else models
             plan = decide(
                 current,
                 speeds,
@@ -271,13 +271,14 @@ class Planner:
             ) or trial(
                 self.plans, speeds, step=step, bounds=self._terms.bounds, micro_batch=self._terms.micro_caps,
                 # In local steps, a rank tells its measurements once a round, and others are far ahead by then.
-                try_steps=(TRY_STEPS + self._ahead) * (APART if self.apart(step) else 1),
+                try_steps=(TRY_STEPS + self._ahead) * (APART if self.is_local(step) else 1),
             )
             if plan is not None:
                 return plan
-        if self.selection is None:
+        if self.strategy_selector is None:
             return None
-        choice = self.selection.look(step, current.strategy, models, recent, current.shares, self._terms.micro_caps)
+        caps = self._terms.micro_caps
+        choice = self.strategy_selector.look(step, current.strategy, models, recent, current.shares, caps)
         if choice is None:
             return None
         return replace(
@@ -295,7 +296,7 @@ class Planner:
             ],
             **self.loading.state_dict(),
             "steadiness": self.steadiness.state_dict(),
-            "exchange_s": self._exchange_s if self.selection is None else self.selection.state_dict(),
+            "exchange_s": self._exchange_s if self.strategy_selector is None else self.strategy_selector.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any], step: int) -> None:
@@ -330,7 +331,7 @@ class Planner:
             last, held = self.plans[-1], [plan for plan in self.plans if plan.step <= step]
             new = self._plan_for_others(version=last.version + 1, step=step + 1)
             self.plans = [*held, replace(new, strategy=last.strategy, reason="other bounds or shares were given")]
-        self._resume_selection()
+        self._resume_strategy_selector()
 
     def _allows(self, plan: Plan) -> bool:
         """Whether a plan from a saved state keeps to the present bounds, and to the shares if the user has fixed them.

@@ -13,7 +13,7 @@ from hvd_hetero.policy.ladder import Move
 from hvd_hetero.policy.partition import Bound
 from hvd_hetero.policy.replan import Plan
 
-from .timesheet import Entry
+from .step_timer import Entry
 
 
 class Record:

@@ -25,10 +25,10 @@ from hvd_hetero.policy.staleness import step_part
 
 from . import control, merge_control
 from .balancer import Balancer
-from .contributing import Contributing
 from .fragment import Fragment, Lane, Store, Work
 from .length import RoundLengths
 from .local_sgd import LocalSGD
+from .merge_sender import MergeSender
 
 # The lanes of a fragment, and a function that makes the lane of a number with a buffer of its own: see `Fragment`.
 Lanes = tuple[Sequence[Lane], Callable[[int], Lane] | None]
@@ -77,7 +77,7 @@ class Rounds:
         self._given_way = (-1, -1)  # fragment and number of a merge not waited for, as other ranks wait for this one
         self._finishing = False
         self._ended: set[int] = set()  # fragments whose last merge came when all ranks were finishing
-        self._contributing = Contributing(
+        self._merge_sender = MergeSender(
             rule, balancer, part=part, leads=lambda: self._leads, most_ahead=lambda: self.most_ahead
         )
         self.fragments = [
@@ -99,7 +99,7 @@ class Rounds:
         self.balancer.strategies.begins(self)
         for fragment in self.fragments:
             fragment.begin()
-        self._contributing.begin()
+        self._merge_sender.begin()
         self._stepped = 0
         self._heard = self.balancer.step - self._batches()
 
@@ -136,7 +136,7 @@ class Rounds:
             whether a merge was applied.
         """
         self._stepped += 1
-        self._contributing.measured(*compute)
+        self._merge_sender.measured(*compute)
         for fragment in self.fragments:
             fragment.work.add(samples, lr, self.part_of_batch(samples), gradients)
         came = self._serve(self._due)
@@ -223,10 +223,10 @@ class Rounds:
 
     def _send(self, fragment: Fragment) -> None:
         """Sends a contribution of this rank, and nothing to those next merges that it will miss."""
-        if not fragment.send(self._contributing.weigh):
-            given_up = self._contributing.steps
+        if not fragment.send(self._merge_sender.weigh):
+            given_up = self._merge_sender.steps
             self._on_merge({"fragment": fragment.index, "dropped_steps": given_up, "why": "not finite"})
-        with self._contributing.missing():
+        with self._merge_sender.missing():
             for _ in range(self._missed):
                 fragment.miss()
 
@@ -237,17 +237,17 @@ class Rounds:
 
     @property
     def unit(self) -> float:
-        """The number of samples that weigh 1 in a contribution: see `Contributing.unit`."""
-        return self._contributing.unit
+        """The number of samples that weigh 1 in a contribution: see `MergeSender.unit`."""
+        return self._merge_sender.unit
 
     @property
     def weight(self) -> float:
-        """The factor for this rank's progress in the contribution that is being sent: see `Contributing.weight`."""
-        return self._contributing.weight
+        """The factor for this rank's progress in the contribution that is being sent: see `MergeSender.weight`."""
+        return self._merge_sender.weight
 
     def _outgoing(self, index: int) -> list[float]:
         """The control vector for a contribution of fragment `index`. The exchange calls it as it sends."""
-        return self._contributing.outgoing(index, finishing=self._finishing, answers=1 + self._missed)
+        return self._merge_sender.outgoing(index, finishing=self._finishing, answers=1 + self._missed)
 
     @property
     def _leads(self) -> bool:
@@ -310,7 +310,7 @@ class Rounds:
                     heard = True
                 else:
                     fragment.work = Work()
-                    fragment.send(self._contributing.weigh)
+                    fragment.send(self._merge_sender.weigh)
                     told.add(fragment.index)
             return heard
 

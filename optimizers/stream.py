@@ -83,7 +83,7 @@ class StreamSampler:
         self.loaded = 0
         self._content = 0  # checksum of the batch in use
         balancer.lookahead = max(balancer.lookahead, lookahead)
-        balancer.dependents.add(self)
+        balancer.stateful_parts.add(self)
         balancer.engine.remember(self._agree)
 
     def _agree(self) -> None:

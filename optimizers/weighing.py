@@ -77,10 +77,10 @@ class Weighing:
         self._over = False  # whether the gradients of the present batch have been exchanged
         self._generation = 0  # the number of `WeightedExchange`s made so far, a part of their names
         self._keepers = balancer.keepers
-        self.keeping = balancer.keepers.take(kind, at)
-        self.place = Place(lambda: "{} {}".format(*self._keepers.place_of(self.keeping)))
-        self.keeping.keeps = ways.keeps
-        self.keeping.put_saying("noise", self.noise)
+        self.unsent_state = balancer.keepers.take(kind, at)
+        self.place = Place(lambda: "{} {}".format(*self._keepers.place_of(self.unsent_state)))
+        self.unsent_state.keeps = ways.keeps
+        self.unsent_state.put_message("noise", self.noise)
         self._guard = ParameterGuard(balancer.engine, parameters, name=self.name, tell=self._differed)
 
     def _differed(self, fields: dict[str, Any]) -> None:
@@ -205,7 +205,7 @@ class Weighing:
         """Times the routes again and takes the fastest ones, between two steps. A collective call."""
         self._to_choose = False
         links = self.balancer.dialogue.links
-        with self.balancer.timesheet.aside():
+        with self.balancer.step_timer.aside():
             self._ways.time_anew()
             # A list, so that every exchange chooses. No choice may need other ranks: exchanges that are no longer used
             # are garbage-collected at different times on each rank.
@@ -284,7 +284,7 @@ class Weighing:
             self.balancer.dialogue.links.matter(
                 self.number, timing_s=self._ways.timing_s, gentle_steps=self._ways.gentle_steps
             )
-        self.keeping.put(kind, [exchange], lambda: self.part_unit)
+        self.unsent_state.put(kind, [exchange], lambda: self.part_unit)
         return exchange
 
     def succeeds(self, before: Weighing) -> bool:
@@ -292,17 +292,17 @@ class Weighing:
         parameters with this one. Returns whether residuals of its codecs can be sent here: if both have such codecs,
         and the same ranks."""
         if self._keepers is before._keepers:
-            self._keepers.succeed(self.keeping, before.keeping)
+            self._keepers.succeed(self.unsent_state, before.unsent_state)
             self.balancer.strategies.hand_over(before.place, to=self.place)
-        return self.keeping.keeps and before.keeping.keeps and self.engine.ranks == before.engine.ranks
+        return self.unsent_state.keeps and before.unsent_state.keeps and self.engine.ranks == before.engine.ranks
 
     def close(self) -> None:
         """Ends this optimizer's exchanges, and drops the state of its codecs and its strategy."""
         self.balancer.strategies.remove(self.place)
         self.balancer.dialogue.links.gone(self.number)
-        self._keepers.remove(self.keeping)
+        self._keepers.remove(self.unsent_state)
 
     @property
     def at(self) -> int:
         """The index of this weighing among those of its kind; stays the same over an elastic reset."""
-        return self._keepers.place_of(self.keeping)[1]
+        return self._keepers.place_of(self.unsent_state)[1]

@@ -179,11 +179,11 @@ def test_the_control_vector_comes_back_as_it_went():
 
 
 def test_a_rank_that_never_had_a_sample_stops_no_planning():
-    from hvd_hetero.optimizers.agreement import Terms
+    from hvd_hetero.optimizers.agreement import BalancerArguments
     from hvd_hetero.optimizers.planner import Planner
     from hvd_hetero.policy.partition import Bound
 
-    terms = Terms(
+    terms = BalancerArguments(
         global_batch_size=64, min_share=0, max_share=None, quantum=1, max_micro_batch=None, shares=(32, 32, 0),
         adaptive=True, bounds=(Bound(),) * 3, micro_caps=(None,) * 3, first_shares=(32, 32, 0),
     )  # fmt: skip
@@ -308,7 +308,7 @@ def test_a_rank_that_misses_a_batch_agrees_with_the_others_on_who_leads():
 
 def test_nobody_trains_on_after_a_failure_in_a_step_apart():
     balancer = Balancer(SoloEngine(), global_batch_size=4)
-    balancer.planner.apart = lambda step: True
+    balancer.planner.is_local = lambda step: True
     balancer.fail()
     with pytest.raises(RuntimeError, match="Go on from a checkpoint"):
         balancer.begin(4)
@@ -376,8 +376,8 @@ def test_exchanges_that_do_not_lead_tell_of_no_batch_and_move_no_plan():
         balancer.planner.announcement = control.Announcement(
             version=1, shares=(5, 3), reason="", predicted_step_s=0.5, strategy="synchronous"
         )
-        balancer.timesheet.known, dialogue.staleness = (4.0, 0.5), 2.0
-        balancer.timesheet._stops = SimpleNamespace(take=lambda: control.Ran(3.0, 2.0, 1.0))
+        balancer.step_timer.known, dialogue.staleness = (4.0, 0.5), 2.0
+        balancer.step_timer._stops = SimpleNamespace(take=lambda: control.Ran(3.0, 2.0, 1.0))
         balancer.departure.leaving.said = True
         report = control.unpack(dialogue.outgoing(leads=False, count=3.0), ranks=2)
         assert report.count == 3.0 and report.announcement is None
@@ -388,7 +388,7 @@ def test_exchanges_that_do_not_lead_tell_of_no_batch_and_move_no_plan():
         assert said.samples[balancer.rank] == 4.0 and said.compute_s[balancer.rank] == 0.5 and said.staleness == 1.0
         assert said.ran[balancer.rank] == (3.0, 2.0, 1.0), "and of stops nothing was lost"
         assert (said.announcement is None) == (balancer.rank != 0)
-        balancer.timesheet.loading_s = 0.25  # what is measured apart counts for rounds of those that do not lead, too
+        balancer.step_timer.loading_s = 0.25  # what is measured apart counts for rounds of those that do not lead, too
         said = control.unpack(dialogue.outgoing(leads=False, count=3.0, measured=(8.0, 0.5)), ranks=2)
         assert said.busy_s[balancer.rank] == 2.0
 
@@ -509,9 +509,9 @@ def test_what_ranks_took_is_of_the_batch_before_and_rank_0_looks_at_it_where_sha
 def test_a_strategy_left_to_us_is_chosen_by_whole_steps_only_where_all_make_them_together():
     for rank, balancer in enumerate(balancers(2, adaptive=False)):
         planner, heard, looks = balancer.planner, [], []
-        planner._selection = SimpleNamespace(hear=lambda heard=heard, **what: heard.append(what["step_s"]))
+        planner._strategy_selector = SimpleNamespace(hear=lambda heard=heard, **what: heard.append(what["step_s"]))
         planner.look = lambda step, looks=looks, **_: looks.append(step)
-        balancer.timesheet._pace = SimpleNamespace(last_s=2.0, usual_s=2.0)
+        balancer.step_timer._pace = SimpleNamespace(last_s=2.0, usual_s=2.0)
         for step in (None, 9):
             balancer.dialogue.incoming(
                 sum_of(*(control.pack(ranks=2, rank=each, count=0.0, compute_s=0.5, samples=4.0, failed=False,

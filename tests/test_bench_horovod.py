@@ -99,9 +99,9 @@ def test_a_rank_among_stragglers_says_what_all_have_learnt() -> None:
 @pytest.mark.slow
 def test_the_study_of_local_sgd_learns() -> None:
     from study import CAUSES, DEFAULT
-    from training import apart, digits, together
+    from training import digits, is_local, together
 
     task = replace(digits(), steps=60)
-    ideal, (local, merges) = together(task, "SGD", 0), apart(task, CAUSES[DEFAULT], "SGD", 0)
+    ideal, (local, merges) = together(task, "SGD", 0), is_local(task, CAUSES[DEFAULT], "SGD", 0)
     assert ideal < 1.0 and local < 1.3 * ideal  # 2.3 before the first step
     assert len(merges) > 10

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from hvd_hetero.engine import checkpoint as checkpoint_module
-from hvd_hetero.engine import checkpoint_file, notice
+from hvd_hetero.engine import checkpoint_file, termination
 from hvd_hetero.engine.checkpoint import Checkpoint
 from hvd_hetero.engine.checkpoint_file import CheckpointError, CheckpointFile
 from hvd_hetero.engine.local import LocalEngine, SoloEngine, World
-from hvd_hetero.engine.notice import LEFT
+from hvd_hetero.engine.termination import LEFT
 
 
 @pytest.fixture
@@ -259,7 +259,7 @@ def test_all_leave_at_one_step_when_one_is_told(tmp_path):
         with pytest.raises(SystemExit) as left:
             while steps < 100:
                 if steps == 7 and engine.rank == 2:
-                    job._notice.hear()
+                    job._termination.hear()
                 job.step()
                 steps += 1
         return steps, left.value.code
@@ -276,7 +276,7 @@ def test_a_script_may_have_several_checkpoints(tmp_path):
         jobs = [made(engine, tmp_path / name, Words(engine.rank, b"")) for name in "xy"]
         for step in range(5):
             if step == 2 and engine.rank == 1:
-                jobs[1]._notice.hear()
+                jobs[1]._termination.hear()
             for job in jobs:
                 job.step()
 
@@ -292,7 +292,7 @@ def test_nobody_ends_an_elastic_job(tmp_path, monkeypatch):
     def program(engine):
         job = made(engine, tmp_path / "x", Words(engine.rank, b"%d" % engine.rank), every_steps=3)
         if engine.rank == 1:
-            job._notice.hear()
+            job._termination.hear()
         for _ in range(5):
             job.step()
         return (tmp_path / "x").exists()
@@ -321,7 +321,7 @@ def test_the_same_sigterm_from_two_sides_is_one(tmp_path, monkeypatch):
         for _ in range(2):
             os.kill(os.getpid(), signal.SIGTERM)
         assert state.told and heard == []
-        monkeypatch.setattr(notice, "ONE_S", 0.0)
+        monkeypatch.setattr(termination, "ONE_S", 0.0)
         for _ in range(2):
             os.kill(os.getpid(), signal.SIGTERM)
         assert heard == ["as ever"] * 2, "later ones act as ever"
@@ -335,7 +335,9 @@ def test_who_hears_of_sigterm_may_stop_before_who_came_later(monkeypatch):
     heard = []
     before = signal.signal(signal.SIGTERM, lambda *_: heard.append("as ever"))
     try:
-        first, second = (notice.Notice(lambda name=name: heard.append(name), say="it ends") for name in "ab")
+        first, second = (
+            termination.TerminationHandler(lambda name=name: heard.append(name), say="it ends") for name in "ab"
+        )
         first.close()
         os.kill(os.getpid(), signal.SIGTERM)
         assert heard == ["b"]
@@ -530,7 +532,7 @@ def test_who_was_told_to_end_is_named(tmp_path, capfd):
     def program(engine):
         job = made(engine, tmp_path / "x", Words(engine.rank))
         if engine.rank == 2:
-            job._notice.hear()
+            job._termination.hear()
         for _ in range(3):
             job.step()
 

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import pytest
 
-from hvd_hetero.engine.notice import LEFT
+from hvd_hetero.engine.termination import LEFT
 from tests.repair import needs
 
 pytestmark = pytest.mark.horovod

@@ -11,9 +11,9 @@ from torch import nn
 
 from hvd_hetero.engine.elastic import Failures, run
 from hvd_hetero.engine.local import World
-from hvd_hetero.engine.notice import LEFT, Notice
 from hvd_hetero.engine.remembered import Remembered
-from hvd_hetero.optimizers.agreement import Terms
+from hvd_hetero.engine.termination import LEFT, TerminationHandler
+from hvd_hetero.optimizers.agreement import BalancerArguments
 from hvd_hetero.optimizers.equal import EqualWeights
 from hvd_hetero.optimizers.planner import Planner
 from hvd_hetero.policy.partition import Bound
@@ -70,7 +70,7 @@ def test_what_scripts_find_in_horovods_module_is_here():
 def planner(identities):
     bounds = (Bound(lower=1),) * len(identities)
     shares = (64 // len(identities),) * len(identities)
-    return Planner(Terms(
+    return Planner(BalancerArguments(
         global_batch_size=64, min_share=1, max_share=None, quantum=1, max_micro_batch=None, shares=None, adaptive=True,
         identities=identities, bounds=bounds, micro_caps=(None,) * len(identities), first_shares=shares,
         rule=ReplanRule(warmup_steps=0),
@@ -280,7 +280,7 @@ def test_a_rank_that_was_told_to_end_does_not_come_together_with_others_again():
 
 
 def test_a_rank_may_be_told_to_end_while_it_comes_together_with_others(monkeypatch):
-    """A thread hears of it there, as `Notice` says: whoever waits for hosts does so in C++."""
+    """A thread hears of it there, as `TerminationHandler` says: whoever waits for hosts does so in C++."""
     state, within = State(leaving=()), []
 
     @contextlib.contextmanager
@@ -298,7 +298,7 @@ def test_a_rank_may_be_told_to_end_while_it_comes_together_with_others(monkeypat
         if len(state.log) < 4:
             raise ConnectionError("another rank has died")
 
-    monkeypatch.setattr(Notice, "unreachable", unreachable)
+    monkeypatch.setattr(TerminationHandler, "unreachable", unreachable)
     run(train, restart=restart, size=lambda: 2, recoverable=lambda error: True, explain=lambda: "")(state)
     assert state.log == [
         "sync", "train", "break_off", "restore", "leave_alone", "restart True", "on_reset", "sync", "train"

@@ -25,7 +25,7 @@ from hvd_hetero.engine.port import (
     without_lane,
 )
 from hvd_hetero.engine.remembered import Rebuilds, Remembered
-from hvd_hetero.optimizers.dependent import Dependents
+from hvd_hetero.optimizers.stateful_parts import StatefulParts
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])
@@ -321,7 +321,7 @@ def test_texts_of_several_lines_come_as_one_of_each_rank():
 @pytest.mark.parametrize("made, add", [
     (Remembered, lambda kept, thing: kept.add(thing.state_dict)),
     (Rebuilds, lambda kept, thing: kept.add(thing.state_dict, by_all=True)),
-    (Dependents, lambda kept, thing: kept.add(thing)),
+    (StatefulParts, lambda kept, thing: kept.add(thing)),
 ])  # fmt: skip
 def test_what_is_gone_leaves_nothing_behind(made, add):
     """A script may make a loader for each of its epochs."""

@@ -15,8 +15,8 @@ from test_keeping import Exchange
 
 from hvd_hetero.engine.job_state import JobState
 from hvd_hetero.engine.local import World
-from hvd_hetero.engine.notice import LEFT
 from hvd_hetero.engine.port import gather_text
+from hvd_hetero.engine.termination import LEFT
 from hvd_hetero.keras.elastic import KerasState
 from hvd_hetero.optimizers.balancer import Balancer
 from hvd_hetero.torch.elastic import TorchState
@@ -126,13 +126,13 @@ def test_what_waits_for_an_exchange_is_of_its_own_balancer():
 
         state, (first, _), exchange = job()
         exchange.kept, tape = 2.0, take(first, "tape")
-        tape.kept, first.timesheet.known = 1.0, (3.0, 0.5)
+        tape.kept, first.step_timer.known = 1.0, (3.0, 0.5)
         codecs, sums = state.codec_states(), state.sum_states()
         state, (first, second), exchange = job()
         state.load_codec_states(codecs)
         state.load_sum_states(sums)
         assert exchange.kept == 2.0 and state.codec_states() == codecs
-        assert first.timesheet.reported[0] == 3.0, "at once: when the tape is used, the next batch has begun"
+        assert first.step_timer.reported[0] == 3.0, "at once: when the tape is used, the next batch has begun"
         state.save()
         assert (tape := take(first, "tape")).kept == 1.0
         tape.kept = exchange.kept = 9.0

@@ -763,7 +763,7 @@ def test_a_function_of_the_epoch_gives_the_stream_of_each_epoch(kind):
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_dataset_says_who_loads_it(workers, ahead):
-    """A rank reads a stream whatever its share: see `Supply.will_load`."""
+    """A rank reads a stream whatever its share: see `LoadingMeter.will_load`."""
     balancer = Balancer(SoloEngine())
     numbers = np.arange(LENGTH)
     for data in (
@@ -771,9 +771,10 @@ def test_a_dataset_says_who_loads_it(workers, ahead):
         BalancedDataset(tf_data(LENGTH), balancer=balancer, shuffle=False),
     ):
         next(data._epoch(1, ahead=ahead))
-        supply, in_parts = balancer.timesheet.supply, not isinstance(data._source, StreamSource)
+        loading_meter, in_parts = balancer.step_timer.loading_meter, not isinstance(data._source, StreamSource)
         by_itself = not ahead and not (in_parts and workers)
-        assert (supply.by_itself, supply.end().pace is not None) == (by_itself, in_parts and not by_itself)
+        found = loading_meter.by_itself, loading_meter.end().pace is not None
+        assert found == (by_itself, in_parts and not by_itself)
 
 
 def test_a_function_of_the_epoch_has_to_give_streams_of_one_length():

@@ -708,9 +708,9 @@ def test_the_guard_shortens_rounds_where_ranks_pull_apart():
 
         return World(2).run(program)
 
-    calm, apart = lengths(0.0), lengths(2.0)
+    calm, is_local = lengths(0.0), lengths(2.0)
     assert calm == [(16, 16)] * 2
-    assert apart[0] == apart[1] and max(apart[0]) <= 4
+    assert is_local[0] == is_local[1] and max(is_local[0]) <= 4
 
 
 def test_a_saved_state_goes_on():
@@ -960,7 +960,7 @@ def test_of_two_optimizers_the_merges_of_one_carry_measurements_and_plans():
     )
     observed, taken = [], []
     balancer.planner.observe = lambda *seen: observed.append(seen)
-    balancer.timesheet.take_stops = lambda: taken.append(True) or control.Ran()
+    balancer.step_timer.take_stops = lambda: taken.append(True) or control.Ran()
     balancer.begin(1)
     other.after_step(1.0, compute=(1.0, 0.5))
     other.finish()

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from hvd_hetero.optimizers import planner as module
-from hvd_hetero.optimizers.agreement import Terms
+from hvd_hetero.optimizers.agreement import BalancerArguments
 from hvd_hetero.optimizers.control import Announcement
 from hvd_hetero.optimizers.planner import Past, Planner
 from hvd_hetero.policy import replan
@@ -53,7 +53,7 @@ def job(planner: Planner, steps: int, compute_of: Callable[[int, tuple[int, ...]
 def planner_of(ranks: int = 4, *, batch: int | None = None, least: int = 1) -> Planner:
     """One that knows nothing yet; equal shares."""
     whole = 16 * ranks if batch is None else batch
-    terms = Terms(
+    terms = BalancerArguments(
         global_batch_size=whole,
         min_share=least,
         max_share=None,
@@ -126,7 +126,7 @@ def test_a_machine_that_a_plan_itself_makes_slower(overhead_s: float, factor: fl
 @pytest.mark.parametrize("again", [False, True])
 def test_a_rank_that_is_out_comes_back_when_it_has_recovered(again: bool) -> None:
     """From step 100 on, rank 3 needs longer for one sample than the others for all; perhaps not from step 200 on."""
-    terms = Terms(
+    terms = BalancerArguments(
         global_batch_size=BATCH, min_share=0, max_share=None, quantum=1, max_micro_batch=None, shares=None,
         adaptive=True, bounds=(Bound(lower=0),) * 4, first_shares=(16,) * 4, micro_caps=(None,) * 4,
     )  # fmt: skip
@@ -153,7 +153,7 @@ def test_other_ranks_than_before_get_shares_that_know_of_their_passes() -> None:
 
     def planner(*caps: int | None) -> Planner:
         ranks = len(caps)
-        terms = Terms(
+        terms = BalancerArguments(
             global_batch_size=60, min_share=1, max_share=None, quantum=1, max_micro_batch=None, shares=None,
             adaptive=True, identities=tuple(range(ranks)), bounds=(Bound(lower=1),) * ranks,
             first_shares=(60 // ranks,) * ranks, micro_caps=caps,

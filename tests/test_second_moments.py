@@ -232,9 +232,9 @@ def moments_after(engine, strategy, steps=60, *, epoch=60, forgets_after=False):
 def test_ranks_apart_keep_the_second_moments_of_synchronous_training(options):
     rule = {"round_steps": options.pop("round_steps", 2), "warmup_steps": 4}
     together = World(3).run(lambda engine: moments_after(engine, "synchronous"))
-    apart = World(3).run(lambda engine: moments_after(engine, hvd.LocalSGD(**rule), **options))
+    is_local = World(3).run(lambda engine: moments_after(engine, hvd.LocalSGD(**rule), **options))
     own = World(3).run(lambda engine: moments_after(engine, hvd.LocalSGD(**rule, second_moments="own"), **options))
-    for share, found, alone in zip(SHARES, apart, own, strict=True):
+    for share, found, alone in zip(SHARES, is_local, own, strict=True):
         assert found == pytest.approx(together[0], rel=0.25)
         assert alone == pytest.approx(together[0] * WHOLE / share, rel=0.25), "or the law above would say nothing"
 

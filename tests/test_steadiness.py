@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from hvd_hetero.optimizers.agreement import Terms
+from hvd_hetero.optimizers.agreement import BalancerArguments
 from hvd_hetero.optimizers.planner import Planner
 from hvd_hetero.optimizers.steadiness import MEMORY, Steadiness
 from hvd_hetero.optimizers.stop import StopMeter
@@ -36,15 +36,15 @@ def test_stops_are_forgotten() -> None:
     assert steadiness.alone_s([1.0, 0.0]) == [1.0, 0.0]
 
 
-def planned(*, apart: bool, stops: tuple[float, ...], seed: int = 0, steps: int = 400) -> Planner:
+def planned(*, is_local: bool, stops: tuple[float, ...], seed: int = 0, steps: int = 400) -> Planner:
     """The planner of a job of four alike ranks, each of which is stopped for 1 s so many times in a second."""
     rng, meters = random.Random(seed), [StopMeter() for _ in stops]
-    terms = Terms(
+    terms = BalancerArguments(
         global_batch_size=64, min_share=1, max_share=None, quantum=1, max_micro_batch=None, shares=None, adaptive=True,
         bounds=(Bound(lower=1),) * 4, first_shares=(16,) * 4, micro_caps=(None,) * 4,
     )  # fmt: skip
     planner = Planner(terms)
-    planner.apart = lambda step: apart
+    planner.is_local = lambda step: is_local
     for step in range(steps):
         shares = planner.plan_at(step).shares
         running = [share * 0.01 * rng.lognormvariate(0.0, 0.03) for share in shares]
@@ -64,18 +64,18 @@ def planned(*, apart: bool, stops: tuple[float, ...], seed: int = 0, steps: int 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_rank_that_is_often_stopped_gets_what_it_has_time_for(seed: int) -> None:
     """Stopped for a third of the time: two thirds of the others' speed, when nobody waits for it."""
-    shares = planned(apart=True, stops=(0.0, 0.5, 0.0, 0.0), seed=seed).plans[-1].shares
+    shares = planned(is_local=True, stops=(0.0, 0.5, 0.0, 0.0), seed=seed).plans[-1].shares
     assert 9 <= shares[1] <= 14 and all(16 <= share <= 19 for share in (shares[0], *shares[2:])), shares
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_stops_change_no_shares_where_all_wait_for_all(seed: int) -> None:
-    assert len(planned(apart=False, stops=(0.0, 0.5, 0.0, 0.0), seed=seed).plans) == 1
+    assert len(planned(is_local=False, stops=(0.0, 0.5, 0.0, 0.0), seed=seed).plans) == 1
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_stops_that_all_have_alike_change_hardly_any(seed: int) -> None:
-    plans = planned(apart=True, stops=(0.1,) * 4, seed=seed).plans
+    plans = planned(is_local=True, stops=(0.1,) * 4, seed=seed).plans
     assert len(plans) <= 3 and all(12 <= share <= 20 for share in plans[-1].shares), [plan.shares for plan in plans]
 
 

@@ -368,7 +368,7 @@ def test_beside_an_optimizer_whose_ranks_step_apart_a_synchronous_one_has_no_fac
     def program(engine):
         balancer = hvd.Balancer(8, engine=engine, shares=(5, 3), adaptive=False)
         weights = [nn.Parameter(torch.zeros(3)) for _ in range(2)]
-        together, apart = (
+        together, is_local = (
             hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=0.1), balancer=balancer, strategy=strategy)
             for weight, strategy in zip(weights, ("synchronous", hvd.LocalSGD(warmup_steps=2)), strict=True)
         )
@@ -376,13 +376,13 @@ def test_beside_an_optimizer_whose_ranks_step_apart_a_synchronous_one_has_no_fac
         for step in range(3):
             balancer.begin(balancer.share)
             sum(weight.sum() for weight in weights).backward()
-            apart.step()
+            is_local.step()
             if step == 2:
                 with pytest.raises(RuntimeError, match="each a balancer of its own"):
                     together.step()
             else:
                 together.step()
-        apart.merge()
+        is_local.merge()
 
     World(2).run(program)
 

@@ -83,8 +83,8 @@ def test_law_1_merging_every_step_is_synchronous_training(shares, micro):
 
 def test_local_steps_are_not_synchronous_ones():
     """Or the law above would say nothing."""
-    apart = hvd.LocalSGD(round_steps=4, warmup_steps=0)
-    local = World(2).run(lambda engine: trained(engine, 50, apart, shares=(6, 6)))
+    is_local = hvd.LocalSGD(round_steps=4, warmup_steps=0)
+    local = World(2).run(lambda engine: trained(engine, 50, is_local, shares=(6, 6)))
     together = World(2).run(lambda engine: trained(engine, 50, "synchronous", shares=(6, 6)))
     assert torch.equal(local[0], local[1]) and not torch.allclose(local[0], together[0])
 
@@ -813,11 +813,11 @@ def loss_after(engine, model, shares, strategy):
 def test_a_rank_with_a_small_share_does_not_spoil_what_is_learned():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 1))
-    together, apart = (
+    together, is_local = (
         World(3).run(lambda engine, strategy=strategy: loss_after(engine, model, (1, 15, 8), strategy))[0]
         for strategy in ("synchronous", "local")
     )
-    assert min(apart) < 5 * max(together)
+    assert min(is_local) < 5 * max(together)
 
 
 class Coded(torch.optim.Optimizer):

@@ -120,8 +120,8 @@ def test_a_second_optimizer_takes_over():
         with pytest.raises(RuntimeError, match="made last for these parameters"):
             first.step()
         sums.append(len(seen))
-        assert balancer.timesheet.reported[0] == SHARES[engine.rank], "what is measured still goes out"
-        assert len(balancer.timesheet._meter._segments) <= 2
+        assert balancer.step_timer.reported[0] == SHARES[engine.rank], "what is measured still goes out"
+        assert len(balancer.step_timer._meter._segments) <= 2
         return [p.detach() for p in model.parameters()]
 
     same(World(3).run(program), alone(sgd, 6))
@@ -446,7 +446,7 @@ def test_a_balancer_serves_one_model_after_another(strategy):
                 balancer.begin(4)
                 model(torch.ones(4, 6)).sum().backward()
                 optimizers[-1].step()
-                spoken.append(balancer.timesheet.reported[0])
+                spoken.append(balancer.step_timer.reported[0])
             optimizers[-1].merge()
         if engine.rank == 1:
             balancer.ask_to_stop()

@@ -21,7 +21,7 @@ import hvd_hetero.torch as hvd
 from hvd_hetero.engine.local import SoloEngine, World
 from hvd_hetero.engine.port import CollectiveError
 from hvd_hetero.optimizers.attachment import PeerError
-from hvd_hetero.optimizers.forgotten import Forgotten
+from hvd_hetero.optimizers.unused_balancer import UnusedBalancerCheck
 from hvd_hetero.torch import reducer
 from hvd_hetero.trace.reader import read
 
@@ -1037,10 +1037,10 @@ def test_a_balancer_whose_epoch_is_over_is_not_forgotten():
     """As one that deals a validation, beside training without a balancer."""
     validation = hvd.Balancer(WHOLE, engine=SoloEngine())
     loader = hvd.BalancedDataLoader(Data(), balancer=validation)
-    without = Forgotten()
+    without = UnusedBalancerCheck()
     list(loader)
     without.check()
-    without = Forgotten()
+    without = UnusedBalancerCheck()
     next(iter(loader))
     with pytest.raises(RuntimeError, match="Pass balancer="):
         without.check()
@@ -1050,7 +1050,7 @@ def test_a_balancer_is_forgotten_also_where_what_reduces_is_made_within_the_loop
     """As a tape is."""
     batches = iter(hvd.BalancedDataLoader(Data(), balancer=hvd.Balancer(WHOLE, engine=SoloEngine())))
     next(batches)
-    without = Forgotten()
+    without = UnusedBalancerCheck()
     without.check()
     next(batches)
     with pytest.raises(RuntimeError, match="Pass balancer="):
@@ -1058,7 +1058,7 @@ def test_a_balancer_is_forgotten_also_where_what_reduces_is_made_within_the_loop
 
 
 def test_a_validation_that_is_broken_off_later_has_forgotten_nothing():
-    without = Forgotten()
+    without = UnusedBalancerCheck()
     for _ in range(2):
         without.check()
     next(iter(hvd.BalancedDataLoader(Data(), balancer=hvd.Balancer(WHOLE, engine=SoloEngine()))))

@@ -16,7 +16,7 @@ from hvd_hetero.optimizers.record import Record
 from hvd_hetero.policy.replan import Plan
 from hvd_hetero.trace import NewerFormatError, RankRun, Run, Trace, read, record
 from hvd_hetero.trace.record import FIELDS, FORMAT, KEPT_LINES
-from hvd_hetero.trace.waiting import apart
+from hvd_hetero.trace.waiting import local_steps_of
 
 PLAN = Plan(version=1, step=3, shares=(6, 2), reason="rank 1 is slowest", predicted_step_s=0.5)
 
@@ -293,7 +293,7 @@ def test_what_was_undone_is_no_event_of_the_run(tmp_path):
                 trace.step(step=step, samples=4)
     run = read(tmp_path).ranks[0]
     assert len(run.steps) == 200 and [event.kind for event in run.events] == ["kept"]
-    assert apart(run, range(200)) == set()
+    assert local_steps_of(run, range(200)) == set()
 
 
 def test_no_more_lines_wait_in_memory_than_are_kept(tmp_path):

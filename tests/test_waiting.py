@@ -7,7 +7,7 @@ from simulated import RecordedRanks
 
 from hvd_hetero.policy.replan import Plan
 from hvd_hetero.trace import RankRun, Run, Step
-from hvd_hetero.trace.waiting import apart, parts, timed, waiting
+from hvd_hetero.trace.waiting import local_steps_of, parts, timed, waiting
 
 
 def test_every_second_of_waiting_is_the_exchanges_or_a_ranks_and_has_a_cause(tmp_path):
@@ -113,7 +113,7 @@ def test_a_step_that_ranks_make_apart_is_apart_from_its_first_to_before_they_com
     ranks = RecordedRanks(tmp_path, 1)
     for step, kind in ((3, "apart"), (6, "together")):
         ranks.traces[0].event(kind, step=step, wait_s=0.0)
-    assert apart(ranks.read().ranks[0], range(10)) == {3, 4, 5}
+    assert local_steps_of(ranks.read().ranks[0], range(10)) == {3, 4, 5}
 
 
 def test_who_comes_last_by_next_to_nothing_has_held_nobody_up(tmp_path):

@@ -19,7 +19,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hvd_hetero.engine import company, peer, script, waits, watch
+from hvd_hetero.engine import peer, peer_group, script, waits, watch
 from hvd_hetero.engine.absence import JOIN, Absence
 from hvd_hetero.engine.peer import Peer
 from hvd_hetero.engine.watch import LEFT, Watch
@@ -238,7 +238,7 @@ def test_a_wait_of_a_framework_that_is_over_holds_nothing_of_the_program(ranks):
 
 def test_nothing_is_said_of_a_wait_that_ended_while_the_others_were_asked(ranks, monkeypatch):
     two, asked = ranks(2, patience=QUICK), threading.Event()
-    monkeypatch.setattr(two.watches[0]._company, "absent", lambda *_: asked.set() or [])
+    monkeypatch.setattr(two.watches[0]._peer_group, "absent", lambda *_: asked.set() or [])
     two.watches[0].begin_aside("sum", (0, 1), lasts=lambda: not asked.is_set(), broken=lambda: None)
     assert until(asked.is_set)
     time.sleep(1.0)  # beyond the bound
@@ -328,7 +328,7 @@ def test_a_wait_without_end_ends_where_it_is_caused(ranks):
 def test_who_has_joined_waits_for_nobody(ranks):
     """It takes part in all that comes with zeros, until the others have no more samples either."""
     three = ranks(3, patience=Patience(warn_s=0.2, bound_s=0.6, least_s=0.1))
-    seen, company = threading.Event(), three.watches[0]._company
+    seen, others = threading.Event(), three.watches[0]._peer_group
     joiner = threading.Thread(target=three.wait, args=(0, JOIN, 0.0), kwargs={"until": seen.is_set})
     joiner.start()
     time.sleep(3.0)  # beyond the bound: ranks 1 and 2 train
@@ -340,7 +340,7 @@ def test_who_has_joined_waits_for_nobody(ranks):
     joiner.join()
     waiter.join()
     assert "rank 2 (host" in three.story() and "rank 0 (host" not in three.story() and three.left == [LEFT]
-    assert company.absent(JOIN) == []
+    assert others.absent(JOIN) == []
 
 
 def test_who_has_joined_is_missing_in_operations_of_fewer_ranks(ranks):
@@ -439,7 +439,7 @@ def test_a_rank_under_mpi_has_an_address_that_others_can_reach(monkeypatch, name
 
 def test_all_ranks_of_a_large_job_may_ask_at_once_and_answers_may_be_long():
     many = [f"hvd_hetero.balancer.1.0.{number}.bucket" for number in range(5000)]
-    ear, found, start = peer.Ear(lambda question: {"submitted": many}), [], threading.Barrier(100)
+    ear, found, start = peer.QuestionServer(lambda question: {"submitted": many}), [], threading.Barrier(100)
     asked = ear.peer(0)
 
     def asks():
@@ -458,7 +458,7 @@ def test_all_ranks_of_a_large_job_may_ask_at_once_and_answers_may_be_long():
 def test_of_those_who_do_not_mean_this_job_no_more_are_heard_than_ranks_may_ask(monkeypatch):
     monkeypatch.setattr(peer, "ASKING", 3)
     monkeypatch.setattr(peer, "QUESTION_S", 30.0)
-    ear = peer.Ear(lambda question: {"state": "here"})
+    ear = peer.QuestionServer(lambda question: {"state": "here"})
     asked, others = ear.peer(0), []
     try:
         others += [socket.create_connection(("127.0.0.1", asked.port), timeout=10) for _ in range(5)]
@@ -486,7 +486,7 @@ def answers(asked):
 
 def test_a_byte_now_and_then_is_no_question(monkeypatch):
     monkeypatch.setattr(peer, "QUESTION_S", 0.3)
-    ear = peer.Ear(lambda question: {"state": "here"})
+    ear = peer.QuestionServer(lambda question: {"state": "here"})
     slow = socket.create_connection(("127.0.0.1", ear.peer(0).port), timeout=10)
     try:
         slow.settimeout(0.02)
@@ -546,9 +546,9 @@ def test_what_is_kept_of_operations_is_bounded_however_many_names_they_take():
 
 def test_who_waits_for_long_asks_ever_more_rarely_and_never_stops(monkeypatch):
     clock, asked = types.SimpleNamespace(now=0.0), []
-    monkeypatch.setattr(company, "time", types.SimpleNamespace(monotonic=lambda: clock.now))
-    monkeypatch.setattr(company.background, "begin", lambda work, name: work())
-    others = company.Company(lambda: ())
+    monkeypatch.setattr(peer_group, "time", types.SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(peer_group.background, "begin", lambda work, name: work())
+    others = peer_group.PeerGroup(lambda: ())
     monkeypatch.setattr(others, "_asked", lambda *_: asked.append(clock.now) or [])
     awaited = others.awaits("merge", (0, 1))
     while clock.now < 1000.0:
@@ -559,7 +559,7 @@ def test_who_waits_for_long_asks_ever_more_rarely_and_never_stops(monkeypatch):
 
 
 def test_who_is_awaited_hears_of_it_though_another_rank_is_gone(ranks):
-    two, gone = ranks(2, patience=TALKS), peer.Ear(lambda question: {})
+    two, gone = ranks(2, patience=TALKS), peer.QuestionServer(lambda question: {})
     two.meet(gone.peer(2).to_text())
     gone.close()
     seen = threading.Event()
@@ -599,7 +599,7 @@ def test_what_a_rank_has_printed_is_not_lost_where_it_is_ended(monkeypatch):
     {"identity": "another host's"}, {"born": "1 pid:[1]"}, {"pid": 1 << 23, "born": ""}, {"pid": 1},
 ])  # fmt: skip
 def test_only_the_very_process_is_taken_for_one_that_can_be_ended_from_here(other):
-    ear = peer.Ear(lambda question: {})
+    ear = peer.QuestionServer(lambda question: {})
     me = ear.peer(0)
     ear.close()
     assert me.is_here and not dataclasses.replace(me, **other).is_here
@@ -607,7 +607,7 @@ def test_only_the_very_process_is_taken_for_one_that_can_be_ended_from_here(othe
 
 def test_who_connects_and_says_nothing_keeps_no_thread(monkeypatch):
     monkeypatch.setattr(peer, "QUESTION_S", 0.1)
-    ear, before = peer.Ear(lambda question: {}), set(threading.enumerate())
+    ear, before = peer.QuestionServer(lambda question: {}), set(threading.enumerate())
     with socket.create_connection(("127.0.0.1", ear.peer(0).port)):
         assert until(lambda: set(threading.enumerate()) - before)
         assert until(lambda: not set(threading.enumerate()) - before)
@@ -616,7 +616,7 @@ def test_who_connects_and_says_nothing_keeps_no_thread(monkeypatch):
 
 def test_a_fork_that_outlives_its_rank_does_not_answer_for_it():
     """As the worker of a data loader: who asks is to hear that the rank is gone."""
-    ear, (reads, writes) = peer.Ear(lambda question: {}), os.pipe()
+    ear, (reads, writes) = peer.QuestionServer(lambda question: {}), os.pipe()
     asked = ear.peer(0)
     if (pid := os.fork()) == 0:
         os.read(reads, 1)
@@ -643,8 +643,8 @@ class Looks:
     def __init__(self, patience):
         self.said, self.left, self.heard, self.asked, self.absent = [], [], [], [], []
         self.watch = Watch(patience, say=self.said.append, leave=self.left.append)
-        self.watch._company.me = stranger(0)
-        self.watch._company.absent = lambda *what: self.asked.append(self.wait.lasted_s) or self.absent
+        self.watch._peer_group.me = stranger(0)
+        self.watch._peer_group.absent = lambda *what: self.asked.append(self.wait.lasted_s) or self.absent
         self.watch.hearers.add(self.hear)
         self.watch.begin_aside("sum", (0, 1, 2), lasts=lambda: True, broken=lambda: None)
         (self.wait,) = self.watch._waits.now()
@@ -736,14 +736,14 @@ def test_who_has_heard_that_it_is_awaited_waits_no_longer_until_it_has_waited_el
 
     monkeypatch.setattr(watch, "wait_until", waits)
     one = Watch(None)
-    one._company.awaited = True
+    one._peer_group.awaited = True
     assert one.wait_unless_awaited(lambda: True, "merge", (0, 1)) is True
     assert one.wait_unless_awaited(lambda: False, "merge", (0, 1)) is False
     with one.waiting("validation", (0, 1)):
-        assert not one._company.awaited
-    one._company.awaited = True
+        assert not one._peer_group.awaited
+    one._peer_group.awaited = True
     one.begin_aside("sum", (0, 1), lasts=lambda: True, broken=lambda: None)
-    assert not one._company.awaited
+    assert not one._peer_group.awaited
     with pytest.raises(AssertionError, match="it waits"):
         one.wait_unless_awaited(lambda: True, "merge", (0, 1))
 
@@ -753,13 +753,13 @@ def test_who_is_awaited_in_what_comes_after_the_end_of_its_wait_has_waited_to_th
     one, looks = Watch(None), iter([False, True, False])
 
     def awaited():
-        one._company.awaited = True
+        one._peer_group.awaited = True
         return True
 
-    monkeypatch.setattr(one._company, "awaits", lambda operation, ranks: awaited)
+    monkeypatch.setattr(one._peer_group, "awaits", lambda operation, ranks: awaited)
     assert one.wait_unless_awaited(lambda: next(looks), "merge", (0, 1)) is True
-    assert not one._company.awaited, "the next wait is one"
-    monkeypatch.setattr(one._company, "awaits", lambda operation, ranks: lambda: False)
+    assert not one._peer_group.awaited, "the next wait is one"
+    monkeypatch.setattr(one._peer_group, "awaits", lambda operation, ranks: lambda: False)
     later = iter([False, False, True])
     assert one.wait_unless_awaited(lambda: next(later), "merge", (0, 1)) is True
 

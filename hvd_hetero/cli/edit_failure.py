@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Final
 
 from hvd_hetero.cli.edits import Edit
-from hvd_hetero.engine.notice import LEFT
+from hvd_hetero.engine.termination import LEFT
 
 _REGISTRATION = "horovod/runner/elastic/registration.py"
 _DRIVER = "horovod/runner/elastic/driver.py"

@@ -26,7 +26,7 @@ from hvd_hetero.policy.staleness import ROUND_STEPS
 from hvd_hetero.trace.entry import bound_in
 from hvd_hetero.trace.record import file_name
 from hvd_hetero.trace.run import RankRun, Run
-from hvd_hetero.trace.waiting import Timed, apart, timed
+from hvd_hetero.trace.waiting import Timed, local_steps_of, timed
 
 NEWEST = 256  # a rank's speed is fitted to so many of its newest steps, because the speed of a machine drifts
 LEAST = 5  # with fewer steps, a rank's speed, or the time of a step with given shares, counts as unknown
@@ -179,7 +179,7 @@ def _measured(run: Run, ranks: Sequence[RankRun], *, skip: int) -> tuple[tuple[i
 
 def _synchronous(rank: RankRun, *, skip: int) -> list[Timed]:
     """The synchronous steps of known duration among the `NEWEST` newest steps of a rank."""
-    alone = apart(rank, [step.step for step in rank.steps])
+    alone = local_steps_of(rank, [step.step for step in rank.steps])
     return [each for each in timed(rank, skip=skip)[-NEWEST:] if each.span_s and each.step.step not in alone]
 
 

@@ -11,7 +11,7 @@ from hvd_hetero.cli.console import rate_text, seconds_text
 from hvd_hetero.cli.error import CommandError
 from hvd_hetero.trace.reader import NewerFormatError, read
 from hvd_hetero.trace.run import RankSummary, Run
-from hvd_hetero.trace.waiting import Waiting, parts, waited_apart, waiting
+from hvd_hetero.trace.waiting import Waiting, parts, waited_in_local_steps, waiting
 
 SKIP = 5  # steps at the start of a session that are left out by default: frameworks compile, caches fill
 MOST_RANKS = 16  # up to so many ranks are listed one by one
@@ -150,7 +150,7 @@ def advice(report: Report) -> list[str]:
     waits, said = report.waits, []
     if waits.waited_part * report.together >= WORTH_WAITING:
         said.append(_of_waiting(waits, local=report.merges > 0))
-    said += _of_steps_apart(report)
+    said += _of_local_steps(report)
     for number in report.run.present:
         data = report.parts[number]["data"]
         if data >= WORTH_DATA:
@@ -175,14 +175,14 @@ def advice(report: Report) -> list[str]:
     return said or ["Nothing stands out: ranks hardly wait for each other, for data or for the exchange."]
 
 
-def _of_steps_apart(report: Report) -> list[str]:
+def _of_local_steps(report: Report) -> list[str]:
     """Advice on ranks that wait although they make local steps: at merges, or at the end of local steps.
 
     Empty for a run that is mostly synchronous.
     """
     if not report.merges or report.together >= 0.5:
         return []
-    waited = {number: waited_apart(rank, skip=report.skip) for number, rank in report.run.present.items()}
+    waited = {number: waited_in_local_steps(rank, skip=report.skip) for number, rank in report.run.present.items()}
     said = []
     number = max(waited, key=lambda each: waited[each][1])
     if (part := waited[number][1]) >= WORTH_WAITING:

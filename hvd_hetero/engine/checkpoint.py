@@ -15,9 +15,9 @@ import numpy as np
 
 from .checkpoint_file import CheckpointError, CheckpointFile
 from .environment import is_elastic
-from .notice import LEFT, Notice
 from .port import Engine, Handle, broadcast_bytes, gather_bytes, gather_text, scatter_bytes
 from .stderr import tell
+from .termination import LEFT, TerminationHandler
 
 
 class State(Protocol):
@@ -62,7 +62,7 @@ class State(Protocol):
 class Checkpoint:
     """A job's checkpoint file, written by rank 0. Constructing one is a collective call.
 
-    It also installs a handler of SIGTERM (`Notice`): see `step`.
+    It also installs a handler of SIGTERM (`TerminationHandler`): see `step`.
 
     Args:
         path: path of the file. If the hosts share no folder, each may have a file there; the newest is read.
@@ -85,7 +85,7 @@ class Checkpoint:
         engine.remember(self._rebuild)
         self._asking: Handle | None = None
         state.at_end, state.at_end_alone = self.save, self._save_alone
-        self._notice = Notice(state.leave, say="this rank leaves once a checkpoint is written.")
+        self._termination = TerminationHandler(state.leave, say="this rank leaves once a checkpoint is written.")
 
     def _rebuild(self) -> None:
         """Adapts to the present ranks after an elastic reset. A collective call."""
@@ -121,7 +121,7 @@ class Checkpoint:
 
     def close(self) -> None:
         """Restores the handler of SIGTERM that was there before, and saves no more at the end of the job."""
-        self._notice.close()
+        self._termination.close()
         if self._state.at_end == self.save:
             self._state.at_end = self._state.at_end_alone = None
 
@@ -155,7 +155,7 @@ class Checkpoint:
         engine = self._engine
         told = np.zeros(0) if self._asking is None else np.asarray(self._asking.wait())
         mine = np.zeros(engine.size)
-        mine[engine.rank] = self._notice.told
+        mine[engine.rank] = self._termination.told
         self._asking = engine.allreduce_async(mine, name=self._asks)
         return np.flatnonzero(told).tolist()
 

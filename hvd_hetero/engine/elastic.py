@@ -14,8 +14,8 @@ import importlib
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
-from .notice import LEFT, Notice
 from .stderr import tell
+from .termination import LEFT, TerminationHandler
 
 T = TypeVar("T")
 
@@ -111,7 +111,7 @@ def run(
         failures, changed = Failures(), False
         ranks, ours = size(), hasattr(state, "leaving")
         say = "this rank leaves at the next commit; the others go on."
-        notice = Notice(state.leave, say=say) if ours and state.leaving is not None else None
+        notice = TerminationHandler(state.leave, say=say) if ours and state.leaving is not None else None
         try:
             while True:
                 try:

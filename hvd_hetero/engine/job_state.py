@@ -82,7 +82,7 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
     def _balancer_of(self, part: Any) -> Any:
         """Returns the balancer that `part` is, or was made with; None if there is none."""
         found = (part, getattr(part, "balancer", None))
-        return next((one for one in found if hasattr(one, "dependents")), None)
+        return next((one for one in found if hasattr(one, "stateful_parts")), None)
 
     def _merge(self, part: Any) -> None:
         """Merges the models of all ranks, if `part` is an optimizer with a local strategy. A collective call then."""
@@ -110,15 +110,15 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
     # What it is made of ---------------------------------------------------------------------------------------------
 
     def _find_parts(self) -> None:
-        """Adds as further parts the balancers of the parts, and each balancer's `dependents`: what was made with it,
-        such as samplers, also if that is made later."""
+        """Adds as further parts the balancers of the parts, and each balancer's `stateful_parts`: what was made with
+        it, such as samplers, also if that is made later."""
         parts = self._parts
         for name, part in list(parts.items()):
             balancer = self._balancer_of(part)
             if balancer is None or balancer in self._balancers:
                 continue
             self._balancers.append(balancer)
-            for found in (balancer, balancer.dependents):
+            for found in (balancer, balancer.stateful_parts):
                 if not any(found is part for part in parts.values()):
                     parts[f"{name}.{type(found).__name__}"] = found
 
@@ -224,7 +224,7 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
         but only if it is at the same commit as the chosen rank.
         """
         horovod, late = self._horovod, self.read_late
-        numbers = [balancer.dependents.made for balancer in self._balancers]
+        numbers = [balancer.stateful_parts.made for balancer in self._balancers]
         standing = (self._synced, late is None, self.commits)  # late is None: no checkpoint is left to be read here
         said = horovod.allgather_object((standing, numbers), name="hvd_hetero.elastic.held")
         held, made = zip(*said, strict=True)
@@ -238,7 +238,7 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
         # A rank that joins has not made the objects that `train` has made before. From here on all ranks give the same
         # numbers to the objects that they make.
         for balancer, counts in zip(self._balancers, zip(*made, strict=True), strict=True):
-            balancer.dependents.made = max(counts)
+            balancer.stateful_parts.made = max(counts)
         kept_sums = self._kept_sums if self._rebuilt else self.sum_states()
         begun = [{name: kept["begun"] for name, kept in sums.items()} for sums in kept_sums]
         values, begun = self._of_root((self._values(), begun), root, name="hvd_hetero.elastic.values")

@@ -1,9 +1,9 @@
 """Questions to the processes of other ranks over TCP, without Horovod, which cannot be asked while it waits.
 
-Each rank listens at a TCP port (`Ear`), and sends the other ranks its address and a secret token (`Peer`). A question
-with that token is answered in a thread of its own, whatever the rank's main thread is doing. The way in which a
-question fails is information as well: a process that has ended refuses the connection (`GoneError`), and a process that
-is stopped, or whose network link is cut, does not answer (`SilentError`). The watchdog (`watch`) uses both.
+Each rank listens at a TCP port (`QuestionServer`), and sends the other ranks its address and a secret token (`Peer`). A
+question with that token is answered in a thread of its own, whatever the rank's main thread is doing. The way in which
+a question fails is information as well: a process that has ended refuses the connection (`GoneError`), and a process
+that is stopped, or whose network link is cut, does not answer (`SilentError`). The watchdog (`watch`) uses both.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ QUESTION_S = 2.0  # time limit of a question; the thread that answers may have l
 ENDING_S = (0.5, 1.0)  # pauses before the second and third try, if the connection is closed without an answer
 ELSEWHERE = "192.0.2.1"  # an address that no host has (RFC 5737), to find the default route; nothing is sent there
 LONGEST, LONGEST_ANSWER = 1 << 16, 1 << 24  # bytes of a question and an answer, which names all operations under way
-ASKING = 1024  # the most connections that an `Ear` accepts at a time: all ranks may ask it at once who is missing
+ASKING = 1024  # the most connections that a `QuestionServer` accepts at a time: all ranks may ask it at once
 
 
 class GoneError(ConnectionError):
@@ -128,7 +128,7 @@ def _line(line: socket.socket, *, within_s: float) -> bytes:
     return said
 
 
-class Ear:
+class QuestionServer:
     """A TCP server that answers the questions of other ranks; it listens from its construction on.
 
     Args:
@@ -146,14 +146,14 @@ class Ear:
     def __init__(self, answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
         self.token = secrets.token_hex(16)
         self.ended = False
-        ear = self
+        this = self
 
         places = threading.BoundedSemaphore(ASKING)
 
         class Handler(socketserver.BaseRequestHandler):
             def handle(self) -> None:
                 question = json.loads(_line(self.request, within_s=QUESTION_S))
-                if hmac.compare_digest(str(question.pop("token", "")), ear.token):
+                if hmac.compare_digest(str(question.pop("token", "")), this.token):
                     self.request.settimeout(QUESTION_S)
                     self.request.sendall(json.dumps(answer(question)).encode() + b"\n")
 
@@ -180,7 +180,7 @@ class Ear:
                 try:
                     return super().get_request()
                 except OSError:
-                    if ear.ended:  # `_end` has shut the socket down: end this thread as well
+                    if this.ended:  # `_end` has shut the socket down: end this thread as well
                         raise SystemExit from None
                     raise
 
@@ -189,7 +189,7 @@ class Ear:
         self._server = Server(("127.0.0.1" if here else "", 0), Handler)
         # The workers of a data loader are forks: one that outlives its rank must not keep the port open.
         os.register_at_fork(after_in_child=self._server.socket.close)
-        background.begin(self._server.serve_forever, name="hvd_hetero.ear", end=self._end)
+        background.begin(self._server.serve_forever, name="hvd_hetero.questions", end=self._end)
         # While the interpreter shuts down, which may take seconds, no thread answers. A rank that asks then must get
         # "connection refused" (the process is gone), and not a timeout (the process is stopped).
         atexit.register(self._end)

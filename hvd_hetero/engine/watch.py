@@ -25,12 +25,12 @@ from hvd_hetero.policy.patience import Patience
 
 from . import background, script
 from .absence import JOIN, Absence
-from .company import Company
-from .notice import LEFT
-from .peer import Ear, Peer, ask
+from .peer import Peer, QuestionServer, ask
+from .peer_group import PeerGroup
 from .remembered import Remembered
 from .sleep import wait_until
 from .stderr import tell
+from .termination import LEFT
 from .waits import Wait, Waits
 
 PERIOD_S = 0.5  # seconds between two looks at what this rank waits for
@@ -61,8 +61,8 @@ class Watch:
         self._say = say or tell
         self.hearers = Remembered()
         self._waits = Waits()
-        self._company = Company(lambda: self._waits.submitted, self._waits.times)
-        self._ear: Ear | None = None
+        self._peer_group = PeerGroup(lambda: self._waits.submitted, self._waits.times)
+        self._ear: QuestionServer | None = None
         self._closed = threading.Event()
 
     # What the engine tells ------------------------------------------------------------------------------------------
@@ -78,7 +78,7 @@ class Watch:
 
     def waiting(self, operation: str, ranks: tuple[int, ...]) -> contextlib.AbstractContextManager[None]:
         """A context in which this thread waits for an operation of these global ranks."""
-        self._company.awaited = False
+        self._peer_group.awaited = False
         return self._waits.of_thread(operation, ranks)
 
     def begin_aside(
@@ -90,7 +90,7 @@ class Watch:
             lasts: returns whether the graph still runs. If it is False before `end_aside`, the operation has failed.
             broken: is called then.
         """
-        self._company.awaited = False
+        self._peer_group.awaited = False
         self._waits.begin_aside(operation, ranks, lasts=lasts, broken=broken)
 
     def end_aside(self, operation: str) -> None:
@@ -112,21 +112,21 @@ class Watch:
         """
         if self._ear is None:
             try:
-                self._ear = Ear(self._answer)
+                self._ear = QuestionServer(self._answer)
             except OSError as error:
                 self._say(f"hvd_hetero: no port to be asked at ({error}): waits are not explained.")
                 return ""
             if self.watches:
                 background.begin(self._watch, name="hvd_hetero.watch", end=self._closed.set)
                 atexit.register(self._look_aside)
-        self._company.me = me = self._ear.peer(rank)
+        self._peer_group.me = me = self._ear.peer(rank)
         return me.to_text()
 
     def meet(self, texts: Sequence[str]) -> None:
         """Sets the other ranks, by what `introduce` returned on all ranks. Is called after each initialisation of
         Horovod; forgets the operations of the ranks before."""
         self._waits.forget()
-        self._company.meet(map(Peer.from_text, filter(None, texts)))
+        self._peer_group.meet(map(Peer.from_text, filter(None, texts)))
 
     def explain(self, ranks: Sequence[int] | None = None) -> str:
         """Asks the ranks (global; default: all) whether they are there, after an operation of theirs has failed.
@@ -136,7 +136,7 @@ class Watch:
             which is to be explained is not replaced by another.
         """
         try:
-            absent = self._company.absent("", ranks)
+            absent = self._peer_group.absent("", ranks)
         except Exception as error:
             self._say(f"hvd_hetero: the other ranks cannot be asked: {error!r}")
             return ""
@@ -145,12 +145,12 @@ class Watch:
     def wait_unless_awaited(self, done: Callable[[], bool], operation: str, ranks: tuple[int, ...]) -> bool:
         """See `Engine.wait_unless_awaited`. A rank that was found to wait for this one goes on waiting until this one
         submits its operation; so while `awaited` is true, no rank is asked again."""
-        if self._company.awaited:
+        if self._peer_group.awaited:
             return done()
         with self.waiting(operation, ranks):
-            over = wait_until(done, unless=self._company.awaits(operation, ranks))
+            over = wait_until(done, unless=self._peer_group.awaits(operation, ranks))
         if over:  # the rank that waited may have waited in an operation that follows this one
-            self._company.awaited = False
+            self._peer_group.awaited = False
         return over
 
     def close(self) -> None:
@@ -198,7 +198,7 @@ class Watch:
         None if the wait has ended while the others were asked; or if the operation is that of `hvd.join()` and all
         other ranks answer: they still train, and this rank goes on waiting.
         """
-        absent = self._company.absent(wait.operation, wait.ranks)
+        absent = self._peer_group.absent(wait.operation, wait.ranks)
         if wait.operation == JOIN and not absent:
             wait.begin_anew()
             return None
@@ -228,8 +228,8 @@ class Watch:
 
     def _story(self, wait: Wait, absent: Sequence[Absence]) -> str:
         head = (
-            f'hvd_hetero: {self._company.me} has waited {wait.lasted_s:.0f} s for the others in "{wait.operation}", at '
-            f"{script.line()}."
+            f"hvd_hetero: {self._peer_group.me} has waited {wait.lasted_s:.0f} s for the others in "
+            f'"{wait.operation}", at {script.line()}.'
         )
         texts = [absence.text for absence in absent]
         texts = texts or ["every rank has come, or cannot be asked: the operation itself does not end."]
@@ -250,7 +250,8 @@ class Watch:
             self._say(self._story(wait, absent) + f"\nhvd_hetero:   that is the bound ({end_s:.0f} s): it ends here.")
             for absence in absent:
                 if absence.answers and not absence.elsewhere:
-                    reason = f'{self._company.me} has waited {wait.lasted_s:.0f} s for this rank in "{wait.operation}"'
+                    me, waited = self._peer_group.me, f"{wait.lasted_s:.0f} s"
+                    reason = f'{me} has waited {waited} for this rank in "{wait.operation}"'
                     with contextlib.suppress(ConnectionError):
                         ask(absence.peer, {"kind": "end", "reason": reason})
                 elif not absence.answers and absence.peer.is_here:
@@ -258,7 +259,7 @@ class Watch:
             self._record(wait, absent)
         helpless = not any(absence.answers and not absence.elsewhere for absence in absent)
         if wait.lasted_s >= end_s + GRACE_S or (helpless and all(absence.answers for absence in absent)):
-            self._finish(f'{self._company.me} waits in "{wait.operation}" for what never comes')
+            self._finish(f'{self._peer_group.me} waits in "{wait.operation}" for what never comes')
 
     # What others ask ------------------------------------------------------------------------------------------------
 
@@ -279,7 +280,7 @@ class Watch:
     def _finish(self, reason: str) -> None:
         """Prints `reason` and the stack of the main thread, and ends this process with status `LEFT`."""
         where = f"It is at {script.line()}:\n{script.stack()}".rstrip()
-        self._say(f"hvd_hetero: {self._company.me} ends with an error: {reason}. {where}")
+        self._say(f"hvd_hetero: {self._peer_group.me} ends with an error: {reason}. {where}")
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.flush()
         self._leave(LEFT)

@@ -119,7 +119,7 @@ class Balancer(framework_free.Balancer):
     def announce_loaded(self, *, by: Any = None) -> None:
         """Says that the next batch announced, which is loaded while others are in use, is there."""
         if (queue := self._queues.get(by)) is not None:
-            queue.loaded.append(self.timesheet.supply.now())
+            queue.loaded.append(self.step_timer.loading_meter.now())
 
     def forget(self, *, ahead: bool = False, by: Any = None) -> None:
         """Drops what was announced `by` one whose batches come next: an epoch begins, or a fit was interrupted. The
@@ -230,11 +230,11 @@ class Balancer(framework_free.Balancer):
                 "balancer.begin(samples) before each batch."
                 + (AHEAD if self._next.ahead else "")
             )
-        if not self.timesheet.running:  # the first step of all: nobody was there when it began
+        if not self.step_timer.running:  # the first step of all: nobody was there when it began
             self.discard()
         queue = self._next
         if queue.loaded:
-            self.timesheet.supply.loaded(queue.loaded.popleft())
+            self.step_timer.loading_meter.loaded(queue.loaded.popleft())
         self._begin(queue.samples.popleft())
         self._count()
         queue.unseen = True

@@ -96,7 +96,7 @@ class BalancedDataset(UntunedDataset):
         self._readers = 0  # how many times Keras has begun to read
         self._unsaid: Exception | None = None  # error of loading that the other ranks may not know of yet
         self.aside = Aside()
-        balancer.dependents.add(self)
+        balancer.stateful_parts.add(self)
         free_at_exit(balancer)
 
     def __len__(self) -> int:
@@ -229,7 +229,7 @@ class BalancedDataset(UntunedDataset):
         self._will_load()
 
     def _will_load(self) -> None:
-        self.balancer.timesheet.supply.will_load(
+        self.balancer.step_timer.loading_meter.will_load(
             beside=self._ahead_of_use or self._ahead.pool is not None,
             in_parts=not isinstance(self._source, (StreamSource, EpochStreams)),
             loaders=self._ahead.workers,
@@ -253,7 +253,7 @@ class BalancedDataset(UntunedDataset):
             if run == self._run:
                 self.balancer.announce_loaded(by=self)
             return batch
-        with self.balancer.timesheet.supply.loading():
+        with self.balancer.step_timer.loading_meter.loading():
             return self._fetched(run)
 
     def _fetched(self, run: int) -> Batch:

@@ -17,11 +17,11 @@ import numpy as np
 
 from hvd_hetero.engine.port import Engine
 from hvd_hetero.optimizers.fragment import fragments_by_kind
-from hvd_hetero.optimizers.keeping import Count
 from hvd_hetero.optimizers.local_sgd import LocalSGD
 from hvd_hetero.optimizers.local_step import LocalSteps
 from hvd_hetero.optimizers.second_moments import SecondMoments
 from hvd_hetero.optimizers.statistic import merged_statistics
+from hvd_hetero.optimizers.unsent_state import Count
 from hvd_hetero.optimizers.ways import Ways
 from hvd_hetero.optimizers.weighing import Weighing
 
@@ -126,7 +126,7 @@ class LocalTraining:
         self._optimizer: Callable[[], Any] = lambda: None  # the optimizer, once it has made an update
         self._terms: float | None = None  # loss terms of the local step under way; None: there is none
         self._given = Count([])  # loss terms of each batch that the optimizer was given since its last update
-        weighing.keeping.put_count("given apart", self._given)
+        weighing.unsent_state.put_count("given apart", self._given)
         self._before: int | None = None  # how many batches the optimizer had been given before this one
         self._wait_s, self._bytes_sent = 0.0, 0  # of the last local step
 

@@ -25,18 +25,18 @@ def marked(gradients: Sequence[Any], variables: Sequence[Any], form: Any) -> lis
     return [*every, None if like is None else form.constant(marks, like)]
 
 
-def unmarked(reduced: Sequence[Any], *, last: bool, apart: bool, keeps: bool) -> list[Any]:
+def unmarked(reduced: Sequence[Any], *, last: bool, is_local: bool, keeps: bool) -> list[Any]:
     """The gradients from the exchange of what `marked` returned, with None for those that no rank had.
 
     Zeros stay if further passes follow before the exchange (not `last`), if no rank had samples, and in a local step
-    (`apart`) without any gradient, as other ranks may have some. If codecs keep something back (`keeps`), what was kept
-    of earlier gradients may come for a variable without a gradient now; it is returned.
+    (`is_local`) without any gradient, as other ranks may have some. If codecs keep something back (`keeps`), what was
+    kept of earlier gradients may come for a variable without a gradient now; it is returned.
     """
     *gradients, marks = reduced
     if not last or marks is None:
         return gradients
     *there, samples = keras.ops.convert_to_numpy(marks).tolist()
-    if not any(there) and (apart or not samples):
+    if not any(there) and (is_local or not samples):
         return gradients
     return [
         gradient if mark or (keeps and gradient is not None and keras.ops.any(gradient)) else None

@@ -22,8 +22,8 @@ from .factor import factor_of
 from .layout import Spec
 from .local import LocalTraining, ParameterStore
 from .presence import marked, unmarked
+from .residuals import are_gone, number_of, take_over
 from .step import ReducedStep
-from .succession import are_gone, number_of, take_over
 
 
 class GradientReducer:
@@ -145,7 +145,7 @@ class GradientReducer:
             last = self.form.last_of(iterations, self.passes)
             reduced = iter(self.form.through(step, present, last, part, self._variables))
         every = [None if g is None else next(reduced) for g in found]
-        return every if tracing else unmarked(every, last=last, apart=self.apart, keeps=self.ways.keeps)
+        return every if tracing else unmarked(every, last=last, is_local=self.is_local, keeps=self.ways.keeps)
 
     def _drop_those_gone(self) -> None:
         """Forgets steps of variables that are no longer alive, as of earlier models."""
@@ -154,7 +154,7 @@ class GradientReducer:
     def _drop(self, chosen: Callable[[tuple[Hashable, tuple[int, ...]]], bool]) -> None:
         for key in list(filter(chosen, self.steps)):
             kind = self.steps.pop(key).kind
-            self.weighing.keeping.drop(kind)
+            self.weighing.unsent_state.drop(kind)
             self.sums.drop(kind)
 
     def _place(self, specs: Hashable, variables: Sequence[Any], among: Sequence[Any] | None) -> Any:
@@ -175,9 +175,9 @@ class GradientReducer:
     # Steps apart ----------------------------------------------------------------------------------------------------
 
     @property
-    def apart(self) -> bool:
+    def is_local(self) -> bool:
         """Whether the batch begun last is of a local step, whose gradients are not exchanged."""
-        return self.local is not None and self.local.steps.apart()
+        return self.local is not None and self.local.steps.is_local()
 
     @property
     def merges(self) -> int:
@@ -233,10 +233,10 @@ class GradientReducer:
 
     def withdraw(self) -> Callable[[], bool] | None:
         """See `Attached.withdraw`."""
-        return self.local.steps.withdraw() if self.local is not None and self.apart else self.miss()
+        return self.local.steps.withdraw() if self.local is not None and self.is_local else self.miss()
 
     def miss(self) -> Callable[[], bool] | None:
         """See `Attached.miss`."""
-        if self.apart or self.last is None:  # the other ranks wait for this one's shapes until its process ends
+        if self.is_local or self.last is None:  # the other ranks wait for this one's shapes until its process ends
             return None
         return self.last.withdraw()

@@ -19,7 +19,7 @@ from hvd_hetero.optimizers.weighted import WeightedExchange
 
 from .accumulation import places
 from .layout import BucketLayout, Spec
-from .succession import KeptBack
+from .residuals import Residuals
 
 if TYPE_CHECKING:
     from .reducer import GradientReducer
@@ -68,7 +68,7 @@ class ReducedStep:
         self.places = functools.partial(places, self.layout, specs, variables if owner.passes > 1 else ())
         self.kind = f"gradients {zlib.crc32(str((specs, place)).encode()):08x}"  # codecs keep a state for each
         self._terms, self._passes = 0.0, 0  # of this rank since the last exchange
-        self._apart: bool | None = None  # whether these passes are of a local step; None: not decided yet
+        self._is_local: bool | None = None  # whether these passes are of a local step; None: not decided yet
         self._now = self._weight = 0.0  # terms of this pass, and what its gradients are multiplied by
         self._taken: set[int] = set()  # indices of the buckets taken in this pass
         self._start = 0.0  # when the graph began to wait for its sums
@@ -82,7 +82,7 @@ class ReducedStep:
             kind=self.kind,
         )
         owner.sums.put(self.kind, self)
-        self.kept = KeptBack(self._exchange, self.layout, specs, variables)
+        self.kept = Residuals(self._exchange, self.layout, specs, variables)
         self._balancer.measure_with(form.stopwatch())
 
     def take(self, index: int, flat: Any, last: bool, part: int) -> None:
@@ -94,7 +94,7 @@ class ReducedStep:
                 self._begin_pass(part)
             self._taken.add(index)
             self._add(index, flat)
-            if last and not self._apart:
+            if last and not self._is_local:
                 self._send(index)
 
     def finish(self, last: bool) -> list[Any]:
@@ -108,7 +108,7 @@ class ReducedStep:
             self._balancer.resume()  # the next batch, which may have to be waited for
             return [self._form.zeros_like(flat) for flat in flats]
         self._balancer.pause()
-        results = self._own(flats) if self._apart else self._exchanged()
+        results = self._own(flats) if self._is_local else self._exchanged()
         # Copied if they are the buckets: the caller may keep these, and buckets are filled again in the next step.
         copied, layout = self._form.copied, self.layout
         return [
@@ -125,8 +125,8 @@ class ReducedStep:
         assert terms is not None  # begun
         if self._passes == 0 and self._weighing.batches_per_exchange > 1:
             self._go_on()
-        if self._passes == 0 or self._apart is None:
-            self._apart = self._owner.apart
+        if self._passes == 0 or self._is_local is None:
+            self._is_local = self._owner.is_local
         self._now = terms
         self._weight = terms if self._weighing.batches_per_exchange > 1 else self._weighing.weight(terms)
         self._terms += terms
@@ -142,7 +142,7 @@ class ReducedStep:
         left.update(before.places())
         for name, place in self.places().items():
             place[:] = left.pop(name, 0.0)
-        self._terms, self._passes, self._apart = before._terms, before._passes, before._apart
+        self._terms, self._passes, self._is_local = before._terms, before._passes, before._is_local
         before._terms, before._passes = 0.0, 0
 
     def _add(self, index: int, flat: Any) -> None:
@@ -260,16 +260,16 @@ class ReducedStep:
         return factor
 
     def sums(self) -> dict[str, Any] | None:
-        """See `Adder`."""
+        """See `GradientAccumulator`."""
         if self._passes == 0:
             return None
         arrays = [self._form.copied(part) for part in self.layout.parts]
-        return {"terms": self._terms, "passes": self._passes, "apart": self._apart, "arrays": arrays}
+        return {"terms": self._terms, "passes": self._passes, "apart": self._is_local, "arrays": arrays}
 
     def load_sums(self, sums: Mapping[str, Any] | None) -> None:
-        """See `Adder`."""
+        """See `GradientAccumulator`."""
         sums = sums or {"terms": 0.0, "passes": 0, "arrays": ()}
-        self._terms, self._passes, self._apart = sums["terms"], sums["passes"], sums.get("apart")
+        self._terms, self._passes, self._is_local = sums["terms"], sums["passes"], sums.get("apart")
         for part, array in zip(self.layout.parts, sums["arrays"], strict=False):
             part[:] = arrays_like(part, array)
 

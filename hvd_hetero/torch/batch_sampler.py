@@ -50,7 +50,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
             length, balancer=balancer, shuffle=shuffle, seed=seed, drop_last=drop_last, checksum=checksum
         )
         balancer.lookahead = max(balancer.lookahead, lookahead)
-        balancer.dependents.add(self)
+        balancer.stateful_parts.add(self)
         self._first = 0  # where the next iteration starts: not 0 after load_state_dict()
         self._iterations = 0
 

@@ -56,7 +56,7 @@ def factor_applied(optimizer: Any) -> Iterator[None]:
             "LatencyAwareLR: expected the balancer that the DistributedOptimizer has. Received: another. Construct "
             "both with the same one."
         )
-    if latency_lr.balancer.strategies.lead and not optimizer._reducer.apart:
+    if latency_lr.balancer.strategies.lead and not optimizer._reducer.is_local:
         raise RuntimeError(
             "LatencyAwareLR: expected all optimizers of a balancer to step apart where one does. Received: a "
             "synchronous step of one with a LatencyAwareLR, whose factor would move with the other's merges, on each "

@@ -88,7 +88,7 @@ class LatencyAwareLR:
         # Wrapping keeps the hooks, so that this one sees the steps of the wrapped optimizer as well.
         self._watching = self._root.register_step_pre_hook(self._watch)
         balancer.dialogue.subscribe(self._advance)
-        balancer.dependents.add(self)
+        balancer.stateful_parts.add(self)
         balancer.engine.remember(self.rebuild)
 
     def rebuild(self) -> None:

@@ -46,7 +46,7 @@ class Layouts:
         self._parameters, self._weighing, self._ways, self._accumulated = parameters, weighing, ways, accumulated
         self._sparse_as_dense, self._bucket_bytes, self._groups = sparse_as_dense, bucket_bytes, groups
         self._sparse = SparseParameters(parameters, known=all_sparse)
-        weighing.keeping.put_saying("sparse", self._sparse)
+        weighing.unsent_state.put_message("sparse", self._sparse)
         self._agreed = False  # whether a rank has asked for another layout, and all ranks know it
         self.step = self._laid_out()
         if not sparse_as_dense:

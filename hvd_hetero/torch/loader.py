@@ -11,9 +11,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from hvd_hetero.optimizers.balancer import Balancer
 from hvd_hetero.optimizers.content import checksum
-from hvd_hetero.optimizers.forgotten import warn_of_none
 from hvd_hetero.optimizers.sampler import LOADED
 from hvd_hetero.optimizers.stream import StreamSampler
+from hvd_hetero.optimizers.unused_balancer import warn_of_none
 
 from .batch_sampler import ONE_AT_A_TIME, BalancedBatchSampler
 from .feed import Feed, NumberedFeed
@@ -157,22 +157,22 @@ class BalancedDataLoader:
     def _batches(self, bar: Any) -> Iterator[Any]:
         self._iterations = mine = self._iterations + 1
         batches = self._feed.batches()
-        supply, iteration = self.balancer.timesheet.supply, None
+        loading_meter, iteration = self.balancer.step_timer.loading_meter, None
         first, begun_at = True, self.batch_sampler.loaded
         while True:
             if self.batch_sampler.loaded != begun_at:
                 raise RuntimeError(LOADED)
             if self._iterations != mine:
                 raise RuntimeError(ONE_AT_A_TIME)
-            if supply.iteration != iteration:  # this iteration begins, or goes on after another loader's
-                supply.will_load(
+            if loading_meter.iteration != iteration:  # this iteration begins, or goes on after another loader's
+                loading_meter.will_load(
                     beside=self.loader.num_workers > 0,
                     in_parts=not isinstance(self.dataset, IterableDataset),
                     loaders=self.loader.num_workers,
                 )
-                iteration = supply.iteration
+                iteration = loading_meter.iteration
             try:
-                with supply.loading():
+                with loading_meter.loading():
                     loaded = next(batches)
             except StopIteration:
                 return

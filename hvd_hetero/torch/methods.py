@@ -23,7 +23,7 @@ def methods_of(base: type[torch.optim.Optimizer]) -> dict[str, Callable[..., Any
         reducer = self._reducer
         reducer.check_in_use(self.param_groups)
         lr = 1.0
-        if closure is not None and reducer.apart:
+        if closure is not None and reducer.is_local:
             part = reducer.local.before_step(by_rate=in_proportion(self, base))
             with factor_applied(self):
                 lr = _rate(self)
@@ -36,10 +36,10 @@ def methods_of(base: type[torch.optim.Optimizer]) -> dict[str, Callable[..., Any
             if self._should_synchronize:
                 self.synchronize()
             part = 1.0
-            if apart := reducer.apart:
+            if is_local := reducer.is_local:
                 part = reducer.local.before_step(by_rate=in_proportion(self, base))
             with factor_applied(self):
-                lr = _rate(self) if apart else 1.0
+                lr = _rate(self) if is_local else 1.0
                 with multiplied(self.param_groups, part):
                     result = base.step(self)
         self._synchronized = False

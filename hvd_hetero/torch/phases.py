@@ -62,13 +62,13 @@ class StepPhases:
         weighing: Weighing,
         accumulated: GradientAccumulation,
         layouts: Callable[[], Layouts],
-        apart: Callable[[], bool],
+        is_local: Callable[[], bool],
         ended: Callable[[], None],
         follow: Callable[[], None],
     ) -> None:
         self._parameters, self._weighing, self._accumulated = parameters, weighing, accumulated
         self._balancer = weighing.balancer
-        self._layouts, self._apart, self._ended, self._follow = layouts, apart, ended, follow
+        self._layouts, self._is_local, self._ended, self._follow = layouts, is_local, ended, follow
         self._phase = Phase.BETWEEN
         self._turn = threading.RLock()  # a backward pass has a thread for each device
         self._taker: Callable[[torch.nn.Parameter], None] | None = None  # is called with each parameter that is ready
@@ -206,7 +206,7 @@ class StepPhases:
         self._accumulated.begin(terms, earlier=self._progress.batch_terms - terms, loop=self._progress.loop)
         self._last_part = self._progress.passed = self._progress.part
         self._taker = None
-        if last and not self._apart():
+        if last and not self._is_local():
             # A rank with no loss term in this pass or an earlier one sends zeros as its gradients come, like the other
             # ranks: so it has sent what they have if all break off the pass. If earlier passes had terms, only the end
             # of this one may send what they have added up.
@@ -270,15 +270,15 @@ class StepPhases:
     def _send_rest(self) -> None:
         """Sends the gradients that are not sent yet, unless the step is a local one."""
         self._accumulated.complete(self._weighing.gain)
-        if not self._apart():
+        if not self._is_local():
             self._step.take_rest()
 
     def _finish(self) -> None:
         self.terms, self._earlier = self._accumulated.terms, (0.0, 0)
         self._balancer.batch_order.steps()
         self._ended()
-        if self._apart():
-            self._finish_apart()
+        if self._is_local():
+            self._finish_local()
             return
         waited_s, bytes_sent, hear = self._step.finish()
         self.wait_s += waited_s
@@ -287,7 +287,7 @@ class StepPhases:
         try:
             self._layouts().take_in(hear)
         except Exception:
-            departure, usual_s = self._balancer.departure, self._balancer.timesheet.usual_step_s or 0.0
+            departure, usual_s = self._balancer.departure, self._balancer.step_timer.usual_step_s or 0.0
             if departure.left_out == self._balancer.step:
                 self._leave_out()
                 departure.final = not self._balancer.exchanges.complete(usual_s)
@@ -318,7 +318,7 @@ class StepPhases:
 
         return ended
 
-    def _finish_apart(self) -> None:
+    def _finish_local(self) -> None:
         """Ends the passes of a local step, whose gradient is not exchanged."""
         self._layouts().see()
         self._accumulated.average(self._weighing.gain)

@@ -10,7 +10,7 @@ from typing import Any
 import horovod.torch as horovod
 import torch
 
-from hvd_hetero.optimizers.forgotten import Forgotten
+from hvd_hetero.optimizers.unused_balancer import UnusedBalancerCheck
 
 # Horovod's optimizer around each optimizer that a script made.
 _MADE_OF: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[Any]] = weakref.WeakKeyDictionary()
@@ -75,7 +75,7 @@ def plain_optimizer(optimizer: torch.optim.Optimizer, *, compression: Any, **arg
     distributed.state = optimizer.state  # Horovod starts with none, which loses a loaded state
     cls: Any = type(distributed)  # made by Horovod for this optimizer alone
     original_zero_grad, original_load_state_dict = cls.zero_grad, cls.load_state_dict
-    original_synchronize, forgotten = cls.synchronize, Forgotten()
+    original_synchronize, forgotten = cls.synchronize, UnusedBalancerCheck()
 
     def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
         if self._handles:

@@ -91,7 +91,7 @@ class GradientReducer:
             weighing=self._weighing,
             accumulated=self._accumulated,
             layouts=lambda: self._layouts,
-            apart=lambda: self.apart,
+            is_local=lambda: self.is_local,
             ended=lambda: balancer.exchanges.ended(self),
             follow=self._follow_in_pass,
         )
@@ -288,9 +288,9 @@ class GradientReducer:
         self._accumulated.expect()
 
     @property
-    def apart(self) -> bool:
+    def is_local(self) -> bool:
         """Whether this step is a local one, whose gradient is not exchanged."""
-        return self.local is not None and self.local.steps.apart()
+        return self.local is not None and self.local.steps.is_local()
 
     # A script may compile a whole training step. These methods are left out of it, as they differ from step to step.
 
@@ -313,7 +313,7 @@ class GradientReducer:
         leads = self._weighing.leads
         self._balancer.exchanged(wait_s=phases.wait_s, bytes_sent=phases.bytes_sent, leads=leads)
         phases.wait_s, phases.bytes_sent = 0.0, 0
-        if self.local is not None and self.apart:
+        if self.local is not None and self.is_local:
             self._balancer.pause()
             start = time.perf_counter()
             phases.bytes_sent = self.local.after_step(phases.terms, lr=lr)
@@ -341,11 +341,11 @@ class GradientReducer:
 
     def withdraw(self) -> Callable[[], bool] | None:
         """See `Attached.withdraw`."""
-        return self.local.steps.withdraw() if self.local is not None and self.apart else self.miss()
+        return self.local.steps.withdraw() if self.local is not None and self.is_local else self.miss()
 
     def miss(self) -> Callable[[], bool] | None:
         """See `Attached.miss`."""
-        if self.apart:
+        if self.is_local:
             return None
         self._accumulated.clear()
         return self._phases.leave(self._step.take_rest())

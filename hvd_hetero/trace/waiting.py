@@ -103,7 +103,7 @@ def timed(run: RankRun, *, skip: int = 0) -> list[Timed]:
     return list(compress(whole, run.counted(skip)))
 
 
-def apart(run: RankRun, steps: Sequence[int]) -> set[int]:
+def local_steps_of(run: RankRun, steps: Sequence[int]) -> set[int]:
     """Returns those of `steps` that the rank made as local steps."""
     turns = sorted((event.fields["step"], event.kind == "apart") for event in run.events
                    if event.kind in ("apart", "together"))
@@ -126,7 +126,7 @@ def waiting(run: Run, *, skip: int = 0) -> Waiting:
     rows: dict[int, dict[int, Timed]] = {}
     for index, rank in enumerate(ranks):
         record = run.ranks[rank]
-        alone = apart(record, [step.step for step in record.steps])
+        alone = local_steps_of(record, [step.step for step in record.steps])
         for each in timed(record, skip=skip):
             if each.step.step not in alone:
                 rows.setdefault(each.step.step, {})[index] = each
@@ -198,14 +198,14 @@ def parts(run: RankRun, *, skip: int = 0) -> Mapping[str, float]:
     return {name: seconds / max(whole, sum(sums.values())) for name, seconds in sums.items()}
 
 
-def waited_apart(run: RankRun, *, skip: int = 0) -> tuple[float, float]:
+def waited_in_local_steps(run: RankRun, *, skip: int = 0) -> tuple[float, float]:
     """The parts of a rank's time in local steps in which it waited for merges.
 
     Returns:
         The part for merges between local steps, and the part for merges that ended a phase of local steps, as at the
         end of an epoch. Both are 0.0 without local steps.
     """
-    chosen = apart(run, [step.step for step in run.steps])
+    chosen = local_steps_of(run, [step.step for step in run.steps])
     seen = [each for each in timed(run, skip=skip) if each.span_s and each.step.step in chosen]
     if not seen:
         return 0.0, 0.0

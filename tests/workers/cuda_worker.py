@@ -190,7 +190,7 @@ def compute_is_timed_where_it_happens() -> None:
         launched.append(time.perf_counter() - began)
         loss.backward()
         optimizer.step()
-        computes.append(balancer.timesheet.reported)
+        computes.append(balancer.step_timer.reported)
     samples, compute_s = computes[-1]
     assert samples == len(x) and compute_s > 0.8 * asleep_s * times > 2.0 * sorted(launched)[15]
 
@@ -234,7 +234,7 @@ def moved_local() -> None:
     optimizer.merge()
     layouts = optimizer._reducer._layouts
     assert all(flat.device == DEVICE for flat in layouts.step.layout.buckets), "buckets are where the gradients are"
-    assert isinstance(balancer.timesheet._meter.stopwatch, CudaStopwatch), "compute is timed where it happens"
+    assert isinstance(balancer.step_timer._meter.stopwatch, CudaStopwatch), "compute is timed where it happens"
     sums = hvd.allgather(torch.stack([each.detach().double().sum() for each in model.parameters()])[None])
     assert torch.equal(sums[0], sums[1]), "one model on both ranks"
 

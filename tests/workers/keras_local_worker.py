@@ -389,8 +389,8 @@ def second_moments_are_those_of_synchronous_training():
         model.fit(data, shuffle=False, verbose=0, callbacks=[hvd.callbacks.LocalSGDCallback()] if found else [])
         kept = [v for v in optimizer.variables if "velocity" in v.path]
         found.append(sum(float(keras.ops.sum(v)) for v in kept))
-    together, apart, own = found
-    assert len(kept) == 2 and 0.75 < apart / together < 1.33, found
+    together, is_local, own = found
+    assert len(kept) == 2 and 0.75 < is_local / together < 1.33, found
     assert 0.75 < own / together * shares[hvd.rank()] / whole < 1.33, found
 
 

@@ -65,11 +65,11 @@ def trained(steps, strategy, *, during=lambda step: None, run=None, optimizer=No
 
 def law_1():
     """Merging every step is synchronous training."""
-    apart, optimizer, _ = trained(50, hvd.LocalSGD(round_steps=1, bound_rounds=0, warmup_steps=0))
+    is_local, optimizer, _ = trained(50, hvd.LocalSGD(round_steps=1, bound_rounds=0, warmup_steps=0))
     optimizer.merge()
     together, _, _ = trained(50, "synchronous")
-    assert same_everywhere(apart)
-    assert (parameters(apart) - parameters(together)).abs().max() <= 1e-12
+    assert same_everywhere(is_local)
+    assert (parameters(is_local) - parameters(together)).abs().max() <= 1e-12
 
 
 def ranks_meet_elsewhere():

@@ -24,7 +24,7 @@ class LocalSGDCallback(keras.callbacks.Callback):
     def __init__(self, optimizer: Any = None) -> None:
         super().__init__()
         self._given = self._optimizer = optimizer
-        self._apart = False  # whether there were batches since the last merge
+        self._is_local = False  # whether there were batches since the last merge
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Finds the optimizer, and checks it.
@@ -42,7 +42,7 @@ class LocalSGDCallback(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Notes that there are local steps to merge."""
-        self._apart = True
+        self._is_local = True
 
     def on_test_begin(self, logs: Any = None) -> None:
         """Merges before a validation, and before an evaluation."""
@@ -61,6 +61,6 @@ class LocalSGDCallback(keras.callbacks.Callback):
         self._merge()
 
     def _merge(self) -> None:
-        if self._apart:
+        if self._is_local:
             self._optimizer.merge(self.model)
-            self._apart = False
+            self._is_local = False

@@ -18,7 +18,7 @@ T = TypeVar("T")
 FIRST_S = 0.5  # seconds of waiting before other ranks are first asked; most waits end sooner
 
 
-class Company:
+class PeerGroup:
     """The other ranks of the job. `Watch` asks them through this object.
 
     Args:
@@ -95,7 +95,7 @@ class Company:
             waited_s = time.monotonic() - began
             if due_s is not None and waited_s >= due_s:
                 due_s = None
-                background.begin(inquire, name="hvd_hetero.company")
+                background.begin(inquire, name="hvd_hetero.peer_group")
             elif due_s is None and not answers.empty():
                 self.awaited = answers.get()
                 due_s = 1.5 * waited_s

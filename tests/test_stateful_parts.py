@@ -18,8 +18,8 @@ import hvd_hetero.keras as hvd_keras
 import hvd_hetero.torch as hvd
 from hvd_hetero.engine.job_state import JobState
 from hvd_hetero.engine.local import SoloEngine, World
-from hvd_hetero.engine.notice import LEFT
 from hvd_hetero.engine.port import gather_bytes
+from hvd_hetero.engine.termination import LEFT
 from hvd_hetero.optimizers.balancer import Balancer
 
 LENGTH, WHOLE = 12, 4
@@ -53,11 +53,11 @@ def test_a_loader_for_each_epoch_is_gone_with_its_epoch(face, made):
         loader.set_epoch(epoch)
         for _ in loader:
             balancer.pause()
-        assert list(balancer.dependents.named.values()) == [getattr(loader, "batch_sampler", loader)]
+        assert list(balancer.stateful_parts.named.values()) == [getattr(loader, "batch_sampler", loader)]
         del loader
         gc.collect()
-        assert not balancer.dependents.named, "its order is as long as the data"
-    assert balancer.dependents.made == 3
+        assert not balancer.stateful_parts.named, "its order is as long as the data"
+    assert balancer.stateful_parts.made == 3
 
 
 def test_what_a_script_does_not_name_lives_as_long_as_it_is_needed():
@@ -73,7 +73,7 @@ def test_what_a_script_does_not_name_lives_as_long_as_it_is_needed():
             if seen == len(x):
                 engine.rebuild()
                 balancer.begin(len(x))
-            assert {"LatencyAwareLR.1", "BalancedBatchSampler.2"} == set(balancer.dependents.named)
+            assert {"LatencyAwareLR.1", "BalancedBatchSampler.2"} == set(balancer.stateful_parts.named)
             before = model.bias.item()
             optimizer.zero_grad()
             model(torch.ones(len(x), 2, dtype=torch.float64)).mean().backward()
@@ -145,7 +145,7 @@ class Count:
 
     def __init__(self, balancer, value=0):
         self.value = value
-        balancer.dependents.add(self)
+        balancer.stateful_parts.add(self)
 
     def state_dict(self):
         return self.value
@@ -171,7 +171,7 @@ def test_who_joins_gets_what_others_have_made_before_they_trained():
         within = Count(balancer, value=3 * engine.rank)
         state.commits += engine.rank == 1
         state.sync()
-        return before.value, within.value, balancer.dependents.made
+        return before.value, within.value, balancer.stateful_parts.made
 
     assert World(3).run(program) == [(2, 3, 4)] * 3
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 
-class Dependents:
+class StatefulParts:
     """Numbers the loaders, samplers and learning-rate rules that are made with one balancer, and saves their states.
 
     All ranks make these objects in the same order, so that a number means the same object on all of them. Which objects

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class OfVariables(Generic[T]):
+class VariableMap(Generic[T]):
     """A mapping from variables to values, by identity, as variables compare elementwise. It holds variables weakly."""
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class OfVariables(Generic[T]):
         self._found[key] = weakref.ref(variable, dies), value
 
 
-_NUMBERS: OfVariables[int] = OfVariables()
+_NUMBERS: VariableMap[int] = VariableMap()
 _NEXT = itertools.count(1)
 
 
@@ -68,7 +68,7 @@ def are_gone(numbers: Sequence[int]) -> bool:
     return bool(mine) and not mine & _NUMBERS.values()
 
 
-class KeptBack:
+class Residuals:
     """Reads and writes the residuals of the codecs of one exchange, by variable.
 
     Args:
@@ -110,7 +110,7 @@ class KeptBack:
         self._exchange.give_back(flats, factor)
 
 
-_REDUCED_BY: OfVariables[weakref.ref[ReducedStep]] = OfVariables()
+_REDUCED_BY: VariableMap[weakref.ref[ReducedStep]] = VariableMap()
 
 
 def take_over(step: ReducedStep, variables: Sequence[Any]) -> None:

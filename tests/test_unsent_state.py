@@ -2,10 +2,10 @@
 
 import pytest
 
-from hvd_hetero.optimizers.keeping import Count, Keeping
-from hvd_hetero.optimizers.partial_sum import PartialSums
+from hvd_hetero.optimizers.accumulated_gradients import AccumulatedGradients
 from hvd_hetero.optimizers.place import Place, Places
 from hvd_hetero.optimizers.strategies import Strategies
+from hvd_hetero.optimizers.unsent_state import Count, UnsentState
 
 
 class Exchange:
@@ -31,57 +31,57 @@ class Exchange:
 
 
 def kept(kinds, unit=1.0):
-    keeping = Keeping(keeps=True)
+    unsent_state = UnsentState(keeps=True)
     for kind, exchanges in kinds.items():
-        keeping.put(kind, exchanges, lambda: unit)
-    return keeping
+        unsent_state.put(kind, exchanges, lambda: unit)
+    return unsent_state
 
 
 def test_each_kind_has_its_own_state_and_waits_for_its_exchanges():
     state = kept({"gradients": [Exchange(1.0)], "merges": [Exchange(2.0), Exchange(3.0)]}).state_dict()
     found = {"gradients": [Exchange()], "merges": [Exchange(), Exchange()]}
-    keeping = kept({"merges": found["merges"]})
-    keeping.load_state_dict(state)
-    assert keeping.state_dict() == state, "also what nobody has taken yet"
-    keeping.put("gradients", found["gradients"], lambda: 1.0)
+    unsent_state = kept({"merges": found["merges"]})
+    unsent_state.load_state_dict(state)
+    assert unsent_state.state_dict() == state, "also what nobody has taken yet"
+    unsent_state.put("gradients", found["gradients"], lambda: 1.0)
     assert [[each.kept for each in group] for group in found.values()] == [[1.0], [2.0, 3.0]]
-    assert keeping.state_dict() == state
+    assert unsent_state.state_dict() == state
 
 
 def test_what_is_given_back_counts_as_much_in_another_unit():
     before = kept({"gradients": [Exchange(6.0)], "merges": [Exchange(4.0)]}, unit=2.0).kept_back()
     found = {"gradients": [Exchange()], "merges": [Exchange()]}
-    keeping = kept({"gradients": found["gradients"]}, unit=3.0)
-    keeping.give_back(before)
-    assert found["gradients"][0].kept == 4.0 and keeping.kept_back()["merges"] == ([[4.0]], 2.0)
-    keeping.put("merges", found["merges"], lambda: 8.0)
+    unsent_state = kept({"gradients": found["gradients"]}, unit=3.0)
+    unsent_state.give_back(before)
+    assert found["gradients"][0].kept == 4.0 and unsent_state.kept_back()["merges"] == ([[4.0]], 2.0)
+    unsent_state.put("merges", found["merges"], lambda: 8.0)
     assert found["merges"][0].kept == 1.0
-    keeping.put("merges", [again := Exchange()], lambda: 8.0)
+    unsent_state.put("merges", [again := Exchange()], lambda: 8.0)
     assert again.kept == 0.0, "it is given back once"
 
 
 def test_what_fits_no_exchange_waits_for_one_with_such_buckets():
-    keeping = kept({"gradients": [other := Exchange(buckets=2)]}, unit=2.0)
-    keeping.give_back({"gradients": ([[6.0]], 1.0)})
+    unsent_state = kept({"gradients": [other := Exchange(buckets=2)]}, unit=2.0)
+    unsent_state.give_back({"gradients": ([[6.0]], 1.0)})
     assert other.kept == 0.0
-    keeping.put("gradients", [fits := Exchange()], lambda: 2.0)
+    unsent_state.put("gradients", [fits := Exchange()], lambda: 2.0)
     assert fits.kept == 3.0
-    keeping.put("gradients", [again := Exchange()], lambda: 2.0)
+    unsent_state.put("gradients", [again := Exchange()], lambda: 2.0)
     assert again.kept == 0.0, "it is given back once"
 
 
 def test_codecs_that_send_all_may_have_a_state():
-    keeping = Keeping(keeps=False)
-    keeping.put("gradients", [Exchange(1.0)], lambda: 1.0)
-    assert keeping.state_dict() == {"gradients": [{"kept": 1.0}]} and keeping.kept_back() == {}
+    unsent_state = UnsentState(keeps=False)
+    unsent_state.put("gradients", [Exchange(1.0)], lambda: 1.0)
+    assert unsent_state.state_dict() == {"gradients": [{"kept": 1.0}]} and unsent_state.kept_back() == {}
 
 
 def test_what_was_given_back_and_nobody_has_taken_yet_is_in_a_state():
-    keeping = Keeping()
-    keeping.give_back({"gradients": ([[4.0]], 2.0)})
-    later = Keeping()
-    later.load_state_dict(keeping.state_dict())
-    assert later.state_dict() == keeping.state_dict() and later.kept_back() == keeping.kept_back()
+    unsent_state = UnsentState()
+    unsent_state.give_back({"gradients": ([[4.0]], 2.0)})
+    later = UnsentState()
+    later.load_state_dict(unsent_state.state_dict())
+    assert later.state_dict() == unsent_state.state_dict() and later.kept_back() == unsent_state.kept_back()
     later.put("gradients", [taker := Exchange()], lambda: 1.0)
     assert taker.kept == 8.0 and later.state_dict() == {"gradients": [{"kept": 8.0}]}
     later.load_state_dict({"gradients": [{"kept": 1.0}]})
@@ -89,16 +89,16 @@ def test_what_was_given_back_and_nobody_has_taken_yet_is_in_a_state():
 
 
 def test_of_a_state_that_waits_it_is_known_later_what_is_not_sent_yet():
-    keeping = Keeping()
-    keeping.load_state_dict({"gradients": [{"kept": 3.0}]})
-    committed = keeping.kept_back()
+    unsent_state = UnsentState()
+    unsent_state.load_state_dict({"gradients": [{"kept": 3.0}]})
+    committed = unsent_state.kept_back()
     assert committed == {}
-    keeping.put("gradients", [exchange := Exchange()], lambda: 2.0)
+    unsent_state.put("gradients", [exchange := Exchange()], lambda: 2.0)
     exchange.kept = 5.0
     assert committed == {"gradients": ([[3.0]], 2.0)}, "what there was at the commit"
-    keeping.put("gradients", [Exchange(7.0)], lambda: 2.0)
+    unsent_state.put("gradients", [Exchange(7.0)], lambda: 2.0)
     assert committed == {"gradients": ([[3.0]], 2.0)}
-    fresh = Keeping()
+    fresh = UnsentState()
     assert (begun := fresh.kept_back()) == {}
     fresh.put("gradients", [Exchange(7.0)], lambda: 2.0)
     assert begun == {}, "nothing was kept back then"
@@ -106,7 +106,7 @@ def test_of_a_state_that_waits_it_is_known_later_what_is_not_sent_yet():
 
 def test_what_is_made_later_takes_what_waits_in_its_place():
     def keepers(*kinds):
-        made = Places(Keeping)
+        made = Places(UnsentState)
         return made, [take(made, kind) for kind in kinds]
 
     def take(made, kind, kept=0.0):
@@ -129,15 +129,15 @@ def test_what_is_made_later_takes_what_waits_in_its_place():
     assert again.named["tape topk 2"].kept_back() == {"gradients": ([[3.0]], 1.0)}
 
     rebuilt, _ = keepers("optimizer")
-    kept = {name: keeping.kept_back() for name, keeping in before.named.items()}
-    for name, keeping in rebuilt.expect(kept).items():
-        keeping.give_back(kept[name])
+    kept = {name: unsent_state.kept_back() for name, unsent_state in before.named.items()}
+    for name, unsent_state in rebuilt.expect(kept).items():
+        unsent_state.give_back(kept[name])
     assert [take(rebuilt, kind).kept for kind in ("tape int8", "tape topk")] == [4.0, 2.0]
     assert rebuilt.expect(()).keys() == {"optimizer 0", "tape int8 0", "tape topk 0"}, "nobody waits for the last"
 
 
 def test_what_is_removed_leaves_its_place_to_the_next():
-    made = Places(Keeping)
+    made = Places(UnsentState)
     first, second = made.take("optimizer"), made.take("optimizer")
     made.remove(first)
     made.remove(first)
@@ -146,7 +146,7 @@ def test_what_is_removed_leaves_its_place_to_the_next():
 
 
 def test_a_successor_has_the_place_of_the_first_that_it_succeeds():
-    made = Places(Keeping)
+    made = Places(UnsentState)
     before = [made.take("optimizer") for _ in range(4)]
     successor = made.take("optimizer")
     for one in (before[1], before[2]):
@@ -214,11 +214,11 @@ def test_a_strategy_goes_on_with_the_one_that_it_takes_over_if_that_fits(value, 
 
 
 def test_what_is_made_anew_in_another_order_has_the_place_that_it_had():
-    made = Places(Keeping)
+    made = Places(UnsentState)
     second, first = made.take("optimizer", 1), made.take("optimizer", 0)
     assert made.named == {"optimizer 0": first, "optimizer 1": second}
     assert made.place_of(second) == ("optimizer", 1)
-    other = Places(Keeping)
+    other = Places(UnsentState)
     third = other.take("optimizer", 2)
     assert [other.place_of(other.take("optimizer")) for _ in range(3)] == [("optimizer", place) for place in (0, 1, 3)]
     assert other.named["optimizer 2"] is third
@@ -228,7 +228,7 @@ class Weighing:
     begun = 0
 
 
-class Adder:
+class GradientAccumulator:
     """Adds up numbers."""
 
     def __init__(self):
@@ -242,9 +242,9 @@ class Adder:
 
 
 def test_partial_sums_wait_for_what_adds_them_up_and_are_counted_once():
-    sums = PartialSums(weighing := Weighing())
-    sums.put("a", first := Adder())
-    sums.put("b", Adder())
+    sums = AccumulatedGradients(weighing := Weighing())
+    sums.put("a", first := GradientAccumulator())
+    sums.put("b", GradientAccumulator())
     weighing.begun, first.held = 2, {"passes": 2, "apart": True}
     state = sums.state_dict()
     assert state == {"begun": 2, "kinds": {"a": {"passes": 2, "apart": True}}}
@@ -252,23 +252,23 @@ def test_partial_sums_wait_for_what_adds_them_up_and_are_counted_once():
     sums.load_state_dict(state)
     assert sums.state_dict() == state, "what came later is gone"
 
-    later = PartialSums(Weighing())
+    later = AccumulatedGradients(Weighing())
     later.load_state_dict(state)
     assert later.begun == 2 and later.state_dict() == state, "also what nobody has taken yet"
-    later.put("a", taker := Adder())
+    later.put("a", taker := GradientAccumulator())
     assert taker.held == first.held and later.state_dict() == state
-    later.put("a", again := Adder())
+    later.put("a", again := GradientAccumulator())
     assert again.held is None, "it is handed over once"
 
 
 def test_partial_sums_of_what_is_made_later_wait_in_its_place():
     state = {"optimizer 0": {"begun": 2, "kinds": {"a": {"passes": 2}}}, "optimizer 1": {"begun": 1, "kinds": {}}}
-    made = Places(PartialSums)
+    made = Places(AccumulatedGradients)
     made.load_state_dict(state)
     assert made.state_dict() == state
     sums = made.take("optimizer")
     sums.follow(weighing := Weighing())
-    sums.put("a", adder := Adder())
+    sums.put("a", adder := GradientAccumulator())
     assert weighing.begun == 2 and adder.held == {"passes": 2} and made.state_dict() == state
     weighing.begun = 3
     assert sums.begun == 3
@@ -277,9 +277,9 @@ def test_partial_sums_of_what_is_made_later_wait_in_its_place():
 
 
 def test_partial_sums_on_other_ranks_are_of_steps_that_all_of_them_decide_upon():
-    sums = PartialSums(Weighing())
+    sums = AccumulatedGradients(Weighing())
     sums.give_back({"begun": 2, "kinds": {"a": {"passes": 2, "apart": True}}}, begun=3)
-    sums.put("a", adder := Adder())
+    sums.put("a", adder := GradientAccumulator())
     assert adder.held == {"passes": 2} and sums.begun == 3
     sums.load_state_dict({})
     assert adder.held is None and sums.begun == 0
@@ -296,16 +296,16 @@ def test_exchanges_of_which_a_state_knows_nothing_begin_anew():
 
 
 def test_a_count_of_which_a_state_knows_nothing_begins_anew():
-    keeping, count = Keeping(), Count(3.0)
-    before = keeping.state_dict()
-    keeping.put_count("samples", count)
+    unsent_state, count = UnsentState(), Count(3.0)
+    before = unsent_state.state_dict()
+    unsent_state.put_count("samples", count)
     count.value = 5.0
-    after = keeping.state_dict()
-    keeping.load_state_dict(before)
+    after = unsent_state.state_dict()
+    unsent_state.load_state_dict(before)
     assert count.value == 3.0
-    keeping.load_state_dict(after)
+    unsent_state.load_state_dict(after)
     assert count.value == 5.0
-    keeping.put_count("samples", later := Count(0.0))
+    unsent_state.put_count("samples", later := Count(0.0))
     assert later.value == 0.0, "and takes what waits only where something does"
 
 

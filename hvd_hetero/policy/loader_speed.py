@@ -24,10 +24,10 @@ LONG = 2.0  # a batch counts for at most so many times the usual time beside wai
 TRIED = 0.9  # a try multiplies the estimate by this
 
 
-class LoadingPace:
+class LoaderSpeed:
     """Estimates, from the batches of one rank, how many seconds its loaders need for a sample.
 
-    `Supply` owns it; ranks send the estimate to the planner, which takes it for `SpeedModel.loading_s`.
+    `LoadingMeter` owns it; ranks send the estimate to the planner, which takes it for `SpeedModel.loading_s`.
 
     Attributes:
         seconds_per_sample: the estimate, with all loaders at work; None if the rank has not waited for them so far.

@@ -10,9 +10,9 @@ from torch import nn
 
 import hvd_hetero.torch as hvd
 from hvd_hetero.engine.local import World
-from hvd_hetero.optimizers import timesheet as module
+from hvd_hetero.optimizers import step_timer as module
 from hvd_hetero.optimizers.meter import WallClock
-from hvd_hetero.optimizers.timesheet import Timesheet
+from hvd_hetero.optimizers.step_timer import StepTimer
 
 SIZE, WHOLE, STEPS = 2, 12, 40
 torch.manual_seed(0)
@@ -40,40 +40,40 @@ class Late:
         return end[1] - start[1]
 
 
-def steps(watch, timesheet, numbers, heard):
+def steps(watch, step_timer, numbers, heard):
     for number in numbers:
-        timesheet.begin(samples=4)
-        timesheet.run()
+        step_timer.begin(samples=4)
+        step_timer.run()
         watch.now_s += number
-        timesheet.pause()
-        timesheet.end(lambda entry, number=number: heard.append((number, entry.samples, entry.compute_s)))
+        step_timer.pause()
+        step_timer.end(lambda entry, number=number: heard.append((number, entry.samples, entry.compute_s)))
 
 
 def test_who_ends_a_step_waits_for_none_but_the_one_before_it():
     watch, heard = Late(), []
-    timesheet = Timesheet(watch)
-    steps(watch, timesheet, [1.0], heard)
-    assert not heard and not watch.waits and timesheet.known == (0.0, 0.0)
-    steps(watch, timesheet, [2.0], heard)
-    assert heard == [(1.0, 4, 1.0)] and len(watch.waits) == 1 and timesheet.known == (4.0, 1.0)
-    assert timesheet.reported == (4.0, 2.0) and heard[1:] == [(2.0, 4, 2.0)], "who asks is told of the last step"
+    step_timer = StepTimer(watch)
+    steps(watch, step_timer, [1.0], heard)
+    assert not heard and not watch.waits and step_timer.known == (0.0, 0.0)
+    steps(watch, step_timer, [2.0], heard)
+    assert heard == [(1.0, 4, 1.0)] and len(watch.waits) == 1 and step_timer.known == (4.0, 1.0)
+    assert step_timer.reported == (4.0, 2.0) and heard[1:] == [(2.0, 4, 2.0)], "who asks is told of the last step"
     watch.done = 10**6
     waits = len(watch.waits)
-    steps(watch, timesheet, [3.0, 4.0], heard)
+    steps(watch, step_timer, [3.0, 4.0], heard)
     assert [each[0] for each in heard] == [1.0, 2.0, 3.0, 4.0], "each once, in order"
     assert len(watch.waits) == waits, "what the device has done is read at once"
 
 
 def test_a_step_that_broke_off_is_no_part_of_the_next_one():
-    for breaks_off in (Timesheet.restart, lambda timesheet: timesheet.load_state_dict(timesheet.state_dict())):
+    for breaks_off in (StepTimer.restart, lambda step_timer: step_timer.load_state_dict(step_timer.state_dict())):
         watch, heard = Late(), []
-        timesheet = Timesheet(watch)
-        timesheet.run()
+        step_timer = StepTimer(watch)
+        step_timer.run()
         watch.now_s += 5.0
-        timesheet.pause()
-        breaks_off(timesheet)
-        steps(watch, timesheet, [1.0], heard)
-        assert timesheet.reported == (4.0, 1.0)
+        step_timer.pause()
+        breaks_off(step_timer)
+        steps(watch, step_timer, [1.0], heard)
+        assert step_timer.reported == (4.0, 1.0)
 
 
 @pytest.mark.parametrize("reached_through", ["model", "group"])
@@ -109,7 +109,7 @@ def test_waiting_for_others_in_the_middle_of_a_step_is_no_compute(reached_throug
             loss.backward()
             watch.now_s += 0.5
             optimizer.step()
-            found.append(balancer.timesheet.reported)
+            found.append(balancer.step_timer.reported)
             watch.now_s += 3.0  # and between two steps all is: a validation, and its sum
             pair.allreduce_async(torch.ones(1), name="validated").wait()
             watch.now_s += 2.0
@@ -137,7 +137,7 @@ def test_looking_for_a_better_plan_is_no_compute_of_rank_0():
             model(torch.ones(2, 3)).sum().backward()
             watch.now_s += 0.5
             optimizer.step()
-            found.append(balancer.timesheet.reported)
+            found.append(balancer.step_timer.reported)
         return found, watch.now_s
 
     assert World(2).run(program) == [([(2.0, 1.5)] * 4, 34.0), ([(2.0, 1.5)] * 4, 6.0)]
@@ -145,27 +145,27 @@ def test_looking_for_a_better_plan_is_no_compute_of_rank_0():
 
 def test_what_was_not_read_is_neither_lost_nor_another_step_s():
     watch, heard = Late(), []
-    timesheet = Timesheet(watch)
-    timesheet.begin(samples=4)
-    timesheet.discard()
-    timesheet.supply._waited_s = 0.5
-    timesheet.end(heard.append)
-    timesheet.begin(samples=6)
-    timesheet.run()
+    step_timer = StepTimer(watch)
+    step_timer.begin(samples=4)
+    step_timer.discard()
+    step_timer.loading_meter._waited_s = 0.5
+    step_timer.end(heard.append)
+    step_timer.begin(samples=6)
+    step_timer.run()
     watch.now_s += 7.0
-    timesheet.supply._waited_s = 0.25
-    timesheet.pause()
-    timesheet.end(heard.append)
-    assert timesheet.reported == (6.0, 7.0) and timesheet.take_stops().running_s == 7.0
+    step_timer.loading_meter._waited_s = 0.25
+    step_timer.pause()
+    step_timer.end(heard.append)
+    assert step_timer.reported == (6.0, 7.0) and step_timer.take_stops().running_s == 7.0
     assert [(each.samples, each.data_s, each.compute_s) for each in heard] == [(4, 0.5, 0.0), (6, 0.25, 7.0)]
-    state = timesheet.state_dict()
-    steps(watch, timesheet, [3.0], told := [])
-    timesheet.load_state_dict(state)
-    assert told == [(3.0, 4, 3.0)] and timesheet.reported == (6.0, 0.0), "of the state, not of the step before it"
-    steps(watch, timesheet, [2.0], told := [])
-    timesheet.measure_with(Speed(1.0))  # it was told: its own stays
-    timesheet.restart()
-    assert told == [(2.0, 4, 2.0)] and timesheet.reported == (0.0, 0.0)
+    state = step_timer.state_dict()
+    steps(watch, step_timer, [3.0], told := [])
+    step_timer.load_state_dict(state)
+    assert told == [(3.0, 4, 3.0)] and step_timer.reported == (6.0, 0.0), "of the state, not of the step before it"
+    steps(watch, step_timer, [2.0], told := [])
+    step_timer.measure_with(Speed(1.0))  # it was told: its own stays
+    step_timer.restart()
+    assert told == [(2.0, 4, 2.0)] and step_timer.reported == (0.0, 0.0)
 
 
 class Moments:
@@ -225,7 +225,7 @@ def test_steps_apart_are_measured_without_waiting():
 
 def test_of_batches_that_another_process_began_only_the_samples_are_known():
     now, told = [0.0], []
-    sheet = Timesheet(WallClock(lambda: now[0]))
+    sheet = StepTimer(WallClock(lambda: now[0]))
     sheet.load_state_dict({"samples": 8, "begun": [8, 1]})
     sheet.run()
     now[0] += 0.5  # the rest of it
@@ -237,7 +237,7 @@ def test_of_batches_that_another_process_began_only_the_samples_are_known():
 def test_of_several_batches_between_two_exchanges_one_is_told_and_all_are_recorded():
     watch, heard = Late(), []
     watch.done = 10**6
-    sheet = Timesheet(watch)
+    sheet = StepTimer(watch)
     for samples, seconds in ((4, 1.0), (8, 5.0)):
         sheet.begin(samples)
         sheet.run()
@@ -254,7 +254,7 @@ def test_of_several_batches_between_two_exchanges_one_is_told_and_all_are_record
 def test_the_last_step_is_read_at_the_end_however_many_there_were(monkeypatch):
     at_exit, watch, heard = [], Late(), []
     monkeypatch.setattr(module.atexit, "register", lambda *call: at_exit.append(call))
-    sheet = Timesheet(watch)
+    sheet = StepTimer(watch)
     steps(watch, sheet, [1.0, 2.0, 3.0], heard)
     assert len(heard) == 2 and len(at_exit) == 1
     (function, *arguments), = at_exit
@@ -267,20 +267,20 @@ def test_the_last_step_is_read_at_the_end_however_many_there_were(monkeypatch):
 
 def test_whoever_is_ready_before_its_batch_waited_for_it():
     now = [0.0]
-    sheet, heard = Timesheet(WallClock(lambda: now[0])), []
+    sheet, heard = StepTimer(WallClock(lambda: now[0])), []
     sheet.begin(4)
     sheet.run()
     assert sheet.running
     now[0] += 2.0
-    loaded = sheet.supply.now()
+    loaded = sheet.loading_meter.now()
     now[0] += 3.0
-    sheet.supply.loaded(loaded)
+    sheet.loading_meter.loaded(loaded)
     sheet.pause()
     assert not sheet.running
     sheet.end(heard.append)
     assert (heard[0].data_s, heard[0].compute_s) == (2.0, 3.0)
     sheet.run()
-    sheet.supply.loaded(loaded)  # it was there before: nothing was waited for
+    sheet.loading_meter.loaded(loaded)  # it was there before: nothing was waited for
     now[0] += 1.0
     sheet.pause()
     sheet.end(heard.append)

@@ -30,7 +30,7 @@ class Sending:
     spread: float = 0.0
 
 
-class Contributing:
+class MergeSender:
     """Weighs one rank's deltas and writes its control vectors, for the merges of one optimizer (`Rounds`).
 
     Args:
@@ -138,7 +138,7 @@ class Contributing:
             said = dialogue.outgoing_in_advance()
         else:
             said = dialogue.outgoing(
-                leads=leads, measured=(self._usual or self._balancer.timesheet.known) if first else (0.0, 0.0),
+                leads=leads, measured=(self._usual or self._balancer.step_timer.known) if first else (0.0, 0.0),
                 count=work.samples, ahead=self._most_ahead(), answers=answers,
             )  # fmt: skip
         return merge_control.pack(

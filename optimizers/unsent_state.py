@@ -11,12 +11,13 @@ from typing import Any, Protocol
 
 from .place import Stateful
 
-# By kind of exchange: what `Keeper.kept_back` returned for each exchange, and the unit of weights, see `Keeping.put`.
+# By kind of exchange: what `ResidualExchange.kept_back` returned for each, and the unit of weights: see
+# `UnsentState.put`.
 Kept = Mapping[str, tuple[Sequence[Any], float]]
-GIVEN = "given"  # key in a state for what `Keeping.give_back` was given and no exchange has taken yet
+GIVEN = "given"  # key in a state for what `UnsentState.give_back` was given and no exchange has taken yet
 
 
-class Keeper(Stateful, Protocol):
+class ResidualExchange(Stateful, Protocol):
     """An exchange whose codecs may keep residuals back, to be sent later. In practice a `WeightedExchange`."""
 
     def kept_back(self) -> Sequence[Any]:
@@ -45,9 +46,9 @@ class Count:
 
 @dataclass(frozen=True)
 class _Group:
-    """The exchanges of one kind, and the unit of their weights: see `Keeping.put`."""
+    """The exchanges of one kind, and the unit of their weights: see `UnsentState.put`."""
 
-    exchanges: Sequence[Keeper]
+    exchanges: Sequence[ResidualExchange]
     unit: Callable[[], float]
 
 
@@ -56,7 +57,7 @@ def _unsent(group: _Group) -> tuple[Sequence[Any], float]:
     return [each.kept_back() for each in group.exchanges], group.unit()
 
 
-class Keeping:
+class UnsentState:
     """Everything that the exchanges of one optimizer have not sent yet, on one rank.
 
     It holds, each under a name called its kind:
@@ -77,16 +78,16 @@ class Keeping:
         sayings: the first sayings, by kind.
     """
 
-    def __init__(self, *, keeps: bool = True, sayings: Mapping[str, Stateful] | None = None) -> None:
+    def __init__(self, *, keeps: bool = True, messages: Mapping[str, Stateful] | None = None) -> None:
         self.keeps = keeps
         self._groups: dict[str, _Group] = {}
-        self._sayings: dict[str, Stateful] = dict(sayings or {})
+        self._messages: dict[str, Stateful] = dict(messages or {})
         self._new: dict[str, Any] = {}  # by kind: states that exchanges and counts began with
         self._states: dict[str, Any] = {}  # by kind: loaded states that wait for their exchanges
         self._given: dict[str, tuple[Sequence[Any], float]] = {}  # by kind: residuals that wait for exchanges
         self._said: dict[str, tuple[Sequence[Any], float]] = {}  # what `kept_back` returned last
 
-    def put(self, kind: str, exchanges: Sequence[Keeper], unit: Callable[[], float]) -> None:
+    def put(self, kind: str, exchanges: Sequence[ResidualExchange], unit: Callable[[], float]) -> None:
         """Registers new exchanges for a kind, in place of the earlier ones, and hands them what waits for that kind.
 
         Args:
@@ -104,9 +105,9 @@ class Keeping:
         self._groups.pop(kind, None)
         self._new.pop(kind, None)
 
-    def put_saying(self, kind: str, saying: Stateful) -> None:
+    def put_message(self, kind: str, message: Stateful) -> None:
         """Registers an object with facts for the next control vector, and hands it the state that waits for it."""
-        self._sayings[kind] = saying
+        self._messages[kind] = message
         self._take_in(kind)
 
     def put_count(self, kind: str, count: Count) -> None:
@@ -115,7 +116,7 @@ class Keeping:
         `load_state_dict` resets the count to its present value if the loaded state lacks it.
         """
         self._new[kind] = [count.state_dict()]
-        self.put_saying(kind, count)
+        self.put_message(kind, count)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state by kind: residuals, scales and factors of codecs, sayings, counts, and all that waits."""
@@ -126,7 +127,7 @@ class Keeping:
     def _parts(self) -> dict[str, Sequence[Stateful]]:
         """All objects with a state, by kind."""
         groups = {kind: group.exchanges for kind, group in self._groups.items()}
-        return {**{kind: [saying] for kind, saying in self._sayings.items()}, **groups}
+        return {**{kind: [message] for kind, message in self._messages.items()}, **groups}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from `state`, which was saved by this rank among as many ranks. All ranks do, or none.

@@ -29,7 +29,7 @@ LATE_S = 2.0  # seconds before a rank in rendezvous ends by itself; `horovodrun`
 LEFT = 75  # exit status of a process that has left in order: EX_TEMPFAIL of sysexits.h, "try again"
 
 
-class Notice:
+class TerminationHandler:
     """A handler of SIGTERM, installed by its construction. Outside of the main thread, where Python allows no signal
     handlers, it does nothing.
 
@@ -121,7 +121,7 @@ class Notice:
     def _leave_at_once(leave: Callable[[], object]) -> None:
         """Calls `leave()` and ends this process with status `LEFT`. Does nothing if the script has installed a handler
         of SIGTERM of its own."""
-        if getattr(signal.getsignal(signal.SIGTERM), "__func__", None) is not Notice._handle:
+        if getattr(signal.getsignal(signal.SIGTERM), "__func__", None) is not TerminationHandler._handle:
             return
         tell("hvd_hetero: SIGTERM: this rank was waiting for others to begin with, and ends.")
         try:

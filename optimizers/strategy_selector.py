@@ -33,7 +33,7 @@ EXCHANGES = 32  # synchronous steps over whose exchanges the median is taken
 LEAST_EXCHANGES = 8  # synchronous steps before the first choice
 
 
-class Selection:
+class StrategySelector:
     """Chooses the strategy for the next batches, on rank 0. The planner calls it.
 
     Args:

@@ -15,8 +15,8 @@ import weakref
 
 import pytest
 
-from hvd_hetero.engine.notice import Notice
 from hvd_hetero.engine.stderr import tell
+from hvd_hetero.engine.termination import TerminationHandler
 
 
 class Interrupted(io.RawIOBase):
@@ -66,7 +66,7 @@ def test_where_nobody_reads_any_more_it_goes_on(monkeypatch):
 
 def test_sigterm_is_heard_while_something_is_being_written(monkeypatch):
     raw, heard = Interrupted(), []
-    notice = Notice(lambda: heard.append(True), say="it ends.")
+    notice = TerminationHandler(lambda: heard.append(True), say="it ends.")
     try:
         monkeypatch.setattr(sys, "stderr", stream(raw))
         print("what a progress bar writes", file=sys.stderr, flush=True)
@@ -88,7 +88,7 @@ def test_who_hears_sigterm_is_not_kept_and_swallows_none_once_it_is_gone():
     try:
         hearer = Hearer()
         gone = weakref.ref(hearer)
-        notice = Notice(hearer.hear, say="it ends.")
+        notice = TerminationHandler(hearer.hear, say="it ends.")
         del hearer
         gc.collect()
         assert gone() is None
@@ -100,11 +100,11 @@ def test_who_hears_sigterm_is_not_kept_and_swallows_none_once_it_is_gone():
 
 RENDEZVOUS = """
     import ctypes, signal, sys, threading, time
-    from hvd_hetero.engine import notice
-    from hvd_hetero.engine.notice import Notice
+    from hvd_hetero.engine import termination
+    from hvd_hetero.engine.termination import Notice
 
     how = sys.argv[1]
-    notice.LATE_S = 20.0 if how == "over" else 0.3
+    termination.LATE_S = 20.0 if how == "over" else 0.3
     waits = Notice(lambda: print("heard", flush=True), say="so it is.")
     if how == "own":
         signal.signal(signal.SIGTERM, lambda *_: print("own heard", flush=True))
@@ -162,7 +162,7 @@ def test_signals_wake_who_they_woke_before_and_after():
     mine = signal.signal(signal.SIGUSR1, lambda *_: None)
     before = signal.set_wakeup_fd(writes, warn_on_full_buffer=False)
     try:
-        notice = Notice(lambda: None, say="so it is.")
+        notice = TerminationHandler(lambda: None, say="so it is.")
         with notice.unreachable(lambda: None):
             os.kill(os.getpid(), signal.SIGUSR1)
             assert os.read(reads, 1) == bytes([signal.SIGUSR1])
@@ -177,7 +177,7 @@ def test_signals_wake_who_they_woke_before_and_after():
 
 
 def test_who_hears_in_a_rendezvous_ends_though_a_fork_has_its_ends():
-    notice = Notice(lambda: None, say="so it is.")
+    notice = TerminationHandler(lambda: None, say="so it is.")
     with notice.unreachable(lambda: None):
         child = os.fork()
         if not child:

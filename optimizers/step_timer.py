@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 from hvd_hetero.policy.jitter import Ran
 
+from .loading_meter import LoadingMeter, LoadingTimes
 from .meter import ComputeMeter, Pace, Stopwatch, Taken, WallClock
 from .stop import StopMeter
-from .supply import Supplied, Supply
 
 
 class Entry(NamedTuple):
@@ -41,12 +41,12 @@ class Ended(NamedTuple):
     taken: Taken
     samples: int
     batches: int
-    supplied: Supplied
+    supplied: LoadingTimes
     discarded: bool
     tell: Callable[[Entry], None]
 
 
-class Timesheet:
+class StepTimer:
     """Measures the times of this rank's batches, which the next exchange reports to the other ranks.
 
     A GPU may still compute an update when Python has issued it. To avoid waiting for the GPU, the time of a step is
@@ -77,7 +77,7 @@ class Timesheet:
         self._clock, self._given = clock, stopwatch is not None
         self._ended: Ended | None = None  # the last step, while its time is not read
         self._late = False  # whether the time of any step was not known at its end; then the last one is read at exit
-        self.supply = Supply(self._meter, clock)
+        self.loading_meter = LoadingMeter(self._meter, clock)
         self.loading_s = 0.0
         self.restart()
 
@@ -89,13 +89,13 @@ class Timesheet:
         self._stops = StopMeter()
         self._samples = self._batches = 0
         self._discarded = False
-        self.supply.restart()
+        self.loading_meter.restart()
         self.known: tuple[float, float] = (0.0, 0.0)
 
     def resume_loading(self, loading_s: float) -> None:
         """Sets `loading_s` to its value before a restart of this rank, unless it was measured since."""
         if loading_s and not self.loading_s:
-            self.supply.pace.resume(loading_s)
+            self.loading_meter.pace.resume(loading_s)
             self.loading_s = loading_s
 
     def measure_with(self, stopwatch: Stopwatch) -> None:
@@ -106,7 +106,7 @@ class Timesheet:
     def begin(self, samples: int) -> None:
         """Says that a batch with `samples` samples of this rank begins."""
         self._pace.begin()
-        self.supply.begin()
+        self.loading_meter.begin()
         self._batches += 1
         self._samples += samples
 
@@ -143,7 +143,7 @@ class Timesheet:
         """Ends a step, which is what was done since the last call. `tell` is called with its `Entry` as soon as its
         times are known, by a later call if a GPU is still at the step."""
         self.read()
-        supplied = self.supply.end()
+        supplied = self.loading_meter.end()
         ended = Ended(self._meter.take(), self._samples, self._batches, supplied, self._discarded, tell)
         self._samples, self._batches, self._discarded = 0, 0, False
         self._ended = ended
@@ -203,7 +203,7 @@ class Timesheet:
         """The median duration of the last steps, in seconds; None before the second step."""
         return self._pace.usual_s
 
-    # For checkpoints, through `Keeping`: what the other ranks have not been told yet ---------------------------------
+    # For checkpoints, through `UnsentState`: what the other ranks have not been told yet ------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """The samples that the next exchange reports, and the batches begun. Their times are left out: they would say
@@ -215,15 +215,15 @@ class Timesheet:
         self.read()
         self._meter.forget()
         self.known = (state["samples"], 0.0)
-        self.supply.restart()
+        self.loading_meter.restart()
         self._samples, self._batches = state["begun"]
         if self._batches:
-            self.supply.begin()
+            self.loading_meter.begin()
         self._discarded = self._batches > 0  # the time of the batches begun before is not known
 
 
-def _read_at_exit(timesheet: weakref.ref[Timesheet]) -> None:
-    found = timesheet()
+def _read_at_exit(step_timer: weakref.ref[StepTimer]) -> None:
+    found = step_timer()
     if found is not None:
         with contextlib.suppress(Exception):  # the device may be gone by now
             found.read()

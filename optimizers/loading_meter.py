@@ -11,12 +11,12 @@ import time
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from hvd_hetero.policy.loading import LoadingPace
+from hvd_hetero.policy.loader_speed import LoaderSpeed
 
 from .meter import ComputeMeter, Moment
 
 
-class Supplied(NamedTuple):
+class LoadingTimes(NamedTuple):
     """How long a rank waited for the samples of one step, and how fast they were loaded.
 
     Attributes:
@@ -30,11 +30,11 @@ class Supplied(NamedTuple):
     waited_s: float
     own_s: float
     step_s: float | None
-    pace: LoadingPace | None
+    pace: LoaderSpeed | None
 
 
-class Supply:
-    """Measures the waits of one rank for its samples. The data loaders report to it, and `Timesheet` reads it.
+class LoadingMeter:
+    """Measures the waits of one rank for its samples. The data loaders report to it, and `StepTimer` reads it.
 
     Args:
         meter: measures this rank's compute; waits for samples are taken out of that.
@@ -48,7 +48,7 @@ class Supply:
 
     def __init__(self, meter: ComputeMeter, clock: Callable[[], float] = time.perf_counter) -> None:
         self._meter, self._clock = meter, clock
-        self.iteration, self.by_itself, self.pace = 0, True, LoadingPace()
+        self.iteration, self.by_itself, self.pace = 0, True, LoaderSpeed()
         self._paced = False  # whether `pace` is measured in the present iteration
         self.restart()
 
@@ -101,10 +101,10 @@ class Supply:
         earlier, the time in between is a wait, and no compute."""
         self._waited_s += self._meter.begin_at(at)
 
-    def end(self) -> Supplied:
+    def end(self) -> LoadingTimes:
         """Ends a step: returns its waits and the pace of loading, and begins to measure the next step."""
         now_s, before_s = self._clock(), self._ended_s
-        supplied = Supplied(
+        supplied = LoadingTimes(
             self._waited_s, self._own_s, None if before_s is None else now_s - before_s,
             self.pace if self._paced else None,
         )  # fmt: skip

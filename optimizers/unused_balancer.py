@@ -43,10 +43,10 @@ def ends(balancer: Balancer) -> None:
         _DEALT.last_by = None
 
 
-LOOKS = 2  # times that `Forgotten.check` looks
+LOOKS = 2  # times that `UnusedBalancerCheck.check` looks
 
 
-class Forgotten:
+class UnusedBalancerCheck:
     """Checks that no forgotten balancer dealt the batches of an optimizer or tape that was made without one.
 
     Make one together with the optimizer or tape, and call `check` before it reduces gradients.

@@ -12,11 +12,11 @@ pytest.importorskip("horovod.torch", reason="build it with hvd-hetero build-horo
 
 import hvd_hetero.torch as hvd
 from hvd_hetero.engine.local import World
-from hvd_hetero.optimizers.agreement import Terms
+from hvd_hetero.optimizers.agreement import BalancerArguments
 from hvd_hetero.optimizers.meter import WallClock
 from hvd_hetero.optimizers.planner import Planner
-from hvd_hetero.optimizers.timesheet import Timesheet
-from hvd_hetero.policy.loading import FEW, LEAST, MOST, TRIED, WINDOW, LoadingPace
+from hvd_hetero.optimizers.step_timer import StepTimer
+from hvd_hetero.policy.loader_speed import FEW, LEAST, MOST, TRIED, WINDOW, LoaderSpeed
 from hvd_hetero.policy.partition import Bound, equal_shares
 
 DEPTH = 4  # batches that are loaded ahead
@@ -26,7 +26,7 @@ class Loaded:
     """One rank of a synchronous job, whose loader works beside it, `DEPTH` batches ahead."""
 
     def __init__(self):
-        self.pace, self.begins, self.loaded_s, self.computed_s = LoadingPace(), [], 0.0, 0.0
+        self.pace, self.begins, self.loaded_s, self.computed_s = LoaderSpeed(), [], 0.0, 0.0
 
     def step(self, now_s, samples, *, loads_s, computes_s, hands_s):
         """When it is done with a batch, how long it has computed, and what it says that it needs to load a sample."""
@@ -44,7 +44,7 @@ def job(steps, *, loads, computes, batch=64, noise=0.05, seed=0, hands_s=0.0):
     """The seconds of each step, and the plans, from equal shares on; `loads(step)`: seconds of a sample, by rank."""
     draw, ranks, now_s, ends = random.Random(seed), len(computes), 0.0, [0.0]
     first = equal_shares(batch, ranks)
-    planner = Planner(Terms(
+    planner = Planner(BalancerArguments(
         global_batch_size=batch, min_share=1, max_share=None, quantum=1, max_micro_batch=None, shares=None,
         adaptive=True, bounds=(Bound(lower=1),) * ranks, first_shares=first, micro_caps=(None,) * ranks,
     ))  # fmt: skip
@@ -114,12 +114,12 @@ def heard(pace, count, *, step_s, waited_s, samples=4):
 
 
 def test_who_does_not_wait_says_nothing():
-    assert heard(LoadingPace(), 1000, step_s=1.0, waited_s=0.01) is None
+    assert heard(LoaderSpeed(), 1000, step_s=1.0, waited_s=0.01) is None
 
 
 @pytest.mark.parametrize("loaders", [2, 24, 32])
 def test_many_who_load_end_together(loaders):
-    pace, found = LoadingPace(), []
+    pace, found = LoaderSpeed(), []
     pace.look_back(loaders)
     for batch in range(6 * loaders):
         waited_s = 0.0 if batch % loaders else 0.4 * loaders
@@ -130,7 +130,7 @@ def test_many_who_load_end_together(loaders):
 
 def test_who_waits_longer_for_others_could_have_had_its_samples():
     for waited_s, known in ((0.2, False), (0.4, False), (0.5, True)):
-        pace = LoadingPace()
+        pace = LoaderSpeed()
         for _ in range(WINDOW):
             pace.hear(4, step_s=1.0, waited_s=waited_s, computed_s=0.1)
         assert (pace.seconds_per_sample is not None) == known
@@ -138,7 +138,7 @@ def test_who_waits_longer_for_others_could_have_had_its_samples():
 
 def test_who_waits_needs_what_a_batch_takes_to_come():
     """As for processes that end together: then there are several, and none for a while."""
-    pace = LoadingPace()
+    pace = LoaderSpeed()
     for _ in range(WINDOW):
         pace.hear(4, step_s=0.1, waited_s=0.0, computed_s=0.1)
         pace.hear(4, step_s=0.7, waited_s=0.6, computed_s=0.1)
@@ -146,7 +146,7 @@ def test_who_waits_needs_what_a_batch_takes_to_come():
 
 
 def test_tries_are_rarer_where_they_fail_and_more_frequent_where_they_do_not():
-    pace, pauses = LoadingPace(), []
+    pace, pauses = LoaderSpeed(), []
     heard(pace, 1, step_s=None, waited_s=0.2)
     for _ in range(6):
         found = heard(pace, WINDOW, step_s=1.0, waited_s=0.2)
@@ -163,7 +163,7 @@ def test_tries_are_rarer_where_they_fail_and_more_frequent_where_they_do_not():
 
 
 def test_the_time_between_two_epochs_is_no_loading():
-    pace = LoadingPace()
+    pace = LoaderSpeed()
     for _ in range(FEW - 1):
         heard(pace, 1, step_s=None, waited_s=60.0)
         heard(pace, 1, step_s=60.0, waited_s=60.0)
@@ -175,7 +175,7 @@ def test_the_time_between_two_epochs_is_no_loading():
 
 
 def test_a_batch_for_which_something_compiles_says_nothing_of_loading():
-    pace = LoadingPace()
+    pace = LoaderSpeed()
     heard(pace, WINDOW, step_s=1.0, waited_s=0.5)
     for step_s in (30.0, *(1.0,) * WINDOW):
         assert heard(pace, 1, step_s=step_s, waited_s=0.5) <= 1.1 * 0.25
@@ -194,8 +194,8 @@ class Clock(WallClock):
         self.now_s, self.cpu_s = self.now_s + seconds, self.cpu_s + cpu_s
 
 
-def timesheet_of(clock):
-    return Timesheet(clock, clock=lambda: clock.now_s, processor_s=lambda: clock.cpu_s)
+def step_timer_of(clock):
+    return StepTimer(clock, clock=lambda: clock.now_s, processor_s=lambda: clock.cpu_s)
 
 
 @pytest.mark.parametrize("open_segment", [False, True])
@@ -203,12 +203,12 @@ def timesheet_of(clock):
 def test_a_rank_that_loads_by_itself_takes_as_long_as_that_and_computing(open_segment, cpu):
     """Whether or not it is the processor that loads: what serves the communication is told from both."""
     clock, heard = Clock(), []
-    sheet = timesheet_of(clock)
-    sheet.supply.will_load(beside=False)
+    sheet = step_timer_of(clock)
+    sheet.loading_meter.will_load(beside=False)
     for _ in range(3):
         if open_segment:
             sheet.run()
-        with sheet.supply.loading():
+        with sheet.loading_meter.loading():
             clock.passes(3.0, 3.0 * cpu)
         sheet.begin(4)
         sheet.run()
@@ -225,18 +225,18 @@ def test_a_rank_that_loads_by_itself_takes_as_long_as_that_and_computing(open_se
 
 def test_a_rank_for_which_others_load_says_how_long_both_take():
     clock, heard, reported = Clock(), [], []
-    sheet = timesheet_of(clock)
-    sheet.supply.will_load(beside=True)
+    sheet = step_timer_of(clock)
+    sheet.loading_meter.will_load(beside=True)
     for _ in range(2):  # an iteration that was broken off
-        with sheet.supply.loading():
+        with sheet.loading_meter.loading():
             clock.passes(99.0)
         sheet.begin(1)
-        sheet.supply.will_load(beside=True)
+        sheet.loading_meter.will_load(beside=True)
     sheet.end(lambda entry: None)
-    sheet.supply.will_load(beside=True)
+    sheet.loading_meter.will_load(beside=True)
     for step in range(3 * WINDOW):
         samples, waits_s = (4, 3.0) if step < WINDOW + 1 else (2, 0.0)
-        with sheet.supply.loading():
+        with sheet.loading_meter.loading():
             clock.passes(waits_s)
         sheet.begin(samples)
         sheet.run()
@@ -253,9 +253,9 @@ def test_a_rank_for_which_others_load_says_how_long_both_take():
 
 def test_a_step_that_takes_longer_than_it_ever_will_again_says_nothing():
     clock = Clock()
-    sheet = timesheet_of(clock)
+    sheet = step_timer_of(clock)
     sheet.discard()
-    with sheet.supply.loading():
+    with sheet.loading_meter.loading():
         clock.passes(9.0, 9.0)
     sheet.begin(4)
     sheet.end(lambda entry: None)
@@ -266,10 +266,10 @@ def test_what_a_rank_reads_whatever_its_share_is_no_slowness_where_others_read_i
     """Fewer samples would not make it faster. Where it reads by itself, they leave it more time for that."""
     for beside in (True, False):
         clock = Clock()
-        sheet = timesheet_of(clock)
-        sheet.supply.will_load(beside=beside, in_parts=False)
+        sheet = step_timer_of(clock)
+        sheet.loading_meter.will_load(beside=beside, in_parts=False)
         for _ in range(2 * WINDOW):
-            with sheet.supply.loading():
+            with sheet.loading_meter.loading():
                 clock.passes(7.0)
             sheet.begin(4)
             sheet.run()
@@ -314,9 +314,9 @@ def train(engine, data, *, batch=4, workers=0, **options):
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_loader_says_who_loads(data, workers):
     def program(engine):
-        supply = train(engine, data(), workers=workers, adaptive=False).timesheet.supply
-        _, own_s, _, pace = supply.end()
-        return supply.by_itself, pace is not None, own_s
+        loading_meter = train(engine, data(), workers=workers, adaptive=False).step_timer.loading_meter
+        _, own_s, _, pace = loading_meter.end()
+        return loading_meter.by_itself, pace is not None, own_s
 
     assert World(2).run(program) == [(workers == 0, workers > 0 and data is Numbered, 0.0)] * 2
 
@@ -343,7 +343,7 @@ def late_steps(clock, sheet, count, *, hands_s, computes_s, waits_s, first_s=0.0
     """What is said in each of so many steps, once its exchange asks for what ended last."""
     said = []
     for step in range(count):
-        with sheet.supply.loading():
+        with sheet.loading_meter.loading():
             clock.passes(hands_s)
         sheet.begin(samples)
         sheet.run()
@@ -359,8 +359,8 @@ def late_steps(clock, sheet, count, *, hands_s, computes_s, waits_s, first_s=0.0
 def test_a_first_step_that_a_device_takes_long_for_is_no_loading(first_s):
     """A fast rank waits for others, and a little for what is handed over: it is to have more samples."""
     clock = Late()
-    sheet = timesheet_of(clock)
-    sheet.supply.will_load(beside=True)
+    sheet = step_timer_of(clock)
+    sheet.loading_meter.will_load(beside=True)
     said = late_steps(clock, sheet, 60, hands_s=0.06, computes_s=0.4, waits_s=0.54, first_s=first_s)
     assert said[2:] == [pytest.approx((4, 0.4))] * 58
 
@@ -381,10 +381,10 @@ def test_what_a_device_computes_while_its_rank_loads_takes_no_longer_than_both()
 
     for loads_s, expected_s in ((0.6, 1.0), (1.5, 1.5)):
         clock = Beside()
-        sheet = timesheet_of(clock)
-        sheet.supply.will_load(beside=False)
+        sheet = step_timer_of(clock)
+        sheet.loading_meter.will_load(beside=False)
         for _ in range(4):
-            with sheet.supply.loading():
+            with sheet.loading_meter.loading():
                 clock.passes(loads_s)
             sheet.begin(4)
             sheet.run()
@@ -396,12 +396,12 @@ def test_what_a_device_computes_while_its_rank_loads_takes_no_longer_than_both()
 
 def test_what_limits_a_rank_is_known_after_something_else_has_loaded_and_after_a_short_batch():
     clock = Clock()
-    sheet = timesheet_of(clock)
+    sheet = step_timer_of(clock)
 
     def train(batches, waits_s, samples=4, beside=True):
-        sheet.supply.will_load(beside=beside)
+        sheet.loading_meter.will_load(beside=beside)
         for _ in range(batches):
-            with sheet.supply.loading():
+            with sheet.loading_meter.loading():
                 clock.passes(waits_s)
             sheet.begin(samples)
             sheet.run()
@@ -412,9 +412,9 @@ def test_what_limits_a_rank_is_known_after_something_else_has_loaded_and_after_a
 
     assert train(2 * WINDOW, 0.4) == pytest.approx(0.25)
     assert train(1, 0.0, samples=1) == pytest.approx(0.25)
-    sheet.supply.will_load(beside=False)
+    sheet.loading_meter.will_load(beside=False)
     for _ in range(3):
-        with sheet.supply.loading():
+        with sheet.loading_meter.loading():
             clock.passes(60.0)  # of a validation, which begins no batch
     assert train(1, 0.4) == pytest.approx(0.25)
     assert train(1, 0.4, beside=False) == 0.0, "what loads now does not do so beside computing"
@@ -432,8 +432,8 @@ def test_what_limits_a_rank_is_known_to_who_resumes_it():
                 balancer.planner.observe(0, (8.0, 8.0), (0.1, 0.1), (0.5, 0.0))
             else:
                 balancer.load_state_dict(state)
-            sheet = balancer.timesheet
-            return balancer.state_dict(), sheet.loading_s, sheet.supply.pace.seconds_per_sample
+            sheet = balancer.step_timer
+            return balancer.state_dict(), sheet.loading_s, sheet.loading_meter.pace.seconds_per_sample
 
         return World(2).run(program)
 
@@ -451,8 +451,8 @@ def test_a_loader_within_another_one_s_loop_loads_for_itself():
         with torch.no_grad():
             for step, _ in enumerate(outer):
                 if step == 0:
-                    said += [balancer.timesheet.supply.by_itself for _ in inner]
-                said.append(balancer.timesheet.supply.by_itself)
+                    said += [balancer.step_timer.loading_meter.by_itself for _ in inner]
+                said.append(balancer.step_timer.loading_meter.by_itself)
         return said
 
     assert World(2).run(program) == [[True] * 3 + [True, False, False]] * 2
@@ -460,7 +460,7 @@ def test_a_loader_within_another_one_s_loop_loads_for_itself():
 
 def test_what_is_known_of_an_earlier_process_s_loaders_is_tried_soon():
     """There may be more of them now."""
-    known, resumed = LoadingPace(), LoadingPace()
+    known, resumed = LoaderSpeed(), LoaderSpeed()
     known.seconds_per_sample = 1.0
     resumed.resume(1.0)
     for pace in (known, resumed):

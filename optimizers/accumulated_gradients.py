@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-Sums = Mapping[str, Any]  # see `PartialSums.state_dict`
+Sums = Mapping[str, Any]  # see `AccumulatedGradients.state_dict`
 
 
-class Begun(Protocol):
+class BatchCounter(Protocol):
     """Counts the global batches since the last exchange of gradients. In training, this is the `Weighing`."""
 
     begun: int  # the same on all ranks
@@ -18,7 +18,7 @@ class _Nobody:
     begun = 0
 
 
-class Adder(Protocol):
+class GradientAccumulator(Protocol):
     """Accumulates the gradients of one list of variables over several batches, as Keras' `ReducedStep` does."""
 
     def sums(self) -> dict[str, Any] | None:
@@ -33,20 +33,21 @@ class Adder(Protocol):
         """
 
 
-class PartialSums:
+class AccumulatedGradients:
     """The accumulated gradients of one optimizer on one rank, by kind: each kind stands for a list of variables.
 
-    There is one `Adder` for each kind. State may be loaded before an adder is made, as after an elastic reset: then the
-    gradients are kept here until `put` registers the adder of their kind. They are stored with their number of loss
-    terms, by which they are weighted, so that they count correctly on another set of ranks as well.
+    There is one `GradientAccumulator` for each kind. State may be loaded before an accumulator is made, as after an
+    elastic reset: then the gradients are kept here until `put` registers the accumulator of their kind. They are stored
+    with their number of loss terms, by which they are weighted, so that they count correctly on another set of ranks as
+    well.
 
     Args:
         weighing: counts the global batches since the last exchange; None if it is given later, with `follow`.
     """
 
-    def __init__(self, weighing: Begun | None = None) -> None:
-        self._weighing: Begun = weighing or _Nobody()
-        self._adders: dict[str, Adder] = {}
+    def __init__(self, weighing: BatchCounter | None = None) -> None:
+        self._weighing: BatchCounter = weighing or _Nobody()
+        self._adders: dict[str, GradientAccumulator] = {}
         self._waiting: dict[str, Any] = {}  # sums by kind, for adders that are not made yet
 
     @property
@@ -54,11 +55,11 @@ class PartialSums:
         """The number of global batches since the last exchange."""
         return self._weighing.begun
 
-    def follow(self, weighing: Begun) -> None:
+    def follow(self, weighing: BatchCounter) -> None:
         """Lets `weighing` count the global batches from now on, beginning with the present count."""
         weighing.begun, self._weighing = self.begun, weighing
 
-    def put(self, kind: str, adder: Adder) -> None:
+    def put(self, kind: str, adder: GradientAccumulator) -> None:
         """Registers the adder of a kind, and loads into it the gradients that are kept here for this kind. An earlier
         adder of the kind is replaced; what that has accumulated is not carried over."""
         self._adders[kind] = adder
