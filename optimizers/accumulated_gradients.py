@@ -47,8 +47,8 @@ class AccumulatedGradients:
 
     def __init__(self, weighing: BatchCounter | None = None) -> None:
         self._weighing: BatchCounter = weighing or _Nobody()
-        self._adders: dict[str, GradientAccumulator] = {}
-        self._waiting: dict[str, Any] = {}  # sums by kind, for adders that are not made yet
+        self._accumulators: dict[str, GradientAccumulator] = {}
+        self._waiting: dict[str, Any] = {}  # sums by kind, for accumulators that are not made yet
 
     @property
     def begun(self) -> int:
@@ -59,19 +59,19 @@ class AccumulatedGradients:
         """Lets `weighing` count the global batches from now on, beginning with the present count."""
         weighing.begun, self._weighing = self.begun, weighing
 
-    def put(self, kind: str, adder: GradientAccumulator) -> None:
-        """Registers the adder of a kind, and loads into it the gradients that are kept here for this kind. An earlier
-        adder of the kind is replaced; what that has accumulated is not carried over."""
-        self._adders[kind] = adder
-        adder.load_sums(self._waiting.pop(kind, None))
+    def put(self, kind: str, accumulator: GradientAccumulator) -> None:
+        """Registers the accumulator of a kind, and loads into it the gradients that are kept here for this kind. An earlier
+        accumulator of the kind is replaced; what that has accumulated is not carried over."""
+        self._accumulators[kind] = accumulator
+        accumulator.load_sums(self._waiting.pop(kind, None))
 
     def drop(self, kind: str) -> None:
-        """Removes the adder of a kind, and with it the gradients that it has accumulated."""
-        self._adders.pop(kind, None)
+        """Removes the accumulator of a kind, and with it the gradients that it has accumulated."""
+        self._accumulators.pop(kind, None)
 
     def state_dict(self) -> dict[str, Any]:
         """Copies of this rank's accumulated gradients under "kinds", and the number of global batches under "begun"."""
-        live = {kind: sums for kind, adder in self._adders.items() if (sums := adder.sums()) is not None}
+        live = {kind: sums for kind, accumulator in self._accumulators.items() if (sums := accumulator.sums()) is not None}
         return {"begun": self.begun, "kinds": {**self._waiting, **live}}
 
     def load_state_dict(self, state: Sums) -> None:
@@ -81,8 +81,8 @@ class AccumulatedGradients:
         """
         self._weighing.begun = state.get("begun", 0)
         self._waiting = dict(state.get("kinds", {}))
-        for kind, adder in self._adders.items():
-            adder.load_sums(self._waiting.pop(kind, None))
+        for kind, accumulator in self._accumulators.items():
+            accumulator.load_sums(self._waiting.pop(kind, None))
 
     def give_back(self, state: Sums, *, begun: int) -> None:
         """Goes on from `state` after an elastic reset, on any set of ranks.

@@ -36,7 +36,7 @@ class Dialogue:
         engine: the ranks that exchange gradients.
         place: the position of this rank in the sequence of global batches; it is read anew at each exchange.
         planner: rank 0's announces plans; all ranks' accept them.
-        timesheet: this rank's measurements.
+        step_timer: this rank's measurements.
         departure: failures, and the flags of ranks that leave or ask to stop.
         replans: whether shares may change.
         entered: samples of a global batch, for `entered` until the first exchange.

@@ -157,8 +157,8 @@ class LocalSteps:
         if not self._warned:
             self._warned = True
             script.warn(
-                f"What rank {self._engine.rank} did apart was not finite, and is given up: it goes on from the last "
-                "merge. The trace has each time that this happens.",
+                f"The local steps of rank {self._engine.rank} were not finite, and are given up: it goes on from the "
+                "last merge. The trace has each time that this happens.",
                 RuntimeWarning,
             )
 
@@ -225,12 +225,12 @@ class LocalSteps:
         found = np.asarray(checksums).tolist()
         if others := [rank for rank, value in enumerate(found) if value != found[0]]:
             raise RuntimeError(
-                "Expected the same parameters on every rank before ranks train apart. Received: others than rank 0's "
+                "Expected the same parameters on every rank before local steps begin. Received: others than rank 0's "
                 f"on rank {', '.join(map(str, others))}. Broadcast the parameters from rank 0 after making the "
-                "optimizer, and load checkpoints on all ranks or before it. Where another optimizer has trained them "
-                "apart, call its merge() before making this one, or what ranks did is lost. What moves them within a "
-                "step and back, as SAM does, has to go back to a copy. A Keras model that is "
-                "built by its first step is broadcast after that: begin it with keras.Input(...)."
+                "optimizer, and load checkpoints on all ranks or before it. Where another optimizer has made local "
+                "steps with them, call its merge() before making this one, or what ranks did is lost. What moves them "
+                "within a step and back, as SAM does, has to go back to a copy. A Keras model that is built by its "
+                "first step is broadcast after that: begin it with keras.Input(...)."
             )
 
     @property

@@ -95,7 +95,8 @@ class Planner:
         announcement: the plan that rank 0 sends with the next exchange; None if there is none.
         loading: how fast each rank can load samples.
         steadiness: how often and how long each rank stalls.
-        apart: tells whether ranks make local steps at a global batch, waiting for nobody; set by `install_local_phase`.
+        is_local: tells whether ranks make local steps at a global batch, waiting for nobody; `install_local_phase` sets
+            it.
     """
 
     def __init__(self, terms: BalancerArguments, *, clock: Callable[[], float] = lambda: 0.0) -> None:

@@ -63,7 +63,7 @@ class UnsentState:
     It holds, each under a name called its kind:
 
     - groups of exchanges (as "gradients" and "merges"), for the residuals and other state of their codecs;
-    - sayings: objects with facts of this rank that go into the next control vector (samples, gradient noise);
+    - messages: objects with facts of this rank that go into the next control vector (samples, gradient noise);
     - counts of this rank that no exchange carries, such as samples of local steps.
 
     A state is loaded, or residuals are given back, by kind. If the exchanges of a kind do not exist yet, the state or
@@ -75,7 +75,7 @@ class UnsentState:
 
     Args:
         keeps: whether any codec keeps residuals. Codecs without residuals may have a state all the same.
-        sayings: the first sayings, by kind.
+        messages: the first messages, by kind.
     """
 
     def __init__(self, *, keeps: bool = True, messages: Mapping[str, Stateful] | None = None) -> None:
@@ -119,7 +119,7 @@ class UnsentState:
         self.put_message(kind, count)
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state by kind: residuals, scales and factors of codecs, sayings, counts, and all that waits."""
+        """This rank's state by kind: residuals, scales and factors of codecs, messages, counts, and all that waits."""
         live = {kind: [each.state_dict() for each in parts] for kind, parts in self._parts.items()}
         return {**self._states, **live, **({GIVEN: dict(self._given)} if self._given else {})}
 

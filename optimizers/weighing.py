@@ -46,7 +46,7 @@ class Weighing:
         relayout: whether any rank asked for another layout in the last exchange.
         number: how many exchanges were attached to the balancer before this one.
         noise: measures the noise of the gradient.
-        keeping: the state of this optimizer's exchanges, such as the residuals of codecs, on this rank.
+        unsent_state: the state of this optimizer's exchanges, such as the residuals of codecs, on this rank.
         place: the name under which that state is found again in a checkpoint or after an elastic reset.
     """
 

@@ -55,9 +55,9 @@ def test_buffers_that_a_model_makes_as_it_is_used_are_no_part_of_a_checkpoint(fi
 
 FORK = """
     import multiprocessing, time
-    from hvd_hetero.engine.termination import Notice
+    from hvd_hetero.engine.termination import TerminationHandler
 
-    notice = Notice(lambda: None, say="so it is.")  # it is what hears SIGTERM
+    notice = TerminationHandler(lambda: None, say="so it is.")  # it is what hears SIGTERM
     multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,), daemon=True).start()
     time.sleep(0.3)
 """

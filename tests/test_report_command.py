@@ -59,8 +59,8 @@ def test_a_report_says_what_to_look_at(tmp_path, capsys, run, words):
 
 
 @pytest.mark.parametrize(("ends", "words"), [
-    (False, "Rank 0 is at merges for 75 % of its time, though ranks step apart: a larger bound_rounds"),
-    (True, "Rank 0 waits for 69 % of its time at the end of steps apart, as of an epoch"),
+    (False, "Rank 0 is at merges for 75 % of its time, though steps are local: a larger bound_rounds"),
+    (True, "Rank 0 waits for 69 % of its time at the end of local steps, as of an epoch"),
 ])  # fmt: skip
 def test_a_report_tells_of_a_rank_that_waits_though_ranks_step_apart(tmp_path, capsys, ends, words):
     ranks = RecordedRanks(tmp_path, 2)
@@ -95,7 +95,7 @@ def test_what_ranks_waited_in_synchronous_steps_is_not_told_of_steps_apart(tmp_p
     assert main(["report", str(tmp_path)]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "for one rank now and for another then." in said
-    assert "though ranks step apart" not in said and "strategy=" not in said
+    assert "though steps are local" not in said and "strategy=" not in said
 
 
 def test_a_report_does_not_advise_what_the_run_has_and_says_whose_record_is_missing(tmp_path, capsys):

@@ -101,11 +101,11 @@ def test_who_hears_sigterm_is_not_kept_and_swallows_none_once_it_is_gone():
 RENDEZVOUS = """
     import ctypes, signal, sys, threading, time
     from hvd_hetero.engine import termination
-    from hvd_hetero.engine.termination import Notice
+    from hvd_hetero.engine.termination import TerminationHandler
 
     how = sys.argv[1]
     termination.LATE_S = 20.0 if how == "over" else 0.3
-    waits = Notice(lambda: print("heard", flush=True), say="so it is.")
+    waits = TerminationHandler(lambda: print("heard", flush=True), say="so it is.")
     if how == "own":
         signal.signal(signal.SIGTERM, lambda *_: print("own heard", flush=True))
 

@@ -416,7 +416,7 @@ def test_a_rank_gets_over_what_was_not_finite(kind, tmp_path):
         balancer.trace.close()
         return [value.clone() for value in model.state_dict().values()]
 
-    with pytest.warns(RuntimeWarning, match="rank 1 did apart was not finite"):
+    with pytest.warns(RuntimeWarning, match="local steps of rank 1 were not finite"):
         first, second = World(2).run(program)
     assert all(torch.equal(*both) and both[0].isfinite().all() for both in zip(first, second, strict=True))
     lines = [json.loads(line) for path in tmp_path.iterdir() for line in path.read_text().splitlines()]

@@ -242,7 +242,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="with --speeds: what the exchange of gradients adds to a step (default: 0)")
     parser.add_argument("--global-batch-size", type=int, metavar="N", help="of the job (default: the run's)")
     parser.add_argument("--round-steps", type=int, default=ROUND_STEPS, metavar="N",
-                        help="of the fastest rank between two merges, where ranks make steps apart (default: "
+                        help="of the fastest rank between two merges, where ranks make local steps (default: "
                              "%(default)s, as of hvd.LocalSGD)")
     parser.add_argument("--max-share", action="append", default=[], metavar="RANK:N",
                         help="the most samples that this rank's memory holds (default: the run's max_share); may be "

@@ -140,7 +140,7 @@ def headline(report: Report) -> str:
         exchange = percent(report.waits.exchange_part)
         words += f"; {seconds_text(report.waits.step_s)} a step, of which the exchange {exchange}"
     if report.merges:
-        words += f"; {report.merges} merges of steps apart"
+        words += f"; {report.merges} merges of local steps"
     sessions = " of each session" if any(rank.sessions > 1 for rank in report.run.ranks.values()) else ""
     return words + f". Without the first {report.skip} steps{sessions}." * bool(report.skip)
 
@@ -186,12 +186,12 @@ def _of_local_steps(report: Report) -> list[str]:
     said = []
     number = max(waited, key=lambda each: waited[each][1])
     if (part := waited[number][1]) >= WORTH_WAITING:
-        said.append(f"Rank {number} waits for {percent(part)} of its time at the end of steps apart, as of an epoch: "
+        said.append(f"Rank {number} waits for {percent(part)} of its time at the end of local steps, as of an epoch: "
                     "it is through with its batches before the others are. See its max_share and quantum, and whether "
                     "the plan is adaptive.")
     number = max(waited, key=lambda each: waited[each][0])
     if (part := waited[number][0]) >= WORTH_WAITING:
-        said.append(f"Rank {number} is at merges for {percent(part)} of its time, though ranks step apart: a larger "
+        said.append(f"Rank {number} is at merges for {percent(part)} of its time, though steps are local: a larger "
                     "bound_rounds lets it go on without one, and with a larger round_steps there are fewer.")
     return said
 

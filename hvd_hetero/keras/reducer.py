@@ -172,7 +172,7 @@ class GradientReducer:
             self._bucket_bytes = self.ways.bucket_bytes(self.form.zeros(0, specs[0].wire), most=BUCKET_BYTES)
         return self._bucket_bytes or BUCKET_BYTES
 
-    # Steps apart ----------------------------------------------------------------------------------------------------
+    # Local steps ----------------------------------------------------------------------------------------------------
 
     @property
     def is_local(self) -> bool:

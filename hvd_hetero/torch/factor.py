@@ -58,7 +58,7 @@ def factor_applied(optimizer: Any) -> Iterator[None]:
         )
     if latency_lr.balancer.strategies.lead and not optimizer._reducer.is_local:
         raise RuntimeError(
-            "LatencyAwareLR: expected all optimizers of a balancer to step apart where one does. Received: a "
+            "LatencyAwareLR: expected all optimizers of a balancer to make local steps where one does. Received: a "
             "synchronous step of one with a LatencyAwareLR, whose factor would move with the other's merges, on each "
             "rank at another step. Give both the same strategy, or each a balancer of its own."
         )

@@ -20,7 +20,7 @@ from .second_moments import mix, moments_of
 from .state import all_finite, average_state
 
 MOVED = (
-    "Expected parameters of a local strategy on the device, and of the type, that they had when steps apart began. "
+    "Expected parameters of a local strategy on the device, and of the type, that they had when local steps began. "
     "Received: others. Move the model before training, or, without synchronous steps first, before making "
     "hvd.DistributedOptimizer."
 )

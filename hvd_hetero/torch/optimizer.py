@@ -55,7 +55,7 @@ def DistributedOptimizer(
     gradient counts alike, as in Horovod, and is there when `backward()` returns.
 
     It has Horovod's `synchronize()` and `skip_synchronize()`. And `merge(model=None)`, a collective call, with a local
-    strategy brings ranks that train apart to one model, in which every step counts once; of `model` the buffers too.
+    strategy brings the models of all ranks to one, in which every step counts once; of `model` the buffers too.
 
     Args:
         compression: one of `hvd.Compression`, or an object with Horovod's `compress` and `decompress`.

@@ -45,7 +45,7 @@ class StepPhases:
         parameters: those that are trained; the list may grow.
         accumulated: the gradients of the step under way.
         layouts: returns what sends and delivers the gradients.
-        apart: returns whether the present step is a local one, whose gradients are not exchanged.
+        is_local: returns whether the present step is a local one, whose gradients are not exchanged.
         ended: is called at the end of a step's passes.
         follow: is called at the first gradient of a backward pass, before the pass is counted.
 
