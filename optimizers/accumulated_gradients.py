@@ -60,8 +60,8 @@ class AccumulatedGradients:
         weighing.begun, self._weighing = self.begun, weighing
 
     def put(self, kind: str, accumulator: GradientAccumulator) -> None:
-        """Registers the accumulator of a kind, and loads into it the gradients that are kept here for this kind. An earlier
-        accumulator of the kind is replaced; what that has accumulated is not carried over."""
+        """Registers the accumulator of a kind, and loads into it the gradients that are kept here for this kind. An
+        earlier accumulator of the kind is replaced; what that has accumulated is not carried over."""
         self._accumulators[kind] = accumulator
         accumulator.load_sums(self._waiting.pop(kind, None))
 
@@ -71,8 +71,9 @@ class AccumulatedGradients:
 
     def state_dict(self) -> dict[str, Any]:
         """Copies of this rank's accumulated gradients under "kinds", and the number of global batches under "begun"."""
-        live = {kind: sums for kind, accumulator in self._accumulators.items() if (sums := accumulator.sums()) is not None}
-        return {"begun": self.begun, "kinds": {**self._waiting, **live}}
+        live = {kind: accumulator.sums() for kind, accumulator in self._accumulators.items()}
+        kinds = self._waiting | {kind: sums for kind, sums in live.items() if sums is not None}
+        return {"begun": self.begun, "kinds": kinds}
 
     def load_state_dict(self, state: Sums) -> None:
         """Goes on from a `state_dict()` of the same rank among as many ranks; an empty one discards everything.

@@ -11,7 +11,7 @@ pytest.importorskip("keras", reason="pip install keras with TensorFlow or torch"
 pytest.importorskip("horovod.torch", reason="build it with hvd-hetero build-horovod")
 
 import keras
-from test_keeping import Exchange
+from test_unsent_state import Exchange
 
 from hvd_hetero.engine.job_state import JobState
 from hvd_hetero.engine.local import World

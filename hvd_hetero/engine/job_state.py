@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import importlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from . import elastic
@@ -32,11 +33,30 @@ def _copied(value: Any) -> Any:
         return value
 
 
+@dataclass
+class Saved:
+    """Copies of the state of one rank, to which it goes back after a failure.
+
+    Attributes:
+        parts: the states of the parts, by name.
+        values: the plain values, by name.
+        codecs: for each balancer the whole state of this rank's codecs, residuals included.
+        residuals: for each balancer the residuals alone, by optimizer, which any set of ranks can take over.
+        accumulated: for each balancer the gradients accumulated over batches, which are not exchanged yet.
+    """
+
+    parts: dict[str, Any]
+    values: dict[str, Any]
+    codecs: list[Any]
+    residuals: list[dict[str, Any]]
+    accumulated: list[Any]
+
+
 class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
     """The state that an elastic job commits, restores after a failure, and sends to ranks that join.
 
     Its "parts" are the objects with a state (models, optimizers, and the balancers that they were made with); the other
-    values are "plain" ones. "Kept" is what the last `save` has copied.
+    values are "plain" ones.
 
     Args:
         given: parts and plain values by name. They become attributes.
@@ -51,11 +71,6 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
         self._horovod = horovod
         self._parts: dict[str, Any] = {}
         self._balancers: list[Any] = []
-        self._kept: dict[str, Any] = {}
-        self._kept_values: dict[str, Any] = {}
-        self._kept_back: list[Any] = []  # residuals of codecs (error feedback), which are not sent yet
-        self._kept_codecs: list[Any] = []  # the whole state of the codecs, residuals included
-        self._kept_sums: list[Any] = []  # gradients accumulated over batches, which are not exchanged yet
         self.commits = 0
         self._synced = False
         self._rebuilt = False  # whether an elastic reset has happened since the last `sync`
@@ -71,7 +86,7 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
         plain = {name: value for name, value in given.items() if name not in self._parts}
         super().__init__(bcast_object=horovod.broadcast_object, get_rank=horovod.rank, **plain)
         self._plain = list(plain)
-        self._keep()
+        self._saved = self._copies()
 
     # What a face says -----------------------------------------------------------------------------------------------
 
@@ -122,13 +137,16 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
                 if not any(found is part for part in parts.values()):
                     parts[f"{name}.{type(found).__name__}"] = found
 
-    def _keep(self) -> None:
-        self._kept_sums = self.sum_states()
-        self._kept_codecs = copy.deepcopy(self.codec_states())
+    def _copies(self) -> Saved:
+        """Copies of the present state."""
         keepers = [balancer.keepers.named for balancer in self._balancers]
-        self._kept_back = [{name: keeper.kept_back() for name, keeper in named.items()} for named in keepers]
-        self._kept = {name: self._copy(part.state_dict()) for name, part in self._parts.items()}
-        self._kept_values = {name: _copied(value) for name, value in self._values().items()}
+        return Saved(
+            parts={name: self._copy(part.state_dict()) for name, part in self._parts.items()},
+            values={name: _copied(value) for name, value in self._values().items()},
+            codecs=copy.deepcopy(self.codec_states()),
+            residuals=[{name: keeper.kept_back() for name, keeper in named.items()} for named in keepers],
+            accumulated=self.sum_states(),
+        )
 
     def _values(self) -> dict[str, Any]:
         """The plain values of the job by name, without those that belong to this rank alone (`_stays`)."""
@@ -142,18 +160,18 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
             self._replace(name, value)
 
     def _replace(self, name: str, value: Any) -> None:
-        """Handles the assignment of a new value to a part's name: keeps the new value's present state, because the kept
-        state of the old one would not fit it."""
+        """Handles the assignment of a new value to a part's name: saves the new value's present state, because the
+        saved state of the old one would not fit it."""
         part, known = self._part(value), set(self._parts)
         if part is None:
-            del self._parts[name], self._kept[name]
+            del self._parts[name], self._saved.parts[name]
             self._plain.append(name)
-            self._kept_values[name] = _copied(value)
+            self._saved.values[name] = _copied(value)
             return
         self._parts[name] = part
         self._find_parts()
         for each in (name, *(set(self._parts) - known)):
-            self._kept[each] = self._copy(self._parts[each].state_dict())
+            self._saved.parts[each] = self._copy(self._parts[each].state_dict())
 
     # What a job does with it ----------------------------------------------------------------------------------------
 
@@ -189,7 +207,7 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
 
     def save(self) -> None:
         """Copies the present state, for `restore`; also plain values, as a script may change them in place."""
-        self._keep()
+        self._saved = self._copies()
 
     def on_reset(self) -> None:
         """Notes that an elastic reset has rebuilt balancers, optimizers and loaders for the new ranks."""
@@ -209,11 +227,11 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
         if not self._broken_off:
             self.merge_models()
         for name, part in self._parts.items():
-            self._restore_part(part, self._copy(self._kept[name]))
-        for name, value in self._kept_values.items():
+            self._restore_part(part, self._copy(self._saved.parts[name]))
+        for name, value in self._saved.values.items():
             setattr(self, name, _copied(value))
-        self.load_sum_states(self._kept_sums)
-        self.load_codec_states(copy.deepcopy(self._kept_codecs))
+        self.load_sum_states(self._saved.accumulated)
+        self.load_codec_states(copy.deepcopy(self._saved.codecs))
 
     def sync(self) -> None:
         """Gives all ranks the state of one rank: that with the most commits among those that have been synchronised; of
@@ -239,17 +257,17 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
         # numbers to the objects that they make.
         for balancer, counts in zip(self._balancers, zip(*made, strict=True), strict=True):
             balancer.stateful_parts.made = max(counts)
-        kept_sums = self._kept_sums if self._rebuilt else self.sum_states()
-        begun = [{name: kept["begun"] for name, kept in sums.items()} for sums in kept_sums]
+        accumulated = self._saved.accumulated if self._rebuilt else self.sum_states()
+        begun = [{name: kept["begun"] for name, kept in sums.items()} for sums in accumulated]
         values, begun = self._of_root((self._values(), begun), root, name="hvd_hetero.elastic.values")
         for name, value in values.items():
             setattr(self, name, value)
         # Gradients that a rank has accumulated up to another commit than the root's may have been exchanged since.
         alike = held[horovod.rank()][2] == held[root][2]
-        for balancer, kept, batches in zip(self._balancers, kept_sums, begun, strict=False):
+        for balancer, kept, batches in zip(self._balancers, accumulated, begun, strict=False):
             for name, sums in balancer.sums.expect(batches).items():
                 sums.give_back(kept.get(name, {}) if alike else {}, begun=batches.get(name, 0))
-        for balancer, kept in zip(self._balancers, self._kept_back if self._rebuilt else (), strict=False):
+        for balancer, kept in zip(self._balancers, self._saved.residuals if self._rebuilt else (), strict=False):
             for name, keeper in balancer.keepers.expect(kept).items():
                 keeper.give_back(kept.get(name, {}))
         self._rebuilt = self._broken_off = False
