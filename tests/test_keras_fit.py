@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import threading
 import types
 import weakref
 
@@ -45,6 +46,23 @@ class State:
 
     def step(self, steps):
         self.steps.append(steps)
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_batches_end_for_a_callback_in_the_thread_that_trains(alone, monkeypatch):
+    """Keras looks in a list for callbacks that look at batches, and ends batches in another thread if there is none."""
+    monkeypatch.setattr("keras.src.backend.IS_THREAD_SAFE", True)  # as that of torch
+    threads = []
+
+    class Looks(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            threads.append(threading.current_thread())
+
+    callbacks = keras.callbacks.CallbackList(Looks() if alone else [Looks()])
+    callbacks.on_train_begin()
+    callbacks.on_train_batch_end(0)
+    callbacks.on_train_end()
+    assert threads == [threading.current_thread()]
 
 
 @pytest.mark.parametrize("tells", [True, False])  # Keras 3.10 tells the first batch of an execution twice

@@ -1,5 +1,6 @@
 """`hvd.callbacks`: the Keras callbacks of Horovod, under their names, and callbacks for mixed hardware."""
 
+from . import dispatch as _dispatch  # noqa: F401  # before any fit
 from .agreement import BestModelCheckpoint, BroadcastGlobalVariablesCallback, MetricAverageCallback
 from .balance import LatencyAwareLearningRate, RebalanceCallback, TraceCallback
 from .elastic import CheckpointCallback, CommitStateCallback, UpdateBatchStateCallback, UpdateEpochStateCallback
