@@ -34,6 +34,7 @@ CHECKS = [
     "an_error_of_loading_reaches_every_rank",
     "the_rest_of_an_epoch_has_the_steps_that_are_left",
     "a_callback_of_one_rank_stops_all_after_the_same_batch",
+    "a_callback_of_one_rank_stops_all_at_the_end_of_an_epoch",
     "samples_of_tf_data",
 ]
 TEXTS = "texts_come_as_keras_takes_them"  # each compiles a model of its own

@@ -607,6 +607,42 @@ def a_callback_of_one_rank_stops_all_after_the_same_batch():
     expect("hvd.DistributedOptimizer", lambda: alone.fit(x, y, verbose=0, callbacks=[last]))
 
 
+def a_callback_of_one_rank_stops_all_at_the_end_of_an_epoch():
+    """One that looks at its own clock, say; also where it has said so after the epoch's last batch."""
+
+    class Stops(keras.callbacks.Callback):
+        def __init__(self, within):
+            super().__init__()
+            self.within = within
+
+        def stop(self):
+            if self.params["epoch"] == 1 and hvd.rank() == hvd.size() - 1:
+                self.model.stop_training = True
+
+        def on_epoch_begin(self, epoch, logs=None):
+            self.params["epoch"] = epoch
+
+        def on_train_batch_end(self, batch, logs=None):
+            if self.within and batch + 1 == self.params["steps"]:
+                self.stop()
+
+        def on_epoch_end(self, epoch, logs=None):
+            if not self.within:
+                self.stop()
+
+    x, y = arrays(4 * WHOLE)
+    for strategy in ("synchronous", hvd.LocalSGD(round_steps=2, warmup_steps=1)):
+        balancer = make_balancer()
+        model = compile_model(make_model(), hvd.DistributedOptimizer(sgd(), balancer=balancer, strategy=strategy))
+        dataset = hvd.BalancedDataset(x, y, balancer=balancer)
+        for within in (False, True):
+            local = [] if strategy == "synchronous" else [hvd.callbacks.LocalSGDCallback()]
+            callbacks = [*local, Stops(within), hvd.callbacks.StopTogetherCallback()]
+            history = model.fit(dataset, epochs=4, verbose=0, callbacks=callbacks)
+            assert len(history.epoch) == 2, (strategy, within, history.epoch)
+        assert balancer.step == 15 and spread(model.get_weights()) == 0.0
+
+
 def samples_of_tf_data():
     import tensorflow as tf
 

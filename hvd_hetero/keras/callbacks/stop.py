@@ -5,17 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 import keras
+import numpy as np
 
+from hvd_hetero.engine.port import in_turn
 from hvd_hetero.optimizers.balancer import Balancer
 
 
 class StopTogetherCallback(keras.callbacks.Callback):
-    """Makes all ranks stop after the same batch if a callback on any of them stops training within an epoch.
+    """Makes all ranks stop after the same batch if a callback on any of them stops training.
 
     `TerminateOnNaN` does that, for example, or a callback that watches the job's time limit. They look at one rank's
     batches and clock, so only that rank would stop, and the others would wait for it. With this callback, the request
     to stop travels with the gradients of the next batch (with local steps: with the next merge), and all ranks stop
-    after that.
+    after that. At the end of an epoch ranks ask each other, and all stop there.
 
     It should be the last callback, and all ranks must have it.
 
@@ -53,3 +55,10 @@ class StopTogetherCallback(keras.callbacks.Callback):
         if self.model.stop_training:
             balancer.ask_to_stop()
         self.model.stop_training = bool(balancer.stopping)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Stops all ranks where one wants to by now. A collective call."""
+        balancer = self._balancer()
+        wish = np.array([float(self.model.stop_training or balancer.departure.stopping.said)])
+        name = in_turn(balancer.engine, "hvd_hetero.stop.")
+        self.model.stop_training = bool(balancer.engine.allreduce_async(wish, name=name, op="max").wait()[0])
