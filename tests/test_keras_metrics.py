@@ -150,6 +150,19 @@ def test_a_model_whose_layers_are_not_built_yet_is_broadcast_after_its_first_ste
     assert len(model.weights) == 4 and sent[-1] == whole and sent.count(whole) == 1, "once, with all of them"
 
 
+def test_a_model_of_models_that_are_built_is_broadcast_before_its_first_step(monkeypatch):
+    """As a GAN, which has no `call`: Keras says that it is not built."""
+    sent = []
+    monkeypatch.setattr("hvd_hetero.keras.callbacks.agreement.broadcast_variables", lambda v, *_: sent.append(len(v)))
+    model = keras.Model()
+    model.generator = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4)])
+    model.compile()
+    callback = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    callback.set_model(model)
+    callback.on_train_begin()
+    assert not model.built and sent == [2 + len(model.optimizer.variables)]
+
+
 def test_a_metric_that_is_one_number_for_a_batch_weighs_what_the_loss_does():
     """Keras counts batches for it, which are as many on all ranks."""
 

@@ -46,9 +46,9 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         self._local.add(id(var))
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Broadcasts the variables, if the model is built. A collective call then."""
+        """Broadcasts the variables, if the model has any. A collective call then."""
         self.broadcast_done = False
-        if self.model.built:
+        if self.model.built or self.model.weights:  # a model without a `call`, as a GAN, may consist of built models
             # A subclass of keras.Model without its own `build()` may be built without its layers, and a layer may also
             # never be called. So the variables that exist are broadcast now, and all of them after the first step.
             self._broadcast(whole=all(layer.built for layer in self.model._flatten_layers()))
