@@ -150,7 +150,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
         trained = self._counts(self._batches) if self._trained is None else self._trained
         validated = self._counts(self._test_batches) if self._validated is None else self._validated
         self._trained = self._validated = None
-        own = {key: np.asarray(value, "float64") for key, value in sorted(logs.items()) if _is_numeric(value)}
+        own = {key: np.asarray(value, "float64") for key, value in sorted(logs.items()) if is_numeric(value)}
         named = ", ".join(key + (str(list(value.shape)) if value.ndim else "") for key, value in own.items())
         # Compared in each epoch: a rank cannot know whether the metrics of others have changed. The epoch may differ,
         # too, as Keras's BackupAndRestore may make ranks begin at different epochs.
@@ -224,9 +224,12 @@ def _same(metric: Any) -> Any:
     return metric
 
 
-def _is_numeric(value: Any) -> bool:
-    """Whether a log value is a number, or an array of numbers, as of a metric with a value for each class."""
-    return np.ndim(value) == 0 or isinstance(value, np.ndarray) and np.issubdtype(value.dtype, np.number)
+def is_numeric(value: Any) -> bool:
+    """Whether a log value is a number, or an array of numbers, as of a metric with a value for each class; not a text or
+    a date, which a callback may have put into the logs."""
+    if np.ndim(value) == 0:
+        return np.asarray(value).dtype.kind not in "OSUMm"
+    return isinstance(value, np.ndarray) and np.issubdtype(value.dtype, np.number)
 
 
 def _weight(counts: Mapping[str, float], name: str) -> float:

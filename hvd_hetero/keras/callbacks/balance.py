@@ -15,6 +15,7 @@ from hvd_hetero.trace.own import own_trace
 
 from ..balancer import Balancer
 from ..factor import RateFactor, ask_from_now_on, factor_of
+from .agreement import is_numeric
 from .schedule import inner, learning_rate, set_learning_rate
 
 ADAPTIVE = ("Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Ftrl", "Lamb", "Lion", "Nadam", "RMSprop")
@@ -241,8 +242,9 @@ class TraceCallback(keras.callbacks.Callback):
         self.trace.event("epoch begins", epoch=epoch)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Records the logs of an epoch, without metrics that are not a single number, such as F1Score."""
-        numbers = {key: float(value) for key, value in (logs or {}).items() if np.ndim(value) == 0}
+        """Records the logs of an epoch, without what is not a single number, such as F1Score and texts."""
+        single = {key: value for key, value in (logs or {}).items() if np.ndim(value) == 0}
+        numbers = {key: float(value) for key, value in single.items() if is_numeric(value)}
         self.trace.event("epoch ends", epoch=epoch, **numbers)
 
     def on_train_end(self, logs: Any = None) -> None:
