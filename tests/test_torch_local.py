@@ -3,6 +3,7 @@
 import copy
 import json
 import random
+import threading
 import time
 import warnings
 import weakref
@@ -308,6 +309,36 @@ def test_a_loader_that_raises_is_heard_of_also_before_the_first_step_apart(at):
 
     found = World(3).run(program)
     assert found[1] == "torn page" and all("rank 1 could not" in found[rank] for rank in (0, 2)), found
+
+
+def test_who_fails_before_the_first_local_step_waits_for_nobody():
+    """The others compare parameters there, and come to it whenever they do."""
+    told = threading.Event()
+
+    def program(engine):
+        model = copy.deepcopy(PROTOTYPE)
+        balancer = hvd.Balancer(WHOLE, engine=engine, adaptive=False)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), balancer=balancer, strategy=hvd.LocalSGD(warmup_steps=0)
+        )
+        balancer.begin(WHOLE // 2)
+        if engine.rank == 1:
+            balancer.departure.fail()
+            over = optimizer._reducer.withdraw()
+            told.set()
+            while not over():
+                time.sleep(0.001)
+            return "is over"
+        assert told.wait(10.0), "the other rank waits"
+        with pytest.raises(hvd.PeerError):
+            for _ in range(20):
+                optimizer.zero_grad()
+                model(torch.zeros(WHOLE // 2, 6).double()).square().mean().backward()
+                optimizer.step()
+                balancer.begin(WHOLE // 2)
+        return "is told"
+
+    assert World(2).run(program) == ["is told", "is over"]
 
 
 def test_wrong_arguments_say_what_was_expected():
