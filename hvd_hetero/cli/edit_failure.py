@@ -38,8 +38,8 @@ EDITS: Final = (
         name="spared_hosts",
         reason="Part of spared_hosts: the driver's decision whether a failed worker is started again. If so, its old "
         "process is ended, since it may be frozen, and a worker that has the job's state is chosen as rank 0, from "
-        "which all others take it. If a worker has failed repeatedly and workers on other hosts are ready, its host "
-        "is given up after all",
+        "which all others take it. If the worker has failed repeatedly, its host is given up after all: at once if "
+        "the job can go on without that host, or else after three restarts",
         file=_DRIVER,
         find="    def world_size(self):\n",
         replace="""    def spare(self, host, slot, states, alone):
@@ -89,7 +89,7 @@ EDITS: Final = (
         name="left_in_order",
         reason="a worker that ends in order after SIGTERM, as when its machine is reclaimed, counts as failed, and "
         "repeated failures make the driver give up (blacklist) its host with all healthy workers on it. Such an end, "
-        "which hvd_hetero reports by an exit status of its own, no longer counts as a failure of the host",
+        "which hvd_hetero reports by an exit status of its own, no longer counts as one of these failures",
         file=_DRIVER,
         find="            rendezvous_id = self._worker_registry.record_failure(",
         replace="""            if exit_code == LEFT_IN_ORDER:
@@ -115,8 +115,8 @@ EDITS: Final = (
     Edit(
         name="spared_hosts",
         reason="Part of spared_hosts: the limits. A worker fails repeatedly if it fails within 120 s of its last "
-        "restart, doubled with each further restart. A host is given up after the third, or earlier if no other host "
-        "had a failure at the same moment, which might have been the cause; also the exit status for left_in_order",
+        "restart, which doubles with each further restart; after three restarts that counts also where other hosts "
+        "have failed at the same moment, which may have been the cause. Also the exit status that left_in_order needs",
         file=_DRIVER,
         find="ELASTIC_TIMEOUT_SECS = 600\n",
         replace="ELASTIC_TIMEOUT_SECS = 600\nSPARED_AGAIN_SECS = 120\nMOST_SPARED_AGAIN = 3\n"
