@@ -135,10 +135,9 @@ EDITS: Final = (
     ),
     Edit(
         name="compiled_once",
-        reason="the build takes almost twice as long as needed: the sources that the libraries for PyTorch and "
-        "TensorFlow share, which are most of the build, are compiled once for each. Where both frameworks use the "
-        "same C++ ABI, once is enough. Builds with GPU support are left as they are, since this was not tried with "
-        "them",
+        reason="the build takes longer than needed: the sources that the libraries for PyTorch and TensorFlow share, "
+        "which are most of the build, are compiled for each of the two. Where both frameworks use the same C++ ABI, "
+        "once is enough. Builds with GPU support are left as they are, since this was not tried with them",
         kind="compile",
         needs=("torch", "tensorflow", "one_abi"),
         file="CMakeLists.txt",

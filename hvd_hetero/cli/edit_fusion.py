@@ -34,9 +34,9 @@ EDITS: Final = (
   int64_t fusion_limit = 0;
 """,
         "Horovod fuses all tensors that are ready, up to HOROVOD_FUSION_THRESHOLD (128 MiB): on a GPU, none of the "
-        "gradients is sent before the last is computed. HOROVOD_FUSION_LIMIT limits fusion by itself; a lower "
-        "threshold would also shrink the fusion buffer, on which the size of single tensors depends, as in a scaled "
-        "reduce-scatter",
+        "gradients is sent before the last is computed. HOROVOD_FUSION_LIMIT limits the fusion alone; a lower "
+        "threshold would also make the fusion buffer smaller, which limits the size of a single tensor in some "
+        "operations, such as a scaled reduce-scatter",
     ),
     _edit(
         "horovod/common/operations.cc",
