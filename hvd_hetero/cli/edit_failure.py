@@ -87,9 +87,10 @@ EDITS: Final = (
     ),
     Edit(
         name="left_in_order",
-        reason="a worker that ends in order after SIGTERM, as when its machine is reclaimed, counts as failed, and "
-        "repeated failures make the driver give up (blacklist) its host with all healthy workers on it. Such an end, "
-        "which hvd_hetero reports by an exit status of its own, no longer counts as one of these failures",
+        reason="a worker that ends in order after SIGTERM, as when its machine is reclaimed, counts as failed: "
+        "upstream gives up (blacklists) its host with all healthy workers on it, and with spared_hosts alone that "
+        "would happen after a few such ends. An end in order, which hvd_hetero reports by an exit status of its own, "
+        "no longer counts as one of the failures that make the driver give up a host",
         file=_DRIVER,
         find="            rendezvous_id = self._worker_registry.record_failure(",
         replace="""            if exit_code == LEFT_IN_ORDER:
