@@ -31,11 +31,11 @@ class Found(NamedTuple):
     """What one repeat found."""
 
     early: float
-    """Compute time with the plan after `FOUND` steps, of that with the best split."""
+    """The compute time of a step with the plan after `FOUND` steps, divided by that with the best split."""
     again: float
-    """Step time `FOUND_AGAIN` steps after the slowdown, of that with the best shares."""
+    """The median step time, from `FOUND_AGAIN` steps after the slowdown on, divided by that with the best shares."""
     plans: int
-    """In `CONSTANT` steps."""
+    """The number of plans made in `CONSTANT` steps at constant speed."""
 
 
 def adapt(scenario: Scenario, *, repeats: int, picture: Path, say: Callable[[str], None]) -> list[dict[str, Any]]:

@@ -16,20 +16,20 @@ class Compression:
     """
 
     none: Any = Wire()
-    """As they are."""
+    """No compression: gradients are sent in their own type."""
 
     fp16: Any = Wire(cross=Recipe(name="fp16"))
-    """Half the bytes of fp32."""
+    """Values as fp16: half the bytes of fp32."""
 
     bf16 = Wire(cross=Recipe(name="bf16"))
-    """bfloat16: the bytes of fp16 and the range of fp32."""
+    """Values as bfloat16: half the bytes of fp32, with its range and fewer digits than fp16."""
 
     int8 = Wire(cross=Recipe(name="int8"))
-    """Blocks of 512 signed bytes with a scale each: a quarter of the bytes."""
+    """Values as signed bytes, with a scale for each block of 512: a quarter of the bytes of fp32."""
 
     auto = Wire(auto=True)
-    """none, fp16 or int8 for each bucket, whichever is fastest when timed: where the codec takes longer than the bytes
-    that it saves would, there is none."""
+    """For each bucket of gradients the fastest of none, fp16 and int8, as timed on the links of the job: none where
+    encoding takes longer than sending the bytes that it saves."""
 
     @staticmethod
     def int4(*, warmup_steps: int = 100) -> Wire:

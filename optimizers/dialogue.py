@@ -21,9 +21,9 @@ class Place(Protocol):
     """The position of a rank in the sequence of global batches."""
 
     step: int
-    """Index of the global batch begun last."""
+    """Index of the global batch that this rank has begun last."""
     lookahead: int
-    """Batches that this rank may deal before they are used."""
+    """The number of batches that this rank may deal (draw from its data) before training uses them."""
 
 
 class Dialogue:

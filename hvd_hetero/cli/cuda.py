@@ -21,9 +21,10 @@ class Gpu:
     """How a wheel of Horovod handles tensors on GPUs: by NCCL, through host memory, or not at all."""
 
     cuda: str | None = None
-    """The version of the compiler for Horovod's CUDA part; None: the wheel is for tensors in host memory."""
+    """The version of the CUDA compiler that compiles Horovod's CUDA part; None: there is no such part, and the wheel
+    handles tensors in host memory alone."""
     nccl: bool = False
-    """Whether they are summed by NCCL, instead of travelling through host memory."""
+    """Whether NCCL sums tensors on GPUs; otherwise, they are copied to host memory and summed there."""
 
     def summary(self, torch_cuda: object) -> str | None:
         """The GPU support in a few words for people; None if neither the wheel nor PyTorch is for GPUs.

@@ -10,7 +10,8 @@ from hvd_hetero.engine.build import BUILD_RECORD
 EDITS: Final = (
     Edit(
         name="cxx20",
-        reason="PyTorch's headers need C++20 (17 up to 2.12), and what is linked together should share a standard",
+        reason="Horovod's build sets C++14, with which PyTorch's headers do not compile: they need C++20 (C++17 up to "
+        "PyTorch 2.12). All parts that are linked together should use one standard",
         kind="compile",
         file="CMakeLists.txt",
         find="set(CMAKE_CXX_STANDARD 14)",
@@ -18,7 +19,7 @@ EDITS: Final = (
     ),
     Edit(
         name="cxx20",
-        reason="the PyTorch part sets the standard once more",
+        reason="Part of cxx20: the build of the PyTorch library sets the standard to C++14 a second time",
         kind="compile",
         file="horovod/torch/CMakeLists.txt",
         find="set(CMAKE_CXX_STANDARD 14)",
@@ -26,7 +27,8 @@ EDITS: Final = (
     ),
     Edit(
         name="no_xla_file",
-        reason="TensorFlow 2.21 installs no highwayhash header; the file serves XLA on GPUs alone",
+        reason="xla_mpi_ops.cc does not compile with TensorFlow 2.21, which does not install the highwayhash header "
+        "that it needs. The file is for XLA on GPUs alone, and is left out",
         kind="compile",
         needs=("tensorflow",),
         file="horovod/tensorflow/CMakeLists.txt",
@@ -35,8 +37,8 @@ EDITS: Final = (
     ),
     Edit(
         name="no_cuda",
-        reason="beside a PyTorch for CUDA, on a machine without the CUDA toolkit, what can be built is for CPUs, "
-        "whatever folder is called CUDA_HOME",
+        reason="Horovod's build tries to compile its CUDA part if PyTorch is a build for CUDA and names any folder as "
+        "CUDA_HOME, even if there is no CUDA compiler. On such a machine Horovod is now built for CPUs",
         kind="compile",
         needs=("torch", "no_cuda"),
         file="cmake/Modules/FindPytorch.cmake",
@@ -45,7 +47,8 @@ EDITS: Final = (
     ),
     Edit(
         name="own_includes",
-        reason="std::logic_error is used; g++ 12 finds it through other headers, g++ 13 and later do not",
+        reason="g++ 13 and later refuse Horovod's source: it uses std::logic_error without including its header, "
+        "which only older compilers include through other headers",
         kind="compile",
         file="horovod/common/common.h",
         find="#include <memory>\n#include <string>\n",
@@ -53,7 +56,7 @@ EDITS: Final = (
     ),
     Edit(
         name="own_includes",
-        reason="and so is std::string here",
+        reason="Part of own_includes: std::string is used in group_table.h without including its header",
         kind="compile",
         file="horovod/common/group_table.h",
         find="#include <queue>\n",
@@ -61,7 +64,8 @@ EDITS: Final = (
     ),
     Edit(
         name="own_includes",
-        reason="and uint8_t and its like in Gloo, which g++ 12 finds through iostream",
+        reason="Part of own_includes: Gloo uses uint8_t and similar types without including their header, which g++ "
+        "12 includes through iostream, and later versions do not",
         kind="compile",
         file="third_party/gloo/gloo/types.h",
         find="#include <iostream>\n",
@@ -69,7 +73,8 @@ EDITS: Final = (
     ),
     Edit(
         name="assigned_span",
-        reason="a member that is assigned to is not const: g++ 14 looks at templates that nobody uses as well",
+        reason="g++ 14 refuses flatbuffers: an assignment operator in a template assigns to a const member. Older "
+        "compilers do not notice, as the template is never used",
         kind="compile",
         file="third_party/flatbuffers/include/flatbuffers/stl_emulation.h",
         find="const size_type count_;",
@@ -77,7 +82,8 @@ EDITS: Final = (
     ),
     Edit(
         name="no_distutils",
-        reason="distutils left Python's standard library in 3.12; without it the include path would be empty",
+        reason="Horovod's build asks distutils for the path of Python's headers. Python 3.12 has no distutils any "
+        "more: the path would be empty, and Python.h would not be found",
         kind="compile",
         file="horovod/torch/CMakeLists.txt",
         find="from distutils.sysconfig import get_python_inc; print(get_python_inc())",
@@ -85,7 +91,8 @@ EDITS: Final = (
     ),
     Edit(
         name="no_distutils",
-        reason="horovodrun imports this module at its start",
+        reason="Part of no_distutils: js_run.py imports distutils, which Python 3.12 does not have, and horovodrun "
+        "imports js_run.py at its start",
         kind="compile",
         file="horovod/runner/js_run.py",
         find="from distutils.spawn import find_executable\n",
@@ -93,7 +100,8 @@ EDITS: Final = (
     ),
     Edit(
         name="no_setup_requires",
-        reason="setup_requires would download packages in the middle of the build; what it lists is needed at run time",
+        reason="setup_requires makes setuptools download packages in the middle of the build, though all that it "
+        "lists is needed at run time only",
         kind="compile",
         file="setup.py",
         find="setup_requires=require_list if is_build_action() else [],",
@@ -101,7 +109,7 @@ EDITS: Final = (
     ),
     Edit(
         name="no_cffi",
-        reason="nothing in Horovod imports cffi since its PyTorch binding moved to pybind11",
+        reason="Horovod's wheel requires cffi, which it has not imported since its PyTorch binding moved to pybind11",
         kind="compile",
         file="setup.py",
         find="    require_list.append('cffi>=1.4.0')",
@@ -109,7 +117,8 @@ EDITS: Final = (
     ),
     Edit(
         name="no_debug_info",
-        reason="debug information makes the build slower and the wheel several times larger",
+        reason="Horovod is compiled with debug information, which makes the build slower and the wheel several times "
+        "larger",
         kind="compile",
         file="CMakeLists.txt",
         find='string(REPLACE "-O2" "-O3" CMAKE_CXX_FLAGS_RELWITHDEBINFO "${CMAKE_CXX_FLAGS_RELWITHDEBINFO}")',
@@ -117,7 +126,8 @@ EDITS: Final = (
     ),
     Edit(
         name="build_record",
-        reason=f"the wheel carries {BUILD_RECORD}, so that one can ask at run time which repairs are in",
+        reason="nothing in a wheel of Horovod tells at run time how it was built, or which of these edits it has. "
+        f"The wheel now contains the file {BUILD_RECORD}, which does",
         kind="compile",
         file="setup.py",
         find="      zip_safe=False,\n",
@@ -125,8 +135,9 @@ EDITS: Final = (
     ),
     Edit(
         name="compiled_once",
-        reason="what the libraries for PyTorch and TensorFlow have in common is compiled for each of them, which is "
-        "most of the build. Both are C++ of one ABI, so once is enough. Not where GPUs are used, which was not tried",
+        reason="the build takes longer than needed: the sources that the libraries for PyTorch and TensorFlow share, "
+        "which are most of the build, are compiled for each of the two. Where both frameworks use the same C++ ABI, "
+        "once is enough. Builds with GPU support are left as they are, since this was not tried with them",
         kind="compile",
         needs=("torch", "tensorflow", "one_abi"),
         file="CMakeLists.txt",
@@ -144,7 +155,7 @@ add_subdirectory(horovod/tensorflow)
     ),
     Edit(
         name="compiled_once",
-        reason="and so is Gloo",
+        reason="Part of compiled_once: compiles Gloo once, without the second copy for TensorFlow",
         kind="compile",
         needs=("torch", "tensorflow", "one_abi"),
         file="CMakeLists.txt",
@@ -153,7 +164,7 @@ add_subdirectory(horovod/tensorflow)
     ),
     Edit(
         name="compiled_once",
-        reason="which is then the one that TensorFlow's library is linked with",
+        reason="Part of compiled_once: links TensorFlow's library with the one Gloo that is compiled",
         kind="compile",
         needs=("torch", "tensorflow", "one_abi"),
         file="horovod/tensorflow/CMakeLists.txt",

@@ -136,20 +136,22 @@ EDITS: Final = (
         "horovod/common/operations.cc",
         _SLEEP,
         _WAIT,
-        "the background thread sleeps from cycle to cycle whatever happens: a short cycle costs CPU time, a long one "
-        "latency; with HOROVOD_EVENT_DRIVEN_CYCLE=1 it wakes when a tensor comes in",
+        "the background thread sleeps from one cycle to the next, for HOROVOD_CYCLE_TIME, even if tensors are "
+        "waiting: a short cycle costs CPU time on every rank, a long one adds latency to every all-reduce. With "
+        "HOROVOD_EVENT_DRIVEN_CYCLE=1 it wakes when a tensor is enqueued",
     ),
     _edit(
         "horovod/common/tensor_queue.h",
         _DECLARATION,
         _SIGNAL_HEADER + _DECLARATION,
-        "the queue is where all frameworks' tensors come in",
+        "Part of event_driven_cycle: declares the signal that wakes the thread beside the tensor queue, into which "
+        "all frameworks enqueue",
     ),
     _edit(
         "horovod/common/tensor_queue.h",
         "#include <iostream>\n",
         "#include <atomic>\n#include <chrono>\n#include <iostream>\n",
-        "what the signal's declaration needs",
+        "Part of event_driven_cycle: includes the headers for the declaration of the signal",
     ),
     _edit(
         "horovod/common/tensor_queue.h",
@@ -162,48 +164,52 @@ EDITS: Final = (
     return !tensor_table_.empty();
   }
 """,
-        "tells a rank that waits for others from one that has nothing to do",
+        "Part of event_driven_cycle: tells whether tensors of this rank are pending: then it negotiates again soon, "
+        "as other ranks wait for it there, and otherwise it may sleep",
     ),
     _edit(
         "horovod/common/tensor_queue.cc",
         "// Add a TensorTableEntry as well as its message to the queue.\n",
         _SIGNAL_SOURCE + "// Add a TensorTableEntry as well as its message to the queue.\n",
-        "the signal itself",
+        "Part of event_driven_cycle: defines the signal that wakes the background thread",
     ),
     _edit(
         "horovod/common/tensor_queue.cc",
         '#include "logging.h"\n',
         '#include <condition_variable>\n\n#include "logging.h"\n#include "utils/env_parser.h"\n',
-        "what the signal's definition needs",
+        "Part of event_driven_cycle: includes the headers for the definition of the signal",
     ),
     _edit(
         "horovod/common/tensor_queue.cc",
         "  message_queue_.push(std::move(message));\n  return Status::OK();\n",
         "  message_queue_.push(std::move(message));\n  CycleSignal::Notify();\n  return Status::OK();\n",
-        "a tensor wakes the background thread",
+        "Part of event_driven_cycle: a tensor that is enqueued wakes the background thread",
     ),
     _edit(
         "horovod/common/tensor_queue.cc",
         "    message_queue_.push(std::move(messages[i]));\n  }\n  return Status::OK();\n",
         "    message_queue_.push(std::move(messages[i]));\n  }\n  CycleSignal::Notify();\n  return Status::OK();\n",
-        "so does a group of tensors, once",
+        "Part of event_driven_cycle: a group of tensors that is enqueued wakes the background thread once",
     ),
     _edit(
         "horovod/common/operations.cc",
         "    horovod_global.timeline.Shutdown();\n    horovod_global.shut_down = true;\n",
         "    horovod_global.timeline.Shutdown();\n    horovod_global.shut_down = true;\n    CycleSignal::Notify();\n",
-        "a shutdown does not wait for the cycle's end",
+        "Part of event_driven_cycle: hvd.shutdown() wakes the background thread, so as not to wait for the end of its "
+        "cycle",
     ),
     _edit(
         "horovod/common/operations.cc",
         "    if (process_set->initialization_done) {\n      return id;\n",
         "    CycleSignal::Notify();\n    if (process_set->initialization_done) {\n      return id;\n",
-        "nor does a new process set, which takes several cycles: the thread that waits for it keeps them coming",
+        "Part of event_driven_cycle: adding a process set takes several cycles; the thread that waits for it wakes "
+        "the background thread for each, so as not to wait out their cycle time",
     ),
     _edit(
         "horovod/common/operations.cc",
         "    if (horovod_global.process_set_table.ProcessSetHasJustBeenRemoved()) {\n",
         "    CycleSignal::Notify();\n    if (horovod_global.process_set_table.ProcessSetHasJustBeenRemoved()) {\n",
-        "nor the removal of one",
+        "Part of event_driven_cycle: the thread that waits for the removal of a process set wakes the background "
+        "thread for each of its cycles",
     ),
 )

@@ -25,10 +25,11 @@ def _edit(*, reason: str, find: str, replace: str) -> Edit:
 
 EDITS: Final = (
     _edit(
-        reason="without NCCL, the background thread copies each result to its GPU on the stream that the script "
-        "computes on, hence behind all that is queued there: the rest of the backward pass. It waits for that, and "
-        "begins no other operation meanwhile. The copy needs nothing of that stream: what it writes to was there "
-        "before the operation was asked for, and the operation has waited for all that had been queued then",
+        reason="without NCCL, gradients are not communicated while a GPU computes its backward pass: the background "
+        "thread copies each result to the GPU on the script's own CUDA stream, behind all that is queued there, which "
+        "is the rest of the backward pass, and waits for that before it begins another operation. The copy now has a "
+        "stream of its own. That is safe: the memory that it writes to was there before the operation was enqueued, "
+        "and the operation has waited for all that was queued then",
         find="void DivideInPlace(::torch::Tensor& tensor, int divisor) {\n",
         replace="""void DivideInPlace(::torch::Tensor& tensor, int divisor);
 
@@ -68,12 +69,13 @@ void DivideInPlace(::torch::Tensor& tensor, int divisor) {
 """,
     ),
     _edit(
-        reason="the guard that makes a stream the current one",
+        reason="Part of copy_beside_backward: includes the header of the guard that makes a CUDA stream the current "
+        "one",
         find="#include <c10/cuda/CUDAException.h>\n",
         replace="#include <c10/cuda/CUDAException.h>\n#include <c10/cuda/CUDAGuard.h>\n#include <map>\n",
     ),
     _edit(
-        reason="an all-reduce's",
+        reason="Part of copy_beside_backward: copies the result of an all-reduce on the stream of its own",
         find="""        with_device device_guard(device);
         output.copy_(cpu_buffer);
         if (divisor > 1) {
@@ -83,7 +85,9 @@ void DivideInPlace(::torch::Tensor& tensor, int divisor) {
         replace=_COPY.format(divisor="divisor"),
     ),
     _edit(
-        reason="a grouped all-reduce's, which was divided before it was there",
+        reason="Part of copy_beside_backward: copies the results of a grouped all-reduce on the stream of its own, "
+        "and divides them after the copy: upstream divides the output before the result is copied into it, so that "
+        "the division is lost",
         find="""        // Will execute in the `device` context.
         if (divisor > 1) {
           DivideInPlace(output, divisor);
@@ -94,7 +98,7 @@ void DivideInPlace(::torch::Tensor& tensor, int divisor) {
         replace=_COPY.format(divisor="divisor"),
     ),
     _edit(
-        reason="a broadcast's",
+        reason="Part of copy_beside_backward: copies the result of a broadcast on the stream of its own",
         find="""        with_device device_guard(device);
         output.copy_(cpu_buffer);
         handle_manager.MarkDone(handle, status);

@@ -18,9 +18,9 @@ _RENDEZVOUS = "horovod/runner/elastic/rendezvous.py"
 EDITS: Final = (
     Edit(
         name="absent_workers",
-        reason="once one worker is ready for new ranks, the driver waits for all others without limit: one that is "
-        "frozen, or whose host cannot be reached, keeps the job waiting for ever. After the elastic timeout it counts "
-        "as failed, and its process is ended",
+        reason="after a change of ranks in an elastic job, once one worker is ready for its new rank, the driver "
+        "waits for all others without limit: a worker that is frozen, or whose host cannot be reached, keeps the job "
+        "waiting for ever. Such a worker now counts as failed after the elastic timeout, and its process is ended",
         file=_REGISTRATION,
         find="""                self._states[key] = state
                 self._workers[state].add(key)
@@ -38,7 +38,8 @@ EDITS: Final = (
     ),
     Edit(
         name="absent_workers",
-        reason="what counts the time",
+        reason="Part of absent_workers: the timer that records a failure for every assigned worker that is not ready "
+        "after the elastic timeout",
         file=_REGISTRATION,
         find="""    def _wait(self, key, state, rendezvous_id):
 """,
@@ -64,14 +65,15 @@ EDITS: Final = (
     ),
     Edit(
         name="absent_workers",
-        reason="for which round of ranks the time runs",
+        reason="Part of absent_workers: remembers for which round of rank assignment (rendezvous) the timer was "
+        "started, so that it is started once for each",
         file=_REGISTRATION,
         find="        self._rendezvous_id = 0\n",
         replace="        self._rendezvous_id = 0\n        self._expected_in = None\n",
     ),
     Edit(
         name="absent_workers",
-        reason="the timeout of --elastic-timeout",
+        reason="Part of absent_workers: gives the timer the driver's --elastic-timeout",
         file=_DRIVER,
         find="    def world_size(self):\n",
         replace="""    @property
@@ -83,9 +85,10 @@ EDITS: Final = (
     ),
     Edit(
         name="stale_workers",
-        reason="the driver takes every slot of the last assignment for one with a running worker. A host that was "
-        "given up and comes back within one wait for slots is not started anew, and the job waits for workers that "
-        "are gone. Now a slot counts as running only while its host has not been given up",
+        reason="the driver of an elastic job assumes that every slot of the last assignment has a running worker. If "
+        "a host was given up (blacklisted) and is back before the next assignment, no workers are started on it, and "
+        "the job waits for workers that are gone. A slot now counts as running only if its host has not been given up "
+        "since its worker was started",
         file=_DRIVER,
         find="""                            for slot_info in slots])
 
@@ -104,8 +107,9 @@ EDITS: Final = (
     ),
     Edit(
         name="stale_workers",
-        reason="a worker of an earlier round that ends late was recorded as a failure of the one that has its slot "
-        "now, whose host was then given up: the end of a worker counts only while the slot is its own",
+        reason="Part of stale_workers: if a worker of an earlier round ended late, upstream recorded that as a "
+        "failure of the worker that has its slot now, and gave up (blacklisted) a healthy host. The end of a worker "
+        "now counts only while the slot is still its own",
         file=_DRIVER,
         find="""            exit_code, timestamp = res
             self._handle_worker_exit(slot_info, exit_code, timestamp)
@@ -131,7 +135,8 @@ EDITS: Final = (
     ),
     Edit(
         name="stale_workers",
-        reason="which worker has which slot",
+        reason="Part of stale_workers: the driver's record of which worker has which slot; also the attributes that "
+        "spared_hosts and left_in_order need",
         file=_DRIVER,
         find="        self._rank_assignments = {}\n        self._world_size = 0\n",
         replace="""        self._rank_assignments = {}
@@ -144,7 +149,7 @@ EDITS: Final = (
     ),
     Edit(
         name="stale_workers",
-        reason="whether a worker is the one that its slot has now",
+        reason="Part of stale_workers: the method that tells whether a worker is the one that has its slot now",
         file=_DRIVER,
         find="    def has_rank_assignment(self, host, slot):\n",
         replace="""    def is_current(self, host, slot, worker):
@@ -155,7 +160,8 @@ EDITS: Final = (
     ),
     Edit(
         name="stale_workers",
-        reason="a worker is told its number",
+        reason="Part of stale_workers: a worker gets its number in the variable HOROVOD_ELASTIC_WORKER when it is "
+        "started",
         file="horovod/runner/gloo_run.py",
         find="""        "HOROVOD_CROSS_SIZE": str(slot_info.cross_size)
     }
@@ -170,7 +176,8 @@ EDITS: Final = (
     ),
     Edit(
         name="stale_workers",
-        reason="and says it when it asks which rank it is",
+        reason="Part of stale_workers: a worker adds its number (HOROVOD_ELASTIC_WORKER) to the request when it asks "
+        "the rendezvous server for its rank",
         file="horovod/common/gloo/gloo_context.cc",
         find="""    auto key = hostname_ + ":" + std::to_string(local_rank);
 """,
@@ -182,8 +189,10 @@ EDITS: Final = (
     ),
     Edit(
         name="stale_workers",
-        reason="a process that nobody could end, frozen or on a host that could not be reached for a while, took the "
-        "rank of the worker that has its slot by then: two processes with one rank. It has no rank any more",
+        reason="Part of stale_workers: a process that could not be ended, because it was frozen or its host could not "
+        "be reached for a while, asked for the rank of its slot later and got that of the worker that has the slot by "
+        "then: two processes had one rank. The rendezvous server now reads the worker's number from the request, to "
+        "refuse such a process",
         file=_RENDEZVOUS,
         find="""                host, local_rank = key.split(':')
                 return self._get_rank_and_size(host, int(local_rank))
@@ -194,7 +203,8 @@ EDITS: Final = (
     ),
     Edit(
         name="stale_workers",
-        reason="asked twice: the slot may be given to another worker while this one waits for the others",
+        reason="Part of stale_workers: a worker that no longer has its slot gets no rank. This is checked before and "
+        "after the wait in record_ready, because the slot may go to another worker while this one waits for the others",
         file=_RENDEZVOUS,
         find="""        def _get_rank_and_size(self, host, local_rank):
             logging.info('_get_rank_and_size: {} {}'.format(host, local_rank))
@@ -213,7 +223,8 @@ EDITS: Final = (
     ),
     Edit(
         name="stale_workers",
-        reason="what a worker without a rank is told",
+        reason="Part of stale_workers: imports INVALID_SLOT_INFO, the answer for a worker that has no rank in the job "
+        "any more",
         file=_RENDEZVOUS,
         find="from horovod.runner.common.util import codec\n",
         replace="from horovod.runner.common.util import codec\n"

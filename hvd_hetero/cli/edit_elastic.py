@@ -19,11 +19,12 @@ _OPERATIONS = "horovod/common/operations.cc"
 EDITS: Final = (
     Edit(
         name="fresh_settings",
-        reason="a process that initialises once more keeps the settings it had, where one that joins begins with those "
-        "of the environment: ranks then sum unlike tensors in one operation, or wait for ever. With HOROVOD_AUTOTUNE "
-        "those that stay have what was tuned. With a fixed HOROVOD_CYCLE_TIME, they have a fusion threshold of 1 MB in "
-        "place of 128, as the default is written into another setting's place; with a fixed threshold as well, they "
-        "end at once. Now all begin alike, and tune anew",
+        reason="when an elastic job initialises Horovod again, workers that stay keep their old settings, while "
+        "workers that join read theirs from the environment: ranks then fuse tensors differently, sum unlike tensors "
+        "in one operation, or wait for ever. With HOROVOD_AUTOTUNE, those that stay keep the tuned values. With a "
+        "fixed HOROVOD_CYCLE_TIME, they get a fusion threshold of 1 MB instead of 128 MB, as the default is written "
+        "into the place of another setting; with a fixed threshold as well, they end at once. All ranks now start "
+        "from the environment, and tune anew",
         file=_OPERATIONS,
         find="""  // Override Tensor Fusion threshold, if it's set.
 """,
@@ -36,9 +37,9 @@ EDITS: Final = (
     ),
     Edit(
         name="failed_init",
-        reason="ranks that come together anew may lose another one in that moment. Gloo's exception then leaves the "
-        "background thread, outside any try, and every rank aborts: one more death ends the whole job. Now hvd.init() "
-        "fails, and can be called again",
+        reason="if one more worker of an elastic job dies while the others initialise Horovod again, the whole job "
+        "ends: Gloo's exception leaves the background thread, where nothing catches it, and every rank aborts. Now "
+        "hvd.init() raises an error, and can be called again",
         file=_OPERATIONS,
         find="""#if HAVE_GLOO
 #if HAVE_MPI
@@ -89,7 +90,8 @@ EDITS: Final = (
     ),
     Edit(
         name="failed_init",
-        reason="a later initialization may succeed",
+        reason="Part of failed_init: forgets the failure of an earlier hvd.init() when a new one starts, as that may "
+        "succeed",
         file=_OPERATIONS,
         find="""    horovod_global.initialization_done = false;
     horovod_global.background_thread =
@@ -101,7 +103,9 @@ EDITS: Final = (
     ),
     Edit(
         name="failed_init",
-        reason="a worker that was removed from the job has nothing to try again: it ends, as it did by its exception",
+        reason="Part of failed_init: a worker that was removed from the elastic job must not try hvd.init() again. "
+        "Upstream ends it by an exception that nothing catches; as such exceptions are now caught, it ends itself "
+        "with status 75",
         file="horovod/common/gloo/gloo_context.cc",
         find="""      out << hostname_ << "[" << local_rank << "] has been removed from elastic job";
       throw std::runtime_error(out.str());
@@ -113,16 +117,17 @@ EDITS: Final = (
     ),
     Edit(
         name="failed_init",
-        reason="what ending needs",
+        reason="Part of failed_init: includes the header that declares std::_Exit",
         file="horovod/common/gloo/gloo_context.cc",
         find="#include <chrono>\n#include <iterator>\n",
         replace="#include <chrono>\n#include <cstdlib>\n#include <iterator>\n",
     ),
     Edit(
         name="connect_timeout",
-        reason="Gloo waits for a connection five times its time-out, 150 s. While ranks of an elastic job come "
-        "together, who has given its address may be gone by the time that another has read it: a cut link, one more "
-        "death. The others start over after 30 s, and then wait two minutes for those that still expect it",
+        reason="when an elastic job initialises Horovod again, a worker may die or lose its link after it has given "
+        "its address and before another one has connected to it. Gloo waits five times its time-out (150 s) for such "
+        "a connection, while the other workers start over after 30 s, and then wait two minutes for those that still "
+        "wait for the lost one. In elastic jobs Gloo now waits for its time-out once",
         file="third_party/gloo/gloo/transport/tcp/pair.h",
         find="        timeout_ * 5,\n",
         replace="""        timeout_ * ([] {
@@ -133,16 +138,17 @@ EDITS: Final = (
     ),
     Edit(
         name="connect_timeout",
-        reason="what reading the variable needs",
+        reason="Part of connect_timeout: includes the header of std::getenv, with which HOROVOD_ELASTIC is read",
         file="third_party/gloo/gloo/transport/tcp/pair.h",
         find="#include <condition_variable>\n",
         replace="#include <condition_variable>\n#include <cstdlib>\n",
     ),
     Edit(
         name="failure_disconnects",
-        reason="a rank that has heard of a death keeps its connections open until ranks come together anew, because "
-        "the contexts of process sets, the global one included, are never closed. So ranks that exchange nothing with "
-        "the dead one wait for Gloo's whole time-out, 30 s, before they hear of it",
+        reason="after the death of a worker, ranks that exchange no data with it directly hang for Gloo's time-out "
+        "(30 s) before they see an error: a rank that has noticed the death keeps its connections open until the next "
+        "hvd.init(), because the Gloo contexts of process sets, the global one included, are never closed. It now "
+        "closes them",
         file=_OPERATIONS,
         find="void BackgroundThreadLoop(HorovodGlobalState& state) {\n",
         replace="static std::atomic_bool background_loop_failed{false};\n\n"
@@ -150,7 +156,8 @@ EDITS: Final = (
     ),
     Edit(
         name="failure_disconnects",
-        reason="only after a failure: at an orderly end, slower ranks may still be reading",
+        reason="Part of failure_disconnects: records that the background loop has failed. After an orderly end "
+        "connections stay open, as slower ranks may still be reading from them",
         file=_OPERATIONS,
         find="""        << "Horovod background loop uncaught exception: " << ex.what();
 """,
@@ -160,7 +167,8 @@ EDITS: Final = (
     ),
     Edit(
         name="failure_disconnects",
-        reason="the other process sets are gone by then",
+        reason="Part of failure_disconnects: after a failure, closes the connections of the global process set. All "
+        "other process sets have been removed before this point",
         file=_OPERATIONS,
         find="""    horovod_global.process_set_table.Finalize(global_gloo_context,
                                               SHUT_DOWN_ERROR);
@@ -174,8 +182,9 @@ EDITS: Final = (
     ),
     Edit(
         name="failure_disconnects",
-        reason="what closes them; a hierarchy holds its context as well. Closed first: a peer may be in the midst of "
-        "sending, and what it sends would go on arriving in the hierarchy's memory, which is gone",
+        reason="Part of failure_disconnects: the method that closes the connections of a Gloo context and releases "
+        "all that holds the context, such as the hierarchy of gloo_hierarchy. Connections are closed first: a peer "
+        "that is still sending would otherwise write into the memory of the hierarchy after it was freed",
         file="horovod/common/gloo/gloo_context.h",
         find="  void Enable() {\n",
         replace="""  void Disconnect() {
@@ -195,10 +204,11 @@ EDITS: Final = (
     ),
     Edit(
         name="cross_scope",
-        reason="ranks of one place on several nodes look for each other under their place among their node's ranks in "
-        "the process set, in the order of ranks. Of nodes of two, that of rank 3 in the set of 0, 1 and 3 is the "
-        "first, and that of rank 1, which it is to meet, the second: hvd.init() fails. So it does in an elastic job "
-        "where the rank 0 that goes on is the second of its node. Now they go by the first rank of those that meet",
+        reason="hvd.init() fails if a process set has some of the ranks of a node only, or if rank 0 of an elastic "
+        "job is not the first worker of its node. The ranks with the same local rank on several nodes look for each "
+        "other under the position that each of them has among its own node's members of the set: with nodes of ranks "
+        "0, 1 and 2, 3 and a set of 0, 1 and 3, ranks 1 and 3 should meet, but 1 is the second and 3 the first of its "
+        "node. They now look under the lowest rank of those that should meet",
         file="horovod/common/gloo/gloo_context.cc",
         find="                               std::to_string(local_rank) + process_set_suffix,\n",
         replace="                               std::to_string(global_context_cross_ranks[0]) +\n"

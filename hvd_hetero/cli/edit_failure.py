@@ -19,9 +19,10 @@ _DRIVER = "horovod/runner/elastic/driver.py"
 EDITS: Final = (
     Edit(
         name="spared_hosts",
-        reason="when one worker fails, its host is given up: healthy workers on it are ended as well, and with them, "
-        "where others have just failed, the last that have the state of the job. Now a host with a worker that is "
-        "ready is spared: only the failed one is started anew, unless that happened a short while ago",
+        reason="when one worker of an elastic job fails, the driver gives up (blacklists) its whole host and ends the "
+        "healthy workers there too; if other hosts have failed as well, the last copies of the job's state are lost "
+        "with them. A host with a worker that is ready is now kept, and the failed worker alone is started again, "
+        "unless it has failed a short while before",
         file=_REGISTRATION,
         find="""        for host, slot in failures:
             self._host_manager.blacklist(host)
@@ -35,9 +36,10 @@ EDITS: Final = (
     ),
     Edit(
         name="spared_hosts",
-        reason="a worker that has failed may still be there, frozen: it is ended. Rank 0, from which others take the "
-        "state, has to be one that goes on. One that fails again and again costs its host its place where the job can "
-        "go on without",
+        reason="Part of spared_hosts: the driver's decision whether a failed worker is started again. If so, its old "
+        "process is ended, since it may be frozen, and a worker that has the job's state is chosen as rank 0, from "
+        "which all others take it. If the worker has failed repeatedly, its host is given up after all: at once if "
+        "the job can go on without that host, or else after three restarts",
         file=_DRIVER,
         find="    def world_size(self):\n",
         replace="""    def spare(self, host, slot, states, alone):
@@ -71,7 +73,8 @@ EDITS: Final = (
     ),
     Edit(
         name="spared_hosts",
-        reason="where the first worker of every host has failed, one that goes on is rank 0 all the same",
+        reason="Part of spared_hosts: gives rank 0 to the chosen worker that has the job's state, also if it is not "
+        "the first of its host",
         file=_DRIVER,
         find="        host_assignments, host_assignments_list = self._get_host_assignments(current_hosts)\n",
         replace="""        host_assignments, host_assignments_list = self._get_host_assignments(current_hosts)
@@ -84,8 +87,10 @@ EDITS: Final = (
     ),
     Edit(
         name="left_in_order",
-        reason="a worker that was told to end, and has ended in order, did not fail: however often that happens, it "
-        "costs no other worker of its host its place",
+        reason="a worker that ends in order after SIGTERM, as when its machine is reclaimed, counts as failed: "
+        "upstream gives up (blacklists) its host with all healthy workers on it, and with spared_hosts alone that "
+        "would happen after a few such ends. An end in order, which hvd_hetero reports by an exit status of its own, "
+        "no longer counts as one of the failures that make the driver give up a host",
         file=_DRIVER,
         find="            rendezvous_id = self._worker_registry.record_failure(",
         replace="""            if exit_code == LEFT_IN_ORDER:
@@ -94,22 +99,25 @@ EDITS: Final = (
     ),
     Edit(
         name="spared_hosts",
-        reason="the state of a worker that goes on",
+        reason="Part of spared_hosts: imports READY, the state of a worker that has not failed and waits for its new "
+        "rank",
         file=_DRIVER,
         find="from horovod.runner.elastic.registration import WorkerStateRegistry\n",
         replace="from horovod.runner.elastic.registration import READY, WorkerStateRegistry\n",
     ),
     Edit(
         name="spared_hosts",
-        reason="each worker can be ended alone",
+        reason="Part of spared_hosts: adds an event of its own to each worker's process, so that one worker can be "
+        "ended without the others of its host",
         file=_DRIVER,
         find="[shutdown_event, host_event])",
         replace="[shutdown_event, host_event, own_event])",
     ),
     Edit(
         name="spared_hosts",
-        reason="a worker that fails again and again is no accident: each time it has to last for twice as long. Where "
-        "others failed in the same moment, it may have failed for their sake",
+        reason="Part of spared_hosts: the limits. A worker fails repeatedly if it fails within 120 s of its last "
+        "restart, which doubles with each further restart; after three restarts that counts also where other hosts "
+        "have failed at the same moment, which may have been the cause. Also the exit status that left_in_order needs",
         file=_DRIVER,
         find="ELASTIC_TIMEOUT_SECS = 600\n",
         replace="ELASTIC_TIMEOUT_SECS = 600\nSPARED_AGAIN_SECS = 120\nMOST_SPARED_AGAIN = 3\n"
@@ -118,7 +126,8 @@ EDITS: Final = (
     *(
         Edit(
             name="failed_job",
-            reason="a job whose ranks were all given up, without one that ended by itself, ended with status 0",
+            reason="an elastic horovodrun ends with status 0, as if it had succeeded, when it stops because all "
+            "workers have failed or were given up, and no worker has ended by itself. It now ends with an error",
             file=_REGISTRATION,
             find=f"            logging.{found}\n            self._driver.stop()\n",
             replace=f"            logging.{found}\n            self._driver.fail()\n",
@@ -131,7 +140,7 @@ EDITS: Final = (
     ),
     Edit(
         name="failed_job",
-        reason="that it has failed is kept",
+        reason="Part of failed_job: the driver's method that records the failure of the job and stops it",
         file=_DRIVER,
         find="    def finished(self):\n",
         replace="""    def fail(self):
@@ -143,14 +152,15 @@ EDITS: Final = (
     ),
     Edit(
         name="failed_job",
-        reason="at first it has not",
+        reason="Part of failed_job: the driver's record starts as not failed",
         file=_DRIVER,
         find="        self._worker_clients = {}\n",
         replace="        self._worker_clients = {}\n        self.failed = False\n",
     ),
     Edit(
         name="failed_job",
-        reason="where no rank's exit status says so",
+        reason="Part of failed_job: horovodrun raises an error if the driver has recorded a failure, also if no "
+        "worker's exit status shows one",
         file="horovod/runner/gloo_run.py",
         find="""        # fetch the result if running a func
         if settings.run_func_mode:

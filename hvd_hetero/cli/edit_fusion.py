@@ -33,7 +33,10 @@ EDITS: Final = (
   // many.
   int64_t fusion_limit = 0;
 """,
-        "the threshold is too coarse: what a single tensor may have, as in a scaled reduce-scatter, depends on it",
+        "Horovod fuses all tensors that are ready, up to HOROVOD_FUSION_THRESHOLD (128 MiB): on a GPU, none of the "
+        "gradients is sent before the last is computed. HOROVOD_FUSION_LIMIT limits the fusion alone; a lower "
+        "threshold would also make the fusion buffer smaller, which limits the size of a single tensor in some "
+        "operations, such as a scaled reduce-scatter",
     ),
     _edit(
         "horovod/common/operations.cc",
@@ -48,7 +51,8 @@ EDITS: Final = (
 
   // Check if group fusion should be disabled
 """,
-        "the variable is read as others are",
+        "Part of fusion_limit: reads HOROVOD_FUSION_LIMIT where Horovod reads its other variables, and once in a "
+        "process, as all ranks of an elastic job have to fuse alike",
     ),
     _edit(
         _CONTROLLER,
@@ -60,30 +64,32 @@ EDITS: Final = (
   // Avoid re-allocating these vectors inside loop
   std::vector<int64_t> allgather_tensor_byte_sizes;
 """,
-        "what may travel as one",
+        "Part of fusion_limit: computes the most bytes that may be fused, from the limit and the threshold",
     ),
     _edit(
         _CONTROLLER,
         "            tensor_size + new_tensor_size <= TensorFusionThresholdBytes() &&\n",
         "            tensor_size + new_tensor_size <= most &&\n",
-        "what is summed",
+        "Part of fusion_limit: applies the limit when a tensor is added to a fused all-reduce",
     ),
     _edit(
         _CONTROLLER,
         "          if (tensor_size + skipped_size <= TensorFusionThresholdBytes()) {\n",
         "          if (tensor_size + skipped_size <= most) {\n",
-        "and what is passed over for it",
+        "Part of fusion_limit: applies the limit when the search for tensors to fuse passes over one that does not "
+        "fit into the all-reduce",
     ),
     _edit(
         _CONTROLLER,
         "                rankwise_padding_bytes) <= TensorFusionThresholdBytes()) {\n",
         "                rankwise_padding_bytes) <= most) {\n",
-        "what is gathered",
+        "Part of fusion_limit: applies the limit when a tensor is added to a fused all-gather",
     ),
     _edit(
         _CONTROLLER,
         "          if (total_byte_size_of_output + skipped_size <=\n              TensorFusionThresholdBytes()) {\n",
         "          if (total_byte_size_of_output + skipped_size <= most) {\n",
-        "and what is passed over for it",
+        "Part of fusion_limit: applies the limit when the search for tensors to fuse passes over one that does not "
+        "fit into the all-gather",
     ),
 )

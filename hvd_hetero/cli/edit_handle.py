@@ -15,11 +15,12 @@ _NAME = "released_when_done"
 EDITS: Final = (
     Edit(
         name=_NAME,
-        reason="an operation is done some moments before the background thread lets go of its tensors. What a script "
-        "has dropped by then ends on that thread, which has to become one of Python's for it and waits for the "
-        "interpreter's lock: it then communicates late. Where the script starts a process at that moment – the "
-        "workers of a DataLoader –, the new process may never begin (python/cpython#112275: Python before 3.12, but "
-        "for late releases). The callbacks of an operation hold its handle, and it is done when the last is gone",
+        reason="communication now and then starts late, and a new process, such as a worker of a DataLoader, may hang "
+        "at its start. Upstream marks an operation as done shortly before its background thread releases the "
+        "operation's tensors: if the script has dropped them by then, that thread frees them, for which it has to "
+        "wait for Python's interpreter lock; a process that is started at that moment may never run "
+        "(python/cpython#112275: Python before 3.12, except late releases). The callbacks of an operation now hold "
+        "its handle, and it is done when the last of them is gone",
         needs=("torch",),
         file="horovod/torch/handle_manager.h",
         find="class HandleManager {\npublic:\n  int AllocateHandle();\n",
@@ -58,7 +59,8 @@ public:
     ),
     Edit(
         name=_NAME,
-        reason="its definition",
+        reason="Part of released_when_done: defines the handle that marks its operation as done when its last copy is "
+        "gone",
         needs=("torch",),
         file="horovod/torch/handle_manager.cc",
         find="""int HandleManager::AllocateHandle() {
@@ -88,7 +90,8 @@ void HandleManager::MarkDone(const Handle& handle, const Status& status) {
     ),
     Edit(
         name=_NAME,
-        reason="members end in reverse order: the callback after the tensors",
+        reason="Part of released_when_done: declares the callback before the tensors. C++ destroys members in reverse "
+        "order, so that the callback, which holds the handle, now goes after the tensors",
         needs=("torch",),
         file="horovod/common/common.h",
         find="  // Operation context.\n  std::shared_ptr<OpContext> context;\n  // Input tensor.\n",
@@ -97,7 +100,7 @@ void HandleManager::MarkDone(const Handle& handle, const Status& status) {
     ),
     Edit(
         name=_NAME,
-        reason="where it was",
+        reason="Part of released_when_done: removes the declaration of the callback from its old place",
         needs=("torch",),
         file="horovod/common/common.h",
         find="  // GPU to do reduction on, or CPU_DEVICE_ID in case of CPU.\n  int device = CPU_DEVICE_ID;\n"
@@ -106,8 +109,9 @@ void HandleManager::MarkDone(const Handle& handle, const Status& status) {
     ),
     Edit(
         name=_NAME,
-        reason="an all-reduce holds tensors of its own in the same memory, of which Python does not know: Horovod's "
-        "thread need not take the interpreter's lock to let go of them, also where a script starts a process meanwhile",
+        reason="Part of released_when_done: an all-reduce holds tensor objects of its own, which share the memory of "
+        "the script's and are unknown to Python, so that Horovod's background thread can release them without "
+        "Python's interpreter lock, also while the script starts a process",
         needs=("torch",),
         file="horovod/torch/mpi_ops_v2.cc",
         find="""int DoAllreduce(::torch::Tensor tensor, ::torch::Tensor output, int divisor,

@@ -34,9 +34,10 @@ def _file(name: str) -> Edit:
         creates=True,
         find="",
         replace=(_SOURCE / name).read_text(encoding="utf-8"),
-        reason="Gloo has one level: its ring over all ranks takes 2 (n - 1) steps, sends most bytes between ranks of "
-        "one node through sockets, and sums in an order that depends on a tensor's place. With "
-        "HOROVOD_GLOO_ALLREDUCE=hierarchical the ranks of a node sum in shared memory, and the nodes exchange sums",
+        reason="all-reduces of Gloo are slow with several ranks on a node, and a run does not repeat bit for bit: its "
+        "ring over all n ranks takes 2 (n - 1) steps, sends data between ranks of one node through sockets, and sums "
+        "in an order that depends on a tensor's place in the buffer. With HOROVOD_GLOO_ALLREDUCE=hierarchical the "
+        "ranks of a node sum in shared memory, and nodes exchange the sums",
     )
 
 
@@ -48,13 +49,13 @@ EDITS: Final = (
         '"${PROJECT_SOURCE_DIR}/horovod/common/gloo/gloo_controller.cc"\n',
         f'"${{PROJECT_SOURCE_DIR}}/{_PLACE}/gloo_controller.cc"\n'
         f'                        "${{PROJECT_SOURCE_DIR}}/{_PLACE}/gloo_hierarchy.cc"\n',
-        "the file is compiled",
+        "Part of gloo_hierarchy: adds gloo_hierarchy.cc to the build",
     ),
     _edit(
         f"{_PLACE}/gloo_context.h",
         '#include "../logging.h"\n',
         '#include "../logging.h"\n#include "gloo_hierarchy.h"\n',
-        "each context has a hierarchy of its own",
+        "Part of gloo_hierarchy: includes the header of the two-level all-reduce",
     ),
     _edit(
         f"{_PLACE}/gloo_context.h",
@@ -74,13 +75,14 @@ EDITS: Final = (
         "    }\n"
         "    return hierarchy != nullptr && hierarchy->Usable() ? hierarchy.get() : nullptr;\n"
         "  }\n",
-        "each context has a hierarchy of its own",
+        "Part of gloo_hierarchy: each Gloo context makes its own two-level all-reduce at first use, and a new one "
+        "after an elastic job has got a new context",
     ),
     _edit(
         f"{_PLACE}/gloo_context.cc",
         "  global_ctx.reset();\n  ctx.reset();\n",
         "  hierarchy.reset();\n  hierarchy_of.reset();\n  global_ctx.reset();\n  ctx.reset();\n",
-        "it goes with its context",
+        "Part of gloo_hierarchy: releases the two-level all-reduce together with its Gloo context",
     ),
     _edit(
         "horovod/common/ops/gloo_operations.cc",
@@ -103,13 +105,15 @@ EDITS: Final = (
   }
   gloo::allreduce(opts);
 """,
-        "tensors go through it",
+        "Part of gloo_hierarchy: all-reduces of tensors use the two levels, where they can be used and the operation "
+        "is a sum, minimum, maximum or product",
     ),
     _edit(
         f"{_PLACE}/gloo_controller.cc",
         "  opts.setReduceFunction(gloo::AllreduceOptions::Func(func));\n  gloo::allreduce(opts);\n",
         _NEGOTIATION + "  opts.setReduceFunction(gloo::AllreduceOptions::Func(func));\n  gloo::allreduce(opts);\n",
-        "the negotiation of every cycle, a few bytes, is all latency: three steps instead of 2 (n - 1)",
+        "Part of gloo_hierarchy: the negotiation of every cycle sums a few bytes, so that its time is all latency; "
+        "two levels take three steps, where Gloo's ring takes 2 (n - 1)",
         count=2,
     ),
 )

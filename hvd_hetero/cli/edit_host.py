@@ -17,8 +17,9 @@ _DISCOVERY = "horovod/runner/elastic/discovery.py"
 EDITS: Final = (
     Edit(
         name="lone_host",
-        reason="the driver of an elastic job on one host waits, without a word, until the elastic timeout for a second "
-        "one to find the interfaces over which they reach each other. It says so, and what to do",
+        reason="an elastic job on one host, started without --network-interfaces, seems to hang: the driver waits "
+        "silently, until the elastic timeout, for a second host with which to find out over which network interfaces "
+        "hosts reach each other. It now logs a warning that says so, and what to do",
         file=_DRIVER,
         find="""                    return current_hosts
                 if self._shutdown.is_set():
@@ -34,7 +35,7 @@ EDITS: Final = (
     ),
     Edit(
         name="lone_host",
-        reason="once",
+        reason="Part of lone_host: remembers that the warning was given, so that it is given once in each wait",
         file=_DRIVER,
         find="""        self._wait_hosts_cond.acquire()
         try:
@@ -50,8 +51,9 @@ EDITS: Final = (
     ),
     Edit(
         name="late_discovery",
-        reason="the driver looks for hosts with a lock in its hand: while a discovery script hangs, ranks that come "
-        "together wait for it, and so does the end of the job. It looks without",
+        reason="the driver of an elastic job runs the host discovery script while it holds the lock of its waits for "
+        "hosts: if the script hangs, workers that are being assigned new ranks hang with it, and the job cannot end. "
+        "The script now runs without the lock",
         file=_DRIVER,
         find="""            self._wait_hosts_cond.acquire()
             try:
@@ -71,7 +73,7 @@ EDITS: Final = (
     ),
     Edit(
         name="late_discovery",
-        reason="a script that is at it when the job ends is ended",
+        reason="Part of late_discovery: a discovery script that still runs when the job ends is ended",
         file=_DRIVER,
         find="""        self._shutdown.set()
         self._rendezvous.stop()
@@ -83,7 +85,8 @@ EDITS: Final = (
     ),
     Edit(
         name="late_discovery",
-        reason="looking, and what comes of it",
+        reason="Part of late_discovery: splits the search for hosts (find), which needs no lock, from the update of "
+        "the driver's list with the hosts found; and adds the method that ends a running discovery script",
         file=_DISCOVERY,
         find="    def update_available_hosts(self):\n",
         replace="""    def find(self):
@@ -98,14 +101,16 @@ EDITS: Final = (
     ),
     Edit(
         name="late_discovery",
-        reason="what was found",
+        reason="Part of late_discovery: update_available_hosts takes the hosts that were found before, if it is given "
+        "them, instead of running the script itself",
         file=_DISCOVERY,
         find="        host_slots = self._discovery.find_available_hosts_and_slots()\n",
         replace="        host_slots = self.find() if found is None else found\n",
     ),
     Edit(
         name="late_discovery",
-        reason="a script that hangs is ended after a minute, and the hosts stay as they were, as where it fails",
+        reason="Part of late_discovery: a discovery script that hangs is ended after 60 s. That counts as a failure "
+        "of the script: the known hosts stay as they are",
         file=_DISCOVERY,
         find="""        exit_code = safe_shell_exec.execute(
             self._discovery_script, stdout=stdout)
@@ -124,7 +129,8 @@ EDITS: Final = (
     ),
     Edit(
         name="late_discovery",
-        reason="says that it is to end",
+        reason="Part of late_discovery: the event that ends a running discovery script at the end of the job, and the "
+        "60 s that a script may take",
         file=_DISCOVERY,
         find="""class HostDiscoveryScript(HostDiscovery):
     def __init__(self, discovery_script, slots):
@@ -139,8 +145,9 @@ class HostDiscoveryScript(HostDiscovery):
     ),
     Edit(
         name="ended_waits",
-        reason="horovodrun that is told to end (SIGTERM, Ctrl-C) while it waits for as many slots as --min-np says "
-        "goes on waiting, until the elastic timeout",
+        reason="an elastic horovodrun does not react to SIGTERM or Ctrl-C while it waits for the number of slots that "
+        "--min-np asks for: it goes on waiting until the elastic timeout. It now checks every second whether it was "
+        "told to end",
         file=_DRIVER,
         find="""                if self._shutdown.is_set():
                     raise RuntimeError('Job has been shutdown, see above error messages for details.')
@@ -153,14 +160,14 @@ class HostDiscoveryScript(HostDiscovery):
     ),
     Edit(
         name="ended_waits",
-        reason="what says so",
+        reason="Part of ended_waits: the driver's event that is set when horovodrun is told to end",
         file=_DRIVER,
         find="        self._worker_clients = {}\n",
         replace="        self._worker_clients = {}\n        self.told_to_end = threading.Event()\n",
     ),
     Edit(
         name="ended_waits",
-        reason="who says so",
+        reason="Part of ended_waits: gives the driver the event that horovodrun's signal handlers set",
         file="horovod/runner/gloo_run.py",
         find="        create_worker = _create_elastic_worker_fn(exec_command, run_command, env, event)\n",
         replace="""        create_worker = _create_elastic_worker_fn(exec_command, run_command, env, event)

@@ -13,8 +13,9 @@ from hvd_hetero.engine.build import BUILD_RECORD
 EDITS: Final = (
     Edit(
         name="process_set_interface",
-        reason="process sets, the global one included, ignore the chosen network interface and listen on whatever the "
-        "host name resolves to, because this context's own interface name is never assigned",
+        reason="process sets, the global one included, ignore --network-interfaces and listen on the address that the "
+        "host name resolves to, because the interface name of their Gloo context is never assigned. Where that is "
+        "127.0.1.1, as on Debian, jobs on several hosts die with 'connect [127.0.0.1]: Connection refused'",
         file="horovod/common/gloo/gloo_context.cc",
         find="""  attr device_attr;
   device_attr.iface = gloo_iface_;
@@ -34,23 +35,25 @@ EDITS: Final = (
     ),
     Edit(
         name="stall_inspector",
-        reason="the list of ranks is reserved but never given a size, so that under Gloo the stall inspector looks at "
-        "no rank and says nothing",
+        reason="under Gloo the stall inspector never warns, however long a rank is missing: its list of ranks has "
+        "memory reserved but keeps size 0, so that it looks at no rank",
         file="horovod/common/gloo/gloo_controller.cc",
         find="  global_ranks_.reserve(size_);",
         replace="  global_ranks_.resize(size_);",
     ),
     Edit(
         name="allgather_with_joined",
-        reason="sizes are written at the index of the rank into a list as long as the number of requests: with joined "
-        "ranks that is shorter, and the heap is overwritten",
+        reason="an all-gather while other ranks have joined (hvd.join) overwrites the heap, and ranks abort: sizes "
+        "are written at the index of each rank, into a list that has one place for each request, and joined ranks "
+        "send no request",
         file="horovod/common/controller.cc",
         find="    tensor_sizes.resize(requests.size());",
         replace="    tensor_sizes.resize(size_);",
     ),
     Edit(
         name="vectorised_half",
-        reason="Gloo has vectorised sums for fp16, but the build leaves them out: they are 4 to 6 times faster",
+        reason="sums of fp16 under Gloo are slow, and Compression.fp16 is slower than no compression: Gloo's "
+        "vectorised sums of fp16, which are 4 to 6 times faster, are not switched on in the build",
         needs=("f16c",),
         file="CMakeLists.txt",
         find="    add_subdirectory(third_party/gloo)\n",
@@ -58,7 +61,7 @@ EDITS: Final = (
     ),
     Edit(
         name="vectorised_half",
-        reason="the file that holds them is not among Gloo's sources",
+        reason="Part of vectorised_half: adds the file with the vectorised sums to Gloo's sources",
         needs=("f16c",),
         file="third_party/gloo/gloo/CMakeLists.txt",
         find='  "${CMAKE_CURRENT_SOURCE_DIR}/gatherv.cc"\n',
@@ -66,16 +69,18 @@ EDITS: Final = (
     ),
     Edit(
         name="half_assignment",
-        reason="Gloo's fp16 is only assigned when it differs, and to differ compares bits with a number: 14744 + 14744 "
-        "stays 14744. Every value has one sum (a large one) at which a rank's part is lost without a word",
+        reason="some sums of fp16 under Gloo are wrong: 14744 + 14744 stays 14744. Gloo assigns an fp16 only if it "
+        "differs from the old one, but compares it with the bit pattern of the old one, read as a number. For every "
+        "value there is one (large) sum at which a rank's contribution is lost without an error",
         file="third_party/gloo/gloo/types.h",
         find="    return !(*this == rhs.x);",
         replace="    return x != rhs.x;",
     ),
     Edit(
         name="rendezvous_scope",
-        reason="the last worker to leave one scope clears the lists of all scopes, so that another scope never reaches "
-        "its size and stale addresses of an earlier round are served",
+        reason="hvd.init() fails now and then when it is called again under Gloo, as in elastic jobs: in the "
+        "rendezvous server, the last worker to leave a scope clears the lists of all scopes and not only that of its "
+        "own, so that other scopes are never seen as finished and serve the addresses of an earlier round",
         file="horovod/runner/http/http_server.py",
         find="                        self.server.cache.get(scope, {}).clear()\n"
         "                        self.server.finished_list.clear()\n",
@@ -84,8 +89,9 @@ EDITS: Final = (
     ),
     Edit(
         name="peer_death_with_process_sets",
-        reason="when a peer dies, removing the process sets is negotiated with it, outside any try: every survivor "
-        "aborts instead of raising HorovodInternalError",
+        reason="in a job with process sets of its own, all surviving ranks abort when a rank dies, instead of raising "
+        "HorovodInternalError: at shutdown they negotiate the removal of the process sets, also with the dead rank, "
+        "and nothing catches the exception",
         file="horovod/common/process_set.cc",
         find="""  std::vector<int32_t> ids_copy(ids_.begin(), ids_.end());
   for (auto id : ids_copy) {
@@ -97,7 +103,8 @@ EDITS: Final = (
     ),
     Edit(
         name="peer_death_with_process_sets",
-        reason="without its peers a rank removes its process sets alone",
+        reason="Part of peer_death_with_process_sets: if other ranks cannot be reached, a rank removes its process "
+        "sets without a negotiation",
         file="horovod/common/process_set.cc",
         find="""    MarkProcessSetForRemoval(id);
     // Block until all processes have been able to finalize and deregister
@@ -136,7 +143,8 @@ EDITS: Final = (
     ),
     Edit(
         name="in_place_copy",
-        reason="an in-place all-reduce copies the tensor onto itself: memcpy forbids that, and it costs a pass",
+        reason="under Gloo an all-reduce in place copies the tensor onto itself: memcpy does not allow that, and it "
+        "costs a pass over the memory",
         file="horovod/common/ops/gloo_operations.cc",
         find="""    buffer_data = (void*)first_entry.output->data();
     std::memcpy(buffer_data, first_entry.tensor->data(),
@@ -153,23 +161,25 @@ EDITS: Final = (
     ),
     Edit(
         name="gloo_loop",
-        reason="each of Gloo's event threads, one per context, wakes 100 times a second to look whether it should end: "
-        "0.4 ms of CPU a step on a rank with a fifth of a core. It is woken when there is a reason",
+        reason="each of Gloo's event threads, one for each context, wakes 100 times a second to check whether it "
+        "should end, which costs 0.4 ms of CPU time a step on a rank with a fifth of a core. It now wakes once a "
+        "second, or when another thread wakes it",
         file="third_party/gloo/gloo/transport/tcp/loop.cc",
         find="    nfds = epoll_wait(fd_, events.data(), events.size(), 10);\n",
         replace="    nfds = epoll_wait(fd_, events.data(), events.size(), 1000);\n",
     ),
     Edit(
         name="gloo_loop",
-        reason="the end is such a reason",
+        reason="Part of gloo_loop: wakes the event thread when it has to end",
         file="third_party/gloo/gloo/transport/tcp/loop.cc",
         find="    done_ = true;\n    loop_->join();\n",
         replace="    done_ = true;\n    defer([] {});\n    loop_->join();\n",
     ),
     Edit(
         name="gloo_loop",
-        reason="so is a thread that waits for the next turn. What is deferred takes the lock, which is free once that "
-        "thread waits: the turn's signal cannot come before",
+        reason="Part of gloo_loop: wakes the event thread when another thread waits for its next turn. The deferred "
+        "function takes the lock, which is free only once that thread waits, so that the signal of the turn cannot "
+        "come before the wait and be missed",
         file="third_party/gloo/gloo/transport/tcp/loop.cc",
         find="    std::unique_lock<std::mutex> lock(m_);\n    cv_.wait(lock);\n",
         replace="    std::unique_lock<std::mutex> lock(m_);\n"
@@ -178,8 +188,9 @@ EDITS: Final = (
     ),
     Edit(
         name="gloo_loop",
-        reason="while another thread holds a connection's lock, the event thread finds the same event again and again: "
-        "it spins, for as long as a rank with a small quota has none left. A short sleep leaves that thread the core",
+        reason="Part of gloo_loop: while another thread holds the lock of a connection, the event thread gets the "
+        "same event again and again, and spins; where a rank has a small CPU quota, it uses the quota up while the "
+        "other thread needs the core to release the lock. It now sleeps for 20 microseconds before it tries again",
         file="third_party/gloo/gloo/transport/tcp/pair.cc",
         find="  std::unique_lock<std::mutex> lock(m_, std::try_to_lock);\n  if (!lock) {\n    return;\n",
         replace="  std::unique_lock<std::mutex> lock(m_, std::try_to_lock);\n  if (!lock) {\n"
@@ -187,17 +198,18 @@ EDITS: Final = (
     ),
     Edit(
         name="gloo_loop",
-        reason="what the sleep needs",
+        reason="Part of gloo_loop: includes the headers for the short sleep",
         file="third_party/gloo/gloo/transport/tcp/pair.cc",
         find="#include <sstream>\n",
         replace="#include <chrono>\n#include <sstream>\n#include <thread>\n",
     ),
     Edit(
         name="gloo_send_buffer",
-        reason="each connection's send buffer is set to the largest of its bound messages so far, which switches the "
-        "kernel's own sizing off: after sums of a few values it stays at 4.6 kB, and what else goes that way (an "
-        "all-to-all, an all-gather) stalls, 40 ms at 64 kB and seconds at 4 MB. It gets what large messages get, once. "
-        "(The kernel's sizing would do in most places; where it fills a slow link's queue, packets are lost)",
+        reason="after all-reduces of a few values, an all-to-all or all-gather over the same connection stalls, for "
+        "40 ms at 64 kB and for seconds at 4 MB: Gloo sets the socket's send buffer to the size of the largest "
+        "message that it has sent from a bound buffer so far (4.6 kB, say), and that switches off the kernel's own "
+        "sizing. The send buffer is now set once, to the size that the largest messages get. (The kernel's own sizing "
+        "would do in most places, but it fills the queue of a slow link, so that packets are lost)",
         file="third_party/gloo/gloo/transport/tcp/pair.cc",
         find="""  size_t size = std::min(op.preamble.nbytes, kMaxSendBufferSize);
   if (sendBufferSize_ < size) {
@@ -211,8 +223,8 @@ EDITS: Final = (
     ),
     Edit(
         name="quick_launch",
-        reason="each `horovodrun` loads the frameworks in turn, seconds each, to ask what Horovod was built with. The "
-        "record of the build says so",
+        reason="every start of horovodrun imports each framework, which takes seconds each, to find out what Horovod "
+        "was built with. It now reads that from the record that the build puts into the wheel",
         file="horovod/common/util.py",
         find="""@_cache
 def gpu_available(ext_base_name, verbose=False):
@@ -237,7 +249,7 @@ def gpu_available(ext_base_name, verbose=False):
     *(
         Edit(
             name="quick_launch",
-            reason=f"what the record says of {of}",
+            reason=f"Part of quick_launch: reads from the record whether Horovod was built with {of}",
             file="horovod/common/util.py",
             find=f"@_cache\ndef {name}(",
             replace=f"@_cache\n@_recorded\ndef {name}(",

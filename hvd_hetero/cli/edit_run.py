@@ -16,8 +16,9 @@ from hvd_hetero.cli.edits import Edit
 EDITS: Final = (
     Edit(
         name="run_settings",
-        reason="horovod.run sets HOROVOD_CYCLE_TIME and HOROVOD_CACHE_CAPACITY to the text '(None,)', for two commas "
-        "too many. Horovod reads that as 0: its thread spins on every rank, and answers are not kept",
+        reason="because of two stray commas, horovod.run sets HOROVOD_CYCLE_TIME and HOROVOD_CACHE_CAPACITY to the "
+        "text '(None,)', which Horovod reads as 0: its background thread spins on every rank, and the response cache "
+        "is off, so that every tensor is negotiated in full at every step",
         file="horovod/runner/__init__.py",
         find="""        self.cycle_time_ms = None,
         self.cache_capacity = None,
@@ -28,9 +29,10 @@ EDITS: Final = (
     ),
     Edit(
         name="run_results",
-        reason="horovod.run asks for the results of ranks 0, 1 and so on. A rank stores its own under the number that "
-        "it was started with, as os.environ does not show what the library sets: after a change of an elastic job's "
-        "ranks horovod.run fails with a 404, and the results of all are lost",
+        reason="in an elastic job whose ranks have changed, horovod.run fails with a 404 and all results are lost: it "
+        "asks for the results of ranks 0, 1 and so on, but a worker stores its result under the rank that it was "
+        "started with, because os.environ does not show that Horovod's library has set HOROVOD_RANK anew. The worker "
+        "now reads the variable with C's getenv",
         file="horovod/runner/run_task.py",
         find="""    rank, size = get_env_rank_and_size()
     put_data_into_kvstore(addr, port, 'runfunc_result', str(rank), ret_val)
@@ -44,15 +46,16 @@ EDITS: Final = (
     ),
     Edit(
         name="run_results",
-        reason="what asks the library's environment",
+        reason="Part of run_results: imports ctypes, which gives access to C's getenv",
         file="horovod/runner/run_task.py",
         find="import sys\n\nfrom",
         replace="import ctypes\nimport sys\n\nfrom",
     ),
     Edit(
         name="own_host",
-        reason="Debian's hosts file gives a host's own name the address 127.0.1.1, which no interface has: horovodrun "
-        "takes its own host for another one, starts its ranks through ssh, and does not tell them that they are to end",
+        reason="on Debian a host's own name resolves to 127.0.1.1, which is the address of no interface: horovodrun "
+        "takes its own host for a remote one, starts the ranks there through ssh, and does not pass SIGTERM on to "
+        "them. Any address in 127.* now counts as local",
         file="horovod/runner/util/network.py",
         find="""def filter_local_addresses(all_host_names):
     local_addresses = get_local_host_addresses()
@@ -67,14 +70,16 @@ def filter_local_addresses(all_host_names):
     ),
     Edit(
         name="own_host",
-        reason="who looks which hosts are others",
+        reason="Part of own_host: filter_local_addresses, which picks out the remote hosts, uses the new test of an "
+        "address",
         file="horovod/runner/util/network.py",
         find="        if not host_address or host_address not in local_addresses:\n",
         replace="        if not is_local_address(host_address):\n",
     ),
     Edit(
         name="own_host",
-        reason="who starts ranks",
+        reason="Part of own_host: the launcher, which starts a rank directly or through ssh, uses the new test of an "
+        "address",
         file="horovod/runner/gloo_run.py",
         find="""        local_addresses = network.get_local_host_addresses()
         if host_address not in local_addresses:
@@ -84,9 +89,9 @@ def filter_local_addresses(all_host_names):
     ),
     Edit(
         name="termination",
-        reason="horovodrun that is told to end (SIGTERM) tells the ranks, and kills them 5 s later, whatever they are "
-        "at: a rank whose steps take 3 s has not saved its checkpoint by then. HOROVOD_TERMINATION_TIME gives them "
-        "more",
+        reason="on SIGTERM, horovodrun passes the signal on to its ranks and kills them 5 s later, whatever they are "
+        "doing: a rank whose steps take 3 s cannot save its checkpoint in time. HOROVOD_TERMINATION_TIME now sets how "
+        "many seconds they have",
         file="horovod/runner/common/util/safe_shell_exec.py",
         find="""GRACEFUL_TERMINATION_TIME_S = 5
 """,
@@ -128,9 +133,11 @@ def wait_for_end(processes, timeout):
     ),
     Edit(
         name="termination",
-        reason="a shell that has a single command becomes that, where it is bash: then it is the rank, and was stopped "
-        "and killed without a word. And a script that starts a rank ends at once by SIGTERM, and the rank, which heard "
-        "nothing, trained on: of a shell, what it waits for is told",
+        reason="Part of termination: horovodrun sends SIGTERM only to the children of the shell that it started. bash "
+        "replaces itself by a single command, so that the rank is the shell's own process and was killed without a "
+        "SIGTERM for it to handle; and a shell script that starts a rank ended at the signal, while the rank got none "
+        "and trained on. The signal now goes to the commands that the shell waits for, or to the process itself if it "
+        "has become the command",
         file="horovod/runner/common/util/safe_shell_exec.py",
         find="""    # Terminate children gracefully.
     for child in p.children():
@@ -143,8 +150,9 @@ def wait_for_end(processes, timeout):
     ),
     Edit(
         name="termination",
-        reason="it is waited for as long as is given; and the shell, which ends with it or has more to do then, has "
-        "its exit status: it is not stopped before it can",
+        reason="Part of termination: the rank has HOROVOD_TERMINATION_TIME to end. Then the shell has the rest of "
+        "that time, at least 1 s, to do what follows in its script and to end with the exit status of the rank, "
+        "before it is killed",
         file="horovod/runner/common/util/safe_shell_exec.py",
         find="""    gone, alive = psutil.wait_procs(p.children(), timeout=GRACEFUL_TERMINATION_TIME_S)
 """,
@@ -155,8 +163,9 @@ def wait_for_end(processes, timeout):
     ),
     Edit(
         name="termination",
-        reason="a shell that was stopped hears no SIGTERM, and was waited for for 5 s; and that wait may take its exit "
-        "status from who has started it, so that horovodrun ends with 0",
+        reason="Part of termination: upstream stops the shell, sends it SIGTERM, which a stopped process does not "
+        "handle, and waits 5 s in vain; that wait may also take the exit status away from the code that started the "
+        "shell, so that horovodrun ends with status 0. The shell is now killed at once",
         file="horovod/runner/common/util/safe_shell_exec.py",
         find="""    # Kill shell itself.
     try:
@@ -181,7 +190,7 @@ def wait_for_end(processes, timeout):
     ),
     Edit(
         name="termination",
-        reason="what a shell has begun since is ended as well",
+        reason="Part of termination: processes that the shell has started since SIGTERM was sent are killed as well",
         file="horovod/runner/common/util/safe_shell_exec.py",
         find="""    for child in alive:
 """,
@@ -194,8 +203,8 @@ def wait_for_end(processes, timeout):
     ),
     Edit(
         name="kept_output",
-        reason="with --output-filename, the process that takes the place of one that has failed overwrites what that "
-        "one has said: why it failed is in no file",
+        reason="with --output-filename, the worker that replaces a failed one in an elastic job overwrites the output "
+        "files of the failed one, and with them the message that says why it failed. It now appends to them",
         file="horovod/runner/gloo_run.py",
         find="""            stdout_file = open(os.path.join(output_dir_rank, 'stdout'), 'w')
             stderr_file = open(os.path.join(output_dir_rank, 'stderr'), 'w')
@@ -208,7 +217,8 @@ def wait_for_end(processes, timeout):
     ),
     Edit(
         name="kept_output",
-        reason="which files are of this job",
+        reason="Part of kept_output: remembers which output files this job has opened, so that files of an earlier "
+        "job are still overwritten",
         file="horovod/runner/gloo_run.py",
         find="""    terminate_all_event = None if settings.elastic else threading.Event()
 """,

@@ -14,8 +14,9 @@ _WAIT = "blocking_wait"
 EDITS: Final = (
     Edit(
         name=_WAIT,
-        reason="synchronize spins while it waits, and on a slow rank steals the core from Horovod's own thread; while "
-        "HOROVOD_BLOCKING_WAIT is 1, which each wait asks, it sleeps until its handle is done",
+        reason="horovod.torch.synchronize spins at 100 % CPU while it waits, and on a rank with few cores takes the "
+        "core from Horovod's background thread, which has to do the work. If HOROVOD_BLOCKING_WAIT is 1, which is "
+        "read at each wait, it sleeps until its handle is done",
         kind="speed",
         needs=("torch",),
         file="horovod/torch/mpi_ops_v2.cc",
@@ -29,7 +30,7 @@ EDITS: Final = (
     ),
     Edit(
         name=_WAIT,
-        reason="the variable is read with Horovod's own reader",
+        reason="Part of blocking_wait: includes Horovod's own function that reads a variable of the environment",
         kind="speed",
         needs=("torch",),
         file="horovod/torch/mpi_ops_v2.cc",
@@ -38,7 +39,8 @@ EDITS: Final = (
     ),
     Edit(
         name=_WAIT,
-        reason="the handle manager is where a handle becomes done",
+        reason="Part of blocking_wait: includes the headers for sleeping in the handle manager, which is where a "
+        "handle becomes done",
         kind="speed",
         needs=("torch",),
         file="horovod/torch/handle_manager.h",
@@ -47,7 +49,7 @@ EDITS: Final = (
     ),
     Edit(
         name=_WAIT,
-        reason="declares the wait",
+        reason="Part of blocking_wait: declares the method that sleeps until a handle is done",
         kind="speed",
         needs=("torch",),
         file="horovod/torch/handle_manager.h",
@@ -59,7 +61,8 @@ EDITS: Final = (
     ),
     Edit(
         name=_WAIT,
-        reason="only a handle that is waited for wakes anybody: a step completes many that nobody waits for yet",
+        reason="Part of blocking_wait: records the handles that a thread waits for, and wakes threads only for these, "
+        "as each step completes many handles that nobody waits for yet",
         kind="speed",
         needs=("torch",),
         file="horovod/torch/handle_manager.h",
@@ -71,7 +74,7 @@ EDITS: Final = (
     ),
     Edit(
         name=_WAIT,
-        reason="a handle that is done wakes who waits for it",
+        reason="Part of blocking_wait: defines the wait; a handle that becomes done wakes the thread that waits for it",
         kind="speed",
         needs=("torch",),
         file="horovod/torch/handle_manager.cc",
@@ -95,7 +98,8 @@ void HandleManager::WaitUntilDone(int handle) {
     ),
     Edit(
         name=_WAIT,
-        reason="a reset forgets all handles: who waits for one must not wait for ever",
+        reason="Part of blocking_wait: a reset forgets all handles, and wakes the threads that wait for one, which "
+        "would otherwise wait for ever",
         kind="speed",
         needs=("torch",),
         file="horovod/torch/handle_manager.cc",

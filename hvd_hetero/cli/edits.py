@@ -27,7 +27,8 @@ class Edit:
     Attributes:
         name: what the edit belongs to. Edits of the same name make up one change and are made together or not at all;
             the record of a build lists these names.
-        reason: why the edit is made; for people.
+        reason: what is wrong or slow in Horovod 0.28.1 without the edit, for people; "Part of NAME: ..." if the edit is
+            one of several of that name, and what it does for them.
         file: the path of the file, relative to the root of the source.
         find: the text to replace.
         replace: the text that takes its place, or that of the new file.

@@ -16,9 +16,10 @@ class BlockCodec(Protocol):
 
     name: str
     block: int
-    """Values in a row."""
+    """The number of values that a row encodes."""
     rounds: bool
-    """Whether values are merely rounded to another float, so that no error feedback is needed."""
+    """Whether the codec only rounds each value to a shorter float, with so small an error that gradients need no
+    error feedback."""
 
     def encode(self, array: Any) -> Any:
         """Returns uint8 of shape [ceil(n / block), bytes of a row] for a flat array of n values."""
@@ -57,7 +58,7 @@ class _Integers:
     name: str
     rounds = False
     most: float
-    """The largest integer."""
+    """The largest integer that a value is encoded as; the least one is its negative."""
     in_a_byte = 1
 
     def __init__(self, block: int = 512) -> None:

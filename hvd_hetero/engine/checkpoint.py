@@ -24,13 +24,16 @@ class State(Protocol):
     """What `Checkpoint` needs of the state of a job; `hvd.elastic.TorchState` and `KerasState` have it."""
 
     at_end: Callable[[], object] | None
-    """Saves a checkpoint, where all ranks of an elastic job leave at a commit."""
+    """Called on every rank at a commit at which all ranks of an elastic job leave (SIGTERM): saves a checkpoint.
+    `Checkpoint` sets it; None: there is no checkpoint."""
 
     at_end_alone: Callable[[], object] | None
-    """Saves one without the other ranks, where this one leaves after they have gone."""
+    """Called on a rank that was told to end, after the other ranks were lost: saves a checkpoint without them.
+    `Checkpoint` sets it together with `at_end`."""
 
     read_late: Callable[[], object] | None
-    """Reads the checkpoint that this process left to those that it joined, where none of them is left."""
+    """Called in the first `sync` of a process that joined a running elastic job, if no rank is left that had the job's
+    state: loads it from the checkpoint file. `Checkpoint.restore` sets it instead of reading the file at once."""
 
     @property
     def synced(self) -> bool:

@@ -52,15 +52,15 @@ class Levels:
 
     everyone: Engine
     local: Engine | None
-    """The ranks of its node; None for a rank alone on its node."""
+    """The engine of the ranks on this rank's node; None if it is the only rank of its node."""
     cross: Engine | None
-    """One rank of each node: its rail. None for a rank without a rail, and on a single node."""
+    """The engine of this rank's rail, which has one rank of each node; None without a rail, and on a single node."""
     nodes: int
     rails: int
     even: bool
-    """Whether every rank has a rail."""
+    """Whether every rank belongs to a rail, because all nodes have the same number of ranks."""
     ranks: tuple[tuple[int, ...], ...] = ()
-    """The ranks of each node; empty with one level."""
+    """The global ranks of each node; empty if all ranks sum at once (`one_level`)."""
 
     @property
     def local_rank(self) -> int:

@@ -16,4 +16,5 @@ NEEDED: list[Any] = [
     bytes,  # of an array without elements
     _codecs.encode,  # what bytes are made of in the pickles of torch.save
 ]
-"""Classes and functions that a pickle of arrays and numbers names. None of them runs code from it."""
+"""The classes and functions that an unpickler has to allow for numpy arrays and numbers. None of them runs code that is
+in the pickle."""

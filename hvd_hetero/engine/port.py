@@ -41,7 +41,7 @@ class Engine(Protocol):
     """One rank's view of a group of ranks, and the collectives of that group."""
 
     failure: tuple[type[Exception], ...]
-    """What a failed collective raises."""
+    """The exceptions that a failed collective raises: on the call, or in `Handle.wait`."""
 
     @property
     def rank(self) -> int: ...
@@ -256,7 +256,11 @@ def without_lane(name: str) -> str:
 
 
 Steps = Generator[Handle, Any, Any]
-"""Collectives one after the other: yields each one's handle, is sent its result, and returns the last result."""
+"""A generator that runs collectives one after the other, for `Chain`.
+
+It yields the handle of each collective that it starts, is sent the result of that collective, and may return a value:
+the result of the sequence.
+"""
 
 
 class Chain:

@@ -135,8 +135,8 @@ class ProcessSetEngine:
     """
 
     binding: ClassVar[str]
-    """The module with the framework's operations; Horovod itself decides what that needs, and nothing is imported
-    before somebody asks for it."""
+    """The name of Horovod's module with the operations of the framework, such as "horovod.torch.mpi_ops". The subclass
+    for each framework sets it; the module is imported by the first engine that is made, and not before."""
 
     # A counter for each tuple of global ranks: Horovod pairs names within a process set, and only its members call it.
     _named: ClassVar[dict[tuple[int, ...], Iterator[int]]] = {}
