@@ -65,7 +65,7 @@ def test_a_process_ends_well_whatever_is_at_work():
 
 def test_none_is_left_at_the_end():
     assert said_by(LEAVES) == [
-        "MainThread again hvd_hetero.call hvd_hetero.call hvd_hetero.call hvd_hetero.ear hvd_hetero.ear "
+        "MainThread again hvd_hetero.call hvd_hetero.call hvd_hetero.call hvd_hetero.questions hvd_hetero.questions "
         "hvd_hetero.watch hvd_hetero.watch",
         "['MainThread']",
     ]  # fmt: skip

@@ -73,8 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
-        what = f"{error.filename} cannot be written" if error.filename else "the output, or a file, cannot be written"
-        print(f"hvd-hetero {arguments.command}: {what}: {error.strerror}", file=sys.stderr)
+        what = error.filename or "the output"
+        print(f"hvd-hetero {arguments.command}: {what} cannot be written: {error.strerror}", file=sys.stderr)
         return 1
 
 
