@@ -135,7 +135,7 @@ class ProcessSetEngine:
     """
 
     binding: ClassVar[str]
-    """The name of Horovod's module with the operations of the framework, such as "horovod.torch.mpi_ops". The subclass
+    """The name of Horovod's module with the operations of the framework, such as `horovod.torch.mpi_ops`. The subclass
     for each framework sets it; the module is imported by the first engine that is made, and not before."""
 
     # A counter for each tuple of global ranks: Horovod pairs names within a process set, and only its members call it.
