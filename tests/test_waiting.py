@@ -200,3 +200,5 @@ def test_a_merge_in_a_step_that_does_not_count_counts_in_no_session(tmp_path):
         ranks.step(step, compute=[0.1], rest=[0.05])
     run = ranks.read().ranks[0]
     assert parts(run, skip=10)["wait"] == pytest.approx(0.01 / 0.16, rel=1e-2)
+    summary = run.summary(skip=10)
+    assert summary.samples_per_s == pytest.approx(summary.samples / summary.steps / 0.16, rel=1e-2)

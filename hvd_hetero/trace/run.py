@@ -176,7 +176,8 @@ def _samples_per_s(steps: Sequence[Step], merging_s: Mapping[int, float], starts
     """Samples per second over the intervals between consecutive steps, without pauses (see `PAUSE`).
 
     Args:
-        merging_s: see `RankRun.merging_s`; these merges count as time, even where they are long.
+        merging_s: see `RankRun.merging_s`; those that came after one of `steps` count as time, even where they are
+            long.
         starts: the first steps of sessions; the intervals before them are left out.
     """
     follows = [(a, b) for a, b in pairwise(steps) if b.step == a.step + 1 and b.step not in starts]
@@ -184,6 +185,7 @@ def _samples_per_s(steps: Sequence[Step], merging_s: Mapping[int, float], starts
     spans = [(step.samples, max(0.0, span - merging_s.get(step.step, 0.0))) for step, span in pairs]
     longest = PAUSE * _median(span for _, span in spans)
     spans = [(samples, span) for samples, span in spans if span <= longest]
-    merging = sum(took for step, took in merging_s.items() if steps and steps[0].step < step <= steps[-1].step + 1)
+    seen = {step.step for step in steps}
+    merging = sum(took for step, took in merging_s.items() if step - 1 in seen)
     whole = sum(span for _, span in spans) + merging
     return sum(samples for samples, _ in spans) / whole if whole else 0.0
