@@ -18,6 +18,14 @@ TOPK = Recipe(name="topk", density=0.1, warmup_steps=0)
 FULL, SHORT = (4.0, 4.0), (1.0, 1.0)
 
 
+class Nothing:
+    """A route without a residual."""
+
+    def kept_into(self, array): ...
+
+    def release_into(self, array): ...
+
+
 class Job:
     """Merges of what one rank did, at a constant pace for each parameter."""
 
@@ -212,9 +220,6 @@ def test_a_short_last_batch_of_synchronous_steps(shares):
 def test_what_was_given_back_twice_is_kept_as_a_whole():
     """As where ranks change once more before the next exchange."""
 
-    class Nothing:
-        def kept_into(self, array): ...
-
     carry = Carry([Nothing()])
     for value in (1.0, 2.0):
         carry.give([np.full(3, value)])
@@ -249,9 +254,6 @@ def test_a_step_that_counts_for_nobody_leaves_what_is_kept_alone():
 
 def test_what_a_step_that_did_not_count_has_taken_up_comes_back_whole():
     """A residual of other ranks, given before anything was summed here, in a first step that was not finite."""
-
-    class Nothing:
-        def kept_into(self, array): ...
 
     carry = Carry([Nothing()])
     carry.give([np.full(3, 6.0)])
@@ -297,11 +299,6 @@ def test_nothing_is_lost_by_a_sum_that_fails():
 
 
 def test_a_state_may_be_loaded_within_a_step():
-    class Nothing:
-        def kept_into(self, array): ...
-
-        def release_into(self, array): ...
-
     carry = Carry([Nothing()])
     fresh = carry.state_dict()
     carry.give([np.full(3, 6.0)])

@@ -243,8 +243,8 @@ class TraceCallback(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Records the logs of an epoch, without what is not a single number, such as F1Score and texts."""
-        single = {key: value for key, value in (logs or {}).items() if np.ndim(value) == 0}
-        numbers = {key: float(value) for key, value in single.items() if is_numeric(value)}
+        logs = logs or {}
+        numbers = {key: float(value) for key, value in logs.items() if np.ndim(value) == 0 and is_numeric(value)}
         self.trace.event("epoch ends", epoch=epoch, **numbers)
 
     def on_train_end(self, logs: Any = None) -> None:
