@@ -1,14 +1,16 @@
-"""Residuals of error feedback in weighted sums, where a rank's weight differs from step to step.
+"""Residuals of error feedback in weighted sums, where the sum of the weights differs from step to step.
 
-A rank sends c x: its gradient x times its weight c. The sum over the ranks is divided by the sum of their weights. A
-codec with error feedback keeps a residual, the part of c x that it has not sent: c e. Added unchanged to the next
-array, of weight c', in a sum of smaller weights, the residual would count c / c' times too much; so in a short last
-batch after whole ones, or in a round of one step after a round of several. Therefore `Carry` divides the residual by c
-and adds c' e to the next array, as if e were a part of its x.
+A rank sends its gradient times its weight, and the sum over the ranks is divided by the sum of their weights, W. A
+codec with error feedback keeps a residual, the part r of an array that it has not sent. Added unchanged to the next
+array, in a sum that is divided by W', the residual would count W / W' times as much; so in a short last batch after
+whole ones. Therefore `Carry` adds r W' / W to the next array.
 
-An array of much less than the usual weight takes no residual with it. Where only this rank's batch is short, the other
-weights are as usual, and the residual would count too little; with a weight of 0 it would be lost. The residual waits
-for the next array of about the usual weight.
+A rank does not know W before the sum. It passes an estimate from its own batch, in any unit: for gradients, its loss
+terms divided by its share (`Weighing`); for merges of local SGD, `MergeSender.residual_weight`.
+
+An array of much less than the usual weight takes no residual with it. Where only this rank's batch is short, W is as
+usual, and the residual would count too little; with a weight of 0 it would be lost. The residual waits for the next
+array of about the usual weight.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ class Keeps(Protocol):
 
 
 class Carry:
-    """Rescales one rank's residuals from the weight of the array that left them to the weight of the next array.
+    """Rescales one rank's residuals from the weight of the sum that left them to the weight of the next sum.
 
     `WeightedExchange` calls `add_to` for each array before it is sent, and `end_step` once all arrays are summed.
 
@@ -45,7 +47,7 @@ class Carry:
         self._last: float | None = None  # the last weight above 0, which the routes' residuals are scaled by
         self._usual = 0.0  # the usual weight: the largest of the last ones; it halves at most from step to step
         self._now: float | None = None  # weight of the arrays that are being summed
-        self._waits: dict[int, Any] = {}  # by array: residual e, not scaled by any weight, that no sum has taken yet
+        self._waits: dict[int, Any] = {}  # by array: residual divided by its weight, which no sum has taken yet
         self._given: dict[int, Any] = {}  # by array: residual from `give`, scaled by the weight `_last`
         self._taken: set[int] = set()  # arrays that are being summed together with their `_waits`
 
@@ -62,8 +64,9 @@ class Carry:
 
         Args:
             index: index of the array among `routes`.
-            array: this rank's x times its weight, flat; changed in place.
-            weight: this rank's weight in this sum; None: that of the last step.
+            array: this rank's weighted gradient or progress, flat; changed in place.
+            weight: this rank's estimate of the sum's weights, W, in the unit of the other calls; None: that of the last
+                step.
         """
         self._now = weight = self._last if weight is None else weight
         if weight is None:  # no weight is known yet, neither of an array nor of a residual
@@ -104,7 +107,7 @@ class Carry:
         self._taken.clear()
 
     def kept_back(self, likes: Sequence[Any]) -> list[Any]:
-        """Returns all residual of each array, scaled by this rank's last weight; None for an array without any.
+        """Returns all residual of each array, scaled to the last sum's weight; None for an array without any.
 
         Args:
             likes: arrays of the same lengths, type and device, one per route.

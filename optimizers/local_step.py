@@ -96,7 +96,7 @@ class LocalSteps:
         balancer.strategies.add(weighing.place, self.rounds)
         # One lane stands for all: only plain sums have several (to let ranks miss merges), and these keep nothing back.
         merges = [fragment.lanes[0].exchange for fragment in self.rounds.fragments]
-        weighing.unsent_state.put("merges", merges, lambda: self.rounds.unit)
+        weighing.unsent_state.put("merges", merges, lambda: self.rounds.part_unit)
         self._bytes = [fragment.lanes[0].buffer.nbytes for fragment in self.rounds.fragments]
         self.begun = False
         self._newest = -1  # index of the global batch of the last local step
@@ -132,7 +132,7 @@ class LocalSteps:
                 outgoing=lambda: outgoing(index),
                 name=in_lane(name, number),
                 keeps=lossy and self._ways.keeps,
-                weight=lambda: self.rounds.weight,
+                weight=lambda: self.rounds.residual_weight,
             )
             return Lane(exchange, buffer)
 
@@ -307,7 +307,7 @@ class LocalSteps:
         for lane, other in zip(lanes, others, strict=True):
             found = other.exchange.kept_back()
             kept = arrays_like(lane.buffer, {str(at): each for at, each in enumerate(found) if each is not None})
-            units = before.rounds.unit / self.rounds.unit
+            units = before.rounds.part_unit / self.rounds.part_unit
             lane.exchange.give_back([kept.get(str(at)) for at in range(len(found))], units)
 
     def take_samples(self) -> float:

@@ -100,9 +100,23 @@ class MergeSender:
         return self._sending.work.steps
 
     @property
-    def weight(self) -> float:
-        """The factor of this rank's delta in the contribution that is being sent."""
-        return self._sending.contribution.before
+    def part_unit(self) -> float:
+        """The part of a global batch that has weight 1 in a merge, the unit in which residuals pass to other ranks.
+
+        The weight alone would not do: a merge multiplies the summed deltas by about this number (`policy.staleness`:
+        sum r / sum w), which changes with the number of ranks. With FedNova it does not, and this is 1.0.
+        """
+        return 1.0 if self._rule.weights == "fednova" else self.unit / self._balancer.global_batch_size
+
+    @property
+    def residual_weight(self) -> float:
+        """The weight by which `Carry` scales residuals in the contribution that is being sent: w / r.
+
+        The merge multiplies what is sent by sum r / sum w, for which r / w of this rank is an estimate. So a residual
+        moves the model as far as it would have in the merge that left it, also where the rank's share has changed.
+        """
+        sent = self._sending.contribution
+        return sent.weight / sent.reach if sent.reach else 0.0
 
     @contextlib.contextmanager
     def missing(self) -> Iterator[None]:

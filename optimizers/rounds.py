@@ -236,14 +236,14 @@ class Rounds:
         return 0 if self._finishing else self.lengths.intervals[self.rank] - 1
 
     @property
-    def unit(self) -> float:
-        """The number of samples that weigh 1 in a contribution: see `MergeSender.unit`."""
-        return self._merge_sender.unit
+    def part_unit(self) -> float:
+        """The unit in which residuals of merges pass to other ranks: see `MergeSender.part_unit`."""
+        return self._merge_sender.part_unit
 
     @property
-    def weight(self) -> float:
-        """The factor for this rank's progress in the contribution that is being sent: see `MergeSender.weight`."""
-        return self._merge_sender.weight
+    def residual_weight(self) -> float:
+        """The weight by which residuals are scaled from merge to merge: see `MergeSender.residual_weight`."""
+        return self._merge_sender.residual_weight
 
     def _outgoing(self, index: int) -> list[float]:
         """The control vector for a contribution of fragment `index`. The exchange calls it as it sends."""

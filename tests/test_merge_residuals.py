@@ -1,0 +1,85 @@
+"""Residuals of codecs in merges of local SGD: law 6 where shares, batches or the set of ranks change between merges."""
+
+import pytest
+import torch
+from torch import nn
+
+import hvd_hetero.torch as hvd
+from hvd_hetero.engine.local import World
+from hvd_hetero.optimizers.control import Announcement
+from hvd_hetero.optimizers.equal import EqualWeights
+
+WHOLE = 8
+EVERY_STEP = hvd.LocalSGD(round_steps=1, bound_rounds=0, warmup_steps=0)
+
+
+def gradient_of(rank):
+    return torch.randn(64, 64, generator=torch.Generator().manual_seed(rank)).double()
+
+
+def optimizer_of(weight, balancer, density):
+    return hvd.DistributedOptimizer(
+        torch.optim.SGD([weight], lr=1.0), balancer=balancer, strategy=EVERY_STEP,
+        compression=hvd.Compression.topk(density, warmup_steps=0),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("change", ["plan", "short batch"])
+def test_a_residual_moves_the_model_as_far_whatever_weighs_the_next_contribution(change):
+    """All ranks have the same gradient in each step, so that the model and the residuals together move by their sum."""
+
+    def program(engine):
+        torch.set_num_threads(1)
+        weight = nn.Parameter(torch.zeros(64, 64).double())
+        balancer = hvd.Balancer(WHOLE, engine=engine, shares=None, adaptive=False)
+        optimizer = optimizer_of(weight, balancer, density=0.01)
+        used = []
+        for step in range(10):
+            share = balancer.deal(step).shares[engine.rank]
+            used.append(share)
+            short = change == "short batch" and step == 5
+            balancer.begin(share - 1 if short else share)
+            if change == "plan" and engine.rank == 0 and step == 3:
+                balancer.planner.announcement = Announcement(
+                    version=1, shares=(6, 2), reason="", predicted_step_s=0.0, strategy="synchronous"
+                )
+            optimizer.zero_grad()
+            (weight * gradient_of(0)).sum().backward()
+            optimizer.step()
+        optimizer.merge()
+        (keeper,) = balancer.keepers.named.values()
+        ((kept,), unit) = keeper.kept_back()["merges"]
+        return weight.detach().reshape(-1), kept * unit, used
+
+    (moved, kept, used), (_, others, _) = World(2).run(program)
+    assert set(used) == ({4, 6} if change == "plan" else {4})
+    assert kept.abs().max() > 1.0
+    assert (moved + kept + others + 10 * gradient_of(0).reshape(-1)).abs().max() < 1e-9
+
+
+@pytest.mark.parametrize("make", [
+    lambda engine: hvd.Balancer(WHOLE * engine.size, engine=engine, adaptive=False), EqualWeights],
+    ids=["balancer", "none"])  # fmt: skip
+def test_a_residual_moves_the_model_as_far_on_other_ranks(make):
+    """Two ranks, whose codec keeps most of a gradient, and a third that joins; the global batch grows with them."""
+
+    def trained(engine, steps, kept=None):
+        torch.set_num_threads(1)
+        weight, balancer = nn.Parameter(torch.zeros(64, 64).double()), make(engine)
+        optimizer = optimizer_of(weight, balancer, density=0.3)
+        (keeper,) = balancer.keepers.named.values()
+        if kept is not None and engine.rank < len(kept):
+            keeper.give_back(kept[engine.rank])
+        for _ in range(steps):
+            optimizer.zero_grad()
+            balancer.begin(WHOLE if isinstance(balancer.batch, int) else 1)
+            (weight * gradient_of(engine.rank) * float(kept is None)).sum().backward()
+            optimizer.step()
+        optimizer.merge()
+        return weight.detach().clone(), keeper.kept_back()
+
+    two = World(2).run(lambda engine: trained(engine, 1))
+    three = World(3).run(lambda engine: trained(engine, 6, [kept for _, kept in two]))
+    whole = (gradient_of(0) + gradient_of(1)) / 2
+    assert (two[0][0] + whole).norm() > 0.1 * whole.norm(), "much is kept back"
+    assert (two[0][0] + three[0][0] + whole).norm() <= 1e-12 * whole.norm()
