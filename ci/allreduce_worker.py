@@ -49,9 +49,9 @@ class HorovodContender:
         hvd = self._hvd
 
         def half(array: torch.Tensor, name: str) -> None:
-            wire, context = hvd.Compression.fp16.compress(array)
-            hvd.allreduce_(wire, op=hvd.Sum, name=name)
-            hvd.Compression.fp16.decompress(wire, context)
+            codecs, context = hvd.Compression.fp16.compress(array)
+            hvd.allreduce_(codecs, op=hvd.Sum, name=name)
+            hvd.Compression.fp16.decompress(codecs, context)
 
         return {
             "plain Horovod": lambda array, name: hvd.allreduce_(array, op=hvd.Sum, name=name),
@@ -75,9 +75,9 @@ class TorchContender:
 
     def ways(self) -> dict[str, Reduce]:
         def half(array: torch.Tensor, name: str) -> None:
-            wire = array.half()
-            torch.distributed.all_reduce(wire)
-            wire.float()
+            codecs = array.half()
+            torch.distributed.all_reduce(codecs)
+            codecs.float()
 
         return {"torch.distributed": lambda array, name: torch.distributed.all_reduce(array),
                 "torch.distributed, fp16": half}
@@ -111,14 +111,14 @@ class HeteroContender(HorovodContender):
         from dataclasses import asdict
 
         from hvd_hetero.engine.hierarchy import levels_of
-        from hvd_hetero.optimizers.recipe import Recipe, Wire
+        from hvd_hetero.optimizers.codec_spec import CodecSpec, LinkCodecs
         from hvd_hetero.optimizers.router import Router
 
         levels = levels_of(self._engine, self.topology)
 
         def made(title: str, algorithm: str, codec: str, numbers: dict[str, Any]) -> Reduce:
-            wire = Wire(auto=True) if codec == "auto" else Wire(cross=Recipe(name=codec, **numbers))
-            router = Router(levels, algorithm=algorithm, wire=wire,
+            codecs = LinkCodecs(auto=True) if codec == "auto" else LinkCodecs(cross=CodecSpec(name=codec, **numbers))
+            router = Router(levels, algorithm=algorithm, codecs=codecs,
                             tell=lambda name, choice: self.choices.setdefault(name, []).append(asdict(choice)))
             of_size: dict[int, Any] = {}
 
@@ -126,10 +126,10 @@ class HeteroContender(HorovodContender):
                 side = int(len(array) ** 0.5)
                 if len(array) not in of_size:
                     key = f"{title} {len(array) * 4}"
-                    of_size[len(array)] = router.way(key, array, [(side, side)], lossy=codec != "none")
-                way = of_size[len(array)]
-                way.start(array, name=name).wait()
-                way.end_step(True)
+                    of_size[len(array)] = router.route_for(key, array, [(side, side)], lossy=codec != "none")
+                route = of_size[len(array)]
+                route.start(array, name=name).wait()
+                route.end_step(True)
 
             return reduce
 

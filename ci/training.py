@@ -30,10 +30,10 @@ from torch_char_lm import CharLM, Windows, read_text
 
 import hvd_hetero.torch as hvd
 from hvd_hetero.engine.local import World
+from hvd_hetero.optimizers.codec_spec import LinkCodecs
 from hvd_hetero.optimizers.dealer import Dealer, cut
-from hvd_hetero.optimizers.recipe import Wire
+from hvd_hetero.optimizers.routing import Routing
 from hvd_hetero.optimizers.unsent_state import UnsentState
-from hvd_hetero.optimizers.ways import Ways
 from hvd_hetero.torch.local import LocalTraining
 
 WHOLE = 64
@@ -231,15 +231,15 @@ def _ranks(way: Way, model: nn.Module, optimizer: torch.optim.Optimizer) -> list
         rank.balancer = hvd.Balancer(WHOLE, engine=engine, shares=tuple(way.shares), adaptive=False)
         rank.balancer.trace, rank.balancer.step = rank, way.rule.warmup_steps - 1
         # No gradient is exchanged, and none weighed.
-        weighing = SimpleNamespace(
+        gradient_exchange = SimpleNamespace(
             engine=engine,
             balancer=rank.balancer,
             passes=1,
             place=lambda: "gradients 0",
             unsent_state=UnsentState(keeps=False),
         )
-        ways = Ways(engine, wire=Wire(), topology=None)
-        rank.training = LocalTraining(rule, list(rank.model.parameters()), weighing, ways=ways)
+        routing = Routing(engine, codecs=LinkCodecs(), topology=None)
+        rank.training = LocalTraining(rule, list(rank.model.parameters()), gradient_exchange, routing=routing)
         rank.training.follow(rank.optimizer)
         rank.delay(way.late)
         return rank

@@ -9,7 +9,7 @@ Sums = Mapping[str, Any]  # see `AccumulatedGradients.state_dict`
 
 
 class BatchCounter(Protocol):
-    """Counts the global batches since the last exchange of gradients. In training, this is the `Weighing`."""
+    """Counts the global batches since the last exchange of gradients. In training, this is an `ExchangeCount`."""
 
     begun: int  # the same on all ranks
 
@@ -42,22 +42,22 @@ class AccumulatedGradients:
     well.
 
     Args:
-        weighing: counts the global batches since the last exchange; None if it is given later, with `follow`.
+        count: of the global batches since the last exchange; None if it is given later, with `follow`.
     """
 
-    def __init__(self, weighing: BatchCounter | None = None) -> None:
-        self._weighing: BatchCounter = weighing or _Nobody()
+    def __init__(self, count: BatchCounter | None = None) -> None:
+        self._count: BatchCounter = count or _Nobody()
         self._accumulators: dict[str, GradientAccumulator] = {}
         self._waiting: dict[str, Any] = {}  # sums by kind, for accumulators that are not made yet
 
     @property
     def begun(self) -> int:
         """The number of global batches since the last exchange."""
-        return self._weighing.begun
+        return self._count.begun
 
-    def follow(self, weighing: BatchCounter) -> None:
-        """Lets `weighing` count the global batches from now on, beginning with the present count."""
-        weighing.begun, self._weighing = self.begun, weighing
+    def follow(self, count: BatchCounter) -> None:
+        """Lets `count` count the global batches from now on, beginning with the present count."""
+        count.begun, self._count = self.begun, count
 
     def put(self, kind: str, accumulator: GradientAccumulator) -> None:
         """Registers the accumulator of a kind, and loads into it the gradients that are kept here for this kind. An
@@ -80,12 +80,12 @@ class AccumulatedGradients:
 
         All ranks call it, or none.
         """
-        self._weighing.begun = state.get("begun", 0)
+        self._count.begun = state.get("begun", 0)
         self._waiting = dict(state.get("kinds", {}))
         for kind, accumulator in self._accumulators.items():
             accumulator.load_sums(self._waiting.pop(kind, None))
 
-    def give_back(self, state: Sums, *, begun: int) -> None:
+    def restore(self, state: Sums, *, begun: int) -> None:
         """Goes on from `state` after an elastic reset, on any set of ranks.
 
         Args:

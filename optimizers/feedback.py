@@ -23,7 +23,7 @@ from hvd_hetero.codecs.verbs import exponent_of, verbs_of
 from hvd_hetero.engine.port import Engine, Handle, Steps
 from hvd_hetero.policy.partition import equal_shares
 
-from .compressed import pieces_of
+from .reduction import pieces_of
 
 # Two ranks exchange an array in pieces of about SHORT_PIECE values, at most AHEAD of them under way at a time. Gathers
 # go through sockets whose buffers the kernel sizes: with more under way than the queue of a slow link holds (1.25 MB at
@@ -33,7 +33,7 @@ SHORT_PIECE = 2**18
 AHEAD = 2
 
 
-class Feedback:
+class FeedbackSum:
     """Base class: keeps arrays of a reduction from step to step, by key, and replaces them if a step counts.
 
     During a step, `_now` holds what earlier steps kept (such as the "residual"), and subclasses write what is to
@@ -57,7 +57,7 @@ class Feedback:
             self._step += 1
         self._next = {}
 
-    def release(self, engine: Engine) -> Any | None:
+    def take_residual(self, engine: Engine) -> Any | None:
         """Returns this rank's residual, as long as the array, and keeps it no longer; None if there is none."""
         kept = self._now.pop("residual", None)
         return kept if kept is None else verbs_of(kept).copied(kept)
@@ -71,7 +71,7 @@ class Feedback:
         self._step = int(self._now.pop("step"))
 
 
-class Gathered(Feedback):
+class GatheredSum(FeedbackSum):
     """Sums arrays through a block codec, whose encoded rows cannot be summed: ranks gather, decode and add them.
 
     With more than two ranks, each rank sums a part of the blocks: an all-to-all brings it that part from every rank, it
@@ -167,9 +167,9 @@ class Gathered(Feedback):
         self._next[key] = total
         return rows
 
-    def release(self, engine: Engine) -> Any | None:
-        """See `Feedback.release`; the errors of this rank's part of the sums are added at their places."""
-        kept = super().release(engine)
+    def take_residual(self, engine: Engine) -> Any | None:
+        """See `FeedbackSum.take_residual`; the errors of this rank's part of the sums are added at their places."""
+        kept = super().take_residual(engine)
         if kept is None:
             return None
         for index, piece in enumerate(pieces_of(len(kept), unit=self._codec.block)):
@@ -182,7 +182,7 @@ class Gathered(Feedback):
         return kept
 
 
-class WarmedUp(Feedback, ABC):
+class WarmedUpSum(FeedbackSum, ABC):
     """Base class: sums exactly at first, while gradients still change their direction, and compressed later.
 
     Args:
@@ -204,7 +204,7 @@ class WarmedUp(Feedback, ABC):
         """The collectives of one sum of `array` after the warm-up; returns the sum, and may overwrite `array`."""
 
 
-class Sparse(WarmedUp):
+class TopKSum(WarmedUpSum):
     """Sums only the largest entries of each rank's array, which all ranks gather; the others stay in its residual."""
 
     name = "topk"
@@ -229,7 +229,7 @@ class Sparse(WarmedUp):
 FAR = 2.0**20  # a column of Q whose largest entry is not between 1 / FAR and FAR is scaled to about 1
 
 
-class Factored(WarmedUp):
+class PowerSGDSum(WarmedUpSum):
     """Sums matrices as products P Q^T of thin ones (PowerSGD, see `codecs.lowrank`); Q is kept for the next step."""
 
     name = "powersgd"

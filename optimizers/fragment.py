@@ -12,7 +12,7 @@ from hvd_hetero.codecs.verbs import verbs_of
 from hvd_hetero.policy.staleness import Contribution
 
 from .outer import Outer, compensated
-from .weighted import WeightedExchange
+from .weighted_exchange import WeightedExchange
 
 
 class Store(Protocol):

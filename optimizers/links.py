@@ -11,8 +11,8 @@ from hvd_hetero.policy.link_watch import LinkWatch
 class Links:
     """Watches how long exchanges take, over all optimizers of a balancer, and asks for another choice of routes.
 
-    Works on rank 0 only, as only rank 0 calls `matter`. When `asked` has grown, each `Weighing` of rank 0 tells all
-    ranks in its control vector to time the routes of its buckets again and to choose among them.
+    Works on rank 0 only, as only rank 0 calls `matter`. When `asked` has grown, each `GradientExchange` of rank 0 tells
+    all ranks in its control vector to time the routes of its buckets again and to choose among them.
 
     Args:
         clock: the time, in seconds.
@@ -30,7 +30,7 @@ class Links:
         self._changed: dict[Hashable, bool] = {}  # by optimizer: the outcome of its choice since ranks were last asked
         self.asked, self.reason = 0, ""
 
-    def matter(self, owner: Hashable, *, timing_s: float, gentle_steps: int) -> None:
+    def matter(self, owner: Hashable, *, timing_s: float, codec_warmup_steps: int) -> None:
         """Starts to watch: a new exchange of an optimizer has several routes to choose from.
 
         Args:
@@ -39,7 +39,7 @@ class Links:
             gentle_steps: steps after a choice in which exchanges take longer than later, see `LinkWatch`.
         """
         self._timing_s[owner] = timing_s
-        self._watch = LinkWatch(gentle_steps=gentle_steps)  # with other buckets, exchanges take another time
+        self._watch = LinkWatch(codec_warmup_steps=codec_warmup_steps)  # with other buckets, times differ
         self._choosing = False  # the optimizer that was asked may be gone
 
     def gone(self, owner: Hashable) -> None:

@@ -20,12 +20,12 @@ from .fragment import Lane, Store
 from .local_phase import install_local_phase
 from .local_sgd import LocalSGD
 from .rounds import Lanes, Rounds
+from .routing import Routing
 from .unsent_state import Count
-from .ways import Ways
-from .weighted import WeightedExchange
+from .weighted_exchange import WeightedExchange
 
 if TYPE_CHECKING:
-    from .weighing import Weighing
+    from .gradient_exchange import GradientExchange
 
 
 class ParameterStore(Store, Protocol):
@@ -65,8 +65,8 @@ class LocalSteps:
     Args:
         rule: the numbers of the strategy.
         store: reads and writes the trained parameters, in the same order on all ranks.
-        weighing: the weighing of the optimizer's gradients, which knows the engine and the balancer.
-        ways: chooses for each fragment the route by which its progress is summed over the ranks.
+        gradient_exchange: of the optimizer's gradients; it knows the engine and the balancer.
+        routing: chooses for each fragment the route by which its progress is summed over the ranks.
         batches: global batches per update; None: as many as per exchange of gradients.
         on_give_up: is called when this rank gives up its progress since the last merge because it is not finite.
 
@@ -80,30 +80,30 @@ class LocalSteps:
         rule: LocalSGD,
         store: ParameterStore,
         *,
-        weighing: Weighing,
-        ways: Ways,
+        gradient_exchange: GradientExchange,
+        routing: Routing,
         batches: int | None = None,
         on_give_up: Callable[[], None] = lambda: None,
     ) -> None:
-        engine, balancer = weighing.engine, weighing.balancer
-        self.rule, self._engine, self._balancer, self._store, self._ways = rule, engine, balancer, store, ways
+        engine, balancer = gradient_exchange.engine, gradient_exchange.balancer
+        self.rule, self._engine, self._balancer, self._store, self._routing = rule, engine, balancer, store, routing
         self._name = f"hvd_hetero.{balancer.name}.{engine.unique('local.')}"
         self._phase = install_local_phase(rule, balancer)
         self.rounds = Rounds(
             rule, balancer=balancer, store=store, lanes=self._lanes,
-            batches=lambda: batches or weighing.batches_per_exchange, on_merge=self._record,
+            batches=lambda: batches or gradient_exchange.count.batches_per_exchange, on_merge=self._record,
         )  # fmt: skip
-        balancer.strategies.add(weighing.place, self.rounds)
+        balancer.strategies.add(gradient_exchange.place, self.rounds)
         # One lane stands for all: only plain sums have several (to let ranks miss merges), and these keep nothing back.
         merges = [fragment.lanes[0].exchange for fragment in self.rounds.fragments]
-        weighing.unsent_state.put("merges", merges, lambda: self.rounds.part_unit)
+        gradient_exchange.unsent_state.put("merges", merges, lambda: self.rounds.part_unit)
         self._bytes = [fragment.lanes[0].buffer.nbytes for fragment in self.rounds.fragments]
         self.begun = False
         self._newest = -1  # index of the global batch of the last local step
         self._pace = 1.0  # the part of the update that this rank makes in that step
         self._before: list[Any] = []  # parameters before that update, by fragment, if `after_step` blends them
         self._counted = Count(0.0)  # see `samples`
-        weighing.unsent_state.put_count("samples apart", self._counted)
+        gradient_exchange.unsent_state.put_count("samples apart", self._counted)
         self._on_give_up, self._warned = on_give_up, False
         atexit.register(_warn_at_exit, weakref.ref(self))
 
@@ -120,23 +120,23 @@ class LocalSteps:
         tail = merge_control.length(self._engine.size)
         name = f"{self._name}.fragment.{index}"
         shared = self._empty(index)
-        way = self._ways.way(name, shared, self._store.shapes(index), lossy)
+        route = self._routing.route_for(name, shared, self._store.shapes(index), lossy)
 
         def lane(number: int, buffer: Any) -> Lane:
             exchange = WeightedExchange(
                 self._engine,
                 [buffer],
                 self._store.control(tail) if lossy else buffer[-tail:],
-                routes=[way],
+                routes=[route],
                 rides_in=None if lossy else 0,
                 outgoing=lambda: outgoing(index),
                 name=in_lane(name, number),
-                keeps=lossy and self._ways.keeps,
+                keeps=lossy and self._routing.keeps,
                 weight=lambda: self.rounds.residual_weight,
             )
             return Lane(exchange, buffer)
 
-        if not way.is_plain:
+        if not route.is_plain:
             return [lane(0, shared)], None
         lanes = [lane(number, shared) for number in range(self.rule.most_missed + 1)]
         return lanes, lambda number: lane(number, self._empty(index))
@@ -305,10 +305,10 @@ class LocalSteps:
         if [len(lane.buffer) for lane in lanes] != [len(lane.buffer) for lane in others]:
             return
         for lane, other in zip(lanes, others, strict=True):
-            found = other.exchange.kept_back()
+            found = other.exchange.residuals()
             kept = arrays_like(lane.buffer, {str(at): each for at, each in enumerate(found) if each is not None})
             units = before.rounds.part_unit / self.rounds.part_unit
-            lane.exchange.give_back([kept.get(str(at)) for at in range(len(found))], units)
+            lane.exchange.add_residuals([kept.get(str(at)) for at in range(len(found))], units)
 
     def take_samples(self) -> float:
         """Returns `samples` and sets it to 0."""

@@ -110,7 +110,7 @@ class MergeSender:
 
     @property
     def residual_weight(self) -> float:
-        """The weight by which `Carry` scales residuals in the contribution that is being sent: w / r.
+        """The weight by which `ScaledResiduals` scales residuals in the contribution that is being sent: w / r.
 
         The merge multiplies what is sent by sum r / sum w, for which r / w of this rank is an estimate. So a residual
         moves the model as far as it would have in the merge that left it, also where the rank's share has changed.

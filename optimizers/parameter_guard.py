@@ -76,7 +76,7 @@ def check_origins(origins: Sequence[int], ranks: Sequence[int]) -> None:
 
 
 class ParameterGuard:
-    """Checks now and then that all ranks hold the same parameters. `Weighing` calls it with each exchange.
+    """Checks now and then that all ranks hold the same parameters. `GradientExchange` calls it with each exchange.
 
     Args:
         engine: the ranks that train together.

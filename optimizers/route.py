@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 from hvd_hetero.engine.hierarchy import ALGORITHMS, IN_PARTS, Levels, part_of
 from hvd_hetero.engine.port import Chain, Handle
 
-from .compressed import Exact, KeepsNothing, Reduction
-from .recipe import Recipe, Shape
+from .codec_spec import CodecSpec, Shape
+from .reduction import ExactSum, Reduction, WithoutResidual
 
 
 class Route:
@@ -35,11 +35,11 @@ class Route:
         if algorithm not in ALGORITHMS:
             raise ValueError(f"algorithm: expected one of {', '.join(ALGORITHMS)}. Received: {algorithm!r}.")
         self.levels, self.algorithm = levels, algorithm
-        self.cross: Reduction = cross if cross is not None else Exact()
+        self.cross: Reduction = cross if cross is not None else ExactSum()
         self.local = local
         within = "" if local is None or algorithm == "flat" else f"{local.name} within, "
         self.title = f"{algorithm}, {within}{self.cross.name}{'' if algorithm == 'flat' else ' between'}"
-        self.keeps = not all(isinstance(level, KeepsNothing) for level in (self.cross, self.local or self.cross))
+        self.keeps = not all(isinstance(level, WithoutResidual) for level in (self.cross, self.local or self.cross))
         self._new = self.state_dict()
 
     @property
@@ -51,7 +51,7 @@ class Route:
     @property
     def is_plain(self) -> bool:
         """Whether a sum is a single all-reduce of the unchanged array."""
-        return self.algorithm == "flat" and type(self.cross) is Exact and self.cross.is_plain
+        return self.algorithm == "flat" and type(self.cross) is ExactSum and self.cross.is_plain
 
     def start(self, array: Any, *, name: str) -> Handle:
         """Begins the sum of `array` over all ranks, which may overwrite it. Names of operations begin with `name`."""
@@ -67,24 +67,24 @@ class Route:
         if self.local is not None:
             self.local.end_step(counts)
 
-    def release_into(self, array: Any) -> None:
+    def move_residual_to(self, array: Any) -> None:
         """Adds the residuals of this route to `array`, and keeps them no longer. So nothing is lost when a bucket takes
         another route: `array` is sent by that one."""
         levels = self.levels
         if self.local is not None and levels.local is not None:
-            kept = self.local.release(levels.local)
+            kept = self.local.take_residual(levels.local)
             if kept is not None:
                 array += kept
         engine = levels.everyone if self.algorithm == "flat" else levels.cross
-        kept = self.cross.release(engine) if engine is not None else None
+        kept = self.cross.take_residual(engine) if engine is not None else None
         if kept is not None:
             part = part_of(levels, len(array)) if self.algorithm in IN_PARTS else None
             array[part if part is not None else slice(None)] += kept
 
-    def kept_into(self, array: Any) -> None:
+    def add_residual_to(self, array: Any) -> None:
         """Adds the residuals of this route to `array`, and keeps them as well."""
         state = self.state_dict()
-        self.release_into(array)
+        self.move_residual_to(array)
         self.load_state_dict(state)
 
     def state_dict(self) -> dict[str, Any]:
@@ -110,8 +110,8 @@ class Candidate(NamedTuple):
     """A route that a bucket may take, not yet made: `route` makes it for the tensors of a bucket."""
 
     algorithm: str
-    cross: Recipe  # the codec between nodes; with "flat", between all ranks
-    local: Recipe  # the codec within nodes; not used with "flat"
+    cross: CodecSpec  # the codec between nodes; with "flat", between all ranks
+    local: CodecSpec  # the codec within nodes; not used with "flat"
 
     @property
     def title(self) -> str:

@@ -1,7 +1,7 @@
 """Chooses how each bucket is summed over the ranks: by an algorithm and a codec (a route).
 
 The routes that the user's arguments allow are timed on the links. If the two fastest are near each other for the size
-of a bucket, a `Trial` compares them on the running job.
+of a bucket, a `RouteTrial` compares them on the running job.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from hvd_hetero.engine.port import Chain, Engine, Handle, Steps
 from hvd_hetero.policy.algorithm import Choice, choose, confirm, rivals
 from hvd_hetero.policy.link import Link
 
-from .recipe import Recipe, Shape, Wire
+from .codec_spec import CodecSpec, LinkCodecs, Shape
 from .route import Candidate, Route
 from .timing import LARGE_BYTES, timed_curve
-from .weighted import Way
+from .weighted_exchange import BucketRoute
 
 ROUNDS = 8  # steps for which a trial times each route, after a first one that is not counted
 
-EXACT = Recipe(name="none")
+EXACT = CodecSpec(name="none")
 
 Tell = Callable[[str, Choice], None]
 
 
 class Router:
-    """Makes a way for each bucket, that is a `Route`, or a `Trial` of two. Used by `Ways`.
+    """Makes the route of each bucket: a `Route`, or a `RouteTrial` of two. Used by `Routing`.
 
-    `line`, `way` and `time_anew` are collective calls.
+    `line`, `route_for` and `time_anew` are collective calls.
 
     Args:
         levels: the groups to which this rank belongs: its node, its peers on other nodes, and all ranks.
         algorithm: "flat", "rails", "scatter", "leader", or "auto" to choose by timing.
-        wire: the codecs.
+        codecs: the codecs between nodes and within nodes.
         tell: is called with the bucket's name and the choice, each time that a route was chosen for a bucket.
         clock: returns seconds.
 
@@ -51,11 +51,11 @@ class Router:
         levels: Levels,
         *,
         algorithm: str,
-        wire: Wire,
+        codecs: LinkCodecs,
         tell: Tell = lambda name, choice: None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._levels, self._algorithm, self._wire = levels, algorithm, wire
+        self._levels, self._algorithm, self._codecs = levels, algorithm, codecs
         self._tell, self._clock = tell, clock
         self.timing_s = 0.0
         # By the candidate's title and the type of elements:
@@ -74,12 +74,12 @@ class Router:
 
     def _candidates(self, lossy: bool) -> list[Candidate]:
         """The routes that a bucket may take; `lossy`: whether it goes through the codecs."""
-        local = self._wire.local if lossy else EXACT
+        local = self._codecs.local if lossy else EXACT
         return [
-            Candidate(algorithm, recipe, local)
-            for recipe in (self._wire.recipes if lossy else (EXACT,))
+            Candidate(algorithm, spec, local)
+            for spec in (self._codecs.specs if lossy else (EXACT,))
             for algorithm in self._algorithms(local)
-            if not (recipe.whole and algorithm in IN_PARTS)
+            if not (spec.needs_matrices and algorithm in IN_PARTS)
         ]
 
     @property
@@ -94,20 +94,20 @@ class Router:
         for candidate, like in self._alike.values():
             self._time(like, candidate)
 
-    def way(
-        self, name: str, array: Any, shapes: Sequence[Shape], *, lossy: bool, before: Way | None = None
-    ) -> Way:
-        """The way of one bucket. A collective call.
+    def route_for(
+        self, name: str, array: Any, shapes: Sequence[Shape], *, lossy: bool, before: BucketRoute | None = None
+    ) -> BucketRoute:
+        """Chooses the route of one bucket. A collective call.
 
         Args:
             name: of the bucket; the same on all ranks.
             array: the bucket.
             shapes: of the tensors in it.
             lossy: whether it goes through the codecs.
-            before: its present way, if it has one.
+            before: its present route, if it has one.
 
         Returns:
-            `before` if the same route is chosen again; else a new `Route`, or a new `Trial` of two routes.
+            `before` if the same route is chosen again; else a new `Route`, or a new `RouteTrial` of two routes.
         """
         candidates = {candidate.title: candidate for candidate in self._candidates(lossy)}
         if len(candidates) == 1 and self._algorithm != "auto":
@@ -116,16 +116,16 @@ class Router:
         size_bytes = len(array) * array.itemsize
         choice = choose(size_bytes, timed, default=next(iter(candidates)))
         self._tell(name, choice)
-        if isinstance(before, Trial) and before.title == choice.route:
+        if isinstance(before, RouteTrial) and before.title == choice.route:
             return before
         route = candidates[choice.route].route(self._levels, shapes)
         if isinstance(before, Route) and before.title == route.title:
             return before
         near = rivals(size_bytes, timed, choice.route)
         # A codec takes longer in its warm-up steps than later: a trial would mislead, and the choice rests on timing.
-        if len(near) == 1 or any(candidates[title].cross.gentle_steps for title in near):
+        if len(near) == 1 or any(candidates[title].cross.codec_warmup_steps for title in near):
             return route
-        return Trial(
+        return RouteTrial(
             {title: candidates[title].route(self._levels, shapes) for title in near},
             chosen=choice.route,
             size_bytes=size_bytes,
@@ -134,7 +134,7 @@ class Router:
             clock=self._clock,
         )
 
-    def _algorithms(self, local: Recipe) -> list[str]:
+    def _algorithms(self, local: CodecSpec) -> list[str]:
         """The algorithms that the user's argument and this topology allow, "flat" first if it is among them."""
         levels = self._levels
         if levels.nodes == 1 or self._algorithm == "flat":
@@ -161,8 +161,8 @@ class Router:
         return self._timed[key]
 
 
-class Trial:
-    """The way of one bucket while routes are compared: each step sums it by another route, in turn, and times that.
+class RouteTrial:
+    """The route of one bucket while several are compared: each step sums it by another route, in turn, and times that.
 
     After `rounds` + 1 steps of each, all ranks choose the fastest route, and the trial sums by that one from then on. A
     route's time in a step is the least over the ranks: that of the rank that began last, and so did not wait for
@@ -226,7 +226,7 @@ class Trial:
         if route is not self._route:
             if self._route.keeps:
                 moved = verbs_of(array).zeros([len(array)], array)
-                self.release_into(moved)
+                self.move_residual_to(moved)
                 self._moved = moved
             self._route = route
         if self._moved is not None:
@@ -255,16 +255,16 @@ class Trial:
         if counts:
             self._moved = None
 
-    def release_into(self, array: Any) -> None:
+    def move_residual_to(self, array: Any) -> None:
         """Adds the residuals to `array`, and keeps them no longer."""
-        self._route.release_into(array)
+        self._route.move_residual_to(array)
         if self._moved is not None:
             array += self._moved
             self._moved = None
 
-    def kept_into(self, array: Any) -> None:
+    def add_residual_to(self, array: Any) -> None:
         """Adds the residuals to `array`, and keeps them as well."""
-        self._route.kept_into(array)
+        self._route.add_residual_to(array)
         if self._moved is not None:
             array += self._moved
 

@@ -11,19 +11,19 @@ from typing import Any, Protocol
 
 from .place import Stateful
 
-# By kind of exchange: what `ResidualExchange.kept_back` returned for each, and the unit of weights: see
+# By kind of exchange: what `ResidualExchange.residuals` returned for each, and the unit of weights: see
 # `UnsentState.put`.
 Kept = Mapping[str, tuple[Sequence[Any], float]]
-GIVEN = "given"  # key in a state for what `UnsentState.give_back` was given and no exchange has taken yet
+GIVEN = "given"  # key in a state for what `UnsentState.add_residuals` was given and no exchange has taken yet
 
 
 class ResidualExchange(Stateful, Protocol):
     """An exchange whose codecs may keep residuals back, to be sent later. In practice a `WeightedExchange`."""
 
-    def kept_back(self) -> Sequence[Any]:
+    def residuals(self) -> Sequence[Any]:
         """Returns for each bucket what this rank has not sent yet; None where that is nothing."""
 
-    def give_back(self, kept: Sequence[Any], factor: float) -> bool:
+    def add_residuals(self, kept: Sequence[Any], factor: float) -> bool:
         """Sends `kept` times `factor` with the next sums. False, without effect, if the buckets are others."""
 
 
@@ -54,7 +54,7 @@ class _Group:
 
 def _unsent(group: _Group) -> tuple[Sequence[Any], float]:
     """What each exchange of a group keeps back, and the unit of its weights now."""
-    return [each.kept_back() for each in group.exchanges], group.unit()
+    return [each.residuals() for each in group.exchanges], group.unit()
 
 
 class UnsentState:
@@ -70,8 +70,8 @@ class UnsentState:
     the residuals wait until `put` is called for it: exchanges are made anew where ranks have changed, and some are made
     only at the first step after a checkpoint was loaded.
 
-    `Balancer.keepers` holds one object for each optimizer or tape; `Weighing` and `LocalSteps` fill it; checkpoints and
-    elastic training read it.
+    `Balancer.keepers` holds one object for each optimizer or tape; `GradientExchange` and `LocalSteps` fill it;
+    checkpoints and elastic training read it.
 
     Args:
         keeps: whether any codec keeps residuals. Codecs without residuals may have a state all the same.
@@ -85,14 +85,14 @@ class UnsentState:
         self._new: dict[str, Any] = {}  # by kind: states that exchanges and counts began with
         self._states: dict[str, Any] = {}  # by kind: loaded states that wait for their exchanges
         self._given: dict[str, tuple[Sequence[Any], float]] = {}  # by kind: residuals that wait for exchanges
-        self._said: dict[str, tuple[Sequence[Any], float]] = {}  # what `kept_back` returned last
+        self._said: dict[str, tuple[Sequence[Any], float]] = {}  # what `residuals` returned last
 
     def put(self, kind: str, exchanges: Sequence[ResidualExchange], unit: Callable[[], float]) -> None:
         """Registers new exchanges for a kind, in place of the earlier ones, and hands them what waits for that kind.
 
         Args:
             exchanges: the same number and order on all ranks.
-            unit: returns the part of a global batch that has weight 1 in their sums now (`Weighing.part_unit`,
+            unit: returns the part of a global batch that has weight 1 in their sums now (`GradientExchange.part_unit`,
                 `Rounds.part_unit`). Residuals given back are scaled by the ratio of the units.
         """
         self._new[kind] = [exchange.state_dict() for exchange in exchanges]
@@ -138,8 +138,8 @@ class UnsentState:
         for kind in self._parts:
             self._take_in(kind)
 
-    def kept_back(self) -> Kept:
-        """The residuals of this rank's codecs, for `give_back` after an elastic reset; empty without such codecs.
+    def residuals(self) -> Kept:
+        """The residuals of this rank's codecs, for `add_residuals` after an elastic reset; empty without such codecs.
 
         A loaded state that waits for its exchanges is not part of it yet. When exchanges take that state, their
         residuals are added to the mapping that the last call returned.
@@ -149,8 +149,8 @@ class UnsentState:
         self._said = {**self._given, **{kind: _unsent(group) for kind, group in self._groups.items()}}
         return self._said
 
-    def give_back(self, kept: Kept) -> None:
-        """Sends residuals that `kept_back` returned with the next sums, whatever the set of ranks is now."""
+    def add_residuals(self, kept: Kept) -> None:
+        """Sends residuals that `residuals` returned with the next sums, whatever the set of ranks is now."""
         self._given = dict(kept)
         for kind in self._groups:
             self._take_in(kind)
@@ -166,7 +166,7 @@ class UnsentState:
             self._said[kind] = _unsent(group)  # the residuals of the loaded state
         kept, unit = self._given.pop(kind, ((), 1.0))
         taken = [
-            exchange.give_back(arrays, unit / group.unit())
+            exchange.add_residuals(arrays, unit / group.unit())
             for exchange, arrays in zip(group.exchanges, kept, strict=False)
         ]
         if taken and not any(taken):  # they wait for other buckets, as are made once gradients turn out to be sparse

@@ -19,7 +19,7 @@ from hvd_hetero.optimizers.dealer import Dealer, cut, proportional
 from hvd_hetero.optimizers.departure import Departure, Flag
 from hvd_hetero.optimizers.horizon import Horizon
 from hvd_hetero.optimizers.route import Route
-from hvd_hetero.optimizers.weighted import WeightedExchange
+from hvd_hetero.optimizers.weighted_exchange import WeightedExchange
 from hvd_hetero.policy.ladder import Rung
 from hvd_hetero.policy.replan import ReplanRule
 from hvd_hetero.trace.reader import read

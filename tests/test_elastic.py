@@ -104,10 +104,10 @@ def test_what_a_codec_kept_back_goes_on_over_a_rebuild(strategy, handed_over):
             if step == 4:
                 optimizer.merge()
             if rebuilds and step == 4:
-                kept = {name: keeper.kept_back() for name, keeper in balancer.keepers.named.items()}
+                kept = {name: keeper.residuals() for name, keeper in balancer.keepers.named.items()}
                 engine.rebuild()
                 for name, keeper in balancer.keepers.expect(kept).items():
-                    keeper.give_back(kept[name] if handed_over else {})
+                    keeper.add_residuals(kept[name] if handed_over else {})
             optimizer.zero_grad()
             balancer.begin(4)
             (model(x[step]) - x[step]).square().mean().backward()
@@ -136,18 +136,19 @@ def test_what_a_codec_kept_back_goes_on_over_a_rebuild_beside_sparse_gradients()
         whole = torch.zeros(64, 64).double()
         for step in range(STEPS):
             if step == 4:
-                kept = {name: keeper.kept_back() for name, keeper in balancer.keepers.named.items()}
+                kept = {name: keeper.residuals() for name, keeper in balancer.keepers.named.items()}
                 engine.rebuild()
                 for name, keeper in balancer.keepers.expect(kept).items():
-                    keeper.give_back(kept[name])
+                    keeper.add_residuals(kept[name])
             gradients = torch.randn(engine.size, 64, 64, generator=torch.Generator().manual_seed(step)).double()
             whole += gradients.mean(0)
             optimizer.zero_grad()
             balancer.begin(4)
             ((weight * gradients[engine.rank]).sum() + table(torch.tensor([step, 49])).sum()).backward()
             optimizer.step()
-        kept = optimizer._reducer._step.kept_back()[weight].view(64, 64)
-        kept = engine.allreduce_async(kept.clone(), name="kept").wait() * optimizer._reducer._weighing.part_unit
+        kept = optimizer._reducer._step.residuals()[weight].view(64, 64)
+        kept = engine.allreduce_async(kept.clone(), name="kept").wait()
+        kept = kept * optimizer._reducer._gradient_exchange.part_unit
         return (whole + weight.detach() - kept).norm() / whole.norm()
 
     assert all(error <= 1e-12 for error in World(3).run(train))
@@ -166,14 +167,14 @@ def test_what_a_codec_kept_back_counts_as_much_on_other_ranks(make):
         )  # fmt: skip
         keeper = next(iter(balancer.keepers.named.values()))
         if kept is not None and engine.rank < len(kept):
-            keeper.give_back(kept[engine.rank])
+            keeper.add_residuals(kept[engine.rank])
         for _ in range(steps):
             optimizer.zero_grad()
             balancer.begin(WHOLE // engine.size if isinstance(balancer.batch, int) else 1)
             gradient = torch.randn(64, 64, generator=torch.Generator().manual_seed(engine.rank)).double()
             (weight * gradient * float(kept is None)).sum().backward()
             optimizer.step()
-        return weight.detach().clone(), keeper.kept_back()
+        return weight.detach().clone(), keeper.residuals()
 
     two = World(2).run(lambda engine: trained(engine, 1))
     three = World(3).run(lambda engine: trained(engine, 6, [kept for _, kept in two]))

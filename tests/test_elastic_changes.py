@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hvd_hetero.engine.local import LocalEngine, World
-from hvd_hetero.optimizers import ways
+from hvd_hetero.optimizers import routing
 
 hvd = pytest.importorskip("hvd_hetero.torch")
 
@@ -120,9 +120,9 @@ def test_a_topology_of_other_ranks_is_found_anew_in_an_elastic_job(sizes, nodes,
     """Where it fits, it is used; whoever joins does as the others do."""
     monkeypatch.setenv("HOROVOD_ELASTIC", "1")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    world, used, levels_for = World(3), [], ways.levels_for
+    world, used, levels_for = World(3), [], routing.levels_for
     monkeypatch.setattr(
-        ways, "levels_for", lambda engine, topology: used.append(topology) or levels_for(engine, topology)
+        routing, "levels_for", lambda engine, topology: used.append(topology) or levels_for(engine, topology)
     )
 
     def train(engine, topology):

@@ -12,14 +12,14 @@ from hvd_hetero.engine.local import World
 from hvd_hetero.keras.balancer import Balancer
 from hvd_hetero.keras.compression import Compression
 from hvd_hetero.keras.reducer import GradientReducer
-from hvd_hetero.optimizers.ways import Ways
+from hvd_hetero.optimizers.routing import Routing
 
 LARGE = (40, 40)
 
 
-def reducer_of(engine, wire=Compression.none, passes=1):
+def reducer_of(engine, codecs=Compression.none, passes=1):
     balancer = Balancer(8, adaptive=False, engine=engine)
-    return GradientReducer(balancer=balancer, ways=Ways(engine, wire=wire, topology=None), passes=passes)
+    return GradientReducer(balancer=balancer, routing=Routing(engine, codecs=codecs, topology=None), passes=passes)
 
 
 def variables_of(*shapes):

@@ -12,7 +12,7 @@ from hvd_hetero.optimizers.balancer import Balancer
 from hvd_hetero.optimizers.latency_lr import WINDOW, LatencyLR
 from hvd_hetero.optimizers.noise import NoiseMeter
 from hvd_hetero.optimizers.route import Route
-from hvd_hetero.optimizers.weighted import WeightedExchange
+from hvd_hetero.optimizers.weighted_exchange import WeightedExchange
 from hvd_hetero.policy.scaling import NoiseSums
 
 WHOLE = 64

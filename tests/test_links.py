@@ -14,7 +14,7 @@ import hvd_hetero.torch as hvd
 from hvd_hetero.cli.report_table import _noteworthy
 from hvd_hetero.engine.hierarchy import levels_of
 from hvd_hetero.engine.local import World
-from hvd_hetero.optimizers import router, ways
+from hvd_hetero.optimizers import router, routing
 from hvd_hetero.optimizers.links import Links
 from hvd_hetero.policy.link import Link
 from hvd_hetero.policy.link_watch import EVERY, SETTLING, WINDOW, LinkWatch
@@ -50,7 +50,7 @@ def test_what_takes_little_of_a_step_is_not_worth_a_choice():
 def test_first_steps_that_lose_less_say_nothing_of_links():
     """And with codecs that have none, they do: else this would show nothing."""
     for gentle, expected in ((100, False), (0, True)):
-        watch = LinkWatch(gentle_steps=gentle)
+        watch = LinkWatch(codec_warmup_steps=gentle)
         assert asked(watch, 1.0, 100) is None
         assert bool(asked(watch, 0.1, 200)) == expected
 
@@ -87,7 +87,7 @@ def test_an_exchange_is_what_all_its_batches_took_beyond_computing(passes):
     """Also where several batches go into one."""
     now = 0.0
     links = Links(clock=lambda: now)
-    links.matter(0, timing_s=0.0, gentle_steps=0)
+    links.matter(0, timing_s=0.0, codec_warmup_steps=0)
     step = 0
     for exchange_s, expected in ((0.1, 0), (0.4, 1)):
         for _ in range(LONG):
@@ -121,18 +121,18 @@ def test_other_buckets_are_no_other_links():
     """Layers that are thawed make exchanges longer."""
     links = Links(clock=Clock())
     for number, exchange_s in enumerate((0.1, 0.5)):
-        links.matter(0, timing_s=1.0, gentle_steps=0)
+        links.matter(0, timing_s=1.0, codec_warmup_steps=0)
         heard(links, exchange_s, LONG, begun=number * LONG)
     assert links.asked == 0
 
 
 def test_an_exchange_that_is_made_anew_once_ranks_were_asked_does_not_end_the_watch():
     links = Links(clock=Clock())
-    links.matter(0, timing_s=0.0, gentle_steps=0)
+    links.matter(0, timing_s=0.0, codec_warmup_steps=0)
     for number, exchange_s in enumerate((0.1, 0.5, 0.5, 0.1)):
         if number == 2:
             assert links.asked == 1
-            links.matter(0, timing_s=0.0, gentle_steps=0)
+            links.matter(0, timing_s=0.0, codec_warmup_steps=0)
         heard(links, exchange_s, LONG, begun=number * LONG)
     assert links.asked == 2
 
@@ -143,7 +143,7 @@ def test_what_timing_takes_and_finds_is_that_of_all_optimizers():
     for found in [(True, False), (False, True)], [(False, False)]:
         links = Links(clock=Clock())
         for owner in range(2):
-            links.matter(owner, timing_s=10.0, gentle_steps=0)
+            links.matter(owner, timing_s=10.0, codec_warmup_steps=0)
         begun = 0
         for changed in found:
             for owner, one in enumerate(changed):
@@ -300,7 +300,7 @@ def test_a_way_without_another_one_is_not_begun_anew(monkeypatch, compression, t
     """Nor is anything timed, where no bucket has a choice."""
     timing_prefers(monkeypatch, lambda rank: "flat, none")
     nodes = ((0, 1), (2, 3)) if topology else ((0, 1, 2, 3),)
-    monkeypatch.setattr(ways, "levels_for", lambda engine, topology: levels_of(engine, hvd.Topology(nodes=nodes)))
+    monkeypatch.setattr(routing, "levels_for", lambda engine, topology: levels_of(engine, hvd.Topology(nodes=nodes)))
     prototype = nn.Linear(64, 40)
 
     def program(engine):
@@ -339,7 +339,7 @@ def test_what_was_kept_back_counts_for_what_it_is_in_a_short_batch_after_a_chang
             (model.weight * gradient).sum().backward()
             optimizer.step()
         exchange = optimizer._reducer._step._exchange
-        kept = optimizer._reducer._step.kept_back()[model.weight]
+        kept = optimizer._reducer._step.residuals()[model.weight]
         return (prototype.weight - model.weight).detach().reshape(-1), kept, exchange._choices
 
     (moved, kept, choices), (_, others, _) = World(2).run(program)

@@ -14,16 +14,16 @@ from hvd_hetero.engine.local import SoloEngine, World
 from hvd_hetero.optimizers import attachment, control, merge_control
 from hvd_hetero.optimizers.attachment import PeerError
 from hvd_hetero.optimizers.balancer import Balancer
+from hvd_hetero.optimizers.codec_spec import CodecSpec, LinkCodecs
 from hvd_hetero.optimizers.control import Announcement
 from hvd_hetero.optimizers.fragment import Lane, fragments_by_kind, fragments_of
 from hvd_hetero.optimizers.latency_lr import LatencyLR
 from hvd_hetero.optimizers.length import RoundLengths
 from hvd_hetero.optimizers.local_sgd import LocalSGD
 from hvd_hetero.optimizers.outer import Outer, compensated
-from hvd_hetero.optimizers.recipe import Recipe, Wire
 from hvd_hetero.optimizers.rounds import Rounds
 from hvd_hetero.optimizers.router import Router
-from hvd_hetero.optimizers.weighted import WeightedExchange
+from hvd_hetero.optimizers.weighted_exchange import WeightedExchange
 from hvd_hetero.policy.staleness import NOTHING
 from hvd_hetero.policy.topology import Topology
 
@@ -51,9 +51,9 @@ def rounds_of(engine, rule, values, *, whole=None, codec="none", nodes=None, on_
     """A rank's rounds and parameters; `whole` is the global batch."""
     store = Arrays(values, rule.fragments)
     balancer = Balancer(engine, global_batch_size=whole or engine.size, adaptive=False, **options)
-    wire = Wire(cross=Recipe(name=codec, **({"block": 64} if codec == "int8" else {})))
+    codecs = LinkCodecs(cross=CodecSpec(name=codec, **({"block": 64} if codec == "int8" else {})))
     levels = levels_of(engine, Topology(nodes=nodes)) if nodes else one_level(engine)
-    router = Router(levels, algorithm="leader" if nodes else "flat", wire=wire)
+    router = Router(levels, algorithm="leader" if nodes else "flat", codecs=codecs)
 
     rides = codec == "none"
 
@@ -61,15 +61,15 @@ def rounds_of(engine, rule, values, *, whole=None, codec="none", nodes=None, on_
         tail = merge_control.length(engine.size)
         empty = functools.partial(np.zeros, len(cut) + (tail if rides else 0))
         shared = empty()
-        way = router.way(f"f{index}", shared, [(len(cut),)], lossy=not rides)
+        route = router.route_for(f"f{index}", shared, [(len(cut),)], lossy=not rides)
 
         def lane(number, buffer):
             return Lane(WeightedExchange(
-                engine, [buffer], buffer[len(cut) :] if rides else np.zeros(tail), routes=[way],
-                rides_in=0 if rides else None, keeps=wire.keeps, outgoing=lambda: outgoing(index),
+                engine, [buffer], buffer[len(cut) :] if rides else np.zeros(tail), routes=[route],
+                rides_in=0 if rides else None, keeps=codecs.keeps, outgoing=lambda: outgoing(index),
                 name=f"f{index}.{number}"), buffer)
 
-        count = 1 + rule.most_missed if way.is_plain else 1
+        count = 1 + rule.most_missed if route.is_plain else 1
         return [lane(number, shared) for number in range(count)], lambda number: lane(number, empty())
 
     def lanes(outgoing):

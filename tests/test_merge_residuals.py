@@ -48,7 +48,7 @@ def test_a_residual_moves_the_model_as_far_whatever_weighs_the_next_contribution
             optimizer.step()
         optimizer.merge()
         (keeper,) = balancer.keepers.named.values()
-        ((kept,), unit) = keeper.kept_back()["merges"]
+        ((kept,), unit) = keeper.residuals()["merges"]
         return weight.detach().reshape(-1), kept * unit, used
 
     (moved, kept, used), (_, others, _) = World(2).run(program)
@@ -69,14 +69,14 @@ def test_a_residual_moves_the_model_as_far_on_other_ranks(make):
         optimizer = optimizer_of(weight, balancer, density=0.3)
         (keeper,) = balancer.keepers.named.values()
         if kept is not None and engine.rank < len(kept):
-            keeper.give_back(kept[engine.rank])
+            keeper.add_residuals(kept[engine.rank])
         for _ in range(steps):
             optimizer.zero_grad()
             balancer.begin(WHOLE if isinstance(balancer.batch, int) else 1)
             (weight * gradient_of(engine.rank) * float(kept is None)).sum().backward()
             optimizer.step()
         optimizer.merge()
-        return weight.detach().clone(), keeper.kept_back()
+        return weight.detach().clone(), keeper.residuals()
 
     two = World(2).run(lambda engine: trained(engine, 1))
     three = World(3).run(lambda engine: trained(engine, 6, [kept for _, kept in two]))

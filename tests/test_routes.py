@@ -14,25 +14,25 @@ from hvd_hetero.engine import hierarchy
 from hvd_hetero.engine.hierarchy import ALGORITHMS, levels_of, one_level, topology_now
 from hvd_hetero.engine.local import World
 from hvd_hetero.optimizers import compressed, feedback
-from hvd_hetero.optimizers.compressed import Exact, Half
-from hvd_hetero.optimizers.feedback import Gathered
-from hvd_hetero.optimizers.recipe import Recipe, Wire
+from hvd_hetero.optimizers.codec_spec import CodecSpec, LinkCodecs
+from hvd_hetero.optimizers.feedback import GatheredSum
+from hvd_hetero.optimizers.reduction import ExactSum, HalfPrecisionSum
 from hvd_hetero.optimizers.route import Route
-from hvd_hetero.optimizers.router import Router, Trial
-from hvd_hetero.optimizers.weighted import WeightedExchange
+from hvd_hetero.optimizers.router import Router, RouteTrial
+from hvd_hetero.optimizers.weighted_exchange import WeightedExchange
 from hvd_hetero.policy.link import Link
 from hvd_hetero.policy.topology import Topology
 
 SHAPES = [(24, 40), (60, 16)]
 LENGTH = 24 * 40 + 60 * 16
 CODECS = {
-    "none": Recipe(name="none"),
-    "fp16": Recipe(name="fp16"),
-    "bf16": Recipe(name="bf16"),
-    "int8": Recipe(name="int8", block=64),
-    "int4": Recipe(name="int4", block=64, warmup_steps=1),
-    "topk": Recipe(name="topk", density=0.05, warmup_steps=0),
-    "powersgd": Recipe(name="powersgd", rank=2, warmup_steps=0),
+    "none": CodecSpec(name="none"),
+    "fp16": CodecSpec(name="fp16"),
+    "bf16": CodecSpec(name="bf16"),
+    "int8": CodecSpec(name="int8", block=64),
+    "int4": CodecSpec(name="int4", block=64, warmup_steps=1),
+    "topk": CodecSpec(name="topk", density=0.05, warmup_steps=0),
+    "powersgd": CodecSpec(name="powersgd", rank=2, warmup_steps=0),
 }
 NODES = [
     ((0,),),
@@ -79,16 +79,16 @@ class Watched:
         return self._engine.allreduce_async(array, name=name, op=op)
 
 
-def route_of(engine, nodes, algorithm, recipe, local=None):
-    return Route(levels_of(engine, Topology(nodes=nodes)), algorithm, cross=recipe.reduction(SHAPES), local=local)
+def route_of(engine, nodes, algorithm, spec, local=None):
+    return Route(levels_of(engine, Topology(nodes=nodes)), algorithm, cross=spec.reduction(SHAPES), local=local)
 
 
-def summed(nodes, algorithm, recipe, steps, array=np.asarray, dtype=np.float64, brought=gradients):
+def summed(nodes, algorithm, spec, steps, array=np.asarray, dtype=np.float64, brought=gradients):
     """What each rank got in each step, and what all ranks together still keep: [rank][step], array."""
     ranks = sum(map(len, nodes))
 
     def program(engine):
-        route = route_of(engine, nodes, algorithm, recipe)
+        route = route_of(engine, nodes, algorithm, spec)
         results = []
         for step in range(steps):
             mine = array(brought(ranks, step, dtype)[engine.rank])
@@ -96,7 +96,7 @@ def summed(nodes, algorithm, recipe, steps, array=np.asarray, dtype=np.float64, 
             results.append(np.asarray(result).copy())
             route.end_step(bool(np.isfinite(results[-1]).all()))
         kept = array(np.zeros(LENGTH, dtype=dtype))
-        route.release_into(kept)
+        route.move_residual_to(kept)
         return results, np.asarray(kept)
 
     ended = World(ranks).run(program)
@@ -184,7 +184,7 @@ def test_what_grows_beyond_its_scale_is_sent_again():
     names = []
 
     def program(engine):
-        route = Route(one_level(Watched(engine, lambda name, _: names.append(name))), "flat", cross=Half())
+        route = Route(one_level(Watched(engine, lambda name, _: names.append(name))), "flat", cross=HalfPrecisionSum())
         for value in (1.0, 1.0, 1.5, 1e3):
             result = route.start(np.full(8, value, dtype=np.float32), name="x").wait()
             np.testing.assert_allclose(result, 2 * value, rtol=2**-10)
@@ -198,7 +198,7 @@ def test_what_is_small_after_zeros_is_not_rounded_by_their_scale():
     """The first gradients of what feeds a layer of zeros, as of LoRA, are zeros, and the next ones small."""
 
     def program(engine):
-        route = Route(one_level(engine), "flat", cross=Half())
+        route = Route(one_level(engine), "flat", cross=HalfPrecisionSum())
         for value in (0.0, 1e-8, 1.1e-8, 0.0):
             result = route.start(np.full(8, value, dtype=np.float32), name="x").wait()
             np.testing.assert_allclose(result, 2 * value, rtol=2**-10)
@@ -208,7 +208,7 @@ def test_what_is_small_after_zeros_is_not_rounded_by_their_scale():
 
 def test_half_carries_zeros_and_comes_back_from_them():
     def program(engine):
-        route = Route(one_level(engine), "flat", cross=Half())
+        route = Route(one_level(engine), "flat", cross=HalfPrecisionSum())
         values = [0.0, 0.0, 5.0, 5.0]
         return [route.start(np.full(8, v, dtype=np.float32), name="x").wait()[0] for v in values]
 
@@ -219,7 +219,7 @@ def test_a_codec_within_nodes_composes_with_one_between_them():
     nodes = ((0, 1), (2, 3))
 
     def program(engine):
-        route = route_of(engine, nodes, "rails", CODECS["int8"], local=Half())
+        route = route_of(engine, nodes, "rails", CODECS["int8"], local=HalfPrecisionSum())
         return [np.array(route.start(gradients(4, step)[engine.rank], name="x").wait()) for step in range(2)]
 
     results = World(4).run(program)
@@ -230,8 +230,8 @@ def test_a_codec_within_nodes_composes_with_one_between_them():
 
 
 def test_warm_up_is_exact():
-    recipe = Recipe(name="topk", density=0.01, warmup_steps=2)
-    results, _ = summed(((0, 1), (2,)), "leader", recipe, 3)
+    spec = CodecSpec(name="topk", density=0.01, warmup_steps=2)
+    results, _ = summed(((0, 1), (2,)), "leader", spec, 3)
     for step in range(2):
         np.testing.assert_allclose(results[0][step], sum(gradients(3, step)), atol=1e-12)
     assert np.count_nonzero(results[0][2]) <= 3 * 0.01 * LENGTH + 3
@@ -243,11 +243,11 @@ def test_int4_sends_whole_bytes_first(nodes, monkeypatch):
     decode = Int4.decode  # both codecs inherit it
     for codec in (Int8, Int4):
         monkeypatch.setattr(codec, "decode", lambda *args: widths.append(args[1].shape[1]) or decode(*args))
-    recipe = Recipe(name="int4", block=64, warmup_steps=2)
+    spec = CodecSpec(name="int4", block=64, warmup_steps=2)
     seen = []
     for steps in (2, 3):
         widths.clear()
-        results, kept = summed(nodes, "leader", recipe, steps)
+        results, kept = summed(nodes, "leader", spec, steps)
         seen.append(set(widths))
         true = sum(sum(gradients(sum(map(len, nodes)), step)) for step in range(steps))
         np.testing.assert_allclose(sum(results[0]) + kept, true, rtol=0, atol=1e-5)
@@ -260,8 +260,8 @@ def test_a_factor_that_died_out_comes_back():
     def brought(ranks, step, dtype):
         return [values * (step != 1) for values in gradients(ranks, step, dtype)]
 
-    recipe = CODECS["powersgd"]
-    results, kept = summed(((0,), (1,)), "flat", recipe, 6, brought=brought)
+    spec = CODECS["powersgd"]
+    results, kept = summed(((0,), (1,)), "flat", spec, 6, brought=brought)
     assert all(np.abs(results[0][step]).max() > 0.1 for step in (2, 3, 4, 5))
 
 
@@ -299,7 +299,9 @@ def test_a_trial_finds_the_fastest_route_and_loses_nothing(loaded, bad):
 
                 routes[title].start = slowed
             # The clock stands still while a route starts, so what passes is what the route says.
-            return Trial(routes, chosen="slow", size_bytes=LENGTH * 8, engine=engine, tell=told.append, clock=clock)
+            return RouteTrial(
+                routes, chosen="slow", size_bytes=LENGTH * 8, engine=engine, tell=told.append, clock=clock
+            )
 
         trial = make()
         total = 0.0
@@ -315,7 +317,7 @@ def test_a_trial_finds_the_fastest_route_and_loses_nothing(loaded, bad):
                 state, trial = trial.state_dict(), make()
                 trial.load_state_dict(state)
         kept = np.zeros(LENGTH)
-        trial.kept_into(kept)
+        trial.add_residual_to(kept)
         return trial.title, [choice.route for choice in told], total, kept
 
     ended = World(4).run(program)
@@ -332,12 +334,14 @@ def test_the_router_gives_every_rank_the_same_way():
     def program(engine):
         told = []
         levels = levels_of(engine, Topology(nodes=nodes))
-        router = Router(levels, algorithm="auto", wire=Wire(auto=True), tell=lambda name, choice: told.append(choice))
-        ways = [router.way(f"b{i}", np.zeros(LENGTH), SHAPES, lossy=lossy) for i, lossy in enumerate((True, False))]
+        tell = lambda name, choice: told.append(choice)  # noqa: E731
+        router = Router(levels, algorithm="auto", codecs=LinkCodecs(auto=True), tell=tell)
+        array = np.zeros(LENGTH)
+        routes = [router.route_for(f"b{i}", array, SHAPES, lossy=lossy) for i, lossy in enumerate((True, False))]
         for step in range(2):
-            for i, way in enumerate(ways):
-                way.start(gradients(4, step)[engine.rank], name=f"b{i}").wait()
-                way.end_step(True)
+            for i, route in enumerate(routes):
+                route.start(gradients(4, step)[engine.rank], name=f"b{i}").wait()
+                route.end_step(True)
         return [choice.route for choice in told]
 
     chosen = World(4).run(program)
@@ -350,8 +354,8 @@ def test_what_is_timed_anew_goes_by_the_same_names():
     def program(engine):
         names = set()
         levels = levels_of(Watched(engine, lambda name, _: names.add(name)), Topology(nodes=((0, 1), (2, 3))))
-        router = Router(levels, algorithm="auto", wire=Wire())
-        router.way("b", np.zeros(2**12), [(2**6, 2**6)], lossy=False)
+        router = Router(levels, algorithm="auto", codecs=LinkCodecs())
+        router.route_for("b", np.zeros(2**12), [(2**6, 2**6)], lossy=False)
         before, timing_s = set(names), router.timing_s
         router.time_anew()
         return len(before) > 1, names == before, router.timing_s not in (0.0, timing_s)
@@ -364,11 +368,12 @@ def test_a_codec_within_nodes_is_timed_and_leaves_out_what_has_no_place_for_it()
         names = []
         levels = levels_of(engine, Topology(nodes=((0, 1), (2, 3))))
         within = replace(levels, local=Watched(levels.local, lambda name, _: names.append(name)))
-        wire = Wire(cross=Recipe(name="int8"), local=Recipe(name="fp16"))
-        router = Router(within, algorithm="auto", wire=wire)
-        way = router.way("b", np.zeros(2**12), [(2**6, 2**6)], lossy=True)
-        way.start(np.ones(2**12), name="b").wait()
-        return [title.replace(str(wire.cross), "int8") for title, _ in router._timed], any(".half" in n for n in names)
+        codecs = LinkCodecs(cross=CodecSpec(name="int8"), local=CodecSpec(name="fp16"))
+        router = Router(within, algorithm="auto", codecs=codecs)
+        route = router.route_for("b", np.zeros(2**12), [(2**6, 2**6)], lossy=True)
+        route.start(np.ones(2**12), name="b").wait()
+        titles = [title.replace(str(codecs.cross), "int8") for title, _ in router._timed]
+        return titles, any(".half" in n for n in names)
 
     titles = ["flat, int8", "rails, int8, fp16 within", "leader, int8, fp16 within"]
     assert World(4).run(program) == [(titles, True)] * 4
@@ -389,9 +394,9 @@ def test_a_line_is_fitted_to_two_sizes_at_least_and_more_where_they_take_no_seco
                 clock.now += latency_s + array.nbytes / rate
 
         told = []
-        router = Router(one_level(Watched(engine, takes_time)), algorithm="auto", wire=Wire(), clock=clock,
+        router = Router(one_level(Watched(engine, takes_time)), algorithm="auto", codecs=LinkCodecs(), clock=clock,
                         tell=lambda name, choice: told.append(choice))
-        router.way("b", np.zeros(2**21), [(2**21,)], lossy=False)
+        router.route_for("b", np.zeros(2**21), [(2**21,)], lossy=False)
         return len(seen), told[0].predicted_s
 
     for timed, predicted_s in World(2).run(program):
@@ -405,17 +410,18 @@ def test_what_warms_up_is_timed_compressed_and_has_no_trial():
     def program(engine):
         names = []
         levels = levels_of(Watched(engine, lambda name, _: names.append(name)), Topology(nodes=((0, 1), (2, 3))))
-        wire = Wire(cross=Recipe(name="powersgd", rank=2, warmup_steps=50))
-        way = Router(levels, algorithm="auto", wire=wire).way("b", np.zeros(2**12), [(2**6, 2**6)], lossy=True)
-        return type(way), any(name.endswith(".exact") for name in names), any(name.endswith(".q") for name in names)
+        codecs = LinkCodecs(cross=CodecSpec(name="powersgd", rank=2, warmup_steps=50))
+        router = Router(levels, algorithm="auto", codecs=codecs)
+        route = router.route_for("b", np.zeros(2**12), [(2**6, 2**6)], lossy=True)
+        return type(route), any(name.endswith(".exact") for name in names), any(name.endswith(".q") for name in names)
 
     assert World(4).run(program) == [(Route, False, True)] * 4
 
 
 def test_one_node_has_one_level():
     def program(engine):
-        router = Router(levels_of(engine, Topology(nodes=((0, 1),))), algorithm="auto", wire=Wire())
-        return router.way("b", np.zeros(4), [(4,)], lossy=False).title
+        router = Router(levels_of(engine, Topology(nodes=((0, 1),))), algorithm="auto", codecs=LinkCodecs())
+        return router.route_for("b", np.zeros(4), [(4,)], lossy=False).title
 
     assert World(2).run(program) == ["flat, exact", "flat, exact"]
 
@@ -425,7 +431,7 @@ def test_wrong_arguments_say_what_was_expected():
         with pytest.raises(ValueError, match="topology: expected one of 2 ranks.*Received: one of 3 ranks"):
             levels_of(engine, Topology(nodes=((0, 1), (2,)), local=Link(latency_s=1e-6, bandwidth_bytes_per_s=1e9)))
         with pytest.raises(ValueError, match="algorithm: expected one of flat, rails, scatter, leader"):
-            Route(one_level(engine), "ring", cross=Exact())
+            Route(one_level(engine), "ring", cross=ExactSum())
 
     World(2).run(program)
     for wrong, message in (
@@ -436,9 +442,9 @@ def test_wrong_arguments_say_what_was_expected():
         ({"name": "topk", "warmup_steps": -1}, "warmup_steps: expected"),
     ):
         with pytest.raises(ValueError, match=message):
-            Recipe(**wrong)
+            CodecSpec(**wrong)
     with pytest.raises(ValueError, match="local: expected none, fp16 or bf16"):
-        Wire(local=Recipe(name="topk"))
+        LinkCodecs(local=CodecSpec(name="topk"))
 
 
 OTHER_NODES = [(((0, 1), (2, 3)), ((0, 1, 2), (3,))), (((0, 1, 2), (3,)), ((0, 1), (2, 3)))]
@@ -464,7 +470,7 @@ def test_a_state_of_other_nodes_is_begun_anew_on_all_ranks(before, after, codec,
         result = np.array(second.start(gradients(4, 2)[engine.rank], name="b").wait())
         second.end_step(True)
         kept = np.zeros(LENGTH)
-        second.release_into(kept)
+        second.move_residual_to(kept)
         return result, kept
 
     ended = World(4).run(program, timeout_s=20)
@@ -476,15 +482,15 @@ def test_a_state_of_other_nodes_is_begun_anew_on_all_ranks(before, after, codec,
 def test_factors_of_another_rank_are_begun_anew(rank):
     def program(engine):
         route = None
-        for step, recipe in enumerate((CODECS["powersgd"], replace(CODECS["powersgd"], rank=rank))):
-            before, route = route, Route(one_level(engine), "flat", cross=recipe.reduction(SHAPES))
+        for step, spec in enumerate((CODECS["powersgd"], replace(CODECS["powersgd"], rank=rank))):
+            before, route = route, Route(one_level(engine), "flat", cross=spec.reduction(SHAPES))
             if before is not None:
                 route.load_state_dict(before.state_dict())
             result = np.array(route.start(gradients(2, step)[engine.rank], name=f"{step}").wait())
             route.end_step(True)
             results[engine.rank].append(result)
         kept = np.zeros(LENGTH)
-        route.release_into(kept)
+        route.move_residual_to(kept)
         return kept
 
     results: list[list[np.ndarray]] = [[], []]
@@ -515,9 +521,9 @@ def test_states_go_on_where_they_were():
 
 def test_blocks_are_summed_in_the_order_of_ranks():
     """So that results repeat bit for bit, whoever comes first."""
-    runs = [summed(((0, 1, 2),), "flat", Recipe(name="bf16"), 2)[0][0][1].tobytes() for _ in range(3)]
+    runs = [summed(((0, 1, 2),), "flat", CodecSpec(name="bf16"), 2)[0][0][1].tobytes() for _ in range(3)]
     assert len(set(runs)) == 1
-    assert isinstance(Recipe(name="bf16").reduction(SHAPES), Gathered)
+    assert isinstance(CodecSpec(name="bf16").reduction(SHAPES), GatheredSum)
 
 
 def test_later_stages_start_while_a_rank_still_computes():
@@ -564,7 +570,7 @@ def test_half_keeps_its_digits_after_a_step_of_very_large_gradients():
     """What falls out of the scale is sent again, as what grows out of it is."""
 
     def program(engine):
-        route, off = Route(one_level(engine), "flat", cross=Half()), []
+        route, off = Route(one_level(engine), "flat", cross=HalfPrecisionSum()), []
         for step in range(12):
             size = np.float32(1e12 if step == 3 else 1.0)
             each = [gradient * size for gradient in gradients(2, step, np.float32)]
@@ -582,7 +588,7 @@ def test_zeros_now_and_then_leave_the_scale_of_half_as_it_is():
     def program(engine):
         start = engine.allreduce_async
         engine.allreduce_async = lambda array, **how: sent.append(how["name"]) or start(array, **how)
-        route = Route(one_level(engine), "flat", cross=Half())
+        route = Route(one_level(engine), "flat", cross=HalfPrecisionSum())
         for step in range(8):
             route.start(np.full(8, 0.0 if step % 2 else 5.0, dtype=np.float32), name="x").wait()
 
@@ -594,8 +600,8 @@ def powersgd_sends(factor, array, spike=1.0):
     """The sums of some steps, over `factor`; the fourth is of gradients so many times as large."""
 
     def program(engine):
-        recipe, found = Recipe(name="powersgd", rank=2, warmup_steps=0), []
-        route = Route(one_level(engine), "flat", cross=recipe.reduction(SHAPES))
+        spec, found = CodecSpec(name="powersgd", rank=2, warmup_steps=0), []
+        route = Route(one_level(engine), "flat", cross=spec.reduction(SHAPES))
         for step in range(10):
             size = np.float32(factor * (spike if step == 3 else 1.0))
             mine = gradients(2, step, np.float32)[engine.rank] * size

@@ -223,10 +223,10 @@ class Exchange:
     def __init__(self):
         self.given = 0
 
-    def kept_back(self):
+    def residuals(self):
         return [np.ones(2)]
 
-    def give_back(self, kept, factor):
+    def add_residuals(self, kept, factor):
         self.given += len(kept)
         return True
 

@@ -269,7 +269,7 @@ def test_a_model_that_moves_between_the_passes_of_a_step_is_told():
 def test_what_codecs_of_merges_have_kept_back_and_samples_outlive_a_move():
     def kept(steps):
         exchanges = [fragment.lanes[0].exchange for fragment in steps.rounds.fragments]
-        return sum(float(a.abs().sum()) for one in exchanges for a in one.kept_back() if a is not None)
+        return sum(float(a.abs().sum()) for one in exchanges for a in one.residuals() if a is not None)
 
     def program(engine):
         model = nn.Sequential(nn.Linear(6, 400), nn.Linear(400, 3))

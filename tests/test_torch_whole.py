@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
-from hvd_hetero.optimizers.content import checksum
+from hvd_hetero.optimizers.data_checksum import checksum
 from hvd_hetero.torch.whole import whole_numbers
 
 LABELS = torch.arange(9)

@@ -3,7 +3,9 @@
 import pytest
 
 from hvd_hetero.optimizers.accumulated_gradients import AccumulatedGradients
+from hvd_hetero.optimizers.exchange_count import ExchangeCount
 from hvd_hetero.optimizers.place import Place, Places
+from hvd_hetero.optimizers.progress import BatchProgress
 from hvd_hetero.optimizers.strategies import Strategies
 from hvd_hetero.optimizers.unsent_state import Count, UnsentState
 
@@ -20,10 +22,10 @@ class Exchange:
     def load_state_dict(self, state):
         self.kept = state["kept"]
 
-    def kept_back(self):
+    def residuals(self):
         return [self.kept]
 
-    def give_back(self, kept, factor):
+    def add_residuals(self, kept, factor):
         if len(kept) != self.buckets:
             return False
         self.kept += kept[0] * factor
@@ -49,11 +51,11 @@ def test_each_kind_has_its_own_state_and_waits_for_its_exchanges():
 
 
 def test_what_is_given_back_counts_as_much_in_another_unit():
-    before = kept({"gradients": [Exchange(6.0)], "merges": [Exchange(4.0)]}, unit=2.0).kept_back()
+    before = kept({"gradients": [Exchange(6.0)], "merges": [Exchange(4.0)]}, unit=2.0).residuals()
     found = {"gradients": [Exchange()], "merges": [Exchange()]}
     unsent_state = kept({"gradients": found["gradients"]}, unit=3.0)
-    unsent_state.give_back(before)
-    assert found["gradients"][0].kept == 4.0 and unsent_state.kept_back()["merges"] == ([[4.0]], 2.0)
+    unsent_state.add_residuals(before)
+    assert found["gradients"][0].kept == 4.0 and unsent_state.residuals()["merges"] == ([[4.0]], 2.0)
     unsent_state.put("merges", found["merges"], lambda: 8.0)
     assert found["merges"][0].kept == 1.0
     unsent_state.put("merges", [again := Exchange()], lambda: 8.0)
@@ -62,7 +64,7 @@ def test_what_is_given_back_counts_as_much_in_another_unit():
 
 def test_what_fits_no_exchange_waits_for_one_with_such_buckets():
     unsent_state = kept({"gradients": [other := Exchange(buckets=2)]}, unit=2.0)
-    unsent_state.give_back({"gradients": ([[6.0]], 1.0)})
+    unsent_state.add_residuals({"gradients": ([[6.0]], 1.0)})
     assert other.kept == 0.0
     unsent_state.put("gradients", [fits := Exchange()], lambda: 2.0)
     assert fits.kept == 3.0
@@ -73,15 +75,15 @@ def test_what_fits_no_exchange_waits_for_one_with_such_buckets():
 def test_codecs_that_send_all_may_have_a_state():
     unsent_state = UnsentState(keeps=False)
     unsent_state.put("gradients", [Exchange(1.0)], lambda: 1.0)
-    assert unsent_state.state_dict() == {"gradients": [{"kept": 1.0}]} and unsent_state.kept_back() == {}
+    assert unsent_state.state_dict() == {"gradients": [{"kept": 1.0}]} and unsent_state.residuals() == {}
 
 
 def test_what_was_given_back_and_nobody_has_taken_yet_is_in_a_state():
     unsent_state = UnsentState()
-    unsent_state.give_back({"gradients": ([[4.0]], 2.0)})
+    unsent_state.add_residuals({"gradients": ([[4.0]], 2.0)})
     later = UnsentState()
     later.load_state_dict(unsent_state.state_dict())
-    assert later.state_dict() == unsent_state.state_dict() and later.kept_back() == unsent_state.kept_back()
+    assert later.state_dict() == unsent_state.state_dict() and later.residuals() == unsent_state.residuals()
     later.put("gradients", [taker := Exchange()], lambda: 1.0)
     assert taker.kept == 8.0 and later.state_dict() == {"gradients": [{"kept": 8.0}]}
     later.load_state_dict({"gradients": [{"kept": 1.0}]})
@@ -91,7 +93,7 @@ def test_what_was_given_back_and_nobody_has_taken_yet_is_in_a_state():
 def test_of_a_state_that_waits_it_is_known_later_what_is_not_sent_yet():
     unsent_state = UnsentState()
     unsent_state.load_state_dict({"gradients": [{"kept": 3.0}]})
-    committed = unsent_state.kept_back()
+    committed = unsent_state.residuals()
     assert committed == {}
     unsent_state.put("gradients", [exchange := Exchange()], lambda: 2.0)
     exchange.kept = 5.0
@@ -99,7 +101,7 @@ def test_of_a_state_that_waits_it_is_known_later_what_is_not_sent_yet():
     unsent_state.put("gradients", [Exchange(7.0)], lambda: 2.0)
     assert committed == {"gradients": ([[3.0]], 2.0)}
     fresh = UnsentState()
-    assert (begun := fresh.kept_back()) == {}
+    assert (begun := fresh.residuals()) == {}
     fresh.put("gradients", [Exchange(7.0)], lambda: 2.0)
     assert begun == {}, "nothing was kept back then"
 
@@ -126,12 +128,12 @@ def test_what_is_made_later_takes_what_waits_in_its_place():
     taken = [take(again, kind).kept for kind in ("tape int8", "tape topk", "optimizer", "tape topk", "tape topk")]
     assert taken == [4.0, 2.0, 1.0, 3.0, 0.0], "whatever is made first; and nothing goes to two"
     again.load_state_dict({"tape topk 2": state["tape topk 1"]})
-    assert again.named["tape topk 2"].kept_back() == {"gradients": ([[3.0]], 1.0)}
+    assert again.named["tape topk 2"].residuals() == {"gradients": ([[3.0]], 1.0)}
 
     rebuilt, _ = keepers("optimizer")
-    kept = {name: unsent_state.kept_back() for name, unsent_state in before.named.items()}
+    kept = {name: unsent_state.residuals() for name, unsent_state in before.named.items()}
     for name, unsent_state in rebuilt.expect(kept).items():
-        unsent_state.give_back(kept[name])
+        unsent_state.add_residuals(kept[name])
     assert [take(rebuilt, kind).kept for kind in ("tape int8", "tape topk")] == [4.0, 2.0]
     assert rebuilt.expect(()).keys() == {"optimizer 0", "tape int8 0", "tape topk 0"}, "nobody waits for the last"
 
@@ -224,8 +226,8 @@ def test_what_is_made_anew_in_another_order_has_the_place_that_it_had():
     assert other.named["optimizer 2"] is third
 
 
-class Weighing:
-    begun = 0
+def counted():
+    return ExchangeCount(BatchProgress(), 4)
 
 
 class GradientAccumulator:
@@ -242,17 +244,17 @@ class GradientAccumulator:
 
 
 def test_partial_sums_wait_for_what_adds_them_up_and_are_counted_once():
-    sums = AccumulatedGradients(weighing := Weighing())
+    sums = AccumulatedGradients(count := counted())
     sums.put("a", first := GradientAccumulator())
     sums.put("b", GradientAccumulator())
-    weighing.begun, first.held = 2, {"passes": 2, "apart": True}
+    count.begun, first.held = 2, {"passes": 2, "apart": True}
     state = sums.state_dict()
     assert state == {"begun": 2, "kinds": {"a": {"passes": 2, "apart": True}}}
-    weighing.begun, first.held = 3, {"passes": 3, "apart": True}
+    count.begun, first.held = 3, {"passes": 3, "apart": True}
     sums.load_state_dict(state)
     assert sums.state_dict() == state, "what came later is gone"
 
-    later = AccumulatedGradients(Weighing())
+    later = AccumulatedGradients(counted())
     later.load_state_dict(state)
     assert later.begun == 2 and later.state_dict() == state, "also what nobody has taken yet"
     later.put("a", taker := GradientAccumulator())
@@ -267,18 +269,18 @@ def test_partial_sums_of_what_is_made_later_wait_in_its_place():
     made.load_state_dict(state)
     assert made.state_dict() == state
     sums = made.take("optimizer")
-    sums.follow(weighing := Weighing())
+    sums.follow(count := counted())
     sums.put("a", adder := GradientAccumulator())
-    assert weighing.begun == 2 and adder.held == {"passes": 2} and made.state_dict() == state
-    weighing.begun = 3
+    assert count.begun == 2 and adder.held == {"passes": 2} and made.state_dict() == state
+    count.begun = 3
     assert sums.begun == 3
     made.load_state_dict({})
     assert sums.begun == 0 and adder.held is None and made.named == {"optimizer 0": sums}
 
 
 def test_partial_sums_on_other_ranks_are_of_steps_that_all_of_them_decide_upon():
-    sums = AccumulatedGradients(Weighing())
-    sums.give_back({"begun": 2, "kinds": {"a": {"passes": 2, "apart": True}}}, begun=3)
+    sums = AccumulatedGradients(counted())
+    sums.restore({"begun": 2, "kinds": {"a": {"passes": 2, "apart": True}}}, begun=3)
     sums.put("a", adder := GradientAccumulator())
     assert adder.held == {"passes": 2} and sums.begun == 3
     sums.load_state_dict({})

@@ -47,7 +47,7 @@ def orthonormal(matrices: Sequence[Any]) -> list[Any]:
 class LowRank:
     """The arithmetic of PowerSGD for matrices that are stored one after the other in a flat array.
 
-    `optimizers.feedback.Factored` communicates the factors, and keeps the residual.
+    `optimizers.feedback.PowerSGDSum` communicates the factors, and keeps the residual.
 
     Args:
         shapes: (rows, columns) of each matrix, in the order in which they are stored.

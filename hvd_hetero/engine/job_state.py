@@ -144,7 +144,7 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
             parts={name: self._copy(part.state_dict()) for name, part in self._parts.items()},
             values={name: _copied(value) for name, value in self._values().items()},
             codecs=copy.deepcopy(self.codec_states()),
-            residuals=[{name: keeper.kept_back() for name, keeper in named.items()} for named in keepers],
+            residuals=[{name: keeper.residuals() for name, keeper in named.items()} for named in keepers],
             accumulated=self.sum_states(),
         )
 
@@ -266,10 +266,10 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
         alike = held[horovod.rank()][2] == held[root][2]
         for balancer, kept, batches in zip(self._balancers, accumulated, begun, strict=False):
             for name, sums in balancer.sums.expect(batches).items():
-                sums.give_back(kept.get(name, {}) if alike else {}, begun=batches.get(name, 0))
+                sums.restore(kept.get(name, {}) if alike else {}, begun=batches.get(name, 0))
         for balancer, kept in zip(self._balancers, self._saved.residuals if self._rebuilt else (), strict=False):
             for name, keeper in balancer.keepers.expect(kept).items():
-                keeper.give_back(kept.get(name, {}))
+                keeper.add_residuals(kept.get(name, {}))
         self._rebuilt = self._broken_off = False
         self.read_late = None
         self._synced, self.commits = True, held[root][2]

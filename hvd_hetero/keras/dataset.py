@@ -7,7 +7,7 @@ from typing import Any
 
 import keras
 
-from hvd_hetero.optimizers.content import checksum
+from hvd_hetero.optimizers.data_checksum import checksum
 from hvd_hetero.optimizers.sampler import LOADED, ShareSampler
 
 from . import backend

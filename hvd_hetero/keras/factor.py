@@ -160,7 +160,7 @@ class Factors:
     def _key(self, factor: RateFactor) -> str:
         if factor in self._plain:
             return f"plain.{self._plain.index(factor)}"
-        return "" if factor.reducer is None else str(factor.reducer.weighing.number)
+        return "" if factor.reducer is None else str(factor.reducer.gradient_exchange.number)
 
     def state_dict(self) -> dict[str, Any]:
         """The states, by number, as plain numbers."""

@@ -17,13 +17,13 @@ import numpy as np
 
 from hvd_hetero.engine.port import Engine
 from hvd_hetero.optimizers.fragment import fragments_by_kind
+from hvd_hetero.optimizers.gradient_exchange import GradientExchange
 from hvd_hetero.optimizers.local_sgd import LocalSGD
 from hvd_hetero.optimizers.local_step import LocalSteps
+from hvd_hetero.optimizers.routing import Routing
 from hvd_hetero.optimizers.second_moments import SecondMoments
 from hvd_hetero.optimizers.statistic import merged_statistics
 from hvd_hetero.optimizers.unsent_state import Count
-from hvd_hetero.optimizers.ways import Ways
-from hvd_hetero.optimizers.weighing import Weighing
 
 from .factor import RateFactor
 from .layout import Spec
@@ -98,7 +98,7 @@ class LocalTraining:
 
     Args:
         variables: those that the optimizer trains.
-        weighing: of the optimizer's gradients.
+        gradient_exchange: of the optimizer's gradients.
         form: what is particular to the back end.
         factor: the `RateFactor` of the optimizer; None if it has none.
         batches: global batches per update, where Keras itself adds up the gradients of several.
@@ -108,25 +108,27 @@ class LocalTraining:
         self,
         rule: LocalSGD,
         variables: Sequence[Any],
-        weighing: Weighing,
+        gradient_exchange: GradientExchange,
         *,
-        ways: Ways,
+        routing: Routing,
         form: Any,
         factor: RateFactor | None = None,
         batches: int | None = None,
     ) -> None:
         self._factor = factor if factor is not None and factor.makes_parts() else None
-        self._variables, self._weighing, self._balancer = list(variables), weighing, weighing.balancer
-        store = ParameterStore(variables, form, count=rule.fragments, lossy=ways.takes)
+        self._variables, self._gradient_exchange = list(variables), gradient_exchange
+        self._balancer = gradient_exchange.balancer
+        store = ParameterStore(variables, form, count=rule.fragments, lossy=routing.takes)
         self.steps = LocalSteps(
-            rule, store, weighing=weighing, ways=ways, batches=batches, on_give_up=self._forget_what_is_not_finite
+            rule, store, gradient_exchange=gradient_exchange, routing=routing, batches=batches,
+            on_give_up=self._forget_what_is_not_finite,
         )  # fmt: skip
         self._batches = batches
         self._moments = SecondMoments(moments_of, copy=copy, mix=mix, exchanges=rule.second_moments == "global")
         self._optimizer: Callable[[], Any] = lambda: None  # the optimizer, once it has made an update
         self._terms: float | None = None  # loss terms of the local step under way; None: there is none
         self._given = Count([])  # loss terms of each batch that the optimizer was given since its last update
-        weighing.unsent_state.put_count("given apart", self._given)
+        gradient_exchange.unsent_state.put_count("given apart", self._given)
         self._before: int | None = None  # how many batches the optimizer had been given before this one
         self._wait_s, self._bytes_sent = 0.0, 0  # of the last local step
 
@@ -146,7 +148,7 @@ class LocalTraining:
         self._moments.before_step(optimizer)
         self._before = None if optimizer is None or self._batches is None else _batches_of(optimizer)
         self._terms = terms
-        leads = self._weighing.leads
+        leads = self._gradient_exchange.leads
         self._balancer.exchanged(wait_s=self._wait_s, bytes_sent=self._bytes_sent, leads=leads)
 
     def before_synchronous_step(self) -> None:
@@ -228,10 +230,10 @@ class LocalTraining:
     def _merge(
         self, variables: Sequence[Any], moments: Sequence[tuple[Any, Any]] = (), *, weight: float
     ) -> None:
-        balancer, name = self._weighing.balancer, f"{self._weighing.name}.statistics"
+        balancer, name = self._gradient_exchange.balancer, f"{self._gradient_exchange.name}.statistics"
         share = balancer.plan.shares[balancer.rank]
         merge_variables(
-            variables, moments, weight=weight, otherwise=share, engine=self._weighing.engine, name=name
+            variables, moments, weight=weight, otherwise=share, engine=self._gradient_exchange.engine, name=name
         )
 
 

@@ -9,10 +9,10 @@ import keras
 
 from hvd_hetero.optimizers.argument import check_divisor, check_whole
 from hvd_hetero.optimizers.balancer import Balancer
+from hvd_hetero.optimizers.codec_spec import LinkCodecs
 from hvd_hetero.optimizers.equal import EqualWeights
 from hvd_hetero.optimizers.local_sgd import LocalSGD, strategy_of
-from hvd_hetero.optimizers.recipe import Wire
-from hvd_hetero.optimizers.ways import Ways
+from hvd_hetero.optimizers.routing import Routing
 from hvd_hetero.policy.topology import Topology
 
 from . import backend
@@ -180,14 +180,14 @@ def make_reducer(
     check_divisor("gradient_predivide_factor", predivide)
     if bucket_bytes is not None:
         check_whole("bucket_bytes", bucket_bytes, least=1)
-    wire = Compression.named(compression)
-    if not isinstance(wire, Wire):
+    codecs = Compression.named(compression)
+    if not isinstance(codecs, LinkCodecs):
         raise TypeError(f"compression: expected one of hvd.Compression. Received: {compression!r}.")
     return GradientReducer(
         balancer=balancer,
-        ways=Ways(
+        routing=Routing(
             balancer.engine,
-            wire=wire,
+            codecs=codecs,
             topology=topology,
             alike={
                 "optimizer": optimizer,

@@ -12,10 +12,10 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from hvd_hetero.optimizers.balancer import Balancer
+from hvd_hetero.optimizers.gradient_exchange import BUCKET_BYTES, GradientExchange
 from hvd_hetero.optimizers.local_sgd import LocalSGD
 from hvd_hetero.optimizers.noise import GradientNoise
-from hvd_hetero.optimizers.ways import Ways
-from hvd_hetero.optimizers.weighing import BUCKET_BYTES, Weighing
+from hvd_hetero.optimizers.routing import Routing
 
 from . import backend
 from .factor import factor_of
@@ -38,14 +38,14 @@ class GradientReducer:
         succeeds: whether what codecs keep back passes from one optimizer to the next of the same variables.
         batches: global batches per update, if Keras itself adds up exchanged gradients; None: as many as per exchange.
         kind: what these gradients are for: see `Places`.
-        at: the place of the reducer that it replaces, if it is made anew: see `Weighing`.
+        at: the place of the reducer that it replaces, if it is made anew: see `GradientExchange`.
     """
 
     def __init__(
         self,
         *,
         balancer: Balancer,
-        ways: Ways,
+        routing: Routing,
         passes: int = 1,
         scale: float = 1.0,
         predivide: float = 1.0,
@@ -56,12 +56,12 @@ class GradientReducer:
         kind: str = "optimizer",
         at: int | None = None,
     ) -> None:
-        self.balancer, self.ways, self._bucket_bytes = balancer, ways, bucket_bytes
+        self.balancer, self.routing, self._bucket_bytes = balancer, routing, bucket_bytes
         self._variables: Sequence[Any] = ()
-        self.weighing = Weighing(
+        self.gradient_exchange = GradientExchange(
             balancer,
             self,
-            ways=ways,
+            routing=routing,
             batches_per_exchange=passes,
             scale=scale,
             predivide=predivide,
@@ -70,7 +70,7 @@ class GradientReducer:
             at=at,
         )
         self.sums = balancer.sums.take(kind, at)
-        self.sums.follow(self.weighing)
+        self.sums.follow(self.gradient_exchange.count)
         self.form: Any = importlib.import_module(f"{__package__}.gradient_{backend.NAME}")
         tensorflow = backend.NAME == "tensorflow"
         self._graph: Any = importlib.import_module(f"{__package__}.graph_tensorflow") if tensorflow else None
@@ -93,12 +93,12 @@ class GradientReducer:
     @property
     def noise(self) -> GradientNoise:
         """What measures the gradient's noise."""
-        return self.weighing.noise
+        return self.gradient_exchange.noise
 
     @property
     def passes(self) -> int:
         """Global batches per exchange."""
-        return self.weighing.batches_per_exchange
+        return self.gradient_exchange.count.batches_per_exchange
 
     def reduced(
         self, gradients: Sequence[Any], variables: Sequence[Any], iterations: Any, *, among: Sequence[Any] | None = None
@@ -119,16 +119,16 @@ class GradientReducer:
         if self.strategy is not None:
             if self.local is None:
                 self.local = LocalTraining(
-                    self.strategy, variables, self.weighing, ways=self.ways, form=self.form,
+                    self.strategy, variables, self.gradient_exchange, routing=self.routing, form=self.form,
                     factor=factor_of(self._of()), batches=self._batches,
                 )  # fmt: skip
             self.local.check(variables)
         # With the variables' numbers if something is added up or kept back by codecs: others may have the same shapes.
-        key = (specs, tuple(map(number_of, variables)) if self.passes > 1 or self.ways.keeps else ())
+        key = (specs, tuple(map(number_of, variables)) if self.passes > 1 or self.routing.keeps else ())
         if key not in self.steps:
             self._drop_those_gone()
             self.steps[key] = ReducedStep(self, specs, variables, place=self._place(specs, variables, among))
-        if self.ways.keeps and self.succeeds:
+        if self.routing.keeps and self.succeeds:
             take_over(self.steps[key], variables)
         if tracing:
             self.balancer.discard()
@@ -145,7 +145,7 @@ class GradientReducer:
             last = self.form.last_of(iterations, self.passes)
             reduced = iter(self.form.through(step, present, last, part, self._variables))
         every = [None if g is None else next(reduced) for g in found]
-        return every if tracing else unmarked(every, last=last, is_local=self.is_local, keeps=self.ways.keeps)
+        return every if tracing else unmarked(every, last=last, is_local=self.is_local, keeps=self.routing.keeps)
 
     def _drop_those_gone(self) -> None:
         """Forgets steps of variables that are no longer alive, as of earlier models."""
@@ -154,7 +154,7 @@ class GradientReducer:
     def _drop(self, chosen: Callable[[tuple[Hashable, tuple[int, ...]]], bool]) -> None:
         for key in list(filter(chosen, self.steps)):
             kind = self.steps.pop(key).kind
-            self.weighing.unsent_state.drop(kind)
+            self.gradient_exchange.unsent_state.drop(kind)
             self.sums.drop(kind)
 
     def _place(self, specs: Hashable, variables: Sequence[Any], among: Sequence[Any] | None) -> Any:
@@ -169,7 +169,7 @@ class GradientReducer:
     def bucket_bytes(self, specs: Sequence[Spec]) -> int:
         """The most bytes of such gradients that travel in one operation. The first call may be a collective one."""
         if self._bucket_bytes is None and specs:
-            self._bucket_bytes = self.ways.bucket_bytes(self.form.zeros(0, specs[0].wire), most=BUCKET_BYTES)
+            self._bucket_bytes = self.routing.bucket_bytes(self.form.zeros(0, specs[0].wire), most=BUCKET_BYTES)
         return self._bucket_bytes or BUCKET_BYTES
 
     # Local steps ----------------------------------------------------------------------------------------------------
@@ -212,7 +212,7 @@ class GradientReducer:
 
     def on_begin(self) -> None:
         """Begins a global batch."""
-        self.weighing.begin()
+        self.gradient_exchange.begin()
         if self._of() is None:
             self._let_go()
 
@@ -221,7 +221,7 @@ class GradientReducer:
         attached to the balancer, as on other ranks the optimizer may still be alive."""
         self._variables, self.last = (), None
         self.left.clear()
-        self._drop(lambda key: not self.ways.keeps or are_gone(key[1]))  # else the next optimizer sends what is kept
+        self._drop(lambda key: not self.routing.keeps or are_gone(key[1]))  # else the next optimizer sends what is kept
 
     def on_count(self, terms: float) -> None:
         """Does nothing: the number of loss terms is read when the batch's gradients are there."""

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from hvd_hetero.codecs.verbs import verbs_of
-from hvd_hetero.optimizers.weighted import WeightedExchange
+from hvd_hetero.optimizers.weighted_exchange import WeightedExchange
 
 from .layout import BucketLayout, Spec
 
@@ -91,23 +91,23 @@ class Residuals:
                 if index < len(owners):  # what follows are no gradients, but marks of which ranks have one: `presence`
                     self._pieces[owners[index]] = bucket, piece
 
-    def release(self) -> dict[int, Any]:
+    def take_residuals(self) -> dict[int, Any]:
         """Returns the residuals of this rank, by the variables' numbers, and clears them.
 
         They are weighted, as the gradients are in the buckets.
         """
-        flats = self._exchange.release()
+        flats = self._exchange.take_residuals()
         return {key: flats[bucket][piece] for key, (bucket, piece) in self._pieces.items() if flats[bucket] is not None}
 
-    def give(self, kept: Mapping[int, Any], *, factor: float = 1.0) -> None:
-        """Adds residuals that `release` returned, times `factor`, to the next gradients that are sent."""
+    def add(self, kept: Mapping[int, Any], *, factor: float = 1.0) -> None:
+        """Adds residuals that `take_residuals` returned, times `factor`, to the next gradients that are sent."""
         flats: list[Any] = [None] * len(self._buckets)
         for key, array in kept.items():
             bucket, piece = self._pieces[key]
             if flats[bucket] is None:
                 flats[bucket] = verbs_of(array).zeros([len(self._buckets[bucket])], self._buckets[bucket])
             flats[bucket][piece] = array
-        self._exchange.give_back(flats, factor)
+        self._exchange.add_residuals(flats, factor)
 
 
 _REDUCED_BY: VariableMap[weakref.ref[ReducedStep]] = VariableMap()
@@ -133,7 +133,7 @@ def take_over(step: ReducedStep, variables: Sequence[Any]) -> None:
             before.setdefault(last, []).append(number_of(variable))
         _REDUCED_BY.put(variable, weakref.ref(step))
     for last, numbers in before.items():
-        kept = last.kept.release()
+        kept = last.kept.take_residuals()
         taken = {number: kept.pop(number) for number in numbers if number in kept}
-        last.kept.give(kept)
-        step.kept.give(taken, factor=last.unit / step.unit)
+        last.kept.add(kept)
+        step.kept.add(taken, factor=last.unit / step.unit)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 from hvd_hetero.codecs.verbs import arrays_like
 from hvd_hetero.engine.port import GraphEngine
 from hvd_hetero.optimizers.agreement import agree_text
-from hvd_hetero.optimizers.weighted import WeightedExchange
+from hvd_hetero.optimizers.weighted_exchange import WeightedExchange
 
 from .accumulation import places
 from .layout import BucketLayout, Spec
@@ -47,8 +47,8 @@ class ReducedStep:
     def __init__(
         self, owner: GradientReducer, specs: Sequence[Spec | None], variables: Sequence[Any], *, place: Any
     ) -> None:
-        self._owner, self._weighing, self._balancer = owner, owner.weighing, owner.balancer
-        engine, form = self._weighing.engine, owner.form
+        self._owner, self._gradient_exchange, self._balancer = owner, owner.gradient_exchange, owner.balancer
+        engine, form, self._count = self._gradient_exchange.engine, owner.form, self._gradient_exchange.count
         self._form = form
         agree_text(
             engine,
@@ -60,8 +60,8 @@ class ReducedStep:
         self.layout = BucketLayout(
             present,
             bucket_bytes=owner.bucket_bytes(present),
-            tail=self._weighing.tail,
-            lossy=owner.ways.takes,
+            tail=self._gradient_exchange.tail,
+            lossy=owner.routing.takes,
             zeros=form.zeros,
         )
         # Holds variables only if gradients are added up: a tape may be asked for tensors, which must not be kept alive.
@@ -74,10 +74,10 @@ class ReducedStep:
         self._start = 0.0  # when the graph began to wait for its sums
         self._arrived: Callable[[], None] = lambda: None  # is called when the graph waits no longer
         self._taking = threading.Lock()
-        self._exchange: WeightedExchange = self._weighing.exchange(
+        self._exchange: WeightedExchange = self._gradient_exchange.exchange(
             self.layout,
             self.layout.shapes,
-            control=form.zeros(self._weighing.tail, "float64"),
+            control=form.zeros(self._gradient_exchange.tail, "float64"),
             terms=lambda: self._terms,
             kind=self.kind,
         )
@@ -123,12 +123,12 @@ class ReducedStep:
         self._balancer.exchanges.runs(self._owner, part)
         terms = self._balancer.progress.terms
         assert terms is not None  # begun
-        if self._passes == 0 and self._weighing.batches_per_exchange > 1:
+        if self._passes == 0 and self._count.batches_per_exchange > 1:
             self._go_on()
         if self._passes == 0 or self._is_local is None:
             self._is_local = self._owner.is_local
         self._now = terms
-        self._weight = terms if self._weighing.batches_per_exchange > 1 else self._weighing.weight(terms)
+        self._weight = terms if self._count.batches_per_exchange > 1 else self._gradient_exchange.weight(terms)
         self._terms += terms
 
     def _go_on(self) -> None:
@@ -158,23 +158,23 @@ class ReducedStep:
             mine[:] = 0.0
 
     def _send(self, index: int) -> None:
-        if self._weighing.batches_per_exchange > 1:
-            self.layout.buckets[index][: self.layout.lengths[index]] *= 1.0 / self._weighing.unit
-        self._weighing.noise.sees(self.layout, index)
+        if self._count.batches_per_exchange > 1:
+            self.layout.buckets[index][: self.layout.lengths[index]] *= 1.0 / self._gradient_exchange.unit
+        self._gradient_exchange.noise.sees(self.layout, index)
         self._exchange.submit(index)
 
     def _scale(self, total: Sequence[float]) -> float:
         """The factor that turns the sum of c_i g_i over the ranks into the gradient that the optimizer is given."""
-        return self._weighing.factor(total) * self._weighing.batches_per_exchange / self._weighing.batches
+        return self._gradient_exchange.factor(total) * self._count.batches_per_exchange / self._count.batches
 
     def _own(self, flats: Sequence[Any]) -> list[Any]:
         """This rank's own mean gradients, in a local step; zeros if it has no sample."""
         local, terms, factor = self._owner.local, self._terms, self._scale([self._terms])
         assert local is not None
-        if self._weighing.batches_per_exchange > 1:
-            factor /= self._weighing.unit
+        if self._count.batches_per_exchange > 1:
+            factor /= self._gradient_exchange.unit
         self._terms, self._passes = 0.0, 0
-        self._weighing.end()
+        self._count.end()
         local.before_step(terms)
         return [flat * factor for flat in flats]
 
@@ -183,7 +183,7 @@ class ReducedStep:
         if self._owner.local is not None:
             self._owner.local.before_synchronous_step()
         start = time.perf_counter()
-        terms, batches = self._terms, self._weighing.batches
+        terms, batches = self._terms, self._count.batches
         try:
             results, total = self._exchange.finish(self._scale)
         except BaseException:
@@ -191,8 +191,8 @@ class ReducedStep:
             raise
         finally:
             self._terms, self._passes = 0.0, 0
-            self._weighing.end()
-        norms = functools.partial(self._weighing.noise.of, self.layout, results)
+            self._count.end()
+        norms = functools.partial(self._gradient_exchange.noise.of, self.layout, results)
         self._heard(total, start, norms=norms, terms=terms, batches=batches)
         return results
 
@@ -202,9 +202,9 @@ class ReducedStep:
         """Reads what all ranks said in an exchange, for whose end this rank has waited since `start`."""
         self._owner.wait_s = time.perf_counter() - start
         self._balancer.resume()
-        self._weighing.incoming(total, norms=norms, terms=terms, batches=batches)
+        self._gradient_exchange.incoming(total, norms=norms, terms=terms, batches=batches)
         sent = sum(len(bucket) * bucket.itemsize for bucket in self.layout.buckets)
-        leads = self._weighing.leads
+        leads = self._gradient_exchange.leads
         self._balancer.exchanged(wait_s=self._owner.wait_s, bytes_sent=sent, leads=leads)
 
     # Where the sums are operations of a graph: see `GraphStep` ------------------------------------------------------
@@ -212,13 +212,13 @@ class ReducedStep:
     @property
     def in_graph(self) -> bool:
         """Whether the sums can be operations of the graph."""
-        owner, engine = self._owner, self._weighing.engine
-        plain = owner.ways.plain and owner.strategy is None and owner.passes == 1 and self.layout.tail is not None
+        owner, engine = self._owner, self._gradient_exchange.engine
+        plain = owner.routing.plain and owner.strategy is None and owner.passes == 1 and self.layout.tail is not None
         return plain and isinstance(engine, GraphEngine) and engine.sums_in_graph
 
     @property
     def _engine(self) -> GraphEngine:
-        return cast("GraphEngine", self._weighing.engine)
+        return cast("GraphEngine", self._gradient_exchange.engine)
 
     def begin(self, part: int) -> list[float]:
         """See `GraphStep`."""
@@ -226,7 +226,7 @@ class ReducedStep:
             raise RuntimeError(BROKEN_OFF)
         self._begin_pass(part)
         self._taken.update(range(len(self.layout.buckets)))
-        return [self._weight, float(self._weighing.noise.measuring)]
+        return [self._weight, float(self._gradient_exchange.noise.measuring)]
 
     def send(self) -> Sequence[float]:
         """See `GraphStep`."""
@@ -248,13 +248,13 @@ class ReducedStep:
         self._arrived()
         self._taken.clear()
         self._balancer.exchanges.left(self._owner)
-        noise, factor = self._weighing.noise, self._scale(total)
+        noise, factor = self._gradient_exchange.noise, self._scale(total)
         if noise.measuring:
             for index, squared_norm in enumerate(own):
                 noise.add(index, squared_norm)
-        terms, batches = self._terms, self._weighing.batches
+        terms, batches = self._terms, self._count.batches
         self._terms, self._passes = 0.0, 0
-        self._weighing.end()
+        self._count.end()
         norms = [factor**2 * squared_norm for squared_norm in merged] if noise.measuring else []
         self._heard(total, self._start, norms=lambda: norms, terms=terms, batches=batches)
         return factor
@@ -276,13 +276,14 @@ class ReducedStep:
     @property
     def unit(self) -> float:
         """The part of an update's global batches that has the weight 1 in the sums."""
-        return self._weighing.part_unit / self._weighing.batches_per_exchange
+        return self._gradient_exchange.part_unit / self._count.batches_per_exchange
 
     def gives_to(self, other: ReducedStep) -> bool:
         """Whether `other` may send what codecs have kept back here: it has the same ranks, and the loss is not scaled.
         """
         owner = self._owner
-        return owner.succeeds and not owner.closed and self._weighing.engine.ranks == other._weighing.engine.ranks
+        ranks, others = self._gradient_exchange.engine.ranks, other._gradient_exchange.engine.ranks
+        return owner.succeeds and not owner.closed and ranks == others
 
     def withdraw(self) -> Callable[[], bool]:
         """See `GradientReducer.withdraw`."""

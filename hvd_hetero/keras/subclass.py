@@ -84,7 +84,7 @@ def _methods(base: type) -> dict[str, Any]:
         before = vars(self).get("_reducer")
         if before is not None:
             before.close()
-        self.__dict__["_reducer"] = self._reducer_of(at=None if before is None else before.weighing.at)
+        self.__dict__["_reducer"] = self._reducer_of(at=None if before is None else before.gradient_exchange.at)
         self._reducer.follow(self)
 
     def from_config(cls: type, config: dict[str, Any], **arguments: Any) -> Any:

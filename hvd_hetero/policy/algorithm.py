@@ -102,7 +102,7 @@ def choose(size_bytes: float, timed: Mapping[str, Link], *, default: str) -> Cho
 
 
 def rivals(size_bytes: float, timed: Mapping[str, Link], chosen: str, *, within: float = 1.5) -> Sequence[str]:
-    """The routes that a trial on the running job should compare, see `router.Trial`.
+    """The routes that a trial on the running job should compare, see `router.RouteTrial`.
 
     Args:
         size_bytes: size of the bucket.

@@ -13,7 +13,7 @@ from __future__ import annotations
 import statistics
 from collections import deque
 
-SETTLING = 20  # steps after a choice that are ignored: several routes may be on trial, see `router.Trial`
+SETTLING = 20  # steps after a choice that are ignored: several routes may be on trial, see `router.RouteTrial`
 WINDOW = 24  # steps of which a median is taken
 EVERY = 4  # steps between two comparisons
 CHANGED = 2.0  # factor between two medians from which on links count as changed
@@ -26,12 +26,12 @@ class LinkWatch:
 
     Args:
         gentle_steps: so many steps after a choice are ignored in addition to `SETTLING`, because a codec that warms up
-            (`Ways.gentle_steps`) makes their exchanges longer.
+            (`Routing.codec_warmup_steps`) makes their exchanges longer.
     """
 
-    def __init__(self, *, gentle_steps: int = 0) -> None:
+    def __init__(self, *, codec_warmup_steps: int = 0) -> None:
         self._patience = self._patience_before = 1.0
-        self._settling = SETTLING + gentle_steps
+        self._settling = SETTLING + codec_warmup_steps
         self._begin()
 
     def _begin(self) -> None:

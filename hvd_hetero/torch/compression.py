@@ -9,9 +9,9 @@ from horovod.torch.compression import Compressor, FP16Compressor, NoneCompressor
 
 from hvd_hetero.codecs.codec import HorovodCompressor
 from hvd_hetero.optimizers import compression as framework_free
-from hvd_hetero.optimizers.recipe import Wire
+from hvd_hetero.optimizers.codec_spec import LinkCodecs
 
-__all__ = ["Compression", "Compressor", "FP16Compressor", "NoneCompressor", "is_ours", "wire_of"]
+__all__ = ["Compression", "Compressor", "FP16Compressor", "NoneCompressor", "codecs_of", "is_ours"]
 
 
 class Compression(horovod.Compression, framework_free.Compression):  # type: ignore[misc]
@@ -22,16 +22,16 @@ class Compression(horovod.Compression, framework_free.Compression):  # type: ign
     """
 
     @classmethod
-    def named(cls, compression: Any) -> Wire | None:
+    def named(cls, compression: Any) -> LinkCodecs | None:
         """The codecs that `compression` names, as ours or as Horovod's; None if it is neither."""
         if compression is horovod.Compression.none:
-            return Wire()
+            return LinkCodecs()
         if compression is horovod.Compression.fp16:
             return framework_free.Compression.fp16  # type: ignore[no-any-return]
         return super().named(compression)  # type: ignore[no-any-return]
 
 
-def wire_of(compression: Any) -> Wire | HorovodCompressor:
+def codecs_of(compression: Any) -> LinkCodecs | HorovodCompressor:
     """What a user passed as `compression`: our codecs, or a compressor of the user's own.
 
     Raises:
@@ -42,4 +42,4 @@ def wire_of(compression: Any) -> Wire | HorovodCompressor:
 
 def is_ours(compression: Any) -> bool:
     """Whether `compression` is one of this package's codecs, which Horovod's own optimizer could not use."""
-    return isinstance(compression, Wire)
+    return isinstance(compression, LinkCodecs)

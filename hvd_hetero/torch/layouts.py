@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from hvd_hetero.optimizers.ways import Ways
-from hvd_hetero.optimizers.weighing import BUCKET_BYTES, Weighing
+from hvd_hetero.optimizers.gradient_exchange import BUCKET_BYTES, GradientExchange
+from hvd_hetero.optimizers.routing import Routing
 
 from .accumulation import GradientAccumulation
 from .layout import WIRE, Groups
@@ -35,18 +35,19 @@ class Layouts:
         self,
         parameters: Sequence[torch.nn.Parameter],
         *,
-        weighing: Weighing,
-        ways: Ways,
+        gradient_exchange: GradientExchange,
+        routing: Routing,
         accumulated: GradientAccumulation,
         sparse_as_dense: bool,
         all_sparse: bool,
         bucket_bytes: int | None,
         groups: Groups,
     ) -> None:
-        self._parameters, self._weighing, self._ways, self._accumulated = parameters, weighing, ways, accumulated
+        self._parameters, self._accumulated = parameters, accumulated
+        self._gradient_exchange, self._routing = gradient_exchange, routing
         self._sparse_as_dense, self._bucket_bytes, self._groups = sparse_as_dense, bucket_bytes, groups
         self._sparse = SparseParameters(parameters, known=all_sparse)
-        weighing.unsent_state.put_message("sparse", self._sparse)
+        gradient_exchange.unsent_state.put_message("sparse", self._sparse)
         self._agreed = False  # whether a rank has asked for another layout, and all ranks know it
         self.step = self._laid_out()
         if not sparse_as_dense:
@@ -56,11 +57,11 @@ class Layouts:
         if self._bucket_bytes is None and self._parameters:
             first = self._parameters[0]
             like = torch.empty(0, dtype=WIRE[first.dtype], device=first.device)
-            self._bucket_bytes = self._ways.bucket_bytes(like, most=BUCKET_BYTES)
+            self._bucket_bytes = self._routing.bucket_bytes(like, most=BUCKET_BYTES)
         return ReducedStep(
             self._parameters,
-            weighing=self._weighing,
-            ways=self._ways,
+            gradient_exchange=self._gradient_exchange,
+            routing=self._routing,
             accumulated=self._accumulated,
             bucket_bytes=self._bucket_bytes or BUCKET_BYTES,
             groups=self._groups,
@@ -99,9 +100,9 @@ class Layouts:
         """Calls `hear`, which reads what all ranks said in an exchange; then, if a rank asks for another layout, tells
         all ranks which gradients this one has seen to be sparse."""
         hear()
-        if self._weighing.relayout:
+        if self._gradient_exchange.relayout:
             self._agreed = True
-            self._sparse.tell(self._weighing.engine, name=f"{self._weighing.name}.sparse")
+            self._sparse.tell(self._gradient_exchange.engine, name=f"{self._gradient_exchange.name}.sparse")
 
     def renew(self) -> bool:
         """Changes to the layout that all ranks have agreed on, if there is one; is called when a batch begins. Returns

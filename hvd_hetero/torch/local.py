@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 import torch
 
 from hvd_hetero.optimizers.fragment import fragments_by_kind
+from hvd_hetero.optimizers.gradient_exchange import GradientExchange
 from hvd_hetero.optimizers.local_sgd import LocalSGD
 from hvd_hetero.optimizers.local_step import LocalSteps
+from hvd_hetero.optimizers.routing import Routing
 from hvd_hetero.optimizers.second_moments import SecondMoments
-from hvd_hetero.optimizers.ways import Ways
-from hvd_hetero.optimizers.weighing import Weighing
 
 from .checksum import checksum
 from .layout import WIRE
@@ -113,8 +113,8 @@ class LocalTraining:
     Args:
         rule: the numbers of the local strategy.
         parameters: those that are trained.
-        weighing: of their gradients.
-        ways: how merges travel.
+        gradient_exchange: of their gradients.
+        routing: how merges travel.
         before: the object that this one replaces, for another layout.
     """
 
@@ -122,14 +122,17 @@ class LocalTraining:
         self,
         rule: LocalSGD,
         parameters: Sequence[torch.nn.Parameter],
-        weighing: Weighing,
+        gradient_exchange: GradientExchange,
         *,
-        ways: Ways,
+        routing: Routing,
         before: LocalTraining | None = None,
     ) -> None:
-        self._weighing = weighing
-        self._store = store = ParameterStore(parameters, rule.fragments, lambda p: ways.takes(tuple(p.shape)))
-        self.steps = LocalSteps(rule, store, weighing=weighing, ways=ways, on_give_up=self._forget_what_is_not_finite)
+        self._gradient_exchange = gradient_exchange
+        self._store = store = ParameterStore(parameters, rule.fragments, lambda p: routing.takes(tuple(p.shape)))
+        self.steps = LocalSteps(
+            rule, store, gradient_exchange=gradient_exchange, routing=routing,
+            on_give_up=self._forget_what_is_not_finite,
+        )  # fmt: skip
         find = moments_of if rule.second_moments == "global" else lambda optimizer: ()
         self._moments = SecondMoments(find, copy=torch.clone, mix=mix, exchanges=True)
         self._optimizer: Callable[[], torch.optim.Optimizer | None] = before._optimizer if before else lambda: None
@@ -184,6 +187,6 @@ class LocalTraining:
     def come_together(self) -> None:
         """Ends the local steps: all ranks hold one model and one optimizer state afterwards. A collective call."""
         self.merge()
-        optimizer, name = self._optimizer(), f"{self._weighing.name}.state"
+        optimizer, name = self._optimizer(), f"{self._gradient_exchange.name}.state"
         assert optimizer is not None
-        average_state(optimizer, weight=self.steps.samples, engine=self._weighing.engine, name=name)
+        average_state(optimizer, weight=self.steps.samples, engine=self._gradient_exchange.engine, name=name)

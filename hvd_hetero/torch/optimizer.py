@@ -13,11 +13,11 @@ from hvd_hetero.optimizers.argument import check_divisor, check_whole
 from hvd_hetero.optimizers.balancer import Balancer
 from hvd_hetero.optimizers.equal import EqualWeights
 from hvd_hetero.optimizers.local_sgd import LocalSGD, strategy_of
-from hvd_hetero.optimizers.ways import Ways
+from hvd_hetero.optimizers.routing import Routing
 from hvd_hetero.policy.topology import Topology
 
 from .argument import check_devices, check_names, described, groups_of, numbered
-from .compression import is_ours, wire_of
+from .compression import codecs_of, is_ours
 from .factor import check_no_factor, reduces, root_of
 from .methods import methods_of
 from .plain import plain_optimizer, release_plain
@@ -90,7 +90,7 @@ def DistributedOptimizer(
     optimizer = _unwrapped(optimizer)
     check_devices(p for group in optimizer.param_groups for p in group["params"])
     local = strategy_of(strategy)
-    wire = wire_of(compression)
+    codecs = codecs_of(compression)
     ours = is_ours(compression) or topology is not None or local is not None
     if balancer is None:
         check_no_factor(optimizer)
@@ -136,9 +136,9 @@ def DistributedOptimizer(
         trained: Sequence[torch.nn.Parameter], passes: int, *, at: int | None = None
     ) -> GradientReducer:
         """Makes a reducer of the gradients for the present ranks. A collective call."""
-        ways = Ways(
+        routing = Routing(
             weights.engine,
-            wire=wire,
+            codecs=codecs,
             topology=topology,
             alike={
                 "optimizer": type(optimizer).__name__,
@@ -156,7 +156,7 @@ def DistributedOptimizer(
         return GradientReducer(
             trained,
             balancer=weights,
-            ways=ways,
+            routing=routing,
             passes=passes,
             scale=float(weights.size) if op == horovod.Sum else 1.0,
             predivide=gradient_predivide_factor,

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from hvd_hetero.optimizers.attachment import PeerError
+from hvd_hetero.optimizers.gradient_exchange import GradientExchange
 from hvd_hetero.optimizers.progress import BatchProgress
-from hvd_hetero.optimizers.weighing import Weighing
 
 from .accumulation import GradientAccumulation, is_zero
 from .backward import backward_pass
@@ -59,15 +59,16 @@ class StepPhases:
         self,
         parameters: Sequence[torch.nn.Parameter],
         *,
-        weighing: Weighing,
+        gradient_exchange: GradientExchange,
         accumulated: GradientAccumulation,
         layouts: Callable[[], Layouts],
         is_local: Callable[[], bool],
         ended: Callable[[], None],
         follow: Callable[[], None],
     ) -> None:
-        self._parameters, self._weighing, self._accumulated = parameters, weighing, accumulated
-        self._balancer = weighing.balancer
+        self._parameters, self._gradient_exchange, self._accumulated = parameters, gradient_exchange, accumulated
+        self._count = gradient_exchange.count
+        self._balancer = gradient_exchange.balancer
         self._layouts, self._is_local, self._ended, self._follow = layouts, is_local, ended, follow
         self._phase = Phase.BETWEEN
         self._turn = threading.RLock()  # a backward pass has a thread for each device
@@ -88,7 +89,7 @@ class StepPhases:
     @property
     def number(self) -> int:
         """The optimizer's place in the order in which they are made."""
-        return self._weighing.number
+        return self._gradient_exchange.number
 
     @property
     def ready(self) -> bool:
@@ -109,11 +110,11 @@ class StepPhases:
         """Begins a global batch."""
         self.break_off()
         self.check_unchanged()
-        if self._untouched and self._weighing.batches_per_exchange > 1:
+        if self._untouched and self._count.batches_per_exchange > 1:
             self._accumulated.count_untouched(self._progress.part_terms)
-        counts = self._weighing.begun > 0 and self._weighing.batches_per_exchange > 1
+        counts = self._count.begun > 0 and self._count.batches_per_exchange > 1
         self._earlier = self._by_now() if counts else (0.0, 0)
-        self._accumulated.end_batch(counts=self._weighing.batches_per_exchange > 1, loop=self._progress.loop)
+        self._accumulated.end_batch(counts=self._count.batches_per_exchange > 1, loop=self._progress.loop)
         self._phase = Phase.BETWEEN  # also if the script skipped the last step()
 
     def begin_part(self) -> None:
@@ -137,7 +138,7 @@ class StepPhases:
         self._earlier = 0.0, 0
         # Decided by passes with any parameters, which all ranks make alike: passes with these may depend on samples.
         passed = self._progress.passed == self._progress.part
-        self._weighing.forget(present=passed or self._balancer.batch_order.over)
+        self._count.forget(present=passed or self._balancer.batch_order.over)
         self._last_part = -1
 
     def break_off(self) -> None:
@@ -156,7 +157,7 @@ class StepPhases:
             self._step.take_rest()
             _, _, hear = self._step.finish(counts=False)
             self._layouts().take_in(hear)
-            self._weighing.noise.forget()
+            self._gradient_exchange.noise.forget()
         self._step.drop()
         self._accumulated.clear()
         self._earlier = 0.0, 0
@@ -167,7 +168,7 @@ class StepPhases:
     def _untouched(self) -> bool:
         """Whether the present batch or part, whose exchange is yet to come, had backward passes on this rank, but none
         with a gradient of these parameters. Then it counts as a gradient of zero over its loss terms."""
-        return self._progress.passed == self._progress.part != self._last_part and self._weighing.begun > 0
+        return self._progress.passed == self._progress.part != self._last_part and self._count.begun > 0
 
     def _by_now(self) -> tuple[float, int]:
         """This rank's loss terms in the step's batches so far, and how many of the batches have any on this rank."""
@@ -201,7 +202,7 @@ class StepPhases:
         self._balancer.batch_order.passes()
         self._balancer.count_warnings.passes(self._balancer.samples)
         backward_pass().add(self)
-        last = self._progress.last_pass and self._weighing.complete
+        last = self._progress.last_pass and self._count.complete
         self._phase = Phase.LAST_PASS if last else Phase.PASS
         self._accumulated.begin(terms, earlier=self._progress.batch_terms - terms, loop=self._progress.loop)
         self._last_part = self._progress.passed = self._progress.part
@@ -219,7 +220,7 @@ class StepPhases:
         with self._turn:
             if not self._in_pass:
                 self._begin_pass()
-            self._accumulated.keep(last=self._phase is Phase.LAST_PASS, gain=self._weighing.gain)
+            self._accumulated.keep(last=self._phase is Phase.LAST_PASS, gain=self._gradient_exchange.gain)
 
     def gradient_added(self, parameter: torch.nn.Parameter) -> None:
         """Is called after a gradient was added to `parameter.grad`."""
@@ -269,7 +270,7 @@ class StepPhases:
 
     def _send_rest(self) -> None:
         """Sends the gradients that are not sent yet, unless the step is a local one."""
-        self._accumulated.complete(self._weighing.gain)
+        self._accumulated.complete(self._gradient_exchange.gain)
         if not self._is_local():
             self._step.take_rest()
 
@@ -321,8 +322,8 @@ class StepPhases:
     def _finish_local(self) -> None:
         """Ends the passes of a local step, whose gradient is not exchanged."""
         self._layouts().see()
-        self._accumulated.average(self._weighing.gain)
+        self._accumulated.average(self._gradient_exchange.gain)
         self._accumulated.clear()
-        self._weighing.end()
+        self._count.end()
         self._phase = Phase.READY
         self._unchanged.keep()

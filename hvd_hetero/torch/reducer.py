@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from hvd_hetero.optimizers.balancer import Balancer
+from hvd_hetero.optimizers.gradient_exchange import GradientExchange
 from hvd_hetero.optimizers.local_sgd import LocalSGD
 from hvd_hetero.optimizers.noise import GradientNoise
-from hvd_hetero.optimizers.ways import Ways
-from hvd_hetero.optimizers.weighing import Weighing
+from hvd_hetero.optimizers.routing import Routing
 
 from .accumulation import GradientAccumulation
 from .argument import check_devices
@@ -44,14 +44,14 @@ class GradientReducer:
         parameters: those that are trained, in the order of the model.
         passes: backward passes per step; the gradient is the sum over them, as Horovod's is.
         scale: multiplies the weighted mean (the number of ranks for op=Sum).
-        ways: how buckets travel.
+        routing: how buckets travel.
         predivide: divides before the sum and multiplies after it, for narrow wires.
         sparse_as_dense: whether sparse gradients are summed as dense ones.
         all_sparse: whether the gradients of all parameters are sparse.
         bucket_bytes: at most so many bytes in one operation; None: what suits the links.
         groups: parameters that travel together, instead of buckets by size.
         strategy: a local one, or None.
-        at: the place of the reducer that it replaces, if it is made anew: see `Weighing`.
+        at: the place of the reducer that it replaces, if it is made anew: see `GradientExchange`.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class GradientReducer:
         parameters: Sequence[torch.nn.Parameter],
         *,
         balancer: Balancer,
-        ways: Ways,
+        routing: Routing,
         passes: int,
         scale: float,
         predivide: float,
@@ -74,10 +74,10 @@ class GradientReducer:
         self._parameters: list[torch.nn.Parameter] = []
         self._places: tuple[list[torch.device], list[torch.dtype]] = [], []  # of all parameters
         self.local: LocalTraining | None = None
-        self._weighing = Weighing(
+        self._gradient_exchange = GradientExchange(
             balancer,
             self,
-            ways=ways,
+            routing=routing,
             batches_per_exchange=passes,
             scale=scale,
             predivide=predivide,
@@ -88,7 +88,7 @@ class GradientReducer:
         self._accumulated = GradientAccumulation(self._parameters)  # since the last exchange
         self._phases = StepPhases(
             self._parameters,
-            weighing=self._weighing,
+            gradient_exchange=self._gradient_exchange,
             accumulated=self._accumulated,
             layouts=lambda: self._layouts,
             is_local=lambda: self.is_local,
@@ -105,8 +105,8 @@ class GradientReducer:
                 self._hooks.look_before()
             self._layouts = Layouts(
                 self._parameters,
-                weighing=self._weighing,
-                ways=ways,
+                gradient_exchange=self._gradient_exchange,
+                routing=routing,
                 accumulated=self._accumulated,
                 sparse_as_dense=sparse_as_dense,
                 all_sparse=all_sparse,
@@ -116,7 +116,7 @@ class GradientReducer:
             self._take_over()
             if strategy is not None:
                 self._make_local = functools.partial(
-                    LocalTraining, strategy, self._parameters, self._weighing, ways=ways
+                    LocalTraining, strategy, self._parameters, self._gradient_exchange, routing=routing
                 )
                 self.local = self._make_local()
         except BaseException:
@@ -126,21 +126,21 @@ class GradientReducer:
     @property
     def noise(self) -> GradientNoise:
         """What measures the gradient's noise."""
-        return self._weighing.noise
+        return self._gradient_exchange.noise
 
     @property
     def at(self) -> int:
-        """See `Weighing.at`."""
-        return self._weighing.at
+        """See `GradientExchange.at`."""
+        return self._gradient_exchange.at
 
     @property
     def passes(self) -> int:
         """Backward passes per step."""
-        return self._weighing.batches_per_exchange
+        return self._gradient_exchange.count.batches_per_exchange
 
     @passes.setter
     def passes(self, passes: int) -> None:
-        self._weighing.batches_per_exchange = passes
+        self._gradient_exchange.count.batches_per_exchange = passes
         if passes > 1:
             self._hooks.look_before()
 
@@ -183,7 +183,7 @@ class GradientReducer:
                 "between them, which are each rank's own."
             )
         self._hooks.add(new)
-        if self._weighing.leads and new:
+        if self._gradient_exchange.leads and new:
             self._balancer.measure_with(stopwatch_of(new[0].device))
         self._parameters += new
         devices, dtypes = _places_of(new)
@@ -198,7 +198,7 @@ class GradientReducer:
         check_devices(self._parameters)
         for parameter in self._parameters:
             check_type(parameter)
-        if self._weighing.leads:
+        if self._gradient_exchange.leads:
             self._balancer.measure_with(stopwatch_of(places[0][0]))
         self._hooks.hook_anew()
         self._layouts.parameters_moved()
@@ -214,7 +214,7 @@ class GradientReducer:
     def _take_over(self) -> None:
         """Sends, with the next sums, what codecs of earlier optimizers had kept back for these parameters."""
         if self._inherited:
-            self._step.give_back(self._inherited)
+            self._step.add_residuals(self._inherited)
             self._inherited = {}
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
@@ -226,12 +226,12 @@ class GradientReducer:
     def replace(self, by: GradientReducer | None = None) -> None:
         """Gives way to `by`, the reducer of another optimizer of the same parameters, which sends what codecs have kept
         back here."""
-        if by is not None and not self._closed and by._weighing.succeeds(self._weighing):
-            factor = self._weighing.part_unit / by._weighing.part_unit
-            by._inherited.update({p: kept * factor for p, kept in self._step.kept_back().items()})
+        if by is not None and not self._closed and by._gradient_exchange.succeeds(self._gradient_exchange):
+            factor = self._gradient_exchange.part_unit / by._gradient_exchange.part_unit
+            by._inherited.update({p: kept * factor for p, kept in self._step.residuals().items()})
         self.close()
         self._balancer.exchanges.detach(self)
-        self._weighing.close()
+        self._gradient_exchange.close()
         self.replaced = True
 
     def check_in_use(self, groups: Sequence[Mapping[str, Any]]) -> None:
@@ -269,11 +269,11 @@ class GradientReducer:
             self._make_local_anew()
         if self.local is not None and self.local.steps.over:
             self.local.come_together()  # local steps are over, and the other ranks do the same after their last one
-        self._weighing.begin()
+        self._gradient_exchange.begin()
 
     def _make_local_anew(self) -> None:
         """Makes local training anew, for a new layout. A collective call."""
-        strategies, place = self._balancer.strategies, self._weighing.place
+        strategies, place = self._balancer.strategies, self._gradient_exchange.place
         strategies.hand_over(place, to=place)
         strategies.remove(place)
         before, self.local = self.local, self._make_local(before=self.local)
@@ -310,7 +310,7 @@ class GradientReducer:
         """Ends the step, after the update; `lr`: its learning rate."""
         phases = self._phases
         phases.begin_anew()
-        leads = self._weighing.leads
+        leads = self._gradient_exchange.leads
         self._balancer.exchanged(wait_s=phases.wait_s, bytes_sent=phases.bytes_sent, leads=leads)
         phases.wait_s, phases.bytes_sent = 0.0, 0
         if self.local is not None and self.is_local:
@@ -336,8 +336,8 @@ class GradientReducer:
             # then by the shares.
             share = float(self._balancer.plan.shares[self._balancer.rank])
             weight = share if self.local is None else self.local.steps.take_samples()
-            name = f"{self._weighing.name}.buffers"
-            average_buffers(model, weight=weight, otherwise=share, engine=self._weighing.engine, name=name)
+            name = f"{self._gradient_exchange.name}.buffers"
+            average_buffers(model, weight=weight, otherwise=share, engine=self._gradient_exchange.engine, name=name)
 
     def withdraw(self) -> Callable[[], bool] | None:
         """See `Attached.withdraw`."""
@@ -363,8 +363,8 @@ class GradientReducer:
         """
         loss = self.passed(closure)
         self._phases.begin_anew()  # it may be called again
-        name, terms = f"{self._weighing.name}.loss", self._balancer.progress.batch_terms
-        return mean_over_ranks(loss, terms=terms, engine=self._weighing.engine, name=name)
+        name, terms = f"{self._gradient_exchange.name}.loss", self._balancer.progress.batch_terms
+        return mean_over_ranks(loss, terms=terms, engine=self._gradient_exchange.engine, name=name)
 
 
 def _places_of(parameters: Sequence[torch.nn.Parameter]) -> tuple[list[torch.device], list[torch.dtype]]:

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from hvd_hetero.optimizers.ways import Ways
-from hvd_hetero.optimizers.weighing import Weighing
+from hvd_hetero.optimizers.gradient_exchange import GradientExchange
+from hvd_hetero.optimizers.routing import Routing
 
 from .accumulation import GradientAccumulation
 from .layout import BucketLayout, Groups
@@ -49,32 +49,32 @@ class ReducedStep:
         self,
         parameters: Sequence[torch.nn.Parameter],
         *,
-        weighing: Weighing,
-        ways: Ways,
+        gradient_exchange: GradientExchange,
+        routing: Routing,
         accumulated: GradientAccumulation,
         bucket_bytes: int,
         groups: Groups,
         seen: dict[torch.nn.Parameter, int],
         rows: Mapping[torch.nn.Parameter, int],
     ) -> None:
-        self._parameters, self._weighing, self._accumulated = parameters, weighing, accumulated
+        self._parameters, self._gradient_exchange, self._accumulated = parameters, gradient_exchange, accumulated
         # The control vector travels in a bucket, unless all buckets go through codecs, which would round it.
-        tail = weighing.tail
+        tail = gradient_exchange.tail
         self.layout = BucketLayout(
             [parameter for parameter in parameters if parameter not in rows],
             bucket_bytes=bucket_bytes,
             groups=groups,
             tail=tail,
-            lossy=lambda parameter: ways.takes(tuple(parameter.shape)),
+            lossy=lambda parameter: routing.takes(tuple(parameter.shape)),
             sparse=seen,
         )
-        self._exchange = weighing.exchange(
+        self._exchange = gradient_exchange.exchange(
             self.layout,
             [[tuple(p.shape) for p in members] for members in self.layout.members],
             control=torch.zeros(tail, dtype=torch.float64, device=HOST),
             terms=lambda: accumulated.terms,
         )
-        self._sparse = SparseExchange(weighing.engine, rows, name=f"{self._exchange.name}.sparse")
+        self._sparse = SparseExchange(gradient_exchange.engine, rows, name=f"{self._exchange.name}.sparse")
         self._begin()
 
     def _begin(self) -> None:
@@ -102,7 +102,7 @@ class ReducedStep:
         if index is None:
             with _full_precision(parameter.device):
                 values = self._sparse.submit(parameter, self._weight)
-                self._weighing.noise.sees_values(parameter, values)
+                self._gradient_exchange.noise.sees_values(parameter, values)
             return
         self._pending[index] -= 1
         if self._pending[index] == 0 and index != self.layout.tail_in:
@@ -112,7 +112,7 @@ class ReducedStep:
         assert self._weight is not None  # something is taken
         with _full_precision(self.layout.buckets[index].device):
             self.layout.fill(index, self._weight)
-            self._weighing.noise.sees(self.layout, index)
+            self._gradient_exchange.noise.sees(self.layout, index)
             self._exchange.submit(index)
 
     @property
@@ -133,7 +133,7 @@ class ReducedStep:
 
     def _weight_now(self) -> float:
         """The weight c_i of this rank's gradient: `p.grad` is in units of the loss terms of the last pass with any."""
-        return self._weighing.weight(self._accumulated.unit)
+        return self._gradient_exchange.weight(self._accumulated.unit)
 
     def take_rest(self) -> Callable[[], bool]:
         """Sends all gradients that are not sent yet. Returns a function that tells whether the exchange is over."""
@@ -150,16 +150,16 @@ class ReducedStep:
     def finish(self, *, counts: bool = True) -> tuple[float, int, Callable[[], None]]:
         """Ends the exchange, once all gradients are taken, and makes every `p.grad` the global gradient if the step
         `counts`. Returns the seconds waited, the bytes sent, and a function that reads what all ranks said in the
-        control vector: see `Weighing.incoming`."""
+        control vector: see `GradientExchange.incoming`."""
         start = time.perf_counter()
-        weighing, balancer = self._weighing, self._weighing.balancer
-        terms, batches = self._accumulated.terms, weighing.batches
+        gradient_exchange, balancer = self._gradient_exchange, self._gradient_exchange.balancer
+        terms, batches = self._accumulated.terms, gradient_exchange.count.batches
         balancer.pause()
         try:
             with _full_precision(self._parameters[0].device if self._parameters else HOST):
-                results, total = self._exchange.finish(weighing.factor, counts=counts)
+                results, total = self._exchange.finish(gradient_exchange.factor, counts=counts)
                 bytes_sent = sum(flat.numel() * flat.element_size() for flat in results) + self._sparse.bytes_sent
-                sums = self._sparse.finish(weighing.factor(total))
+                sums = self._sparse.finish(gradient_exchange.factor(total))
                 if self._exchange.counted:
                     self._sparse.end_step(sums)
         except BaseException:
@@ -168,23 +168,26 @@ class ReducedStep:
         finally:
             self._begin()
             self._accumulated.clear()
-            weighing.end()
+            gradient_exchange.count.end()
         waited_s = time.perf_counter() - start
         balancer.resume()
         if counts:
             for index, flat in enumerate(results):
                 self.layout.deliver(index, flat)
             self._sparse.deliver(sums)
-        norms = functools.partial(weighing.noise.of, self.layout, results, [each.values() for each in sums.values()])
-        hear = functools.partial(weighing.incoming, total, norms=norms, terms=terms, batches=batches, counts=counts)
+        sparse = [each.values() for each in sums.values()]
+        norms = functools.partial(gradient_exchange.noise.of, self.layout, results, sparse)
+        hear = functools.partial(
+            gradient_exchange.incoming, total, norms=norms, terms=terms, batches=batches, counts=counts
+        )
         return waited_s, bytes_sent, hear
 
     # What codecs keep back, from one layout to the next ---------------------------------------------------------------
 
-    def kept_back(self) -> dict[torch.nn.Parameter, torch.Tensor]:
+    def residuals(self) -> dict[torch.nn.Parameter, torch.Tensor]:
         """What codecs have kept back of this rank's gradients, weighted and not sent yet, by parameter."""
         kept = self._sparse.carried()
-        for members, flat in zip(self.layout.members, self._exchange.kept_back(), strict=True):
+        for members, flat in zip(self.layout.members, self._exchange.residuals(), strict=True):
             parts = [] if flat is None else flat.split([parameter.numel() for parameter in members])
             kept.update(zip(members, parts, strict=False))
         return kept
@@ -192,11 +195,11 @@ class ReducedStep:
     def take_over(self, before: ReducedStep) -> None:
         """Takes over from the optimizer's former layout: what its codecs have kept back is sent with the next sums that
         weigh as much as usual."""
-        self._exchange.weigh_as(before._exchange)
-        self.give_back(before.kept_back())
+        self._exchange.take_weights_from(before._exchange)
+        self.add_residuals(before.residuals())
 
-    def give_back(self, kept: Mapping[torch.nn.Parameter, torch.Tensor]) -> None:
-        """Sends with the next sums what `kept_back` returned."""
+    def add_residuals(self, kept: Mapping[torch.nn.Parameter, torch.Tensor]) -> None:
+        """Sends with the next sums what `residuals` returned."""
         arrays = []
         for members, flat in zip(self.layout.members, self.layout.buckets, strict=True):
             parts = [
@@ -204,7 +207,7 @@ class ReducedStep:
                 for parameter in members
             ]
             arrays.append(torch.cat(parts) if any(parameter in kept for parameter in members) else None)
-        self._exchange.give_back(arrays, 1.0)
+        self._exchange.add_residuals(arrays, 1.0)
         for parameter, rest in kept.items():
             if parameter in self._sparse:
                 self._sparse.carry(parameter, rest)

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, Sampler, default_collate, get_worker_info
 from torch.utils.data.graph_settings import apply_random_seed, apply_sharding
 
-from hvd_hetero.optimizers.content import checksum_of_one
+from hvd_hetero.optimizers.data_checksum import checksum_of_one
 from hvd_hetero.optimizers.dealer import owners
 from hvd_hetero.optimizers.draws import Draws, Generator
 from hvd_hetero.optimizers.stream import Order, StreamSampler

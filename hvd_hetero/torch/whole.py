@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
-from hvd_hetero.optimizers.content import places
+from hvd_hetero.optimizers.data_checksum import rows_covered
 
 WHOLE = {
     torch.bool, torch.int8, torch.int16, torch.int32, torch.int64,
@@ -38,4 +38,4 @@ def _rows(values: Any) -> Iterator[Any]:
         yield values
     elif values.dtype in WHOLE and values.layout is torch.strided:
         here = values.device.type == "cpu"
-        yield (values if here else values[places(len(values), values.nbytes)].cpu()).numpy()
+        yield (values if here else values[rows_covered(len(values), values.nbytes)].cpu()).numpy()

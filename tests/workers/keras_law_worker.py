@@ -654,8 +654,8 @@ def the_host_comes_between_updates():
     model, balancer = dense_model(), hvd.Balancer(16, adaptive=False)
     optimizer = hvd.DistributedOptimizer(keras.optimizers.AdamW(1e-3, weight_decay=0.5), balancer=balancer)
     model.compile(optimizer=optimizer, loss="mse", jit_compile=False)
-    weighing, seen = optimizer._reducer.weighing, []
-    outgoing = weighing.outgoing
+    gradient_exchange, seen = optimizer._reducer.gradient_exchange, []
+    outgoing = gradient_exchange.outgoing
 
     def look(terms):
         seen.append([v.numpy() for v in model.trainable_variables])
@@ -663,7 +663,7 @@ def the_host_comes_between_updates():
             variable.assign(variable.numpy() + 1.0)
         return outgoing(terms)
 
-    weighing.outgoing = look
+    gradient_exchange.outgoing = look
     for _ in range(40):
         before = [v.numpy() for v in model.trainable_variables]
         balancer.announce(8)

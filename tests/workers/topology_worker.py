@@ -14,7 +14,7 @@ import hvd_hetero.torch as hvd
 from hvd_hetero.engine.hierarchy import ALGORITHMS, levels_of
 from hvd_hetero.engine.horovod import HorovodEngine
 from hvd_hetero.optimizers import router, timing
-from hvd_hetero.optimizers.recipe import Recipe
+from hvd_hetero.optimizers.codec_spec import CodecSpec
 from hvd_hetero.optimizers.route import Route
 from hvd_hetero.policy.link import Link
 from hvd_hetero.policy.topology import Topology
@@ -22,13 +22,13 @@ from hvd_hetero.policy.topology import Topology
 SHAPES = [(40, 64), (30, 50)]
 LENGTH = sum(rows * columns for rows, columns in SHAPES)
 CODECS = {
-    "none": Recipe(name="none"),
-    "fp16": Recipe(name="fp16"),
-    "bf16": Recipe(name="bf16"),
-    "int8": Recipe(name="int8"),
-    "int4": Recipe(name="int4", block=128, warmup_steps=1),
-    "topk": Recipe(name="topk", density=0.05, warmup_steps=1),
-    "powersgd": Recipe(name="powersgd", rank=2, warmup_steps=1),
+    "none": CodecSpec(name="none"),
+    "fp16": CodecSpec(name="fp16"),
+    "bf16": CodecSpec(name="bf16"),
+    "int8": CodecSpec(name="int8"),
+    "int4": CodecSpec(name="int4", block=128, warmup_steps=1),
+    "topk": CodecSpec(name="topk", density=0.05, warmup_steps=1),
+    "powersgd": CodecSpec(name="powersgd", rank=2, warmup_steps=1),
 }
 NODES = {2: ((0,), (1,)), 3: ((0, 1), (2,)), 4: ((0, 1), (2, 3))}
 WHOLE = 24
@@ -66,7 +66,7 @@ def routes_keep_the_laws():
                 sent += result
                 route.end_step(True)
             kept = torch.zeros(LENGTH, dtype=torch.float64)
-            route.release_into(kept)
+            route.move_residual_to(kept)
             hvd.allreduce_(kept, op=hvd.Sum, name=f"kept.{algorithm}.{codec}")
             if codec not in ("fp16", "bf16"):
                 true = torch.from_numpy(sum(sum(gradients(step)) for step in range(3)))
@@ -211,12 +211,12 @@ def errors_on_every_rank():
     expect("wrong arguments" if not first else "topology: expected a Topology or one of auto, flat",
            lambda: wrap(topology="ring" if first else "rails"))
     # a codec that one rank lacks, as of another version
-    lacking = Recipe(name="int8")
+    lacking = CodecSpec(name="int8")
     if first:
         object.__setattr__(lacking, "name", "int4")
-    from hvd_hetero.optimizers.recipe import Wire
+    from hvd_hetero.optimizers.codec_spec import LinkCodecs
 
-    expect("int4", lambda: wrap(compression=Wire(cross=lacking)))
+    expect("int4", lambda: wrap(compression=LinkCodecs(cross=lacking)))
 
 
 def a_script_may_have_the_same_process_sets():

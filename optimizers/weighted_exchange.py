@@ -20,11 +20,11 @@ from typing import Any, Protocol
 from hvd_hetero.codecs.verbs import arrays_like, verbs_of
 from hvd_hetero.engine.port import Chain, Engine, Handle
 
-from .carry import Carry
+from .scaled_residuals import ScaledResiduals
 
 
-class Way(Protocol):
-    """Sums one bucket over the ranks, in every step: a `Route`, or a `Trial` of several routes."""
+class BucketRoute(Protocol):
+    """Sums one bucket over the ranks, in every step: a `Route`, or a `RouteTrial` of several routes."""
 
     @property
     def is_plain(self) -> bool:
@@ -36,10 +36,10 @@ class Way(Protocol):
     def end_step(self, counts: bool) -> None:
         """Ends a step. If it does not count, codecs keep no residual of it."""
 
-    def release_into(self, array: Any) -> None:
+    def move_residual_to(self, array: Any) -> None:
         """Adds this rank's residuals to `array`, and clears them."""
 
-    def kept_into(self, array: Any) -> None:
+    def add_residual_to(self, array: Any) -> None:
         """Adds this rank's residuals to `array`, and keeps them."""
 
     def state_dict(self) -> dict[str, Any]: ...
@@ -56,7 +56,7 @@ class WeightedExchange:
     Args:
         engine: the port to Horovod; sums the control vector.
         buckets: flat arrays. Each holds c_i g_i when it is submitted, and may be overwritten by the sum.
-        routes: the way of each bucket.
+        routes: the route of each bucket.
         control: a short array. What `outgoing()` returns is written into it, and `finish` returns its sum over the
             ranks. It is a view of the tail of the bucket whose index is `rides_in`, or an array of its own.
         rides_in: index of the bucket that ends in the control vector; None: the vector is sent in an operation of its
@@ -64,10 +64,10 @@ class WeightedExchange:
         outgoing: returns this rank's control vector; called right before it is sent.
         name: prefix of the operations' names, the same on all ranks and different from any other exchange's.
         keeps: whether a route may keep a residual, which a step that is not finite must not change.
-        weight: returns the weight by which residuals are scaled from one step to another, in any unit: see `Carry`.
-            Called for each bucket that is sent. None: as in the step before.
+        weight: returns the weight by which residuals are scaled from one step to another, in any unit: see
+            `ScaledResiduals`. Called for each bucket that is sent. None: as in the step before.
         fails: returns whether the summed control vector says that the step counts on no rank, as one has failed.
-        choose: returns the ways that buckets should take from now on, given a name and the present ways.
+        choose: returns the routes that buckets should take from now on, given a name and the present routes.
 
     Attributes:
         name: the present prefix of the operations' names; another one after `choose_anew`.
@@ -80,14 +80,14 @@ class WeightedExchange:
         buckets: Sequence[Any],
         control: Any,
         *,
-        routes: Sequence[Way],
+        routes: Sequence[BucketRoute],
         rides_in: int | None,
         outgoing: Callable[[], Sequence[float]],
         name: str,
         keeps: bool = False,
         weight: Callable[[], float | None] = lambda: None,
         fails: Callable[[Sequence[float]], bool] = lambda sums: False,
-        choose: Callable[[str, Sequence[Way]], Sequence[Way]] = lambda name, ways: ways,
+        choose: Callable[[str, Sequence[BucketRoute]], Sequence[BucketRoute]] = lambda name, routes: routes,
     ) -> None:
         self._engine, self._buckets, self._control = engine, list(buckets), control
         self._rides_in, self._outgoing, self.name = rides_in, outgoing, name
@@ -98,29 +98,29 @@ class WeightedExchange:
         self.counted = True
         self._take(routes)
 
-    def _take(self, routes: Sequence[Way]) -> None:
+    def _take(self, routes: Sequence[BucketRoute]) -> None:
         self._routes = list(routes)
-        self._carry = Carry(self._routes)
+        self._residuals = ScaledResiduals(self._routes)
         self._new = self.state_dict()
 
     def choose_anew(self) -> bool:
-        """Chooses the ways of all buckets again, between two steps. Returns whether any way has changed. Then residuals
-        of the former ways are added to the next sums."""
+        """Chooses the routes of all buckets again, between two steps. Returns whether any has changed. Then residuals
+        of the former routes are added to the next sums."""
         self._choices += 1
         name = f"{self._first_name}.{self._choices}"  # Horovod caches operations by name, so other ones need a new name
         routes = self._choose(name, self._routes)
         if all(one is other for one, other in zip(routes, self._routes, strict=True)):
             return False
-        kept, before, self.name = self.release(), self._carry, name
+        kept, before, self.name = self.take_residuals(), self._residuals, name
         self._take(routes)
-        self._carry.weigh_as(before)
-        self.give_back(kept, 1.0)
+        self._residuals.take_weights_from(before)
+        self.add_residuals(kept, 1.0)
         return True
 
-    def weigh_as(self, before: WeightedExchange) -> None:
+    def take_weights_from(self, before: WeightedExchange) -> None:
         """Takes over the weights of past steps from `before`, the exchange that this one replaces. Its residuals are
-        passed on separately, from `before.kept_back` to `give_back`."""
-        self._carry.weigh_as(before._carry)
+        passed on separately, from `before.residuals` to `add_residuals`."""
+        self._residuals.take_weights_from(before._residuals)
 
     @property
     def submitted(self) -> frozenset[int]:
@@ -148,7 +148,7 @@ class WeightedExchange:
         elif self._rides_in is None:
             self._send_control()
         if self._keeps:
-            self._carry.add_to(index, self._buckets[index], self._weight())
+            self._residuals.add_to(index, self._buckets[index], self._weight())
         self._handles[index] = self._routes[index].start(self._buckets[index], name=self.name_of(index))
         for handle in self._handles.values():
             if isinstance(handle, Chain):
@@ -171,24 +171,24 @@ class WeightedExchange:
     def _lengths(self) -> list[int]:
         return [len(bucket) for bucket in self._buckets]
 
-    def kept_back(self) -> list[Any]:
+    def residuals(self) -> list[Any]:
         """Returns for each bucket this rank's residual, which is not sent yet; None where there is none."""
-        return self._carry.kept_back(self._buckets)
+        return self._residuals.residuals(self._buckets)
 
-    def release(self) -> list[Any]:
-        """Returns what `kept_back` does, and clears these residuals. The rest of the codecs' state is the same on all
+    def take_residuals(self) -> list[Any]:
+        """Returns what `residuals` does, and clears these residuals. The rest of the codecs' state is the same on all
         ranks, and stays."""
-        return self._carry.release(self._buckets)
+        return self._residuals.take_residuals(self._buckets)
 
-    def give_back(self, kept: Sequence[Any], factor: float) -> bool:
-        """Adds the residuals `kept`, from `kept_back`, times `factor` to the next sums. Returns False, without adding
+    def add_residuals(self, kept: Sequence[Any], factor: float) -> bool:
+        """Adds the residuals `kept`, from `residuals`, times `factor` to the next sums. Returns False, without adding
         them, if they are of buckets of other lengths."""
         lengths = self._lengths
         fits = len(kept) == len(lengths) and all(
             array is None or len(array) == length for array, length in zip(kept, lengths, strict=True)
         )
         if fits:
-            self._carry.give([None if array is None else array * factor for array in kept])
+            self._residuals.add([None if array is None else array * factor for array in kept])
         return fits
 
     def state_dict(self) -> dict[str, Any]:
@@ -196,7 +196,7 @@ class WeightedExchange:
         return {
             "lengths": self._lengths,
             "routes": [route.state_dict() for route in self._routes],
-            "carry": self._carry.state_dict(),
+            "carry": self._residuals.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -207,7 +207,7 @@ class WeightedExchange:
         for bucket, route, one in zip(self._buckets, self._routes, state["routes"], strict=True):
             route.load_state_dict(arrays_like(bucket, one))
         if "carry" in state:
-            self._carry.load_state_dict(state["carry"], self._buckets)
+            self._residuals.load_state_dict(state["carry"], self._buckets)
 
     # ----------------------------------------------------------------------------------------------------------------
 
@@ -261,4 +261,4 @@ class WeightedExchange:
         if self._keeps:
             for route in self._routes:
                 route.end_step(counts)
-            self._carry.end_step(counts)
+            self._residuals.end_step(counts)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from hvd_hetero.optimizers.content import checksum, checksum_of_one, places
+from hvd_hetero.optimizers.data_checksum import checksum, checksum_of_one, rows_covered
 
 TOKENS = np.arange(50_000).reshape(5000, 10)
 
@@ -62,7 +62,7 @@ def test_of_large_data_some_rows_are_looked_at():
 
 
 def test_rows_are_chosen_before_they_become_an_array():
-    assert checksum([range(10**12)]) == checksum([np.array(places(10**12))])
+    assert checksum([range(10**12)]) == checksum([np.array(rows_covered(10**12))])
     assert checksum([range(1, 10**12)]) != checksum([range(10**12)])
 
 

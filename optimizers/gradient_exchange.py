@@ -1,7 +1,6 @@
 """The weights of one optimizer's gradients, and the control vector that is exchanged with them, for any framework.
 
-See `weighted` for the formula. This module chooses its n_ref, counts the global batches that go into an exchange, and
-writes and reads the control vector.
+See `weighted_exchange` for the formula. This module chooses its n_ref, and writes and reads the control vector.
 """
 
 from __future__ import annotations
@@ -16,33 +15,35 @@ from hvd_hetero.engine.port import Engine
 from .attachment import Attached
 from .balancer import Balancer
 from .control import Look, failed_in, length
+from .exchange_count import ExchangeCount
 from .local_step import ParameterStore
 from .noise import Buckets, GradientNoise
 from .parameter_guard import ParameterGuard, check_origins, check_together
 from .place import Place
-from .ways import Ways
-from .weighted import WeightedExchange
+from .routing import Routing
+from .weighted_exchange import WeightedExchange
 
 # Buckets are few and large, since Horovod negotiates each operation between the ranks.
 BUCKET_BYTES = 8 << 20
 
 
-class Weighing:
+class GradientExchange:
     """Weights the gradients of one optimizer in every exchange. The reducers of torch and Keras make one each.
 
     Args:
         balancer: counts this rank's loss terms, and receives what all ranks say in each exchange.
         attached: the reducer, which the balancer calls when a batch begins.
-        ways: how buckets are summed.
+        routing: how buckets are summed.
         batches_per_exchange: global batches per exchange; their gradients are summed, as in Horovod.
         scale: multiplies the weighted mean (the number of ranks for op=Sum).
         predivide: divides gradients before the sum, and multiplies them after it, so that float16 does not overflow.
         parameters: returns the parameters of these gradients, None until they are known; see `ParameterGuard`.
         lays_out: returns whether this rank asks for another layout of buckets.
         kind: the kind of the reducer, under which its state is found again: see `Places`.
-        at: the index among those of this kind, for a weighing that replaces an earlier one; None: the first free one.
+        at: the index among those of this kind, for one that replaces an earlier one; None: the first free one.
 
     Attributes:
+        count: counts the global batches of the next exchange.
         relayout: whether any rank asked for another layout in the last exchange.
         number: how many exchanges were attached to the balancer before this one.
         noise: measures the noise of the gradient.
@@ -55,7 +56,7 @@ class Weighing:
         balancer: Balancer,
         attached: Attached,
         *,
-        ways: Ways,
+        routing: Routing,
         batches_per_exchange: int = 1,
         scale: float = 1.0,
         predivide: float = 1.0,
@@ -66,20 +67,18 @@ class Weighing:
     ) -> None:
         self._lays_out, self.relayout = lays_out, False
         self._exchanges: weakref.WeakSet[WeightedExchange] = weakref.WeakSet()
-        self._chosen = balancer.dialogue.links.asked  # the value of `Links.asked` when ways were last chosen
-        self._to_choose = False  # whether all ranks choose their ways anew when the next batch begins
-        self.balancer, self.batches_per_exchange, self._ways = balancer, batches_per_exchange, ways
+        self._chosen = balancer.dialogue.links.asked  # the value of `Links.asked` when routes were last chosen
+        self._to_choose = False  # whether all ranks choose their routes anew when the next batch begins
+        self.balancer, self._routing = balancer, routing
         self.scale, self._predivide = scale, predivide
         self.number, self._attached = balancer.exchanges.attach(attached), attached
         self.noise = GradientNoise()
-        self._begun = 0  # see `begun`
-        self._left_out: int | None = None  # backward passes when `forget` left out the present batch; None: it counts
-        self._over = False  # whether the gradients of the present batch have been exchanged
+        self.count = ExchangeCount(balancer.progress, batches_per_exchange)
         self._generation = 0  # the number of `WeightedExchange`s made so far, a part of their names
         self._keepers = balancer.keepers
         self.unsent_state = balancer.keepers.take(kind, at)
         self.place = Place(lambda: "{} {}".format(*self._keepers.place_of(self.unsent_state)))
-        self.unsent_state.keeps = ways.keeps
+        self.unsent_state.keeps = routing.keeps
         self.unsent_state.put_message("noise", self.noise)
         self._guard = ParameterGuard(balancer.engine, parameters, name=self.name, tell=self._differed)
 
@@ -113,53 +112,16 @@ class Weighing:
         return f"hvd_hetero.{self.balancer.name}.{self.number}"
 
     def begin(self) -> None:
-        """Counts a global batch that begins. If ranks have agreed to choose ways anew, does so, a collective call."""
-        self.begun += 1
-        self._over = False
+        """Counts a global batch that begins. If ranks have agreed to choose routes anew, does so, a collective call."""
+        self.count.begin()
         # Not in `incoming`: exchanges of several optimizers may end in a different order on each rank.
         if self._to_choose:
             self._choose_anew()
 
     @property
-    def begun(self) -> int:
-        """The number of global batches begun since the last exchange, the same on all ranks.
-
-        If `forget` has left out the present batch, that batch counts again as soon as it has another backward pass. The
-        pass may be of any optimizer: which optimizers' parameters get gradients in it may depend on the samples, and so
-        differ between ranks."""
-        again = self._left_out is not None and self.balancer.progress.backward_passes > self._left_out
-        return self._begun + again
-
-    @begun.setter
-    def begun(self, number: int) -> None:
-        self._begun, self._left_out = number, None
-
-    def forget(self, *, present: bool) -> None:
-        """Leaves out the earlier batches of the next exchange, whose gradients were cleared (by `zero_grad()`, say).
-        `present`: leaves out the present batch as well."""
-        self.begun = min(self.begun, 0 if present else 1)
-        self._left_out = self.balancer.progress.backward_passes if present and not self._over else None
-
-    def end(self) -> None:
-        """Ends an exchange: the count of global batches starts at 0."""
-        self.begun = 0
-        self._over = True
-
-    @property
-    def complete(self) -> bool:
-        """Whether as many global batches have begun as the next exchange takes."""
-        return max(1, self.begun) >= self.batches_per_exchange
-
-    @property
-    def batches(self) -> int:
-        """The number of global batches whose gradients are summed in the next exchange. At most `batches_per_exchange`,
-        and fewer if the exchange comes early, as at the end of an epoch."""
-        return max(1, min(self.begun, self.batches_per_exchange))
-
-    @property
     def gain(self) -> float:
         """The factor by which the mean over all loss terms is multiplied."""
-        return self.scale * self.batches
+        return self.scale * self.count.batches
 
     @property
     def unit(self) -> float:
@@ -169,7 +131,7 @@ class Weighing:
         # shares, whose products with c_i = 1 are exact, and for codecs: float16 needs values of that size, and the unit
         # of residuals must stay the same when shares change.
         even = min(shares) == max(shares)
-        return self._predivide * (whole / self.engine.size if even or not self._ways.exact else whole)
+        return self._predivide * (whole / self.engine.size if even or not self._routing.exact else whole)
 
     @property
     def part_unit(self) -> float:
@@ -199,18 +161,18 @@ class Weighing:
     def _chooses(self) -> bool:
         """Whether this rank asks all ranks to choose anew how buckets are summed. Rank 0 does when it notices that the
         links have changed: see `Links`."""
-        return self._ways.chooses and self._chosen < self.balancer.dialogue.links.asked
+        return self._routing.chooses and self._chosen < self.balancer.dialogue.links.asked
 
     def _choose_anew(self) -> None:
         """Times the routes again and takes the fastest ones, between two steps. A collective call."""
         self._to_choose = False
         links = self.balancer.dialogue.links
         with self.balancer.step_timer.aside():
-            self._ways.time_anew()
+            self._routing.time_anew()
             # A list, so that every exchange chooses. No choice may need other ranks: exchanges that are no longer used
             # are garbage-collected at different times on each rank.
             changed = any([exchange.choose_anew() for exchange in self._exchanges])
-        timing_s, self._chosen = self._ways.timing_s, links.asked
+        timing_s, self._chosen = self._routing.timing_s, links.asked
         links.chosen(self.number, timing_s, changed=changed)
         why = {"reason": links.reason} if links.reason else {}  # rank 0 alone knows it
         self.balancer.record.event("links", step=self.balancer.step, timing_s=timing_s, changed=changed, **why)
@@ -246,9 +208,9 @@ class Weighing:
 
     def _reference(self, terms: float) -> float | None:
         """Estimates the loss terms of a global batch over all ranks from this rank's `terms`, in proportion to its
-        share. None if its share is 0. `Carry` takes it as the weight of the sum that a residual goes into."""
+        share. None if its share is 0. `ScaledResiduals` takes it as the weight of the sum that a residual goes into."""
         share = self.balancer.plan.shares[self.engine.rank]
-        return terms / self.batches * self.balancer.global_batch_size / share if share else None
+        return terms / self.count.batches * self.balancer.global_batch_size / share if share else None
 
     def exchange(
         self, layout: Buckets, shapes: Sequence[Sequence[tuple[int, ...]]], *, control: Any,
@@ -265,30 +227,30 @@ class Weighing:
         """
         self._generation += 1
         name = f"{self.name}.{self._generation}"
-        ways = functools.partial(self._ways.of, layout.buckets, shapes, layout.lossy)
+        routing = functools.partial(self._routing.routes_for, layout.buckets, shapes, layout.lossy)
         exchange = WeightedExchange(
             self.engine,
             layout.buckets,
             control if layout.tail is None else layout.tail,
-            routes=ways(name),
+            routes=routing(name),
             rides_in=layout.tail_in,
             outgoing=lambda: self.outgoing(terms()),
             name=name,
-            keeps=self._ways.keeps,
+            keeps=self._routing.keeps,
             weight=lambda: self._reference(terms()),
             fails=lambda total: bool(failed_in(total, ranks=self.engine.size)),
-            choose=ways,
+            choose=routing,
         )
         self._exchanges.add(exchange)
-        if self._ways.chooses and self.engine.rank == 0:
+        if self._routing.chooses and self.engine.rank == 0:
             self.balancer.dialogue.links.matter(
-                self.number, timing_s=self._ways.timing_s, gentle_steps=self._ways.gentle_steps
+                self.number, timing_s=self._routing.timing_s, codec_warmup_steps=self._routing.codec_warmup_steps
             )
         self.unsent_state.put(kind, [exchange], lambda: self.part_unit)
         return exchange
 
-    def succeeds(self, before: Weighing) -> bool:
-        """Takes over the place and the strategy's state of `before`, the weighing of an earlier optimizer that shares
+    def succeeds(self, before: GradientExchange) -> bool:
+        """Takes over the place and the strategy's state of `before`, the exchange of an earlier optimizer that shares
         parameters with this one. Returns whether residuals of its codecs can be sent here: if both have such codecs,
         and the same ranks."""
         if self._keepers is before._keepers:
@@ -304,5 +266,5 @@ class Weighing:
 
     @property
     def at(self) -> int:
-        """The index of this weighing among those of its kind; stays the same over an elastic reset."""
+        """The index of this exchange among those of its kind; stays the same over an elastic reset."""
         return self._keepers.place_of(self.unsent_state)[1]

@@ -3,10 +3,10 @@
 A rank sends its gradient times its weight, and the sum over the ranks is divided by the sum of their weights, W. A
 codec with error feedback keeps a residual, the part r of an array that it has not sent. Added unchanged to the next
 array, in a sum that is divided by W', the residual would count W / W' times as much; so in a short last batch after
-whole ones. Therefore `Carry` adds r W' / W to the next array.
+whole ones. Therefore `ScaledResiduals` adds r W' / W to the next array.
 
 A rank does not know W before the sum. It passes an estimate from its own batch, in any unit: for gradients, its loss
-terms divided by its share (`Weighing`); for merges of local SGD, `MergeSender.residual_weight`.
+terms divided by its share (`GradientExchange`); for merges of local SGD, `MergeSender.residual_weight`.
 
 An array of much less than the usual weight takes no residual with it. Where only this rank's batch is short, W is as
 usual, and the residual would count too little; with a weight of 0 it would be lost. The residual waits for the next
@@ -23,17 +23,17 @@ from hvd_hetero.codecs.verbs import arrays_like, verbs_of
 USUAL = 0.5  # an array of at least this part of the usual weight takes a residual with it
 
 
-class Keeps(Protocol):
+class HasResidual(Protocol):
     """A reduction of one array over the ranks that may keep a residual, which it adds to the next array by itself."""
 
-    def release_into(self, array: Any) -> None:
+    def move_residual_to(self, array: Any) -> None:
         """Adds the residual to `array`, and clears the residual."""
 
-    def kept_into(self, array: Any) -> None:
+    def add_residual_to(self, array: Any) -> None:
         """Adds the residual to `array`, and keeps the residual as well."""
 
 
-class Carry:
+class ScaledResiduals:
     """Rescales one rank's residuals from the weight of the sum that left them to the weight of the next sum.
 
     `WeightedExchange` calls `add_to` for each array before it is sent, and `end_step` once all arrays are summed.
@@ -42,18 +42,18 @@ class Carry:
         routes: the reductions of the arrays that are summed in each step, one per array.
     """
 
-    def __init__(self, routes: Sequence[Keeps]) -> None:
+    def __init__(self, routes: Sequence[HasResidual]) -> None:
         self._routes = list(routes)
         self._last: float | None = None  # the last weight above 0, which the routes' residuals are scaled by
         self._usual = 0.0  # the usual weight: the largest of the last ones; it halves at most from step to step
         self._now: float | None = None  # weight of the arrays that are being summed
         self._waits: dict[int, Any] = {}  # by array: residual divided by its weight, which no sum has taken yet
-        self._given: dict[int, Any] = {}  # by array: residual from `give`, scaled by the weight `_last`
+        self._given: dict[int, Any] = {}  # by array: residual from `add`, scaled by the weight `_last`
         self._taken: set[int] = set()  # arrays that are being summed together with their `_waits`
 
-    def weigh_as(self, before: Carry) -> None:
-        """Takes over the weights known to `before`, the `Carry` of other routes for the same arrays. Their residuals
-        are passed to `give`."""
+    def take_weights_from(self, before: ScaledResiduals) -> None:
+        """Takes over the weights known to `before`, the object of other routes for the same arrays. Their residuals are
+        passed to `add`."""
         self._last, self._usual = before._last, before._usual
 
     def add_to(self, index: int, array: Any, weight: float | None) -> None:
@@ -77,7 +77,7 @@ class Carry:
         waits = self._waits.get(index)
         if self._last is not None:
             kept = verbs.zeros([len(array)], array)
-            self._routes[index].release_into(kept)
+            self._routes[index].move_residual_to(kept)
             if verbs.largest(kept):
                 kept /= self._last
                 waits = kept if waits is None else waits + kept
@@ -106,7 +106,7 @@ class Carry:
                 self._usual = max(self._now, USUAL * self._usual)
         self._taken.clear()
 
-    def kept_back(self, likes: Sequence[Any]) -> list[Any]:
+    def residuals(self, likes: Sequence[Any]) -> list[Any]:
         """Returns all residual of each array, scaled to the last sum's weight; None for an array without any.
 
         Args:
@@ -116,7 +116,7 @@ class Carry:
         for index, (like, route) in enumerate(zip(likes, self._routes, strict=True)):
             verbs = verbs_of(like)
             kept = verbs.zeros([len(like)], like)
-            route.kept_into(kept)
+            route.add_residual_to(kept)
             if index in self._waits:
                 kept += self._waits[index] * (self._last or self._now or 1.0)
             if index in self._given:
@@ -124,19 +124,20 @@ class Carry:
             found.append(kept if verbs.largest(kept) else None)
         return found
 
-    def release(self, likes: Sequence[Any]) -> list[Any]:
-        """Returns the residuals as `kept_back` does, and clears them."""
-        found = self.kept_back(likes)
+    def take_residuals(self, likes: Sequence[Any]) -> list[Any]:
+        """Returns the residuals as `residuals` does, and clears them."""
+        found = self.residuals(likes)
         for like, route in zip(likes, self._routes, strict=True):
-            route.release_into(verbs_of(like).zeros([len(like)], like))
+            route.move_residual_to(verbs_of(like).zeros([len(like)], like))
         self._waits, self._given = {}, {}
         return found
 
-    def give(self, arrays: Sequence[Any]) -> None:
+    def add(self, arrays: Sequence[Any]) -> None:
         """Adds residuals that the next sums are to send as well.
 
         Args:
-            arrays: what `kept_back` or `release` returned, of other routes or another rank; one per route, or None.
+            arrays: what `residuals` or `take_residuals` returned, of other routes or another rank; one per route, or
+                None.
         """
         for index, array in enumerate(arrays):
             if array is not None:

@@ -7,23 +7,23 @@ import torch
 import hvd_hetero.torch as hvd
 from hvd_hetero.engine.hierarchy import levels_of, one_level
 from hvd_hetero.engine.local import World
-from hvd_hetero.optimizers.carry import Carry
-from hvd_hetero.optimizers.recipe import Recipe
+from hvd_hetero.optimizers.codec_spec import CodecSpec
 from hvd_hetero.optimizers.route import Route
-from hvd_hetero.optimizers.weighted import WeightedExchange
+from hvd_hetero.optimizers.scaled_residuals import ScaledResiduals
+from hvd_hetero.optimizers.weighted_exchange import WeightedExchange
 from hvd_hetero.policy.topology import Topology
 
 SIZE = 64
-TOPK = Recipe(name="topk", density=0.1, warmup_steps=0)
+TOPK = CodecSpec(name="topk", density=0.1, warmup_steps=0)
 FULL, SHORT = (4.0, 4.0), (1.0, 1.0)
 
 
 class Nothing:
     """A route without a residual."""
 
-    def kept_into(self, array): ...
+    def add_residual_to(self, array): ...
 
-    def release_into(self, array): ...
+    def move_residual_to(self, array): ...
 
 
 class Job:
@@ -54,7 +54,7 @@ class Job:
 
     def kept(self):
         """What it has not sent, as a sum."""
-        (kept,) = self.exchange.kept_back()
+        (kept,) = self.exchange.residuals()
         return 0.0 if kept is None else float(kept.sum())
 
 
@@ -86,8 +86,8 @@ def test_what_a_rank_takes_with_it_counts_as_its_contribution_does():
     assert most <= 1.2
 
 
-@pytest.mark.parametrize("recipe", [TOPK, Recipe(name="int4", warmup_steps=0),
-                                    Recipe(name="powersgd", rank=1, warmup_steps=0)], ids=lambda recipe: recipe.name)
+@pytest.mark.parametrize("recipe", [TOPK, CodecSpec(name="int4", warmup_steps=0),
+                                    CodecSpec(name="powersgd", rank=1, warmup_steps=0)], ids=lambda recipe: recipe.name)
 def test_lengths_that_alternate_are_merged_as_equal_ones_are(recipe):
     alternating, equal = [(4.0, 4.0), (3.0, 3.0)] * 10, [(4.0, 4.0)] * 20
     assert run(alternating, recipe=recipe)[0] <= 1.02 * run(equal, recipe=recipe)[0]
@@ -141,8 +141,8 @@ def test_what_others_kept_back_waits_for_a_contribution():
         job, other = Job(engine), Job(engine)
         for _ in range(3):
             job.merge(4.0, FULL)
-        (kept,) = job.exchange.kept_back()
-        other.exchange.give_back([kept], 1.0)
+        (kept,) = job.exchange.residuals()
+        other.exchange.add_residuals([kept], 1.0)
         other.merge(0.0, (0.0, 0.0))
         assert other.kept() == pytest.approx(float(kept.sum())) and not other.model.any()
         other.merge(4.0, FULL)
@@ -153,10 +153,10 @@ def test_what_others_kept_back_waits_for_a_contribution():
 
 def test_what_weighs_the_same_costs_nothing():
     class Silent:
-        def release_into(self, array):
+        def move_residual_to(self, array):
             raise AssertionError("nothing is to be taken from the route")
 
-    carry = Carry([Silent()])
+    carry = ScaledResiduals([Silent()])
     carry._last = carry._usual = 8.0
     array = np.ones(4)
     for weight in (8.0, None):
@@ -171,12 +171,12 @@ def test_what_a_rank_without_a_share_keeps_is_of_a_usual_weight():
     class Sums:
         kept = 5.0
 
-        def release_into(self, array):
+        def move_residual_to(self, array):
             array += self.kept
             self.kept = 0.0
 
     route = Sums()
-    carry = Carry([route])
+    carry = ScaledResiduals([route])
     for weight in (None, 24.0):
         array = np.zeros(1)
         carry.add_to(0, array, weight)
@@ -220,19 +220,19 @@ def test_a_short_last_batch_of_synchronous_steps(shares):
 def test_what_was_given_back_twice_is_kept_as_a_whole():
     """As where ranks change once more before the next exchange."""
 
-    carry = Carry([Nothing()])
+    carry = ScaledResiduals([Nothing()])
     for value in (1.0, 2.0):
-        carry.give([np.full(3, value)])
-    (kept,) = carry.kept_back([np.zeros(3)])
+        carry.add([np.full(3, value)])
+    (kept,) = carry.residuals([np.zeros(3)])
     assert kept.tolist() == [3.0] * 3
 
 
 def test_what_is_given_back_counts_in_the_unit_of_who_takes_it():
     def program(engine):
         job = Job(engine)
-        assert job.exchange.give_back([np.ones(SIZE * SIZE)], 0.5)
+        assert job.exchange.add_residuals([np.ones(SIZE * SIZE)], 0.5)
         assert job.kept() == pytest.approx(SIZE * SIZE / 2)
-        assert not job.exchange.give_back([np.ones(3)], 0.5), "of other buckets"
+        assert not job.exchange.add_residuals([np.ones(3)], 0.5), "of other buckets"
 
     World(2).run(program)
 
@@ -255,11 +255,11 @@ def test_a_step_that_counts_for_nobody_leaves_what_is_kept_alone():
 def test_what_a_step_that_did_not_count_has_taken_up_comes_back_whole():
     """A residual of other ranks, given before anything was summed here, in a first step that was not finite."""
 
-    carry = Carry([Nothing()])
-    carry.give([np.full(3, 6.0)])
+    carry = ScaledResiduals([Nothing()])
+    carry.add([np.full(3, 6.0)])
     carry.add_to(0, np.zeros(3), 512.0)
     carry.end_step(False)
-    (kept,) = carry.kept_back([np.zeros(3)])
+    (kept,) = carry.residuals([np.zeros(3)])
     assert kept.tolist() == [6.0] * 3
 
 
@@ -285,7 +285,7 @@ def test_nothing_is_lost_by_a_sum_that_fails():
         job.weight = 3.0  # another weight than the last, so that the residual is added to the array
         job.array[:] = 0.0
         job.exchange.submit(0)
-        assert job.exchange._carry._taken, "or this test shows nothing"
+        assert job.exchange._residuals._taken, "or this test shows nothing"
         job.exchange._handles[0] = Broken(job.exchange._handles[0])
         with pytest.raises(RuntimeError, match="has failed"):
             job.exchange.finish(lambda total: 1.0)
@@ -299,10 +299,10 @@ def test_nothing_is_lost_by_a_sum_that_fails():
 
 
 def test_a_state_may_be_loaded_within_a_step():
-    carry = Carry([Nothing()])
+    carry = ScaledResiduals([Nothing()])
     fresh = carry.state_dict()
-    carry.give([np.full(3, 6.0)])
+    carry.add([np.full(3, 6.0)])
     carry.add_to(0, np.zeros(3), 4.0)
     carry.load_state_dict(fresh, [np.zeros(3)])
     carry.end_step(True)
-    assert carry.kept_back([np.zeros(3)]) == [None]
+    assert carry.residuals([np.zeros(3)]) == [None]

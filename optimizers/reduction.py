@@ -41,7 +41,7 @@ class Reduction(Protocol):
         """Ends a step. If it does not count, as where a gradient was not finite or a rank failed, its residual is
         discarded, and that of the step before stays."""
 
-    def release(self, engine: Engine) -> Any | None:
+    def take_residual(self, engine: Engine) -> Any | None:
         """Returns the residual to be added to this rank's next array, of the same length, and clears it; None: none."""
 
     def state_dict(self) -> dict[str, Any]: ...
@@ -49,17 +49,17 @@ class Reduction(Protocol):
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
-class KeepsNothing:
+class WithoutResidual:
     """A base class for reductions that send everything, and so have no residual."""
 
     def end_step(self, counts: bool) -> None:
         pass
 
-    def release(self, engine: Engine) -> None:
+    def take_residual(self, engine: Engine) -> None:
         return None
 
 
-class Exact(KeepsNothing):
+class ExactSum(WithoutResidual):
     """An all-reduce of the array as it is, or encoded by a codec without residual whose encoded arrays can be summed.
 
     Args:
@@ -90,7 +90,7 @@ class Exact(KeepsNothing):
 SPARE = 10  # by so many powers of two may values fall below the scale's before float16 leaves them too few digits
 
 
-class Half(KeepsNothing):
+class HalfPrecisionSum(WithoutResidual):
     """An all-reduce in float16 with a scale that all ranks share, repeated in full precision where float16 fails.
 
     Beside its values each rank sends the exponent of its largest value, in a slot of its own, which the other ranks

@@ -1,6 +1,6 @@
-"""Codecs as a user names them, by name and numbers. A `Recipe` makes the reduction of each bucket.
+"""Codecs as a user names them, by name and numbers. A `CodecSpec` makes the reduction of each bucket.
 
-Recipes hold no state and are compared by their text, which must be the same on all ranks.
+Specs hold no state and are compared by their text, which must be the same on all ranks.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from hvd_hetero.codecs.lowrank import LowRank, pays
 from hvd_hetero.codecs.sparse import TopK
 
 from .argument import check_whole
-from .compressed import Exact, Half, Reduction
-from .feedback import Factored, Gathered, Sparse
+from .feedback import GatheredSum, PowerSGDSum, TopKSum
+from .reduction import ExactSum, HalfPrecisionSum, Reduction
 
 Shape = tuple[int, ...]
 
@@ -32,7 +32,7 @@ def matrix_shape(shape: Shape) -> tuple[int, int]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipe:
+class CodecSpec:
     """A codec, given by its name and numbers, without state.
 
     Args:
@@ -74,12 +74,12 @@ class Recipe:
         return self.name in ("int8", "int4", "topk", "powersgd")
 
     @property
-    def gentle_steps(self) -> int:
+    def codec_warmup_steps(self) -> int:
         """The number of first steps in which the codec is more exact than later, and takes longer: its warm-up."""
         return self.warmup_steps if self.name in ("int4", "topk", "powersgd") else 0
 
     @property
-    def whole(self) -> bool:
+    def needs_matrices(self) -> bool:
         """Whether the codec needs whole matrices, and so cannot work on the part of a bucket that one rank sums between
         nodes with "rails" or "scatter"."""
         return self.name == "powersgd"
@@ -105,23 +105,23 @@ class Recipe:
         return f"{self.name}({listed})" if listed else self.name
 
 
-_MAKERS: dict[str, Callable[[Recipe, Sequence[Shape]], Reduction]] = {
-    "none": lambda recipe, shapes: Exact(),
-    "fp16": lambda recipe, shapes: Half(),
-    "bf16": lambda recipe, shapes: Gathered(Brain()),
-    "int8": lambda recipe, shapes: Gathered(Int8(recipe.block)),
-    "int4": lambda recipe, shapes: Gathered(
-        Int4(recipe.block), first=Int8(recipe.block), warmup_steps=recipe.warmup_steps
+_MAKERS: dict[str, Callable[[CodecSpec, Sequence[Shape]], Reduction]] = {
+    "none": lambda spec, shapes: ExactSum(),
+    "fp16": lambda spec, shapes: HalfPrecisionSum(),
+    "bf16": lambda spec, shapes: GatheredSum(Brain()),
+    "int8": lambda spec, shapes: GatheredSum(Int8(spec.block)),
+    "int4": lambda spec, shapes: GatheredSum(
+        Int4(spec.block), first=Int8(spec.block), warmup_steps=spec.warmup_steps
     ),
-    "topk": lambda recipe, shapes: Sparse(TopK(recipe.density), warmup_steps=recipe.warmup_steps),
-    "powersgd": lambda recipe, shapes: Factored(
-        LowRank([matrix_shape(shape) for shape in shapes], rank=recipe.rank), warmup_steps=recipe.warmup_steps
+    "topk": lambda spec, shapes: TopKSum(TopK(spec.density), warmup_steps=spec.warmup_steps),
+    "powersgd": lambda spec, shapes: PowerSGDSum(
+        LowRank([matrix_shape(shape) for shape in shapes], rank=spec.rank), warmup_steps=spec.warmup_steps
     ),
 }
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wire:
+class LinkCodecs:
     """The codecs between nodes and within nodes. Members of `hvd.Compression`, such as `int8`, are of this class.
 
     Args:
@@ -133,8 +133,8 @@ class Wire:
         ValueError: another codec within nodes.
     """
 
-    cross: Recipe = Recipe(name="none")
-    local: Recipe = Recipe(name="none")
+    cross: CodecSpec = CodecSpec(name="none")
+    local: CodecSpec = CodecSpec(name="none")
     auto: bool = False
 
     def __post_init__(self) -> None:
@@ -144,18 +144,18 @@ class Wire:
             )
 
     @property
-    def recipes(self) -> tuple[Recipe, ...]:
+    def specs(self) -> tuple[CodecSpec, ...]:
         """The codecs that buckets may use between nodes."""
-        return tuple(Recipe(name=name) for name in ("none", "fp16", "int8")) if self.auto else (self.cross,)
+        return tuple(CodecSpec(name=name) for name in ("none", "fp16", "int8")) if self.auto else (self.cross,)
 
     @property
     def keeps(self) -> bool:
         """Whether any of these codecs keeps residuals from step to step."""
-        return any(recipe.keeps for recipe in (*self.recipes, self.local))
+        return any(spec.keeps for spec in (*self.specs, self.local))
 
     def takes(self, shape: Shape) -> bool:
         """Whether the gradient of a parameter of this shape may go through any of these codecs."""
-        return any(recipe.takes(shape) for recipe in (*self.recipes, self.local))
+        return any(spec.takes(shape) for spec in (*self.specs, self.local))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Raises TypeError: this codec is made already. Only codecs that take numbers are made by a call."""

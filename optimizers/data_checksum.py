@@ -16,7 +16,7 @@ import numpy as np
 ROWS, BYTES = 1024, 1 << 20  # a checksum covers so much of one array at most, as it is to cost no time
 
 
-def places(rows: int, nbytes: int = 0) -> list[int]:
+def rows_covered(rows: int, nbytes: int = 0) -> list[int]:
     """Returns the evenly spaced indices of the rows that a checksum covers.
 
     Args:
@@ -67,8 +67,8 @@ def _some_rows(rows: Any) -> np.ndarray:
     Rows are chosen before they become an array, as `rows` may be a range of a billion indices.
     """
     if isinstance(rows, np.ndarray):
-        return rows[places(len(rows), rows.nbytes)]
+        return rows[rows_covered(len(rows), rows.nbytes)]
     try:
-        return np.asarray([rows[place] for place in places(len(rows))])
+        return np.asarray([rows[place] for place in rows_covered(len(rows))])
     except (TypeError, ValueError, LookupError):  # such as rows of different lengths
         return np.empty(0)
