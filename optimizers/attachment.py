@@ -153,12 +153,12 @@ class Exchanges:
 
     def on_count(self, terms: float) -> None:
         """Tells all exchanges over how many loss terms the next backward pass is."""
-        for exchange in self._attached:
+        for exchange in list(self._attached):
             exchange.on_count(terms)
 
     def on_epoch_end(self) -> None:
         """Tells all exchanges that the samples of an epoch have been used."""
-        for exchange in self._attached:
+        for exchange in list(self._attached):
             exchange.on_epoch_end()
 
     def withdraw(self, usual_step_s: float) -> bool:

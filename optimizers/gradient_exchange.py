@@ -73,7 +73,7 @@ class GradientExchange:
         self.scale, self._predivide = scale, predivide
         self.number, self._attached = balancer.exchanges.attach(attached), attached
         self.noise = GradientNoise()
-        self.count = ExchangeCount(balancer.progress, batches_per_exchange)
+        self.count = ExchangeCount(lambda: balancer.progress.backward_passes, batches_per_exchange)
         self._generation = 0  # the number of `WeightedExchange`s made so far, a part of their names
         self._keepers = balancer.keepers
         self.unsent_state = balancer.keepers.take(kind, at)

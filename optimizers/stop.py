@@ -20,18 +20,26 @@ class StopMeter:
     """
 
     def __init__(self) -> None:
-        self._samples = 0.0
+        self._samples = 0.0  # of the batches in the window
         self._recent_s: deque[float] = deque(maxlen=WINDOW)
+        self._other = 0.0  # samples of the last batch, if another number
         self._running_s, self._stopped_s, self._stops = 0.0, 0.0, 0
 
     def add(self, samples: float, compute_s: float, *, batches: int = 1) -> None:
-        """Takes in `batches` batches, each of `samples` samples and `compute_s` seconds. A batch of another size than
-        the ones before begins a new window."""
+        """Takes in `batches` batches, each of `samples` samples and `compute_s` seconds.
+
+        The second batch in a row of another size begins a new window. A single one, as the short last batch of an
+        epoch, does not.
+        """
         if samples <= 0 or compute_s <= 0:
             return
-        if samples != self._samples:
+        self._other, before = samples if samples != self._samples else 0.0, self._other
+        if self._other:
+            if self._samples and self._other != before:
+                self._running_s += batches * compute_s
+                return
             self._recent_s.clear()
-            self._samples = samples
+            self._samples, self._other = samples, 0.0
         usual_s = statistics.median(self._recent_s) if len(self._recent_s) >= LEAST else compute_s
         over_s = compute_s - usual_s
         if over_s > max((FACTOR - 1.0) * usual_s, FLOOR_S):

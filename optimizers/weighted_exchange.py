@@ -234,6 +234,8 @@ class WeightedExchange:
         missing = set(range(len(self._buckets))) - set(self._handles)
         if missing:
             raise RuntimeError(f"Expected every bucket submitted before finish(). Received: {sorted(missing)} missing.")
+        if not self._buckets and self._control_handle is None:
+            raise RuntimeError("Expected submit_nothing() before finish(), as there are no buckets. Received: no call.")
         handles, self._handles = self._handles, {}
         control_handle, self._control_handle = self._control_handle, None
         try:

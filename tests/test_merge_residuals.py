@@ -48,7 +48,7 @@ def test_a_residual_moves_the_model_as_far_whatever_weighs_the_next_contribution
             optimizer.step()
         optimizer.merge()
         (keeper,) = balancer.keepers.named.values()
-        ((kept,), unit) = keeper.residuals()["merges"]
+        (((kept,),), unit) = keeper.residuals()["merges"]
         return weight.detach().reshape(-1), kept * unit, used
 
     (moved, kept, used), (_, others, _) = World(2).run(program)

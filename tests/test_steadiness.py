@@ -89,6 +89,16 @@ def test_every_second_of_a_rank_is_one_in_which_it_ran_or_was_stopped(batches: i
     assert ran.running_s + ran.stopped_s == pytest.approx(batches * sum(times_s))
 
 
+def test_a_short_batch_between_hides_no_stop() -> None:
+    """The short last batch of each epoch of six; and a new size is known once it has come often enough."""
+    meter = StopMeter()
+    for size, time_s in [*([(8, 0.1)] * 5 + [(3, 0.05)]) * 4, (8, 1.1), *[(4, 0.1)] * 6, (4, 1.1)]:
+        meter.add(size, time_s)
+    ran = meter.take()
+    assert (ran.stops, ran.stopped_s) == (2, pytest.approx(2.0))
+    assert ran.running_s == pytest.approx(20 * 0.1 + 4 * 0.05 + 0.1 + 6 * 0.1 + 0.1)
+
+
 def test_as_many_stops_as_are_enough_are_enough() -> None:
     for stops, unsteady, shares in ((1.0, False, False), (2.0, True, False), (3.0, True, False), (4.0, True, True)):
         steadiness = Steadiness(1)
