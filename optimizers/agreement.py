@@ -95,7 +95,7 @@ def _plain(value: Any) -> Any:
     return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else value
 
 
-def terms_now(engine: Engine, asked: BalancerArguments) -> BalancerArguments:
+def without_stale_shares(engine: Engine, asked: BalancerArguments) -> BalancerArguments:
     """Returns `asked` without its `shares`, if these are of another number of ranks than an elastic job has now.
 
     Rank 0 then prints that. As every process was given the same shares, they hold again once that many ranks train.
@@ -212,31 +212,31 @@ def _same(values: list[object], title: str) -> None:
         raise ValueError(f"{title}: expected the same on every rank. Received: {received}.")
 
 
-def _first_shares(terms: BalancerArguments, bounds: tuple[Bound, ...]) -> tuple[int, ...]:
+def _first_shares(arguments: BalancerArguments, bounds: tuple[Bound, ...]) -> tuple[int, ...]:
     """Returns the shares of the first plan: those given, or the most equal ones within the bounds.
 
     Raises:
         ValueError: the given shares, or any shares, cannot meet the bounds and the global batch size.
     """
-    size, whole = len(bounds), terms.global_batch_size
+    size, whole = len(bounds), arguments.global_batch_size
     least = sum(bound.lower for bound in bounds)
     if whole < least:
         raise ValueError(
             f"global_batch_size: expected at least {least}, the sum of all ranks' min_share over {size} ranks. "
             f"Received: {whole}. Use a larger global batch, fewer ranks, or min_share=0 for ranks that may idle."
         )
-    if terms.shares is None:
+    if arguments.shares is None:
         return _equal_within(whole, bounds)
-    if sum(terms.shares) != whole:
-        raise ValueError(f"shares: expected a sum of {whole}, the global batch. Received: {terms.shares}.")
-    for rank, (share, bound) in enumerate(zip(terms.shares, bounds, strict=True)):
+    if sum(arguments.shares) != whole:
+        raise ValueError(f"shares: expected a sum of {whole}, the global batch. Received: {arguments.shares}.")
+    for rank, (share, bound) in enumerate(zip(arguments.shares, bounds, strict=True)):
         if share < bound.lower or (bound.upper is not None and share > bound.upper) or share % bound.quantum:
             raise ValueError(
                 f"shares: expected for rank {rank} a multiple of {bound.quantum} between {bound.lower} and "
                 f"{bound.upper if bound.upper is not None else whole} (its max_share is what its memory holds). "
                 f"Received: {share}."
             )
-    return terms.shares
+    return arguments.shares
 
 
 def _equal_within(whole: int, bounds: tuple[Bound, ...]) -> tuple[int, ...]:

@@ -47,15 +47,15 @@ class Exchanges:
     when its first gradients are there (`runs`).
 
     Args:
-        begin_unseen: begins a batch that nobody told of, if there is one: see `Balancer.begin_unseen`.
+        begin_if_unannounced: begins a batch that nobody told of, if there is one: see `Balancer.begin_if_unannounced`.
 
     Attributes:
         ever: how many exchanges have been attached so far, including those detached since.
         turn: a lock to hold while it is decided whether another batch begins.
     """
 
-    def __init__(self, begin_unseen: Callable[[], bool]) -> None:
-        self._begin_unseen = begin_unseen
+    def __init__(self, begin_if_unannounced: Callable[[], bool]) -> None:
+        self._begin_if_unannounced = begin_if_unannounced
         self._attached: list[Attached] = []
         self.ever = 0
         self._ran: list[tuple[Attached, int]] | None = None  # exchanges that ran in this batch; None: it has ended
@@ -109,7 +109,7 @@ class Exchanges:
         with self.turn:
             ran = self._ran
             self._again = ran is not None and any(exchange is one for one, _ in ran)
-            if (ran is None or (exchange, part) in ran) and (self._begin_unseen() or ran is None):
+            if (ran is None or (exchange, part) in ran) and (self._begin_if_unannounced() or ran is None):
                 ran, self._again = [], False
                 self.detach(exchange)
                 self._attached.insert(0, exchange)

@@ -13,7 +13,7 @@ from hvd_hetero.policy.ladder import Move
 from hvd_hetero.policy.replan import Plan, ReplanRule
 
 from .accumulated_gradients import AccumulatedGradients
-from .agreement import BalancerArguments, agree, terms_now
+from .agreement import BalancerArguments, agree, without_stale_shares
 from .argument import check_whole
 from .attachment import Exchanges
 from .batch_order import BatchOrder
@@ -28,7 +28,7 @@ from .progress import BatchProgress
 from .record import Record
 from .stateful_parts import StatefulParts
 from .step_timer import StepTimer
-from .strategies import Strategies
+from .strategies import StrategyRegistry
 from .unsent_state import UnsentState
 from .unused_balancer import deals, ends
 
@@ -100,7 +100,7 @@ class Balancer:
         self.count_warnings = CountWarnings()
         self.stateful_parts = StatefulParts()
         self.departure = Departure()
-        self.strategies = Strategies()
+        self.strategies = StrategyRegistry()
         self._start(others=is_elastic())
         self._introduce()
         self.record.waits(engine)
@@ -115,13 +115,13 @@ class Balancer:
         """
         self.rank, self.size = self.engine.rank, self.engine.size
         self.name = self.engine.unique("balancer")
-        asked = terms_now(self.engine, self._asked) if others else self._asked
-        self.terms = agree(self.engine, asked, name=f"hvd_hetero.{self.name}.terms")
-        self.adaptive = self.terms.adaptive and self.size > 1
-        self.planner = Planner(self.terms, clock=LOOK_CLOCK)
+        asked = without_stale_shares(self.engine, self._asked) if others else self._asked
+        self.arguments = agree(self.engine, asked, name=f"hvd_hetero.{self.name}.terms")
+        self.adaptive = self.arguments.adaptive and self.size > 1
+        self.planner = Planner(self.arguments, clock=LOOK_CLOCK)
         self.ladder = Ladder(self.plan.shares, tell=self._moved)
         self.progress = BatchProgress()
-        self.exchanges = Exchanges(self.begin_unseen)
+        self.exchanges = Exchanges(self.begin_if_unannounced)
         self._wait_s, self._bytes_sent = 0.0, 0  # summed over the exchanges since the last step ended
         # By optimizer or tape: residuals, and gradients that are accumulated before an exchange over several batches.
         self.keepers = Places(lambda: UnsentState(messages={"samples": self.step_timer}))
@@ -150,7 +150,7 @@ class Balancer:
 
     def _introduce(self) -> None:
         """Tells the trace this rank's limits and the plans that hold now."""
-        self.record.limits(self.terms.bounds[self.rank], self.terms.micro_caps[self.rank])
+        self.record.limits(self.arguments.bounds[self.rank], self.arguments.micro_caps[self.rank])
         self.record.plans(self.plans_ahead)
 
     def _hear(self, plan: Plan) -> None:
@@ -224,7 +224,7 @@ class Balancer:
     def deal(self, step: int) -> Plan:
         """Returns the plan for global batch `step`, whose samples are being dealt: no later plan will change it.
 
-        May wait for an exchange under way to end, which may bring a new plan: see `Horizon`.
+        May wait for an exchange under way to end, which may bring a new plan: see `DealingHorizon`.
         """
         deals(self)
         with self.dialogue.horizon.reaching(step):
@@ -254,7 +254,7 @@ class Balancer:
         self.step_timer.read()
         self.record.flush()
 
-    def begin_unseen(self) -> bool:
+    def begin_if_unannounced(self) -> bool:
         """Begins the batch that present gradients are of, where `begin` was not called for it; returns whether it did.
 
         Always False here, as `begin` is called for each batch; `EqualWeights` and the Keras balancer override it.

@@ -72,7 +72,7 @@ NORMS = len(Norms._fields)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Look:
+class ParameterComparison:
     """One rank's part in a comparison of parameters over all ranks: see `ParameterGuard`. Zeros: none is due."""
 
     hash: int = 0  # hash of this rank's parameters, 1 or more
@@ -128,7 +128,7 @@ def pack(
     stops: bool = False,
     lays_out: bool = False,
     chooses: bool = False,
-    look: Look | None = None,
+    look: ParameterComparison | None = None,
     dealt_ahead: int = 0,
     ran: Ran | None = None,
     staleness: float = 0.0,
@@ -148,7 +148,7 @@ def pack(
         batch: index of the global batch that this rank is at; None: not told.
         origin: where in its epoch that batch was dealt, below `ORIGINS`; None: not told.
     """
-    look = look or Look()
+    look = look or ParameterComparison()
     vector = [0.0] * length(ranks)
     vector[0] = count
     vector[1 + rank : 1 + PER_RANK * ranks : ranks] = Slots(

@@ -10,8 +10,8 @@ from hvd_hetero.policy.replan import Plan
 
 from . import control
 from .departure import Departure
-from .horizon import Horizon
-from .links import Links
+from .horizon import DealingHorizon
+from .link_monitor import LinkMonitor
 from .noise import NoiseMeter
 from .planner import Planner
 from .step_timer import StepTimer
@@ -70,12 +70,12 @@ class Dialogue:
         self._said: dict[str, Any] = {}  # what `outgoing` sent last, for `outgoing_in_advance` to repeat
         self._listeners: list[Callable[[], None]] = []
         self.entered, self.steps, self.staleness, self.mean_staleness = entered, 1, 0.0, 0.0
-        self.horizon, self.links = Horizon(place.step), Links()
+        self.horizon, self.links = DealingHorizon(place.step), LinkMonitor()
         engine.on_change(self.unheard)
 
     def restart(self) -> None:
         """Goes on from another global batch, after a state was loaded; gives up exchanges under way."""
-        before, self.horizon = self.horizon, Horizon(self._place.step)
+        before, self.horizon = self.horizon, DealingHorizon(self._place.step)
         before.unheard()
 
     def subscribe(self, listener: Callable[[], None]) -> None:
@@ -95,7 +95,7 @@ class Dialogue:
         noise: NoiseMeter | None = None,
         ahead: int = 0,
         answers: int = 1,
-        look: control.Look | None = None,
+        look: control.ParameterComparison | None = None,
         batch: int | None = None,
         origin: int | None = None,
         lays_out: bool = False,

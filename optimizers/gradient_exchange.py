@@ -14,7 +14,7 @@ from hvd_hetero.engine.port import Engine
 
 from .attachment import Attached
 from .balancer import Balancer
-from .control import Look, failed_in, length
+from .control import ParameterComparison, failed_in, length
 from .exchange_count import ExchangeCount
 from .local_step import ParameterStore
 from .noise import Buckets, GradientNoise
@@ -67,7 +67,7 @@ class GradientExchange:
     ) -> None:
         self._lays_out, self.relayout = lays_out, False
         self._exchanges: weakref.WeakSet[WeightedExchange] = weakref.WeakSet()
-        self._chosen = balancer.dialogue.links.asked  # the value of `Links.asked` when routes were last chosen
+        self._chosen = balancer.dialogue.links.asked  # the value of `LinkMonitor.asked` when routes were last chosen
         self._to_choose = False  # whether all ranks choose their routes anew when the next batch begins
         self.balancer, self._routing = balancer, routing
         self.scale, self._predivide = scale, predivide
@@ -88,7 +88,7 @@ class GradientExchange:
     @property
     def leads(self) -> bool:
         """Whether this optimizer leads: its exchanges carry the balancer's measurements and plans. True also while the
-        merges of a local strategy carry them instead: see `Strategies.lead`."""
+        merges of a local strategy carry them instead: see `StrategyRegistry.lead`."""
         return self.balancer.exchanges.leads(self._attached)
 
     @property
@@ -151,7 +151,7 @@ class GradientExchange:
     def outgoing(self, terms: float) -> list[float]:
         """Returns this rank's control vector for an exchange in which its gradient is over `terms` loss terms."""
         found, interval = self._guard.outgoing()
-        look = Look(hash=found, interval=interval)
+        look = ParameterComparison(hash=found, interval=interval)
         return self.balancer.dialogue.outgoing(
             leads=self._carries, count=terms, noise=self.noise, look=look, batch=self.balancer.batch,
             origin=self.balancer.origin, lays_out=self._lays_out(), chooses=self._chooses,
@@ -160,7 +160,7 @@ class GradientExchange:
     @property
     def _chooses(self) -> bool:
         """Whether this rank asks all ranks to choose anew how buckets are summed. Rank 0 does when it notices that the
-        links have changed: see `Links`."""
+        links have changed: see `LinkMonitor`."""
         return self._routing.chooses and self._chosen < self.balancer.dialogue.links.asked
 
     def _choose_anew(self) -> None:

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterator
 
 
-class Horizon:
+class DealingHorizon:
     """The last global batch that one rank has dealt, and the bound for its loader threads until the next answer.
 
     Args:

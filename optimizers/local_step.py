@@ -246,7 +246,7 @@ class LocalSteps:
         Args:
             samples: loss terms of the step on this rank.
             lr: its learning rate.
-            gradients: what the step adds to `Work.gradients`, before it is multiplied by this rank's pace.
+            gradients: what the step adds to `LocalProgress.gradients`, before it is multiplied by this rank's pace.
 
         Returns:
             The bytes that this rank has sent.

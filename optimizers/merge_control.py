@@ -22,7 +22,7 @@ PART = 1 << 20  # divides a position into these two parts
 
 
 @dataclass(frozen=True, kw_only=True)
-class Said:
+class MergeReport:
     """The fields of the summed control vectors of a merge. In lists by rank, index i is rank i.
 
     Attributes:
@@ -76,10 +76,10 @@ def pack(
     return [*vector, *balancer]
 
 
-def unpack(total: Sequence[float], *, ranks: int) -> Said:
+def unpack(total: Sequence[float], *, ranks: int) -> MergeReport:
     """Splits the sum of all ranks' control vectors into its fields."""
     rows = [list(total[HEAD + row * ranks : HEAD + (row + 1) * ranks]) for row in range(ROWS)]
-    return Said(
+    return MergeReport(
         sums=(total[WEIGHT], total[REACH], total[SPREAD]),
         finishing=round(total[FINISHING]),
         steps=rows[0],

@@ -11,12 +11,12 @@ from hvd_hetero.policy.staleness import NOTHING, Contribution, contribution
 
 from . import merge_control
 from .balancer import Balancer
-from .fragment import Work
+from .fragment import LocalProgress
 from .local_sgd import LocalSGD
 
 
 @dataclass(frozen=True)
-class Sending:
+class Outgoing:
     """What a rank contributes to one merge. The defaults are those of a merge that it misses.
 
     Attributes:
@@ -26,7 +26,7 @@ class Sending:
     """
 
     contribution: Contribution = NOTHING
-    work: Work = field(default_factory=Work)
+    work: LocalProgress = field(default_factory=LocalProgress)
     spread: float = 0.0
 
 
@@ -56,7 +56,7 @@ class MergeSender:
         self._leads, self._most_ahead = leads, most_ahead
         self._recent: list[tuple[float, float]] = []  # samples and seconds of steps since the last contribution
         self._usual: tuple[float, float] | None = None  # samples and seconds of a median step before that contribution
-        self._sending = Sending()
+        self._sending = Outgoing()
         self._in_advance = False
 
     def begin(self) -> None:
@@ -76,7 +76,7 @@ class MergeSender:
             return 1.0
         return self._balancer.global_batch_size / self._size
 
-    def weigh(self, work: Work, square: float) -> Contribution:
+    def weigh(self, work: LocalProgress, square: float) -> Contribution:
         """Returns the weight, norm and reach of this rank's delta in the merge that it is about to send for.
 
         `Fragment.send` calls it. `outgoing` then describes this contribution.
@@ -91,7 +91,7 @@ class MergeSender:
             norm, reach = work.lr_sum, work.rate_batches
         weight = self._part if self._rule.weights == "fednova" else work.samples / self.unit
         chosen = contribution(weight, norm if math.isfinite(square) else 0.0, reach)
-        self._sending = Sending(chosen, work, chosen.spread(square) if chosen.weight else 0.0)
+        self._sending = Outgoing(chosen, work, chosen.spread(square) if chosen.weight else 0.0)
         return chosen
 
     @property
@@ -124,7 +124,7 @@ class MergeSender:
 
         `Rounds` enters it right after a contribution was sent, and sends the empty ones for the next merges in advance.
         """
-        self._sending, self._in_advance = Sending(), True
+        self._sending, self._in_advance = Outgoing(), True
         try:
             yield
         finally:

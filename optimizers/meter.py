@@ -64,7 +64,7 @@ class Moment(NamedTuple):
     processor_s: float  # processor time that the process had used by then
 
 
-class Piece(NamedTuple):
+class SegmentPart(NamedTuple):
     """A part of a segment of compute, up to an interruption by `ComputeMeter.aside`, and that interruption."""
 
     segment: tuple[Any, Any]  # marks at which the part begins and ends
@@ -73,7 +73,7 @@ class Piece(NamedTuple):
     aside_s: float  # wall time of the interruption; 0 unless the rank waited for other ranks in it
 
 
-class Taken(NamedTuple):
+class Segments(NamedTuple):
     """The segments of compute that `ComputeMeter.take` returns, usually those of one step."""
 
     stopwatch: Stopwatch  # that made the marks
@@ -116,7 +116,7 @@ class ComputeMeter:
         self._computing_s = self._waiting_s = self._loading_s = 0.0  # processor time since the last `take_extra_s`
         self._aside_s = 0.0  # wall time of waits for other ranks within compute, since the last `take_aside_s`
         self._is_aside = False  # whether the rank is within `aside`
-        self._pieces: list[Piece] = []  # earlier parts of the open segment, each ended by an interruption
+        self._pieces: list[SegmentPart] = []  # earlier parts of the open segment, each ended by an interruption
 
     @property
     def stopwatch(self) -> Stopwatch:
@@ -186,9 +186,9 @@ class ComputeMeter:
                 self._pieces.append(self._piece(since, until, aside_s=time.perf_counter() - began, waits=waits))
                 self._start, self._mark_s = until
 
-    def _piece(self, since: Moment, until: Moment, *, aside_s: float, waits: bool) -> Piece:
+    def _piece(self, since: Moment, until: Moment, *, aside_s: float, waits: bool) -> SegmentPart:
         """The part of the open segment that ends at `since`, with the interruption from `since` to `until`."""
-        return Piece(
+        return SegmentPart(
             segment=(self._start, since.mark),
             computing_s=0.0 if self._mark_s is None else since.processor_s - self._mark_s,
             waiting_s=until.processor_s - since.processor_s if waits else 0.0,
@@ -225,10 +225,10 @@ class ComputeMeter:
             self._start, self._mark_s = moment
         return max(0.0, later_s)
 
-    def take(self) -> Taken:
+    def take(self) -> Segments:
         """Returns the segments that have ended since the last call."""
         segments, self._segments = self._segments, []
-        return Taken(self._stopwatch, segments)
+        return Segments(self._stopwatch, segments)
 
     def forget(self) -> None:
         """Discards everything that was measured and not taken yet, except that an open segment stays open."""

@@ -39,7 +39,7 @@ EARLY_BUDGET = 0.05
 KEPT_STEPS = 4096  # plans that held within so many batches are kept: a rank that makes local steps may be so far behind
 
 
-class Past:
+class PriorModels:
     """The speed models that were fitted for one rank, from which the prior of its next fit is taken.
 
     The prior is the newest model that rests on observations from before the fit's window alone. The model of the last
@@ -83,7 +83,7 @@ class Planner:
     """Keeps the plans of a balancer and the measurements that they rest on, and finds better plans.
 
     Args:
-        terms: what all ranks have agreed on: the bounds of their shares, the global batch, the first shares, and the
+        arguments: what all ranks agreed on: the bounds of their shares, the global batch, the first shares, and the
             rule for when a new plan pays.
         clock: returns seconds; measures how long a look takes.
 
@@ -99,18 +99,18 @@ class Planner:
             it.
     """
 
-    def __init__(self, terms: BalancerArguments, *, clock: Callable[[], float] = lambda: 0.0) -> None:
+    def __init__(self, arguments: BalancerArguments, *, clock: Callable[[], float] = lambda: 0.0) -> None:
         self._clock = clock
         self._looks_s: deque[float] = deque([0.0, 0.0], maxlen=2)
-        self._terms, self._rule = terms, terms.rule
-        self.size = len(terms.bounds)
-        self.plans: list[Plan] = [Plan(version=0, step=0, shares=terms.first_shares, reason="first plan")]
+        self._arguments, self._rule = arguments, arguments.rule
+        self.size = len(arguments.bounds)
+        self.plans: list[Plan] = [Plan(version=0, step=0, shares=arguments.first_shares, reason="first plan")]
         self.models: tuple[SpeedModel, ...] | None = None
         self.announcement: Announcement | None = None
         self._windows: tuple[deque[tuple[int, Observation]], ...] = tuple(
             deque(maxlen=WINDOW) for _ in range(self.size)
         )
-        self._pasts = tuple(Past() for _ in range(self.size))
+        self._priors = tuple(PriorModels() for _ in range(self.size))
         self.loading = LoadingLimits(self.size)
         self._next_look = 0
         self._ahead = 0  # batches between the one at which the last plan was heard and the first for which it holds
@@ -158,7 +158,7 @@ class Planner:
         if not settled:
             return
         for window, number, seconds, cap in zip(
-            self._windows, map(round, samples), compute_s, self._terms.micro_caps, strict=True
+            self._windows, map(round, samples), compute_s, self._arguments.micro_caps, strict=True
         ):
             if number > 0 and seconds > 0:
                 passes = passes_of(number, cap)
@@ -216,7 +216,7 @@ class Planner:
         ):
             self._next_look = step + 1
             return
-        fitted = [past.fit(window) for past, window in zip(self._pasts, self._comparable(), strict=True)]
+        fitted = [prior.fit(window) for prior, window in zip(self._priors, self._comparable(), strict=True)]
         known = sorted((model for model in fitted if model), key=lambda model: model.seconds_per_sample)
         # A rank that never had a sample gets the model of the rank of median speed.
         self.models = self.loading.into(model or replace(known[len(known) // 2], observations=0) for model in fitted)
@@ -256,21 +256,21 @@ class Planner:
         """A plan that is better than the present one, or None: with other shares, or else with a share for a rank that
         had none and is tried again, or else with another strategy."""
         current = self.plans[-1]
-        if self._terms.adaptive:
+        if self._arguments.adaptive:
             # In synchronous steps, where a rank stalls all ranks wait as long, whatever the shares; not in local steps.
             speeds = self.steadiness.alone(models) if self.is_local(step) else models
             plan = decide(
                 current,
                 speeds,
                 step=step,
-                global_batch_size=self._terms.global_batch_size,
-                bounds=self._terms.bounds,
+                global_batch_size=self._arguments.global_batch_size,
+                bounds=self._arguments.bounds,
                 rule=self._rule,
                 previous=self.loading.aware(self.plans[:-1]),
-                micro_batch=self._terms.micro_caps,
+                micro_batch=self._arguments.micro_caps,
                 measured_step_s=step_s,
             ) or trial(
-                self.plans, speeds, step=step, bounds=self._terms.bounds, micro_batch=self._terms.micro_caps,
+                self.plans, speeds, step=step, bounds=self._arguments.bounds, micro_batch=self._arguments.micro_caps,
                 # In local steps, a rank tells its measurements once a round, and others are far ahead by then.
                 try_steps=(TRY_STEPS + self._ahead) * (APART if self.is_local(step) else 1),
             )
@@ -278,7 +278,7 @@ class Planner:
                 return plan
         if self.strategy_selector is None:
             return None
-        caps = self._terms.micro_caps
+        caps = self._arguments.micro_caps
         choice = self.strategy_selector.look(step, current.strategy, models, recent, current.shares, caps)
         if choice is None:
             return None
@@ -290,7 +290,7 @@ class Planner:
     def state_dict(self) -> dict[str, Any]:
         """The plans and measurements, and the identities of the ranks' hardware, as plain numbers."""
         return {
-            "identities": list(self._terms.identities),
+            "identities": list(self._arguments.identities),
             "plans": [asdict(plan) for plan in self.plans],
             "windows": [
                 [(step, seen.samples, seen.compute_s, seen.passes) for step, seen in window] for window in self._windows
@@ -309,12 +309,12 @@ class Planner:
         """
         self._next_look = step + 1
         self.announcement = None
-        self._pasts = tuple(Past() for _ in range(self.size))
+        self._priors = tuple(PriorModels() for _ in range(self.size))
         windows = [
             [(at, Observation(samples=n, compute_s=seconds, passes=passes)) for at, n, seconds, passes in saved]
             for saved in state["windows"]
         ]
-        before, now = state["identities"], list(self._terms.identities)
+        before, now = state["identities"], list(self._arguments.identities)
         alike = before == now or (len(before) == len(now) and not set(before) & set(now))
         places = range(self.size) if alike else [before.index(each) if each in before else None for each in now]
         known = [[] if place is None else windows[place] for place in places]
@@ -337,15 +337,16 @@ class Planner:
     def _allows(self, plan: Plan) -> bool:
         """Whether a plan from a saved state keeps to the present bounds, and to the shares if the user has fixed them.
         """
-        given = None if self._terms.adaptive else self._terms.shares
-        return all(map(Bound.allows, self._terms.bounds, plan.shares)) and given in (None, plan.shares)
+        given = None if self._arguments.adaptive else self._arguments.shares
+        return all(map(Bound.allows, self._arguments.bounds, plan.shares)) and given in (None, plan.shares)
 
     def _plan_for_others(self, *, version: int, step: int) -> Plan:
         """The first plan of a new set of ranks, from their speed models. If shares are fixed, or too little is known of
         some rank's speed, it has the shares that a new job begins with."""
-        if not self._terms.adaptive or min(map(len, self._windows)) < self._rule.minimum_observations:
-            return Plan(version=version, step=step, shares=self._terms.first_shares, reason="other ranks than before")
+        if not self._arguments.adaptive or min(map(len, self._windows)) < self._rule.minimum_observations:
+            shares = self._arguments.first_shares
+            return Plan(version=version, step=step, shares=shares, reason="other ranks than before")
         self.models = self.loading.into(fit([seen for _, seen in window]) for window in self._comparable())
-        terms = self._terms
-        shares = split(self.models, terms.global_batch_size, terms.bounds, micro_batch=terms.micro_caps)
+        arguments = self._arguments
+        shares = split(self.models, arguments.global_batch_size, arguments.bounds, micro_batch=arguments.micro_caps)
         return Plan(version=version, step=step, shares=shares, reason="other ranks, all of known speed")

@@ -25,10 +25,10 @@ from hvd_hetero.policy.staleness import step_part
 
 from . import control, merge_control
 from .balancer import Balancer
-from .fragment import Fragment, Lane, Store, Work
-from .length import RoundLengths
+from .fragment import Fragment, Lane, LocalProgress, Store
 from .local_sgd import LocalSGD
 from .merge_sender import MergeSender
+from .round_length import RoundLengths
 
 # The lanes of a fragment, and a function that makes the lane of a number with a buffer of its own: see `Fragment`.
 Lanes = tuple[Sequence[Lane], Callable[[int], Lane] | None]
@@ -130,7 +130,7 @@ class Rounds:
             samples: of this rank in the step; 0 if it had none.
             lr: the step's learning rate; 1 on all ranks where there is no rate.
             compute: samples and seconds of this step, as measured; a zero for not measured.
-            gradients: how many gradients the step counts as: see `Work`.
+            gradients: how many gradients the step counts as: see `LocalProgress`.
 
         Returns:
             whether a merge was applied.
@@ -309,7 +309,7 @@ class Rounds:
                 if fragment.index in told:
                     heard = True
                 else:
-                    fragment.work = Work()
+                    fragment.work = LocalProgress()
                     fragment.send(self._merge_sender.weigh)
                     told.add(fragment.index)
             return heard
@@ -347,13 +347,13 @@ class Rounds:
         for fragment, saved in zip(self.fragments, state["outer"], strict=True):
             self.rule.outer.check_state(saved)
             fragment.outer_state = arrays_like(fragment.lanes[0].buffer, saved)
-            fragment.work = Work()  # steps that wait to be counted in a merge were made after the state was saved
+            fragment.work = LocalProgress()  # steps that wait to be counted were made after the state was saved
         self.merges = int(state["merges"])
         self.lengths.resume(int(state["round_steps"]))
 
     def restart(self) -> None:
         """Discards the state of all merges so far, and begins anew: see `Strategy.restart`."""
         for fragment in self.fragments:
-            fragment.outer_state, fragment.work = {}, Work()
+            fragment.outer_state, fragment.work = {}, LocalProgress()
         self.merges = 0
         self.lengths.resume(self.rule.round_steps)

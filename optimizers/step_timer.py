@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from hvd_hetero.policy.jitter import Ran
 
 from .loading_meter import LoadingMeter, LoadingTimes
-from .meter import ComputeMeter, Pace, Stopwatch, Taken, WallClock
+from .meter import ComputeMeter, Pace, Segments, Stopwatch, WallClock
 from .stop import StopMeter
 
 
@@ -38,7 +38,7 @@ class Entry(NamedTuple):
 class Ended(NamedTuple):
     """A step that has ended, but whose compute time the device may not have reported yet."""
 
-    taken: Taken
+    taken: Segments
     samples: int
     batches: int
     supplied: LoadingTimes

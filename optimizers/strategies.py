@@ -22,7 +22,7 @@ class Strategy(Protocol):
         """Resets this strategy to its initial state."""
 
 
-class Strategies:
+class StrategyRegistry:
     """The local strategies of all optimizers of one balancer, by the optimizers' places (see `Places`).
 
     A strategy is made anew after an elastic reset, in Keras not before training continues. A state that is loaded

@@ -17,7 +17,7 @@ from hvd_hetero.optimizers.attachment import Exchanges, PeerError
 from hvd_hetero.optimizers.balancer import Balancer
 from hvd_hetero.optimizers.dealer import Dealer, cut, proportional
 from hvd_hetero.optimizers.departure import Departure, Flag
-from hvd_hetero.optimizers.horizon import Horizon
+from hvd_hetero.optimizers.horizon import DealingHorizon
 from hvd_hetero.optimizers.route import Route
 from hvd_hetero.optimizers.weighted_exchange import WeightedExchange
 from hvd_hetero.policy.ladder import Rung
@@ -245,7 +245,7 @@ def test_ranks_stop_with_the_batch_by_which_all_have_heard_however_often_it_is_s
 
 
 def test_what_was_dealt_stays_dealt_where_another_loader_has_come_less_far():
-    horizon = Horizon()
+    horizon = DealingHorizon()
     for step in (5, 3):
         with horizon.reaching(step):
             pass
@@ -445,7 +445,8 @@ def test_a_reason_travels_as_far_as_it_fits_and_bends_nothing_beside_it(reason, 
         version=7, shares=(1, 2, 3), reason=reason, predicted_step_s=0.25, strategy="synchronous"
     )
     said = {
-        "look": control.Look(hash=2**24 - 1, interval=9), "staleness": 3.0, "norms": control.Norms(1.0, 2.0, 3.0, 4.0),
+        "look": control.ParameterComparison(hash=2**24 - 1, interval=9), "staleness": 3.0,
+        "norms": control.Norms(1.0, 2.0, 3.0, 4.0),
     }  # fmt: skip
     report = heard_of({**said, "announcement": announcement}, said, said)
     assert report.announcement.reason == heard and report.announcement.shares == (1, 2, 3)

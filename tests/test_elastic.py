@@ -14,7 +14,7 @@ from hvd_hetero.engine.local import World
 from hvd_hetero.engine.remembered import Remembered
 from hvd_hetero.engine.termination import LEFT, TerminationHandler
 from hvd_hetero.optimizers.agreement import BalancerArguments
-from hvd_hetero.optimizers.equal import EqualWeights
+from hvd_hetero.optimizers.equal_weights import EqualWeights
 from hvd_hetero.optimizers.planner import Planner
 from hvd_hetero.policy.partition import Bound
 from hvd_hetero.policy.replan import ReplanRule

@@ -517,7 +517,7 @@ def test_what_a_script_begins_by_hand_uses_batches_of_its_loop_and_none_of_a_fit
             deadline = time.monotonic() + 20.0
             while dataset.sampler.pending < 3 and time.monotonic() < deadline:
                 time.sleep(0.01)  # it is read ahead
-            assert balancer.begin_unseen()
+            assert balancer.begin_if_unannounced()
         for _ in range(2):
             balancer.begin(3)
             if not stopped:

@@ -15,7 +15,7 @@ pytest.importorskip("horovod.torch", reason="build it with hvd-hetero build-horo
 import hvd_hetero.keras as hvd
 from hvd_hetero.engine.local import SoloEngine
 from hvd_hetero.keras.callbacks import balance
-from hvd_hetero.optimizers.equal import EqualWeights
+from hvd_hetero.optimizers.equal_weights import EqualWeights
 
 WHOLE, BATCHES = 4, 20
 

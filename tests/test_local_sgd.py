@@ -18,9 +18,9 @@ from hvd_hetero.optimizers.codec_spec import CodecSpec, LinkCodecs
 from hvd_hetero.optimizers.control import Announcement
 from hvd_hetero.optimizers.fragment import Lane, fragments_by_kind, fragments_of
 from hvd_hetero.optimizers.latency_lr import LatencyLR
-from hvd_hetero.optimizers.length import RoundLengths
 from hvd_hetero.optimizers.local_sgd import LocalSGD
 from hvd_hetero.optimizers.outer import Outer, compensated
+from hvd_hetero.optimizers.round_length import RoundLengths
 from hvd_hetero.optimizers.rounds import Rounds
 from hvd_hetero.optimizers.router import Router
 from hvd_hetero.optimizers.weighted_exchange import WeightedExchange

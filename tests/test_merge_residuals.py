@@ -7,7 +7,7 @@ from torch import nn
 import hvd_hetero.torch as hvd
 from hvd_hetero.engine.local import World
 from hvd_hetero.optimizers.control import Announcement
-from hvd_hetero.optimizers.equal import EqualWeights
+from hvd_hetero.optimizers.equal_weights import EqualWeights
 
 WHOLE = 8
 EVERY_STEP = hvd.LocalSGD(round_steps=1, bound_rounds=0, warmup_steps=0)

@@ -12,7 +12,7 @@ import pytest
 from hvd_hetero.optimizers import planner as module
 from hvd_hetero.optimizers.agreement import BalancerArguments
 from hvd_hetero.optimizers.control import Announcement
-from hvd_hetero.optimizers.planner import Past, Planner
+from hvd_hetero.optimizers.planner import Planner, PriorModels
 from hvd_hetero.policy import replan
 from hvd_hetero.policy.ladder import idle_since
 from hvd_hetero.policy.partition import Bound, split, step_time_s
@@ -170,7 +170,7 @@ def test_other_ranks_than_before_get_shares_that_know_of_their_passes() -> None:
 
 def test_what_was_measured_counts_once_however_often_it_is_looked_at() -> None:
     # The machine became 5 % faster with a plan: two sizes close together show an overhead that is not there.
-    window, past = seen(0, (28, 0.056), (34, 0.0646)), Past()
+    window, past = seen(0, (28, 0.056), (34, 0.0646)), PriorModels()
     first = past.fit(window)
     assert first is not None and first.overhead_s < 0.2 * first.time_s(34)
     assert {past.fit(window) for _ in range(50)} == {first}
@@ -178,7 +178,7 @@ def test_what_was_measured_counts_once_however_often_it_is_looked_at() -> None:
 
 def test_what_was_measured_before_the_window_is_not_forgotten() -> None:
     old, new = seen(0, (8, 0.036), (40, 0.100)), seen(16, (20, 0.060))
-    past = Past()
+    past = PriorModels()
     for end in range(1, len(old) + 1):
         past.fit(old[:end])
     for end in range(1, len(new) + 1):  # overlaps what the last models rest on

@@ -102,7 +102,7 @@ class Ranks:
 def taken(loader):
     """The samples of one batch after the other, trained on."""
     for batch in loader:
-        loader.balancer.begin_unseen()  # as an exchange asks
+        loader.balancer.begin_if_unannounced()  # as an exchange asks
         yield np.ravel(batch[0] if isinstance(batch, (tuple, list)) else batch).tolist()
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 import hvd_hetero.torch as hvd
 from hvd_hetero.engine.local import World
-from hvd_hetero.optimizers.equal import EqualWeights
+from hvd_hetero.optimizers.equal_weights import EqualWeights
 
 torch.manual_seed(0)
 MODEL = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()

@@ -13,7 +13,7 @@ pytest.importorskip("horovod.torch", reason="build it with hvd-hetero build-horo
 
 import hvd_hetero.torch as hvd
 from hvd_hetero.engine.local import World
-from hvd_hetero.optimizers.equal import EqualWeights
+from hvd_hetero.optimizers.equal_weights import EqualWeights
 
 WHOLE, SHARES, STEPS = 8, (5, 2, 1), 6
 PROTOTYPE = nn.Sequential(nn.Linear(6, 40), nn.Tanh(), nn.Linear(40, 3))

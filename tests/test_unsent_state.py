@@ -5,7 +5,7 @@ import pytest
 from hvd_hetero.optimizers.accumulated_gradients import AccumulatedGradients
 from hvd_hetero.optimizers.exchange_count import ExchangeCount
 from hvd_hetero.optimizers.place import Place, Places
-from hvd_hetero.optimizers.strategies import Strategies
+from hvd_hetero.optimizers.strategies import StrategyRegistry
 from hvd_hetero.optimizers.unsent_state import Count, UnsentState
 
 
@@ -180,12 +180,12 @@ def at(name):
 
 
 def test_a_strategy_that_is_made_anew_or_later_goes_on():
-    strategies = Strategies()
+    strategies = StrategyRegistry()
     strategies.add(at("optimizer 0"), Momentum(1.0))
     strategies.restart()
     strategies.add(at("optimizer 0"), again := Momentum())
     assert again.value == 1.0
-    later = Strategies()
+    later = StrategyRegistry()
     later.load_state_dict(strategies.state_dict())
     assert later.state_dict() == strategies.state_dict() == {"optimizer 0": {"value": 1.0}}
     later.add(at("optimizer 0"), last := Momentum())
@@ -193,7 +193,7 @@ def test_a_strategy_that_is_made_anew_or_later_goes_on():
 
 
 def test_a_strategy_of_which_a_state_knows_nothing_begins_anew():
-    strategies = Strategies()
+    strategies = StrategyRegistry()
     strategies.add(at("optimizer 0"), first := Momentum(1.0))
     strategies.add(place := at("optimizer 1"), second := Momentum(2.0))
     strategies.load_state_dict({"optimizer 1": {"value": 3.0}})
@@ -204,7 +204,7 @@ def test_a_strategy_of_which_a_state_knows_nothing_begins_anew():
 
 @pytest.mark.parametrize(("value", "expected"), [(0.0, 1.0), (-2.0, -2.0)])
 def test_a_strategy_goes_on_with_the_one_that_it_takes_over_if_that_fits(value, expected):
-    strategies = Strategies()
+    strategies = StrategyRegistry()
     strategies.add(before := at("optimizer 0"), Momentum(1.0))
     strategies.hand_over(before, to=at("optimizer 0"))
     strategies.remove(before)
@@ -312,7 +312,7 @@ def test_a_count_of_which_a_state_knows_nothing_begins_anew():
 
 def test_the_first_optimizer_to_step_apart_leads_until_its_steps_are_over():
     """A plan that came with either one's merges would hold from another batch on each rank."""
-    strategies, first, second = Strategies(), object(), object()
+    strategies, first, second = StrategyRegistry(), object(), object()
     strategies.begins(first)
     strategies.begins(second)
     assert strategies.leads(first) and not strategies.leads(second)

@@ -209,7 +209,7 @@ class Balancer(framework_free.Balancer):
         if self._instead and not self._next.unseen:
             self._count()
 
-    def begin_unseen(self) -> bool:
+    def begin_if_unannounced(self) -> bool:
         """Whether an announced batch begins: the exchange asks, whose gradients are there. One that comes again is of
         the present batch where no other is announced.
 

@@ -10,7 +10,7 @@ import keras
 from hvd_hetero.optimizers.argument import check_divisor, check_whole
 from hvd_hetero.optimizers.balancer import Balancer
 from hvd_hetero.optimizers.codec_spec import LinkCodecs
-from hvd_hetero.optimizers.equal import EqualWeights
+from hvd_hetero.optimizers.equal_weights import EqualWeights
 from hvd_hetero.optimizers.local_sgd import LocalSGD, strategy_of
 from hvd_hetero.optimizers.routing import Routing
 from hvd_hetero.policy.topology import Topology

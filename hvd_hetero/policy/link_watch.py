@@ -22,7 +22,7 @@ MOST_PATIENCE = 16.0  # the largest multiple of the timing's seconds that has to
 
 
 class LinkWatch:
-    """Watches the exchanges of a job for a change of its links. It lives on rank 0, in `Links`, which tells the others.
+    """Watches the exchanges of a job for a change of its links. `LinkMonitor` uses it, on rank 0.
 
     Args:
         gentle_steps: so many steps after a choice are ignored in addition to `SETTLING`, because a codec that warms up

@@ -103,7 +103,7 @@ class Balancer(framework_free.Balancer):
                 f"batch: expected tensors with samples along their first axis, {samples} as the batch that was begun. "
                 f"Received: {[list(leaf.shape) for leaf in pytree.tree_leaves(batch) if hasattr(leaf, 'shape')]}."
             )
-        sizes = micro_batches(samples, self.terms.max_micro_batch) or (0,)
+        sizes = micro_batches(samples, self.arguments.max_micro_batch) or (0,)
         at = 0
         for index, size in enumerate(sizes):
             part = slice(at, at + size)

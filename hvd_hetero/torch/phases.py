@@ -191,7 +191,7 @@ class StepPhases:
     def _begin_pass(self) -> None:
         """Begins a backward pass, at its first gradient."""
         self._follow()
-        self._balancer.begin_unseen()
+        self._balancer.begin_if_unannounced()
         self._progress.backward_passes += 1
         terms = self._progress.terms
         if terms is None:
@@ -260,7 +260,7 @@ class StepPhases:
         self._accumulated.warn_of_changes()
         if self._untouched:
             self._accumulated.count_untouched(self._progress.part_terms)
-        elif not self._accumulated.begun and (self._balancer.begin_unseen() or self._set_by_hand()):
+        elif not self._accumulated.begun and (self._balancer.begin_if_unannounced() or self._set_by_hand()):
             self._balancer.batch_order.passes()
             terms, batches = self._by_now()
             self._accumulated.put(terms, batches=max(1, batches))

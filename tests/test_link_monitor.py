@@ -15,7 +15,7 @@ from hvd_hetero.cli.report_table import _noteworthy
 from hvd_hetero.engine.hierarchy import levels_of
 from hvd_hetero.engine.local import World
 from hvd_hetero.optimizers import router, routing
-from hvd_hetero.optimizers.links import Links
+from hvd_hetero.optimizers.link_monitor import LinkMonitor
 from hvd_hetero.policy.link import Link
 from hvd_hetero.policy.link_watch import EVERY, SETTLING, WINDOW, LinkWatch
 from hvd_hetero.trace import reader
@@ -86,7 +86,7 @@ def test_unknown_times_say_nothing():
 def test_an_exchange_is_what_all_its_batches_took_beyond_computing(passes):
     """Also where several batches go into one."""
     now = 0.0
-    links = Links(clock=lambda: now)
+    links = LinkMonitor(clock=lambda: now)
     links.matter(0, timing_s=0.0, codec_warmup_steps=0)
     step = 0
     for exchange_s, expected in ((0.1, 0), (0.4, 1)):
@@ -119,7 +119,7 @@ class Clock:
 
 def test_other_buckets_are_no_other_links():
     """Layers that are thawed make exchanges longer."""
-    links = Links(clock=Clock())
+    links = LinkMonitor(clock=Clock())
     for number, exchange_s in enumerate((0.1, 0.5)):
         links.matter(0, timing_s=1.0, codec_warmup_steps=0)
         heard(links, exchange_s, LONG, begun=number * LONG)
@@ -127,7 +127,7 @@ def test_other_buckets_are_no_other_links():
 
 
 def test_an_exchange_that_is_made_anew_once_ranks_were_asked_does_not_end_the_watch():
-    links = Links(clock=Clock())
+    links = LinkMonitor(clock=Clock())
     links.matter(0, timing_s=0.0, codec_warmup_steps=0)
     for number, exchange_s in enumerate((0.1, 0.5, 0.5, 0.1)):
         if number == 2:
@@ -141,7 +141,7 @@ def test_what_timing_takes_and_finds_is_that_of_all_optimizers():
     """Each chooses for itself, one after another."""
     lost = []
     for found in [(True, False), (False, True)], [(False, False)]:
-        links = Links(clock=Clock())
+        links = LinkMonitor(clock=Clock())
         for owner in range(2):
             links.matter(owner, timing_s=10.0, codec_warmup_steps=0)
         begun = 0

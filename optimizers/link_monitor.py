@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Sequence
 from hvd_hetero.policy.link_watch import LinkWatch
 
 
-class Links:
+class LinkMonitor:
     """Watches how long exchanges take, over all optimizers of a balancer, and asks for another choice of routes.
 
     Works on rank 0 only, as only rank 0 calls `matter`. When `asked` has grown, each `GradientExchange` of rank 0 tells

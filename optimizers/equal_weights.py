@@ -19,7 +19,7 @@ class EqualWeights(Balancer):
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine, global_batch_size=engine.size, adaptive=False)
-        self._forgotten = UnusedBalancerCheck()
+        self._unused_check = UnusedBalancerCheck()
 
     @property
     def batch(self) -> None:
@@ -36,12 +36,12 @@ class EqualWeights(Balancer):
         self.step = int(state["step"])
         self.strategies.load_state_dict(state["strategies"])
 
-    def begin_unseen(self) -> bool:
+    def begin_if_unannounced(self) -> bool:
         """Begins a batch when a gradient comes that no data loader has announced; returns True.
 
         Raises:
             RuntimeError: a data loader has a balancer that was not passed to the optimizer: see `UnusedBalancerCheck`.
         """
-        self._forgotten.check()
+        self._unused_check.check()
         self.begin(1)
         return True
