@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
+
+from .arrivals import GradientArrivals
 
 FAIL_WAIT_S = 30.0  # a rank that fails waits at least this long for an exchange in which the others learn of it
 END_WAIT_S = 10.0  # then at least this long for the other exchanges that it takes part in
@@ -39,30 +40,24 @@ class Attached(Protocol):
 
 
 class Exchanges:
-    """The gradient exchanges attached to a balancer, one per optimizer, and which of them have run in this batch.
+    """The gradient exchanges attached to a balancer, one per optimizer, and which of them have ended in this batch.
 
-    One of them leads in each batch: its control vector carries the measurements and plans.
-
-    In general a loader or the script tells when a batch begins. With Keras's `fit` nobody does: there a batch begins
-    when its first gradients are there (`runs`).
+    One of them leads in each batch: its control vector carries the measurements and plans. In general a loader or the
+    script tells when a batch begins; with Keras's `fit` nobody does, and `arrivals` finds out.
 
     Args:
         begin_if_unannounced: begins a batch that nobody told of, if there is one: see `Balancer.begin_if_unannounced`.
 
     Attributes:
         ever: how many exchanges have been attached so far, including those detached since.
-        turn: a lock to hold while it is decided whether another batch begins.
+        arrivals: whose gradients have arrived in the present batch; used by Keras.
     """
 
     def __init__(self, begin_if_unannounced: Callable[[], bool]) -> None:
-        self._begin_if_unannounced = begin_if_unannounced
         self._attached: list[Attached] = []
         self.ever = 0
-        self._ran: list[tuple[Attached, int]] | None = None  # exchanges that ran in this batch; None: it has ended
-        self._again = False  # whether the exchange that runs now has run in this batch before
         self._over: list[Attached] = []  # exchanges that have ended in this batch; see `ended`
-        self._leaving: list[Attached] = []  # exchanges that have some of their gradients, but not all: see `runs`
-        self.turn = threading.RLock()
+        self.arrivals = GradientArrivals(begin_if_unannounced, self._lead)
 
     def attach(self, exchange: Attached) -> int:
         """Attaches an exchange, and returns how many were attached before it: its number, the same on all ranks.
@@ -71,8 +66,7 @@ class Exchanges:
         """
         self._attached.append(exchange)
         self.ever += 1
-        if self._ran is not None:  # counted as if it had run in this batch, so that it may begin the next one
-            self._ran.append((exchange, 0))
+        self.arrivals.add(exchange)
         return self.ever - 1
 
     def detach(self, exchange: Attached) -> None:
@@ -84,47 +78,12 @@ class Exchanges:
 
     def leads(self, exchange: Attached) -> bool:
         """Whether `exchange` carries measurements and plans now: only the leading one does, once in a batch."""
-        return bool(self._attached) and self._attached[0] is exchange and not self._again
+        return bool(self._attached) and self._attached[0] is exchange and not self.arrivals.again
 
-    @property
-    def ran(self) -> bool:
-        """Whether an exchange has run in the present batch."""
-        return self._ran is not None
-
-    def end_batch(self) -> None:
-        """Ends the present batch: the next exchange that runs is of another one. The Keras balancer calls it."""
-        self._ran = None
-        self._leaving.clear()
-
-    def runs(self, exchange: Attached, part: int = 0) -> None:
-        """Notes the first gradients of `exchange`, and begins a batch if they are of another one than the present.
-
-        Keras calls it, where nobody tells of a batch before its gradients are there; `left` follows once all gradients
-        of the exchange are. A batch begins with the first exchange after `end_batch`, and with an exchange that has run
-        in the present batch, if another batch is announced. The exchange that begins a batch leads in it.
-
-        Args:
-            part: which use of the exchange this is, for one that a traced graph uses several times in each batch.
-        """
-        with self.turn:
-            ran = self._ran
-            self._again = ran is not None and any(exchange is one for one, _ in ran)
-            if (ran is None or (exchange, part) in ran) and (self._begin_if_unannounced() or ran is None):
-                ran, self._again = [], False
-                self.detach(exchange)
-                self._attached.insert(0, exchange)
-            self._ran = [*(ran or []), (exchange, part)]
-            self._leaving.append(exchange)
-
-    def left(self, exchange: Attached) -> None:
-        """Notes that all gradients of `exchange` are there, after `runs`."""
-        with self.turn:
-            self._leaving = [one for one in self._leaving if one is not exchange]
-
-    @property
-    def leaving(self) -> bool:
-        """Whether an exchange has only part of its gradients, so that more of the present batch are to come."""
-        return bool(self._leaving)
+    def _lead(self, exchange: Attached) -> None:
+        """Makes an exchange lead from now on."""
+        self.detach(exchange)
+        self._attached.insert(0, exchange)
 
     def ended(self, exchange: Attached) -> None:
         """Notes that `exchange` has ended in the present batch. PyTorch's reducers call it; `on_begin` clears it."""
@@ -139,9 +98,7 @@ class Exchanges:
         """
         over, self._over = self._over, []
         if over and self._attached[0] not in over:
-            first = next(each for each in self._attached if each in over)
-            self._attached.remove(first)
-            self._attached.insert(0, first)
+            self._lead(next(each for each in self._attached if each in over))
 
     # What is said to all of them ------------------------------------------------------------------------------------
 

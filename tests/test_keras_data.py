@@ -445,18 +445,18 @@ def test_a_batch_begins_with_the_exchange_that_comes_first_and_again():
         balancer.announce(samples)
     seen = []
     for each in (second, first, second, first):
-        balancer.exchanges.runs(each)
+        balancer.exchanges.arrivals.first(each)
         seen.append((balancer.step, balancer.progress.terms, balancer.exchanges.leads(second)))
     assert seen == [(0, 8.0, True), (0, 8.0, True), (1, 7.0, True), (1, 7.0, True)]
     balancer.forget()  # an epoch begins
     for samples in (5, 4):
         balancer.announce(samples)
     for at, samples in ((2, 5.0), (3, 4.0)):
-        balancer.exchanges.runs(third)
+        balancer.exchanges.arrivals.first(third)
         assert (balancer.step, balancer.progress.terms, balancer.exchanges.leads(third)) == (at, samples, True)
     balancer.begin(3)  # a loop without a dataset
-    balancer.exchanges.runs(third)
-    balancer.exchanges.runs(first)
+    balancer.exchanges.arrivals.first(third)
+    balancer.exchanges.arrivals.first(first)
     assert (balancer.step, balancer.progress.terms, balancer.exchanges.leads(third)) == (4, 3.0, True)
 
 
@@ -475,12 +475,12 @@ def test_gradients_of_a_batch_of_which_some_are_there_are_of_that_batch():
         balancer.announce_terms(terms)
     for _ in range(3):
         seen.append((balancer.terms_due, balancer.idle))
-        balancer.exchanges.runs(exchange)
+        balancer.exchanges.arrivals.first(exchange)
         seen.append((balancer.terms_due, balancer.idle))
-        balancer.exchanges.left(exchange)
+        balancer.exchanges.arrivals.complete(exchange)
     assert seen == [(16.0, False)] * 2 + [(0.0, True)] * 2 + [(9.0, False)] * 2
     balancer.announce(4)
-    balancer.exchanges.runs(exchange)
+    balancer.exchanges.arrivals.first(exchange)
     balancer.forget(ahead=True)  # it broke off
     balancer.announce(7)
     assert balancer.terms_due == 7
@@ -500,7 +500,7 @@ def test_a_batch_that_the_script_begins_may_have_several_exchanges_although_othe
     for samples in (8, 7):
         balancer.begin(samples)
         for _ in range(3):
-            balancer.exchanges.runs(tape)
+            balancer.exchanges.arrivals.first(tape)
             seen.append((balancer.step, balancer.progress.terms))
     assert seen == [(0, 8.0)] * 3 + [(1, 7.0)] * 3
 
@@ -538,8 +538,8 @@ def test_an_exchange_that_comes_again_is_of_the_present_batch_until_another_is_a
 
     def run(*exchanges):
         for each in exchanges:
-            balancer.exchanges.runs(each)
-            balancer.exchanges.left(each)
+            balancer.exchanges.arrivals.first(each)
+            balancer.exchanges.arrivals.complete(each)
             seen.append((balancer.step, balancer.progress.terms, balancer.exchanges.leads(each)))
 
     balancer.begin(8)
@@ -569,22 +569,22 @@ def test_an_exchange_that_comes_again_where_batches_are_announced_ahead_is_refus
     balancer.exchanges.attach(exchange)
     for samples in (8, 7):
         balancer.announce(samples)
-    balancer.exchanges.runs(exchange)
-    balancer.exchanges.runs(exchange)
+    balancer.exchanges.arrivals.first(exchange)
+    balancer.exchanges.arrivals.first(exchange)
     with pytest.raises(RuntimeError, match="optimizer for each time"):
-        balancer.exchanges.runs(exchange)
+        balancer.exchanges.arrivals.first(exchange)
     balancer.forget()
     balancer.announce(6)
-    balancer.exchanges.runs(exchange)
-    balancer.exchanges.runs(exchange)
+    balancer.exchanges.arrivals.first(exchange)
+    balancer.exchanges.arrivals.first(exchange)
     balancer.end_epoch()
     with pytest.raises(RuntimeError, match="Received: none"):
-        balancer.exchanges.runs(exchange)
+        balancer.exchanges.arrivals.first(exchange)
     balancer.forget(ahead=True)
     balancer.announce(6)
-    balancer.exchanges.runs(exchange)
+    balancer.exchanges.arrivals.first(exchange)
     with pytest.raises(RuntimeError, match="optimizer for each time"):
-        balancer.exchanges.runs(exchange)
+        balancer.exchanges.arrivals.first(exchange)
 
 
 def test_parts_of_an_exchange_are_of_one_batch_whatever_is_announced():
@@ -599,7 +599,7 @@ def test_parts_of_an_exchange_are_of_one_batch_whatever_is_announced():
         balancer.announce(samples)
     seen = []
     for each, part in [(exchange, 0), (exchange, 1), (other, 0)] * 3:
-        balancer.exchanges.runs(each, part)
+        balancer.exchanges.arrivals.first(each, part)
         seen.append((balancer.step, balancer.progress.terms, balancer.exchanges.leads(each)))
     assert seen == [
         (step, float(samples), leads) for step, samples in enumerate((8, 7, 6)) for leads in (True, False, False)
@@ -616,7 +616,7 @@ def test_an_evaluation_in_the_midst_of_an_epoch_of_another_dataset_takes_nothing
     seen = []
     for _ in range(2):
         for batch in trained.epoch():
-            balancer.exchanges.runs(exchange)
+            balancer.exchanges.arrivals.first(exchange)
             assert balancer.progress.terms == len(batch[0])
             seen += numbers(batch)
             list(looked_at.epoch())
@@ -636,7 +636,7 @@ def test_training_on_another_dataset_between_two_epochs_takes_nothing_from_them(
         for reader in (outer, inner):
             seen = []
             for batch in reader.epoch():
-                balancer.exchanges.runs(exchange)
+                balancer.exchanges.arrivals.first(exchange)
                 assert balancer.progress.terms == len(batch[0])
                 seen += numbers(batch)
             assert sorted(seen) == list(range(LENGTH))

@@ -161,31 +161,31 @@ class Balancer(framework_free.Balancer):
 
     def _between(self) -> None:
         """Notes that no batch is in use."""
-        self.exchanges.end_batch()
+        self.exchanges.arrivals.end_batch()
         self._instead = False
 
     def end_epoch(self) -> None:
         """Says that the samples of an epoch are used up: what is exchanged next is of another batch."""
         super().end_epoch()
-        self.exchanges.end_batch()
+        self.exchanges.arrivals.end_batch()
 
     @property
     def idle(self) -> bool:
         """Whether this rank has no sample in the batch whose gradients come next: what it holds is another rank's."""
-        with self.exchanges.turn:
+        with self.exchanges.arrivals.turn:
             return (self._next.samples[0] if self._next_due else self.progress.terms) == 0
 
     @property
     def terms_due(self) -> float | None:
         """Over how many terms the loss of the batch is a mean whose gradients come next; None: nobody said."""
-        with self.exchanges.turn:
+        with self.exchanges.arrivals.turn:
             return (self._next.terms or self._next.samples)[0] if self._next_due else self.progress.terms
 
     @property
     def _next_due(self) -> bool:
         """Whether the gradients that come next are of a batch that has not begun. One begins with the first of its
         gradients that are there, when others may be yet to come."""
-        return self._may_begin and not self.exchanges.leaving
+        return self._may_begin and not self.exchanges.arrivals.incomplete
 
     @property
     def _may_begin(self) -> bool:
@@ -204,7 +204,7 @@ class Balancer(framework_free.Balancer):
                 "once, when it is traced. Call it outside, in the loop that calls the function."
             )
         super().begin(samples)
-        self.exchanges.end_batch()
+        self.exchanges.arrivals.end_batch()
         self._told, self._instead = True, bool(self._next.samples)
         if self._instead and not self._next.unseen:
             self._count()
@@ -220,7 +220,7 @@ class Balancer(framework_free.Balancer):
             self._told = False
             return False
         if not self._may_begin:
-            if self.exchanges.ran:
+            if self.exchanges.arrivals.started:
                 if self._instead or not self._next.ahead:
                     return False
                 self.fail()  # a rank that loads more slowly may not see it, and would wait for this one

@@ -27,7 +27,7 @@ class GraphStep(Protocol):
 
     def begin(self, part: int) -> list[float]:
         """What this rank's gradients are multiplied by, of which the first are there, and whether norms are measured.
-        `part`: see `Exchanges.runs`."""
+        `part`: see `GradientArrivals.first`."""
 
     def send(self) -> Sequence[float]:
         """The control vector: all gradients are there."""

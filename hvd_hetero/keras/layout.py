@@ -99,7 +99,7 @@ class Step(Protocol):
 
     def take(self, index: int, flat: Any, last: bool, part: int) -> None:
         """Takes in bucket `index` of this rank's gradients, flat; from any thread, in any order. `last`: an exchange
-        follows, and it leaves at once. `part`: see `Exchanges.runs`."""
+        follows, and it leaves at once. `part`: see `GradientArrivals.first`."""
 
     def finish(self, last: bool) -> list[Any]:
         """The merged gradients, flat, once all buckets are taken in; zeros where more passes come before the exchange.

@@ -100,7 +100,7 @@ class ReducedStep:
     def finish(self, last: bool) -> list[Any]:
         """See `Step`."""
         self._taken.clear()
-        self._balancer.exchanges.left(self._owner)
+        self._balancer.exchanges.arrivals.complete(self._owner)
         self._passes += 1
         flats = [bucket[:length] for bucket, length in zip(self.layout.buckets, self.layout.lengths, strict=True)]
         if not last:
@@ -120,7 +120,7 @@ class ReducedStep:
         if self._owner.closed:
             raise RuntimeError(TRACED_BEFORE)
         self._owner.last = self
-        self._balancer.exchanges.runs(self._owner, part)
+        self._balancer.exchanges.arrivals.first(self._owner, part)
         terms = self._balancer.progress.terms
         assert terms is not None  # begun
         if self._passes == 0 and self._count.batches_per_exchange > 1:
@@ -247,7 +247,7 @@ class ReducedStep:
         """See `GraphStep`."""
         self._arrived()
         self._taken.clear()
-        self._balancer.exchanges.left(self._owner)
+        self._balancer.exchanges.arrivals.complete(self._owner)
         noise, factor = self._gradient_exchange.noise, self._scale(total)
         if noise.measuring:
             for index, squared_norm in enumerate(own):
