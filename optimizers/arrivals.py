@@ -21,7 +21,7 @@ class GradientArrivals:
         lead: makes an exchange lead from now on.
 
     Attributes:
-        again: whether the gradients that arrived last are further ones, in the same batch, of an exchange that had some.
+        again: whether the gradients that arrived last are further ones of an exchange that had some in this batch.
         turn: a lock to hold while it is decided whether another batch begins.
     """
 
