@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -112,17 +113,22 @@ def test_a_failed_build_shows_its_end_and_keeps_its_log(
     assert [p.name for p in log.parent.iterdir()] == ["build.log"]
 
 
+def pretended_wheel(_source: Path, folder: Path, _recipe: object, record: object, *_: object) -> Path:
+    """In place of `build_wheel`: a file that holds the record alone."""
+    folder.mkdir()
+    (folder / "horovod-0.28.1-x.whl").write_text(json.dumps(record))
+    return folder / "horovod-0.28.1-x.whl"
+
+
 @pytest.mark.usefixtures("torch_there", "little")
 def test_a_wheel_is_built_once_and_then_found(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     built: list[str] = []
 
-    def pretend(source: Path, folder: Path, _recipe: object, record: object, _log: Path, _watch: object) -> Path:
+    def pretend(source: Path, folder: Path, *others: object) -> Path:
         built.append((source / "setup.py").read_text())
-        folder.mkdir()
-        (folder / "horovod-0.28.1-x.whl").write_text(json.dumps(record))
-        return folder / "horovod-0.28.1-x.whl"
+        return pretended_wheel(source, folder, *others)
 
     monkeypatch.setattr(build_horovod, "build_wheel", pretend)
     arguments = ["build-horovod", "--no-install", "--cache-dir", str(tmp_path / "cache")]
@@ -132,6 +138,25 @@ def test_a_wheel_is_built_once_and_then_found(
     assert capsys.readouterr().out == first and built == ["new"]
     assert main([*arguments, "--force"]) == 0 and built == ["new", "new"]
     assert json.loads(Path(first.strip()).read_text())["edits"] == ["an_edit"]
+
+
+@pytest.mark.usefixtures("torch_there", "little")
+def test_a_wheel_is_locked_until_it_is_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """So that no other build removes it from the cache meanwhile."""
+    locked: list[bool] = []
+
+    def install(wheel: Path) -> None:
+        with wheel.parent.with_suffix(".lock").open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                locked.append(True)
+
+    monkeypatch.setattr(build_horovod, "build_wheel", pretended_wheel)
+    monkeypatch.setattr(build_horovod, "is_installed", lambda _: False)
+    monkeypatch.setattr(build_horovod, "install", install)
+    monkeypatch.setattr(build_horovod.sysconfig, "get_path", lambda _: str(tmp_path))
+    assert main(["build-horovod", "--cache-dir", str(tmp_path / "cache")]) == 0 and locked == [True]
 
 
 @pytest.mark.usefixtures("torch_there", "little")

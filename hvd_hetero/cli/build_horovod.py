@@ -142,23 +142,29 @@ def _run(options: Options, show: Progress) -> Path:
     recipe = recipe_for(options)
     cache = Cache((options.cache_dir or default_folder()).expanduser().absolute())
     name = key(recipe.facts())
-    with cache.lock(name, lambda: show.stage("waiting for another build of the same wheel")):
+    with cache.lock(name, lambda: show.stage("waiting for another build, or install, of the same wheel")):
         wheel = cache.wheel(name)
         if wheel is None or options.force:
             wheel = _build(recipe, cache, name, show)
+            cache.prune()
         else:
             show.stage(f"found in the cache: {wheel.parent.name}")
-    if options.install:
-        # Several hosts may share one environment and install into it at once; each install removes the one before.
-        place = Path(sysconfig.get_path("purelib")) / ".hvd_hetero-horovod.lock"
-        with locked(place, lambda: show.stage("waiting for another install into this environment")):
-            if options.force or not is_installed(wheel):
-                show.stage("installing")
-                install_missing(RUN_NEEDS)
-                install(wheel)
+        if options.install:
+            _install(wheel, show, force=options.force)
     show.done(f"Horovod {edits.HOROVOD_VERSION} {'installed' if options.install else 'built'} for {recipe.summary()}")
     print(wheel)
     return wheel
+
+
+def _install(wheel: Path, show: Progress, *, force: bool) -> None:
+    """Installs `wheel` unless it is installed; with `force`, in any case."""
+    # Several hosts may share one environment and install into it at once; each install removes the one before.
+    place = Path(sysconfig.get_path("purelib")) / ".hvd_hetero-horovod.lock"
+    with locked(place, lambda: show.stage("waiting for another install into this environment")):
+        if force or not is_installed(wheel):
+            show.stage("installing")
+            install_missing(RUN_NEEDS)
+            install(wheel)
 
 
 def _build(recipe: Recipe, cache: Cache, name: str, show: Progress) -> Path:
