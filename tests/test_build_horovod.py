@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
 import signal
 import tarfile
+import tempfile
 import time
 import zipfile
 from pathlib import Path
@@ -111,6 +113,18 @@ def test_a_failed_build_shows_its_end_and_keeps_its_log(
     log = Path(next(line for line in said.splitlines() if "The whole log:" in line).split(": ", 1)[1])
     assert "no such thing" in log.read_text()
     assert [p.name for p in log.parent.iterdir()] == ["build.log"]
+
+
+@pytest.mark.usefixtures("torch_there", "little")
+def test_a_disk_that_fills_up_during_a_build_is_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object) -> Path:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(build_horovod, "unpack", full)
+    said = fails(["build-horovod", "--no-install", "--cache-dir", str(tmp_path / "cache")], 1, capsys)
+    assert f"expected room for a build in {tempfile.gettempdir()}, and for its wheel in {tmp_path}/cache" in said
 
 
 def pretended_wheel(_source: Path, folder: Path, _recipe: object, record: object, *_: object) -> Path:

@@ -6,6 +6,7 @@ The source is downloaded by pip, edited (`hvd_hetero.cli.edits`) and compiled to
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import signal
 import sys
@@ -17,7 +18,7 @@ from pathlib import Path
 
 from hvd_hetero.cli import cuda, edits, toolchain
 from hvd_hetero.cli.cache import LOG, Cache, default_folder, locked
-from hvd_hetero.cli.error import UsageError
+from hvd_hetero.cli.error import CommandError, UsageError
 from hvd_hetero.cli.progress import Progress
 from hvd_hetero.cli.recipe import Recipe
 from hvd_hetero.cli.wheel import build_wheel, download, install, install_missing, is_installed, unpack
@@ -168,23 +169,40 @@ def _install(wheel: Path, show: Progress, *, force: bool) -> None:
 
 
 def _build(recipe: Recipe, cache: Cache, name: str, show: Progress) -> Path:
+    """Builds the wheel in a temporary folder, and returns its path in the cache.
+
+    Raises `CommandError` if a disk is full, or a subclass of it for what else has failed.
+    """
     entry = cache.entry(name)
     install_missing(BUILD_NEEDS)
-    with tempfile.TemporaryDirectory(prefix="hvd-hetero-horovod-") as folder:
-        place = Path(folder)
-        show.stage(f"downloading horovod {edits.HOROVOD_VERSION}")
-        source = unpack(download(place / "sdist"), place / "source")
-        show.stage(f"editing the source: {', '.join(edits.names(recipe.edits))}")
-        record = recipe.record(edits.apply(recipe.edits, source))
-        # Each process writes a log of its own, because a file system without locks lets two builds run at once.
-        log = entry / f"{LOG}.{os.getpid()}"
-        show.stage(f"compiling for {recipe.summary()}, {recipe.jobs} at a time")
-        try:
-            built = build_wheel(source, place / "wheel", recipe, record, log, show.line)
-        finally:
-            if log.exists():
-                os.replace(log, entry / LOG)
-        return cache.store(name, built, {**record, "depends_on": recipe.facts()})
+    try:
+        with tempfile.TemporaryDirectory(prefix="hvd-hetero-horovod-") as folder:
+            built, record = _build_in(Path(folder), recipe, entry, show)
+            return cache.store(name, built, record)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        raise CommandError(
+            f"expected room for a build in {tempfile.gettempdir()}, and for its wheel in {cache.folder}. Received: "
+            f"{error.strerror}.\n  What to do: make room, or name other folders with TMPDIR and --cache-dir."
+        ) from error
+
+
+def _build_in(place: Path, recipe: Recipe, entry: Path, show: Progress) -> tuple[Path, dict[str, object]]:
+    """Builds the wheel in the folder `place`; its log goes to `entry`. Returns the wheel, and the cache's record."""
+    show.stage(f"downloading horovod {edits.HOROVOD_VERSION}")
+    source = unpack(download(place / "sdist"), place / "source")
+    show.stage(f"editing the source: {', '.join(edits.names(recipe.edits))}")
+    record = recipe.record(edits.apply(recipe.edits, source))
+    # Each process writes a log of its own, because a file system without locks lets two builds run at once.
+    log = entry / f"{LOG}.{os.getpid()}"
+    show.stage(f"compiling for {recipe.summary()}, {recipe.jobs} at a time")
+    try:
+        built = build_wheel(source, place / "wheel", recipe, record, log, show.line)
+    finally:
+        if log.exists():
+            os.replace(log, entry / LOG)
+    return built, {**record, "depends_on": recipe.facts()}
 
 
 def _cores() -> int:
