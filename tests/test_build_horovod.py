@@ -85,7 +85,6 @@ def little(nothing_is_built_or_installed: None, monkeypatch: pytest.MonkeyPatch,
     with tarfile.open(archive, "w:gz") as file:
         file.add(root, root.name)
     monkeypatch.setattr(build_horovod, "download", lambda _: archive)
-    monkeypatch.setattr(build_horovod, "install_missing", lambda _: None)
     only = Edit(name="an_edit", reason="r", file="setup.py", find="old", replace="new")
     monkeypatch.setattr(edits, "chosen", lambda *_: (only,))
 

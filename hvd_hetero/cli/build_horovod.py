@@ -12,7 +12,6 @@ import signal
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,11 +20,8 @@ from hvd_hetero.cli.cache import LOG, Cache, default_folder, locked
 from hvd_hetero.cli.error import CommandError, UsageError
 from hvd_hetero.cli.progress import Progress
 from hvd_hetero.cli.recipe import Recipe
-from hvd_hetero.cli.wheel import build_wheel, download, install, install_missing, is_installed, unpack
+from hvd_hetero.cli.wheel import build_wheel, download, install, is_installed, unpack
 from hvd_hetero.engine.cache import key
-
-BUILD_NEEDS = {"packaging": "packaging", "wheel": "wheel", "setuptools": "setuptools"}
-RUN_NEEDS = {"cloudpickle": "cloudpickle", "yaml": "pyyaml", "psutil": "psutil", "packaging": "packaging"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +109,7 @@ def recipe_for(options: Options) -> Recipe:
     gpu = cuda.gpu(options.gpu, torch_cuda, "torch" in frameworks, gpus_here=gpus_here)
     cuda.check_tensorflow(gpu, frameworks.get("tensorflow"))
     return Recipe(
-        edits=edits.chosen(toolchain.present(frameworks, cpu_flags, gpu.cuda), options.plain),
+        edits=edits.chosen(toolchain.needs_met(frameworks, cpu_flags, gpu.cuda), options.plain),
         frameworks=frameworks,
         compiler=compiler,
         compiler_version=compiler_version,
@@ -164,7 +160,6 @@ def _install(wheel: Path, show: Progress, *, force: bool) -> None:
     with locked(place, lambda: show.stage("waiting for another install into this environment")):
         if force or not is_installed(wheel):
             show.stage("installing")
-            install_missing(RUN_NEEDS)
             install(wheel)
 
 
@@ -174,7 +169,6 @@ def _build(recipe: Recipe, cache: Cache, name: str, show: Progress) -> Path:
     Raises `CommandError` if a disk is full, or a subclass of it for what else has failed.
     """
     entry = cache.entry(name)
-    install_missing(BUILD_NEEDS)
     try:
         with tempfile.TemporaryDirectory(prefix="hvd-hetero-horovod-") as folder:
             built, record = _build_in(Path(folder), recipe, entry, show)
@@ -225,14 +219,3 @@ def command(arguments: argparse.Namespace) -> int:
         for number in heard:
             signal.signal(number, before[number])
     return 0
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command by itself, for `python -m hvd_hetero.cli.build_horovod`. Returns the exit code."""
-    from hvd_hetero.cli.main import main as whole
-
-    return whole(["build-horovod", *(sys.argv[1:] if argv is None else argv)])
-
-
-if __name__ == "__main__":
-    sys.exit(main())

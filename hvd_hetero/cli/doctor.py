@@ -103,8 +103,8 @@ class Report:
 
 def expected_repairs(frameworks: Sequence[str]) -> tuple[edits.Edit, ...]:
     """The edits of the kinds "repair" and "speed" that a build for `frameworks` on this machine would have."""
-    present = toolchain.present({name: {} for name in frameworks}, toolchain.cpu_flags())
-    return edits.repairs(edits.chosen(present))
+    met = toolchain.needs_met({name: {} for name in frameworks}, toolchain.cpu_flags())
+    return edits.repairs(edits.chosen(met))
 
 
 def examine(load: bool = True) -> Report:
