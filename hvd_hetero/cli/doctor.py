@@ -120,15 +120,14 @@ def examine(load: bool = True) -> Report:
         "horovod": toolchain.package_version("horovod"),
         "mpi4py": toolchain.package_version("mpi4py"),
     }
+    tools, missing = _tools()
     report = Report(
         python=f"{toolchain.python_facts()['python']} ({sys.executable})",
         installed=installed,
-        tools=_tools(),
+        tools=tools,
         horovod=installed_build(),
     )
-    for name in ("compiler", "make"):
-        if "expected" in report.tools[name]:
-            report.notes.append(f"to build Horovod: {report.tools[name]}")
+    report.notes += [f"to build Horovod: {tools[name]}" for name in missing]
     frameworks = [name for name in toolchain.FRAMEWORKS if installed[name]]
     found = {name: version for name in LOWEST if (version := installed.get(name)) is not None}
     report.problems += filter(None, (too_old(name, version) for name, version in found.items()))
@@ -170,23 +169,28 @@ def _same(built_for: str, installed: str | None) -> bool:
     return first[0] == second[0] and (first[2] == second[2] or not first[2] or not second[2])
 
 
-def _tools() -> dict[str, str]:
-    """See `Report.tools`. For what is missing: "none", or the first line of the error that a build would end with."""
+def _tools() -> tuple[dict[str, str], list[str]]:
+    """See `Report.tools`; and the names of those without which a build would end with an error.
 
-    def found(find: Callable[[], str | None]) -> str:
-        try:
-            return find() or "none"
-        except CommandError as error:
-            return str(error).splitlines()[0]
-
-    return {
-        "compiler": found(lambda: toolchain.compiler()[1]),
-        "make": found(toolchain.make_program),
-        "cmake": found(lambda: toolchain.cmake()[1]),
-        "mpi": found(lambda: toolchain.mpi("auto")),
-        "processor": " ".join(toolchain.cpu_flags()) or "no AVX",
-        "cache": found(lambda: str(default_folder())),
+    The text of such a tool is the first line of that error. That of one that a build can do without is "none".
+    """
+    ways: dict[str, Callable[[], str | None]] = {
+        "compiler": lambda: toolchain.compiler()[1],
+        "make": toolchain.make_program,
+        "cmake": lambda: toolchain.cmake()[1],
+        "mpi": lambda: toolchain.mpi("auto"),
+        "processor": lambda: " ".join(toolchain.cpu_flags()) or "no AVX",
+        "cache": lambda: str(default_folder()),
     }
+    tools: dict[str, str] = {}
+    missing: list[str] = []
+    for name, find in ways.items():
+        try:
+            tools[name] = find() or "none"
+        except CommandError as error:
+            tools[name] = str(error).splitlines()[0]
+            missing.append(name)
+    return tools, missing
 
 
 def _load(name: str, report: Report) -> None:

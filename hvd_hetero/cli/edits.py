@@ -77,7 +77,7 @@ class Edit:
         if self.find == self.replace:
             raise ValueError(f"edit {self.name!r} replaces its text by itself")
         if unknown := set(self.needs) - set(get_args(Need)):
-            raise ValueError(f"edit {self.name!r} needs one of {', '.join(get_args(Need))}. Received: {unknown}.")
+            raise ValueError(f"edit {self.name!r} expected needs of {', '.join(get_args(Need))}. Received: {unknown}.")
 
 
 def all_edits() -> tuple[Edit, ...]:
