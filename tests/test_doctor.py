@@ -62,6 +62,9 @@ def test_the_doctor_says_what_is_missing(
     assert f"MISSING  rendezvous_scope: {doctor.WITHOUT['rendezvous_scope']}" in said
     main(["doctor", "--no-load", "--json"])
     assert "stall_inspector" in json.loads(capsys.readouterr().out)["present"]
+    main(["doctor", "--no-load", "--json", str(tmp_path / "doctor.json")])
+    assert "stall_inspector" in json.loads((tmp_path / "doctor.json").read_text())["present"]
+    assert "has      stall_inspector" in capsys.readouterr().out
 
 
 def test_the_doctor_sees_that_nothing_can_be_built(

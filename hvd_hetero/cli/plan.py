@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hvd_hetero.cli.console import TO_STDOUT, rate_text, rich_console, seconds_text, table, write
+from hvd_hetero.cli.console import TO_STDOUT, rate_text, rich_console, seconds_text, table, write_or_show
 from hvd_hetero.cli.error import CommandError, UsageError
 from hvd_hetero.cli.report_content import SKIP, run_in, shares_text
 from hvd_hetero.optimizers.agreement import MOST
@@ -287,5 +287,5 @@ def command(arguments: argparse.Namespace) -> int:
                           exchange_s=seen.exchange_s, round_steps=arguments.round_steps, micro_batch=seen.micro_batch)
     except InfeasibleError as error:
         raise CommandError(f"{error}\n  What to do: another --global-batch-size or --max-share.") from error
-    write(as_dict(seen, found), arguments.json, otherwise=lambda: show(seen, found, run))
+    write_or_show(as_dict(seen, found), arguments.json, show=lambda: show(seen, found, run))
     return 0

@@ -13,7 +13,7 @@ from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
-from hvd_hetero.cli.console import TO_STDOUT, rich_console, seconds_text, table, write
+from hvd_hetero.cli.console import TO_STDOUT, rich_console, seconds_text, table, write_or_show
 from hvd_hetero.cli.error import CommandError, MissingFramework
 from hvd_hetero.engine.environment import launched
 from hvd_hetero.engine.finding import Probe
@@ -203,7 +203,7 @@ def _found(engine: Engine, arguments: argparse.Namespace) -> Probe:
 
 
 def _report(found: Probe, arguments: argparse.Namespace) -> None:
-    write(found.as_dict(), arguments.json, otherwise=lambda: show(found))
+    write_or_show(found.as_dict(), arguments.json, show=lambda: show(found))
     if arguments.picture is not None:
         try:
             importlib.import_module("hvd_hetero.cli.picture").draw(found, arguments.picture)

@@ -6,7 +6,7 @@ import argparse
 import importlib
 from pathlib import Path
 
-from hvd_hetero.cli.console import TO_STDOUT, write
+from hvd_hetero.cli.console import TO_STDOUT, write_or_show
 from hvd_hetero.cli.error import CommandError
 from hvd_hetero.cli.report_content import SKIP, Report, report_of
 from hvd_hetero.cli.report_table import show
@@ -31,7 +31,7 @@ def command(arguments: argparse.Namespace) -> int:
     """
     report = report_of(arguments.run, skip=arguments.skip)
     try:
-        write(report.as_dict(), arguments.json, otherwise=lambda: show(report))
+        write_or_show(report.as_dict(), arguments.json, show=lambda: show(report))
     finally:  # the picture is drawn also if the reader of the tables closes the pipe
         _draw(report, arguments.picture)
     return 0
