@@ -17,7 +17,7 @@ from hvd_hetero.cli import edits
 from hvd_hetero.cli.cache import KEPT, Cache, default_folder, locked
 from hvd_hetero.cli.cuda import Gpu
 from hvd_hetero.cli.error import CommandError
-from hvd_hetero.cli.progress import Progress, percent
+from hvd_hetero.cli.progress import Progress, percent_done
 from hvd_hetero.engine.cache import key, put
 
 
@@ -157,9 +157,9 @@ class Terminal(io.StringIO):
 
 
 def test_percentages_are_read_from_makes_output() -> None:
-    assert percent("  [ 42%] Building CXX object a.o") == 42
-    assert percent("[100%] Linking") == 100
-    assert percent("cc1plus: [x] 12%") is None
+    assert percent_done("  [ 42%] Building CXX object a.o") == 42
+    assert percent_done("[100%] Linking") == 100
+    assert percent_done("cc1plus: [x] 12%") is None
 
 
 @pytest.mark.parametrize("stream", [io.StringIO(), Terminal()])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hvd_hetero.cli.console import TO_STDOUT, write_or_show
 from hvd_hetero.cli.error import CommandError
-from hvd_hetero.cli.report_content import SKIP, Report, report_of
+from hvd_hetero.cli.report_content import SKIPPED_STEPS, Report, read_report
 from hvd_hetero.cli.report_table import show
 
 
@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", nargs="?", const=TO_STDOUT, metavar="FILE",
                         help="write everything as JSON to FILE or, last in the line, to the output instead of tables")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw it into FILE (.png, .svg)")
-    parser.add_argument("--skip", type=int, default=SKIP, metavar="N",
+    parser.add_argument("--skip", type=int, default=SKIPPED_STEPS, metavar="N",
                         help="leave out the first N steps of each session, in which frameworks compile (default: "
                              "%(default)s)")
 
@@ -29,7 +29,7 @@ def command(arguments: argparse.Namespace) -> int:
     Raises:
         CommandError: the trace cannot be read, or a file cannot be written.
     """
-    report = report_of(arguments.run, skip=arguments.skip)
+    report = read_report(arguments.run, skip=arguments.skip)
     try:
         write_or_show(report.as_dict(), arguments.json, show=lambda: show(report))
     finally:  # the picture is drawn also if the reader of the tables closes the pipe
