@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from hvd_hetero.cli.console import TO_STDOUT, rate_text, rich_console, seconds_text, table, write_or_show
-from hvd_hetero.cli.error import CommandError, UsageError
+from hvd_hetero.cli.error import UsageError
 from hvd_hetero.cli.rank_estimates import RankEstimates, estimates_from_run, estimates_from_speeds
 from hvd_hetero.cli.report_content import SKIPPED_STEPS, read_run, shares_text
 from hvd_hetero.optimizers.agreement import MOST
@@ -62,13 +62,13 @@ def _bounds(words: Sequence[str], bounds: Sequence[Bound]) -> list[Bound]:
     A lower bound above SAMPLES is lowered to it.
 
     Raises:
-        CommandError: a word has another form, SAMPLES is 0, or the job has no such rank.
+        UsageError: a word has another form, SAMPLES is 0, or the job has no such rank.
     """
     found = list(bounds)
     for word in words:
         rank, _, samples = word.partition(":")
         if not (rank.isdecimal() and samples.isdecimal() and int(rank) < len(found) and int(samples) > 0):
-            raise CommandError(f"--max-share: expected RANK:SAMPLES, of ranks 0 to {len(found) - 1}. Received: {word}.")
+            raise UsageError(f"--max-share: expected RANK:SAMPLES, of ranks 0 to {len(found) - 1}. Received: {word}.")
         bound, most = found[int(rank)], int(samples)
         found[int(rank)] = replace(bound, lower=min(bound.lower, most), upper=most)
     return found
@@ -99,8 +99,8 @@ def command(arguments: argparse.Namespace) -> int:
     """Prints the forecasts, or writes them as JSON. Returns the exit code 0.
 
     Raises:
-        UsageError: options are missing, or do not go together.
-        CommandError: a value is out of range, the run cannot be read, or no shares are within the bounds.
+        UsageError: options are missing, out of range or do not go together, or no shares are within the bounds.
+        CommandError: the run cannot be read, or has too few steps.
     """
     if (arguments.run is None) == (arguments.speeds is None):
         raise UsageError("expected the folder of a run, or --speeds. Received: "
@@ -120,15 +120,15 @@ def command(arguments: argparse.Namespace) -> int:
         run, estimates = None, estimates_from_speeds(arguments.speeds, exchange_ms=arguments.exchange_ms or 0.0)
     whole = arguments.global_batch_size if arguments.global_batch_size is not None else sum(estimates.shares)
     if not 1 <= whole <= MOST:
-        raise CommandError(f"--global-batch-size: expected a number from 1 to {MOST}. Received: {whole}.")
+        raise UsageError(f"--global-batch-size: expected a number from 1 to {MOST}. Received: {whole}.")
     if arguments.round_steps < 1:
-        raise CommandError(f"--round-steps: expected 1 or more. Received: {arguments.round_steps}.")
+        raise UsageError(f"--round-steps: expected 1 or more. Received: {arguments.round_steps}.")
     bounds = _bounds(arguments.max_share, estimates.bounds)
     try:
         found = forecasts(estimates.models, whole, bounds=bounds, jitters=estimates.jitters,
                           exchange_s=estimates.exchange_s, round_steps=arguments.round_steps,
                           micro_batch=estimates.micro_batch)
     except InfeasibleError as error:
-        raise CommandError(f"{error}\n  What to do: another --global-batch-size or --max-share.") from error
+        raise UsageError(f"{error}\n  What to do: another --global-batch-size or --max-share.") from error
     write_or_show(as_dict(estimates, found), arguments.json, show=lambda: show(estimates, found, run))
     return 0

@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from hvd_hetero.cli.error import CommandError
+from hvd_hetero.cli.error import CommandError, UsageError
 from hvd_hetero.policy.jitter import Jitter, synchronous_step_s
 from hvd_hetero.policy.partition import Bound
 from hvd_hetero.policy.speed import Observation, SpeedModel, fit, passes_of
@@ -132,16 +132,16 @@ def estimates_from_speeds(speeds: str, *, exchange_ms: float) -> RankEstimates:
         exchange_ms: what the exchange of gradients adds to a step, in milliseconds.
 
     Raises:
-        CommandError: `speeds` are not numbers above 0, or `exchange_ms` is negative or not finite.
+        UsageError: `speeds` are not numbers above 0, or `exchange_ms` is negative or not finite.
     """
     try:
         rates = [float(word) for word in speeds.split(",")]
         models = tuple(SpeedModel(overhead_s=0.0, seconds_per_sample=1.0 / rate) for rate in rates)
     except (ValueError, ZeroDivisionError) as error:
-        raise CommandError("--speeds: expected samples per second of each rank, above 0, as in 800,800,320. Received: "
-                           f"{speeds}.") from error
+        raise UsageError("--speeds: expected samples per second of each rank, above 0, as in 800,800,320. Received: "
+                         f"{speeds}.") from error
     if not (math.isfinite(exchange_ms) and exchange_ms >= 0.0):
-        raise CommandError(f"--exchange-ms: expected 0 or more. Received: {exchange_ms}.")
+        raise UsageError(f"--exchange-ms: expected 0 or more. Received: {exchange_ms}.")
     count = len(models)
     return RankEstimates(ranks=tuple(range(count)), models=models, jitters=(Jitter(variation=USUAL_VARIATION),) * count,
                          shares=(), step_s=None, exchange_s=1e-3 * exchange_ms, bounds=(Bound(lower=1),) * count,

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from hvd_hetero.cli.console import rate_text, seconds_text
-from hvd_hetero.cli.error import CommandError
+from hvd_hetero.cli.error import CommandError, UsageError
 from hvd_hetero.trace.reader import NewerFormatError, read
 from hvd_hetero.trace.run import RankSummary, Run
 from hvd_hetero.trace.waiting import Waiting, parts, waited_in_local_steps, waiting
@@ -84,10 +84,11 @@ def read_run(folder: str, *, skip: int = SKIPPED_STEPS) -> Run:
         skip: how many steps at the start of each session the caller leaves out.
 
     Raises:
-        CommandError: `skip` is negative, the folder has no readable trace, or no rank has a step beyond `skip`.
+        UsageError: `skip` is negative.
+        CommandError: the folder has no readable trace, or no rank has a step beyond `skip`.
     """
     if skip < 0:
-        raise CommandError(f"--skip: expected 0 or more. Received: {skip}.")
+        raise UsageError(f"--skip: expected 0 or more. Received: {skip}.")
     try:
         run = read(folder)
     except (OSError, NewerFormatError) as error:
