@@ -107,10 +107,11 @@ def estimates_from_run(run: Run, *, skip: int) -> RankEstimates:
     Raises:
         CommandError: the record of a rank is missing, or has too few steps.
     """
-    if run.missing:
-        names = ", ".join(map(file_name, run.missing))
-        raise CommandError(f"expected the records of all {len(run.plans[-1].shares)} ranks. Received none of "
-                           f"{', '.join(map(str, run.missing))}.\n  What to do: bring {names} into {run.folder}.")
+    size = len(run.plans[-1].shares) if run.plans else 1 + max(run.ranks)
+    if missing := [rank for rank in range(size) if rank not in run.ranks or not run.ranks[rank].steps]:
+        names = ", ".join(map(file_name, missing))
+        raise CommandError(f"expected the records of all {size} ranks. Received none of "
+                           f"{', '.join(map(str, missing))}.\n  What to do: bring {names} into {run.folder}.")
     ranks = list(run.present.values())
     models, jitters = zip(*(speed_of(rank, skip=skip) for rank in ranks), strict=True)
     bounds, micro_batch = zip(*map(limits_of, ranks), strict=True)

@@ -9,6 +9,7 @@ from typing import Any
 
 from hvd_hetero.cli.console import rate_text, seconds_text
 from hvd_hetero.cli.error import CommandError, UsageError
+from hvd_hetero.policy.strategy import SYNCHRONOUS
 from hvd_hetero.trace.reader import NewerFormatError, read
 from hvd_hetero.trace.run import RankSummary, Run
 from hvd_hetero.trace.waiting import Waiting, parts, waited_in_local_steps, waiting
@@ -38,13 +39,13 @@ class Report:
 
     @property
     def steps(self) -> int:
-        """The number of steps of the rank that recorded the most, skipped ones included."""
-        return max(len(rank.steps) for rank in self.run.ranks.values())
+        """The number of steps of the rank that recorded the most, skipped ones included; of those that stayed."""
+        return max((len(rank.steps) for rank in self.run.present.values()), default=0)
 
     @property
     def synchronous_fraction(self) -> float:
         """The fraction of the steps that were synchronous and recorded by all ranks."""
-        return self.waits.steps / max(1, max(summary.steps for summary in self.summaries))
+        return self.waits.steps / max(1, *(len(rank.after(self.skip)) for rank in self.run.present.values()))
 
     @cached_property
     def summaries(self) -> tuple[RankSummary, ...]:
@@ -58,21 +59,29 @@ class Report:
 
     @property
     def merges(self) -> int:
-        """The number of merges of local steps, of the rank that recorded the most."""
-        return max(sum(event.kind == "merge" and "merge" in event.fields for event in rank.events)
-                   for rank in self.run.ranks.values())
+        """The number of merges of local steps, of the rank that recorded the most; of those that stayed."""
+        return max((sum(event.kind == "merge" and "merge" in event.fields for event in rank.events)
+                    for rank in self.run.present.values()), default=0)
+
+    @property
+    def plans_choose(self) -> bool:
+        """Whether plans chose between synchronous and local steps, as with `strategy="auto"`.
+
+        Otherwise, the strategy that they name says nothing: it is the default, also where all steps are local.
+        """
+        return any(plan.strategy != SYNCHRONOUS for plan in self.run.plans)
 
     def as_dict(self) -> dict[str, Any]:
-        """All numbers and the advice, as a dict for JSON."""
+        """All numbers and the advice, as a dict for JSON. The strategy of plans is None unless they chose one."""
         ranks = []
         for rank, summary in zip(self.run.ranks.values(), self.summaries, strict=True):
             numbers = {"rank": rank.rank, "host": rank.host, "parts": self.parts[rank.rank], **asdict(summary)}
             ranks.append({**numbers, "dropped": rank.dropped, "unreadable": rank.unreadable})
+        plans = [asdict(plan) | ({} if self.plans_choose else {"strategy": None}) for plan in self.run.plans]
         waits = {**asdict(self.waits), "causes": [cause._asdict() for cause in self.waits.causes]}
         return {
             "folder": self.run.folder, "steps": self.steps, "skipped": self.skip, "merges": self.merges,
-            "ranks": ranks, "waiting": waits, "plans": [asdict(plan) for plan in self.run.plans],
-            "advice": advice(self),
+            "ranks": ranks, "waiting": waits, "plans": plans, "advice": advice(self),
         }
 
 

@@ -6,7 +6,6 @@ from typing import Any
 
 from hvd_hetero.cli.console import rate_text, rich_console, seconds_text, table
 from hvd_hetero.cli.report_content import MOST_RANKS, Report, advice, headline, percent_text, ranks_text, shares_text
-from hvd_hetero.policy.strategy import SYNCHRONOUS
 from hvd_hetero.trace.run import Run
 from hvd_hetero.trace.waiting import Waiting
 
@@ -82,13 +81,12 @@ def _waiting_table(waits: Waiting, make: Any) -> Any:
 
 def _plan_table(report: Report, make: Any) -> Any:
     plans = report.run.plans[-MOST_PLANS:]
-    changes = any(plan.strategy != SYNCHRONOUS for plan in plans)  # plans name one with strategy="auto" alone
     rows = []
     for plan in plans:
         expected = seconds_text(plan.predicted_step_s) if plan.predicted_step_s else "–"
-        strategy = [plan.strategy] if changes else []
+        strategy = [plan.strategy] if report.plans_choose else []
         rows.append([str(plan.step), shares_text(plan.shares), *strategy, expected, plan.reason])
-    columns = ["from step", "shares", *(["strategy"] if changes else []), "expected step", "why"]
+    columns = ["from step", "shares", *(["strategy"] if report.plans_choose else []), "expected step", "why"]
     return table(make, "Plans", columns, rows, left=["shares", "strategy", "why"])
 
 
