@@ -17,9 +17,11 @@ import pytest
 from building import fails, program, recipe
 
 from hvd_hetero.cli import build_horovod, edits, toolchain, wheel
+from hvd_hetero.cli.cache import KEPT
 from hvd_hetero.cli.edits import Edit
 from hvd_hetero.cli.main import main
 from hvd_hetero.cli.progress import Progress
+from hvd_hetero.engine.cache import key
 
 REAL_BUILD = wheel.build_wheel
 pytestmark = pytest.mark.usefixtures("nothing_is_built_or_installed")
@@ -144,9 +146,13 @@ def test_a_wheel_is_built_once_and_then_found(
         return pretended_wheel(source, folder, *others)
 
     monkeypatch.setattr(build_horovod, "build_wheel", pretend)
+    for number in range(KEPT):
+        (tmp_path / "cache" / key(number)).mkdir(parents=True)
+        (tmp_path / "cache" / key(number) / "horovod-0.28.1-x.whl").touch()
     arguments = ["build-horovod", "--no-install", "--cache-dir", str(tmp_path / "cache")]
     assert main(arguments) == 0
     first = capsys.readouterr().out
+    assert len(list((tmp_path / "cache").glob("*/*.whl"))) == KEPT, "what was used first is gone"
     assert main(arguments) == 0
     assert capsys.readouterr().out == first and built == ["new"]
     assert main([*arguments, "--force"]) == 0 and built == ["new", "new"]
