@@ -2,8 +2,7 @@
 
 import pytest
 
-from hvd_hetero.policy.algorithm import MARGIN, choose, confirm, rivals
-from hvd_hetero.policy.cost_model import expected_s
+from hvd_hetero.policy.algorithm import MARGIN, choose, confirm, expected_s, rivals
 from hvd_hetero.policy.link import Link
 from hvd_hetero.policy.topology import Topology
 
