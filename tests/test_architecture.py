@@ -27,7 +27,7 @@ ALLOWED = {
         {"keras", "optimizers", "engine", "policy", "codecs", "trace"},
         {"keras", "tensorflow", "torch", "horovod", "numpy", "cloudpickle"},  # with which Horovod pickles objects
     ),
-    "cli": ({"cli", "engine", "policy", "optimizers", "trace", "codecs"}, {"rich", "matplotlib", "packaging"}),
+    "cli": ({"cli", "engine", "policy", "optimizers", "trace", "codecs"}, {"rich", "matplotlib"}),
 }
 
 

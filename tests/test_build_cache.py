@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import multiprocessing
+import os
 import sys
 from multiprocessing.synchronize import Event
 from pathlib import Path
@@ -13,10 +14,10 @@ import pytest
 from building import recipe
 
 from hvd_hetero.cli import edits
-from hvd_hetero.cli.cache import Cache, default_folder, locked
+from hvd_hetero.cli.cache import KEPT, Cache, default_folder, locked
 from hvd_hetero.cli.cuda import Gpu
 from hvd_hetero.cli.error import CommandError
-from hvd_hetero.cli.progress import Progress, percent
+from hvd_hetero.cli.progress import Progress, percent_done
 from hvd_hetero.engine.cache import key, put
 
 
@@ -93,6 +94,28 @@ def test_a_second_build_of_the_same_wheel_waits(tmp_path: Path) -> None:
         other.join(20)
 
 
+def test_the_wheels_used_last_stay_and_older_entries_go(tmp_path: Path) -> None:
+    cache, built = Cache(tmp_path / "cache"), tmp_path / "horovod-0.28.1-x.whl"
+    built.write_bytes(b"wheel")
+    names = [key(number) for number in range(KEPT + 5)]
+    failed, locked_by_another, used_again, *others = names
+    for age, name in enumerate(reversed(names)):
+        with cache.lock(name, lambda: None):
+            (cache.entry(name) / "build.log").touch() if name == failed else cache.store(name, built, {})
+        os.utime(cache.folder / name, (1e9 - age, 1e9 - age))
+    assert cache.wheel(used_again) is not None
+    foreign = [cache.folder / "holiday", cache.folder / ("0" * 20)]
+    for folder in foreign:
+        folder.mkdir()
+        (folder / "picture.png").touch()
+        os.utime(folder, (1e8, 1e8))
+    with cache.lock(locked_by_another, lambda: None):
+        cache.prune()
+    kept = {locked_by_another, used_again, *others[-KEPT + 1 :]}
+    assert {path.stem for path in cache.folder.iterdir()} == {*kept, *(folder.name for folder in foreign)}
+    assert all((folder / "picture.png").exists() for folder in foreign)
+
+
 def test_without_locks_nobody_waits_and_a_cache_that_cannot_be_written_is_read(tmp_path: Path) -> None:
     with locked(tmp_path / "not there" / "lock", lambda: pytest.fail("nobody holds it")):
         pass
@@ -134,9 +157,9 @@ class Terminal(io.StringIO):
 
 
 def test_percentages_are_read_from_makes_output() -> None:
-    assert percent("  [ 42%] Building CXX object a.o") == 42
-    assert percent("[100%] Linking") == 100
-    assert percent("cc1plus: [x] 12%") is None
+    assert percent_done("  [ 42%] Building CXX object a.o") == 42
+    assert percent_done("[100%] Linking") == 100
+    assert percent_done("cc1plus: [x] 12%") is None
 
 
 @pytest.mark.parametrize("stream", [io.StringIO(), Terminal()])

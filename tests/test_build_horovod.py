@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import signal
 import tarfile
+import tempfile
 import time
 import zipfile
 from pathlib import Path
@@ -14,9 +17,11 @@ import pytest
 from building import fails, program, recipe
 
 from hvd_hetero.cli import build_horovod, edits, toolchain, wheel
+from hvd_hetero.cli.cache import KEPT
 from hvd_hetero.cli.edits import Edit
 from hvd_hetero.cli.main import main
 from hvd_hetero.cli.progress import Progress
+from hvd_hetero.engine.cache import key
 
 REAL_BUILD = wheel.build_wheel
 pytestmark = pytest.mark.usefixtures("nothing_is_built_or_installed")
@@ -82,7 +87,6 @@ def little(nothing_is_built_or_installed: None, monkeypatch: pytest.MonkeyPatch,
     with tarfile.open(archive, "w:gz") as file:
         file.add(root, root.name)
     monkeypatch.setattr(build_horovod, "download", lambda _: archive)
-    monkeypatch.setattr(build_horovod, "install_missing", lambda _: None)
     only = Edit(name="an_edit", reason="r", file="setup.py", find="old", replace="new")
     monkeypatch.setattr(edits, "chosen", lambda *_: (only,))
 
@@ -113,25 +117,65 @@ def test_a_failed_build_shows_its_end_and_keeps_its_log(
 
 
 @pytest.mark.usefixtures("torch_there", "little")
+def test_a_disk_that_fills_up_during_a_build_is_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object) -> Path:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(build_horovod, "unpack", full)
+    said = fails(["build-horovod", "--no-install", "--cache-dir", str(tmp_path / "cache")], 1, capsys)
+    assert f"expected room for a build in {tempfile.gettempdir()}, and for its wheel in {tmp_path}/cache" in said
+
+
+def pretended_wheel(_source: Path, folder: Path, _recipe: object, record: object, *_: object) -> Path:
+    """In place of `build_wheel`: a file that holds the record alone."""
+    folder.mkdir()
+    (folder / "horovod-0.28.1-x.whl").write_text(json.dumps(record))
+    return folder / "horovod-0.28.1-x.whl"
+
+
+@pytest.mark.usefixtures("torch_there", "little")
 def test_a_wheel_is_built_once_and_then_found(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     built: list[str] = []
 
-    def pretend(source: Path, folder: Path, _recipe: object, record: object, _log: Path, _watch: object) -> Path:
+    def pretend(source: Path, folder: Path, *others: object) -> Path:
         built.append((source / "setup.py").read_text())
-        folder.mkdir()
-        (folder / "horovod-0.28.1-x.whl").write_text(json.dumps(record))
-        return folder / "horovod-0.28.1-x.whl"
+        return pretended_wheel(source, folder, *others)
 
     monkeypatch.setattr(build_horovod, "build_wheel", pretend)
+    for number in range(KEPT):
+        (tmp_path / "cache" / key(number)).mkdir(parents=True)
+        (tmp_path / "cache" / key(number) / "horovod-0.28.1-x.whl").touch()
     arguments = ["build-horovod", "--no-install", "--cache-dir", str(tmp_path / "cache")]
     assert main(arguments) == 0
     first = capsys.readouterr().out
+    assert len(list((tmp_path / "cache").glob("*/*.whl"))) == KEPT, "what was used first is gone"
     assert main(arguments) == 0
     assert capsys.readouterr().out == first and built == ["new"]
     assert main([*arguments, "--force"]) == 0 and built == ["new", "new"]
     assert json.loads(Path(first.strip()).read_text())["edits"] == ["an_edit"]
+
+
+@pytest.mark.usefixtures("torch_there", "little")
+def test_a_wheel_is_locked_until_it_is_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """So that no other build removes it from the cache meanwhile."""
+    locked: list[bool] = []
+
+    def install(wheel: Path) -> None:
+        with wheel.parent.with_suffix(".lock").open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                locked.append(True)
+
+    monkeypatch.setattr(build_horovod, "build_wheel", pretended_wheel)
+    monkeypatch.setattr(build_horovod, "is_installed", lambda _: False)
+    monkeypatch.setattr(build_horovod, "install", install)
+    monkeypatch.setattr(build_horovod.sysconfig, "get_path", lambda _: str(tmp_path))
+    assert main(["build-horovod", "--cache-dir", str(tmp_path / "cache")]) == 0 and locked == [True]
 
 
 @pytest.mark.usefixtures("torch_there", "little")

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from building import program
 
 from hvd_hetero.cli import doctor, edits, toolchain
 from hvd_hetero.cli.main import COMMANDS, main
@@ -61,6 +62,9 @@ def test_the_doctor_says_what_is_missing(
     assert f"MISSING  rendezvous_scope: {doctor.WITHOUT['rendezvous_scope']}" in said
     main(["doctor", "--no-load", "--json"])
     assert "stall_inspector" in json.loads(capsys.readouterr().out)["present"]
+    main(["doctor", "--no-load", "--json", str(tmp_path / "doctor.json")])
+    assert "stall_inspector" in json.loads((tmp_path / "doctor.json").read_text())["present"]
+    assert "has      stall_inspector" in capsys.readouterr().out
 
 
 def test_the_doctor_sees_that_nothing_can_be_built(
@@ -70,10 +74,16 @@ def test_the_doctor_sees_that_nothing_can_be_built(
     fake_horovod(tmp_path, RECORD)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(toolchain.sysconfig, "get_path", lambda *_: str(tmp_path))
     main(["doctor", "--no-load"])
     said = capsys.readouterr().out
     assert "note: to build Horovod: expected a C++ compiler" in said
+    assert "note: to build Horovod: expected cmake 3.13 or later" in said
     assert "note: to build Horovod: expected `make`" in said and "all is well" not in said
+    for name in ("c++", "make", "cmake"):
+        program(tmp_path, name, "echo 'as expected, version 14.2.0'")
+    main(["doctor", "--no-load"])
+    assert "to build Horovod" not in capsys.readouterr().out
 
 
 def test_commands_print_where_the_output_has_no_dash_and_nobody_may_read_on() -> None:

@@ -48,7 +48,10 @@ def test_a_text_not_found_or_found_too_often_is_refused(text: str, found: int) -
         edits.replaced(text, edit())
 
 
-@pytest.mark.parametrize("change", [{"reason": ""}, {"find": ""}, {"creates": True}, {"count": 0}, {"replace": "old"}])
+@pytest.mark.parametrize(
+    "change",
+    [{"reason": ""}, {"find": ""}, {"creates": True}, {"count": 0}, {"replace": "old"}, {"needs": ("f16",)}],
+)
 def test_an_edit_without_sense_is_refused(change: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="edit"):
         edit(**change)

@@ -1,6 +1,7 @@
 """A trace that a Keras callback begins, long after the optimizer was made."""
 
 import json
+import warnings
 
 import keras
 import numpy as np
@@ -20,6 +21,19 @@ def test_what_is_no_single_number_is_left_out(tmp_path):
     trace.on_train_end()
     said = [json.loads(line) for line in next(tmp_path.iterdir()).read_text().splitlines()]
     assert [line["fields"] for line in said if line.get("event") == "epoch ends"] == [{"epoch": 0, "loss": 0.5}]
+
+
+def test_a_folder_that_is_not_that_of_the_balancers_trace_is_told(tmp_path):
+    balancer = hvd.Balancer(4, engine=SoloEngine(), run=str(tmp_path / "one"))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        hvd.callbacks.TraceCallback(run=str(tmp_path / "one"), balancer=balancer)
+        assert not caught
+        trace = hvd.callbacks.TraceCallback(run=str(tmp_path / "two"), balancer=balancer)
+    (said,) = (str(each.message) for each in caught)
+    assert f"{tmp_path}/one, which is continued. Received: {tmp_path}/two." in said
+    trace.on_train_end()
+    assert [path.name for path in tmp_path.iterdir()] == ["one"]
 
 
 def test_ways_chosen_after_it_began_are_in_it(tmp_path):

@@ -5,8 +5,8 @@ import json
 import pytest
 from simulated import Network
 
-from hvd_hetero.cli import picture
 from hvd_hetero.cli import probe as command
+from hvd_hetero.cli import probe_picture
 from hvd_hetero.cli.main import main
 from hvd_hetero.engine.finding import Probe
 from hvd_hetero.policy.link import Link
@@ -74,7 +74,7 @@ def test_the_tables_say_what_was_found(capsys):
 
 @pytest.mark.parametrize("hosts", ["a", "ab", "aabbbc", "abcdefgh"])
 def test_the_picture_is_drawn(hosts, tmp_path):
-    picture.draw(found_on(hosts, {(0, 1): 1e7}), tmp_path / "probe.svg")
+    probe_picture.draw(found_on(hosts, {(0, 1): 1e7})).savefig(tmp_path / "probe.svg")
     text = (tmp_path / "probe.svg").read_text()
     assert text.count("<svg") == 1 and len(text) > 2000
 
@@ -91,14 +91,15 @@ def test_one_rank_sees_its_device_and_how_to_start_several(solo, capsys, tmp_pat
     assert json.loads(capsys.readouterr().out)["cached"] is False
 
 
-@pytest.mark.parametrize("words, message", [
-    (["--budget", "0"], "rank 0: budget_s: expected above 0"),
-    (["--json", "missing/folder/file"], "expected a file that can be written"),
-    (["--picture", "probe.unknown"], "expected a file that can be written"),
+@pytest.mark.parametrize("words, code, message", [
+    (["--budget", "0"], 2, "rank 0: budget_s: expected above 0"),
+    (["--json", "missing/folder/file"], 1, "expected a file that can be written"),
+    (["--picture", "missing/folder/probe.svg"], 1, "expected a file that can be written"),
+    (["--picture", "probe.unknown"], 2, "expected a file name that ends in .png or .svg"),
 ])
-def test_what_is_wrong_is_said_and_the_exit_status_tells(words, message, solo, capsys, monkeypatch, tmp_path):
+def test_what_is_wrong_is_said_and_the_exit_status_tells(words, code, message, solo, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    assert main(["probe", *words]) == 1
+    assert main(["probe", *words]) == code
     assert message in capsys.readouterr().err
 
 

@@ -155,6 +155,34 @@ def test_without_the_record_of_the_slow_rank_nothing_is_said_of_waiting_and_noth
     assert "bring rank-00002.jsonl" in capsys.readouterr().err
 
 
+def test_without_the_record_of_a_rank_nothing_is_planned_though_no_plan_is_recorded(tmp_path, capsys):
+    """Otherwise `--max-share 2:4` would be taken for the rank in the third place, which may be another one."""
+    for rank in (0, 2, 3):
+        with Trace(tmp_path, rank=rank, clock=lambda: 0.0) as trace:
+            for step in range(20):
+                trace.step(step=step, samples=8, compute_s=0.1, t_s=float(step))
+    assert main(["plan", str(tmp_path), "--max-share", "2:4"]) == 1
+    assert "expected the records of all 4 ranks. Received none of 1." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("strategies", [("synchronous", "synchronous"), ("synchronous", "local")])
+def test_a_report_tells_the_strategy_of_plans_that_chose_one(tmp_path, capsys, strategies):
+    """With strategy="local", plans choose none, and name the default."""
+    ranks = RecordedRanks(tmp_path, 2)
+    for version, strategy in enumerate(strategies):
+        for trace in ranks.traces:
+            trace.plan(Plan(version=version, step=8 * version, shares=(8, 8), reason="of the test", strategy=strategy))
+        for step in range(8 * version, 8 * version + 8):
+            ranks.step(step, compute=[0.01] * 2, shares=(8, 8))
+    ranks.read()
+    chosen = "local" in strategies
+    assert main(["report", str(tmp_path), "--json"]) == 0
+    plans = json.loads(capsys.readouterr().out)["plans"]
+    assert [plan["strategy"] for plan in plans] == (list(strategies) if chosen else [None, None])
+    assert main(["report", str(tmp_path)]) == 0
+    assert ("strategy" in capsys.readouterr().out) == chosen
+
+
 @pytest.mark.parametrize("end", [40, 20])
 def test_a_record_that_ends_early_counts_as_far_as_it_goes(tmp_path, capsys, end):
     record(tmp_path, speeds=(0.001, 0.001, 0.02), shares=(32, 32, 32))
@@ -267,6 +295,22 @@ def test_a_rank_that_has_left_is_given_no_advice(tmp_path, capsys):
     assert "waits for its data" not in capsys.readouterr().out
 
 
+def test_a_job_that_goes_on_with_fewer_ranks_from_an_early_step_counts_those_that_it_has(tmp_path, capsys):
+    """The rank that is gone has recorded more steps than those that made them again."""
+    record(tmp_path, speeds=(0.001, 0.004, 0.001), shares=(16, 16, 16), steps=200)
+    again = RecordedRanks(tmp_path, 2)
+    again.now = 1e6
+    for trace in again.traces:
+        trace.plan(Plan(version=0, step=0, shares=(24, 24), reason="first plan"))
+    for step in range(40):
+        again.step(step, compute=(0.024, 0.096), shares=(24, 24))
+    again.read()
+    assert main(["report", str(tmp_path)]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "2 ranks (and 1 that left), 40 steps" in said and "a step, of which the exchange" in said
+    assert "of that for rank 1, which computes for longer" in said
+
+
 def test_a_report_of_many_events_tells_the_last_ones_and_how_many_there_were(tmp_path, capsys):
     record(tmp_path)
     for rank, times in ((0, range(0, 20, 2)), (1, range(1, 21, 2))):
@@ -350,28 +394,29 @@ def test_a_plan_is_for_rounds_as_long_as_one_says(capsys):
 @pytest.mark.parametrize("arguments, code, words", [
     (["report", "missing"], 1, "HVD_HETERO_RUN"),
     (["report", "{run}", "--skip", "100"], 1, "of more than 100 steps"),
-    (["report", "{run}", "--skip", "-1"], 1, "--skip: expected 0 or more"),
-    (["report", "{run}", "--picture", "{run}/report.nonsense"], 1, "--picture: expected a file"),
+    (["report", "{run}", "--skip", "-1"], 2, "--skip: expected 0 or more"),
+    (["report", "{run}", "--picture", "{run}/report.nonsense"], 2, "--picture: expected a file name that ends in"),
+    (["report", "{run}", "--picture", "{run}/missing/file.svg"], 1, "--picture: expected a file that can be written"),
     (["report", "{run}", "--json", "{run}/missing/file"], 1, "--json: expected a file"),
     (["plan", "missing"], 1, "HVD_HETERO_RUN"),
-    (["plan", "{run}", "--skip", "-3"], 1, "--skip: expected 0 or more"),
-    (["plan", "{run}", "--max-share", "7:4"], 1, "RANK:SAMPLES, of ranks 0 to 1"),
-    (["plan", "{run}", "--max-share", "²:4"], 1, "RANK:SAMPLES, of ranks 0 to 1"),
-    (["report", "{run}", "--picture", ""], 1, "--picture: expected a file that can be written"),
-    (["plan", "{run}", "--max-share", "0:4", "--max-share", "1:4"], 1, "--global-batch-size or --max-share"),
+    (["plan", "{run}", "--skip", "-3"], 2, "--skip: expected 0 or more"),
+    (["plan", "{run}", "--max-share", "7:4"], 2, "RANK:SAMPLES, of ranks 0 to 1"),
+    (["plan", "{run}", "--max-share", "²:4"], 2, "RANK:SAMPLES, of ranks 0 to 1"),
+    (["report", "{run}", "--picture", ""], 2, "--picture: expected a file name that ends in"),
+    (["plan", "{run}", "--max-share", "0:4", "--max-share", "1:4"], 2, "--global-batch-size or --max-share"),
     (["plan", "{run}", "--skip", "58"], 1, "expected 5 steps of rank 0"),
     (["plan"], 2, "Received: neither"),
     (["plan", "--speeds", "1,2", "--global-batch-size", "8", "--skip", "3"], 2, "--skip: expected with a run alone"),
     (["plan", "{run}", "--exchange-ms", "3"], 2, "--exchange-ms: expected with --speeds alone"),
     (["plan", "{run}", "--speeds", "1,2"], 2, "Received: both"),
-    (["plan", "--speeds", "800,fast", "--global-batch-size", "64"], 1, "--speeds: expected samples per second"),
-    (["plan", "--speeds", "800,0", "--global-batch-size", "64"], 1, "--speeds: expected samples per second"),
+    (["plan", "--speeds", "800,fast", "--global-batch-size", "64"], 2, "--speeds: expected samples per second"),
+    (["plan", "--speeds", "800,0", "--global-batch-size", "64"], 2, "--speeds: expected samples per second"),
     (["plan", "--speeds", "800,320"], 2, "--speeds: expected --global-batch-size N with it"),
-    (["plan", "--speeds", "800,320", "--global-batch-size", "0"], 1, "--global-batch-size: expected a number from"),
-    (["plan", "--speeds", "8,3", "--global-batch-size", "1"], 1, "--global-batch-size or --max-share"),
-    (["plan", "--speeds", "8,3", "--global-batch-size", "9" * 23], 1, "--global-batch-size: expected a number from"),
-    (["plan", "--speeds", "8,3", "--round-steps", "0", "--global-batch-size", "8"], 1, "--round-steps: expected 1"),
-    (["plan", "--speeds", "8,3", "--exchange-ms", "-1", "--global-batch-size", "8"], 1, "--exchange-ms: expected 0"),
+    (["plan", "--speeds", "800,320", "--global-batch-size", "0"], 2, "--global-batch-size: expected a number from"),
+    (["plan", "--speeds", "8,3", "--global-batch-size", "1"], 2, "--global-batch-size or --max-share"),
+    (["plan", "--speeds", "8,3", "--global-batch-size", "9" * 23], 2, "--global-batch-size: expected a number from"),
+    (["plan", "--speeds", "8,3", "--round-steps", "0", "--global-batch-size", "8"], 2, "--round-steps: expected 1"),
+    (["plan", "--speeds", "8,3", "--exchange-ms", "-1", "--global-batch-size", "8"], 2, "--exchange-ms: expected 0"),
 ])  # fmt: skip
 def test_what_cannot_be_read_or_written_is_told(tmp_path, capsys, arguments, code, words):
     record(tmp_path)

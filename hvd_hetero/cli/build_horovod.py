@@ -6,25 +6,22 @@ The source is downloaded by pip, edited (`hvd_hetero.cli.edits`) and compiled to
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import signal
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from hvd_hetero.cli import cuda, edits, toolchain
 from hvd_hetero.cli.cache import LOG, Cache, default_folder, locked
-from hvd_hetero.cli.error import UsageError
+from hvd_hetero.cli.error import CommandError, UsageError
 from hvd_hetero.cli.progress import Progress
 from hvd_hetero.cli.recipe import Recipe
-from hvd_hetero.cli.wheel import build_wheel, download, install, install_missing, is_installed, unpack
+from hvd_hetero.cli.wheel import build_wheel, download, install, is_installed, unpack
 from hvd_hetero.engine.cache import key
-
-BUILD_NEEDS = {"packaging": "packaging", "wheel": "wheel", "setuptools": "setuptools"}
-RUN_NEEDS = {"cloudpickle": "cloudpickle", "yaml": "pyyaml", "psutil": "psutil", "packaging": "packaging"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +109,7 @@ def recipe_for(options: Options) -> Recipe:
     gpu = cuda.gpu(options.gpu, torch_cuda, "torch" in frameworks, gpus_here=gpus_here)
     cuda.check_tensorflow(gpu, frameworks.get("tensorflow"))
     return Recipe(
-        edits=edits.chosen(toolchain.present(frameworks, cpu_flags, gpu.cuda), options.plain),
+        edits=edits.chosen(toolchain.needs_met(frameworks, cpu_flags, gpu.cuda), options.plain),
         frameworks=frameworks,
         compiler=compiler,
         compiler_version=compiler_version,
@@ -142,43 +139,64 @@ def _run(options: Options, show: Progress) -> Path:
     recipe = recipe_for(options)
     cache = Cache((options.cache_dir or default_folder()).expanduser().absolute())
     name = key(recipe.facts())
-    with cache.lock(name, lambda: show.stage("waiting for another build of the same wheel")):
+    with cache.lock(name, lambda: show.stage("waiting for another build, or install, of the same wheel")):
         wheel = cache.wheel(name)
         if wheel is None or options.force:
             wheel = _build(recipe, cache, name, show)
+            cache.prune()
         else:
             show.stage(f"found in the cache: {wheel.parent.name}")
-    if options.install:
-        # Several hosts may share one environment and install into it at once; each install removes the one before.
-        place = Path(sysconfig.get_path("purelib")) / ".hvd_hetero-horovod.lock"
-        with locked(place, lambda: show.stage("waiting for another install into this environment")):
-            if options.force or not is_installed(wheel):
-                show.stage("installing")
-                install_missing(RUN_NEEDS)
-                install(wheel)
+        if options.install:
+            _install(wheel, show, force=options.force)
     show.done(f"Horovod {edits.HOROVOD_VERSION} {'installed' if options.install else 'built'} for {recipe.summary()}")
     print(wheel)
     return wheel
 
 
+def _install(wheel: Path, show: Progress, *, force: bool) -> None:
+    """Installs `wheel` unless it is installed; with `force`, in any case."""
+    # Several hosts may share one environment and install into it at once; each install removes the one before.
+    place = Path(sysconfig.get_path("purelib")) / ".hvd_hetero-horovod.lock"
+    with locked(place, lambda: show.stage("waiting for another install into this environment")):
+        if force or not is_installed(wheel):
+            show.stage("installing")
+            install(wheel)
+
+
 def _build(recipe: Recipe, cache: Cache, name: str, show: Progress) -> Path:
+    """Builds the wheel in a temporary folder, and returns its path in the cache.
+
+    Raises `CommandError` if a disk is full, or a subclass of it for what else has failed.
+    """
     entry = cache.entry(name)
-    install_missing(BUILD_NEEDS)
-    with tempfile.TemporaryDirectory(prefix="hvd-hetero-horovod-") as folder:
-        place = Path(folder)
-        show.stage(f"downloading horovod {edits.HOROVOD_VERSION}")
-        source = unpack(download(place / "sdist"), place / "source")
-        show.stage(f"editing the source: {', '.join(edits.names(recipe.edits))}")
-        record = recipe.record(edits.apply(recipe.edits, source))
-        # Each process writes a log of its own, because a file system without locks lets two builds run at once.
-        log = entry / f"{LOG}.{os.getpid()}"
-        show.stage(f"compiling for {recipe.summary()}, {recipe.jobs} at a time")
-        try:
-            built = build_wheel(source, place / "wheel", recipe, record, log, show.line)
-        finally:
-            if log.exists():
-                os.replace(log, entry / LOG)
-        return cache.store(name, built, {**record, "depends_on": recipe.facts()})
+    try:
+        with tempfile.TemporaryDirectory(prefix="hvd-hetero-horovod-") as folder:
+            built, record = _build_in(Path(folder), recipe, entry, show)
+            return cache.store(name, built, record)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        raise CommandError(
+            f"expected room for a build in {tempfile.gettempdir()}, and for its wheel in {cache.folder}. Received: "
+            f"{error.strerror}.\n  What to do: make room, or name other folders with TMPDIR and --cache-dir."
+        ) from error
+
+
+def _build_in(place: Path, recipe: Recipe, entry: Path, show: Progress) -> tuple[Path, dict[str, object]]:
+    """Builds the wheel in the folder `place`; its log goes to `entry`. Returns the wheel, and the cache's record."""
+    show.stage(f"downloading horovod {edits.HOROVOD_VERSION}")
+    source = unpack(download(place / "sdist"), place / "source")
+    show.stage(f"editing the source: {', '.join(edits.names(recipe.edits))}")
+    record = recipe.record(edits.apply(recipe.edits, source))
+    # Each process writes a log of its own, because a file system without locks lets two builds run at once.
+    log = entry / f"{LOG}.{os.getpid()}"
+    show.stage(f"compiling for {recipe.summary()}, {recipe.jobs} at a time")
+    try:
+        built = build_wheel(source, place / "wheel", recipe, record, log, show.line)
+    finally:
+        if log.exists():
+            os.replace(log, entry / LOG)
+    return built, {**record, "depends_on": recipe.facts()}
 
 
 def _cores() -> int:
@@ -201,14 +219,3 @@ def command(arguments: argparse.Namespace) -> int:
         for number in heard:
             signal.signal(number, before[number])
     return 0
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command by itself, for `python -m hvd_hetero.cli.build_horovod`. Returns the exit code."""
-    from hvd_hetero.cli.main import main as whole
-
-    return whole(["build-horovod", *(sys.argv[1:] if argv is None else argv)])
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,15 +1,19 @@
 """The user's cache of built Horovod wheels: one folder per key, safe where two builds write to it at once.
 
-The key of a wheel is a hash of all that the wheel depends on: see `Recipe.facts`.
+The key of a wheel is a hash of all that the wheel depends on: see `Recipe.facts`. The cache keeps the `KEPT` wheels
+that were used last; older ones are removed when another wheel has been built.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import TextIO
 
 from hvd_hetero.cli.error import CommandError
 from hvd_hetero.engine.cache import put
@@ -18,6 +22,7 @@ from hvd_hetero.engine.environment import cache_folder
 ROOM_BYTES = 100_000_000  # of free space that a build requires at its start, rather than fail when the wheel is ready
 RECORD = "build.json"
 LOG = "build.log"
+KEPT = 8  # wheels that the cache keeps
 
 
 def default_folder() -> Path:
@@ -46,23 +51,43 @@ def locked(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
         path: the lock file; it is created, and stays.
         waiting: is called once if another process has the lock, before waiting for it.
     """
-    file = None
-    with contextlib.suppress(ImportError, OSError):
-        import fcntl
-
-        file = path.open("w")
-    if file is None:
+    with _lock(path, waiting) or contextlib.nullcontext():
         yield
-        return
-    with file:
+
+
+def _lock(path: Path, waiting: Callable[[], None] | None) -> TextIO | None:
+    """The lock file `path`, opened and locked until it is closed; None if no lock can be had.
+
+    Args:
+        path: the lock file, which is created.
+        waiting: is called if another process has the lock, before waiting for it; None: do not wait.
+    """
+    with contextlib.ExitStack() as closing:
         try:
+            import fcntl
+
+            file = closing.enter_context(path.open("w"))
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
+            if waiting is None:
+                return None
             waiting()
             fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError:
-            pass
-        yield
+        except (ImportError, OSError):
+            return None
+        closing.pop_all()
+        return file
+
+
+def _wheel_in(entry: Path) -> Path | None:
+    return next(iter(sorted(entry.glob("*.whl"))), None)
+
+
+def _is_entry(path: Path) -> bool:
+    """Whether `path` is an entry of the cache: --cache-dir may name a folder that has other things in it too."""
+    if not (re.fullmatch("[0-9a-f]{20}", path.name) and path.is_dir()):  # a key: see `engine.cache.key`
+        return False
+    return all(file.name.lstrip(".").startswith(("build.", "horovod-")) for file in path.iterdir())
 
 
 class Cache:
@@ -99,9 +124,13 @@ class Cache:
     def wheel(self, name: str) -> Path | None:
         """The path of the wheel of the key `name`, or None.
 
-        `store` writes the wheel last, so that an entry with a wheel is complete.
+        `store` writes the wheel last, so that an entry with a wheel is complete. The entry counts as used now.
         """
-        return next(iter(sorted((self.folder / name).glob("*.whl"))), None)
+        wheel = _wheel_in(self.folder / name)
+        if wheel is not None:
+            with contextlib.suppress(OSError):  # a cache that cannot be written
+                os.utime(wheel.parent)
+        return wheel
 
     def store(self, name: str, wheel: Path, record: Mapping[str, object]) -> Path:
         """Copies a wheel and the record of its build into the entry of the key `name`, each atomically.
@@ -112,8 +141,24 @@ class Cache:
         put(entry / RECORD, lambda path: path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8"))
         return put(entry / wheel.name, lambda path: shutil.copyfile(wheel, path))
 
+    def prune(self) -> None:
+        """Removes the entries that were last used before the `KEPT` wheels that were used last, and their lock files.
+
+        An entry that another process has locked stays, as does one that cannot be locked or removed. A process that has
+        opened a lock file just before it is removed may build beside another one: see `lock`.
+        """
+        with contextlib.suppress(OSError):
+            entries = sorted(filter(_is_entry, self.folder.iterdir()), key=lambda path: -path.stat().st_mtime)
+            wheels = 0
+            for entry in entries:
+                if wheels >= KEPT and (file := _lock(lock := entry.with_suffix(".lock"), None)) is not None:
+                    with file:
+                        shutil.rmtree(entry, ignore_errors=True)
+                        lock.unlink()
+                wheels += _wheel_in(entry) is not None
+
     def lock(self, name: str, waiting: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
-        """The lock that a build of the key `name` holds: see `locked`, also for `waiting`.
+        """The lock of a process that builds or installs the wheel of `name`: see `locked`, also for `waiting`.
 
         It saves a second build of the same wheel. Without locks two builds may run, and the cache stays consistent.
 

@@ -15,13 +15,13 @@ from hvd_hetero.cli.error import CommandError
 from hvd_hetero.engine.environment import under_mpi
 
 TO_STDOUT = "-"
-LONG_S = 600.0  # from this many seconds on, a duration is told in minutes
+MINUTES_FROM_S = 600.0  # from this many seconds on, a duration is told in minutes
 WIDTH = 132  # characters of a table's line where the output is not a terminal; horovodrun adds its prefix to each line
 
 
 def seconds_text(seconds: float) -> str:
     """A duration for people, with three significant digits: "85 µs", "1.2 ms", "3.4 s", "12 min", "3 h 5 min"."""
-    if LONG_S <= seconds < math.inf:
+    if MINUTES_FROM_S <= seconds < math.inf:
         hours, minutes = divmod(round(seconds / 60), 60)
         return f"{hours} h {minutes} min" if hours else f"{minutes} min"
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
@@ -77,24 +77,24 @@ def table(make: Any, title: str, columns: Sequence[str], rows: Sequence[Sequence
     return made
 
 
-def write(found: dict[str, Any], place: str | None, *, otherwise: Callable[[], None]) -> None:
+def write_or_show(result: dict[str, Any], place: str | None, *, show: Callable[[], None]) -> None:
     """Writes a result as JSON, as the option `--json [FILE]` asks for, and shows it to people.
 
     Args:
-        found: the result, as a dict for JSON.
+        result: a dict for JSON.
         place: `TO_STDOUT`: print the JSON and nothing else; a path: write the JSON to this file; None: no JSON.
-        otherwise: prints the tables; is called unless `place` is `TO_STDOUT`, also if the file cannot be written.
+        show: prints the result for people; is called unless `place` is `TO_STDOUT`, also if the file cannot be written.
 
     Raises:
         CommandError: the file cannot be written.
     """
     if place == TO_STDOUT:
-        print(json.dumps(found), flush=True)
+        print(json.dumps(result), flush=True)
         return
     try:
         if place is not None:  # before the tables, whose reader may close the pipe early
-            Path(place).write_text(json.dumps(found) + "\n", encoding="utf-8")
+            Path(place).write_text(json.dumps(result) + "\n", encoding="utf-8")
     except OSError as error:
         raise CommandError(f"--json: expected a file that can be written. Received: {error}.") from error
     finally:
-        otherwise()
+        show()

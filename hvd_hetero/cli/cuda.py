@@ -18,13 +18,16 @@ _NCCL_PLACE = "nvidia/nccl"  # under site-packages: where pip puts the NCCL that
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """How a wheel of Horovod handles tensors on GPUs: by NCCL, through host memory, or not at all."""
+    """How a wheel of Horovod handles tensors on GPUs: by NCCL, through host memory, or not at all.
+
+    Attributes:
+        cuda: the version of the CUDA compiler that compiles Horovod's CUDA part; None: there is no such part, and the
+            wheel handles tensors in host memory alone.
+        nccl: whether NCCL sums tensors on GPUs; otherwise, they are copied to host memory and summed there.
+    """
 
     cuda: str | None = None
-    """The version of the CUDA compiler that compiles Horovod's CUDA part; None: there is no such part, and the wheel
-    handles tensors in host memory alone."""
     nccl: bool = False
-    """Whether NCCL sums tensors on GPUs; otherwise, they are copied to host memory and summed there."""
 
     def summary(self, torch_cuda: object) -> str | None:
         """The GPU support in a few words for people; None if neither the wheel nor PyTorch is for GPUs.

@@ -11,6 +11,7 @@ from typing import Any
 
 from hvd_hetero.cli import edits, toolchain
 from hvd_hetero.cli.cache import default_folder
+from hvd_hetero.cli.console import TO_STDOUT, write_or_show
 from hvd_hetero.cli.error import CommandError
 from hvd_hetero.engine.build import installed_build
 from hvd_hetero.engine.version import LOWEST, too_old
@@ -75,7 +76,7 @@ REBUILD = "run `hvd-hetero build-horovod`"
 
 
 @dataclass
-class Report:
+class Diagnosis:
     """What `examine` found in the running environment.
 
     Attributes:
@@ -103,11 +104,11 @@ class Report:
 
 def expected_repairs(frameworks: Sequence[str]) -> tuple[edits.Edit, ...]:
     """The edits of the kinds "repair" and "speed" that a build for `frameworks` on this machine would have."""
-    present = toolchain.present({name: {} for name in frameworks}, toolchain.cpu_flags())
-    return edits.repairs(edits.chosen(present))
+    met = toolchain.needs_met({name: {} for name in frameworks}, toolchain.cpu_flags())
+    return edits.repairs(edits.chosen(met))
 
 
-def examine(load: bool = True) -> Report:
+def examine(load: bool = True) -> Diagnosis:
     """Examines the running environment.
 
     Args:
@@ -120,45 +121,44 @@ def examine(load: bool = True) -> Report:
         "horovod": toolchain.package_version("horovod"),
         "mpi4py": toolchain.package_version("mpi4py"),
     }
-    report = Report(
+    tools, missing = _tools()
+    found = Diagnosis(
         python=f"{toolchain.python_facts()['python']} ({sys.executable})",
         installed=installed,
-        tools=_tools(),
+        tools=tools,
         horovod=installed_build(),
     )
-    for name in ("compiler", "make"):
-        if "expected" in report.tools[name]:
-            report.notes.append(f"to build Horovod: {report.tools[name]}")
+    found.notes += [f"to build Horovod: {tools[name]}" for name in missing]
     frameworks = [name for name in toolchain.FRAMEWORKS if installed[name]]
-    found = {name: version for name in LOWEST if (version := installed.get(name)) is not None}
-    report.problems += filter(None, (too_old(name, version) for name, version in found.items()))
+    versions = {name: version for name in LOWEST if (version := installed.get(name)) is not None}
+    found.problems += filter(None, (too_old(name, version) for name, version in versions.items()))
     if not frameworks:
-        report.problems.append("neither PyTorch nor TensorFlow is installed: install one, then build Horovod for it")
-    if report.horovod is None:
-        report.problems.append(f"Horovod is not installed: {REBUILD}")
-        return report
+        found.problems.append("neither PyTorch nor TensorFlow is installed: install one, then build Horovod for it")
+    if found.horovod is None:
+        found.problems.append(f"Horovod is not installed: {REBUILD}")
+        return found
     if installed["horovod"] != edits.HOROVOD_VERSION:
-        report.notes.append(
+        found.notes.append(
             f"Horovod is {installed['horovod']}; hvd_hetero was made for {edits.HOROVOD_VERSION}: {REBUILD}"
         )
     repairs = expected_repairs(frameworks)
     wanted = edits.names(repairs)
-    report.present = [name for name in wanted if name in report.horovod["edits"]]
-    report.missing = {name: WITHOUT.get(name, "") for name in wanted if name not in report.horovod["edits"]}
-    built_for = report.horovod.get("frameworks", {})
-    same = report.horovod.get("repairs") == edits.text_hash(repairs)
-    if set(built_for) == set(frameworks) and not (same or report.missing):
-        report.notes.append(f"Horovod has repairs of another version of hvd_hetero, by the same names: {REBUILD}")
+    found.present = [name for name in wanted if name in found.horovod["edits"]]
+    found.missing = {name: WITHOUT.get(name, "") for name in wanted if name not in found.horovod["edits"]}
+    built_for = found.horovod.get("frameworks", {})
+    same = found.horovod.get("repairs") == edits.text_hash(repairs)
+    if set(built_for) == set(frameworks) and not (same or found.missing):
+        found.notes.append(f"Horovod has repairs of another version of hvd_hetero, by the same names: {REBUILD}")
     for name in frameworks:
         version = built_for.get(name)
         if built_for and version is None:
-            report.problems.append(f"Horovod was built without {name}, which is installed: {REBUILD}")
+            found.problems.append(f"Horovod was built without {name}, which is installed: {REBUILD}")
             continue
         if version is not None and not _same(version, installed[name]):
-            report.problems.append(f"Horovod was built for {name} {version}, and {installed[name]} is there: {REBUILD}")
+            found.problems.append(f"Horovod was built for {name} {version}, and {installed[name]} is there: {REBUILD}")
         if load:
-            _load(name, report)
-    return report
+            _check_import(name, found)
+    return found
 
 
 def _same(built_for: str, installed: str | None) -> bool:
@@ -170,64 +170,70 @@ def _same(built_for: str, installed: str | None) -> bool:
     return first[0] == second[0] and (first[2] == second[2] or not first[2] or not second[2])
 
 
-def _tools() -> dict[str, str]:
-    """See `Report.tools`. For what is missing: "none", or the first line of the error that a build would end with."""
+def _tools() -> tuple[dict[str, str], list[str]]:
+    """See `Diagnosis.tools`; and the names of those without which a build would end with an error.
 
-    def found(find: Callable[[], str | None]) -> str:
-        try:
-            return find() or "none"
-        except CommandError as error:
-            return str(error).splitlines()[0]
-
-    return {
-        "compiler": found(lambda: toolchain.compiler()[1]),
-        "make": found(toolchain.make_program),
-        "cmake": found(lambda: toolchain.cmake()[1]),
-        "mpi": found(lambda: toolchain.mpi("auto")),
-        "processor": " ".join(toolchain.cpu_flags()) or "no AVX",
-        "cache": found(lambda: str(default_folder())),
+    The text of such a tool is the first line of that error. That of one that a build can do without is "none".
+    """
+    ways: dict[str, Callable[[], str | None]] = {
+        "compiler": lambda: toolchain.compiler()[1],
+        "make": toolchain.make_program,
+        "cmake": lambda: toolchain.cmake()[1],
+        "mpi": lambda: toolchain.mpi("auto"),
+        "processor": lambda: " ".join(toolchain.cpu_flags()) or "no AVX",
+        "cache": lambda: str(default_folder()),
     }
+    tools: dict[str, str] = {}
+    missing: list[str] = []
+    for name, find in ways.items():
+        try:
+            tools[name] = find() or "none"
+        except CommandError as error:
+            tools[name] = str(error).splitlines()[0]
+            missing.append(name)
+    return tools, missing
 
 
-def _load(name: str, report: Report) -> None:
-    """Imports Horovod for the framework `name` in a new process, and adds its back ends or a problem to `report`."""
+def _check_import(name: str, found: Diagnosis) -> None:
+    """Imports Horovod for the framework `name` in a new process, and adds its back ends or a problem to `found`."""
     answer = toolchain.output([sys.executable, "-c", _PROBE, name])
     if answer is None:
-        report.problems.append(
+        found.problems.append(
             f"horovod.{name} cannot be imported: {REBUILD} (`python -c 'import horovod.{name}'` shows the error)"
         )
         return
     built = json.loads(answer.splitlines()[-1])
-    report.loads[name] = ", ".join(part for part in ("gloo", "mpi", "nccl") if built[part]) or "no back end"
+    found.loads[name] = ", ".join(part for part in ("gloo", "mpi", "nccl") if built[part]) or "no back end"
 
 
-def text(report: Report) -> str:
-    """The report as text for people, of several lines."""
-    lines = [f"Python      {report.python}"]
-    lines += [f"{name:<11} {version or '–'}" for name, version in report.installed.items()]
-    lines += ["", *(f"{name:<11} {value}" for name, value in report.tools.items())]
-    if report.horovod is not None:
-        ours = "built by hvd-hetero" if "format" in report.horovod else "not built by hvd-hetero"
-        lines += ["", f"Horovod     {ours}" + (", without repairs (--plain)" if report.horovod.get("plain") else "")]
-        lines += [f"  horovod.{name} loads: {parts}" for name, parts in report.loads.items()]
-        for name in report.present:
+def as_text(found: Diagnosis) -> str:
+    """The diagnosis as text for people, of several lines."""
+    lines = [f"Python      {found.python}"]
+    lines += [f"{name:<11} {version or '–'}" for name, version in found.installed.items()]
+    lines += ["", *(f"{name:<11} {value}" for name, value in found.tools.items())]
+    if found.horovod is not None:
+        ours = "built by hvd-hetero" if "format" in found.horovod else "not built by hvd-hetero"
+        lines += ["", f"Horovod     {ours}" + (", without repairs (--plain)" if found.horovod.get("plain") else "")]
+        lines += [f"  horovod.{name} loads: {parts}" for name, parts in found.loads.items()]
+        for name in found.present:
             lines.append(f"  has      {name}" + (f"  (on with {_VARIABLES[name]})" if name in _VARIABLES else ""))
-        lines += [f"  MISSING  {name}: {meaning}" for name, meaning in report.missing.items()]
-        if report.missing:
+        lines += [f"  MISSING  {name}: {meaning}" for name, meaning in found.missing.items()]
+        if found.missing:
             lines.append(f"  hvd_hetero works without them; to have them, {REBUILD}")
-    lines += ["", *(f"note: {note}" for note in report.notes), *(f"PROBLEM: {problem}" for problem in report.problems)]
-    lines += ["all is well"] if not (report.problems or report.notes or report.missing) else []
+    lines += ["", *(f"note: {note}" for note in found.notes), *(f"PROBLEM: {problem}" for problem in found.problems)]
+    lines += ["all is well"] if not (found.problems or found.notes or found.missing) else []
     return "\n".join(lines).rstrip()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command's options."""
-    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.add_argument("--json", nargs="?", const=TO_STDOUT, metavar="FILE",
+                        help="write it as JSON to FILE, or to the output instead of the text")
     parser.add_argument("--no-load", action="store_true", help="do not import Horovod to see whether it loads")
 
 
 def command(arguments: argparse.Namespace) -> int:
-    """Prints the report. Returns the exit code: 1 if there are problems, else 0."""
-    report = examine(load=not arguments.no_load)
-    print(json.dumps(vars(report), indent=1) if arguments.json else text(report))
-    return 1 if report.problems else 0
+    """Prints the diagnosis, or writes it as JSON. Returns the exit code: 1 if there are problems, else 0."""
+    found = examine(load=not arguments.no_load)
+    write_or_show(vars(found), arguments.json, show=lambda: print(as_text(found)))
+    return 1 if found.problems else 0

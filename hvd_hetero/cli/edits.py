@@ -8,16 +8,33 @@ are in the modules `edit_*`.
 from __future__ import annotations
 
 import hashlib
+import importlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from hvd_hetero.cli.error import EditFailed
 
 HOROVOD_VERSION = "0.28.1"
+_MODULES = (
+    "compile",
+    "repair",
+    "elastic",
+    "elastic_workers",
+    "elastic_hosts",
+    "launcher",
+    "failure",
+    "handle",
+    "gpu_copy",
+    "wait",
+    "cycle",
+    "fusion",
+    "hierarchy",
+)  # hvd_hetero.cli.edit_…, in the order in which their edits are made
 
 Kind = Literal["compile", "repair", "speed"]
+Need = Literal["torch", "tensorflow", "f16c", "one_abi", "no_cuda"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +53,7 @@ class Edit:
         creates: whether the edit creates `file`; then `find` is empty.
         kind: "compile" (Horovod does not build without it, or not well), "repair" (of a bug; always in effect) or
             "speed" (without effect until an environment variable turns it on).
-        needs: what the build must have for the edit to be made, by the words of `toolchain.present`: "torch",
+        needs: what the build must have for the edit to be made, by the words of `toolchain.needs_met`: "torch",
             "tensorflow", "f16c" (the processor converts fp16), "one_abi" (PyTorch and TensorFlow share a C++ ABI, and
             the wheel has no GPU support), "no_cuda" (PyTorch is for CUDA, and there is no CUDA compiler for it).
     """
@@ -49,7 +66,7 @@ class Edit:
     count: int = 1
     creates: bool = False
     kind: Kind = "repair"
-    needs: tuple[str, ...] = ()
+    needs: tuple[Need, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.name or not self.reason or bool(self.find) == self.creates or self.count < 1:
@@ -59,52 +76,24 @@ class Edit:
             )
         if self.find == self.replace:
             raise ValueError(f"edit {self.name!r} replaces its text by itself")
+        if unknown := set(self.needs) - set(get_args(Need)):
+            raise ValueError(f"edit {self.name!r} expected needs of {', '.join(get_args(Need))}. Received: {unknown}.")
 
 
 def all_edits() -> tuple[Edit, ...]:
     """All edits, whatever they need, in the order in which they are made."""
-    from hvd_hetero.cli import (
-        edit_compile,
-        edit_cycle,
-        edit_device,
-        edit_driver,
-        edit_elastic,
-        edit_failure,
-        edit_fusion,
-        edit_handle,
-        edit_hierarchy,
-        edit_host,
-        edit_repair,
-        edit_run,
-        edit_wait,
-    )
-
-    modules = (
-        edit_compile,
-        edit_repair,
-        edit_elastic,
-        edit_driver,
-        edit_host,
-        edit_run,
-        edit_failure,
-        edit_handle,
-        edit_device,
-        edit_wait,
-        edit_cycle,
-        edit_fusion,
-        edit_hierarchy,
-    )
+    modules = [importlib.import_module(f"hvd_hetero.cli.edit_{name}") for name in _MODULES]
     return tuple(edit for module in modules for edit in module.EDITS)
 
 
-def chosen(present: Iterable[str], plain: bool = False) -> tuple[Edit, ...]:
+def chosen(met: Iterable[str], plain: bool = False) -> tuple[Edit, ...]:
     """The edits to make for a build, in order.
 
     Args:
-        present: what the build has, by the words of `Edit.needs`.
+        met: what the build has, by the words of `Edit.needs`.
         plain: choose edits of the kind "compile" alone, as for `build-horovod --plain`.
     """
-    have = frozenset(present)
+    have = frozenset(met)
     return tuple(e for e in all_edits() if have.issuperset(e.needs) and not (plain and e.kind != "compile"))
 
 

@@ -10,7 +10,10 @@ class CommandError(Exception):
 
 
 class UsageError(CommandError):
-    """The options of a command contradict one another, lack one, or name something unknown."""
+    """The options of a command contradict one another, lack one, name something unknown, or have a wrong value.
+
+    The exit code is that of `argparse`, which finds the other mistakes of a command line.
+    """
 
     exit_code = 2
 

@@ -13,8 +13,9 @@ from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
-from hvd_hetero.cli.console import TO_STDOUT, rich_console, seconds_text, table, write
-from hvd_hetero.cli.error import CommandError, MissingFramework
+from hvd_hetero.cli.console import TO_STDOUT, rich_console, seconds_text, table, write_or_show
+from hvd_hetero.cli.drawing import write_picture
+from hvd_hetero.cli.error import CommandError, MissingFramework, UsageError
 from hvd_hetero.engine.environment import launched
 from hvd_hetero.engine.finding import Probe
 from hvd_hetero.engine.local import SoloEngine
@@ -174,6 +175,7 @@ def command(arguments: argparse.Namespace) -> int:
     A process that no launcher started measures its own device alone.
 
     Raises:
+        UsageError: an option has a value out of range, or options differ between ranks.
         MissingFramework: PyTorch, or a Horovod built for it, cannot be imported.
         CommandError: measuring failed, or a file cannot be written.
     """
@@ -199,14 +201,11 @@ def _found(engine: Engine, arguments: argparse.Namespace) -> Probe:
     except Exception as error:
         if not isinstance(error, (*engine.failure, ValueError, RuntimeError)):
             raise
-        raise CommandError(f"rank {engine.rank}: {error}") from error
+        kind = UsageError if isinstance(error, ValueError) else CommandError
+        raise kind(f"rank {engine.rank}: {error}") from error
 
 
 def _report(found: Probe, arguments: argparse.Namespace) -> None:
-    write(found.as_dict(), arguments.json, otherwise=lambda: show(found))
-    if arguments.picture is not None:
-        try:
-            importlib.import_module("hvd_hetero.cli.picture").draw(found, arguments.picture)
-        except (OSError, ValueError) as error:
-            raise CommandError(f"--picture: expected a file that can be written. Received: {error}. What was measured "
-                               "is kept: the next run is quick.") from error
+    write_or_show(found.as_dict(), arguments.json, show=lambda: show(found))
+    draw = importlib.import_module("hvd_hetero.cli.probe_picture").draw  # a module that imports this one
+    write_picture(lambda: draw(found), arguments.picture)

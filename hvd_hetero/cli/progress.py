@@ -12,7 +12,7 @@ _PERCENT = re.compile(r"^\s*\[\s*(\d{1,3})%\]\s+(.*)$")
 _PLAIN_EVERY_PERCENT = 20  # without a terminal, a line is written at each multiple of this percentage
 
 
-def percent(line: str) -> int | None:
+def percent_done(line: str) -> int | None:
     """The percentage in a line of make's output such as `[ 42%] Building CXX …`, or None."""
     match = _PERCENT.match(line)
     return min(int(match[1]), 100) if match else None
@@ -42,7 +42,7 @@ class Progress:
 
     def line(self, line: str) -> None:
         """Takes one line of the build's output, and shows the percentage if the line has one and it has grown."""
-        now = percent(line)
+        now = percent_done(line)
         if now is None or now <= self._shown_percent:
             return
         same_step = now // _PLAIN_EVERY_PERCENT == self._shown_percent // _PLAIN_EVERY_PERCENT

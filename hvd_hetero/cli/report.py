@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 from pathlib import Path
 
-from hvd_hetero.cli.console import TO_STDOUT, write
-from hvd_hetero.cli.error import CommandError
-from hvd_hetero.cli.report_content import SKIP, Report, report_of
+from hvd_hetero.cli.console import TO_STDOUT, write_or_show
+from hvd_hetero.cli.drawing import write_picture
+from hvd_hetero.cli.report_content import SKIPPED_STEPS, read_report
+from hvd_hetero.cli.report_picture import draw
 from hvd_hetero.cli.report_table import show
 
 
@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", nargs="?", const=TO_STDOUT, metavar="FILE",
                         help="write everything as JSON to FILE or, last in the line, to the output instead of tables")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw it into FILE (.png, .svg)")
-    parser.add_argument("--skip", type=int, default=SKIP, metavar="N",
+    parser.add_argument("--skip", type=int, default=SKIPPED_STEPS, metavar="N",
                         help="leave out the first N steps of each session, in which frameworks compile (default: "
                              "%(default)s)")
 
@@ -27,19 +27,12 @@ def command(arguments: argparse.Namespace) -> int:
     """Prints the report or writes it as JSON, and draws the picture if asked for. Returns the exit code 0.
 
     Raises:
+        UsageError: an option has a value out of range.
         CommandError: the trace cannot be read, or a file cannot be written.
     """
-    report = report_of(arguments.run, skip=arguments.skip)
+    report = read_report(arguments.run, skip=arguments.skip)
     try:
-        write(report.as_dict(), arguments.json, otherwise=lambda: show(report))
+        write_or_show(report.as_dict(), arguments.json, show=lambda: show(report))
     finally:  # the picture is drawn also if the reader of the tables closes the pipe
-        _draw(report, arguments.picture)
+        write_picture(lambda: draw(report), arguments.picture)
     return 0
-
-
-def _draw(report: Report, place: Path | None) -> None:
-    if place is not None:
-        try:
-            importlib.import_module("hvd_hetero.cli.report_picture").draw(report, place)
-        except (OSError, ValueError) as error:
-            raise CommandError(f"--picture: expected a file that can be written. Received: {error}.") from error

@@ -8,12 +8,13 @@ from functools import cached_property
 from typing import Any
 
 from hvd_hetero.cli.console import rate_text, seconds_text
-from hvd_hetero.cli.error import CommandError
+from hvd_hetero.cli.error import CommandError, UsageError
+from hvd_hetero.policy.strategy import SYNCHRONOUS
 from hvd_hetero.trace.reader import NewerFormatError, read
 from hvd_hetero.trace.run import RankSummary, Run
 from hvd_hetero.trace.waiting import Waiting, parts, waited_in_local_steps, waiting
 
-SKIP = 5  # steps at the start of a session that are left out by default: frameworks compile, caches fill
+SKIPPED_STEPS = 5  # steps at the start of a session that are left out by default: frameworks compile, caches fill
 MOST_RANKS = 16  # up to so many ranks are listed one by one
 
 # Fractions of the time: below them, advice does not mention waiting, the exchange, or loading of data.
@@ -38,13 +39,13 @@ class Report:
 
     @property
     def steps(self) -> int:
-        """The number of steps of the rank that recorded the most, skipped ones included."""
-        return max(len(rank.steps) for rank in self.run.ranks.values())
+        """The number of steps of the rank that recorded the most, skipped ones included; of those that stayed."""
+        return max((len(rank.steps) for rank in self.run.present.values()), default=0)
 
     @property
-    def together(self) -> float:
+    def synchronous_fraction(self) -> float:
         """The fraction of the steps that were synchronous and recorded by all ranks."""
-        return self.waits.steps / max(1, max(summary.steps for summary in self.summaries))
+        return self.waits.steps / max(1, *(len(rank.after(self.skip)) for rank in self.run.present.values()))
 
     @cached_property
     def summaries(self) -> tuple[RankSummary, ...]:
@@ -58,25 +59,33 @@ class Report:
 
     @property
     def merges(self) -> int:
-        """The number of merges of local steps, of the rank that recorded the most."""
-        return max(sum(event.kind == "merge" and "merge" in event.fields for event in rank.events)
-                   for rank in self.run.ranks.values())
+        """The number of merges of local steps, of the rank that recorded the most; of those that stayed."""
+        return max((sum(event.kind == "merge" and "merge" in event.fields for event in rank.events)
+                    for rank in self.run.present.values()), default=0)
+
+    @property
+    def plans_choose(self) -> bool:
+        """Whether plans chose between synchronous and local steps, as with `strategy="auto"`.
+
+        Otherwise, the strategy that they name says nothing: it is the default, also where all steps are local.
+        """
+        return any(plan.strategy != SYNCHRONOUS for plan in self.run.plans)
 
     def as_dict(self) -> dict[str, Any]:
-        """All numbers and the advice, as a dict for JSON."""
+        """All numbers and the advice, as a dict for JSON. The strategy of plans is None unless they chose one."""
         ranks = []
         for rank, summary in zip(self.run.ranks.values(), self.summaries, strict=True):
             numbers = {"rank": rank.rank, "host": rank.host, "parts": self.parts[rank.rank], **asdict(summary)}
             ranks.append({**numbers, "dropped": rank.dropped, "unreadable": rank.unreadable})
+        plans = [asdict(plan) | ({} if self.plans_choose else {"strategy": None}) for plan in self.run.plans]
         waits = {**asdict(self.waits), "causes": [cause._asdict() for cause in self.waits.causes]}
         return {
             "folder": self.run.folder, "steps": self.steps, "skipped": self.skip, "merges": self.merges,
-            "ranks": ranks, "waiting": waits, "plans": [asdict(plan) for plan in self.run.plans],
-            "advice": advice(self),
+            "ranks": ranks, "waiting": waits, "plans": plans, "advice": advice(self),
         }
 
 
-def run_in(folder: str, *, skip: int = SKIP) -> Run:
+def read_run(folder: str, *, skip: int = SKIPPED_STEPS) -> Run:
     """Reads the run whose trace is in `folder`.
 
     Args:
@@ -84,10 +93,11 @@ def run_in(folder: str, *, skip: int = SKIP) -> Run:
         skip: how many steps at the start of each session the caller leaves out.
 
     Raises:
-        CommandError: `skip` is negative, the folder has no readable trace, or no rank has a step beyond `skip`.
+        UsageError: `skip` is negative.
+        CommandError: the folder has no readable trace, or no rank has a step beyond `skip`.
     """
     if skip < 0:
-        raise CommandError(f"--skip: expected 0 or more. Received: {skip}.")
+        raise UsageError(f"--skip: expected 0 or more. Received: {skip}.")
     try:
         run = read(folder)
     except (OSError, NewerFormatError) as error:
@@ -100,16 +110,16 @@ def run_in(folder: str, *, skip: int = SKIP) -> Run:
     return run
 
 
-def report_of(folder: str, *, skip: int = SKIP) -> Report:
-    """The report of the run whose trace is in `folder`. Raises CommandError as `run_in` does."""
-    run = run_in(folder, skip=skip)
+def read_report(folder: str, *, skip: int = SKIPPED_STEPS) -> Report:
+    """The report of the run whose trace is in `folder`. Raises CommandError as `read_run` does."""
+    run = read_run(folder, skip=skip)
     return Report(run=run, skip=skip, waits=waiting(run, skip=skip))
 
 
 # In words -------------------------------------------------------------------------------------------------------------
 
 
-def percent(part: float) -> str:
+def percent_text(part: float) -> str:
     """A fraction as a percentage for people: 0.034 gives "3.4 %", 0.34 gives "34 %"."""
     return f"{100 * part:.0f} %" if part >= 0.0995 or part == 0 else f"{100 * part:.1f} %"
 
@@ -136,8 +146,8 @@ def headline(report: Report) -> str:
     if gone:
         words += f" (and {len(gone)} that left)"
     words += f", {report.steps} steps, {rate_text(samples_per_s)} samples/s"
-    if report.together >= 0.5:
-        exchange = percent(report.waits.exchange_part)
+    if report.synchronous_fraction >= 0.5:
+        exchange = percent_text(report.waits.exchange_part)
         words += f"; {seconds_text(report.waits.step_s)} a step, of which the exchange {exchange}"
     if report.merges:
         words += f"; {report.merges} merges of local steps"
@@ -148,13 +158,13 @@ def headline(report: Report) -> str:
 def advice(report: Report) -> list[str]:
     """What slows the run and what helps, one sentence each, the most important first; never empty."""
     waits, said = report.waits, []
-    if waits.waited_part * report.together >= WORTH_WAITING:
-        said.append(_of_waiting(waits, local=report.merges > 0))
-    said += _of_local_steps(report)
+    if waits.waited_part * report.synchronous_fraction >= WORTH_WAITING:
+        said.append(_waiting_advice(waits, local=report.merges > 0))
+    said += _local_step_advice(report)
     for number in report.run.present:
         data = report.parts[number]["data"]
         if data >= WORTH_DATA:
-            said.append(f"Rank {number} waits for its data for {percent(data)} of its time: more num_workers (in "
+            said.append(f"Rank {number} waits for its data for {percent_text(data)} of its time: more num_workers (in "
                         "Keras, workers), or a quicker disk.")
     for number, rank in report.run.present.items():
         longer = [step.loading_s > step.compute_s + step.extra_s for step in rank.newest]
@@ -162,12 +172,12 @@ def advice(report: Report) -> list[str]:
             said.append(f"Rank {number} has as many samples as are loaded for it, one in "
                         f"{seconds_text(rank.loading_s)}: more num_workers there (in Keras, workers), or a quicker "
                         "disk, and it gets more.")
-    if waits.exchange_part * report.together >= WORTH_EXCHANGE:
+    if waits.exchange_part * report.synchronous_fraction >= WORTH_EXCHANGE:
         chosen = any(event.kind == "route" for rank in report.run.ranks.values() for event in rank.events)
         tries = "" if chosen else 'topology="auto" and hvd.Compression.auto try what is faster; '
-        said.append(f"Exchanges take {percent(waits.exchange_part)} of a step once all ranks have come: {tries}"
+        said.append(f"Exchanges take {percent_text(waits.exchange_part)} of a step once all ranks have come: {tries}"
                     "a larger global batch needs fewer of them, but changes what is learned.")
-    said += _of_records(report)
+    said += _record_warnings(report)
     for rank in report.run.ranks.values():
         if rank.dropped or rank.unreadable:
             said.append(f"The record of rank {rank.rank} lacks {rank.dropped} lines that could not be written, and "
@@ -175,28 +185,28 @@ def advice(report: Report) -> list[str]:
     return said or ["Nothing stands out: ranks hardly wait for each other, for data or for the exchange."]
 
 
-def _of_local_steps(report: Report) -> list[str]:
+def _local_step_advice(report: Report) -> list[str]:
     """Advice on ranks that wait although they make local steps: at merges, or at the end of local steps.
 
     Empty for a run that is mostly synchronous.
     """
-    if not report.merges or report.together >= 0.5:
+    if not report.merges or report.synchronous_fraction >= 0.5:
         return []
     waited = {number: waited_in_local_steps(rank, skip=report.skip) for number, rank in report.run.present.items()}
     said = []
     number = max(waited, key=lambda each: waited[each][1])
     if (part := waited[number][1]) >= WORTH_WAITING:
-        said.append(f"Rank {number} waits for {percent(part)} of its time at the end of local steps, as of an epoch: "
-                    "it is through with its batches before the others are. See its max_share and quantum, and whether "
-                    "the plan is adaptive.")
+        said.append(f"Rank {number} waits for {percent_text(part)} of its time at the end of local steps, as of an "
+                    "epoch: it is through with its batches before the others are. See its max_share and quantum, and "
+                    "whether the plan is adaptive.")
     number = max(waited, key=lambda each: waited[each][0])
     if (part := waited[number][0]) >= WORTH_WAITING:
-        said.append(f"Rank {number} is at merges for {percent(part)} of its time, though steps are local: a larger "
-                    "bound_rounds lets it go on without one, and with a larger round_steps there are fewer.")
+        said.append(f"Rank {number} is at merges for {percent_text(part)} of its time, though steps are local: a "
+                    "larger bound_rounds lets it go on without one, and with a larger round_steps there are fewer.")
     return said
 
 
-def _of_records(report: Report) -> list[str]:
+def _record_warnings(report: Report) -> list[str]:
     """Warnings of missing records, of records that end early, and of ranks that changed their host."""
     run, said = report.run, []
     if run.missing:
@@ -206,7 +216,7 @@ def _of_records(report: Report) -> list[str]:
     elif len(run.present) > 1 and not report.merges and report.waits.steps < 2:
         said.append("Too few steps were recorded by all ranks to tell who waits for whom.")
     last = max((rank.steps[-1].step for rank in run.present.values() if rank.steps), default=0)
-    for number, rank in run.present.items() if report.together >= 0.5 or not report.merges else ():
+    for number, rank in run.present.items() if report.synchronous_fraction >= 0.5 or not report.merges else ():
         if rank.steps and rank.steps[-1].step < last - 1:
             said.append(f"The record of rank {number} ends at step {rank.steps[-1].step} of {last}.")
     moved = {number: max(rank.hosts) for number, rank in run.present.items() if len(set(rank.hosts.values())) > 1}
@@ -218,7 +228,7 @@ def _of_records(report: Report) -> list[str]:
     return said
 
 
-def _of_waiting(waits: Waiting, *, local: bool) -> str:
+def _waiting_advice(waits: Waiting, *, local: bool) -> str:
     """Advice on waiting in synchronous steps: how much, for which rank, why, and what helps.
 
     Args:
@@ -227,13 +237,13 @@ def _of_waiting(waits: Waiting, *, local: bool) -> str:
     """
     total = sum(map(sum, waits.waited_s))
     index = max(range(len(waits.ranks)), key=waits.waited_for)
-    words = f"Ranks wait for each other for {percent(waits.waited_part)} of the time"
+    words = f"Ranks wait for each other for {percent_text(waits.waited_part)} of the time"
     if waits.waited_for(index) < ONE_RANK * total:
         words += ", for one rank now and for another then"
         return f"{words}." if local else f'{words}: where each rank\'s steps vary, strategy="local" waits for nobody.'
     causes = waits.causes[index]
     name, seconds = max(causes._asdict().items(), key=lambda each: each[1])
-    words += f", {percent(waits.waited_for(index) / total)} of that for rank {waits.ranks[index]}"
+    words += f", {percent_text(waits.waited_for(index) / total)} of that for rank {waits.ranks[index]}"
     if seconds < ONE_CAUSE * causes.whole:
         return words + "."
     help_with = {

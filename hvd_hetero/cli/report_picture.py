@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from hvd_hetero.cli.error import CommandError
+from hvd_hetero.cli.drawing import figure
 from hvd_hetero.cli.report_content import MOST_RANKS, Report
 from hvd_hetero.trace.waiting import timed
 
@@ -15,32 +13,17 @@ COLOURS = {"compute": "#4c78a8", "data": "#f2a541", "exchange": "#9d9d9d", "wait
 POINTS = 400  # of a line; of more steps than that, consecutive ones share a point
 
 
-def draw(report: Report, place: Path) -> None:
-    """Draws `report` into the file `place`, in the format of its suffix (.png, .svg).
-
-    Raises:
-        CommandError: matplotlib is not installed.
-        ValueError: matplotlib has no format of this suffix, or `place` has no file name.
-        OSError: the file cannot be written.
-    """
-    if not place.name:
-        raise ValueError("a path without a name")
-    try:
-        figures = importlib.import_module("matplotlib.figure")
-        agg = importlib.import_module("matplotlib.backends.backend_agg")
-    except ImportError as error:
-        raise CommandError(f"expected the package matplotlib, which draws. Received: {error}.\n"
-                           "  What to do: pip install matplotlib, or leave out --picture.") from error
-    figure = figures.Figure(figsize=(12, 7.5), layout="constrained")
-    agg.FigureCanvasAgg(figure)
-    (time, who), (shares, speed) = figure.subplots(2, 2)
-    figure.suptitle(report.run.folder, fontsize=10)
+def draw(report: Report) -> Any:
+    """A figure of matplotlib with the report. Raises `CommandError` if matplotlib is not installed."""
+    drawn = figure(12, 7.5, dpi=120)
+    (time, who), (shares, speed) = drawn.subplots(2, 2)
+    drawn.suptitle(report.run.folder, fontsize=10)
     _time(time, report)
-    _who(who, report, figure)
+    _who(who, report, drawn)
     _shares(shares, report)
     _speed(speed, report)
     shares.sharex(speed)
-    figure.savefig(place, dpi=120)
+    return drawn
 
 
 def _time(axes: Any, report: Report) -> None:
@@ -70,7 +53,7 @@ def _time(axes: Any, report: Report) -> None:
     axes.legend(ncols=5, fontsize=7, loc="lower center", bbox_to_anchor=(0.5, -0.28), frameon=False)
 
 
-def _who(axes: Any, report: Report, figure: Any) -> None:
+def _who(axes: Any, report: Report, drawn: Any) -> None:
     """Draws the seconds that each rank (row) waited for each other one (column), as a heat map."""
     waits = report.waits
     if not any(map(any, waits.waited_s)):
@@ -78,7 +61,7 @@ def _who(axes: Any, report: Report, figure: Any) -> None:
         axes.text(0.5, 0.5, "no rank waited for another\nin a synchronous step", ha="center", va="center")
         return
     image = axes.imshow(waits.waited_s, cmap="Reds", vmin=0.0)
-    figure.colorbar(image, ax=axes, label="seconds", shrink=0.8)
+    drawn.colorbar(image, ax=axes, label="seconds", shrink=0.8)
     axes.set(xlabel="for rank", ylabel="rank", title=f"Who waited for whom, {waits.steps} synchronous steps")
     if len(waits.ranks) <= MOST_RANKS:
         axes.set_xticks(range(len(waits.ranks)), waits.ranks)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hvd_hetero.cli.console import rate_text, rich_console, seconds_text, table
-from hvd_hetero.cli.report_content import MOST_RANKS, Report, advice, headline, percent, ranks_text, shares_text
-from hvd_hetero.policy.strategy import SYNCHRONOUS
+from hvd_hetero.cli.report_content import MOST_RANKS, Report, advice, headline, percent_text, ranks_text, shares_text
 from hvd_hetero.trace.run import Run
 from hvd_hetero.trace.waiting import Waiting
 
@@ -23,16 +22,16 @@ def show(report: Report) -> None:
         console.print(line, markup=False, soft_wrap=True)
 
     say(headline(report))
-    console.print(_of_ranks(report, make))
+    console.print(_rank_table(report, make))
     ranks, waited = len(report.run.ranks), any(map(any, report.waits.waited_s))
     if ranks > MOST_ROWS:
         say(f"… of {ranks} ranks, {f'the {MOST_ROWS} that the others waited for longest' if waited else MOST_ROWS}.")
     if waited:
-        console.print(_who_waited(report.waits, make))
+        console.print(_waiting_table(report.waits, make))
         if ranks > MOST_COLUMNS:
             say(f"… at most the {MOST_COLUMNS} of {ranks} ranks that the others waited for longest.")
     if plans := report.run.plans:
-        console.print(_of_plans(report, make))
+        console.print(_plan_table(report, make))
         if len(plans) > MOST_PLANS:
             say(f"… of {len(plans)} plans, the last {MOST_PLANS}.")
     events = _noteworthy(report.run)
@@ -44,16 +43,16 @@ def show(report: Report) -> None:
         say(line)
 
 
-def _of_ranks(report: Report, make: Any) -> Any:
+def _rank_table(report: Report, make: Any) -> Any:
     waits, rows = report.waits, []
     ranks = list(report.run.ranks.values())
     for index in sorted(_waited_for_longest(waits, MOST_ROWS)):
         rank, summary = ranks[index], report.summaries[index]
         part = report.parts[rank.rank]
         share = str(rank.steps[-1].share) if rank.steps else "–"
-        last = percent(waits.last[index] / waits.steps) if waits.steps else "–"
+        last = percent_text(waits.last[index] / waits.steps) if waits.steps else "–"
         rows.append([str(rank.rank), rank.host or "–", share, rate_text(summary.samples_per_s),
-                     *(percent(part[name]) for name in ("compute", "data", "wait", "rest")), last])
+                     *(percent_text(part[name]) for name in ("compute", "data", "wait", "rest")), last])
     columns = ["rank", "host", "last share", "samples/s", "compute", "data", "waiting", "rest", "came last in"]
     return table(make, "Where the time of each rank went", columns, rows, left=["host"])
 
@@ -63,7 +62,7 @@ def _waited_for_longest(waits: Waiting, most: int) -> list[int]:
     return sorted(range(len(waits.ranks)), key=waits.waited_for, reverse=True)[:most]
 
 
-def _who_waited(waits: Waiting, make: Any) -> Any:
+def _waiting_table(waits: Waiting, make: Any) -> Any:
     indices = sorted(i for i in _waited_for_longest(waits, MOST_COLUMNS) if waits.waited_for(i) > 0)
     rows = []
     for i in sorted(range(len(waits.ranks)), key=lambda i: -sum(waits.waited_s[i]))[:MOST_RANKS]:
@@ -75,20 +74,19 @@ def _who_waited(waits: Waiting, make: Any) -> Any:
     for name in ("compute", "data", "rest"):
         whole = [waits.causes[j].whole for j in indices]
         values = [getattr(waits.causes[j], name) / w if w else 0.0 for j, w in zip(indices, whole, strict=True)]
-        rows.append([f"because of its {name}", *map(percent, values), ""])
+        rows.append([f"because of its {name}", *map(percent_text, values), ""])
     columns = ["", *(f"for rank {waits.ranks[j]}" for j in indices), "in all"]
     return table(make, f"Who waited for whom, in {waits.steps} synchronous steps", columns, rows, left=[""])
 
 
-def _of_plans(report: Report, make: Any) -> Any:
+def _plan_table(report: Report, make: Any) -> Any:
     plans = report.run.plans[-MOST_PLANS:]
-    changes = any(plan.strategy != SYNCHRONOUS for plan in plans)  # plans name one with strategy="auto" alone
     rows = []
     for plan in plans:
         expected = seconds_text(plan.predicted_step_s) if plan.predicted_step_s else "–"
-        strategy = [plan.strategy] if changes else []
+        strategy = [plan.strategy] if report.plans_choose else []
         rows.append([str(plan.step), shares_text(plan.shares), *strategy, expected, plan.reason])
-    columns = ["from step", "shares", *(["strategy"] if changes else []), "expected step", "why"]
+    columns = ["from step", "shares", *(["strategy"] if report.plans_choose else []), "expected step", "why"]
     return table(make, "Plans", columns, rows, left=["shares", "strategy", "why"])
 
 

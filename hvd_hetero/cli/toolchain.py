@@ -126,7 +126,7 @@ def frameworks(asked: Sequence[str] | None) -> dict[str, dict[str, object]]:
     return found
 
 
-def present(found: Mapping[str, Mapping[str, object]], flags: Sequence[str], cuda: str | None = None) -> set[str]:
+def needs_met(found: Mapping[str, Mapping[str, object]], flags: Sequence[str], cuda: str | None = None) -> set[str]:
     """The words of `Edit.needs` that are true of a build; `edits.chosen` chooses the edits by them.
 
     Args:
@@ -134,13 +134,10 @@ def present(found: Mapping[str, Mapping[str, object]], flags: Sequence[str], cud
         flags: the flags of the processor, as from `cpu_flags`.
         cuda: the version of the CUDA compiler for Horovod's part for PyTorch; None: there is none.
     """
-    from packaging.version import Version
-
-    torch, tensorflow = found.get("torch", {}), found.get("tensorflow", {})
+    torch = found.get("torch", {})
     # TensorFlow's packages for Linux have had the C++11 ABI since 2.10. With GPU support, the sources that both
     # libraries share are compiled differently for PyTorch.
-    new_enough = Version(str(tensorflow.get("version", "0"))) >= Version("2.10")
-    one_abi = bool(torch.get("cxx11_abi")) and new_enough and not (cuda or torch.get("hip"))
+    one_abi = bool(torch.get("cxx11_abi")) and not (cuda or torch.get("hip"))
     return {
         *found,
         *(["f16c"] if {"avx", "f16c"} <= set(flags) else []),

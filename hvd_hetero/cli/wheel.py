@@ -41,20 +41,6 @@ def _pip(arguments: Sequence[str]) -> str | None:
     return None if done.returncode == 0 else done.stdout
 
 
-def install_missing(modules: Mapping[str, str]) -> None:
-    """Installs the packages of `modules` (module → package) whose module cannot be found.
-
-    Raises `BuildFailed` if pip fails.
-    """
-    importlib.invalidate_caches()
-    missing = [package for module, package in modules.items() if importlib.util.find_spec(module) is None]
-    if missing and (said := _pip(["install", *missing])) is not None:
-        raise BuildFailed(
-            f"expected to install {', '.join(missing)}, and pip failed:\n{_tail(said)}\n"
-            f"  What to do: install them yourself with `pip install {' '.join(missing)}`."
-        )
-
-
 def download(folder: Path) -> Path:
     """Downloads the sdist of Horovod into `folder` and returns its path.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import Any
 
 import keras
@@ -226,8 +227,8 @@ class TraceCallback(keras.callbacks.Callback):
     """Writes a trace of the run: the steps and plans of the balancer, and the logs of each epoch of `fit`.
 
     Args:
-        run: the folder, in which each rank writes a file; of no effect if the balancer has a trace already, as one that
-            was made with `run=`.
+        run: the folder, in which each rank writes a file. If the balancer has a trace already, as one that was made
+            with `run=`, that one is continued, and rank 0 warns where it is in another folder.
         balancer: the balancer whose steps and plans are recorded.
     """
 
@@ -235,6 +236,11 @@ class TraceCallback(keras.callbacks.Callback):
         super().__init__()
         if balancer.trace is None:
             balancer.trace = own_trace(run, ranks=balancer.engine.ranks, rank=balancer.rank)
+        elif balancer.rank == 0 and os.path.realpath(run) != os.path.realpath(os.path.dirname(balancer.trace.path)):
+            script.warn(
+                f"run: expected the folder of the balancer's trace, {os.path.dirname(balancer.trace.path)}, which is "
+                f"continued. Received: {run}. Give Balancer(run=), or HVD_HETERO_RUN, or this callback's run alone."
+            )
         self.trace = balancer.trace
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import importlib
 import math
 from itertools import combinations
-from pathlib import Path
 from typing import Any
 
 from hvd_hetero.cli.console import seconds_text
-from hvd_hetero.cli.error import CommandError
+from hvd_hetero.cli.drawing import figure
 from hvd_hetero.cli.probe import LinkRow, bandwidth_text, link_rows
 from hvd_hetero.engine.finding import Probe
 
@@ -17,42 +16,27 @@ BOX_HEIGHT, BOX_WIDTH = 0.42, 2.3       # height of one line of text, width of a
 MOST_LABELS = 6                         # nodes; with more, the labels of 21 lines or more would hide one another
 
 
-def draw(found: Probe, place: Path) -> None:
-    """Draws the nodes, ranks and links of `found` into the file `place`, in the format of its suffix (.png, .svg).
-
-    Raises:
-        CommandError: matplotlib is not installed.
-        ValueError: matplotlib has no format of this suffix, or `place` has no file name.
-        OSError: the file cannot be written.
-    """
-    if not place.name:
-        raise ValueError("a path without a name")
-    try:
-        figures, colours = importlib.import_module("matplotlib.figure"), importlib.import_module("matplotlib.colors")
-        maps = importlib.import_module("matplotlib").colormaps
-        agg = importlib.import_module("matplotlib.backends.backend_agg")
-    except ImportError as error:
-        raise CommandError(f"expected the package matplotlib, which draws. Received: {error}.\n"
-                           "  What to do: pip install matplotlib, or leave out --picture.") from error
+def draw(found: Probe) -> Any:
+    """A figure of matplotlib with the nodes, ranks and links. Raises `CommandError` if matplotlib is not installed."""
     rows = link_rows(found)
     places = _places(found)
     across = max(abs(x) for x, _ in places) + BOX_WIDTH / 2 + 0.4
     tall = max(abs(y) + _height(found, index) / 2 for index, (_, y) in enumerate(places)) + 0.4
-    figure = figures.Figure(figsize=(max(2.0 * across, 7.0), 2.0 * tall + 1.0), layout="constrained")
-    agg.FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
+    drawn = figure(max(2.0 * across, 7.0), 2.0 * tall + 1.0, dpi=150)
+    axes = drawn.add_subplot()
     axes.set(xlim=(-across, across), ylim=(-tall, tall), aspect="equal")
     axes.axis("off")
     axes.set_title(f"{found.size} ranks, {len(places)} nodes; links of a pair of ranks, through Horovod", fontsize=11)
     rates = [row.bandwidth_bytes_per_s for row in rows] or [1.0]
-    scale = colours.LogNorm(min(rates) / 1.01, max(rates) * 1.01)
+    colours, scales = importlib.import_module("matplotlib").colormaps, importlib.import_module("matplotlib.colors")
+    scale = scales.LogNorm(min(rates) / 1.01, max(rates) * 1.01)
     for row in rows:
         if len(row.nodes) == 2:
-            colour = maps["viridis_r"](0.15 + 0.75 * float(scale(row.bandwidth_bytes_per_s)))
+            colour = colours["viridis_r"](0.15 + 0.75 * float(scale(row.bandwidth_bytes_per_s)))
             _line(axes, row, places, colour, 1.5 + 6.0 * float(scale(row.bandwidth_bytes_per_s)), found)
     for index, at in enumerate(places):
         _box(axes, found, index, at, next((row for row in rows if row.nodes == (index,)), None))
-    figure.savefig(place, dpi=150)
+    return drawn
 
 
 def _height(found: Probe, index: int) -> float:
