@@ -284,7 +284,7 @@ def test_a_rank_may_be_told_to_end_while_it_comes_together_with_others(monkeypat
     state, within = State(leaving=()), []
 
     @contextlib.contextmanager
-    def unreachable(notice, leave):
+    def unreachable(handler, leave):
         within.append(True)
         yield leave()
         within.clear()

@@ -439,8 +439,8 @@ def test_a_rank_under_mpi_has_an_address_that_others_can_reach(monkeypatch, name
 
 def test_all_ranks_of_a_large_job_may_ask_at_once_and_answers_may_be_long():
     many = [f"hvd_hetero.balancer.1.0.{number}.bucket" for number in range(5000)]
-    ear, found, start = peer.QuestionServer(lambda question: {"submitted": many}), [], threading.Barrier(100)
-    asked = ear.peer(0)
+    server, found, start = peer.QuestionServer(lambda question: {"submitted": many}), [], threading.Barrier(100)
+    asked = server.peer(0)
 
     def asks():
         start.wait()
@@ -451,15 +451,15 @@ def test_all_ranks_of_a_large_job_may_ask_at_once_and_answers_may_be_long():
         thread.start()
     for thread in threads:
         thread.join()
-    ear.close()
+    server.close()
     assert found == [True] * 100
 
 
 def test_of_those_who_do_not_mean_this_job_no_more_are_heard_than_ranks_may_ask(monkeypatch):
-    monkeypatch.setattr(peer, "ASKING", 3)
+    monkeypatch.setattr(peer, "MAX_CONNECTIONS", 3)
     monkeypatch.setattr(peer, "QUESTION_S", 30.0)
-    ear = peer.QuestionServer(lambda question: {"state": "here"})
-    asked, others = ear.peer(0), []
+    server = peer.QuestionServer(lambda question: {"state": "here"})
+    asked, others = server.peer(0), []
     try:
         others += [socket.create_connection(("127.0.0.1", asked.port), timeout=10) for _ in range(5)]
         assert [one.recv(1) for one in others[3:]] == [b"", b""], "closed at once"
@@ -473,7 +473,7 @@ def test_of_those_who_do_not_mean_this_job_no_more_are_heard_than_ranks_may_ask(
     finally:
         for one in others:
             one.close()
-        ear.close()
+        server.close()
 
 
 def answers(asked):
@@ -486,8 +486,8 @@ def answers(asked):
 
 def test_a_byte_now_and_then_is_no_question(monkeypatch):
     monkeypatch.setattr(peer, "QUESTION_S", 0.3)
-    ear = peer.QuestionServer(lambda question: {"state": "here"})
-    slow = socket.create_connection(("127.0.0.1", ear.peer(0).port), timeout=10)
+    server = peer.QuestionServer(lambda question: {"state": "here"})
+    slow = socket.create_connection(("127.0.0.1", server.peer(0).port), timeout=10)
     try:
         slow.settimeout(0.02)
         for _ in range(500):
@@ -501,7 +501,7 @@ def test_a_byte_now_and_then_is_no_question(monkeypatch):
         assert slow.recv(1) == b""
     finally:
         slow.close()
-        ear.close()
+        server.close()
 
 
 
@@ -599,29 +599,29 @@ def test_what_a_rank_has_printed_is_not_lost_where_it_is_ended(monkeypatch):
     {"identity": "another host's"}, {"born": "1 pid:[1]"}, {"pid": 1 << 23, "born": ""}, {"pid": 1},
 ])  # fmt: skip
 def test_only_the_very_process_is_taken_for_one_that_can_be_ended_from_here(other):
-    ear = peer.QuestionServer(lambda question: {})
-    me = ear.peer(0)
-    ear.close()
+    server = peer.QuestionServer(lambda question: {})
+    me = server.peer(0)
+    server.close()
     assert me.is_here and not dataclasses.replace(me, **other).is_here
 
 
 def test_who_connects_and_says_nothing_keeps_no_thread(monkeypatch):
     monkeypatch.setattr(peer, "QUESTION_S", 0.1)
-    ear, before = peer.QuestionServer(lambda question: {}), set(threading.enumerate())
-    with socket.create_connection(("127.0.0.1", ear.peer(0).port)):
+    server, before = peer.QuestionServer(lambda question: {}), set(threading.enumerate())
+    with socket.create_connection(("127.0.0.1", server.peer(0).port)):
         assert until(lambda: set(threading.enumerate()) - before)
         assert until(lambda: not set(threading.enumerate()) - before)
-    ear.close()
+    server.close()
 
 
 def test_a_fork_that_outlives_its_rank_does_not_answer_for_it():
     """As the worker of a data loader: who asks is to hear that the rank is gone."""
-    ear, (reads, writes) = peer.QuestionServer(lambda question: {}), os.pipe()
-    asked = ear.peer(0)
+    server, (reads, writes) = peer.QuestionServer(lambda question: {}), os.pipe()
+    asked = server.peer(0)
     if (pid := os.fork()) == 0:
         os.read(reads, 1)
         os._exit(0)
-    ear.close()
+    server.close()
     try:
         with pytest.raises(peer.GoneError):
             peer.ask(asked, {"kind": "state"}, within_s=0.2)

@@ -32,7 +32,7 @@ QUESTION_S = 2.0  # time limit of a question; the thread that answers may have l
 ENDING_S = (0.5, 1.0)  # pauses before the second and third try, if the connection is closed without an answer
 ELSEWHERE = "192.0.2.1"  # an address that no host has (RFC 5737), to find the default route; nothing is sent there
 LONGEST, LONGEST_ANSWER = 1 << 16, 1 << 24  # bytes of a question and an answer, which names all operations under way
-ASKING = 1024  # the most connections that a `QuestionServer` accepts at a time: all ranks may ask it at once
+MAX_CONNECTIONS = 1024  # the most connections that a `QuestionServer` accepts at a time: all ranks may ask it at once
 
 
 class GoneError(ConnectionError):
@@ -148,7 +148,7 @@ class QuestionServer:
         self.ended = False
         this = self
 
-        places = threading.BoundedSemaphore(ASKING)
+        places = threading.BoundedSemaphore(MAX_CONNECTIONS)
 
         class Handler(socketserver.BaseRequestHandler):
             def handle(self) -> None:
@@ -158,7 +158,7 @@ class QuestionServer:
                     self.request.sendall(json.dumps(answer(question)).encode() + b"\n")
 
         class Server(socketserver.ThreadingTCPServer):
-            request_queue_size = ASKING
+            request_queue_size = MAX_CONNECTIONS
 
             def process_request(self, request: Any, client_address: Any) -> None:
                 if not places.acquire(blocking=False):  # too many connections: they are not all from this job's ranks

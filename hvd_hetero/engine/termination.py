@@ -105,7 +105,7 @@ class TerminationHandler:
                             if not over.is_set():
                                 self._leave_at_once(leave)
 
-        background.begin(listen, name="hvd_hetero.notice")
+        background.begin(listen, name="hvd_hetero.termination")
         if self.told:  # SIGTERM came before the file descriptor was set
             writes.send(bytes([signal.SIGTERM]))
         try:

@@ -62,7 +62,7 @@ class Watch:
         self.hearers = Remembered()
         self._waits = Waits()
         self._peer_group = PeerGroup(lambda: self._waits.submitted, self._waits.times)
-        self._ear: QuestionServer | None = None
+        self._server: QuestionServer | None = None
         self._closed = threading.Event()
 
     # What the engine tells ------------------------------------------------------------------------------------------
@@ -102,7 +102,7 @@ class Watch:
     @property
     def watches(self) -> bool:
         """Whether long waits of this rank are reported and ended: it has a `Patience`, and listens at a port."""
-        return self._ear is not None and self._patience is not None
+        return self._server is not None and self._patience is not None
 
     def introduce(self, rank: int) -> str:
         """Starts to listen for questions to this rank, if it does not yet, and starts the watchdog's thread.
@@ -110,16 +110,16 @@ class Watch:
         Returns:
             This rank's `Peer` as one line of text, for `meet` on the other ranks; "" if no port can be opened.
         """
-        if self._ear is None:
+        if self._server is None:
             try:
-                self._ear = QuestionServer(self._answer)
+                self._server = QuestionServer(self._answer)
             except OSError as error:
                 self._say(f"hvd_hetero: no port to be asked at ({error}): waits are not explained.")
                 return ""
             if self.watches:
                 background.begin(self._watch, name="hvd_hetero.watch", end=self._closed.set)
                 atexit.register(self._look_aside)
-        self._peer_group.me = me = self._ear.peer(rank)
+        self._peer_group.me = me = self._server.peer(rank)
         return me.to_text()
 
     def meet(self, texts: Sequence[str]) -> None:
@@ -156,8 +156,8 @@ class Watch:
     def close(self) -> None:
         """Ends the watchdog's thread, and stops listening."""
         self._closed.set()
-        if self._ear is not None:
-            self._ear.close()
+        if self._server is not None:
+            self._server.close()
 
     def _watch(self) -> None:
         looked_s, told = 0.0, ""
