@@ -12,7 +12,7 @@ from torch import nn
 from hvd_hetero.engine.elastic import Failures, run
 from hvd_hetero.engine.local import World
 from hvd_hetero.engine.remembered import Remembered
-from hvd_hetero.engine.termination import LEFT, TerminationHandler
+from hvd_hetero.engine.termination import EXIT_STATUS_LEFT, TerminationHandler
 from hvd_hetero.optimizers.agreement import BalancerArguments
 from hvd_hetero.optimizers.equal import EqualWeights
 from hvd_hetero.optimizers.planner import Planner
@@ -275,7 +275,7 @@ def test_a_rank_that_was_told_to_end_does_not_come_together_with_others_again():
 
     with pytest.raises(SystemExit) as end:
         elastic_loop(train, state.log)(state)
-    assert end.value.code == LEFT
+    assert end.value.code == EXIT_STATUS_LEFT
     assert state.log == ["sync", "leave", "break_off", "restore", "leave_alone"]
 
 

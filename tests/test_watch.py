@@ -22,7 +22,7 @@ import pytest
 from hvd_hetero.engine import peer, peer_group, script, waits, watch
 from hvd_hetero.engine.absence import JOIN, Absence
 from hvd_hetero.engine.peer import Peer
-from hvd_hetero.engine.watch import LEFT, Watch
+from hvd_hetero.engine.watch import EXIT_STATUS_LEFT, Watch
 from hvd_hetero.policy.patience import Patience
 
 QUICK = Patience(warn_s=0.2, bound_s=0.6)
@@ -321,7 +321,7 @@ def test_whoever_waits_for_another_is_not_to_blame(ranks):
 def test_a_wait_without_end_ends_where_it_is_caused(ranks):
     two = ranks(2)
     two.wait(0, "gradient", 0.6, ranks=(0, 1), until=lambda: two.left)
-    assert two.left == [LEFT], "the rank that is missing, and not the one that waits"
+    assert two.left == [EXIT_STATUS_LEFT], "the rank that is missing, and not the one that waits"
     assert "rank 1" in two.said[-1] and "ends with an error" in two.said[-1] and '"gradient"' in two.said[-1]
 
 
@@ -339,7 +339,7 @@ def test_who_has_joined_waits_for_nobody(ranks):
     seen.set()
     joiner.join()
     waiter.join()
-    assert "rank 2 (host" in three.story() and "rank 0 (host" not in three.story() and three.left == [LEFT]
+    assert "rank 2 (host" in three.story() and "rank 0 (host" not in three.story() and three.left == [EXIT_STATUS_LEFT]
     assert others.absent(JOIN) == []
 
 
@@ -369,7 +369,7 @@ def test_operations_in_another_order_end_everywhere(ranks):
     waiter.start()
     two.wait(0, "gradient", 0.6, (0, 1), lambda: two.left)
     waiter.join()
-    assert LEFT in two.left
+    assert EXIT_STATUS_LEFT in two.left
 
 
 def test_a_stopped_process_is_named_and_at_last_ended(ranks, child):
@@ -413,7 +413,7 @@ def test_the_child_ends_when_told(ranks, child):
     one = ranks(1)
     one.meet(child.said)
     one.wait(0, "gradient", 0.6, (0, 2), lambda: child.poll() is not None)
-    assert child.wait(timeout=5) == LEFT
+    assert child.wait(timeout=5) == EXIT_STATUS_LEFT
     told = child.stderr.read()
     assert "in loads" in told and '"gradient"' in told, "with what it was doing"
 
@@ -684,7 +684,8 @@ def test_at_the_bound_those_who_are_missing_are_ended_and_who_waits_where_that_i
         looks.after(lasted_s)
         left[lasted_s] = list(looks.left)
     assert asked == [(rank, "end") for rank in told] and ended == killed, "once"
-    assert all(bool(left[lasted_s]) == (lasted_s >= ends_s) for lasted_s in left) and set(looks.left) == {LEFT}
+    assert all(bool(left[lasted_s]) == (lasted_s >= ends_s) for lasted_s in left)
+    assert set(looks.left) == {EXIT_STATUS_LEFT}
     assert sum("that is the bound (10 s)" in text for text in looks.said) == 1
     assert looks.heard[-1] == (10.0, list(absent)) and len(looks.heard) == 2
 

@@ -17,7 +17,7 @@ from .checkpoint_file import CheckpointError, CheckpointFile
 from .environment import is_elastic
 from .port import Engine, Handle, broadcast_bytes, gather_bytes, gather_text, scatter_bytes
 from .stderr import tell
-from .termination import LEFT, TerminationHandler
+from .termination import EXIT_STATUS_LEFT, TerminationHandler
 
 
 class State(Protocol):
@@ -147,7 +147,7 @@ class Checkpoint:
         if leaving:
             ranks = ", ".join(map(str, leaving))
             tell(f"hvd_hetero: rank {ranks} was told to end: saved to {self._file.path}.")
-            raise SystemExit(LEFT)
+            raise SystemExit(EXIT_STATUS_LEFT)
 
     def _leaving(self) -> Sequence[int]:
         """Returns the ranks that were told to end (SIGTERM), the same on all ranks. Without a balancer that exchanges

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 from .stderr import tell
-from .termination import LEFT, TerminationHandler
+from .termination import EXIT_STATUS_LEFT, TerminationHandler
 
 T = TypeVar("T")
 
@@ -69,11 +69,11 @@ def let_leave(leaving: Sequence[int], *, rank: int) -> None:
     """Ends this process if `rank` is one of the ranks `leaving`; is called at each commit, on all ranks.
 
     Raises:
-        SystemExit: this rank leaves; with exit status `LEFT`.
+        SystemExit: this rank leaves; with exit status `EXIT_STATUS_LEFT`.
         HostsUpdatedInterrupt: other ranks leave; the elastic loop goes on without them.
     """
     if rank in leaving:
-        raise SystemExit(LEFT)
+        raise SystemExit(EXIT_STATUS_LEFT)
     if leaving:
         ranks = ", ".join(map(str, leaving))
         tell(f"hvd_hetero: rank {ranks} leaves, as it was told to.")
@@ -118,7 +118,7 @@ def run(
                     if changed:
                         if handler is not None and handler.told:  # the others, if any are left, go on without this rank
                             state.leave_alone()
-                            raise SystemExit(LEFT)
+                            raise SystemExit(EXIT_STATUS_LEFT)
                         try:
                             restart(
                                 contextlib.nullcontext if handler is None

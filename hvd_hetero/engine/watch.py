@@ -30,7 +30,7 @@ from .peer_group import PeerGroup
 from .remembered import Remembered
 from .sleep import wait_until
 from .stderr import tell
-from .termination import LEFT
+from .termination import EXIT_STATUS_LEFT
 from .waits import Wait, Waits
 
 PERIOD_S = 0.5  # seconds between two looks at what this rank waits for
@@ -278,9 +278,9 @@ class Watch:
         }
 
     def _finish(self, reason: str) -> None:
-        """Prints `reason` and the stack of the main thread, and ends this process with status `LEFT`."""
+        """Prints `reason` and the stack of the main thread, and ends this process with status `EXIT_STATUS_LEFT`."""
         where = f"It is at {script.line()}:\n{script.stack()}".rstrip()
         self._say(f"hvd_hetero: {self._peer_group.me} ends with an error: {reason}. {where}")
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.flush()
-        self._leave(LEFT)
+        self._leave(EXIT_STATUS_LEFT)
