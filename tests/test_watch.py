@@ -189,9 +189,9 @@ def until(condition):
 def test_a_wait_of_a_framework_is_watched_like_that_of_a_thread(ranks):
     two = ranks(2, patience=TALKS)
     two.watches[0].submitted("sum")
-    two.watches[0].begin_aside("sum", (0, 1), lasts=lambda: True, broken=two.left.append)
+    two.watches[0].begin_graph_wait("sum", (0, 1), lasts=lambda: True, broken=two.left.append)
     assert until(lambda: 'for the others in "sum"' in two.story() and "rank 1 (host" in two.story())
-    two.watches[0].end_aside("sum")
+    two.watches[0].end_graph_wait("sum")
     said = len(two.said)
     two.watches[1].submitted("sum")
     two.watches[1].ended("sum")
@@ -209,7 +209,7 @@ def test_a_wait_of_a_framework_that_has_given_up_ends_and_is_explained(ranks, ch
     lasts = threading.Event()
     lasts.set()
     one.watches[0].submitted("sum")
-    one.watches[0].begin_aside("sum", (0, 2), lasts=lasts.is_set, broken=lambda: broken.append(True))
+    one.watches[0].begin_graph_wait("sum", (0, 2), lasts=lasts.is_set, broken=lambda: broken.append(True))
     time.sleep(0.2)
     assert not broken and "failed" not in one.story()
     lasts.clear()
@@ -227,9 +227,9 @@ def test_a_wait_of_a_framework_that_is_over_holds_nothing_of_the_program(ranks):
 
     one, program = ranks(1, patience=TALKS), Program()
     left = weakref.ref(program)
-    for end in (one.watches[0].end_aside, lambda operation: one.meet()):
+    for end in (one.watches[0].end_graph_wait, lambda operation: one.meet()):
         one.watches[0].submitted("sum")
-        one.watches[0].begin_aside("sum", (0,), lasts=program.lasts, broken=program.lasts)
+        one.watches[0].begin_graph_wait("sum", (0,), lasts=program.lasts, broken=program.lasts)
         time.sleep(0.2)  # it is looked at
         end("sum")
     del program
@@ -239,7 +239,7 @@ def test_a_wait_of_a_framework_that_is_over_holds_nothing_of_the_program(ranks):
 def test_nothing_is_said_of_a_wait_that_ended_while_the_others_were_asked(ranks, monkeypatch):
     two, asked = ranks(2, patience=QUICK), threading.Event()
     monkeypatch.setattr(two.watches[0]._peer_group, "absent", lambda *_: asked.set() or [])
-    two.watches[0].begin_aside("sum", (0, 1), lasts=lambda: not asked.is_set(), broken=lambda: None)
+    two.watches[0].begin_graph_wait("sum", (0, 1), lasts=lambda: not asked.is_set(), broken=lambda: None)
     assert until(asked.is_set)
     time.sleep(1.0)  # beyond the bound
     assert not two.said and not two.left
@@ -646,7 +646,7 @@ class Looks:
         self.watch._peer_group.me = stranger(0)
         self.watch._peer_group.absent = lambda *what: self.asked.append(self.wait.lasted_s) or self.absent
         self.watch.hearers.add(self.hear)
-        self.watch.begin_aside("sum", (0, 1, 2), lasts=lambda: True, broken=lambda: None)
+        self.watch.begin_graph_wait("sum", (0, 1, 2), lasts=lambda: True, broken=lambda: None)
         (self.wait,) = self.watch._waits.now()
 
     def hear(self, **what):
@@ -743,7 +743,7 @@ def test_who_has_heard_that_it_is_awaited_waits_no_longer_until_it_has_waited_el
     with one.waiting("validation", (0, 1)):
         assert not one._peer_group.awaited
     one._peer_group.awaited = True
-    one.begin_aside("sum", (0, 1), lasts=lambda: True, broken=lambda: None)
+    one.begin_graph_wait("sum", (0, 1), lasts=lambda: True, broken=lambda: None)
     assert not one._peer_group.awaited
     with pytest.raises(AssertionError, match="it waits"):
         one.wait_unless_awaited(lambda: True, "merge", (0, 1))

@@ -102,8 +102,8 @@ class LocalEngine:
     def on_change(self, forget: Callable[[], None]) -> None:
         self._forgets.add(forget)
 
-    def during_waits(self, aside: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
-        self._around.add(aside)
+    def during_waits(self, context: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+        self._around.add(context)
 
     def hear_waits(self, hear: Callable[..., None]) -> None:
         """Does nothing, as there is no watchdog."""

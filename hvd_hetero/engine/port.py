@@ -79,7 +79,7 @@ class Engine(Protocol):
         weak reference. It is for objects that drop what depends on the ranks and make it again at the next use;
         `forget` must make no collective call."""
 
-    def during_waits(self, aside: Callable[[], AbstractContextManager[None]]) -> None:
+    def during_waits(self, context: Callable[[], AbstractContextManager[None]]) -> None:
         """Registers a bound method whose result, a context manager, is active while a thread of this rank waits for an
         operation of any group. Holds it by weak reference. The balancer excludes waits from compute time with it."""
 

@@ -107,7 +107,7 @@ class Tracked:
         finally:
             self._watch.ended(self._operation)
 
-    def waits_aside(self, *, lasts: Callable[[], bool], broken: Callable[[], None]) -> Callable[[], None]:
+    def begin_graph_wait(self, *, lasts: Callable[[], bool], broken: Callable[[], None]) -> Callable[[], None]:
         """Notes that a framework's graph waits for the operation, and no Python thread: see `awaits_in_graph`.
 
         Args:
@@ -119,8 +119,8 @@ class Tracked:
         """
         if self._watch is None:
             return lambda: None
-        self._watch.begin_aside(self._operation, self._ranks, lasts=lasts, broken=broken)
-        return functools.partial(self._watch.end_aside, self._operation)
+        self._watch.begin_graph_wait(self._operation, self._ranks, lasts=lasts, broken=broken)
+        return functools.partial(self._watch.end_graph_wait, self._operation)
 
 
 class ProcessSetEngine:
@@ -239,8 +239,8 @@ class ProcessSetEngine:
         here = self._watch.introduce(self.rank)
         self._watch.meet(gather_text(self, here, name="hvd_hetero.watch"))
 
-    def during_waits(self, aside: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
-        AROUND_WAITS.add(aside)
+    def during_waits(self, context: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+        AROUND_WAITS.add(context)
 
     def hear_waits(self, hear: Callable[..., None]) -> None:
         if self._watch is not None:

@@ -124,16 +124,16 @@ class Waits:
             else:
                 self._waits[thread] = outer
 
-    def begin_aside(
+    def begin_graph_wait(
         self, operation: str, ranks: tuple[int, ...], *, lasts: Callable[[], bool], broken: Callable[[], None]
     ) -> None:
-        """Notes that a framework's graph begins to wait for an operation: see `Watch.begin_aside`."""
+        """Notes that a framework's graph begins to wait for an operation: see `Watch.begin_graph_wait`."""
         wait = self._begin(operation, ranks)
         wait.lasts, wait.broken = lasts, broken
         self._waits[operation] = wait
 
-    def end_aside(self, operation: str) -> None:
-        """Notes that the wait of `begin_aside` has ended, and the operation with it."""
+    def end_graph_wait(self, operation: str) -> None:
+        """Notes that the wait of `begin_graph_wait` has ended, and the operation with it."""
         self._outside = time.monotonic()
         if (wait := self._waits.pop(operation, None)) is not None:
             wait.let_go()

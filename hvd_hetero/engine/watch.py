@@ -81,21 +81,21 @@ class Watch:
         self._peer_group.awaited = False
         return self._waits.of_thread(operation, ranks)
 
-    def begin_aside(
+    def begin_graph_wait(
         self, operation: str, ranks: tuple[int, ...], *, lasts: Callable[[], bool], broken: Callable[[], None]
     ) -> None:
-        """Notes that a framework's graph, and no Python thread, waits for an operation, until `end_aside`.
+        """Notes that a framework's graph, and no Python thread, waits for an operation, until `end_graph_wait`.
 
         Args:
-            lasts: returns whether the graph still runs. If it is False before `end_aside`, the operation has failed.
+            lasts: returns whether the graph still runs. If not, before `end_graph_wait`, the operation has failed.
             broken: is called then.
         """
         self._peer_group.awaited = False
-        self._waits.begin_aside(operation, ranks, lasts=lasts, broken=broken)
+        self._waits.begin_graph_wait(operation, ranks, lasts=lasts, broken=broken)
 
-    def end_aside(self, operation: str) -> None:
-        """Ends a wait that `begin_aside` has begun: the operation is complete."""
-        self._waits.end_aside(operation)
+    def end_graph_wait(self, operation: str) -> None:
+        """Ends a wait that `begin_graph_wait` has begun: the operation is complete."""
+        self._waits.end_graph_wait(operation)
 
     # Who watches ----------------------------------------------------------------------------------------------------
 
@@ -118,7 +118,7 @@ class Watch:
                 return ""
             if self.watches:
                 background.begin(self._watch, name="hvd_hetero.watch", end=self._closed.set)
-                atexit.register(self._look_aside)
+                atexit.register(self._end_failed_graph_waits)
         self._peer_group.me = me = self._server.peer(rank)
         return me.to_text()
 
@@ -170,7 +170,7 @@ class Watch:
             # the other ranks did not cause it.
             elapsed_s = looked_s + min(woken - began, 2 * PERIOD_S)
             try:
-                self._look_aside()
+                self._end_failed_graph_waits()
                 for wait in self._waits.now():
                     wait.lasted_s += elapsed_s
                     self._look(wait)
@@ -180,13 +180,13 @@ class Watch:
                     self._say(f"hvd_hetero: the watchdog failed: {told}")
             looked_s = time.monotonic() - woken
 
-    def _look_aside(self) -> None:
+    def _end_failed_graph_waits(self) -> None:
         """Ends the waits of graphs that run no longer, as after a failed operation: calls their `broken`, and prints
         which ranks are gone, if any are."""
         for wait in self._waits.now():
             if not wait.lasts():
                 broken = wait.broken
-                self._waits.end_aside(wait.operation)
+                self._waits.end_graph_wait(wait.operation)
                 broken()
                 del broken
                 if why := self.explain(wait.ranks):
