@@ -22,8 +22,8 @@ class Wait:
     operation: str
     ranks: tuple[int, ...]
     lasted_s: float = 0.0  # length so far, counted by the watchdog; excludes time in which this process was stopped
-    due_s: float | None = None  # the length at which it is reported next; None: not determined yet
-    early_s: float = 0.0  # the length at which to look next for a deadlock, which is reported before `due_s`
+    report_at_s: float | None = None  # the length at which it is reported next; None: not determined yet
+    check_deadlock_at_s: float = 0.0  # the length at which to look next for a deadlock, which is reported earlier
     began: float = field(default_factory=time.monotonic)
     told: bool = False  # whether the missing ranks were told to end
     # For a wait of a framework's graph: whether the graph still runs, and what to call if it has ended by a failure.
@@ -32,7 +32,7 @@ class Wait:
 
     def begin_anew(self) -> None:
         """Counts the length of the wait from 0 again: no rank is missing so far."""
-        self.lasted_s, self.due_s, self.told = 0.0, None, False
+        self.lasted_s, self.report_at_s, self.told = 0.0, None, False
 
     def let_go(self) -> None:
         """Drops the references to the framework's graph, because the watchdog may still hold this object afterwards."""

@@ -206,17 +206,18 @@ class Watch:
 
     def _look(self, wait: Wait) -> None:
         assert self._patience is not None
-        if wait.due_s is None:
-            wait.due_s, wait.early_s = self._patience.word_s(self._waits.step_s), self._patience.least_s
+        if wait.report_at_s is None:
+            wait.report_at_s = self._patience.word_s(self._waits.step_s)
+            wait.check_deadlock_at_s = self._patience.least_s
         end_s = self._patience.end_s(self._waits.step_s)
         if wait.lasted_s >= end_s:
             self._end(wait, end_s)
-        elif wait.lasted_s >= min(wait.due_s, wait.early_s):
-            wait.early_s = 2 * wait.lasted_s
+        elif wait.lasted_s >= min(wait.report_at_s, wait.check_deadlock_at_s):
+            wait.check_deadlock_at_s = 2 * wait.lasted_s
             absent = self._absent(wait)
-            # A deadlock (`mutual`) never resolves, so it is reported early, before `due_s`.
-            if absent is not None and (wait.lasted_s >= wait.due_s or any(each.mutual for each in absent)):
-                wait.due_s = 2 * wait.lasted_s
+            # A deadlock (`mutual`) never resolves, so it is reported early, before `report_at_s`.
+            if absent is not None and (wait.lasted_s >= wait.report_at_s or any(each.mutual for each in absent)):
+                wait.report_at_s = 2 * wait.lasted_s
                 self._say(self._story(wait, absent))
                 self._record(wait, absent)
 
