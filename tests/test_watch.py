@@ -25,8 +25,8 @@ from hvd_hetero.engine.peer import Peer
 from hvd_hetero.engine.watch import EXIT_STATUS_LEFT, Watch
 from hvd_hetero.policy.patience import Patience
 
-QUICK = Patience(warn_s=0.2, bound_s=0.6)
-TALKS = Patience(warn_s=0.2, bound_s=60.0)  # and ends nothing
+QUICK = Patience(fixed_warn_s=0.2, bound_s=0.6)
+TALKS = Patience(fixed_warn_s=0.2, bound_s=60.0)  # and ends nothing
 LIMIT_S = 20.0
 CHILD = """
     import atexit, sys, time
@@ -267,7 +267,7 @@ def test_calls_are_under_way_until_they_end():
 
 
 def test_short_waits_say_nothing(ranks):
-    two = ranks(2, patience=Patience(warn_s=0.8, bound_s=60.0))  # of which all together are more
+    two = ranks(2, patience=Patience(fixed_warn_s=0.8, bound_s=60.0))  # of which all together are more
     for _ in range(12):
         two.wait(0, "gradient", 0.1, ranks=(0, 1))
     assert two.said == []
@@ -288,7 +288,7 @@ def test_names_operations_in_another_order(ranks):
 
 
 def test_ranks_that_wait_for_each_other_are_told_before_their_first_steps_are_over(ranks):
-    two = ranks(2, patience=Patience(first_s=60.0, least_s=0.3))
+    two = ranks(2, patience=Patience(startup_warn_s=60.0, min_warn_s=0.3))
     waiter = threading.Thread(target=two.wait, args=(1, "metric", 0.3, (0, 1), lambda: len(two.said) > 1))
     waiter.start()
     two.wait(0, "gradient", 0.3, (0, 1), lambda: len(two.said) > 1)
@@ -297,7 +297,7 @@ def test_ranks_that_wait_for_each_other_are_told_before_their_first_steps_are_ov
 
 
 def test_first_steps_take_their_time(ranks):
-    three = ranks(3, patience=Patience(first_s=60.0, least_s=0.1))
+    three = ranks(3, patience=Patience(startup_warn_s=60.0, min_warn_s=0.1))
     waiter = threading.Thread(target=three.wait, args=(1, "metric", 0.6, (1, 2)))
     waiter.start()
     three.wait(0, "gradient", 0.6)  # rank 1 waits for rank 2, which may still compile
@@ -327,7 +327,7 @@ def test_a_wait_without_end_ends_where_it_is_caused(ranks):
 
 def test_who_has_joined_waits_for_nobody(ranks):
     """It takes part in all that comes with zeros, until the others have no more samples either."""
-    three = ranks(3, patience=Patience(warn_s=0.2, bound_s=0.6, least_s=0.1))
+    three = ranks(3, patience=Patience(fixed_warn_s=0.2, bound_s=0.6, min_warn_s=0.1))
     seen, others = threading.Event(), three.watches[0]._peer_group
     joiner = threading.Thread(target=three.wait, args=(0, JOIN, 0.0), kwargs={"until": seen.is_set})
     joiner.start()
@@ -402,7 +402,7 @@ def test_a_process_that_is_ending_is_gone_and_not_stopped(ranks, child):
 
 
 def test_only_who_knows_the_token_is_heard(ranks, child):
-    one = ranks(1, patience=Patience(warn_s=0.5, bound_s=1.0))
+    one = ranks(1, patience=Patience(fixed_warn_s=0.5, bound_s=1.0))
     stranger = Peer.from_text(child.said.replace(Peer.from_text(child.said).token, "0" * 32))
     one.meet(stranger.to_text())
     assert "does not answer" in one.watches[0].explain((0, 2))
@@ -523,7 +523,7 @@ def test_time_in_which_this_process_itself_was_stopped_is_no_wait(ranks, monkeyp
             self.looks, self.now = self.looks + 1, self.now + 3600.0
             return super().wait(timeout)
 
-    two, stopped = ranks(2, patience=Patience(warn_s=30.0, bound_s=600.0)), Stopped()
+    two, stopped = ranks(2, patience=Patience(fixed_warn_s=30.0, bound_s=600.0)), Stopped()
     monkeypatch.setattr(watch, "time", types.SimpleNamespace(monotonic=lambda: stopped.now))
     two.watches[0]._closed = stopped
     two.wait(0, "gradient", 0.0, ranks=(0, 1), until=lambda: stopped.looks > 3)
@@ -674,7 +674,7 @@ def test_at_the_bound_those_who_are_missing_are_ended_and_who_waits_where_that_i
     monkeypatch.setattr(watch, "ask", lambda peer_of, question: asked.append((peer_of.rank, question["kind"])))
     monkeypatch.setattr(Peer, "is_here", property(lambda peer_of: peer_of.rank == 2))
     monkeypatch.setattr(Peer, "kill", lambda peer_of: ended.append(peer_of.rank))
-    looks = Looks(Patience(warn_s=4.0, bound_s=10.0))
+    looks = Looks(Patience(fixed_warn_s=4.0, bound_s=10.0))
     looks.absent = [Absence(stranger(rank), f"rank {rank}", **what) for rank, what in absent.items()]
     looks.after(9.9)
     assert not asked and not ended and not looks.left
@@ -708,7 +708,7 @@ def test_who_asks_is_told_what_is_under_way_what_is_waited_for_and_since_when(mo
 
 
 def test_a_wait_is_told_of_when_it_is_due_and_once_more_whenever_it_is_twice_as_long():
-    looks = Looks(Patience(warn_s=4.0, least_s=100.0, bound_s=1000.0))
+    looks = Looks(Patience(fixed_warn_s=4.0, min_warn_s=100.0, bound_s=1000.0))
     looks.absent = [Absence(stranger(1), "rank 1 has not come", answers=True)]
     told = []
     for lasted_s in (1.0, 3.9, 4.0, 5.0, 7.9, 8.0, 15.9, 16.0):
@@ -719,7 +719,7 @@ def test_a_wait_is_told_of_when_it_is_due_and_once_more_whenever_it_is_twice_as_
 
 
 def test_before_a_word_is_due_ranks_are_asked_ever_more_rarely_whether_they_wait_for_each_other():
-    looks = Looks(Patience(first_s=60.0, least_s=5.0))
+    looks = Looks(Patience(startup_warn_s=60.0, min_warn_s=5.0))
     for lasted_s in (4.9, 5.0, 9.9, 10.0, 19.9, 20.0, 39.9):
         looks.after(lasted_s)
     assert looks.asked == [5.0, 10.0, 20.0] and not looks.said and not looks.heard

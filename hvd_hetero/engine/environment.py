@@ -177,7 +177,7 @@ def patience() -> Patience | None:
     if _leading_number(os.environ.get("HOROVOD_STALL_CHECK_DISABLE"), 0) > 0:
         return None
     warn_s, bound_s = _seconds("HOROVOD_STALL_CHECK_TIME_SECONDS"), _seconds("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS")
-    chosen = Patience(warn_s=warn_s or None)
+    chosen = Patience(fixed_warn_s=warn_s or None)
     return chosen if bound_s is None else replace(chosen, bound_s=bound_s or math.inf)
 
 

@@ -207,9 +207,9 @@ class Watch:
     def _look(self, wait: Wait) -> None:
         assert self._patience is not None
         if wait.report_at_s is None:
-            wait.report_at_s = self._patience.word_s(self._waits.step_s)
-            wait.check_deadlock_at_s = self._patience.least_s
-        end_s = self._patience.end_s(self._waits.step_s)
+            wait.report_at_s = self._patience.warn_after_s(self._waits.step_s)
+            wait.check_deadlock_at_s = self._patience.min_warn_s
+        end_s = self._patience.end_after_s(self._waits.step_s)
         if wait.lasted_s >= end_s:
             self._end(wait, end_s)
         elif wait.lasted_s >= min(wait.report_at_s, wait.check_deadlock_at_s):
