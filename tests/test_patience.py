@@ -31,6 +31,8 @@ def test_what_is_given_holds():
     assert Patience(fixed_warn_s=3.0).warn_after_s([50.0] * 50) == 3.0
     assert Patience(bound_s=30.0).end_after_s([0.1] * 50) == 30.0
     assert Patience(bound_s=30.0).end_after_s([100.0] * 50) == 200.0, "but no ordinary step ends the job"
+    assert Patience(fixed_warn_s=400.0).end_after_s([]) == 600.0, "also where a wait is reported late"
+    assert Patience(fixed_warn_s=900.0).end_after_s([]) == 1800.0, "but not before it is"
 
 
 @pytest.mark.parametrize("wrong", [{"fixed_warn_s": 0.0}, {"bound_s": -1.0}, {"steps": 0}, {"min_warn_s": 0.0}])

@@ -26,7 +26,8 @@ class Patience:
     Args:
         fixed_warn_s: a wait is reported after so many seconds; None: after a time that follows from the durations of
             recent steps.
-        bound_s: a wait is ended after so many seconds, with the job or with the rank that is waited for.
+        bound_s: a wait is ended after so many seconds, with the job or with the rank that is waited for; see
+            `end_after_s` for steps that are themselves so long.
         startup_warn_s: a wait is reported after so many seconds while fewer than `steps` steps are known. First steps
             take longer: they compile, or load data for the first time.
         min_warn_s: a limit that follows from durations of steps is no shorter, in seconds. Ranks that wait for each
@@ -61,5 +62,7 @@ class Patience:
         return max(self.min_warn_s, median + self.deviations * deviation)
 
     def end_after_s(self, step_s: Sequence[float]) -> float:
-        """The seconds after which a wait is ended: `bound_s`, or twice `warn_after_s`, whichever is longer."""
-        return max(self.bound_s, 2 * self.warn_after_s(step_s))
+        """The seconds after which a wait is ended: `bound_s`; twice `warn_after_s` if waits of `bound_s` are not even
+        reported, because steps are as long, or because `fixed_warn_s` says so."""
+        warn_s = self.warn_after_s(step_s)
+        return self.bound_s if warn_s < self.bound_s else 2 * warn_s
