@@ -222,9 +222,9 @@ class ProcessSetEngine:
         return self._rebuilds.agree(lambda mine: gather_text(self, mine, name="hvd_hetero.made"))
 
     @classmethod
-    def enter_train(cls) -> None:
+    def begin_train(cls) -> None:
         """Notes that a call of the function of an elastic job (given to `hvd.elastic.run`) begins."""
-        cls._rebuilds.enter()
+        cls._rebuilds.begin_train()
 
     def watch(self: Any) -> None:
         """Starts the watchdog, which explains long waits of ranks for each other and ends too long ones: see `Watch`.

@@ -78,7 +78,7 @@ class Rebuilds:
         self._made.append(((self._during, self._number) if by_all else None, reference))
         self._number += by_all
 
-    def enter(self) -> None:
+    def begin_train(self) -> None:
         """Notes that a call of `train` begins: objects that are added from here on were made in it."""
         self._during, self._number = self._round, 0
 
