@@ -71,7 +71,7 @@ class Dialogue:
         self._listeners: list[Callable[[], None]] = []
         self.entered, self.steps, self.staleness, self.mean_staleness = entered, 1, 0.0, 0.0
         self.horizon, self.links = Horizon(place.step), Links()
-        engine.on_change(self.unheard)
+        engine.on_reset_begin(self.unheard)
 
     def restart(self) -> None:
         """Goes on from another global batch, after a state was loaded; gives up exchanges under way."""

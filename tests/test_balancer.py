@@ -347,7 +347,7 @@ def test_a_thread_that_deals_ahead_waits_for_no_answer_that_cannot_come():
     forgets = []
     for fails in (True, False):
         engine = SoloEngine()
-        engine.on_change = forgets.append
+        engine.on_reset_begin = forgets.append
         balancer = Balancer(engine, global_batch_size=4)
         horizon = balancer.dialogue.horizon
         horizon.said(0, lookahead=0, ahead=0, answers=3)

@@ -85,7 +85,7 @@ class Checkpoint:
         self._steps = 0
         self._number = 0  # the number of the newest checkpoint of this job; each new one gets the next number
         self._joins = self._agree(goes_on=False)
-        engine.remember(self._rebuild)
+        engine.on_reset_end(self._rebuild)
         self._asking: Handle | None = None
         state.at_end, state.at_end_alone = self.save, self._save_alone
         self._termination = TerminationHandler(state.leave, say="this rank leaves once a checkpoint is written.")

@@ -69,7 +69,7 @@ class LocalEngine:
         self._group, self._rank, self._ranks = group, rank, ranks
         self._around = around or Remembered()  # the contexts around this rank's waits
         self._named = itertools.count(1)
-        self._remembered, self._forgets = Remembered(), Remembered()
+        self._rebuilds, self._forgets = Remembered(), Remembered()
 
     @property
     def rank(self) -> int:
@@ -96,10 +96,10 @@ class LocalEngine:
     def unique(self, prefix: str) -> str:
         return f"{prefix}{next(self._named)}"
 
-    def remember(self, rebuild: Callable[[], None]) -> None:
-        self._remembered.add(rebuild)
+    def on_reset_end(self, rebuild: Callable[[], None]) -> None:
+        self._rebuilds.add(rebuild)
 
-    def on_change(self, forget: Callable[[], None]) -> None:
+    def on_reset_begin(self, forget: Callable[[], None]) -> None:
         self._forgets.add(forget)
 
     def during_waits(self, context: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
@@ -124,10 +124,10 @@ class LocalEngine:
                 time.sleep(0.001)
 
     def rebuild(self) -> None:
-        """Calls the methods of `on_change` and `remember`, as an elastic reset of processes does; for tests."""
+        """Calls the methods of `on_reset_begin` and `on_reset_end`, as an elastic reset does; for tests."""
         self._forgets.call()
         self._named = itertools.count(1)
-        self._remembered.call()
+        self._rebuilds.call()
 
     def _start(self, name: str, array: Any, signature: tuple[Any, ...], in_place: bool) -> _Pending:
         view = np.asarray(array)

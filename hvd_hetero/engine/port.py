@@ -67,16 +67,16 @@ class Engine(Protocol):
         """Returns `prefix` and a number that no earlier call returned. Ranks that call it in the same order get the
         same names."""
 
-    def remember(self, rebuild: Callable[[], None]) -> None:
+    def on_reset_end(self, rebuild: Callable[[], None]) -> None:
         """Registers a bound method to be called after each elastic reset, on the new ranks. Holds it by weak reference.
 
         `rebuild` may make collective calls. While the ranks that stay call it, a rank that joins constructs the same
         objects, so both make the same collective calls in the same order.
         """
 
-    def on_change(self, forget: Callable[[], None]) -> None:
-        """Registers a bound method to be called at each elastic reset, before any `rebuild` of `remember`. Holds it by
-        weak reference. It is for objects that drop what depends on the ranks and make it again at the next use;
+    def on_reset_begin(self, forget: Callable[[], None]) -> None:
+        """Registers a bound method to be called at each elastic reset, before any `rebuild` of `on_reset_end`. Holds it
+        by weak reference. It is for objects that drop what depends on the ranks and make it again at the next use;
         `forget` must make no collective call."""
 
     def during_waits(self, context: Callable[[], AbstractContextManager[None]]) -> None:

@@ -210,10 +210,10 @@ class ProcessSetEngine:
         numbers = cls._unnamed.setdefault(tuple(process_set.ranks or ()), itertools.count(1))
         return f"{prefix}{next(numbers)}"
 
-    def remember(self, rebuild: Callable[[], None]) -> None:
+    def on_reset_end(self, rebuild: Callable[[], None]) -> None:
         self._rebuilds.add(rebuild, by_all=len(self.ranks) == self._binding.size())
 
-    def on_change(self, forget: Callable[[], None]) -> None:
+    def on_reset_begin(self, forget: Callable[[], None]) -> None:
         self._forgets.add(forget)
 
     def agree_on_rebuilds(self: Any) -> list[Callable[[], None]]:
@@ -277,7 +277,7 @@ class ProcessSetEngine:
 
     @classmethod
     def forget(cls) -> None:
-        """Calls the methods given to `on_change`; at an elastic reset, before Horovod is initialised again."""
+        """Calls the methods given to `on_reset_begin`; at an elastic reset, before Horovod is initialised again."""
         cls._forgets.call()
 
     @classmethod

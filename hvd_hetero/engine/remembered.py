@@ -1,4 +1,4 @@
-"""Callbacks that do not keep their objects alive, among them those of an elastic reset: see `Engine.remember`."""
+"""Callbacks that do not keep their objects alive, among them those of an elastic reset: see `Engine.on_reset_end`."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Remembered:
 
 
 class Rebuilds:
-    """The `rebuild` methods of `Engine.remember`, which all ranks call in the same order after an elastic reset.
+    """The `rebuild` methods of `Engine.on_reset_end`, which all ranks call in the same order after an elastic reset.
 
     The methods make collective calls, so all ranks have to agree on which to call. They may differ: an object that is
     no longer used may still be alive on some ranks, as garbage or because a thread of the framework refers to it. And a
