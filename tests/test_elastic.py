@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from hvd_hetero.engine.callback import WeakMethods
 from hvd_hetero.engine.elastic import Failures, run
 from hvd_hetero.engine.local import World
-from hvd_hetero.engine.remembered import Remembered
 from hvd_hetero.engine.termination import EXIT_STATUS_LEFT, TerminationHandler
 from hvd_hetero.optimizers.agreement import BalancerArguments
 from hvd_hetero.optimizers.equal import EqualWeights
@@ -346,10 +346,10 @@ def test_each_method_is_remembered_once_and_as_long_as_its_object_lives():
         def rebuild(self):
             called.append(self.name)
 
-    called, remembered = [], Remembered()
+    called, methods = [], WeakMethods()
     first, second, third = Made("first"), Made("second"), Made("third")
     for made in (first, second, first, third):
-        remembered.add(made.rebuild)
+        methods.add(made.rebuild)
     del second
-    remembered.call()
+    methods.call()
     assert called == ["first", "third"]

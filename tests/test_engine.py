@@ -10,6 +10,7 @@ import pytest
 from contract import check_engine
 
 from hvd_hetero.engine import port
+from hvd_hetero.engine.callback import Rebuilds, WeakMethods
 from hvd_hetero.engine.local import SoloEngine, World
 from hvd_hetero.engine.port import (
     Chain,
@@ -24,7 +25,6 @@ from hvd_hetero.engine.port import (
     scatter_bytes,
     without_lane,
 )
-from hvd_hetero.engine.remembered import Rebuilds, Remembered
 from hvd_hetero.optimizers.stateful_parts import StatefulParts
 
 
@@ -208,11 +208,11 @@ def test_what_nothing_holds_any_more_is_not_remembered():
 
     gc.disable()
     try:
-        kept, remembered = Thing(), Remembered()
+        kept, methods = Thing(), WeakMethods()
         for thing in (kept, Thing()):
-            remembered.add(thing.rebuild)
+            methods.add(thing.rebuild)
         del thing
-        remembered.call()
+        methods.call()
     finally:
         gc.enable()
     assert called == [kept]
@@ -286,10 +286,10 @@ def test_a_method_that_is_added_twice_is_called_once():
         def rebuild(self):
             self.called += 1
 
-    thing, remembered = Thing(), Remembered()
+    thing, methods = Thing(), WeakMethods()
     for _ in range(2):
-        remembered.add(thing.rebuild)
-    remembered.call()
+        methods.add(thing.rebuild)
+    methods.call()
     assert thing.called == 1
 
 
@@ -319,7 +319,7 @@ def test_texts_of_several_lines_come_as_one_of_each_rank():
 
 
 @pytest.mark.parametrize("made, add", [
-    (Remembered, lambda kept, thing: kept.add(thing.state_dict)),
+    (WeakMethods, lambda kept, thing: kept.add(thing.state_dict)),
     (Rebuilds, lambda kept, thing: kept.add(thing.state_dict, by_all=True)),
     (StatefulParts, lambda kept, thing: kept.add(thing)),
 ])  # fmt: skip

@@ -5,9 +5,9 @@ import gc
 
 import pytest
 
+from hvd_hetero.engine.callback import Rebuilds
 from hvd_hetero.engine.local import World
 from hvd_hetero.engine.port import gather_text
-from hvd_hetero.engine.remembered import Rebuilds
 
 
 @pytest.fixture(autouse=True)

@@ -15,9 +15,9 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
+from .callback import WeakMethods
 from .meeting import Call, Group
 from .port import CollectiveError, Op, checked_splits
-from .remembered import Remembered
 
 T = TypeVar("T")
 
@@ -32,7 +32,7 @@ class _Pending:
     """
 
     def __init__(
-        self, group: Group, call: Call, rank: int, name: str, mine: Any, in_place: bool, around: Remembered
+        self, group: Group, call: Call, rank: int, name: str, mine: Any, in_place: bool, around: WeakMethods
     ) -> None:
         self.group, self.call, self.rank, self.name, self.mine, self.in_place = group, call, rank, name, mine, in_place
         self._around, self._over = around, False
@@ -65,11 +65,11 @@ class LocalEngine:
 
     failure: tuple[type[Exception], ...] = (CollectiveError,)
 
-    def __init__(self, group: Group, rank: int, ranks: tuple[int, ...], around: Remembered | None = None) -> None:
+    def __init__(self, group: Group, rank: int, ranks: tuple[int, ...], around: WeakMethods | None = None) -> None:
         self._group, self._rank, self._ranks = group, rank, ranks
-        self._around = around or Remembered()  # the contexts around this rank's waits
+        self._around = around or WeakMethods()  # the contexts around this rank's waits
         self._named = itertools.count(1)
-        self._rebuilds, self._forgets = Remembered(), Remembered()
+        self._rebuilds, self._forgets = WeakMethods(), WeakMethods()
 
     @property
     def rank(self) -> int:

@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, ParamSpec, TypeVar
 
 from . import farewell, shared_sets
+from .callback import Rebuilds, WeakMethods
 from .environment import patience
 from .host import host_identity
 from .machine import CpuQuota
 from .port import gather_text
-from .remembered import Rebuilds, Remembered
 from .shared_sets import process_set_of
 from .sleep import wait_until
 from .watch import Watch
@@ -61,7 +61,7 @@ def while_there(call: Callable[P, T]) -> Callable[P, T]:
     return checked
 
 
-AROUND_WAITS = Remembered()  # see `Engine.during_waits`; one for all engines of this process
+AROUND_WAITS = WeakMethods()  # see `Engine.during_waits`; one for all engines of this process
 
 
 class Tracked:
@@ -142,7 +142,7 @@ class ProcessSetEngine:
     _named: ClassVar[dict[tuple[int, ...], Iterator[int]]] = {}
     _unnamed: ClassVar[dict[tuple[int, ...], Iterator[int]]] = {}  # for operations of the script that it gave no name
     _rebuilds: ClassVar[Rebuilds] = Rebuilds()
-    _forgets: ClassVar[Remembered] = Remembered()
+    _forgets: ClassVar[WeakMethods] = WeakMethods()
     _identity: ClassVar[int | None] = None
     _quota: ClassVar[CpuQuota | None] = None
     _watch: ClassVar[Watch | None] = None

@@ -25,9 +25,9 @@ from hvd_hetero.policy.patience import Patience
 
 from . import background, script
 from .absence import JOIN, Absence
+from .callback import WeakMethods
 from .peer import Peer, QuestionServer, ask
 from .peer_group import PeerGroup
-from .remembered import Remembered
 from .sleep import wait_until
 from .stderr import tell
 from .termination import EXIT_STATUS_LEFT
@@ -59,7 +59,7 @@ class Watch:
     ) -> None:
         self._patience, self._leave = patience, leave
         self._say = say or tell
-        self.hearers = Remembered()
+        self.hearers = WeakMethods()
         self._waits = Waits()
         self._peer_group = PeerGroup(lambda: self._waits.submitted, self._waits.times)
         self._server: QuestionServer | None = None

@@ -12,7 +12,7 @@ from typing import Any
 Key = tuple[int, int]
 
 
-class Remembered:
+class WeakMethods:
     """Bound methods, held by weak references, in the order in which they were first added.
 
     A method whose object was garbage-collected is skipped.
