@@ -164,7 +164,7 @@ class Rounds:
         Args:
             name: of the operation that this rank waits for, as other ranks are told.
         """
-        return self.balancer.engine.wait_unless_awaited(self._one_came(), name=name)
+        return self.balancer.engine.wait_avoiding_deadlock(self._one_came(), name=name)
 
     def _one_came(self) -> Callable[[], bool]:
         under_way = [fragment for fragment in self.fragments if fragment.under_way]

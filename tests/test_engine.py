@@ -39,7 +39,7 @@ def test_of_two_ranks_that_wait_for_each_other_one_goes_on():
     def program(engine):
         mine, theirs = (engine.rank, 1 - engine.rank)
         first = engine.allreduce_async(np.zeros(1), name=f"of rank {mine}")
-        waited = engine.wait_unless_awaited(first.done, name=f"of rank {mine}")
+        waited = engine.wait_avoiding_deadlock(first.done, name=f"of rank {mine}")
         engine.allreduce_async(np.zeros(1), name=f"of rank {theirs}").wait()
         first.wait()
         return waited
@@ -65,7 +65,7 @@ def test_who_waits_in_what_came_after_waits_for_nobody_in_what_is_over():
                 time.sleep(0.001)
             return False  # as it was when it looked
 
-        waited = engine.wait_unless_awaited(over, name="first") if engine.rank == 0 else first.wait() is not None
+        waited = engine.wait_avoiding_deadlock(over, name="first") if engine.rank == 0 else first.wait() is not None
         engine.allreduce_async(np.zeros(1), name="second").wait()
         return waited
 

@@ -156,7 +156,7 @@ def hears_that_it_is_awaited(two, operation, seconds, *, at, limit_s=LIMIT_S / 2
     waiter = threading.Thread(target=two.wait, args=(1, operation, seconds, (0, 1), seen.is_set))
     waiter.start()
     give_up = time.monotonic() + limit_s
-    alone = two.watches[0].wait_unless_awaited(lambda: time.monotonic() > give_up, at, (0, 1))
+    alone = two.watches[0].wait_avoiding_deadlock(lambda: time.monotonic() > give_up, at, (0, 1))
     seen.set()
     waiter.join()
     return not alone
@@ -566,7 +566,7 @@ def test_who_is_awaited_hears_of_it_though_another_rank_is_gone(ranks):
     waiter = threading.Thread(target=two.wait, args=(1, "metric", 0.0, (0, 1), seen.is_set))
     waiter.start()
     give_up = time.monotonic() + LIMIT_S / 4
-    alone = two.watches[0].wait_unless_awaited(lambda: time.monotonic() > give_up, "merge", (0, 1, 2))
+    alone = two.watches[0].wait_avoiding_deadlock(lambda: time.monotonic() > give_up, "merge", (0, 1, 2))
     seen.set()
     waiter.join()
     assert not alone
@@ -738,15 +738,15 @@ def test_who_has_heard_that_it_is_awaited_waits_no_longer_until_it_has_waited_el
     monkeypatch.setattr(watch, "wait_until", waits)
     one = Watch(None)
     one._peer_group.awaited = True
-    assert one.wait_unless_awaited(lambda: True, "merge", (0, 1)) is True
-    assert one.wait_unless_awaited(lambda: False, "merge", (0, 1)) is False
+    assert one.wait_avoiding_deadlock(lambda: True, "merge", (0, 1)) is True
+    assert one.wait_avoiding_deadlock(lambda: False, "merge", (0, 1)) is False
     with one.waiting("validation", (0, 1)):
         assert not one._peer_group.awaited
     one._peer_group.awaited = True
     one.begin_graph_wait("sum", (0, 1), lasts=lambda: True, broken=lambda: None)
     assert not one._peer_group.awaited
     with pytest.raises(AssertionError, match="it waits"):
-        one.wait_unless_awaited(lambda: True, "merge", (0, 1))
+        one.wait_avoiding_deadlock(lambda: True, "merge", (0, 1))
 
 
 def test_who_is_awaited_in_what_comes_after_the_end_of_its_wait_has_waited_to_the_end(monkeypatch):
@@ -758,11 +758,11 @@ def test_who_is_awaited_in_what_comes_after_the_end_of_its_wait_has_waited_to_th
         return True
 
     monkeypatch.setattr(one._peer_group, "awaits", lambda operation, ranks: awaited)
-    assert one.wait_unless_awaited(lambda: next(looks), "merge", (0, 1)) is True
+    assert one.wait_avoiding_deadlock(lambda: next(looks), "merge", (0, 1)) is True
     assert not one._peer_group.awaited, "the next wait is one"
     monkeypatch.setattr(one._peer_group, "awaits", lambda operation, ranks: lambda: False)
     later = iter([False, False, True])
-    assert one.wait_unless_awaited(lambda: next(later), "merge", (0, 1)) is True
+    assert one.wait_avoiding_deadlock(lambda: next(later), "merge", (0, 1)) is True
 
 
 def test_a_wait_lasts_as_long_as_the_watch_has_looked_and_slept(monkeypatch):

@@ -108,7 +108,7 @@ class LocalEngine:
     def hear_waits(self, hear: Callable[..., None]) -> None:
         """Does nothing, as there is no watchdog."""
 
-    def wait_unless_awaited(self, done: Callable[[], bool], *, name: str) -> bool:
+    def wait_avoiding_deadlock(self, done: Callable[[], bool], *, name: str) -> bool:
         with self._group.waiting(self._group.calls.get(name)), self._around.entered():
             while not done():
                 self._group.check(name)

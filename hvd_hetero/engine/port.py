@@ -92,7 +92,7 @@ class Engine(Protocol):
                 the line of the script, and the global ranks that have not submitted the operation.
         """
 
-    def wait_unless_awaited(self, done: Callable[[], bool], *, name: str) -> bool:
+    def wait_avoiding_deadlock(self, done: Callable[[], bool], *, name: str) -> bool:
         """Sleeps until `done()` is true, and returns True; or returns `done()` early, to avoid a deadlock.
 
         It returns early when another rank waits for this one in an operation that this rank has not submitted yet:

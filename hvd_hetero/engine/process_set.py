@@ -246,11 +246,11 @@ class ProcessSetEngine:
         if self._watch is not None:
             self._watch.hearers.add(hear)
 
-    def wait_unless_awaited(self, done: Callable[[], bool], *, name: str) -> bool:
+    def wait_avoiding_deadlock(self, done: Callable[[], bool], *, name: str) -> bool:
         with AROUND_WAITS.entered():
             if self._watch is None:
                 return wait_until(done)
-            return self._watch.wait_unless_awaited(done, name, self.ranks)
+            return self._watch.wait_avoiding_deadlock(done, name, self.ranks)
 
     def wait_for(self, done: Callable[[], bool], *, name: str) -> None:
         watched = contextlib.nullcontext() if self._watch is None else self._watch.waiting(name, self.ranks)

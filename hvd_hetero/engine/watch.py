@@ -42,7 +42,7 @@ class Watch:
 
     Args:
         patience: how long a wait may be. None switches off the reports and the ending of waits; this rank still answers
-            the questions of others, and still asks whether others wait for it (`wait_unless_awaited`).
+            the questions of others, and still asks whether others wait for it (`wait_avoiding_deadlock`).
         say: prints a text; by default to standard error.
         leave: ends this process at once, with the given exit status.
 
@@ -142,9 +142,9 @@ class Watch:
             return ""
         return "; ".join(absence.text for absence in absent if not absence.answers)
 
-    def wait_unless_awaited(self, done: Callable[[], bool], operation: str, ranks: tuple[int, ...]) -> bool:
-        """See `Engine.wait_unless_awaited`. A rank that was found to wait for this one goes on waiting until this one
-        submits its operation; so while `awaited` is true, no rank is asked again."""
+    def wait_avoiding_deadlock(self, done: Callable[[], bool], operation: str, ranks: tuple[int, ...]) -> bool:
+        """See `Engine.wait_avoiding_deadlock`. A rank that was found to wait for this one goes on waiting until this
+        one submits its operation; so while `awaited` is true, no rank is asked again."""
         if self._peer_group.awaited:
             return done()
         with self.waiting(operation, ranks):
