@@ -16,14 +16,14 @@ from hvd_hetero.engine.port import (
     Chain,
     CollectiveError,
     Engine,
+    base_name,
     broadcast_bytes,
     broadcast_in_pieces,
     gather_bytes,
     gather_text,
-    in_lane,
-    in_turn,
+    numbered_name,
+    rotating_name,
     scatter_bytes,
-    without_lane,
 )
 from hvd_hetero.optimizers.stateful_parts import StatefulParts
 
@@ -190,9 +190,9 @@ def test_a_stage_that_fails_ends_its_chain():
 
 
 def test_operations_that_take_turns_have_one_name_in_common():
-    names = [f"{in_lane('balancer1.lanes', number)}.bucket.0" for number in range(12)]
+    names = [f"{numbered_name('balancer1.lanes', number)}.bucket.0" for number in range(12)]
     assert len(set(names)) == 12
-    assert {without_lane(name) for name in names} == {"balancer1.lanes.bucket.0"}
+    assert {base_name(name) for name in names} == {"balancer1.lanes.bucket.0"}
 
 
 def test_what_nothing_holds_any_more_is_not_remembered():
@@ -270,13 +270,13 @@ def test_bytes_of_unlike_lengths_are_an_error_on_every_rank(monkeypatch, lengths
 
 def test_names_by_turns_are_few_and_alike_on_all_ranks():
     def program(engine):
-        names = [in_turn(engine, "x.") for _ in range(port.TURNS)]
-        assert len(set(names)) == port.TURNS
+        names = [rotating_name(engine, "x.") for _ in range(port.ROTATING_NAMES)]
+        assert len(set(names)) == port.ROTATING_NAMES
         engine.unique("another")
-        return [*names, *(in_turn(engine, "x.") for _ in range(50))]
+        return [*names, *(rotating_name(engine, "x.") for _ in range(50))]
 
     first, second = World(2).run(program)
-    assert first == second and len(set(first)) == port.TURNS
+    assert first == second and len(set(first)) == port.ROTATING_NAMES
 
 
 def test_a_method_that_is_added_twice_is_called_once():

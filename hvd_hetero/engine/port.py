@@ -18,7 +18,7 @@ import numpy as np
 Op = Literal["sum", "min", "max"]
 
 PIECE_BYTES = 1 << 24  # the most bytes that one operation carries: see `broadcast_in_pieces`
-TURNS = 8  # how many names `in_turn` uses in rotation
+ROTATING_NAMES = 8  # how many names `rotating_name` uses, in rotation
 
 
 class CollectiveError(RuntimeError):
@@ -229,20 +229,20 @@ def broadcast_in_pieces(engine: Engine, array: np.ndarray, *, root: int, name: s
         engine.broadcast_async(array[at : at + PIECE_BYTES], root=root, name=name).wait()
 
 
-def in_turn(engine: Engine, prefix: str) -> str:
-    """Returns one of `TURNS` names for an operation, in rotation. Ranks that call it in the same order get the same.
+def rotating_name(engine: Engine, prefix: str) -> str:
+    """Returns one of `ROTATING_NAMES` names for an operation. Ranks that call it in the same order get the same.
 
     It is for operations that the caller waits for at once. Names are reused because an engine may keep memory for each
     name for good: Horovod keeps responses, TensorFlow graph nodes. There are several names because other threads may be
     waiting in operations with the same prefix.
     """
-    return f"{prefix}{int(engine.unique('')) % TURNS}"
+    return f"{prefix}{int(engine.unique('')) % ROTATING_NAMES}"
 
 
 _LANE = re.compile(r"\.lane\.\d+")
 
 
-def in_lane(name: str, number: int) -> str:
+def numbered_name(name: str, number: int) -> str:
     """Returns the name of operation `number` of several with the same base name, which may be under way at once.
 
     `LocalSteps` names the merges of a fragment so: the next merge may begin before the last one has ended.
@@ -250,8 +250,8 @@ def in_lane(name: str, number: int) -> str:
     return f"{name}.lane.{number}" if number else name
 
 
-def without_lane(name: str) -> str:
-    """Returns the base name of an operation that `in_lane` named."""
+def base_name(name: str) -> str:
+    """Returns the base name of an operation that `numbered_name` named."""
     return _LANE.sub("", name)
 
 

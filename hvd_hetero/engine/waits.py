@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 
-from .port import without_lane
+from .port import base_name
 
 STEPS = 128  # how many step lengths are kept
 NAMES = 4096  # how many names of operations are kept at most
@@ -141,11 +141,11 @@ class Waits:
 
     def _begin(self, operation: str, ranks: tuple[int, ...]) -> Wait:
         now = time.monotonic()
-        turn = without_lane(operation)
-        last = self._began.get(turn)
+        name = base_name(operation)
+        last = self._began.get(name)
         if last is not None:
             self.step_s.append(now - last)
         elif len(self._began) >= NAMES:
             self._began.clear()
-        self._began[turn] = now
+        self._began[name] = now
         return Wait(operation, ranks, began=now)
