@@ -198,7 +198,7 @@ def test_the_last_ranks_to_leave_an_elastic_job_save_its_checkpoint(leaving, ran
 
 
 def test_a_job_whose_state_nobody_has_goes_on_from_the_checkpoint(capfd, monkeypatch):
-    monkeypatch.setattr("hvd_hetero.engine.job_state.came_later", lambda: True)
+    monkeypatch.setattr("hvd_hetero.engine.job_state.is_first_worker", lambda: False)
     state = JobState({"epoch": 0}, horovod=Alone())
 
     def read():
