@@ -16,8 +16,8 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 
 from .callback import WeakMethods
-from .meeting import Call, Group
 from .port import CollectiveError, Op, checked_splits
+from .thread_group import Call, ThreadGroup
 
 T = TypeVar("T")
 
@@ -32,7 +32,7 @@ class _Pending:
     """
 
     def __init__(
-        self, group: Group, call: Call, rank: int, name: str, mine: Any, in_place: bool, around: WeakMethods
+        self, group: ThreadGroup, call: Call, rank: int, name: str, mine: Any, in_place: bool, around: WeakMethods
     ) -> None:
         self.group, self.call, self.rank, self.name, self.mine, self.in_place = group, call, rank, name, mine, in_place
         self._around, self._over = around, False
@@ -61,11 +61,13 @@ class _Pending:
 
 
 class LocalEngine:
-    """A rank of a `Group`; see the port for what each method does."""
+    """A rank of a `ThreadGroup`; see the port for what each method does."""
 
     failure: tuple[type[Exception], ...] = (CollectiveError,)
 
-    def __init__(self, group: Group, rank: int, ranks: tuple[int, ...], around: WeakMethods | None = None) -> None:
+    def __init__(
+        self, group: ThreadGroup, rank: int, ranks: tuple[int, ...], around: WeakMethods | None = None
+    ) -> None:
         self._group, self._rank, self._ranks = group, rank, ranks
         self._around = around or WeakMethods()  # the contexts around this rank's waits
         self._named = itertools.count(1)
@@ -165,7 +167,7 @@ class SoloEngine(LocalEngine):
     """The engine of one rank alone: every collective is the identity."""
 
     def __init__(self) -> None:
-        super().__init__(Group(1, None), 0, (0,))
+        super().__init__(ThreadGroup(1, None), 0, (0,))
 
 
 class World:
@@ -181,12 +183,12 @@ class World:
         self.size = size
         self.failed = threading.Event()
         self._lock = threading.Lock()
-        self._groups: dict[tuple[int, ...], Group] = {}
+        self._groups: dict[tuple[int, ...], ThreadGroup] = {}
 
-    def subgroup(self, ranks: tuple[int, ...]) -> Group:
-        """Returns the `Group` of these global ranks, the same object for all their threads."""
+    def subgroup(self, ranks: tuple[int, ...]) -> ThreadGroup:
+        """Returns the `ThreadGroup` of these global ranks, the same object for all their threads."""
         with self._lock:
-            return self._groups.setdefault(ranks, Group(len(ranks), self))
+            return self._groups.setdefault(ranks, ThreadGroup(len(ranks), self))
 
     def run(
         self,
