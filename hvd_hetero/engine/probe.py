@@ -28,7 +28,7 @@ from . import cache
 from .device import Device, core_gflop_per_s, describe_device
 from .environment import cache_folder, gloo_interface, under_mpi
 from .finding import Probe
-from .host import mpi_host, mpi_world
+from .host import mpi_host, mpi_module
 from .port import Engine, gather_text
 from .transfer import Pair, Timer
 
@@ -99,7 +99,7 @@ def _devices(
     """
     mine: dict[str, Any] = {"terms": terms, "interface": gloo_interface()}
     try:
-        mpi = mpi_world(engine.size)
+        mpi = mpi_module(engine.size)
         mine |= {"device": describe().as_dict(), "mpi": mpi is not None}
     except Exception as error:      # told to all ranks, which raise below: none is left waiting
         mine["error"] = f"{type(error).__name__}: {error}"
