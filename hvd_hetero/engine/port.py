@@ -163,6 +163,11 @@ def gather_text(engine: Engine, text: str, *, name: str) -> list[str]:
     return whole.tobytes().decode().splitlines()
 
 
+def _piece_bytes(lengths: np.ndarray) -> int:
+    """The most bytes of each rank that one operation carries, where a rank has `lengths[rank]` to be carried in all."""
+    return PIECE_BYTES if lengths.sum() <= PIECE_BYTES else max(PIECE_BYTES // len(lengths), 1)
+
+
 def gather_bytes(engine: Engine, mine: bytes, *, name: str, root: int | None = None) -> list[bytes]:
     """Gathers the bytes of all ranks. A collective call, in several operations if they are long, as
     `broadcast_in_pieces`.
@@ -171,7 +176,7 @@ def gather_bytes(engine: Engine, mine: bytes, *, name: str, root: int | None = N
         The bytes of each rank, by rank. If `root` is given, on that rank only; an empty list on the others.
     """
     lengths = np.asarray(engine.allgather_async(np.array([len(mine)]), name=f"{name}.lengths").wait())
-    step = PIECE_BYTES if lengths.sum() <= PIECE_BYTES else max(PIECE_BYTES // engine.size, 1)
+    step = _piece_bytes(lengths)
     row, found = np.frombuffer(mine, np.uint8), [bytearray() for _ in lengths]
     for at in range(0, max(int(lengths.max()), 1), step):
         piece = row[at : at + step].copy()
@@ -195,7 +200,7 @@ def scatter_bytes(engine: Engine, parts: Sequence[bytes], *, root: int, name: st
     """
     lengths = np.array([len(part) for part in parts] if engine.rank == root else [0] * engine.size)
     engine.broadcast_async(lengths, root=root, name=f"{name}.lengths").wait()
-    step = PIECE_BYTES if lengths.sum() <= PIECE_BYTES else max(PIECE_BYTES // engine.size, 1)
+    step = _piece_bytes(lengths)
     mine = bytearray()
     for at in range(0, max(int(lengths.max()), 1), step):
         pieces = [part[at : at + step] for part in parts] if engine.rank == root else [b""] * engine.size
