@@ -504,6 +504,24 @@ def test_a_byte_now_and_then_is_no_question(monkeypatch):
         server.close()
 
 
+def test_a_byte_now_and_then_is_no_answer():
+    """It would keep the watchdog, and a process from its end."""
+
+    def drips():
+        line, _ = listener.accept()
+        with line, contextlib.suppress(OSError):
+            for _ in range(1000):
+                line.send(b"x")
+                time.sleep(0.02)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=drips, daemon=True).start()
+        asked = dataclasses.replace(stranger(1), address="127.0.0.1", port=listener.getsockname()[1])
+        began = time.monotonic()
+        with pytest.raises(peer.SilentError):
+            peer.ask(asked, {"kind": "state"}, within_s=0.3)
+        assert time.monotonic() - began < LIMIT_S / 2
+
 
 def test_a_rank_that_does_not_end_as_it_is_told_keeps_nobody_for_good(ranks, monkeypatch):
     """As one whose process cannot end, though its watch answers."""
@@ -804,8 +822,12 @@ class Line:
     def sendall(self, sent):
         self.sent += sent
 
-    def makefile(self, mode):
-        return io.BytesIO(self.said)
+    def settimeout(self, seconds):
+        assert 0.0 < seconds <= 4.0
+
+    def recv(self, most):
+        said, self.said = self.said, b""
+        return said
 
 
 @pytest.mark.parametrize(("comes", "found", "slept"), [
@@ -828,7 +850,7 @@ def test_who_closes_the_line_without_a_word_is_asked_again_and_nobody_else(monke
         lines.append(Line(said))
         return lines[-1]
 
-    monkeypatch.setattr(peer, "time", SimpleNamespace(sleep=waits.append))
+    monkeypatch.setattr(peer, "time", SimpleNamespace(sleep=waits.append, monotonic=time.monotonic))
     monkeypatch.setattr(peer.socket, "create_connection", connect)
     monkeypatch.setattr(peer, "host_identity", lambda: ("node", "another host's" if here else "mine"))
     asked, question = dataclasses.replace(stranger(1), token="secret"), {"kind": "state"}

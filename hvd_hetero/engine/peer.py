@@ -114,18 +114,18 @@ def _address_to(host: str) -> str:
         return ""
 
 
-def _line(line: socket.socket, *, within_s: float) -> bytes:
-    """Reads one line from a socket. Raises OSError if it is not complete within `within_s` seconds. Returns less than a
-    line if the other side closes the connection, or the line exceeds `LONGEST` bytes."""
-    said, deadline = b"", time.monotonic() + within_s
-    while not said.endswith(b"\n") and len(said) < LONGEST:
+def _line(line: socket.socket, *, deadline: float, longest: int) -> bytes:
+    """Reads one line from a socket. Raises OSError if it is not complete at the `deadline` (`time.monotonic`). Returns
+    less than a line if the other side closes the connection, or the line exceeds `longest` bytes."""
+    said = bytearray()
+    while not said.endswith(b"\n") and len(said) < longest:
         line.settimeout(max(1e-3, deadline - time.monotonic()))
-        if not (part := line.recv(LONGEST)):
+        if not (part := line.recv(1 << 16)):
             break
         said += part
         if time.monotonic() > deadline:
             raise TimeoutError
-    return said
+    return bytes(said)
 
 
 class QuestionServer:
@@ -152,7 +152,8 @@ class QuestionServer:
 
         class Handler(socketserver.BaseRequestHandler):
             def handle(self) -> None:
-                question = json.loads(_line(self.request, within_s=QUESTION_S))
+                said = _line(self.request, deadline=time.monotonic() + QUESTION_S, longest=LONGEST)
+                question = json.loads(said)
                 if hmac.compare_digest(str(question.pop("token", "")), this.token):
                     self.request.settimeout(QUESTION_S)
                     self.request.sendall(json.dumps(answer(question)).encode() + b"\n")
@@ -222,7 +223,7 @@ def ask(peer: Peer, question: dict[str, Any], *, within_s: float = QUESTION_S) -
     A connection that closes without an answer is tried again after each pause in `ENDING_S`.
 
     Args:
-        within_s: the time limit for connecting, and again for the answer, in seconds.
+        within_s: the time limit of each try, from connecting to the end of the answer, in seconds.
 
     Raises:
         GoneError: the process has ended.
@@ -232,9 +233,10 @@ def ask(peer: Peer, question: dict[str, Any], *, within_s: float = QUESTION_S) -
     for wait_s in (0.0, *ENDING_S):
         time.sleep(wait_s)
         try:
+            deadline = time.monotonic() + within_s
             with socket.create_connection((address, peer.port), timeout=within_s) as line:
                 line.sendall(json.dumps({**question, "token": peer.token}).encode() + b"\n")
-                if said := line.makefile("rb").readline(LONGEST_ANSWER):
+                if said := _line(line, deadline=deadline, longest=LONGEST_ANSWER):
                     return dict(json.loads(said))
         except ConnectionRefusedError as error:
             raise GoneError(str(peer)) from error
