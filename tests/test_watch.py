@@ -382,6 +382,24 @@ def test_a_stopped_process_is_named_and_at_last_ended(ranks, child):
     assert child.wait(timeout=5) == -signal.SIGKILL
 
 
+def test_a_process_that_has_no_connection_free_is_named_and_not_killed(ranks, monkeypatch):
+    killed = []
+    monkeypatch.setattr(Peer, "kill", killed.append)
+    monkeypatch.setattr(peer, "MAX_CONNECTIONS", 3)
+    monkeypatch.setattr(peer, "QUESTION_S", 60.0)
+    monkeypatch.setattr(peer, "ENDING_S", (0.01, 0.01))
+    monkeypatch.setattr(watch, "GRACE_S", 0.2)
+    two = ranks(2)
+    port = Peer.from_text(two.texts[1]).port
+    with contextlib.ExitStack() as others:  # which say nothing
+        for _ in range(peer.MAX_CONNECTIONS):
+            others.enter_context(socket.create_connection(("127.0.0.1", port), timeout=10))
+        two.wait(0, "gradient", 0.0, ranks=(0, 1), until=lambda: two.left)
+        assert two.watches[0].explain((0, 1)) == "", "it runs"
+    assert re.search(r"rank 1 \(.*\) cannot be asked: too many connections", two.story())
+    assert "that is the bound" in two.story() and two.left and not killed
+
+
 def test_a_dead_process_is_named(ranks, child):
     one = ranks(1)
     one.meet(child.said)
@@ -462,7 +480,8 @@ def test_of_those_who_do_not_mean_this_job_no_more_are_heard_than_ranks_may_ask(
     asked, others = server.peer(0), []
     try:
         others += [socket.create_connection(("127.0.0.1", asked.port), timeout=10) for _ in range(5)]
-        assert [one.recv(1) for one in others[3:]] == [b"", b""], "closed at once"
+        assert [one.makefile("rb").read() for one in others[3:]] == [peer.BUSY] * 2, "closed at once"
+        assert not answers(asked), "no connection is free"
         others[0].settimeout(0.2)
         with pytest.raises(TimeoutError):
             others[0].recv(1)
@@ -834,6 +853,9 @@ class Line:
     ([b'{"s": 1}\n'], {"s": 1}, [0.0]),
     ([ConnectionResetError(), b"", b'{"s": 2}\n'], {"s": 2}, [0.0, 0.5, 1.0]),
     ([b"", BrokenPipeError(), b""], peer.SilentError, [0.0, 0.5, 1.0]),
+    ([peer.BUSY, peer.BUSY, b'{"s": 3}\n'], {"s": 3}, [0.0, 0.5, 1.0]),
+    ([peer.BUSY, ConnectionResetError(), peer.BUSY], peer.BusyError, [0.0, 0.5, 1.0]),
+    ([peer.BUSY, ConnectionRefusedError()], peer.GoneError, [0.0, 0.5]),
     ([b'{"s": '], peer.SilentError, [0.0]), ([TimeoutError()], peer.SilentError, [0.0]),
     ([ConnectionRefusedError()], peer.GoneError, [0.0]), ([b"", ConnectionRefusedError()], peer.GoneError, [0.0, 0.5]),
 ])  # fmt: skip

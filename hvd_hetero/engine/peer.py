@@ -2,8 +2,9 @@
 
 Each rank listens at a TCP port (`QuestionServer`), and sends the other ranks its address and a secret token (`Peer`). A
 question with that token is answered in a thread of its own, whatever the rank's main thread is doing. The way in which
-a question fails is information as well: a process that has ended refuses the connection (`GoneError`), and a process
-that is stopped, or whose network link is cut, does not answer (`SilentError`). The watchdog (`watch`) uses both.
+a question fails is information as well: a process that has ended refuses the connection (`GoneError`), a process that
+is stopped, or whose network link is cut, does not answer (`SilentError`), and one that is asked too much at a time says
+so (`BusyError`). The watchdog (`watch`) uses all three.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ ENDING_S = (0.5, 1.0)  # pauses before the second and third try, if the connecti
 ELSEWHERE = "192.0.2.1"  # an address that no host has (RFC 5737), to find the default route; nothing is sent there
 LONGEST, LONGEST_ANSWER = 1 << 16, 1 << 24  # bytes of a question and an answer, which names all operations under way
 MAX_CONNECTIONS = 1024  # the most connections that a `QuestionServer` accepts at a time: all ranks may ask it at once
+BUSY = b'{"busy": true}\n'  # the answer where no connection is free
 
 
 class GoneError(ConnectionError):
@@ -41,6 +43,10 @@ class GoneError(ConnectionError):
 
 class SilentError(ConnectionError):
     """No answer comes: the process is stopped, its host or the link to it is down, or the answer is broken."""
+
+
+class BusyError(ConnectionError):
+    """The process runs, but has no connection free (`MAX_CONNECTIONS`), also at further tries."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,6 +169,8 @@ class QuestionServer:
 
             def process_request(self, request: Any, client_address: Any) -> None:
                 if not places.acquire(blocking=False):  # too many connections: they are not all from this job's ranks
+                    with contextlib.suppress(OSError):
+                        request.send(BUSY)  # does not block: nothing else was sent
                     self.shutdown_request(request)
                     return
 
@@ -220,7 +228,8 @@ class QuestionServer:
 def ask(peer: Peer, question: dict[str, Any], *, within_s: float = QUESTION_S) -> dict[str, Any]:
     """Sends a question to a rank's process and returns the answer.
 
-    A connection that closes without an answer is tried again after each pause in `ENDING_S`.
+    If the connection closes without an answer, or the process is busy, that is tried again after each pause in
+    `ENDING_S`.
 
     Args:
         within_s: the time limit of each try, from connecting to the end of the answer, in seconds.
@@ -228,20 +237,24 @@ def ask(peer: Peer, question: dict[str, Any], *, within_s: float = QUESTION_S) -
     Raises:
         GoneError: the process has ended.
         SilentError: the process does not answer.
+        BusyError: the process has no connection free.
     """
     address = "127.0.0.1" if peer.identity == host_identity()[1] else peer.address
+    busy = False
     for wait_s in (0.0, *ENDING_S):
         time.sleep(wait_s)
         try:
             deadline = time.monotonic() + within_s
             with socket.create_connection((address, peer.port), timeout=within_s) as line:
                 line.sendall(json.dumps({**question, "token": peer.token}).encode() + b"\n")
-                if said := _line(line, deadline=deadline, longest=LONGEST_ANSWER):
-                    return dict(json.loads(said))
+                said = _line(line, deadline=deadline, longest=LONGEST_ANSWER)
+            if said and said != BUSY:
+                return dict(json.loads(said))
+            busy = busy or said == BUSY
         except ConnectionRefusedError as error:
             raise GoneError(str(peer)) from error
         except (ConnectionResetError, BrokenPipeError):
             continue  # the process is probably ending: a stopped one closes no connection
         except (OSError, ValueError) as error:  # ValueError: the answer is incomplete
             raise SilentError(str(peer)) from error
-    raise SilentError(str(peer))
+    raise (BusyError if busy else SilentError)(str(peer))
