@@ -21,7 +21,7 @@ from hvd_hetero.engine.port import Engine
 from hvd_hetero.engine.probe import BUDGET_S, probe
 from hvd_hetero.engine.probe_result import ProbeResult
 from hvd_hetero.engine.transfer import STALL_S
-from hvd_hetero.policy.algorithm import expected_s
+from hvd_hetero.policy.cost_model import expected_s
 
 MOST_ROWS = 16          # of the table of links; with more, the table shows the slowest link of each level alone
 HOW_TO_START = "one rank: to see links, start it on several, such as `horovodrun -np 4 -H a:2,b:2 hvd-hetero probe`"
@@ -142,7 +142,7 @@ def summary(found: ProbeResult) -> list[str]:
 def expectations(found: ProbeResult) -> list[str]:
     """A line with the predicted time to all-reduce 16 MiB: in one level, in two levels, with fp16, with int8.
 
-    The formulas are in `hvd_hetero.policy.algorithm`. Empty for a single node, or if a link that they need is unknown.
+    The formulas are in `hvd_hetero.policy.cost_model`. Empty for a single node, or if a link that they need is unknown.
     """
     topology = found.topology
     if len(topology.nodes) == 1 or topology.cross is None or (topology.local is None and not topology.is_flat):
