@@ -59,7 +59,7 @@ class StrategyRule:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class StrategyChoice:
     """The strategy to train with from now on, its predicted samples per second, and why it was chosen."""
 
     strategy: str
@@ -117,8 +117,8 @@ def predict_local(models: Sequence[SpeedModel], samples: Sequence[int], *, round
     return Prediction(strategy=LOCAL, samples_per_s=min(rate * busy, most), period_s=round_s, round_lengths=steps)
 
 
-def choose(synchronous: Prediction, local: Prediction, *, current: str | None = None,
-           rule: StrategyRule | None = None) -> Choice:
+def choose_strategy(synchronous: Prediction, local: Prediction, *, current: str | None = None,
+                    rule: StrategyRule | None = None) -> StrategyChoice:
     """Chooses the strategy to train with.
 
     Args:
@@ -145,8 +145,8 @@ def choose(synchronous: Prediction, local: Prediction, *, current: str | None = 
     return _choice(kept, f"{rates}: {behind:.1%} slower, between {rule.near:.0%} and {rule.leave:.0%} nothing changes")
 
 
-def _choice(prediction: Prediction, reason: str) -> Choice:
-    return Choice(strategy=prediction.strategy, samples_per_s=prediction.samples_per_s, reason=reason)
+def _choice(prediction: Prediction, reason: str) -> StrategyChoice:
+    return StrategyChoice(strategy=prediction.strategy, samples_per_s=prediction.samples_per_s, reason=reason)
 
 
 def _times(models: Sequence[SpeedModel], samples: Sequence[int], jitters: Sequence[Jitter] | None,
