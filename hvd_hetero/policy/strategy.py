@@ -60,10 +60,9 @@ class StrategyRule:
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyChoice:
-    """The strategy to train with from now on, its predicted samples per second, and why it was chosen."""
+    """The strategy to train with from now on, and why it was chosen, with the predicted speeds."""
 
     strategy: str
-    samples_per_s: float
     reason: str
 
 
@@ -136,17 +135,13 @@ def choose_strategy(synchronous: Prediction, local: Prediction, *, current: str 
     behind = 1.0 - synchronous.samples_per_s / max(synchronous.samples_per_s, local.samples_per_s)
     rates = f"{synchronous.samples_per_s:.4g} samples/s synchronous, {local.samples_per_s:.4g} local"
     if behind == 0.0:
-        return _choice(synchronous, f"{rates}: nothing is faster than exact steps")
+        return StrategyChoice(strategy=SYNCHRONOUS, reason=f"{rates}: nothing is faster than exact steps")
     if behind <= rule.near:
-        return _choice(synchronous, f"{rates}: exact steps are only {behind:.1%} slower")
+        return StrategyChoice(strategy=SYNCHRONOUS, reason=f"{rates}: exact steps are only {behind:.1%} slower")
     if behind > rule.leave or current is None:
-        return _choice(local, f"{rates}: synchronous is {behind:.1%} slower")
-    kept = synchronous if current == SYNCHRONOUS else local
-    return _choice(kept, f"{rates}: {behind:.1%} slower, between {rule.near:.0%} and {rule.leave:.0%} nothing changes")
-
-
-def _choice(prediction: Prediction, reason: str) -> StrategyChoice:
-    return StrategyChoice(strategy=prediction.strategy, samples_per_s=prediction.samples_per_s, reason=reason)
+        return StrategyChoice(strategy=LOCAL, reason=f"{rates}: synchronous is {behind:.1%} slower")
+    between = f"{behind:.1%} slower, between {rule.near:.0%} and {rule.leave:.0%} nothing changes"
+    return StrategyChoice(strategy=current, reason=f"{rates}: {between}")
 
 
 def _times(models: Sequence[SpeedModel], samples: Sequence[int], jitters: Sequence[Jitter] | None,
