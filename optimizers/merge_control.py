@@ -2,7 +2,7 @@
 
 It is summed over the ranks, like the control vector of `control`, which is its last part. It holds, in this order:
 
-    4              weight and reach of the contribution (`policy.staleness`), `Contribution.spread`, 1 if finishing
+    4              weight and reach of the contribution (`policy.local_round`), `Contribution.spread`, 1 if finishing
     ROWS x ranks   local steps; samples; position // PART; position % PART: each a row with a slot for each rank
     the rest       the control vector of `control`
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hvd_hetero.policy.staleness import Contribution, factor
+from hvd_hetero.policy.local_round import Contribution, factor
 
 from . import control
 

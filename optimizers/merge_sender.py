@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from hvd_hetero.policy.staleness import NOTHING, Contribution, contribution
+from hvd_hetero.policy.local_round import NOTHING, Contribution, contribution
 
 from . import merge_control
 from .balancer import Balancer
@@ -20,7 +20,7 @@ class Sending:
     """What a rank contributes to one merge. The defaults are those of a merge that it misses.
 
     Attributes:
-        contribution: the weight, norm and reach of the rank's delta; see `policy.staleness`.
+        contribution: the weight, norm and reach of the rank's delta; see `policy.local_round`.
         work: the local steps that the delta is made of.
         spread: `Contribution.spread` of the delta, from which the drift between ranks is measured.
     """

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hvd_hetero.policy.guard import Guard, drift_ratio, noise_ratio
-from hvd_hetero.policy.staleness import contribution, factor, round_lengths
+from hvd_hetero.policy.local_round import contribution, factor, round_lengths
 
 STEP_S = (1.0, 1.0, 2.0, 4.0)
 

@@ -24,7 +24,7 @@ from hvd_hetero.optimizers.recipe import Recipe, Wire
 from hvd_hetero.optimizers.rounds import Rounds
 from hvd_hetero.optimizers.router import Router
 from hvd_hetero.optimizers.weighted import WeightedExchange
-from hvd_hetero.policy.staleness import NOTHING
+from hvd_hetero.policy.local_round import NOTHING
 from hvd_hetero.policy.topology import Topology
 
 LENGTH = 12

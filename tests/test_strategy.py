@@ -9,9 +9,9 @@ import pytest
 
 from hvd_hetero.optimizers.local_sgd import LocalSGD
 from hvd_hetero.policy.jitter import Jitter, Ran, estimate, synchronous_step_s
+from hvd_hetero.policy.local_round import ROUND_STEPS, round_lengths
 from hvd_hetero.policy.partition import Bound, InfeasibleError, split
 from hvd_hetero.policy.speed import SpeedModel
-from hvd_hetero.policy.staleness import ROUND_STEPS, round_lengths
 from hvd_hetero.policy.strategy import (
     Prediction,
     StrategyChoice,

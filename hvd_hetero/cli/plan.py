@@ -20,9 +20,9 @@ from hvd_hetero.cli.report_content import SKIP, run_in, shares_text
 from hvd_hetero.optimizers.agreement import MOST
 from hvd_hetero.policy.forecast import Forecast, advice, forecasts
 from hvd_hetero.policy.jitter import Jitter, synchronous_step_s
+from hvd_hetero.policy.local_round import ROUND_STEPS
 from hvd_hetero.policy.partition import Bound, InfeasibleError
 from hvd_hetero.policy.speed import Observation, SpeedModel, fit, passes_of
-from hvd_hetero.policy.staleness import ROUND_STEPS
 from hvd_hetero.trace.entry import bound_in
 from hvd_hetero.trace.record import file_name
 from hvd_hetero.trace.run import RankRun, Run

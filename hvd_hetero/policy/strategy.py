@@ -22,8 +22,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .jitter import Jitter, synchronous_step_s
+from .local_round import round_lengths, usual_bound
 from .speed import SpeedModel
-from .staleness import round_lengths, usual_bound
 
 SYNCHRONOUS, LOCAL = "synchronous", "local"
 
@@ -91,9 +91,9 @@ def predict_local(models: Sequence[SpeedModel], samples: Sequence[int], *, round
         models: the speed model of each rank.
         samples: samples of one local step, by rank; 0 for a rank that takes no part.
         round_steps: local steps of the fastest rank in a round; those of the others follow from
-            `staleness.round_lengths`.
+            `local_round.round_lengths`.
         bound_rounds: rounds for which a rank goes on while a merge is under way; 0: it waits for each merge. None:
-            `staleness.usual_bound`.
+            `local_round.usual_bound`.
         merge_s: seconds of one merge.
         jitters: by rank; None: all ranks are steady.
         micro_batch: by rank, the most samples of one pass; None: no limit.

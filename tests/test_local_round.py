@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 
-from hvd_hetero.policy.staleness import (
+from hvd_hetero.policy.local_round import (
     Contribution,
     contribution,
     factor,
