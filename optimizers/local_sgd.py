@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from hvd_hetero.policy.guard import Guard
-from hvd_hetero.policy.local_round import usual_bound
+from hvd_hetero.policy.local_round import default_bound_rounds
 
 from .argument import check_whole
 from .outer import Outer
@@ -95,7 +95,7 @@ class LocalSGD:
     @property
     def most_rounds(self) -> float:
         """`bound_rounds`, or its default if that is None."""
-        return usual_bound(self.round_steps) if self.bound_rounds is None else self.bound_rounds
+        return default_bound_rounds(self.round_steps) if self.bound_rounds is None else self.bound_rounds
 
 
 def strategy_of(strategy: LocalSGD | str) -> LocalSGD | None:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hvd_hetero.codecs.verbs import arrays_like
-from hvd_hetero.policy.local_round import step_part
+from hvd_hetero.policy.local_round import update_fraction
 
 from . import control, merge_control
 from .balancer import Balancer
@@ -112,7 +112,7 @@ class Rounds:
     def pace(self) -> float:
         """The factor, at most 1, for each update of this rank: below 1 if its share is below the mean of all ranks. See
         "Small batches" in `policy.local_round`."""
-        return step_part(self.balancer.plan.shares[self.rank], self.balancer.global_batch_size, self.size)
+        return update_fraction(self.balancer.plan.shares[self.rank], self.balancer.global_batch_size, self.size)
 
     @property
     def most_ahead(self) -> int:

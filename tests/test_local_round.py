@@ -11,7 +11,7 @@ from hvd_hetero.policy.local_round import (
     contribution,
     factor,
     round_lengths,
-    step_part,
+    update_fraction,
 )
 
 
@@ -116,8 +116,8 @@ def test_wrong_arguments_say_what_was_received(make, message):
 
 
 def test_who_has_less_than_the_mean_makes_as_much_of_a_step():
-    assert [step_part(share, 24, 3) for share in (1, 4, 8, 15, 0)] == [1 / 8, 1 / 2, 1.0, 1.0, 1.0]
+    assert [update_fraction(share, 24, 3) for share in (1, 4, 8, 15, 0)] == [1 / 8, 1 / 2, 1.0, 1.0, 1.0]
     for share in range(1, 25):
-        part = step_part(share, 24, 3)
+        part = update_fraction(share, 24, 3)
         whole, less = contribution(share, 1.0, share / 24), contribution(share, part, share / 24)
         assert whole.before * 1.0 == pytest.approx(less.before * part) and whole.beside == less.beside

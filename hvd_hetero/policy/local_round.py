@@ -67,12 +67,12 @@ def round_lengths(step_s: Sequence[float], round_steps: int) -> tuple[int, ...]:
     return tuple(min(max(math.floor(round_steps * (fastest / s) * (1.0 + SAME)), 1), round_steps) for s in step_s)
 
 
-def usual_bound(round_steps: int) -> float:
+def default_bound_rounds(round_steps: int) -> float:
     """The default number of rounds for which a rank goes on with local steps while a merge is still under way."""
     return max(BOUND_ROUNDS, BOUND_STEPS / round_steps)
 
 
-def step_part(share: int, whole: int, ranks: int) -> float:
+def update_fraction(share: int, whole: int, ranks: int) -> float:
     """The part of its update that a rank applies in a local step: see "Small batches" above.
 
     Args:

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .jitter import Jitter, synchronous_step_s
-from .local_round import round_lengths, usual_bound
+from .local_round import default_bound_rounds, round_lengths
 from .speed import SpeedModel
 
 SYNCHRONOUS, LOCAL = "synchronous", "local"
@@ -93,7 +93,7 @@ def predict_local(models: Sequence[SpeedModel], samples: Sequence[int], *, round
         round_steps: local steps of the fastest rank in a round; those of the others follow from
             `local_round.round_lengths`.
         bound_rounds: rounds for which a rank goes on while a merge is under way; 0: it waits for each merge. None:
-            `local_round.usual_bound`.
+            `local_round.default_bound_rounds`.
         merge_s: seconds of one merge.
         jitters: by rank; None: all ranks are steady.
         micro_batch: by rank, the most samples of one pass; None: no limit.
@@ -108,7 +108,7 @@ def predict_local(models: Sequence[SpeedModel], samples: Sequence[int], *, round
     lengths = iter(round_lengths(taking_part, round_steps))
     steps = tuple(next(lengths) if s > 0.0 else 0 for s in alone_s)
     computing_s = max(h * s for h, s in zip(steps, alone_s, strict=True))
-    bound_rounds = usual_bound(round_steps) if bound_rounds is None else bound_rounds
+    bound_rounds = default_bound_rounds(round_steps) if bound_rounds is None else bound_rounds
     round_s = max(computing_s, merge_s) if bound_rounds else computing_s + merge_s
     busy = min(1.0, max(1.0, bound_rounds) * computing_s / round_s)
     rate = math.fsum(b / s for b, s in zip(samples, alone_s, strict=True) if s > 0.0)
