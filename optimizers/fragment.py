@@ -99,9 +99,9 @@ class Fragment:
 
         z' = z + f sum_i c_i (s_i - z);    x' = z' + (x - s)
 
-    where c_i is `Contribution.before` and f is `policy.local_round.factor`. So each local step enters z exactly once,
-    in this merge or in the next (Liu et al. 2024, arXiv:2401.09135, let contributions come late in a similar way,
-    through a server).
+    where c_i is `Contribution.delta_factor` and f is `policy.local_round.merge_factor`. So each local step enters z
+    exactly once, in this merge or in the next (Liu et al. 2024, arXiv:2401.09135, let contributions come late in a
+    similar way, through a server).
 
     A rank may miss merges. It then sends zeros for them in advance, together with its own contribution, so that no
     other rank waits for it. A missed merge moves x as far as z, so that the rank keeps its progress:
@@ -213,8 +213,8 @@ class Fragment:
         square = verbs.squares(delta)
         contribution = weigh(self.work, square)
         if finite := math.isfinite(square):
-            if contribution.before != 1.0:
-                delta *= contribution.before
+            if contribution.delta_factor != 1.0:
+                delta *= contribution.delta_factor
         else:
             delta[:] = 0.0
             own[:] = self.z

@@ -102,7 +102,7 @@ class MergeSender:
     @property
     def weight(self) -> float:
         """The factor of this rank's delta in the contribution that is being sent."""
-        return self._sending.contribution.before
+        return self._sending.contribution.delta_factor
 
     @contextlib.contextmanager
     def missing(self) -> Iterator[None]:
