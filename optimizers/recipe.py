@@ -74,7 +74,7 @@ class Recipe:
         return self.name in ("int8", "int4", "topk", "powersgd")
 
     @property
-    def gentle_steps(self) -> int:
+    def codec_warmup_steps(self) -> int:
         """The number of first steps in which the codec is more exact than later, and takes longer: its warm-up."""
         return self.warmup_steps if self.name in ("int4", "topk", "powersgd") else 0
 

@@ -123,7 +123,7 @@ class Router:
             return before
         near = rivals(size_bytes, timed, choice.route)
         # A codec takes longer in its warm-up steps than later: a trial would mislead, and the choice rests on timing.
-        if len(near) == 1 or any(candidates[title].cross.gentle_steps for title in near):
+        if len(near) == 1 or any(candidates[title].cross.codec_warmup_steps for title in near):
             return route
         return Trial(
             {title: candidates[title].route(self._levels, shapes) for title in near},

@@ -91,9 +91,9 @@ class Ways:
         return 0.0 if self._router is None else self._router.timing_s
 
     @property
-    def gentle_steps(self) -> int:
+    def codec_warmup_steps(self) -> int:
         """The number of warm-up steps in which a codec sends more precisely, and so more slowly, than afterwards."""
-        return max(recipe.gentle_steps for recipe in self._wire.recipes)
+        return max(recipe.codec_warmup_steps for recipe in self._wire.recipes)
 
     def time_anew(self) -> None:
         """Times again all routes that were timed before, as links may have changed. A collective call."""

@@ -282,7 +282,7 @@ class Weighing:
         self._exchanges.add(exchange)
         if self._ways.chooses and self.engine.rank == 0:
             self.balancer.dialogue.links.matter(
-                self.number, timing_s=self._ways.timing_s, gentle_steps=self._ways.gentle_steps
+                self.number, timing_s=self._ways.timing_s, codec_warmup_steps=self._ways.codec_warmup_steps
             )
         self.unsent_state.put(kind, [exchange], lambda: self.part_unit)
         return exchange

@@ -27,7 +27,7 @@ def asked(watch, exchange_s, steps, busy_s=0.1, timing_s=0.0, noise=None):
     """After how many steps that take so long the watch asks for another choice; None: not at all."""
     for step in range(steps):
         exchange = exchange_s * (1.0 if noise is None else noise.gamma(4.0) / 4.0)
-        if watch.hear(busy_s=busy_s, step_s=busy_s + exchange, timing_s=timing_s):
+        if watch.observe_step(busy_s=busy_s, step_s=busy_s + exchange, timing_s=timing_s):
             return step + 1
     return None
 
@@ -49,8 +49,8 @@ def test_what_takes_little_of_a_step_is_not_worth_a_choice():
 
 def test_first_steps_that_lose_less_say_nothing_of_links():
     """And with codecs that have none, they do: else this would show nothing."""
-    for gentle, expected in ((100, False), (0, True)):
-        watch = LinkWatch(gentle_steps=gentle)
+    for warm_up, expected in ((100, False), (0, True)):
+        watch = LinkWatch(codec_warmup_steps=warm_up)
         assert asked(watch, 1.0, 100) is None
         assert bool(asked(watch, 0.1, 200)) == expected
 
@@ -62,7 +62,7 @@ def test_links_are_timed_once_that_could_have_saved_as_much_and_more_where_it_ch
 ):
     watch = LinkWatch()
     for changed in choices:
-        watch.chosen(changed=changed)
+        watch.routes_chosen(changed=changed)
     assert asked(watch, 0.1, LONG) is None
     lost_s = saved_s * asked(watch, exchange_s, 10**5, timing_s=20.0)
     assert 20.0 * times <= lost_s <= 20.0 * times + (WINDOW + EVERY) * saved_s
@@ -87,7 +87,7 @@ def test_an_exchange_is_what_all_its_batches_took_beyond_computing(passes):
     """Also where several batches go into one."""
     now = 0.0
     links = Links(clock=lambda: now)
-    links.matter(0, timing_s=0.0, gentle_steps=0)
+    links.matter(0, timing_s=0.0, codec_warmup_steps=0)
     step = 0
     for exchange_s, expected in ((0.1, 0), (0.4, 1)):
         for _ in range(LONG):
@@ -121,18 +121,18 @@ def test_other_buckets_are_no_other_links():
     """Layers that are thawed make exchanges longer."""
     links = Links(clock=Clock())
     for number, exchange_s in enumerate((0.1, 0.5)):
-        links.matter(0, timing_s=1.0, gentle_steps=0)
+        links.matter(0, timing_s=1.0, codec_warmup_steps=0)
         heard(links, exchange_s, LONG, begun=number * LONG)
     assert links.asked == 0
 
 
 def test_an_exchange_that_is_made_anew_once_ranks_were_asked_does_not_end_the_watch():
     links = Links(clock=Clock())
-    links.matter(0, timing_s=0.0, gentle_steps=0)
+    links.matter(0, timing_s=0.0, codec_warmup_steps=0)
     for number, exchange_s in enumerate((0.1, 0.5, 0.5, 0.1)):
         if number == 2:
             assert links.asked == 1
-            links.matter(0, timing_s=0.0, gentle_steps=0)
+            links.matter(0, timing_s=0.0, codec_warmup_steps=0)
         heard(links, exchange_s, LONG, begun=number * LONG)
     assert links.asked == 2
 
@@ -143,7 +143,7 @@ def test_what_timing_takes_and_finds_is_that_of_all_optimizers():
     for found in [(True, False), (False, True)], [(False, False)]:
         links = Links(clock=Clock())
         for owner in range(2):
-            links.matter(owner, timing_s=10.0, gentle_steps=0)
+            links.matter(owner, timing_s=10.0, codec_warmup_steps=0)
         begun = 0
         for changed in found:
             for owner, one in enumerate(changed):
