@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from hvd_hetero.policy.jitter import Ran
+from hvd_hetero.policy.jitter import StopSums
 
 from .loading_meter import LoadingMeter, LoadingTimes
 from .meter import ComputeMeter, Pace, Stopwatch, Taken, WallClock
@@ -189,7 +189,7 @@ class StepTimer:
         self.read()
         return self.known
 
-    def take_stops(self) -> Ran:
+    def take_stops(self) -> StopSums:
         """Returns how long this rank ran and was stopped, and how often, in the steps read since the last call."""
         return self._stops.take()
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hvd_hetero.optimizers.local_sgd import LocalSGD
-from hvd_hetero.policy.jitter import Jitter, Ran, estimate, synchronous_step_s
+from hvd_hetero.policy.jitter import Jitter, StopSums, estimate, synchronous_step_s
 from hvd_hetero.policy.local_round import ROUND_STEPS, round_lengths
 from hvd_hetero.policy.partition import Bound, InfeasibleError, split
 from hvd_hetero.policy.speed import SpeedModel
@@ -317,9 +317,9 @@ def test_without_room_between_the_borders_the_faster_strategy_is_taken():
 
 def test_a_rank_that_was_only_ever_stopped_is_not_taken_for_one_that_never_runs():
     """It has not said yet for how long it runs between two stops."""
-    for ran in (Ran(0.0, 3.0, 2.0), Ran(5.0, 0.0, 0.0), Ran(), Ran(5.0, 3.0, 1.0)):
+    for ran in (StopSums(0.0, 3.0, 2.0), StopSums(5.0, 0.0, 0.0), StopSums(), StopSums(5.0, 3.0, 1.0)):
         assert estimate(ran, variation=0.2, least_stops=2.0) == Jitter(variation=0.2)
-    assert estimate(Ran(6.0, 2.0, 4.0), least_stops=4.0) == Jitter(stalled=0.25, stall_s=0.5)
+    assert estimate(StopSums(6.0, 2.0, 4.0), least_stops=4.0) == Jitter(stalled=0.25, stall_s=0.5)
 
 
 @pytest.mark.parametrize("rare_s", [1e-4, 1e3])
