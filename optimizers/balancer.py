@@ -105,7 +105,7 @@ class Balancer:
         self._introduce()
         self.record.waits(engine)
         engine.during_waits(self.step_timer.waiting)
-        engine.remember(self.rebuild)
+        engine.on_reset_end(self.rebuild)
 
     def _start(self, *, others: bool) -> None:
         """Makes all that depends on which ranks there are. A collective call.

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from hvd_hetero.policy.jitter import Ran
+from hvd_hetero.policy.jitter import StopSums
 from hvd_hetero.policy.strategy import LOCAL, SYNCHRONOUS
 
 REASON_LENGTH = 80  # characters of a plan's reason that travel
@@ -35,7 +35,7 @@ class Slots(NamedTuple):
     samples: Any  # samples per batch
     failed: Any  # 1: this rank cannot go on
     dealt_ahead: Any  # batches beyond the present one that are dealt, or may be without waiting
-    running_s: Any  # this slot and the next two: see `Ran`
+    running_s: Any  # this slot and the next two: see `StopSums`
     stopped_s: Any
     stops: Any
     flags: Any  # a sum of LEAVES, STOPS, LAYS_OUT, CHOOSES
@@ -93,7 +93,7 @@ class Report:
     lays_out: bool  # whether any rank asks all to lay out their buckets anew
     chooses: bool  # whether any rank asks all to choose anew how buckets travel
     dealt_ahead: tuple[int, ...]  # batches dealt, or that may be, beyond the one whose gradient this is
-    ran: tuple[Ran, ...]
+    stop_sums: tuple[StopSums, ...]
     staleness: float  # mean over the ranks, in merges
     announcement: Announcement | None  # a new plan, if there is one
     norms: Norms
@@ -130,7 +130,7 @@ def pack(
     chooses: bool = False,
     look: ParameterComparison | None = None,
     dealt_ahead: int = 0,
-    ran: Ran | None = None,
+    stop_sums: StopSums | None = None,
     staleness: float = 0.0,
     norms: Norms | None = None,
     batch: int | None = None,
@@ -156,7 +156,7 @@ def pack(
         samples=samples,
         failed=float(failed),
         dealt_ahead=dealt_ahead,
-        **(ran or Ran())._asdict(),
+        **(stop_sums or StopSums())._asdict(),
         flags=LEAVES * leaves + STOPS * stops + LAYS_OUT * lays_out + CHOOSES * chooses,
         hash=look.hash,
         place=0 if batch is None else batch % BATCHES + 1 + (0 if origin is None else (origin + 1) * BATCHES),
@@ -224,7 +224,7 @@ def unpack(total: Sequence[float], *, ranks: int) -> Report:
         origins=tuple(place // BATCHES - 1 if place >= 0 else -1 for place in places),
         interval=int(total[-NORMS - 2]),
         dealt_ahead=tuple(map(int, rows.dealt_ahead)),
-        ran=tuple(map(Ran, rows.running_s, rows.stopped_s, rows.stops)),
+        stop_sums=tuple(map(StopSums, rows.running_s, rows.stopped_s, rows.stops)),
         staleness=total[-NORMS - 1] / ranks,
         announcement=announcement,
         norms=Norms(*total[-NORMS:]),

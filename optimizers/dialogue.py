@@ -71,7 +71,7 @@ class Dialogue:
         self._listeners: list[Callable[[], None]] = []
         self.entered, self.steps, self.staleness, self.mean_staleness = entered, 1, 0.0, 0.0
         self.horizon, self.links = DealingHorizon(place.step), LinkMonitor()
-        engine.on_change(self.unheard)
+        engine.on_reset_begin(self.unheard)
 
     def restart(self) -> None:
         """Goes on from another global batch, after a state was loaded; gives up exchanges under way."""
@@ -144,7 +144,7 @@ class Dialogue:
             lays_out=lays_out,
             chooses=chooses,
             look=look,
-            ran=self._step_timer.take_stops() if leads else None,
+            stop_sums=self._step_timer.take_stops() if leads else None,
             announcement=self._planner.announcement if leads and self._engine.rank == 0 else None,
             norms=None if noise is None else noise.outgoing(),
             batch=batch,
@@ -231,7 +231,7 @@ class Dialogue:
         `together`: all ranks are at the same batch, so that the time of this rank's step is that of all."""
         planner, busy_s = self._planner, report.busy_s
         planner.observe(step - 1, report.samples, report.compute_s, report.loading_s)
-        planner.steadiness.hear(step - 1, report.ran)
+        planner.steadiness.hear(step - 1, report.stop_sums)
         if planner.strategy_selector is not None:
             whole_s = self._step_timer.last_step_s if together else None
             planner.strategy_selector.hear(busy_s=busy_s, step_s=whole_s)

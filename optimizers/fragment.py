@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from hvd_hetero.codecs.verbs import verbs_of
-from hvd_hetero.policy.staleness import Contribution
+from hvd_hetero.policy.local_round import Contribution
 
 from .outer import Outer, compensated
 from .weighted_exchange import WeightedExchange
@@ -41,7 +41,7 @@ class LocalProgress:
         lr_sum: sum of learning rate times `gradients` of each step with samples.
         gradients: number of steps with samples. A step counts for less than 1 where its gradient is a mean over several
             batches and this rank had no sample of some of them, or where this rank makes a part of each update
-            (`policy.staleness`).
+            (`policy.local_round`).
         batches: this rank's planned part of the global batch, summed over all steps.
         rate_batches: the same, each part times the learning rate of its step.
     """
@@ -99,9 +99,9 @@ class Fragment:
 
         z' = z + f sum_i c_i (s_i - z);    x' = z' + (x - s)
 
-    where c_i is `Contribution.before` and f is `policy.staleness.factor`. So each local step enters z exactly once, in
-    this merge or in the next (Liu et al. 2024, arXiv:2401.09135, let contributions come late in a similar way, through
-    a server).
+    where c_i is `Contribution.delta_factor` and f is `policy.local_round.merge_factor`. So each local step enters z
+    exactly once, in this merge or in the next (Liu et al. 2024, arXiv:2401.09135, let contributions come late in a
+    similar way, through a server).
 
     A rank may miss merges. It then sends zeros for them in advance, together with its own contribution, so that no
     other rank waits for it. A missed merge moves x as far as z, so that the rank keeps its progress:
@@ -214,8 +214,8 @@ class Fragment:
         square = verbs.squares(delta)
         contribution = weigh(self.work, square)
         if finite := math.isfinite(square):
-            if contribution.before != 1.0:
-                delta *= contribution.before
+            if contribution.delta_factor != 1.0:
+                delta *= contribution.delta_factor
         else:
             delta[:] = 0.0
             own[:] = self.z

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from hvd_hetero.engine.port import in_turn
+from hvd_hetero.engine.port import rotating_name
 from hvd_hetero.policy.scaling import (
     NoiseScale,
     NoiseSums,
@@ -264,7 +264,7 @@ def agreed_latency_lr(
             f"ramp_steps={ramp_steps}"
         )
 
-    name = in_turn(balancer.engine, "hvd_hetero.latency_lr.")
+    name = rotating_name(balancer.engine, "hvd_hetero.latency_lr.")
     agree_text(balancer.engine, describe, title="LatencyAwareLR", name=name)
     return made[0]
 

@@ -36,10 +36,11 @@ class LinkMonitor:
         Args:
             owner: the optimizer, by its number.
             timing_s: seconds that timing its routes takes.
-            gentle_steps: steps after a choice in which exchanges take longer than later, see `LinkWatch`.
+            codec_warmup_steps: steps after a choice in which exchanges take longer than later, see `LinkWatch`.
         """
         self._timing_s[owner] = timing_s
-        self._watch = LinkWatch(codec_warmup_steps=codec_warmup_steps)  # with other buckets, times differ
+        # Anew: with other buckets, exchanges take another time.
+        self._watch = LinkWatch(codec_warmup_steps=codec_warmup_steps)
         self._choosing = False  # the optimizer that was asked may be gone
 
     def gone(self, owner: Hashable) -> None:
@@ -59,7 +60,7 @@ class LinkMonitor:
         (before_s, before), self._heard = self._heard, (self._clock(), step if together else -1)
         if not 0 <= before < step:
             return
-        reason = self._watch.hear(
+        reason = self._watch.observe_step(
             busy_s=max(busy_s) * (step - before), step_s=self._heard[0] - before_s,
             timing_s=sum(self._timing_s.values()),
         )  # fmt: skip
@@ -78,4 +79,4 @@ class LinkMonitor:
         self._choosing, self._heard = False, (0.0, -1)
         self._timing_s[owner], self._changed[owner] = timing_s, changed
         if self._watch is not None:
-            self._watch.chosen(changed=any(self._changed.values()), again=len(self._changed) > 1)
+            self._watch.routes_chosen(changed=any(self._changed.values()), corrects_last=len(self._changed) > 1)

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from hvd_hetero.policy.guard import Guard
-from hvd_hetero.policy.staleness import usual_bound
+from hvd_hetero.policy.local_round import default_bound_rounds
 
 from .argument import check_whole
 from .outer import Outer
@@ -23,7 +23,7 @@ class LocalSGD:
 
     A merge is an all-reduce of what each rank has changed in its parameters, its progress; ranks do not wait for it,
     within `bound_rounds`. A rank whose share is less than the mean makes a part of each of its updates
-    (`policy.staleness`). All ranks need the same arguments.
+    (`policy.local_round`). All ranks need the same arguments.
 
     Args:
         round_steps: local steps of the fastest rank in a round, from one contribution to the next; slower ranks make
@@ -39,7 +39,7 @@ class LocalSGD:
         fragments: parts of the model that merge one after the other, so that each merge sends a part of the model.
         outer: the outer optimizer, which moves the model by the merged progress.
         weights: how much each rank's progress counts; in all, a merge moves the model as far as synchronous steps over
-            the same samples (`policy.staleness`). "samples": each sample counts alike, for ranks that draw from one
+            the same samples (`policy.local_round`). "samples": each sample counts alike, for ranks that draw from one
             shared order (as BalancedDataLoader deals it). "fednova": progress per step counts alike on all ranks that
             made any, for ranks that each have an equal part of the data as their own (Wang et al. 2020,
             arXiv:2007.07481).
@@ -95,7 +95,7 @@ class LocalSGD:
     @property
     def most_rounds(self) -> float:
         """`bound_rounds`, or its default if that is None."""
-        return usual_bound(self.round_steps) if self.bound_rounds is None else self.bound_rounds
+        return default_bound_rounds(self.round_steps) if self.bound_rounds is None else self.bound_rounds
 
 
 def strategy_of(strategy: LocalSGD | str) -> LocalSGD | None:

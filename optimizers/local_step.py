@@ -13,7 +13,7 @@ import numpy as np
 
 from hvd_hetero.codecs.verbs import arrays_like
 from hvd_hetero.engine import script
-from hvd_hetero.engine.port import Handle, in_lane
+from hvd_hetero.engine.port import Handle, numbered_name
 
 from . import merge_control
 from .fragment import Lane, Store
@@ -130,7 +130,7 @@ class LocalSteps:
                 routes=[route],
                 rides_in=None if lossy else 0,
                 outgoing=lambda: outgoing(index),
-                name=in_lane(name, number),
+                name=numbered_name(name, number),
                 keeps=lossy and self._routing.keeps,
                 weight=lambda: self.rounds.residual_weight,
             )

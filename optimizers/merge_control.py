@@ -2,7 +2,7 @@
 
 It is summed over the ranks, like the control vector of `control`, which is its last part. It holds, in this order:
 
-    4              weight and reach of the contribution (`policy.staleness`), `Contribution.spread`, 1 if finishing
+    4              weight and reach of the contribution (`policy.local_round`), `Contribution.spread`, 1 if finishing
     ROWS x ranks   local steps; samples; position // PART; position % PART: each a row with a slot for each rank
     the rest       the control vector of `control`
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hvd_hetero.policy.staleness import Contribution, factor
+from hvd_hetero.policy.local_round import Contribution, merge_factor
 
 from . import control
 
@@ -67,7 +67,7 @@ def pack(
         rank, ranks: this rank's number, and the number of ranks.
         balancer: the control vector of `control`, from `Dialogue.outgoing`.
     """
-    vector = [*contribution.beside, spread, float(finishing)]
+    vector = [*contribution.weight_and_reach, spread, float(finishing)]
     steps, samples, position = own
     for value in (steps, samples, *divmod(position, PART)):
         row = [0.0] * ranks
@@ -92,4 +92,4 @@ def unpack(total: Sequence[float], *, ranks: int) -> MergeReport:
 def scale(total: Sequence[float]) -> float:
     """The factor by which the sum of the ranks' weighted deltas is multiplied to give the merged delta; 0.0 if no rank
     contributed. `total` is the sum of the control vectors."""
-    return factor(total[WEIGHT : REACH + 1])
+    return merge_factor(total[WEIGHT : REACH + 1])

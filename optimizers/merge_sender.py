@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from hvd_hetero.policy.staleness import NOTHING, Contribution, contribution
+from hvd_hetero.policy.local_round import NOTHING, Contribution, contribution
 
 from . import merge_control
 from .balancer import Balancer
@@ -20,7 +20,7 @@ class Outgoing:
     """What a rank contributes to one merge. The defaults are those of a merge that it misses.
 
     Attributes:
-        contribution: the weight, norm and reach of the rank's delta; see `policy.staleness`.
+        contribution: the weight, norm and reach of the rank's delta; see `policy.local_round`.
         work: the local steps that the delta is made of.
         spread: `Contribution.spread` of the delta, from which the drift between ranks is measured.
     """
@@ -103,7 +103,7 @@ class MergeSender:
     def part_unit(self) -> float:
         """The part of a global batch that has weight 1 in a merge, the unit in which residuals pass to other ranks.
 
-        The weight alone would not do: a merge multiplies the summed deltas by about this number (`policy.staleness`:
+        The weight alone would not do: a merge multiplies the summed deltas by about this number (`policy.local_round`:
         sum r / sum w), which changes with the number of ranks. With FedNova it does not, and this is 1.0.
         """
         return 1.0 if self._rule.weights == "fednova" else self.unit / self._balancer.global_batch_size

@@ -14,7 +14,7 @@ from typing import Any
 
 from hvd_hetero.policy.ladder import TRY_STEPS, trial
 from hvd_hetero.policy.partition import Bound, split
-from hvd_hetero.policy.regime import last_shift, latest_regime
+from hvd_hetero.policy.regime import last_plan_that_changed_speeds, since_last_speed_change
 from hvd_hetero.policy.replan import Plan, decide
 from hvd_hetero.policy.speed import Observation, SpeedModel, fit, passes_of
 
@@ -242,11 +242,11 @@ class Planner:
         """For each rank the observations that were made at its present speed, with their steps: those since the last
         plan with which any rank's speed changed, and since the rank's own last change of speed. For a rank that had no
         sample since that plan, its older observations are used."""
-        shift = last_shift(self._windows, [plan.step for plan in self.plans])
+        shift = last_plan_that_changed_speeds(self._windows, [plan.step for plan in self.plans])
         comparable: list[Sequence[tuple[int, Observation]]] = []
         for window in self._windows:
             seen = [each for each in window if each[0] >= shift] or list(window)
-            regime = latest_regime([observation for _, observation in seen], tolerance=CHANGED)
+            regime = since_last_speed_change([observation for _, observation in seen], tolerance=CHANGED)
             comparable.append(seen[len(seen) - len(regime) :])
         return comparable
 

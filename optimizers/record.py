@@ -8,10 +8,10 @@ from dataclasses import asdict
 from typing import Any
 
 from hvd_hetero.engine.port import Engine
-from hvd_hetero.policy.algorithm import Choice
 from hvd_hetero.policy.ladder import Move
 from hvd_hetero.policy.partition import Bound
 from hvd_hetero.policy.replan import Plan
+from hvd_hetero.policy.route_choice import RouteChoice
 
 from .step_timer import Entry
 
@@ -77,7 +77,7 @@ class Record:
 
         return tell
 
-    def route(self, bucket: str, choice: Choice) -> None:
+    def route(self, bucket: str, choice: RouteChoice) -> None:
         """Records the route that was chosen for a bucket."""
         self.event("route", bucket=bucket, **asdict(choice))
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from hvd_hetero.policy.guard import Guard, drift_ratio, noise_ratio
 from hvd_hetero.policy.ladder import merge_intervals
-from hvd_hetero.policy.staleness import round_lengths
+from hvd_hetero.policy.local_round import round_lengths
 
 from .local_sgd import LocalSGD
 

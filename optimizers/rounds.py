@@ -1,7 +1,7 @@
 """Local SGD in overlapped rounds: ranks make local steps, and go on training while their models are merged.
 
 Every `round_steps` local steps, at the end of its own round, a rank sends its contribution: the change of its
-parameters since its last one, weighted as `policy.staleness` says. This is an all-reduce that the rank does not wait
+parameters since its last one, weighted as `policy.local_round` says. This is an all-reduce that the rank does not wait
 for. It completes on all ranks when the last rank has sent its contribution: see `Fragment` for the merge that follows.
 So a rank that stalls delays the merge, but no other rank, unless one has gone on for `bound_rounds` rounds since it
 sent its contribution: that one waits. A rank whose single step takes as long as several rounds of the others announces
@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hvd_hetero.codecs.verbs import arrays_like
-from hvd_hetero.policy.staleness import step_part
+from hvd_hetero.policy.local_round import update_fraction
 
 from . import control, merge_control
 from .balancer import Balancer
@@ -111,8 +111,8 @@ class Rounds:
     @property
     def pace(self) -> float:
         """The factor, at most 1, for each update of this rank: below 1 if its share is below the mean of all ranks. See
-        "Steps" in `policy.staleness`."""
-        return step_part(self.balancer.plan.shares[self.rank], self.balancer.global_batch_size, self.size)
+        "Small batches" in `policy.local_round`."""
+        return update_fraction(self.balancer.plan.shares[self.rank], self.balancer.global_batch_size, self.size)
 
     @property
     def most_ahead(self) -> int:
@@ -164,7 +164,7 @@ class Rounds:
         Args:
             name: of the operation that this rank waits for, as other ranks are told.
         """
-        return self.balancer.engine.wait_unless_awaited(self._one_came(), name=name)
+        return self.balancer.engine.wait_avoiding_deadlock(self._one_came(), name=name)
 
     def _one_came(self) -> Callable[[], bool]:
         under_way = [fragment for fragment in self.fragments if fragment.under_way]

@@ -15,8 +15,8 @@ import numpy as np
 from hvd_hetero.codecs.verbs import verbs_of
 from hvd_hetero.engine.hierarchy import IN_PARTS, Levels
 from hvd_hetero.engine.port import Chain, Engine, Handle, Steps
-from hvd_hetero.policy.algorithm import Choice, choose, confirm, rivals
 from hvd_hetero.policy.link import Link
+from hvd_hetero.policy.route_choice import RouteChoice, choose_route, confirm_route, rivals
 
 from .codec_spec import CodecSpec, LinkCodecs, Shape
 from .route import Candidate, Route
@@ -27,7 +27,7 @@ ROUNDS = 8  # steps for which a trial times each route, after a first one that i
 
 EXACT = CodecSpec(name="none")
 
-Tell = Callable[[str, Choice], None]
+Tell = Callable[[str, RouteChoice], None]
 
 
 class Router:
@@ -114,7 +114,7 @@ class Router:
             return before or next(iter(candidates.values())).route(self._levels, shapes)
         timed = {title: self._time(array, candidate) for title, candidate in candidates.items()}
         size_bytes = len(array) * array.itemsize
-        choice = choose(size_bytes, timed, default=next(iter(candidates)))
+        choice = choose_route(size_bytes, timed, default=next(iter(candidates)))
         self._tell(name, choice)
         if isinstance(before, RouteTrial) and before.title == choice.route:
             return before
@@ -170,7 +170,7 @@ class RouteTrial:
 
     Args:
         routes: the routes to compare, by title, in the same order on all ranks.
-        chosen: the title of the one that timing found fastest; another has to be clearly faster (`policy.algorithm`).
+        chosen: the title of the one that timing found fastest; another has to be faster by `MARGIN` of `route_choice`.
         size_bytes: of the bucket.
         engine: all ranks.
         tell: is called with the choice.
@@ -185,7 +185,7 @@ class RouteTrial:
         chosen: str,
         size_bytes: int,
         engine: Engine,
-        tell: Callable[[Choice], None] = lambda choice: None,
+        tell: Callable[[RouteChoice], None] = lambda choice: None,
         clock: Callable[[], float] = time.perf_counter,
         rounds: int = ROUNDS,
     ) -> None:
@@ -244,7 +244,7 @@ class RouteTrial:
         """Agrees with all ranks on the fastest route, and then sums by that one."""
         times = yield self._engine.allreduce_async(self._times[1:].copy(), name=f"{name}.trial", op="min")
         measured = {title: times[:, index].tolist() for index, title in enumerate(self._titles)}
-        choice = confirm(measured, self._chosen, self._size_bytes)
+        choice = confirm_route(measured, self._chosen, self._size_bytes)
         self._chosen = choice.route
         self._tell(choice)
         return (yield self._begin(self._chosen, array, name))

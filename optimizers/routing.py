@@ -36,7 +36,7 @@ class Routing:
             `Topology`: its nodes, and the fastest algorithm for each bucket; as "auto" in an elastic job whose number
             of ranks is another one than the topology's.
         alike: further arguments of the caller that must be equal on all ranks, by name.
-        tell: is called with the name of a bucket and its `Choice` (the route, and the reason) after each choice.
+        tell: is called with the name of a bucket and its `RouteChoice` (the route, and the reason) after each choice.
 
     Attributes:
         exact: whether gradients are sent without any codec.

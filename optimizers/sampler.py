@@ -99,7 +99,7 @@ class ShareSampler:
         self._next = 0  # the step in which the next batch to be dealt will be used; its plan gives the shares
         self._run = 0  # how many times the batches that were dealt and not used were dropped
         self._lock = threading.RLock()
-        balancer.engine.remember(self.rebuild)
+        balancer.engine.on_reset_end(self.rebuild)
 
     def _agree(self) -> None:
         agree_on(self.balancer.engine, self._alike, name=f"hvd_hetero.{self.balancer.name}.dealer")

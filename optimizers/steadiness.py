@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from hvd_hetero.policy.jitter import Jitter, Ran, estimate, with_stops
+from hvd_hetero.policy.jitter import Jitter, StopSums, estimate, include_stops
 from hvd_hetero.policy.speed import Observation, SpeedModel
 
 MEMORY = 200  # batches after which a measurement of stops has decayed to 1/e
@@ -20,14 +20,14 @@ class Steadiness:
     """Statistics of how often and how long each of `size` ranks stalls; the same on all ranks."""
 
     def __init__(self, size: int) -> None:
-        self._ran: np.ndarray = np.zeros((size, len(Ran._fields)))
+        self._ran: np.ndarray = np.zeros((size, len(StopSums._fields)))
         self._heard = 0
 
-    def hear(self, step: int, ran: Sequence[Ran]) -> None:
+    def hear(self, step: int, sums: Sequence[StopSums]) -> None:
         """Takes in all ranks' reports, by rank, of batch `step` and of the batches before it since the last call."""
         fading = math.exp(-max(0, step - self._heard) / MEMORY)
         self._heard = step
-        self._ran = self._ran * fading + np.asarray(ran)
+        self._ran = self._ran * fading + np.asarray(sums)
 
     def state_dict(self) -> dict[str, Any]:
         """The statistics, as plain numbers."""
@@ -36,19 +36,19 @@ class Steadiness:
     def load_state_dict(self, state: Mapping[str, Any], places: Sequence[int | None]) -> None:
         """Loads `state`. `places`: by rank, the former rank whose statistics it continues; None: it starts with
         none."""
-        nothing = [0.0] * len(Ran._fields)
+        nothing = [0.0] * len(StopSums._fields)
         ran = state.get("ran")
         self._heard = int(state.get("heard", 0))
         self._ran = np.array([nothing if ran is None or place is None else ran[place] for place in places])
 
     @property
-    def _lately(self) -> list[Ran]:
-        return [Ran(*sums) for sums in self._ran.tolist()]
+    def _lately(self) -> list[StopSums]:
+        return [StopSums(*sums) for sums in self._ran.tolist()]
 
     @property
     def unsteady(self) -> int:
         """The number of ranks that stall at times."""
-        return sum(estimate(ran, least_stops=LEAST_STOPS).stalled > 0.0 for ran in self._lately)
+        return sum(estimate(sums, least_stops=LEAST_STOPS).stalled > 0.0 for sums in self._lately)
 
     def jitters(self, models: Sequence[SpeedModel], windows: Sequence[Sequence[Observation]]) -> list[Jitter]:
         """Returns by rank how unsteady its compute is: its stops, and the noise of its steps.
@@ -58,23 +58,23 @@ class Steadiness:
             windows: by rank, recent observations, whose deviation from the model is the noise.
         """
         return [
-            estimate(ran, variation=_variation(model, window), least_stops=LEAST_STOPS)
-            for ran, model, window in zip(self._lately, models, windows, strict=True)
+            estimate(sums, variation=_variation(model, window), least_stops=LEAST_STOPS)
+            for sums, model, window in zip(self._lately, models, windows, strict=True)
         ]
 
     def alone(self, models: Sequence[SpeedModel]) -> tuple[SpeedModel, ...]:
         """Returns by rank its speed model in local steps, which includes its stops, as no other rank waits for it."""
         return tuple(
-            with_stops(model, ran, least_stops=ENOUGH_STOPS)
-            for ran, model in zip(self._lately, models, strict=True)
+            include_stops(model, sums, least_stops=ENOUGH_STOPS)
+            for sums, model in zip(self._lately, models, strict=True)
         )
 
     def alone_s(self, compute_s: Sequence[float]) -> list[float]:
         """Returns by rank the seconds per batch in local steps, in which it waits for nobody, with its stops included.
         `compute_s`: by rank, the seconds of a batch without stops."""
         return [
-            estimate(ran, least_stops=ENOUGH_STOPS).alone_s(seconds)
-            for ran, seconds in zip(self._lately, compute_s, strict=True)
+            estimate(sums, least_stops=ENOUGH_STOPS).alone_s(seconds)
+            for sums, seconds in zip(self._lately, compute_s, strict=True)
         ]
 
 

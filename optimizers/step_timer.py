@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from hvd_hetero.policy.jitter import Ran
+from hvd_hetero.policy.jitter import StopSums
 
 from .loading_meter import LoadingMeter, LoadingTimes
 from .meter import ComputeMeter, Pace, Segments, Stopwatch, WallClock
@@ -171,13 +171,13 @@ class StepTimer:
         extra_s = own_s + self._meter.take_extra_s(compute_s, own_s)
         if pace is not None and not ended.discarded:
             # All numbers are those of the ended step: if the device is behind, another batch is in use by now.
-            pace.hear(ended.samples, step_s=supplied.step_s, waited_s=supplied.waited_s, computed_s=compute_s)
+            pace.observe(ended.samples, step_s=supplied.step_s, waited_s=supplied.waited_s, computed_s=compute_s)
         self.loading_s = 0.0 if pace is None else pace.seconds_per_sample or 0.0
         if ended.discarded:
             compute_s = extra_s = 0.0
         self._stops.add(ended.samples / batches, compute_s / batches, batches=batches)
-        pends = pace is not None and pace.pends
-        self.known = (ended.samples / batches, 0.0 if pends else (compute_s + extra_s) / batches)
+        pending = pace is not None and pace.is_pending
+        self.known = (ended.samples / batches, 0.0 if pending else (compute_s + extra_s) / batches)
         ended.tell(Entry(
             samples=ended.samples, data_s=supplied.waited_s, compute_s=compute_s, extra_s=extra_s,
             loading_s=self.loading_s * ended.samples,
@@ -189,7 +189,7 @@ class StepTimer:
         self.read()
         return self.known
 
-    def take_stops(self) -> Ran:
+    def take_stops(self) -> StopSums:
         """Returns how long this rank ran and was stopped, and how often, in the steps read since the last call."""
         return self._stops.take()
 

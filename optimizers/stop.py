@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections import deque
 
-from hvd_hetero.policy.jitter import Ran
+from hvd_hetero.policy.jitter import StopSums
 
 WINDOW = 16  # batches of one size over which the median is taken
 LEAST = 5  # batches of one size, before the next one can count as stopped
@@ -50,8 +50,8 @@ class StopMeter:
         self._running_s += batches * usual_s
         self._recent_s.append(compute_s)
 
-    def take(self) -> Ran:
+    def take(self) -> StopSums:
         """Returns the seconds run, the seconds stopped and the number of stops since the last call."""
-        ran = Ran(self._running_s, self._stopped_s, float(self._stops))
+        sums = StopSums(self._running_s, self._stopped_s, float(self._stops))
         self._running_s, self._stopped_s, self._stops = 0.0, 0.0, 0
-        return ran
+        return sums

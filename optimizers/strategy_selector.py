@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from hvd_hetero.policy.speed import Observation, SpeedModel
 from hvd_hetero.policy.strategy import (
     SYNCHRONOUS,
-    Choice,
     Prediction,
+    StrategyChoice,
     StrategyRule,
-    choose,
+    choose_strategy,
     predict_local,
     predict_synchronous,
 )
@@ -107,7 +107,7 @@ class StrategySelector:
     def look(
         self, step: int, current: str, models: Sequence[SpeedModel], windows: Sequence[Sequence[Observation]],
         shares: Sequence[int], micro_batch: Sequence[int | None] | None = None,
-    ) -> Choice | None:
+    ) -> StrategyChoice | None:
         """Returns another strategy that should be used from now on, and why; None to keep the current one. Predictions
         are made for some batches only, so that they take little time.
 
@@ -123,7 +123,7 @@ class StrategySelector:
         predicted = self.predict(models, windows, shares, micro_batch)
         cost_s = PREDICTION_S * self._steadiness.unsteady
         self._next_look = step + max(EVERY, math.ceil(cost_s / (BUDGET * predicted[0].period_s)))
-        choice = choose(*predicted, current=current, rule=self._rule)
+        choice = choose_strategy(*predicted, current=current, rule=self._rule)
         if choice.strategy == current:
             return None
         self._next_look = step + self._hold_steps

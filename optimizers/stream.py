@@ -84,7 +84,7 @@ class StreamSampler:
         self._content = 0  # checksum of the batch in use
         balancer.lookahead = max(balancer.lookahead, lookahead)
         balancer.stateful_parts.add(self)
-        balancer.engine.remember(self._agree)
+        balancer.engine.on_reset_end(self._agree)
 
     def _agree(self) -> None:
         alike: dict[str, Any] = {

@@ -52,8 +52,8 @@ def check_engine(engine: Engine, array: Callable[[Any], Any] = np.asarray) -> No
         raise AssertionError("shapes that differ between ranks must raise on every rank")
     engine.allreduce_async(array([0.0]), name="after").wait()  # and the engine goes on
 
-    assert engine.wait_unless_awaited(lambda: True, name="at once")
+    assert engine.wait_avoiding_deadlock(lambda: True, name="at once")
     if rank:  # the first rank comes only later to what this one waits for, and waits for this one meanwhile
-        assert not engine.wait_unless_awaited(lambda: False, name="never")
+        assert not engine.wait_avoiding_deadlock(lambda: False, name="never")
         engine.wait_for(lambda: True, name="at once")
     engine.allreduce_async(array([0.0]), name="elsewhere").wait()

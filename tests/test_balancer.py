@@ -166,14 +166,14 @@ def test_the_control_vector_comes_back_as_it_went():
         control.pack(
             ranks=2, rank=rank, count=10.0 + rank, compute_s=0.5 * rank, samples=32.0, failed=rank == 1,
             dealt_ahead=5 * rank, announcement=announcement if rank == 0 else None,
-            ran=control.Ran(1.0 + rank, 0.5 * rank, rank),
+            stop_sums=control.StopSums(1.0 + rank, 0.5 * rank, rank),
         )
         for rank in range(2)
     ]  # fmt: skip
     total = np.sum(np.array(vectors, dtype=np.float32), axis=0).tolist()
     report = control.unpack(total, ranks=2)
     assert report.announcement == announcement
-    assert report.ran == (control.Ran(1.0, 0.0, 0.0), control.Ran(2.0, 0.5, 1.0))
+    assert report.stop_sums == (control.StopSums(1.0, 0.0, 0.0), control.StopSums(2.0, 0.5, 1.0))
     assert report.count == 21.0 and report.failed == (1,) and report.compute_s == (0.0, 0.5)
     assert report.dealt_ahead == (0, 5)
 
@@ -347,7 +347,7 @@ def test_a_thread_that_deals_ahead_waits_for_no_answer_that_cannot_come():
     forgets = []
     for fails in (True, False):
         engine = SoloEngine()
-        engine.on_change = forgets.append
+        engine.on_reset_begin = forgets.append
         balancer = Balancer(engine, global_batch_size=4)
         horizon = balancer.dialogue.horizon
         horizon.said(0, lookahead=0, ahead=0, answers=3)
@@ -377,16 +377,16 @@ def test_exchanges_that_do_not_lead_tell_of_no_batch_and_move_no_plan():
             version=1, shares=(5, 3), reason="", predicted_step_s=0.5, strategy="synchronous"
         )
         balancer.step_timer.known, dialogue.staleness = (4.0, 0.5), 2.0
-        balancer.step_timer._stops = SimpleNamespace(take=lambda: control.Ran(3.0, 2.0, 1.0))
+        balancer.step_timer._stops = SimpleNamespace(take=lambda: control.StopSums(3.0, 2.0, 1.0))
         balancer.departure.leaving.said = True
         report = control.unpack(dialogue.outgoing(leads=False, count=3.0), ranks=2)
         assert report.count == 3.0 and report.announcement is None
         assert report.leaving == (balancer.rank,) and report.stopping == report.failed == () and not report.lays_out
         assert report.samples == report.compute_s == (0.0, 0.0) and report.staleness == 0.0
-        assert report.dealt_ahead == (0, 0) and report.ran == (control.Ran(),) * 2
+        assert report.dealt_ahead == (0, 0) and report.stop_sums == (control.StopSums(),) * 2
         said = control.unpack(dialogue.outgoing(leads=True, count=3.0), ranks=2)
         assert said.samples[balancer.rank] == 4.0 and said.compute_s[balancer.rank] == 0.5 and said.staleness == 1.0
-        assert said.ran[balancer.rank] == (3.0, 2.0, 1.0), "and of stops nothing was lost"
+        assert said.stop_sums[balancer.rank] == (3.0, 2.0, 1.0), "and of stops nothing was lost"
         assert (said.announcement is None) == (balancer.rank != 0)
         balancer.step_timer.loading_s = 0.25  # what is measured apart counts for rounds of those that do not lead, too
         said = control.unpack(dialogue.outgoing(leads=False, count=3.0, measured=(8.0, 0.5)), ranks=2)

@@ -14,7 +14,7 @@ from hvd_hetero.engine import checkpoint_file, termination
 from hvd_hetero.engine.checkpoint import Checkpoint
 from hvd_hetero.engine.checkpoint_file import CheckpointError, CheckpointFile
 from hvd_hetero.engine.local import LocalEngine, SoloEngine, World
-from hvd_hetero.engine.termination import LEFT
+from hvd_hetero.engine.termination import EXIT_STATUS_LEFT
 
 
 @pytest.fixture
@@ -265,7 +265,7 @@ def test_all_leave_at_one_step_when_one_is_told(tmp_path):
         return steps, left.value.code
 
     (steps, code), *others = World(3).run(program)
-    assert code == LEFT and 7 <= steps <= 9 and others == [(steps, code)] * 2
+    assert code == EXIT_STATUS_LEFT and 7 <= steps <= 9 and others == [(steps, code)] * 2
     assert CheckpointFile(tmp_path / "x").read()[0] is not None
 
 
@@ -576,7 +576,7 @@ def test_sigterm_is_heard_and_saved_where_nobody_reads_what_a_rank_says(tmp_path
         with pytest.raises(SystemExit) as left:
             for _ in range(3):
                 checkpoint.step()
-        assert left.value.code == LEFT and checkpoint._file.read()[0] is not None
+        assert left.value.code == EXIT_STATUS_LEFT and checkpoint._file.read()[0] is not None
     finally:
         checkpoint.close()
 

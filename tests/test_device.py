@@ -170,18 +170,18 @@ def test_mpi_is_asked_only_where_it_can_answer(monkeypatch):
     offered = FakeMpi()
     monkeypatch.setattr(host.importlib, "import_module", lambda name: offered)
     monkeypatch.setattr(host, "under_mpi", lambda: False)
-    assert host.mpi_world(4) is None, "not launched by MPI"
+    assert host.mpi_module(4) is None, "not launched by MPI"
     monkeypatch.setattr(host, "under_mpi", lambda: True)
-    assert host.mpi_world(4) is offered
-    assert host.mpi_world(2) is None, "another MPI than Horovod's"
+    assert host.mpi_module(4) is offered
+    assert host.mpi_module(2) is None, "another MPI than Horovod's"
     offered.threads = 1
-    assert host.mpi_world(4) is None, "Horovod's thread is in MPI as well"
+    assert host.mpi_module(4) is None, "Horovod's thread is in MPI as well"
 
     def absent(name):
         raise ImportError(name)
 
     monkeypatch.setattr(host.importlib, "import_module", absent)
-    assert host.mpi_world(4) is None
+    assert host.mpi_module(4) is None
 
 
 class FakeNvml:

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import pytest
 
-from hvd_hetero.engine.termination import LEFT
+from hvd_hetero.engine.termination import EXIT_STATUS_LEFT
 from tests.repair import needs
 
 pytestmark = pytest.mark.horovod
@@ -179,7 +179,7 @@ def test_a_worker_that_leaves_in_order_is_started_anew_however_often(job: Job) -
     numbers = {(slot.hostname, slot.local_rank): slot.worker for slot in workers.slots}
     survivors = [f"a:0:{numbers['a', 0]}", f"b:1:{numbers['b', 1]}"]
     for times in range(3):
-        workers.end(workers.find("b", 0, start=3 + times - 1 if times else 0), status=LEFT)
+        workers.end(workers.find("b", 0, start=3 + times - 1 if times else 0), status=EXIT_STATUS_LEFT)
         ranks = sorted(answer[0] for answer in _in_threads(ask, survivors).values())
         workers.wait_for(4 + times)
         assert len(set(ranks)) == 2 and ranks[0] == 0
@@ -209,7 +209,7 @@ def test_one_that_goes_on_is_rank_0_also_where_the_first_of_every_host_has_died(
 
 
 @needs("spared_hosts")
-@pytest.mark.parametrize("status", [1, LEFT])
+@pytest.mark.parametrize("status", [1, EXIT_STATUS_LEFT])
 def test_the_first_worker_of_the_only_host_may_end(status: int) -> None:
     with elastic_job({"b": 2}) as (_, workers, ask):
         numbers = [slot.worker for slot in workers.slots]

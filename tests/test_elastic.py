@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
+from hvd_hetero.engine.callback import WeakMethods
 from hvd_hetero.engine.elastic import Failures, run
 from hvd_hetero.engine.local import World
-from hvd_hetero.engine.remembered import Remembered
-from hvd_hetero.engine.termination import LEFT, TerminationHandler
+from hvd_hetero.engine.termination import EXIT_STATUS_LEFT, TerminationHandler
 from hvd_hetero.optimizers.agreement import BalancerArguments
 from hvd_hetero.optimizers.equal_weights import EqualWeights
 from hvd_hetero.optimizers.planner import Planner
@@ -276,7 +276,7 @@ def test_a_rank_that_was_told_to_end_does_not_come_together_with_others_again():
 
     with pytest.raises(SystemExit) as end:
         elastic_loop(train, state.log)(state)
-    assert end.value.code == LEFT
+    assert end.value.code == EXIT_STATUS_LEFT
     assert state.log == ["sync", "leave", "break_off", "restore", "leave_alone"]
 
 
@@ -285,7 +285,7 @@ def test_a_rank_may_be_told_to_end_while_it_comes_together_with_others(monkeypat
     state, within = State(leaving=()), []
 
     @contextlib.contextmanager
-    def unreachable(notice, leave):
+    def unreachable(handler, leave):
         within.append(True)
         yield leave()
         within.clear()
@@ -347,10 +347,10 @@ def test_each_method_is_remembered_once_and_as_long_as_its_object_lives():
         def rebuild(self):
             called.append(self.name)
 
-    called, remembered = [], Remembered()
+    called, methods = [], WeakMethods()
     first, second, third = Made("first"), Made("second"), Made("third")
     for made in (first, second, first, third):
-        remembered.add(made.rebuild)
+        methods.add(made.rebuild)
     del second
-    remembered.call()
+    methods.call()
     assert called == ["first", "third"]

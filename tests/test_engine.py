@@ -10,21 +10,21 @@ import pytest
 from contract import check_engine
 
 from hvd_hetero.engine import port
+from hvd_hetero.engine.callback import Rebuilds, WeakMethods
 from hvd_hetero.engine.local import SoloEngine, World
 from hvd_hetero.engine.port import (
     Chain,
     CollectiveError,
     Engine,
+    base_name,
     broadcast_bytes,
     broadcast_in_pieces,
     gather_bytes,
     gather_text,
-    in_lane,
-    in_turn,
+    numbered_name,
+    rotating_name,
     scatter_bytes,
-    without_lane,
 )
-from hvd_hetero.engine.remembered import Rebuilds, Remembered
 from hvd_hetero.optimizers.stateful_parts import StatefulParts
 
 
@@ -39,7 +39,7 @@ def test_of_two_ranks_that_wait_for_each_other_one_goes_on():
     def program(engine):
         mine, theirs = (engine.rank, 1 - engine.rank)
         first = engine.allreduce_async(np.zeros(1), name=f"of rank {mine}")
-        waited = engine.wait_unless_awaited(first.done, name=f"of rank {mine}")
+        waited = engine.wait_avoiding_deadlock(first.done, name=f"of rank {mine}")
         engine.allreduce_async(np.zeros(1), name=f"of rank {theirs}").wait()
         first.wait()
         return waited
@@ -65,7 +65,7 @@ def test_who_waits_in_what_came_after_waits_for_nobody_in_what_is_over():
                 time.sleep(0.001)
             return False  # as it was when it looked
 
-        waited = engine.wait_unless_awaited(over, name="first") if engine.rank == 0 else first.wait() is not None
+        waited = engine.wait_avoiding_deadlock(over, name="first") if engine.rank == 0 else first.wait() is not None
         engine.allreduce_async(np.zeros(1), name="second").wait()
         return waited
 
@@ -190,9 +190,9 @@ def test_a_stage_that_fails_ends_its_chain():
 
 
 def test_operations_that_take_turns_have_one_name_in_common():
-    names = [f"{in_lane('balancer1.lanes', number)}.bucket.0" for number in range(12)]
+    names = [f"{numbered_name('balancer1.lanes', number)}.bucket.0" for number in range(12)]
     assert len(set(names)) == 12
-    assert {without_lane(name) for name in names} == {"balancer1.lanes.bucket.0"}
+    assert {base_name(name) for name in names} == {"balancer1.lanes.bucket.0"}
 
 
 def test_what_nothing_holds_any_more_is_not_remembered():
@@ -208,11 +208,11 @@ def test_what_nothing_holds_any_more_is_not_remembered():
 
     gc.disable()
     try:
-        kept, remembered = Thing(), Remembered()
+        kept, methods = Thing(), WeakMethods()
         for thing in (kept, Thing()):
-            remembered.add(thing.rebuild)
+            methods.add(thing.rebuild)
         del thing
-        remembered.call()
+        methods.call()
     finally:
         gc.enable()
     assert called == [kept]
@@ -270,13 +270,13 @@ def test_bytes_of_unlike_lengths_are_an_error_on_every_rank(monkeypatch, lengths
 
 def test_names_by_turns_are_few_and_alike_on_all_ranks():
     def program(engine):
-        names = [in_turn(engine, "x.") for _ in range(port.TURNS)]
-        assert len(set(names)) == port.TURNS
+        names = [rotating_name(engine, "x.") for _ in range(port.ROTATING_NAMES)]
+        assert len(set(names)) == port.ROTATING_NAMES
         engine.unique("another")
-        return [*names, *(in_turn(engine, "x.") for _ in range(50))]
+        return [*names, *(rotating_name(engine, "x.") for _ in range(50))]
 
     first, second = World(2).run(program)
-    assert first == second and len(set(first)) == port.TURNS
+    assert first == second and len(set(first)) == port.ROTATING_NAMES
 
 
 def test_a_method_that_is_added_twice_is_called_once():
@@ -286,10 +286,10 @@ def test_a_method_that_is_added_twice_is_called_once():
         def rebuild(self):
             self.called += 1
 
-    thing, remembered = Thing(), Remembered()
+    thing, methods = Thing(), WeakMethods()
     for _ in range(2):
-        remembered.add(thing.rebuild)
-    remembered.call()
+        methods.add(thing.rebuild)
+    methods.call()
     assert thing.called == 1
 
 
@@ -319,7 +319,7 @@ def test_texts_of_several_lines_come_as_one_of_each_rank():
 
 
 @pytest.mark.parametrize("made, add", [
-    (Remembered, lambda kept, thing: kept.add(thing.state_dict)),
+    (WeakMethods, lambda kept, thing: kept.add(thing.state_dict)),
     (Rebuilds, lambda kept, thing: kept.add(thing.state_dict, by_all=True)),
     (StatefulParts, lambda kept, thing: kept.add(thing)),
 ])  # fmt: skip

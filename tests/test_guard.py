@@ -6,18 +6,18 @@ import numpy as np
 import pytest
 
 from hvd_hetero.policy.guard import Guard, drift_ratio, noise_ratio
-from hvd_hetero.policy.staleness import contribution, factor, round_lengths
+from hvd_hetero.policy.local_round import contribution, merge_factor, round_lengths
 
 STEP_S = (1.0, 1.0, 2.0, 4.0)
 
 
 def merge_of(contributions, deltas):
     """The merged delta and the drift ratio, from sums alone as ranks have them."""
-    summed = sum(c.before * d for c, d in zip(contributions, deltas, strict=True))
-    beside = np.sum([c.beside for c in contributions], axis=0)
+    summed = sum(c.delta_factor * d for c, d in zip(contributions, deltas, strict=True))
+    sums = np.sum([c.weight_and_reach for c in contributions], axis=0)
     spread = sum(c.spread(float(d @ d)) for c, d in zip(contributions, deltas, strict=True))
-    mean = summed / beside[0]
-    return factor(beside) * summed, drift_ratio(spread, beside[0], float(mean @ mean))
+    mean = summed / sums[0]
+    return merge_factor(sums) * summed, drift_ratio(spread, sums[0], float(mean @ mean))
 
 
 def train(guard, *, pull, noise, merges=400, seed=0, width=60, rate=0.02, curvatures=(1.0, 2.0, 0.5, 1.5), start=0.0,

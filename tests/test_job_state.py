@@ -16,7 +16,7 @@ from test_unsent_state import Exchange
 from hvd_hetero.engine.job_state import JobState
 from hvd_hetero.engine.local import World
 from hvd_hetero.engine.port import gather_text
-from hvd_hetero.engine.termination import LEFT
+from hvd_hetero.engine.termination import EXIT_STATUS_LEFT
 from hvd_hetero.keras.elastic import KerasState
 from hvd_hetero.optimizers.balancer import Balancer
 from hvd_hetero.torch.elastic import TorchState
@@ -193,12 +193,12 @@ def test_the_last_ranks_to_leave_an_elastic_job_save_its_checkpoint(leaving, ran
     try:
         state.commit()
     except SystemExit as end:
-        assert end.code == LEFT and leaving
+        assert end.code == EXIT_STATUS_LEFT and leaving
     assert found == saved
 
 
 def test_a_job_whose_state_nobody_has_goes_on_from_the_checkpoint(capfd, monkeypatch):
-    monkeypatch.setattr("hvd_hetero.engine.job_state.came_later", lambda: True)
+    monkeypatch.setattr("hvd_hetero.engine.job_state.is_first_worker", lambda: False)
     state = JobState({"epoch": 0}, horovod=Alone())
 
     def read():

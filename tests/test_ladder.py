@@ -12,10 +12,10 @@ from hvd_hetero.policy.ladder import (
     rungs,
     trial,
 )
+from hvd_hetero.policy.local_round import round_lengths
 from hvd_hetero.policy.partition import Bound, split, step_time_s
 from hvd_hetero.policy.replan import Plan
 from hvd_hetero.policy.speed import SpeedModel
-from hvd_hetero.policy.staleness import round_lengths
 
 
 def settled(step_s, *, round_steps=4, most=4, current=None):

@@ -27,7 +27,7 @@ def asked(watch, exchange_s, steps, busy_s=0.1, timing_s=0.0, noise=None):
     """After how many steps that take so long the watch asks for another choice; None: not at all."""
     for step in range(steps):
         exchange = exchange_s * (1.0 if noise is None else noise.gamma(4.0) / 4.0)
-        if watch.hear(busy_s=busy_s, step_s=busy_s + exchange, timing_s=timing_s):
+        if watch.observe_step(busy_s=busy_s, step_s=busy_s + exchange, timing_s=timing_s):
             return step + 1
     return None
 
@@ -49,8 +49,8 @@ def test_what_takes_little_of_a_step_is_not_worth_a_choice():
 
 def test_first_steps_that_lose_less_say_nothing_of_links():
     """And with codecs that have none, they do: else this would show nothing."""
-    for gentle, expected in ((100, False), (0, True)):
-        watch = LinkWatch(codec_warmup_steps=gentle)
+    for warm_up, expected in ((100, False), (0, True)):
+        watch = LinkWatch(codec_warmup_steps=warm_up)
         assert asked(watch, 1.0, 100) is None
         assert bool(asked(watch, 0.1, 200)) == expected
 
@@ -62,7 +62,7 @@ def test_links_are_timed_once_that_could_have_saved_as_much_and_more_where_it_ch
 ):
     watch = LinkWatch()
     for changed in choices:
-        watch.chosen(changed=changed)
+        watch.routes_chosen(changed=changed)
     assert asked(watch, 0.1, LONG) is None
     lost_s = saved_s * asked(watch, exchange_s, 10**5, timing_s=20.0)
     assert 20.0 * times <= lost_s <= 20.0 * times + (WINDOW + EVERY) * saved_s

@@ -34,10 +34,10 @@ class Loaded:
         self.loaded_s = max(self.loaded_s, wanted_s) + loads_s * samples
         begins_s = max(now_s, self.loaded_s) + hands_s
         step_s = begins_s - self.begins[-1] if self.begins else None
-        self.pace.hear(samples, step_s=step_s, waited_s=begins_s - now_s, computed_s=self.computed_s)
+        self.pace.observe(samples, step_s=step_s, waited_s=begins_s - now_s, computed_s=self.computed_s)
         self.begins.append(begins_s)
         self.computed_s = compute_s = computes_s * samples
-        return begins_s + compute_s, 0.0 if self.pace.pends else compute_s, self.pace.seconds_per_sample or 0.0
+        return begins_s + compute_s, 0.0 if self.pace.is_pending else compute_s, self.pace.seconds_per_sample or 0.0
 
 
 def job(steps, *, loads, computes, batch=64, noise=0.05, seed=0, hands_s=0.0):
@@ -109,7 +109,7 @@ def test_a_rank_whose_samples_come_faster_again_has_more(slow):
 
 def heard(pace, count, *, step_s, waited_s, samples=4):
     for _ in range(count):
-        pace.hear(samples, step_s=step_s, waited_s=waited_s, computed_s=(step_s or 0.0) - waited_s)
+        pace.observe(samples, step_s=step_s, waited_s=waited_s, computed_s=(step_s or 0.0) - waited_s)
     return pace.seconds_per_sample
 
 
@@ -123,7 +123,7 @@ def test_many_who_load_end_together(loaders):
     pace.look_back(loaders)
     for batch in range(6 * loaders):
         waited_s = 0.0 if batch % loaders else 0.4 * loaders
-        pace.hear(4, step_s=0.1 + waited_s, waited_s=waited_s, computed_s=0.1)
+        pace.observe(4, step_s=0.1 + waited_s, waited_s=waited_s, computed_s=0.1)
         found.append(pace.seconds_per_sample)
     assert found[2 * max(WINDOW, loaders) :] == pytest.approx([0.5 / 4] * len(found[2 * max(WINDOW, loaders) :]))
 
@@ -132,7 +132,7 @@ def test_who_waits_longer_for_others_could_have_had_its_samples():
     for waited_s, known in ((0.2, False), (0.4, False), (0.5, True)):
         pace = LoaderSpeed()
         for _ in range(WINDOW):
-            pace.hear(4, step_s=1.0, waited_s=waited_s, computed_s=0.1)
+            pace.observe(4, step_s=1.0, waited_s=waited_s, computed_s=0.1)
         assert (pace.seconds_per_sample is not None) == known
 
 
@@ -140,8 +140,8 @@ def test_who_waits_needs_what_a_batch_takes_to_come():
     """As for processes that end together: then there are several, and none for a while."""
     pace = LoaderSpeed()
     for _ in range(WINDOW):
-        pace.hear(4, step_s=0.1, waited_s=0.0, computed_s=0.1)
-        pace.hear(4, step_s=0.7, waited_s=0.6, computed_s=0.1)
+        pace.observe(4, step_s=0.1, waited_s=0.0, computed_s=0.1)
+        pace.observe(4, step_s=0.7, waited_s=0.6, computed_s=0.1)
     assert pace.seconds_per_sample == pytest.approx(0.1)
 
 
@@ -167,7 +167,7 @@ def test_the_time_between_two_epochs_is_no_loading():
     for _ in range(FEW - 1):
         heard(pace, 1, step_s=None, waited_s=60.0)
         heard(pace, 1, step_s=60.0, waited_s=60.0)
-    assert pace.seconds_per_sample is None and pace.pends
+    assert pace.seconds_per_sample is None and pace.is_pending
     for _ in range(WINDOW):
         heard(pace, 1, step_s=None, waited_s=60.0)
         assert heard(pace, 1, step_s=0.1, waited_s=0.05) is not None, "short epochs say it together"
@@ -465,11 +465,11 @@ def test_what_is_known_of_an_earlier_process_s_loaders_is_tried_soon():
     resumed.resume(1.0)
     for pace in (known, resumed):
         for _ in range(LEAST):
-            pace.hear(4, step_s=4.0, waited_s=0.0, computed_s=4.0)
+            pace.observe(4, step_s=4.0, waited_s=0.0, computed_s=4.0)
     assert known.seconds_per_sample > 0.8 > 0.7 > resumed.seconds_per_sample
     for _ in range(WINDOW):
-        resumed.hear(4, step_s=4.0, waited_s=2.0, computed_s=2.0)
+        resumed.observe(4, step_s=4.0, waited_s=2.0, computed_s=2.0)
     assert resumed.seconds_per_sample == 1.0
     for _ in range(LEAST):
-        resumed.hear(4, step_s=4.0, waited_s=0.0, computed_s=4.0)
+        resumed.observe(4, step_s=4.0, waited_s=0.0, computed_s=4.0)
     assert resumed.seconds_per_sample > 0.8, "what it has waited for is known"

@@ -24,7 +24,7 @@ from hvd_hetero.optimizers.round_length import RoundLengths
 from hvd_hetero.optimizers.rounds import Rounds
 from hvd_hetero.optimizers.router import Router
 from hvd_hetero.optimizers.weighted_exchange import WeightedExchange
-from hvd_hetero.policy.staleness import NOTHING
+from hvd_hetero.policy.local_round import NOTHING
 from hvd_hetero.policy.topology import Topology
 
 LENGTH = 12
@@ -960,7 +960,7 @@ def test_of_two_optimizers_the_merges_of_one_carry_measurements_and_plans():
     )
     observed, taken = [], []
     balancer.planner.observe = lambda *seen: observed.append(seen)
-    balancer.step_timer.take_stops = lambda: taken.append(True) or control.Ran()
+    balancer.step_timer.take_stops = lambda: taken.append(True) or control.StopSums()
     balancer.begin(1)
     other.after_step(1.0, compute=(1.0, 0.5))
     other.finish()

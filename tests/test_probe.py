@@ -11,9 +11,9 @@ from launch import horovodrun
 from simulated import Network, SimulatedEngine
 
 from hvd_hetero.engine.build import installed_build
-from hvd_hetero.engine.finding import Probe
 from hvd_hetero.engine.local import SoloEngine, World
 from hvd_hetero.engine.probe import probe
+from hvd_hetero.engine.probe_result import ProbeResult
 from hvd_hetero.policy.link import Link
 
 FAST = Link(latency_s=0.0005, bandwidth_bytes_per_s=2e9)
@@ -76,7 +76,7 @@ def test_links_are_found_as_they_are(hosts, nodes, noise, tmp_path):
     else:
         assert found.topology.cross is None
     assert found.seconds < 10 and not found.cached
-    assert Probe.from_dict(json.loads(json.dumps(found.as_dict()))) == found
+    assert ProbeResult.from_dict(json.loads(json.dumps(found.as_dict()))) == found
 
 
 def test_the_slowest_link_of_a_level_counts_and_racks_are_nodes(tmp_path):
@@ -246,7 +246,7 @@ def test_real_ranks_on_two_hosts(tmp_path):
     for again in (False, True):
         launched = horovodrun(3, "probe_worker.py", *arguments, options=options, XDG_CACHE_HOME=str(tmp_path / "cache"))
         assert launched.returncode == 0, launched.output[-4000:]
-        found = Probe.from_dict(json.loads((tmp_path / "probe.json").read_text()))
+        found = ProbeResult.from_dict(json.loads((tmp_path / "probe.json").read_text()))
         assert found.cached == again
     assert found.topology.nodes == ((0, 1), (2,))
     for link in (found.topology.local, found.topology.cross):

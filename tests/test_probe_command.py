@@ -8,7 +8,7 @@ from simulated import Network
 from hvd_hetero.cli import probe as command
 from hvd_hetero.cli import probe_picture
 from hvd_hetero.cli.main import main
-from hvd_hetero.engine.finding import Probe
+from hvd_hetero.engine.probe_result import ProbeResult
 from hvd_hetero.policy.link import Link
 from hvd_hetero.policy.topology import Topology
 
@@ -26,7 +26,7 @@ def found_on(hosts, rates):
     nodes = tuple(tuple(rank for rank in ranks if hosts[rank] == host) for host in dict.fromkeys(hosts))
     network = Network(tuple(hosts), lambda a, b: Link(latency_s=0.0, bandwidth_bytes_per_s=1.0))
     rate = [[float("inf") if a == b else rates.get((min(a, b), max(a, b)), 1e9) for b in ranks] for a in ranks]
-    return Probe(
+    return ProbeResult(
         devices=tuple(map(network.device, ranks)), core_gflop_per_s=(10.0,) * len(hosts), hosts=nodes,
         latency_s=tuple(tuple(0.0 if a == b else 1e-3 for b in ranks) for a in ranks),
         bandwidth_bytes_per_s=tuple(map(tuple, rate)), contended=tuple((1.5,) * len(nodes) for _ in nodes),
@@ -54,7 +54,7 @@ def test_what_the_links_make_one_expect_is_said_where_there_are_several_nodes():
     found = found_on("aabb", {})
     assert command.expectations(found) == []
     known = Topology(nodes=((0, 1), (2, 3)), local=fast, cross=slow)
-    said = command.expectations(Probe(**{**vars(found), "topology": known}))
+    said = command.expectations(ProbeResult(**{**vars(found), "topology": known}))
     assert "in one level 2.01 s, in two levels 1.38 s, with fp16 between nodes 705 ms, with int8 369 ms" in said[0]
     assert command.expectations(found_on("aaaa", {})) == []
 
@@ -83,7 +83,7 @@ def test_one_rank_sees_its_device_and_how_to_start_several(solo, capsys, tmp_pat
     assert main(["probe", "--json", str(tmp_path / "probe.json")]) == 0
     said = capsys.readouterr().out
     assert "GFLOP/s" in said and "horovodrun -np 4" in said
-    found = Probe.from_dict(json.loads((tmp_path / "probe.json").read_text()))
+    found = ProbeResult.from_dict(json.loads((tmp_path / "probe.json").read_text()))
     assert found.size == 1 and found.core_gflop_per_s[0] > 0
     assert main(["probe", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["cached"] is True

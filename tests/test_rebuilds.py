@@ -5,9 +5,9 @@ import gc
 
 import pytest
 
+from hvd_hetero.engine.callback import Rebuilds
 from hvd_hetero.engine.local import World
 from hvd_hetero.engine.port import gather_text
-from hvd_hetero.engine.remembered import Rebuilds
 
 
 @pytest.fixture(autouse=True)
@@ -77,12 +77,12 @@ def test_who_joins_makes_what_was_made_before_train_and_no_more(joins):
         if not fresh:
             settled(engine.group((0, 1)) if joins else engine, rebuilds)
             held.append(Made(rebuilds, "before"))
-            rebuilds.enter()
+            rebuilds.begin_train()
             held += [Made(rebuilds, "within")]
         names = settled(engine, rebuilds)
         if fresh:
             held.append(Made(rebuilds, "before"))
-        rebuilds.enter()
+        rebuilds.begin_train()
         held.append(Made(rebuilds, "within again"))
         return names, settled(engine, rebuilds)
 

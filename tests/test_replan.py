@@ -9,7 +9,7 @@ from functools import cache
 import pytest
 
 from hvd_hetero.policy.partition import Bound, equal_shares, split, step_time_s
-from hvd_hetero.policy.regime import latest_regime
+from hvd_hetero.policy.regime import since_last_speed_change
 from hvd_hetero.policy.replan import Plan, ReplanRule, decide
 from hvd_hetero.policy.speed import Observation, SpeedModel, fit
 from hvd_hetero.policy.strategy import LOCAL
@@ -48,7 +48,7 @@ def simulate(seed, *, whole=64, overhead=0.1, noise=0.1, spikes=0.02, steps=300,
                 window.append(Observation(samples=share, compute_s=time_s))
         next_plan = None
         if step % look_every == 0 and min(map(len, windows)) >= 5:
-            models = [fit(latest_regime(list(w)), prior=m) for w, m in zip(windows, models, strict=True)]
+            models = [fit(since_last_speed_change(list(w)), prior=m) for w, m in zip(windows, models, strict=True)]
             next_plan = decide(plans[-1], models, step=step + 1, global_batch_size=whole, previous=plans[:-1])
     return plans, excess
 

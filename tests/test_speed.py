@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from hvd_hetero.policy.regime import last_shift, latest_regime
+from hvd_hetero.policy.regime import last_plan_that_changed_speeds, since_last_speed_change
 from hvd_hetero.policy.speed import Observation, SpeedModel, by_size, fit, middle, passes_of
 
 
@@ -39,7 +39,7 @@ def test_what_took_several_passes_shows_the_overhead_of_one(shares):
     """Ten seconds a pass and one a sample, of which a pass holds eight; and a pass more is no change of speed."""
     seen = [Observation(samples=b, compute_s=10.0 * passes_of(b, 8) + b, passes=passes_of(b, 8))
             for b in shares for _ in range(12)]
-    assert latest_regime(seen) == seen and last_shift(windows([seen]), [0, 12]) == 0
+    assert since_last_speed_change(seen) == seen and last_plan_that_changed_speeds(windows([seen]), [0, 12]) == 0
     model = fit(seen)
     for b in (*shares, 13, 64):
         assert model.time_s(b, 8) == pytest.approx(10.0 * passes_of(b, 8) + b, rel=0.06)
@@ -116,7 +116,7 @@ def test_a_change_of_speed_is_seen_within_six_steps(factor, noise):
         rng = random.Random(seed)
         seen = observe(rng, 16, 60, overhead=2.0, noise=noise, spikes=0.02)
         seen += observe(rng, 16, 6, overhead=2.0 * factor, each=factor, noise=noise, spikes=0.02)
-        regime = latest_regime(seen)
+        regime = since_last_speed_change(seen)
         late += not 4 <= len(regime) <= 8
     assert late <= 1
 
@@ -127,7 +127,7 @@ def test_a_steady_speed_is_one_regime():
         rng, window = random.Random(seed), []
         for observation in observe(rng, 16, 300, noise=0.1, spikes=0.03):
             window = [*window[-63:], observation]
-            false += len(latest_regime(window)) < len(window)
+            false += len(since_last_speed_change(window)) < len(window)
     assert false <= 6       # of 1800: a single false alarm is seen for a few steps
 
 
@@ -136,18 +136,18 @@ def test_a_steady_speed_is_one_regime():
 def test_a_change_of_share_is_no_change_of_speed(overhead, shares):
     rng = random.Random(4)
     seen = [o for b in shares for o in observe(rng, b, 20, overhead=overhead, noise=0.03)]
-    assert latest_regime(seen) == seen
+    assert since_last_speed_change(seen) == seen
 
 
 def test_a_change_of_speed_is_seen_through_changes_of_share():
     rng = random.Random(5)
     before = observe(rng, 16, 30, overhead=3.0, noise=0.05) + observe(rng, 20, 10, overhead=3.0, noise=0.05)
     slow = [o for b, n in ((20, 6), (10, 15)) for o in observe(rng, b, n, overhead=6.0, each=2.0, noise=0.05)]
-    assert 20 <= len(latest_regime(before + slow)) <= 22      # long after the re-plan that it caused
+    assert 20 <= len(since_last_speed_change(before + slow)) <= 22      # long after the re-plan that it caused
     at_once = observe(rng, 18, 8, overhead=6.0, each=2.0, noise=0.05)
-    assert len(latest_regime(before + at_once)) == 8          # both changed in one step
+    assert len(since_last_speed_change(before + at_once)) == 8          # both changed in one step
     back = observe(rng, 10, 12, overhead=3.0, noise=0.05)
-    assert len(latest_regime(before + slow + back)) in (11, 12, 13)
+    assert len(since_last_speed_change(before + slow + back)) in (11, 12, 13)
 
 
 def windows(*ranks):
@@ -161,14 +161,15 @@ def test_what_a_plan_does_to_speeds_counts_for_all_ranks(factor):
     grows = observe(rng, 16, 8, noise=0.03), observe(rng, 17, 8, each=factor, noise=0.03)
     shrinks = observe(rng, 16, 8, overhead=2.0, noise=0.03), observe(rng, 8, 8, overhead=2.0, each=factor, noise=0.03)
     once = windows(shrinks, grows)
-    assert last_shift(once, [0, 8]) == (8 if factor != 1.0 else 0)
-    assert last_shift(once[:1], [0, 8]) == 0, "overhead would do the same"
+    assert last_plan_that_changed_speeds(once, [0, 8]) == (8 if factor != 1.0 else 0)
+    assert last_plan_that_changed_speeds(once[:1], [0, 8]) == 0, "overhead would do the same"
     later = windows([*shrinks, observe(rng, 9, 8, overhead=2.0, each=factor, noise=0.03)])
     both = [later[0], *windows([*grows, observe(rng, 16, 8, each=factor, noise=0.03)])]
-    assert last_shift(both, [0, 8, 16]) == (8 if factor != 1.0 else 0), "of the last plan none"
-    assert last_shift([window[8:] for window in both], [0, 8, 16]) == 0, "forgotten"
-    assert last_shift(both, [0, 8, 16, 24]) == last_shift(both, [0, 8, 16]), "nothing measured under the last plan"
-    assert last_shift([window[:11] for window in both], [0, 8]) == 0, "three steps say little"
+    assert last_plan_that_changed_speeds(both, [0, 8, 16]) == (8 if factor != 1.0 else 0), "of the last plan none"
+    assert last_plan_that_changed_speeds([window[8:] for window in both], [0, 8, 16]) == 0, "forgotten"
+    without = last_plan_that_changed_speeds(both, [0, 8, 16])
+    assert last_plan_that_changed_speeds(both, [0, 8, 16, 24]) == without, "nothing measured under the last plan"
+    assert last_plan_that_changed_speeds([window[:11] for window in both], [0, 8]) == 0, "three steps say little"
 
 
 @pytest.mark.parametrize(("make", "message"), [
@@ -177,7 +178,7 @@ def test_what_a_plan_does_to_speeds_counts_for_all_ranks(factor):
     (lambda: Observation(samples=1, compute_s=1.0, passes=0), "passes: expected 1 or more. Received: 0"),
     (lambda: SpeedModel(overhead_s=-1.0, seconds_per_sample=1.0), "overhead_s: .* Received: -1"),
     (lambda: SpeedModel(overhead_s=0.0, seconds_per_sample=0.0), "Bound\\(upper=0\\). Received: 0"),
-    (lambda: latest_regime([], minimum=1), "Received: 1, 0.15"),
+    (lambda: since_last_speed_change([], minimum=1), "Received: 1, 0.15"),
 ])
 def test_wrong_arguments_say_what_was_received(make, message):
     with pytest.raises(ValueError, match=message):
@@ -199,7 +200,7 @@ def test_the_last_shift_is_sought_where_windows_reach_over_a_plan_alone(monkeypa
     monkeypatch.setattr(regime, "_surely_changed", lambda old, new: asked.append(1) or 0.0)
     seen = Observation(samples=4, compute_s=0.1)
     out, others = [(step, seen) for step in range(8)], [(step, seen) for step in range(1490, 1500)]
-    assert regime.last_shift([out, others], [0, *range(10, 1500, 10)]) == 0
+    assert regime.last_plan_that_changed_speeds([out, others], [0, *range(10, 1500, 10)]) == 0
     assert not asked
 
 
@@ -207,16 +208,16 @@ def test_steps_without_samples_are_no_part_of_a_regime():
     """They are neither before nor after a change of speed: a change is seen through them."""
     rng, none = random.Random(12), Observation(samples=0, compute_s=0.0)
     before, after = observe(rng, 1, 20, noise=0.02), observe(rng, 1, 8, each=2.0, noise=0.02)
-    assert len(latest_regime([*before, *after])) == 8, "single samples are samples"
+    assert len(since_last_speed_change([*before, *after])) == 8, "single samples are samples"
     mixed = [each for pair in zip([*before, *after], [none] * 28, strict=True) for each in pair]
-    assert latest_regime(mixed) == after
+    assert since_last_speed_change(mixed) == after
 
 
 @pytest.mark.parametrize("wrong", [{"minimum": 1}, {"tolerance": 0.0}, {"tolerance": -0.1}])
 def test_what_is_no_change_has_to_be_said(wrong):
     with pytest.raises(ValueError, match="minimum and tolerance: expected at least 2, and above 0"):
-        latest_regime([], **wrong)
-    assert latest_regime([], minimum=2, tolerance=0.01) == []
+        since_last_speed_change([], **wrong)
+    assert since_last_speed_change([], minimum=2, tolerance=0.01) == []
 
 
 @pytest.mark.parametrize("make", [
@@ -247,4 +248,4 @@ def test_a_single_sample_takes_its_time():
 def test_one_slow_step_of_a_size_is_no_change_of_speed_however_many_there_are_of_others():
     steady = [Observation(samples=8, compute_s=1.0)] * 10
     later = [Observation(samples=16, compute_s=2.0)] * 5 + [Observation(samples=8, compute_s=2.0)]
-    assert len(latest_regime(steady + later)) == 16
+    assert len(since_last_speed_change(steady + later)) == 16

@@ -19,7 +19,7 @@ import hvd_hetero.torch as hvd
 from hvd_hetero.engine.job_state import JobState
 from hvd_hetero.engine.local import SoloEngine, World
 from hvd_hetero.engine.port import gather_bytes
-from hvd_hetero.engine.termination import LEFT
+from hvd_hetero.engine.termination import EXIT_STATUS_LEFT
 from hvd_hetero.optimizers.balancer import Balancer
 
 LENGTH, WHOLE = 12, 4
@@ -326,4 +326,5 @@ def test_ranks_that_were_told_to_end_in_different_steps_leave_at_one_commit(told
             return saved, getattr(end, "code", "goes on")
         return None
 
-    assert World(2).run(program) == ([([0], LEFT), ([1], LEFT)] if told == (0, 1) else [([], LEFT), ([], "goes on")])
+    both, one = [([0], EXIT_STATUS_LEFT), ([1], EXIT_STATUS_LEFT)], [([], EXIT_STATUS_LEFT), ([], "goes on")]
+    assert World(2).run(program) == (both if told == (0, 1) else one)

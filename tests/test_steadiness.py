@@ -11,7 +11,7 @@ from hvd_hetero.optimizers.agreement import BalancerArguments
 from hvd_hetero.optimizers.planner import Planner
 from hvd_hetero.optimizers.steadiness import MEMORY, Steadiness
 from hvd_hetero.optimizers.stop import StopMeter
-from hvd_hetero.policy.jitter import Ran, with_stops
+from hvd_hetero.policy.jitter import StopSums, include_stops
 from hvd_hetero.policy.partition import Bound
 from hvd_hetero.policy.speed import Observation, SpeedModel
 
@@ -19,20 +19,20 @@ MODEL = SpeedModel(overhead_s=0.01, seconds_per_sample=0.002, standard_error=0.0
 
 
 def test_stops_stretch_a_ranks_time_and_make_it_less_sure() -> None:
-    found = with_stops(MODEL, Ran(running_s=60.0, stopped_s=20.0, stops=9.0))
+    found = include_stops(MODEL, StopSums(running_s=60.0, stopped_s=20.0, stops=9.0))
     assert found.time_s(10) == pytest.approx(MODEL.time_s(10) / 0.75)
     assert found.standard_error == pytest.approx((0.01**2 + (0.25 / 3) ** 2) ** 0.5)
     assert found.observations == MODEL.observations
-    assert with_stops(MODEL, Ran(60.0, 0.0, 0.0)) is MODEL
-    assert with_stops(MODEL, Ran(60.0, 20.0, 1.0), least_stops=2.0) is MODEL
+    assert include_stops(MODEL, StopSums(60.0, 0.0, 0.0)) is MODEL
+    assert include_stops(MODEL, StopSums(60.0, 20.0, 1.0), least_stops=2.0) is MODEL
 
 
 def test_stops_are_forgotten() -> None:
     steadiness = Steadiness(2)
-    steadiness.hear(0, [Ran(10.0, 0.0, 0.0), Ran(10.0, 10.0, 10.0)])
+    steadiness.hear(0, [StopSums(10.0, 0.0, 0.0), StopSums(10.0, 10.0, 10.0)])
     assert steadiness.alone_s([1.0, 1.0]) == [1.0, 2.0]
     for step in range(MEMORY, 5 * MEMORY + 1, MEMORY):
-        steadiness.hear(step, [Ran(10.0, 0.0, 0.0)] * 2)
+        steadiness.hear(step, [StopSums(10.0, 0.0, 0.0)] * 2)
     assert steadiness.alone_s([1.0, 0.0]) == [1.0, 0.0]
 
 
@@ -102,7 +102,7 @@ def test_a_short_batch_between_hides_no_stop() -> None:
 def test_as_many_stops_as_are_enough_are_enough() -> None:
     for stops, unsteady, shares in ((1.0, False, False), (2.0, True, False), (3.0, True, False), (4.0, True, True)):
         steadiness = Steadiness(1)
-        steadiness.hear(0, [Ran(10.0, 10.0, stops)])
+        steadiness.hear(0, [StopSums(10.0, 10.0, stops)])
         assert (steadiness.jitters([MODEL], [[]])[0].stalled == 0.5) is unsteady, stops
         assert (steadiness.alone_s([1.0]) == [2.0]) is shares, stops
         assert (steadiness.alone([MODEL])[0] is not MODEL) is shares, stops
@@ -111,10 +111,10 @@ def test_as_many_stops_as_are_enough_are_enough() -> None:
 def test_what_was_heard_fades_with_the_batches_since_and_never_grows() -> None:
     for steps, left in ((0, 1.0), (MEMORY, math.exp(-1.0)), (-MEMORY, 1.0)):
         steadiness = Steadiness(1)
-        steadiness.hear(MEMORY, [Ran(0.0, 100.0, 10.0)])
+        steadiness.hear(MEMORY, [StopSums(0.0, 100.0, 10.0)])
         before = steadiness._ran[0, 1]
-        steadiness.hear(MEMORY + steps, [Ran(300.0, 0.0, 0.0)])
-        ran = Ran(*steadiness._ran[0])
+        steadiness.hear(MEMORY + steps, [StopSums(300.0, 0.0, 0.0)])
+        ran = StopSums(*steadiness._ran[0])
         assert ran.stopped_s == pytest.approx(before * left) and ran.running_s == 300.0
 
 

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 
 from hvd_hetero.optimizers.local_sgd import LocalSGD
-from hvd_hetero.policy.jitter import Jitter, Ran, estimate, synchronous_step_s
+from hvd_hetero.policy.jitter import Jitter, StopSums, estimate, synchronous_step_s
+from hvd_hetero.policy.local_round import ROUND_STEPS, round_lengths
 from hvd_hetero.policy.partition import Bound, InfeasibleError, split
 from hvd_hetero.policy.speed import SpeedModel
-from hvd_hetero.policy.staleness import ROUND_STEPS, round_lengths
 from hvd_hetero.policy.strategy import (
-    Choice,
     Prediction,
+    StrategyChoice,
     StrategyRule,
-    choose,
+    choose_strategy,
     predict_local,
     predict_synchronous,
 )
@@ -129,7 +129,7 @@ def test_steady_ranks_with_the_best_shares_are_as_fast_either_way():
     assert synchronous.samples_per_s == pytest.approx(16.0, rel=1e-3) and local.samples_per_s == pytest.approx(16.0)
     assert synchronous.period_s == pytest.approx(4.0, rel=1e-3) and local.period_s == pytest.approx(64.0)
     assert local.round_lengths == (16,) * 4
-    assert choose(synchronous, local).strategy == "synchronous"
+    assert choose_strategy(synchronous, local).strategy == "synchronous"
     bounded, _ = predict(models, 64, round_steps=16, bounds=[Bound(upper=16)] + [Bound()] * 3)
     assert bounded.samples_per_s < 0.8 * synchronous.samples_per_s
     with pytest.raises(InfeasibleError):
@@ -151,7 +151,7 @@ def test_who_makes_equally_many_steps_is_no_faster_apart_where_shares_do_not_fit
     models = [model(1 / 8), model(1 / 4)]
     equal = predict_local(models, [16, 16], round_steps=2, meet=True)
     assert equal.samples_per_s == pytest.approx(8.0), "the slow one has still to make its steps"
-    assert choose(predict_synchronous(models, [16, 16]), equal).strategy == "synchronous"
+    assert choose_strategy(predict_synchronous(models, [16, 16]), equal).strategy == "synchronous"
     jitters = [Jitter(), Jitter(stalled=0.5, stall_s=1.0)]
     fitting = [predict_local(models, [16, 8], round_steps=2, meet=meet, jitters=jitters) for meet in (False, True)]
     assert fitting[0] == fitting[1], "shares follow stops"
@@ -204,7 +204,7 @@ def test_a_usual_round_is_as_long_and_as_bounded_as_that_of_the_strategy():
     ({"exchange_s": 1.0, "merge_s": 1000.0}, "synchronous"),
 ])
 def test_the_choice_for_known_clusters(trouble, strategy):
-    choice = choose(*predict([model(0.1), model(0.1), model(0.2), model(0.4)], 24, round_steps=20, **trouble))
+    choice = choose_strategy(*predict([model(0.1), model(0.1), model(0.2), model(0.4)], 24, round_steps=20, **trouble))
     assert choice.strategy == strategy
     assert "samples/s synchronous" in choice.reason and ("exact" in choice.reason) == (strategy == "synchronous")
 
@@ -222,9 +222,8 @@ def rates(synchronous, local=100.0):
 ])
 def test_synchronous_wherever_it_is_near_and_otherwise_what_holds(rate, chosen):
     for current, strategy in chosen.items():
-        choice = choose(*rates(rate), current=current)
+        choice = choose_strategy(*rates(rate), current=current)
         assert choice.strategy == strategy
-        assert choice.samples_per_s == (rate if strategy == "synchronous" else 100.0)
         assert ("nothing changes" in choice.reason) == (rate == 90.0 and current is not None)
 
 
@@ -232,16 +231,17 @@ def test_synchronous_wherever_it_is_near_and_otherwise_what_holds(rate, chosen):
 def test_the_choice_does_not_flip_back_and_forth_near_a_border(truth):
     rng, current, held = random.Random(7), None, []
     for _ in range(500):
-        current = choose(*rates(rng.gauss(100.0 * truth, 1.0), rng.gauss(100.0, 1.0)), current=current).strategy
+        measured = rates(rng.gauss(100.0 * truth, 1.0), rng.gauss(100.0, 1.0))
+        current = choose_strategy(*measured, current=current).strategy
         held.append(current)
     assert sum(a != b for a, b in pairwise(held)) <= 1
 
 
 def test_the_borders_are_the_rules():
     rule = StrategyRule(near=0.2, leave=0.5)
-    assert choose(*rates(81.0), rule=rule, current="local").strategy == "synchronous"
-    assert choose(*rates(60.0), rule=rule, current="synchronous") == Choice(
-        strategy="synchronous", samples_per_s=60.0,
+    assert choose_strategy(*rates(81.0), rule=rule, current="local").strategy == "synchronous"
+    assert choose_strategy(*rates(60.0), rule=rule, current="synchronous") == StrategyChoice(
+        strategy="synchronous",
         reason="60 samples/s synchronous, 100 local: 40.0% slower, between 20% and 50% nothing changes")
 
 
@@ -259,8 +259,8 @@ def test_the_borders_are_the_rules():
     (lambda: Prediction(strategy="other", samples_per_s=1.0, period_s=1.0), "strategy: .* Received: 'other'"),
     (lambda: Prediction(strategy="local", samples_per_s=0.0, period_s=1.0), "Received: 0.0 and 1.0"),
     (lambda: StrategyRule(near=0.2, leave=0.1), "near and leave: .* Received: 0.2 and 0.1"),
-    (lambda: choose(*rates(1.0)[::-1]), "in this order. Received: local and synchronous"),
-    (lambda: choose(*rates(1.0), current="other"), "current: .* Received: 'other'"),
+    (lambda: choose_strategy(*rates(1.0)[::-1]), "in this order. Received: local and synchronous"),
+    (lambda: choose_strategy(*rates(1.0), current="other"), "current: .* Received: 'other'"),
 ])
 def test_wrong_arguments_say_what_was_received(make, message):
     with pytest.raises(ValueError, match=message):
@@ -309,16 +309,17 @@ def test_very_many_short_stops_are_a_lower_speed():
 def test_without_room_between_the_borders_the_faster_strategy_is_taken():
     for rule in (StrategyRule(near=0.0, leave=0.0), StrategyRule(near=0.1, leave=0.1)):
         for current in (None, "local", "synchronous"):
-            assert choose(*rates(80.0), rule=rule, current=current).strategy == "local"
-            assert choose(*rates(100.0), rule=rule, current=current).strategy == "synchronous"
-    assert "nothing is faster" in choose(*rates(100.0)).reason and "only 1.0% slower" in choose(*rates(99.0)).reason
+            assert choose_strategy(*rates(80.0), rule=rule, current=current).strategy == "local"
+            assert choose_strategy(*rates(100.0), rule=rule, current=current).strategy == "synchronous"
+    assert "nothing is faster" in choose_strategy(*rates(100.0)).reason
+    assert "only 1.0% slower" in choose_strategy(*rates(99.0)).reason
 
 
 def test_a_rank_that_was_only_ever_stopped_is_not_taken_for_one_that_never_runs():
     """It has not said yet for how long it runs between two stops."""
-    for ran in (Ran(0.0, 3.0, 2.0), Ran(5.0, 0.0, 0.0), Ran(), Ran(5.0, 3.0, 1.0)):
+    for ran in (StopSums(0.0, 3.0, 2.0), StopSums(5.0, 0.0, 0.0), StopSums(), StopSums(5.0, 3.0, 1.0)):
         assert estimate(ran, variation=0.2, least_stops=2.0) == Jitter(variation=0.2)
-    assert estimate(Ran(6.0, 2.0, 4.0), least_stops=4.0) == Jitter(stalled=0.25, stall_s=0.5)
+    assert estimate(StopSums(6.0, 2.0, 4.0), least_stops=4.0) == Jitter(stalled=0.25, stall_s=0.5)
 
 
 @pytest.mark.parametrize("rare_s", [1e-4, 1e3])

@@ -12,7 +12,7 @@ from hvd_hetero.optimizers.balancer import Balancer
 from hvd_hetero.optimizers.steadiness import Steadiness
 from hvd_hetero.optimizers.stop import StopMeter
 from hvd_hetero.optimizers.strategy_selector import EVERY, LEAST_EXCHANGES, StrategySelector
-from hvd_hetero.policy.jitter import Ran, estimate
+from hvd_hetero.policy.jitter import StopSums, estimate
 from hvd_hetero.policy.speed import Observation, SpeedModel
 from hvd_hetero.policy.strategy import LOCAL, SYNCHRONOUS, Prediction
 
@@ -27,7 +27,7 @@ def test_a_stop_is_told_from_a_slow_step():
     ran = meter.take()
     assert ran.stops == 2 and ran.stopped_s == pytest.approx(2.0, abs=0.1)
     assert ran.running_s == pytest.approx(40 * 0.2, rel=0.03)
-    assert meter.take() == Ran()
+    assert meter.take() == StopSums()
 
 
 def test_a_rank_that_becomes_slower_for_good_has_not_stopped():
@@ -45,10 +45,10 @@ def test_a_larger_share_is_no_stop():
 
 
 def test_what_was_run_says_how_unsteady_a_rank_is():
-    jitter = estimate(Ran(running_s=60.0, stopped_s=20.0, stops=10.0), variation=0.1)
+    jitter = estimate(StopSums(running_s=60.0, stopped_s=20.0, stops=10.0), variation=0.1)
     assert (jitter.stalled, jitter.stall_s, jitter.variation) == (0.25, 2.0, 0.1)
-    assert not estimate(Ran(60.0, 1.0, 1.0), least_stops=2.0).stalled
-    assert not estimate(Ran()).stalled
+    assert not estimate(StopSums(60.0, 1.0, 1.0), least_stops=2.0).stalled
+    assert not estimate(StopSums()).stalled
 
 
 def job(
@@ -212,7 +212,7 @@ def test_what_speaks_for_steps_apart_is_in_a_state():
         return balancer.planner
 
     before, after = planner(), planner()
-    before.steadiness.hear(7, [Ran(10.0, 5.0, 5.0)])
+    before.steadiness.hear(7, [StopSums(10.0, 5.0, 5.0)])
     before.strategy_selector.hear(busy_s=[0.1], step_s=0.3)
     after.load_state_dict(before.state_dict(), 7)
     assert after.steadiness._lately == before.steadiness._lately
@@ -223,7 +223,7 @@ def test_what_speaks_for_steps_apart_is_in_a_state():
 def test_predictions_take_a_small_part_of_the_time(monkeypatch, stops, looks):
     """Where a prediction takes long, as with ranks that stop at times, and steps are short, there are fewer."""
     steadiness, found = Steadiness(4), []
-    steadiness.hear(0, [Ran(running_s=10.0, stopped_s=0.001 * stops, stops=stops)] * 4)
+    steadiness.hear(0, [StopSums(running_s=10.0, stopped_s=0.001 * stops, stops=stops)] * 4)
     strategy_selector = StrategySelector(steadiness, round_steps=8, first_step=0)
     predict = strategy_selector.predict
     monkeypatch.setattr(strategy_selector, "predict", lambda *known: found.append(1) or predict(*known))

@@ -66,14 +66,14 @@ def test_where_nobody_reads_any_more_it_goes_on(monkeypatch):
 
 def test_sigterm_is_heard_while_something_is_being_written(monkeypatch):
     raw, heard = Interrupted(), []
-    notice = TerminationHandler(lambda: heard.append(True), say="it ends.")
+    handler = TerminationHandler(lambda: heard.append(True), say="it ends.")
     try:
         monkeypatch.setattr(sys, "stderr", stream(raw))
         print("what a progress bar writes", file=sys.stderr, flush=True)
         monkeypatch.undo()
     finally:
-        notice.close()
-    assert heard and notice.told
+        handler.close()
+    assert heard and handler.told
     assert b"".join(raw.written).startswith(b"what a progress bar writes")
 
 
@@ -88,12 +88,12 @@ def test_who_hears_sigterm_is_not_kept_and_swallows_none_once_it_is_gone():
     try:
         hearer = Hearer()
         gone = weakref.ref(hearer)
-        notice = TerminationHandler(hearer.hear, say="it ends.")
+        handler = TerminationHandler(hearer.hear, say="it ends.")
         del hearer
         gc.collect()
         assert gone() is None
         os.kill(os.getpid(), signal.SIGTERM)
-        assert passed_on == [True] and not notice.told
+        assert passed_on == [True] and not handler.told
     finally:
         signal.signal(signal.SIGTERM, before)
 
@@ -162,11 +162,11 @@ def test_signals_wake_who_they_woke_before_and_after():
     mine = signal.signal(signal.SIGUSR1, lambda *_: None)
     before = signal.set_wakeup_fd(writes, warn_on_full_buffer=False)
     try:
-        notice = TerminationHandler(lambda: None, say="so it is.")
-        with notice.unreachable(lambda: None):
+        handler = TerminationHandler(lambda: None, say="so it is.")
+        with handler.unreachable(lambda: None):
             os.kill(os.getpid(), signal.SIGUSR1)
             assert os.read(reads, 1) == bytes([signal.SIGUSR1])
-        notice.close()
+        handler.close()
         os.kill(os.getpid(), signal.SIGUSR1)
         assert os.read(reads, 1) == bytes([signal.SIGUSR1])
     finally:
@@ -177,18 +177,18 @@ def test_signals_wake_who_they_woke_before_and_after():
 
 
 def test_who_hears_in_a_rendezvous_ends_though_a_fork_has_its_ends():
-    notice = TerminationHandler(lambda: None, say="so it is.")
-    with notice.unreachable(lambda: None):
+    handler = TerminationHandler(lambda: None, say="so it is.")
+    with handler.unreachable(lambda: None):
         child = os.fork()
         if not child:
             time.sleep(60)
             os._exit(0)
     try:
-        threads = [each for each in threading.enumerate() if each.name == "hvd_hetero.notice"]
+        threads = [each for each in threading.enumerate() if each.name == "hvd_hetero.termination"]
         for each in threads:
             each.join(10)
         assert not any(each.is_alive() for each in threads)
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        notice.close()
+        handler.close()

@@ -22,11 +22,11 @@ import pytest
 from hvd_hetero.engine import peer, peer_group, script, waits, watch
 from hvd_hetero.engine.absence import JOIN, Absence
 from hvd_hetero.engine.peer import Peer
-from hvd_hetero.engine.watch import LEFT, Watch
+from hvd_hetero.engine.watch import EXIT_STATUS_LEFT, Watch
 from hvd_hetero.policy.patience import Patience
 
-QUICK = Patience(warn_s=0.2, bound_s=0.6)
-TALKS = Patience(warn_s=0.2, bound_s=60.0)  # and ends nothing
+QUICK = Patience(fixed_warn_s=0.2, bound_s=0.6)
+TALKS = Patience(fixed_warn_s=0.2, bound_s=60.0)  # and ends nothing
 LIMIT_S = 20.0
 CHILD = """
     import atexit, sys, time
@@ -156,7 +156,7 @@ def hears_that_it_is_awaited(two, operation, seconds, *, at, limit_s=LIMIT_S / 2
     waiter = threading.Thread(target=two.wait, args=(1, operation, seconds, (0, 1), seen.is_set))
     waiter.start()
     give_up = time.monotonic() + limit_s
-    alone = two.watches[0].wait_unless_awaited(lambda: time.monotonic() > give_up, at, (0, 1))
+    alone = two.watches[0].wait_avoiding_deadlock(lambda: time.monotonic() > give_up, at, (0, 1))
     seen.set()
     waiter.join()
     return not alone
@@ -189,9 +189,9 @@ def until(condition):
 def test_a_wait_of_a_framework_is_watched_like_that_of_a_thread(ranks):
     two = ranks(2, patience=TALKS)
     two.watches[0].submitted("sum")
-    two.watches[0].begin_aside("sum", (0, 1), lasts=lambda: True, broken=two.left.append)
+    two.watches[0].begin_graph_wait("sum", (0, 1), lasts=lambda: True, broken=two.left.append)
     assert until(lambda: 'for the others in "sum"' in two.story() and "rank 1 (host" in two.story())
-    two.watches[0].end_aside("sum")
+    two.watches[0].end_graph_wait("sum")
     said = len(two.said)
     two.watches[1].submitted("sum")
     two.watches[1].ended("sum")
@@ -209,7 +209,7 @@ def test_a_wait_of_a_framework_that_has_given_up_ends_and_is_explained(ranks, ch
     lasts = threading.Event()
     lasts.set()
     one.watches[0].submitted("sum")
-    one.watches[0].begin_aside("sum", (0, 2), lasts=lasts.is_set, broken=lambda: broken.append(True))
+    one.watches[0].begin_graph_wait("sum", (0, 2), lasts=lasts.is_set, broken=lambda: broken.append(True))
     time.sleep(0.2)
     assert not broken and "failed" not in one.story()
     lasts.clear()
@@ -227,9 +227,9 @@ def test_a_wait_of_a_framework_that_is_over_holds_nothing_of_the_program(ranks):
 
     one, program = ranks(1, patience=TALKS), Program()
     left = weakref.ref(program)
-    for end in (one.watches[0].end_aside, lambda operation: one.meet()):
+    for end in (one.watches[0].end_graph_wait, lambda operation: one.meet()):
         one.watches[0].submitted("sum")
-        one.watches[0].begin_aside("sum", (0,), lasts=program.lasts, broken=program.lasts)
+        one.watches[0].begin_graph_wait("sum", (0,), lasts=program.lasts, broken=program.lasts)
         time.sleep(0.2)  # it is looked at
         end("sum")
     del program
@@ -239,7 +239,7 @@ def test_a_wait_of_a_framework_that_is_over_holds_nothing_of_the_program(ranks):
 def test_nothing_is_said_of_a_wait_that_ended_while_the_others_were_asked(ranks, monkeypatch):
     two, asked = ranks(2, patience=QUICK), threading.Event()
     monkeypatch.setattr(two.watches[0]._peer_group, "absent", lambda *_: asked.set() or [])
-    two.watches[0].begin_aside("sum", (0, 1), lasts=lambda: not asked.is_set(), broken=lambda: None)
+    two.watches[0].begin_graph_wait("sum", (0, 1), lasts=lambda: not asked.is_set(), broken=lambda: None)
     assert until(asked.is_set)
     time.sleep(1.0)  # beyond the bound
     assert not two.said and not two.left
@@ -267,7 +267,7 @@ def test_calls_are_under_way_until_they_end():
 
 
 def test_short_waits_say_nothing(ranks):
-    two = ranks(2, patience=Patience(warn_s=0.8, bound_s=60.0))  # of which all together are more
+    two = ranks(2, patience=Patience(fixed_warn_s=0.8, bound_s=60.0))  # of which all together are more
     for _ in range(12):
         two.wait(0, "gradient", 0.1, ranks=(0, 1))
     assert two.said == []
@@ -288,7 +288,7 @@ def test_names_operations_in_another_order(ranks):
 
 
 def test_ranks_that_wait_for_each_other_are_told_before_their_first_steps_are_over(ranks):
-    two = ranks(2, patience=Patience(first_s=60.0, least_s=0.3))
+    two = ranks(2, patience=Patience(startup_warn_s=60.0, min_warn_s=0.3))
     waiter = threading.Thread(target=two.wait, args=(1, "metric", 0.3, (0, 1), lambda: len(two.said) > 1))
     waiter.start()
     two.wait(0, "gradient", 0.3, (0, 1), lambda: len(two.said) > 1)
@@ -297,7 +297,7 @@ def test_ranks_that_wait_for_each_other_are_told_before_their_first_steps_are_ov
 
 
 def test_first_steps_take_their_time(ranks):
-    three = ranks(3, patience=Patience(first_s=60.0, least_s=0.1))
+    three = ranks(3, patience=Patience(startup_warn_s=60.0, min_warn_s=0.1))
     waiter = threading.Thread(target=three.wait, args=(1, "metric", 0.6, (1, 2)))
     waiter.start()
     three.wait(0, "gradient", 0.6)  # rank 1 waits for rank 2, which may still compile
@@ -321,13 +321,13 @@ def test_whoever_waits_for_another_is_not_to_blame(ranks):
 def test_a_wait_without_end_ends_where_it_is_caused(ranks):
     two = ranks(2)
     two.wait(0, "gradient", 0.6, ranks=(0, 1), until=lambda: two.left)
-    assert two.left == [LEFT], "the rank that is missing, and not the one that waits"
+    assert two.left == [EXIT_STATUS_LEFT], "the rank that is missing, and not the one that waits"
     assert "rank 1" in two.said[-1] and "ends with an error" in two.said[-1] and '"gradient"' in two.said[-1]
 
 
 def test_who_has_joined_waits_for_nobody(ranks):
     """It takes part in all that comes with zeros, until the others have no more samples either."""
-    three = ranks(3, patience=Patience(warn_s=0.2, bound_s=0.6, least_s=0.1))
+    three = ranks(3, patience=Patience(fixed_warn_s=0.2, bound_s=0.6, min_warn_s=0.1))
     seen, others = threading.Event(), three.watches[0]._peer_group
     joiner = threading.Thread(target=three.wait, args=(0, JOIN, 0.0), kwargs={"until": seen.is_set})
     joiner.start()
@@ -339,7 +339,7 @@ def test_who_has_joined_waits_for_nobody(ranks):
     seen.set()
     joiner.join()
     waiter.join()
-    assert "rank 2 (host" in three.story() and "rank 0 (host" not in three.story() and three.left == [LEFT]
+    assert "rank 2 (host" in three.story() and "rank 0 (host" not in three.story() and three.left == [EXIT_STATUS_LEFT]
     assert others.absent(JOIN) == []
 
 
@@ -369,7 +369,7 @@ def test_operations_in_another_order_end_everywhere(ranks):
     waiter.start()
     two.wait(0, "gradient", 0.6, (0, 1), lambda: two.left)
     waiter.join()
-    assert LEFT in two.left
+    assert EXIT_STATUS_LEFT in two.left
 
 
 def test_a_stopped_process_is_named_and_at_last_ended(ranks, child):
@@ -380,6 +380,24 @@ def test_a_stopped_process_is_named_and_at_last_ended(ranks, child):
     one.wait(0, "gradient", 5.0, (0, 2), lambda: child.poll() is not None)
     assert f"rank 2 (host {Peer.from_text(child.said).host}, process {child.pid}) does not answer" in one.story()
     assert child.wait(timeout=5) == -signal.SIGKILL
+
+
+def test_a_process_that_has_no_connection_free_is_named_and_not_killed(ranks, monkeypatch):
+    killed = []
+    monkeypatch.setattr(Peer, "kill", killed.append)
+    monkeypatch.setattr(peer, "MAX_CONNECTIONS", 3)
+    monkeypatch.setattr(peer, "QUESTION_S", 60.0)
+    monkeypatch.setattr(peer, "ENDING_S", (0.01, 0.01))
+    monkeypatch.setattr(watch, "GRACE_S", 0.2)
+    two = ranks(2)
+    port = Peer.from_text(two.texts[1]).port
+    with contextlib.ExitStack() as others:  # which say nothing
+        for _ in range(peer.MAX_CONNECTIONS):
+            others.enter_context(socket.create_connection(("127.0.0.1", port), timeout=10))
+        two.wait(0, "gradient", 0.0, ranks=(0, 1), until=lambda: two.left)
+        assert two.watches[0].explain((0, 1)) == "", "it runs"
+    assert re.search(r"rank 1 \(.*\) cannot be asked: too many connections", two.story())
+    assert "that is the bound" in two.story() and two.left and not killed
 
 
 def test_a_dead_process_is_named(ranks, child):
@@ -402,7 +420,7 @@ def test_a_process_that_is_ending_is_gone_and_not_stopped(ranks, child):
 
 
 def test_only_who_knows_the_token_is_heard(ranks, child):
-    one = ranks(1, patience=Patience(warn_s=0.5, bound_s=1.0))
+    one = ranks(1, patience=Patience(fixed_warn_s=0.5, bound_s=1.0))
     stranger = Peer.from_text(child.said.replace(Peer.from_text(child.said).token, "0" * 32))
     one.meet(stranger.to_text())
     assert "does not answer" in one.watches[0].explain((0, 2))
@@ -413,7 +431,7 @@ def test_the_child_ends_when_told(ranks, child):
     one = ranks(1)
     one.meet(child.said)
     one.wait(0, "gradient", 0.6, (0, 2), lambda: child.poll() is not None)
-    assert child.wait(timeout=5) == LEFT
+    assert child.wait(timeout=5) == EXIT_STATUS_LEFT
     told = child.stderr.read()
     assert "in loads" in told and '"gradient"' in told, "with what it was doing"
 
@@ -439,8 +457,8 @@ def test_a_rank_under_mpi_has_an_address_that_others_can_reach(monkeypatch, name
 
 def test_all_ranks_of_a_large_job_may_ask_at_once_and_answers_may_be_long():
     many = [f"hvd_hetero.balancer.1.0.{number}.bucket" for number in range(5000)]
-    ear, found, start = peer.QuestionServer(lambda question: {"submitted": many}), [], threading.Barrier(100)
-    asked = ear.peer(0)
+    server, found, start = peer.QuestionServer(lambda question: {"submitted": many}), [], threading.Barrier(100)
+    asked = server.peer(0)
 
     def asks():
         start.wait()
@@ -451,18 +469,19 @@ def test_all_ranks_of_a_large_job_may_ask_at_once_and_answers_may_be_long():
         thread.start()
     for thread in threads:
         thread.join()
-    ear.close()
+    server.close()
     assert found == [True] * 100
 
 
 def test_of_those_who_do_not_mean_this_job_no_more_are_heard_than_ranks_may_ask(monkeypatch):
-    monkeypatch.setattr(peer, "ASKING", 3)
+    monkeypatch.setattr(peer, "MAX_CONNECTIONS", 3)
     monkeypatch.setattr(peer, "QUESTION_S", 30.0)
-    ear = peer.QuestionServer(lambda question: {"state": "here"})
-    asked, others = ear.peer(0), []
+    server = peer.QuestionServer(lambda question: {"state": "here"})
+    asked, others = server.peer(0), []
     try:
         others += [socket.create_connection(("127.0.0.1", asked.port), timeout=10) for _ in range(5)]
-        assert [one.recv(1) for one in others[3:]] == [b"", b""], "closed at once"
+        assert [one.makefile("rb").read() for one in others[3:]] == [peer.BUSY] * 2, "closed at once"
+        assert not answers(asked), "no connection is free"
         others[0].settimeout(0.2)
         with pytest.raises(TimeoutError):
             others[0].recv(1)
@@ -473,7 +492,7 @@ def test_of_those_who_do_not_mean_this_job_no_more_are_heard_than_ranks_may_ask(
     finally:
         for one in others:
             one.close()
-        ear.close()
+        server.close()
 
 
 def answers(asked):
@@ -486,8 +505,8 @@ def answers(asked):
 
 def test_a_byte_now_and_then_is_no_question(monkeypatch):
     monkeypatch.setattr(peer, "QUESTION_S", 0.3)
-    ear = peer.QuestionServer(lambda question: {"state": "here"})
-    slow = socket.create_connection(("127.0.0.1", ear.peer(0).port), timeout=10)
+    server = peer.QuestionServer(lambda question: {"state": "here"})
+    slow = socket.create_connection(("127.0.0.1", server.peer(0).port), timeout=10)
     try:
         slow.settimeout(0.02)
         for _ in range(500):
@@ -501,8 +520,26 @@ def test_a_byte_now_and_then_is_no_question(monkeypatch):
         assert slow.recv(1) == b""
     finally:
         slow.close()
-        ear.close()
+        server.close()
 
+
+def test_a_byte_now_and_then_is_no_answer():
+    """It would keep the watchdog, and a process from its end."""
+
+    def drips():
+        line, _ = listener.accept()
+        with line, contextlib.suppress(OSError):
+            for _ in range(1000):
+                line.send(b"x")
+                time.sleep(0.02)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=drips, daemon=True).start()
+        asked = dataclasses.replace(stranger(1), address="127.0.0.1", port=listener.getsockname()[1])
+        began = time.monotonic()
+        with pytest.raises(peer.SilentError):
+            peer.ask(asked, {"kind": "state"}, within_s=0.3)
+        assert time.monotonic() - began < LIMIT_S / 2
 
 
 def test_a_rank_that_does_not_end_as_it_is_told_keeps_nobody_for_good(ranks, monkeypatch):
@@ -523,7 +560,7 @@ def test_time_in_which_this_process_itself_was_stopped_is_no_wait(ranks, monkeyp
             self.looks, self.now = self.looks + 1, self.now + 3600.0
             return super().wait(timeout)
 
-    two, stopped = ranks(2, patience=Patience(warn_s=30.0, bound_s=600.0)), Stopped()
+    two, stopped = ranks(2, patience=Patience(fixed_warn_s=30.0, bound_s=600.0)), Stopped()
     monkeypatch.setattr(watch, "time", types.SimpleNamespace(monotonic=lambda: stopped.now))
     two.watches[0]._closed = stopped
     two.wait(0, "gradient", 0.0, ranks=(0, 1), until=lambda: stopped.looks > 3)
@@ -566,7 +603,7 @@ def test_who_is_awaited_hears_of_it_though_another_rank_is_gone(ranks):
     waiter = threading.Thread(target=two.wait, args=(1, "metric", 0.0, (0, 1), seen.is_set))
     waiter.start()
     give_up = time.monotonic() + LIMIT_S / 4
-    alone = two.watches[0].wait_unless_awaited(lambda: time.monotonic() > give_up, "merge", (0, 1, 2))
+    alone = two.watches[0].wait_avoiding_deadlock(lambda: time.monotonic() > give_up, "merge", (0, 1, 2))
     seen.set()
     waiter.join()
     assert not alone
@@ -599,29 +636,29 @@ def test_what_a_rank_has_printed_is_not_lost_where_it_is_ended(monkeypatch):
     {"identity": "another host's"}, {"born": "1 pid:[1]"}, {"pid": 1 << 23, "born": ""}, {"pid": 1},
 ])  # fmt: skip
 def test_only_the_very_process_is_taken_for_one_that_can_be_ended_from_here(other):
-    ear = peer.QuestionServer(lambda question: {})
-    me = ear.peer(0)
-    ear.close()
+    server = peer.QuestionServer(lambda question: {})
+    me = server.peer(0)
+    server.close()
     assert me.is_here and not dataclasses.replace(me, **other).is_here
 
 
 def test_who_connects_and_says_nothing_keeps_no_thread(monkeypatch):
     monkeypatch.setattr(peer, "QUESTION_S", 0.1)
-    ear, before = peer.QuestionServer(lambda question: {}), set(threading.enumerate())
-    with socket.create_connection(("127.0.0.1", ear.peer(0).port)):
+    server, before = peer.QuestionServer(lambda question: {}), set(threading.enumerate())
+    with socket.create_connection(("127.0.0.1", server.peer(0).port)):
         assert until(lambda: set(threading.enumerate()) - before)
         assert until(lambda: not set(threading.enumerate()) - before)
-    ear.close()
+    server.close()
 
 
 def test_a_fork_that_outlives_its_rank_does_not_answer_for_it():
     """As the worker of a data loader: who asks is to hear that the rank is gone."""
-    ear, (reads, writes) = peer.QuestionServer(lambda question: {}), os.pipe()
-    asked = ear.peer(0)
+    server, (reads, writes) = peer.QuestionServer(lambda question: {}), os.pipe()
+    asked = server.peer(0)
     if (pid := os.fork()) == 0:
         os.read(reads, 1)
         os._exit(0)
-    ear.close()
+    server.close()
     try:
         with pytest.raises(peer.GoneError):
             peer.ask(asked, {"kind": "state"}, within_s=0.2)
@@ -646,7 +683,7 @@ class Looks:
         self.watch._peer_group.me = stranger(0)
         self.watch._peer_group.absent = lambda *what: self.asked.append(self.wait.lasted_s) or self.absent
         self.watch.hearers.add(self.hear)
-        self.watch.begin_aside("sum", (0, 1, 2), lasts=lambda: True, broken=lambda: None)
+        self.watch.begin_graph_wait("sum", (0, 1, 2), lasts=lambda: True, broken=lambda: None)
         (self.wait,) = self.watch._waits.now()
 
     def hear(self, **what):
@@ -674,7 +711,7 @@ def test_at_the_bound_those_who_are_missing_are_ended_and_who_waits_where_that_i
     monkeypatch.setattr(watch, "ask", lambda peer_of, question: asked.append((peer_of.rank, question["kind"])))
     monkeypatch.setattr(Peer, "is_here", property(lambda peer_of: peer_of.rank == 2))
     monkeypatch.setattr(Peer, "kill", lambda peer_of: ended.append(peer_of.rank))
-    looks = Looks(Patience(warn_s=4.0, bound_s=10.0))
+    looks = Looks(Patience(fixed_warn_s=4.0, bound_s=10.0))
     looks.absent = [Absence(stranger(rank), f"rank {rank}", **what) for rank, what in absent.items()]
     looks.after(9.9)
     assert not asked and not ended and not looks.left
@@ -684,7 +721,8 @@ def test_at_the_bound_those_who_are_missing_are_ended_and_who_waits_where_that_i
         looks.after(lasted_s)
         left[lasted_s] = list(looks.left)
     assert asked == [(rank, "end") for rank in told] and ended == killed, "once"
-    assert all(bool(left[lasted_s]) == (lasted_s >= ends_s) for lasted_s in left) and set(looks.left) == {LEFT}
+    assert all(bool(left[lasted_s]) == (lasted_s >= ends_s) for lasted_s in left)
+    assert set(looks.left) == {EXIT_STATUS_LEFT}
     assert sum("that is the bound (10 s)" in text for text in looks.said) == 1
     assert looks.heard[-1] == (10.0, list(absent)) and len(looks.heard) == 2
 
@@ -707,7 +745,7 @@ def test_who_asks_is_told_what_is_under_way_what_is_waited_for_and_since_when(mo
 
 
 def test_a_wait_is_told_of_when_it_is_due_and_once_more_whenever_it_is_twice_as_long():
-    looks = Looks(Patience(warn_s=4.0, least_s=100.0, bound_s=1000.0))
+    looks = Looks(Patience(fixed_warn_s=4.0, min_warn_s=100.0, bound_s=1000.0))
     looks.absent = [Absence(stranger(1), "rank 1 has not come", answers=True)]
     told = []
     for lasted_s in (1.0, 3.9, 4.0, 5.0, 7.9, 8.0, 15.9, 16.0):
@@ -718,7 +756,7 @@ def test_a_wait_is_told_of_when_it_is_due_and_once_more_whenever_it_is_twice_as_
 
 
 def test_before_a_word_is_due_ranks_are_asked_ever_more_rarely_whether_they_wait_for_each_other():
-    looks = Looks(Patience(first_s=60.0, least_s=5.0))
+    looks = Looks(Patience(startup_warn_s=60.0, min_warn_s=5.0))
     for lasted_s in (4.9, 5.0, 9.9, 10.0, 19.9, 20.0, 39.9):
         looks.after(lasted_s)
     assert looks.asked == [5.0, 10.0, 20.0] and not looks.said and not looks.heard
@@ -737,15 +775,15 @@ def test_who_has_heard_that_it_is_awaited_waits_no_longer_until_it_has_waited_el
     monkeypatch.setattr(watch, "wait_until", waits)
     one = Watch(None)
     one._peer_group.awaited = True
-    assert one.wait_unless_awaited(lambda: True, "merge", (0, 1)) is True
-    assert one.wait_unless_awaited(lambda: False, "merge", (0, 1)) is False
+    assert one.wait_avoiding_deadlock(lambda: True, "merge", (0, 1)) is True
+    assert one.wait_avoiding_deadlock(lambda: False, "merge", (0, 1)) is False
     with one.waiting("validation", (0, 1)):
         assert not one._peer_group.awaited
     one._peer_group.awaited = True
-    one.begin_aside("sum", (0, 1), lasts=lambda: True, broken=lambda: None)
+    one.begin_graph_wait("sum", (0, 1), lasts=lambda: True, broken=lambda: None)
     assert not one._peer_group.awaited
     with pytest.raises(AssertionError, match="it waits"):
-        one.wait_unless_awaited(lambda: True, "merge", (0, 1))
+        one.wait_avoiding_deadlock(lambda: True, "merge", (0, 1))
 
 
 def test_who_is_awaited_in_what_comes_after_the_end_of_its_wait_has_waited_to_the_end(monkeypatch):
@@ -757,11 +795,11 @@ def test_who_is_awaited_in_what_comes_after_the_end_of_its_wait_has_waited_to_th
         return True
 
     monkeypatch.setattr(one._peer_group, "awaits", lambda operation, ranks: awaited)
-    assert one.wait_unless_awaited(lambda: next(looks), "merge", (0, 1)) is True
+    assert one.wait_avoiding_deadlock(lambda: next(looks), "merge", (0, 1)) is True
     assert not one._peer_group.awaited, "the next wait is one"
     monkeypatch.setattr(one._peer_group, "awaits", lambda operation, ranks: lambda: False)
     later = iter([False, False, True])
-    assert one.wait_unless_awaited(lambda: next(later), "merge", (0, 1)) is True
+    assert one.wait_avoiding_deadlock(lambda: next(later), "merge", (0, 1)) is True
 
 
 def test_a_wait_lasts_as_long_as_the_watch_has_looked_and_slept(monkeypatch):
@@ -803,14 +841,21 @@ class Line:
     def sendall(self, sent):
         self.sent += sent
 
-    def makefile(self, mode):
-        return io.BytesIO(self.said)
+    def settimeout(self, seconds):
+        assert 0.0 < seconds <= 4.0
+
+    def recv(self, most):
+        said, self.said = self.said, b""
+        return said
 
 
 @pytest.mark.parametrize(("comes", "found", "slept"), [
     ([b'{"s": 1}\n'], {"s": 1}, [0.0]),
     ([ConnectionResetError(), b"", b'{"s": 2}\n'], {"s": 2}, [0.0, 0.5, 1.0]),
     ([b"", BrokenPipeError(), b""], peer.SilentError, [0.0, 0.5, 1.0]),
+    ([peer.BUSY, peer.BUSY, b'{"s": 3}\n'], {"s": 3}, [0.0, 0.5, 1.0]),
+    ([peer.BUSY, ConnectionResetError(), peer.BUSY], peer.BusyError, [0.0, 0.5, 1.0]),
+    ([peer.BUSY, ConnectionRefusedError()], peer.GoneError, [0.0, 0.5]),
     ([b'{"s": '], peer.SilentError, [0.0]), ([TimeoutError()], peer.SilentError, [0.0]),
     ([ConnectionRefusedError()], peer.GoneError, [0.0]), ([b"", ConnectionRefusedError()], peer.GoneError, [0.0, 0.5]),
 ])  # fmt: skip
@@ -827,7 +872,7 @@ def test_who_closes_the_line_without_a_word_is_asked_again_and_nobody_else(monke
         lines.append(Line(said))
         return lines[-1]
 
-    monkeypatch.setattr(peer, "time", SimpleNamespace(sleep=waits.append))
+    monkeypatch.setattr(peer, "time", SimpleNamespace(sleep=waits.append, monotonic=time.monotonic))
     monkeypatch.setattr(peer.socket, "create_connection", connect)
     monkeypatch.setattr(peer, "host_identity", lambda: ("node", "another host's" if here else "mine"))
     asked, question = dataclasses.replace(stranger(1), token="secret"), {"kind": "state"}

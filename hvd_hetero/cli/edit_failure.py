@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Final
 
 from hvd_hetero.cli.edits import Edit
-from hvd_hetero.engine.termination import LEFT
+from hvd_hetero.engine.termination import EXIT_STATUS_LEFT
 
 _REGISTRATION = "horovod/runner/elastic/registration.py"
 _DRIVER = "horovod/runner/elastic/driver.py"
@@ -121,7 +121,7 @@ EDITS: Final = (
         file=_DRIVER,
         find="ELASTIC_TIMEOUT_SECS = 600\n",
         replace="ELASTIC_TIMEOUT_SECS = 600\nSPARED_AGAIN_SECS = 120\nMOST_SPARED_AGAIN = 3\n"
-        f"LEFT_IN_ORDER = {LEFT}\n",
+        f"LEFT_IN_ORDER = {EXIT_STATUS_LEFT}\n",
     ),
     *(
         Edit(

@@ -18,8 +18,8 @@ from hvd_hetero.cli.rank_estimates import RankEstimates, estimates_from_run, est
 from hvd_hetero.cli.report_content import SKIPPED_STEPS, read_run, shares_text
 from hvd_hetero.optimizers.agreement import MOST
 from hvd_hetero.policy.forecast import Forecast, advice, forecasts
+from hvd_hetero.policy.local_round import ROUND_STEPS
 from hvd_hetero.policy.partition import Bound, InfeasibleError
-from hvd_hetero.policy.staleness import ROUND_STEPS
 from hvd_hetero.trace.run import Run
 
 

@@ -17,12 +17,12 @@ from hvd_hetero.cli.console import TO_STDOUT, rich_console, seconds_text, table,
 from hvd_hetero.cli.drawing import write_picture
 from hvd_hetero.cli.error import CommandError, MissingFramework, UsageError
 from hvd_hetero.engine.environment import launched
-from hvd_hetero.engine.finding import Probe
 from hvd_hetero.engine.local import SoloEngine
 from hvd_hetero.engine.port import Engine
 from hvd_hetero.engine.probe import BUDGET_S, probe
+from hvd_hetero.engine.probe_result import ProbeResult
 from hvd_hetero.engine.transfer import STALL_S
-from hvd_hetero.policy.algorithm import expected_s
+from hvd_hetero.policy.cost_model import expected_s
 
 MOST_ROWS = 16          # of the table of links; with more, the table shows the slowest link of each level alone
 HOW_TO_START = "one rank: to see links, start it on several, such as `horovodrun -np 4 -H a:2,b:2 hvd-hetero probe`"
@@ -49,7 +49,7 @@ class LinkRow:
     contended: float = 1.0
 
 
-def link_rows(found: Probe) -> list[LinkRow]:
+def link_rows(found: ProbeResult) -> list[LinkRow]:
     """One row for each node of several ranks, and one for each pair of nodes, each with its slowest link."""
     nodes = found.topology.nodes
     rows = []
@@ -61,7 +61,7 @@ def link_rows(found: Probe) -> list[LinkRow]:
     return rows
 
 
-def _slowest(found: Probe, nodes: tuple[int, ...], title: str, pairs: Iterator[tuple[int, int]]) -> LinkRow:
+def _slowest(found: ProbeResult, nodes: tuple[int, ...], title: str, pairs: Iterator[tuple[int, int]]) -> LinkRow:
     host = {rank: index for index, ranks in enumerate(found.hosts) for rank in ranks}
     a, b = min(pairs, key=lambda pair: found.bandwidth_bytes_per_s[pair[0]][pair[1]])
     return LinkRow(nodes=nodes, title=title, latency_s=found.latency_s[a][b],
@@ -82,7 +82,7 @@ def bandwidth_text(bytes_per_s: float) -> str:
     return f"{value:,.0f} MB/s" if value >= 100 else f"{value:.3g} MB/s"
 
 
-def show(found: Probe) -> None:
+def show(found: ProbeResult) -> None:
     """Prints the table of ranks, the table of links and the summary."""
     console, make = rich_console()
     console.print(_rank_table(found, make))
@@ -94,7 +94,7 @@ def show(found: Probe) -> None:
         console.print(HOW_TO_START, markup=False, soft_wrap=True)
 
 
-def _rank_table(found: Probe, make: Any) -> Any:
+def _rank_table(found: ProbeResult, make: Any) -> Any:
     gpus = ["GPUs of the host"] if any(device.gpus for device in found.devices) else []
     columns = ["rank", "node", "host", "processor", *gpus, "cores", "memory", "GFLOP/s of a core", "share by speed"]
     rows = []
@@ -108,7 +108,7 @@ def _rank_table(found: Probe, make: Any) -> Any:
     return table(make, "Ranks", columns, rows, left=["host", "processor", *gpus])
 
 
-def _link_table(found: Probe, make: Any) -> Any:
+def _link_table(found: ProbeResult, make: Any) -> Any:
     columns = ["link", "latency", "bandwidth", "with all ranks at once"]
     links, rows = link_rows(found), []
     for link in links if len(links) <= MOST_ROWS else by_level(links):
@@ -118,7 +118,7 @@ def _link_table(found: Probe, make: Any) -> Any:
     return table(make, "Links of a pair of ranks, through Horovod", columns, rows, left=["link"])
 
 
-def summary(found: Probe) -> list[str]:
+def summary(found: ProbeResult) -> list[str]:
     """The lines below the tables: the nodes, how it was measured, stalls, expected times of all-reduce, and notes."""
     nodes = "; ".join(f"node {index}: {'rank' if len(node) == 1 else 'ranks'} {', '.join(map(str, node))}"
                       for index, node in enumerate(found.topology.nodes))
@@ -140,10 +140,10 @@ def summary(found: Probe) -> list[str]:
     return lines
 
 
-def expectations(found: Probe) -> list[str]:
+def expectations(found: ProbeResult) -> list[str]:
     """A line with the predicted time to all-reduce 16 MiB: in one level, in two levels, with fp16, with int8.
 
-    The formulas are in `hvd_hetero.policy.algorithm`. Empty for a single node, or if a link that they need is unknown.
+    The formulas are in `hvd_hetero.policy.cost_model`. Empty for a single node, or if a link that they need is unknown.
     """
     topology = found.topology
     if len(topology.nodes) == 1 or topology.cross is None or (topology.local is None and not topology.is_flat):
@@ -195,7 +195,7 @@ def command(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _found(engine: Engine, arguments: argparse.Namespace) -> Probe:
+def _found(engine: Engine, arguments: argparse.Namespace) -> ProbeResult:
     try:
         return probe(engine, budget_s=arguments.budget, fresh=arguments.fresh)
     except Exception as error:
@@ -205,7 +205,7 @@ def _found(engine: Engine, arguments: argparse.Namespace) -> Probe:
         raise kind(f"rank {engine.rank}: {error}") from error
 
 
-def _report(found: Probe, arguments: argparse.Namespace) -> None:
+def _report(found: ProbeResult, arguments: argparse.Namespace) -> None:
     write_or_show(found.as_dict(), arguments.json, show=lambda: show(found))
     draw = importlib.import_module("hvd_hetero.cli.probe_picture").draw  # a module that imports this one
     write_picture(lambda: draw(found), arguments.picture)

@@ -10,13 +10,13 @@ from typing import Any
 from hvd_hetero.cli.console import seconds_text
 from hvd_hetero.cli.drawing import figure
 from hvd_hetero.cli.probe import LinkRow, bandwidth_text, link_rows
-from hvd_hetero.engine.finding import Probe
+from hvd_hetero.engine.probe_result import ProbeResult
 
 BOX_HEIGHT, BOX_WIDTH = 0.42, 2.3       # height of one line of text, width of a box; about inches
 MOST_LABELS = 6                         # nodes; with more, the labels of 21 lines or more would hide one another
 
 
-def draw(found: Probe) -> Any:
+def draw(found: ProbeResult) -> Any:
     """A figure of matplotlib with the nodes, ranks and links. Raises `CommandError` if matplotlib is not installed."""
     rows = link_rows(found)
     places = _places(found)
@@ -39,12 +39,12 @@ def draw(found: Probe) -> Any:
     return drawn
 
 
-def _height(found: Probe, index: int) -> float:
+def _height(found: ProbeResult, index: int) -> float:
     node = found.topology.nodes[index]
     return BOX_HEIGHT * (len(node) + 1 + (len(node) > 1))
 
 
-def _places(found: Probe) -> list[tuple[float, float]]:
+def _places(found: ProbeResult) -> list[tuple[float, float]]:
     """The centre (x, y) of each node's box: two side by side, more on a circle wide enough that boxes do not touch."""
     count = len(found.topology.nodes)
     if count == 1:
@@ -55,7 +55,9 @@ def _places(found: Probe) -> list[tuple[float, float]]:
     return [(radius * math.cos(angle), radius * math.sin(angle)) for angle in angles]
 
 
-def _line(axes: Any, row: LinkRow, places: list[tuple[float, float]], colour: Any, width: float, found: Probe) -> None:
+def _line(
+    axes: Any, row: LinkRow, places: list[tuple[float, float]], colour: Any, width: float, found: ProbeResult
+) -> None:
     (x, y), (to_x, to_y) = (places[index] for index in row.nodes)
     axes.plot([x, to_x], [y, to_y], color=colour, linewidth=width, solid_capstyle="butt", zorder=1)
     if len(places) > MOST_LABELS:
@@ -71,7 +73,7 @@ def _line(axes: Any, row: LinkRow, places: list[tuple[float, float]], colour: An
               bbox={"boxstyle": "round,pad=0.25", "facecolor": "white", "edgecolor": colour, "linewidth": 1.0})
 
 
-def _box(axes: Any, found: Probe, index: int, at: tuple[float, float], local: LinkRow | None) -> None:
+def _box(axes: Any, found: ProbeResult, index: int, at: tuple[float, float], local: LinkRow | None) -> None:
     node = found.topology.nodes[index]
     hosts = ", ".join(dict.fromkeys(found.devices[rank].host_name for rank in node))
     lines = [f"node {index} · {hosts if len(hosts) <= 24 else hosts[:23] + '…'}"]

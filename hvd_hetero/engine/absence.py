@@ -6,7 +6,7 @@ from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .peer import GoneError, Peer, SilentError, ask
+from .peer import BusyError, GoneError, Peer, SilentError, ask
 
 # The operation of `hvd.join()`. A rank that waits in it takes part, with zeros, in all other operations of the same
 # ranks, until all of them have joined. So it is missing in none of them.
@@ -34,7 +34,7 @@ class Absence:
     Attributes:
         peer: the rank's process.
         text: a sentence that says what the rank is doing, for messages.
-        answers: whether the process answers questions.
+        answers: whether the process answers questions, if only by saying that it is asked too much.
         elsewhere: whether it waits in another operation. It may then be a third rank that keeps it waiting.
         mutual: whether it waits in another operation for the rank that asks: a deadlock.
     """
@@ -67,6 +67,8 @@ def absence_of(
     except SilentError:
         text = f"{peer} does not answer: its process is stopped, or its host or the link to it is down"
         return Absence(peer, text, answers=False)
+    except BusyError:
+        return Absence(peer, f"{peer} cannot be asked: too many connections to its port are open", answers=True)
     if operation in state["submitted"] or operation in state["waits"]:
         return None
     if 0 < times <= state.get("times", 0):  # the operation is already complete on the peer

@@ -185,7 +185,7 @@ def elastic_run(framework: str, train: Callable[..., T], *, gone: Callable[[Exce
     restart = functools.partial(_restart, framework)
 
     def to_the_end(*args: Any, **kwargs: Any) -> T:
-        cls.enter_train()
+        cls.begin_train()
         result = train(*args, **kwargs)
         farewell.say()
         return result

@@ -17,7 +17,7 @@ from .checkpoint_file import CheckpointError, CheckpointFile
 from .environment import is_elastic
 from .port import Engine, Handle, broadcast_bytes, gather_bytes, gather_text, scatter_bytes
 from .stderr import tell
-from .termination import LEFT, TerminationHandler
+from .termination import EXIT_STATUS_LEFT, TerminationHandler
 
 
 class State(Protocol):
@@ -85,7 +85,7 @@ class Checkpoint:
         self._steps = 0
         self._number = 0  # the number of the newest checkpoint of this job; each new one gets the next number
         self._joins = self._agree(goes_on=False)
-        engine.remember(self._rebuild)
+        engine.on_reset_end(self._rebuild)
         self._asking: Handle | None = None
         state.at_end, state.at_end_alone = self.save, self._save_alone
         self._termination = TerminationHandler(state.leave, say="this rank leaves once a checkpoint is written.")
@@ -147,7 +147,7 @@ class Checkpoint:
         if leaving:
             ranks = ", ".join(map(str, leaving))
             tell(f"hvd_hetero: rank {ranks} was told to end: saved to {self._file.path}.")
-            raise SystemExit(LEFT)
+            raise SystemExit(EXIT_STATUS_LEFT)
 
     def _leaving(self) -> Sequence[int]:
         """Returns the ranks that were told to end (SIGTERM), the same on all ranks. Without a balancer that exchanges

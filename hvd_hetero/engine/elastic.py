@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 from .stderr import tell
-from .termination import LEFT, TerminationHandler
+from .termination import EXIT_STATUS_LEFT, TerminationHandler
 
 T = TypeVar("T")
 
@@ -69,11 +69,11 @@ def let_leave(leaving: Sequence[int], *, rank: int) -> None:
     """Ends this process if `rank` is one of the ranks `leaving`; is called at each commit, on all ranks.
 
     Raises:
-        SystemExit: this rank leaves; with exit status `LEFT`.
+        SystemExit: this rank leaves; with exit status `EXIT_STATUS_LEFT`.
         HostsUpdatedInterrupt: other ranks leave; the elastic loop goes on without them.
     """
     if rank in leaving:
-        raise SystemExit(LEFT)
+        raise SystemExit(EXIT_STATUS_LEFT)
     if leaving:
         ranks = ", ".join(map(str, leaving))
         tell(f"hvd_hetero: rank {ranks} leaves, as it was told to.")
@@ -111,18 +111,18 @@ def run(
         failures, changed = Failures(), False
         ranks, ours = size(), hasattr(state, "leaving")
         say = "this rank leaves at the next commit; the others go on."
-        notice = TerminationHandler(state.leave, say=say) if ours and state.leaving is not None else None
+        handler = TerminationHandler(state.leave, say=say) if ours and state.leaving is not None else None
         try:
             while True:
                 try:
                     if changed:
-                        if notice is not None and notice.told:  # the others, if any are left, go on without this rank
+                        if handler is not None and handler.told:  # the others, if any are left, go on without this rank
                             state.leave_alone()
-                            raise SystemExit(LEFT)
+                            raise SystemExit(EXIT_STATUS_LEFT)
                         try:
                             restart(
-                                contextlib.nullcontext if notice is None
-                                else functools.partial(notice.unreachable, state.leave_alone)
+                                contextlib.nullcontext if handler is None
+                                else functools.partial(handler.unreachable, state.leave_alone)
                             )  # fmt: skip
                         finally:  # also if another rank dies during the rebuild
                             with contextlib.suppress(ValueError):  # not initialised
@@ -146,8 +146,8 @@ def run(
                     state.restore()
                     changed = True
         finally:
-            if notice is not None:
-                notice.close()
+            if handler is not None:
+                handler.close()
             manager.remove_listener(state)
 
     return wrapper

@@ -85,10 +85,13 @@ def _fusion_is_chosen() -> bool:
     return FUSION_THRESHOLD in os.environ or _leading_number(os.environ.get("HOROVOD_AUTOTUNE"), 0) > 0
 
 
-def came_later() -> bool:
-    """Whether this process is not the first that an elastic job has started. The first is rank 0 as the job begins;
-    so a later one that is rank 0 and does not have the job's state shows that the state is lost."""
-    return int(os.environ.get("HOROVOD_ELASTIC_WORKER", 1)) > 1
+def is_first_worker() -> bool:
+    """Whether this process is the first that an elastic job has started; True if the variable that tells is not set.
+
+    The first one is rank 0 as the job begins. So any other that is rank 0 and does not have the job's state shows that
+    the state is lost.
+    """
+    return int(os.environ.get("HOROVOD_ELASTIC_WORKER", 1)) <= 1
 
 
 def under_mpi() -> bool:
@@ -177,7 +180,7 @@ def patience() -> Patience | None:
     if _leading_number(os.environ.get("HOROVOD_STALL_CHECK_DISABLE"), 0) > 0:
         return None
     warn_s, bound_s = _seconds("HOROVOD_STALL_CHECK_TIME_SECONDS"), _seconds("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS")
-    chosen = Patience(warn_s=warn_s or None)
+    chosen = Patience(fixed_warn_s=warn_s or None)
     return chosen if bound_s is None else replace(chosen, bound_s=bound_s or math.inf)
 
 

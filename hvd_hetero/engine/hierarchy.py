@@ -5,8 +5,8 @@
              110 ms against 15), while MPI's may win
     leader   all-reduce within each node, all-reduce between the nodes' first ranks, broadcast within each node
 
-(BlueConnect, Cho et al., MLSys 2019; cost model in `hvd_hetero.policy.algorithm`.) All work for nodes of unlike size:
-there are as many rails as the smallest node has ranks. Sums are taken everywhere and divided nowhere: averaging
+(BlueConnect, Cho et al., MLSys 2019; how long they take: `hvd_hetero.policy.cost_model`.) All work for nodes of unlike
+size: there are as many rails as the smallest node has ranks. Sums are taken everywhere and divided nowhere: averaging
 averages would be wrong where nodes differ in size.
 
 Process sets are few, because each costs its members a negotiation in every cycle: one per node and one per rail.

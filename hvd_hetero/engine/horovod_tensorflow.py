@@ -214,7 +214,7 @@ class TensorflowEngine(ProcessSetEngine):
         calls = script.calls_within(sys.modules[RUNS_FUNCTIONS].__file__ or "")
         if not calls:  # the graph is run in an unknown way, and cannot be watched
             return lambda: None
-        return self._track(name).waits_aside(lasts=lambda: script.under_way(calls), broken=broken)
+        return self._track(name).begin_graph_wait(lasts=lambda: script.under_way(calls), broken=broken)
 
     def allreduce_async(self, array: Any, *, name: str, op: Op = "sum") -> ThreadHandle:
         how = getattr(self._binding, _OPS[op])

@@ -61,7 +61,7 @@ def _device(folder: Path) -> str:
         return ""
 
 
-def mpi_world(size: int) -> Any:
+def mpi_module(size: int) -> Any:
     """Returns the module `mpi4py.MPI` if it can be used in this job of `size` ranks; else None.
 
     It is not used if MPI does not allow calls from several threads, as Horovod's thread may call MPI at the same time;

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from . import elastic
-from .environment import came_later
+from .environment import is_first_worker
 from .stderr import tell
 
 _exceptions: Any = importlib.import_module("horovod.common.exceptions")
@@ -248,7 +248,7 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
         held, made = zip(*said, strict=True)
         root = held.index(max(held))
         found = late is not None and not any(held[root][:2]) and late()  # then on all ranks
-        if not found and horovod.rank() == root and not self._synced and came_later():
+        if not found and horovod.rank() == root and not self._synced and not is_first_worker():
             text = "hvd_hetero: no process has the state of this job: it begins anew, as the script does."
             tell(text)
         for part in self._parts.values():

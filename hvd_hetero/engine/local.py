@@ -15,9 +15,9 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from .meeting import Call, Group
+from .callback import WeakMethods
 from .port import CollectiveError, Op, checked_splits
-from .remembered import Remembered
+from .thread_group import Call, ThreadGroup
 
 T = TypeVar("T")
 
@@ -32,7 +32,7 @@ class _Pending:
     """
 
     def __init__(
-        self, group: Group, call: Call, rank: int, name: str, mine: Any, in_place: bool, around: Remembered
+        self, group: ThreadGroup, call: Call, rank: int, name: str, mine: Any, in_place: bool, around: WeakMethods
     ) -> None:
         self.group, self.call, self.rank, self.name, self.mine, self.in_place = group, call, rank, name, mine, in_place
         self._around, self._over = around, False
@@ -61,15 +61,17 @@ class _Pending:
 
 
 class LocalEngine:
-    """A rank of a `Group`; see the port for what each method does."""
+    """A rank of a `ThreadGroup`; see the port for what each method does."""
 
     failure: tuple[type[Exception], ...] = (CollectiveError,)
 
-    def __init__(self, group: Group, rank: int, ranks: tuple[int, ...], around: Remembered | None = None) -> None:
+    def __init__(
+        self, group: ThreadGroup, rank: int, ranks: tuple[int, ...], around: WeakMethods | None = None
+    ) -> None:
         self._group, self._rank, self._ranks = group, rank, ranks
-        self._around = around or Remembered()  # the contexts around this rank's waits
+        self._around = around or WeakMethods()  # the contexts around this rank's waits
         self._named = itertools.count(1)
-        self._remembered, self._forgets = Remembered(), Remembered()
+        self._rebuilds, self._forgets = WeakMethods(), WeakMethods()
 
     @property
     def rank(self) -> int:
@@ -96,19 +98,19 @@ class LocalEngine:
     def unique(self, prefix: str) -> str:
         return f"{prefix}{next(self._named)}"
 
-    def remember(self, rebuild: Callable[[], None]) -> None:
-        self._remembered.add(rebuild)
+    def on_reset_end(self, rebuild: Callable[[], None]) -> None:
+        self._rebuilds.add(rebuild)
 
-    def on_change(self, forget: Callable[[], None]) -> None:
+    def on_reset_begin(self, forget: Callable[[], None]) -> None:
         self._forgets.add(forget)
 
-    def during_waits(self, aside: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
-        self._around.add(aside)
+    def during_waits(self, context: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+        self._around.add(context)
 
     def hear_waits(self, hear: Callable[..., None]) -> None:
         """Does nothing, as there is no watchdog."""
 
-    def wait_unless_awaited(self, done: Callable[[], bool], *, name: str) -> bool:
+    def wait_avoiding_deadlock(self, done: Callable[[], bool], *, name: str) -> bool:
         with self._group.waiting(self._group.calls.get(name)), self._around.entered():
             while not done():
                 self._group.check(name)
@@ -124,10 +126,10 @@ class LocalEngine:
                 time.sleep(0.001)
 
     def rebuild(self) -> None:
-        """Calls the methods of `on_change` and `remember`, as an elastic reset of processes does; for tests."""
+        """Calls the methods of `on_reset_begin` and `on_reset_end`, as an elastic reset does; for tests."""
         self._forgets.call()
         self._named = itertools.count(1)
-        self._remembered.call()
+        self._rebuilds.call()
 
     def _start(self, name: str, array: Any, signature: tuple[Any, ...], in_place: bool) -> _Pending:
         view = np.asarray(array)
@@ -165,7 +167,7 @@ class SoloEngine(LocalEngine):
     """The engine of one rank alone: every collective is the identity."""
 
     def __init__(self) -> None:
-        super().__init__(Group(1, None), 0, (0,))
+        super().__init__(ThreadGroup(1, None), 0, (0,))
 
 
 class World:
@@ -181,12 +183,12 @@ class World:
         self.size = size
         self.failed = threading.Event()
         self._lock = threading.Lock()
-        self._groups: dict[tuple[int, ...], Group] = {}
+        self._groups: dict[tuple[int, ...], ThreadGroup] = {}
 
-    def subgroup(self, ranks: tuple[int, ...]) -> Group:
-        """Returns the `Group` of these global ranks, the same object for all their threads."""
+    def subgroup(self, ranks: tuple[int, ...]) -> ThreadGroup:
+        """Returns the `ThreadGroup` of these global ranks, the same object for all their threads."""
         with self._lock:
-            return self._groups.setdefault(ranks, Group(len(ranks), self))
+            return self._groups.setdefault(ranks, ThreadGroup(len(ranks), self))
 
     def run(
         self,

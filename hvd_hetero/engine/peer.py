@@ -2,8 +2,9 @@
 
 Each rank listens at a TCP port (`QuestionServer`), and sends the other ranks its address and a secret token (`Peer`). A
 question with that token is answered in a thread of its own, whatever the rank's main thread is doing. The way in which
-a question fails is information as well: a process that has ended refuses the connection (`GoneError`), and a process
-that is stopped, or whose network link is cut, does not answer (`SilentError`). The watchdog (`watch`) uses both.
+a question fails is information as well: a process that has ended refuses the connection (`GoneError`), a process that
+is stopped, or whose network link is cut, does not answer (`SilentError`), and one that is asked too much at a time says
+so (`BusyError`). The watchdog (`watch`) uses all three.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ QUESTION_S = 2.0  # time limit of a question; the thread that answers may have l
 ENDING_S = (0.5, 1.0)  # pauses before the second and third try, if the connection is closed without an answer
 ELSEWHERE = "192.0.2.1"  # an address that no host has (RFC 5737), to find the default route; nothing is sent there
 LONGEST, LONGEST_ANSWER = 1 << 16, 1 << 24  # bytes of a question and an answer, which names all operations under way
-ASKING = 1024  # the most connections that a `QuestionServer` accepts at a time: all ranks may ask it at once
+MAX_CONNECTIONS = 1024  # the most connections that a `QuestionServer` accepts at a time: all ranks may ask it at once
+BUSY = b'{"busy": true}\n'  # the answer where no connection is free
 
 
 class GoneError(ConnectionError):
@@ -41,6 +43,10 @@ class GoneError(ConnectionError):
 
 class SilentError(ConnectionError):
     """No answer comes: the process is stopped, its host or the link to it is down, or the answer is broken."""
+
+
+class BusyError(ConnectionError):
+    """The process runs, but has no connection free (`MAX_CONNECTIONS`), also at further tries."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,18 +120,18 @@ def _address_to(host: str) -> str:
         return ""
 
 
-def _line(line: socket.socket, *, within_s: float) -> bytes:
-    """Reads one line from a socket. Raises OSError if it is not complete within `within_s` seconds. Returns less than a
-    line if the other side closes the connection, or the line exceeds `LONGEST` bytes."""
-    said, deadline = b"", time.monotonic() + within_s
-    while not said.endswith(b"\n") and len(said) < LONGEST:
+def _line(line: socket.socket, *, deadline: float, longest: int) -> bytes:
+    """Reads one line from a socket. Raises OSError if it is not complete at the `deadline` (`time.monotonic`). Returns
+    less than a line if the other side closes the connection, or the line exceeds `longest` bytes."""
+    said = bytearray()
+    while not said.endswith(b"\n") and len(said) < longest:
         line.settimeout(max(1e-3, deadline - time.monotonic()))
-        if not (part := line.recv(LONGEST)):
+        if not (part := line.recv(1 << 16)):
             break
         said += part
         if time.monotonic() > deadline:
             raise TimeoutError
-    return said
+    return bytes(said)
 
 
 class QuestionServer:
@@ -148,20 +154,23 @@ class QuestionServer:
         self.ended = False
         this = self
 
-        places = threading.BoundedSemaphore(ASKING)
+        places = threading.BoundedSemaphore(MAX_CONNECTIONS)
 
         class Handler(socketserver.BaseRequestHandler):
             def handle(self) -> None:
-                question = json.loads(_line(self.request, within_s=QUESTION_S))
+                said = _line(self.request, deadline=time.monotonic() + QUESTION_S, longest=LONGEST)
+                question = json.loads(said)
                 if hmac.compare_digest(str(question.pop("token", "")), this.token):
                     self.request.settimeout(QUESTION_S)
                     self.request.sendall(json.dumps(answer(question)).encode() + b"\n")
 
         class Server(socketserver.ThreadingTCPServer):
-            request_queue_size = ASKING
+            request_queue_size = MAX_CONNECTIONS
 
             def process_request(self, request: Any, client_address: Any) -> None:
                 if not places.acquire(blocking=False):  # too many connections: they are not all from this job's ranks
+                    with contextlib.suppress(OSError):
+                        request.send(BUSY)  # does not block: nothing else was sent
                     self.shutdown_request(request)
                     return
 
@@ -219,27 +228,33 @@ class QuestionServer:
 def ask(peer: Peer, question: dict[str, Any], *, within_s: float = QUESTION_S) -> dict[str, Any]:
     """Sends a question to a rank's process and returns the answer.
 
-    A connection that closes without an answer is tried again after each pause in `ENDING_S`.
+    If the connection closes without an answer, or the process is busy, that is tried again after each pause in
+    `ENDING_S`.
 
     Args:
-        within_s: the time limit for connecting, and again for the answer, in seconds.
+        within_s: the time limit of each try, from connecting to the end of the answer, in seconds.
 
     Raises:
         GoneError: the process has ended.
         SilentError: the process does not answer.
+        BusyError: the process has no connection free.
     """
     address = "127.0.0.1" if peer.identity == host_identity()[1] else peer.address
+    busy = False
     for wait_s in (0.0, *ENDING_S):
         time.sleep(wait_s)
         try:
+            deadline = time.monotonic() + within_s
             with socket.create_connection((address, peer.port), timeout=within_s) as line:
                 line.sendall(json.dumps({**question, "token": peer.token}).encode() + b"\n")
-                if said := line.makefile("rb").readline(LONGEST_ANSWER):
-                    return dict(json.loads(said))
+                said = _line(line, deadline=deadline, longest=LONGEST_ANSWER)
+            if said and said != BUSY:
+                return dict(json.loads(said))
+            busy = busy or said == BUSY
         except ConnectionRefusedError as error:
             raise GoneError(str(peer)) from error
         except (ConnectionResetError, BrokenPipeError):
             continue  # the process is probably ending: a stopped one closes no connection
         except (OSError, ValueError) as error:  # ValueError: the answer is incomplete
             raise SilentError(str(peer)) from error
-    raise SilentError(str(peer))
+    raise (BusyError if busy else SilentError)(str(peer))

@@ -18,7 +18,7 @@ import numpy as np
 Op = Literal["sum", "min", "max"]
 
 PIECE_BYTES = 1 << 24  # the most bytes that one operation carries: see `broadcast_in_pieces`
-TURNS = 8  # how many names `in_turn` uses in rotation
+ROTATING_NAMES = 8  # how many names `rotating_name` uses, in rotation
 
 
 class CollectiveError(RuntimeError):
@@ -67,19 +67,19 @@ class Engine(Protocol):
         """Returns `prefix` and a number that no earlier call returned. Ranks that call it in the same order get the
         same names."""
 
-    def remember(self, rebuild: Callable[[], None]) -> None:
+    def on_reset_end(self, rebuild: Callable[[], None]) -> None:
         """Registers a bound method to be called after each elastic reset, on the new ranks. Holds it by weak reference.
 
         `rebuild` may make collective calls. While the ranks that stay call it, a rank that joins constructs the same
         objects, so both make the same collective calls in the same order.
         """
 
-    def on_change(self, forget: Callable[[], None]) -> None:
-        """Registers a bound method to be called at each elastic reset, before any `rebuild` of `remember`. Holds it by
-        weak reference. It is for objects that drop what depends on the ranks and make it again at the next use;
+    def on_reset_begin(self, forget: Callable[[], None]) -> None:
+        """Registers a bound method to be called at each elastic reset, before any `rebuild` of `on_reset_end`. Holds it
+        by weak reference. It is for objects that drop what depends on the ranks and make it again at the next use;
         `forget` must make no collective call."""
 
-    def during_waits(self, aside: Callable[[], AbstractContextManager[None]]) -> None:
+    def during_waits(self, context: Callable[[], AbstractContextManager[None]]) -> None:
         """Registers a bound method whose result, a context manager, is active while a thread of this rank waits for an
         operation of any group. Holds it by weak reference. The balancer excludes waits from compute time with it."""
 
@@ -92,7 +92,7 @@ class Engine(Protocol):
                 the line of the script, and the global ranks that have not submitted the operation.
         """
 
-    def wait_unless_awaited(self, done: Callable[[], bool], *, name: str) -> bool:
+    def wait_avoiding_deadlock(self, done: Callable[[], bool], *, name: str) -> bool:
         """Sleeps until `done()` is true, and returns True; or returns `done()` early, to avoid a deadlock.
 
         It returns early when another rank waits for this one in an operation that this rank has not submitted yet:
@@ -163,6 +163,11 @@ def gather_text(engine: Engine, text: str, *, name: str) -> list[str]:
     return whole.tobytes().decode().splitlines()
 
 
+def _piece_bytes(lengths: np.ndarray) -> int:
+    """The most bytes of each rank that one operation carries, where a rank has `lengths[rank]` to be carried in all."""
+    return PIECE_BYTES if lengths.sum() <= PIECE_BYTES else max(PIECE_BYTES // len(lengths), 1)
+
+
 def gather_bytes(engine: Engine, mine: bytes, *, name: str, root: int | None = None) -> list[bytes]:
     """Gathers the bytes of all ranks. A collective call, in several operations if they are long, as
     `broadcast_in_pieces`.
@@ -171,7 +176,7 @@ def gather_bytes(engine: Engine, mine: bytes, *, name: str, root: int | None = N
         The bytes of each rank, by rank. If `root` is given, on that rank only; an empty list on the others.
     """
     lengths = np.asarray(engine.allgather_async(np.array([len(mine)]), name=f"{name}.lengths").wait())
-    step = PIECE_BYTES if lengths.sum() <= PIECE_BYTES else max(PIECE_BYTES // engine.size, 1)
+    step = _piece_bytes(lengths)
     row, found = np.frombuffer(mine, np.uint8), [bytearray() for _ in lengths]
     for at in range(0, max(int(lengths.max()), 1), step):
         piece = row[at : at + step].copy()
@@ -195,7 +200,7 @@ def scatter_bytes(engine: Engine, parts: Sequence[bytes], *, root: int, name: st
     """
     lengths = np.array([len(part) for part in parts] if engine.rank == root else [0] * engine.size)
     engine.broadcast_async(lengths, root=root, name=f"{name}.lengths").wait()
-    step = PIECE_BYTES if lengths.sum() <= PIECE_BYTES else max(PIECE_BYTES // engine.size, 1)
+    step = _piece_bytes(lengths)
     mine = bytearray()
     for at in range(0, max(int(lengths.max()), 1), step):
         pieces = [part[at : at + step] for part in parts] if engine.rank == root else [b""] * engine.size
@@ -229,20 +234,20 @@ def broadcast_in_pieces(engine: Engine, array: np.ndarray, *, root: int, name: s
         engine.broadcast_async(array[at : at + PIECE_BYTES], root=root, name=name).wait()
 
 
-def in_turn(engine: Engine, prefix: str) -> str:
-    """Returns one of `TURNS` names for an operation, in rotation. Ranks that call it in the same order get the same.
+def rotating_name(engine: Engine, prefix: str) -> str:
+    """Returns one of `ROTATING_NAMES` names for an operation. Ranks that call it in the same order get the same.
 
     It is for operations that the caller waits for at once. Names are reused because an engine may keep memory for each
     name for good: Horovod keeps responses, TensorFlow graph nodes. There are several names because other threads may be
     waiting in operations with the same prefix.
     """
-    return f"{prefix}{int(engine.unique('')) % TURNS}"
+    return f"{prefix}{int(engine.unique('')) % ROTATING_NAMES}"
 
 
 _LANE = re.compile(r"\.lane\.\d+")
 
 
-def in_lane(name: str, number: int) -> str:
+def numbered_name(name: str, number: int) -> str:
     """Returns the name of operation `number` of several with the same base name, which may be under way at once.
 
     `LocalSteps` names the merges of a fragment so: the next merge may begin before the last one has ended.
@@ -250,8 +255,8 @@ def in_lane(name: str, number: int) -> str:
     return f"{name}.lane.{number}" if number else name
 
 
-def without_lane(name: str) -> str:
-    """Returns the base name of an operation that `in_lane` named."""
+def base_name(name: str) -> str:
+    """Returns the base name of an operation that `numbered_name` named."""
     return _LANE.sub("", name)
 
 

@@ -1,7 +1,7 @@
 """The probe: finds out the devices of the ranks, the speed of the links between them, and which ranks form nodes.
 
-`probe(engine)` is a collective call: all ranks return the same `Probe`, bit for bit, so that decisions made from it
-agree without another exchange. All transfers are collectives of the engine: see `transfer`.
+`probe(engine)` is a collective call: all ranks return the same `ProbeResult`, bit for bit, so that decisions made from
+it agree without another exchange. All transfers are collectives of the engine: see `transfer`.
 
 The links within a host are timed pair of ranks by pair, on all hosts at once. The links between hosts are timed pair of
 hosts by pair, between their first ranks. Then each pair of hosts is timed again with as many pairs of ranks at once as
@@ -27,9 +27,9 @@ from hvd_hetero.policy.topology import Topology, by_host, group, tournament
 from . import cache
 from .device import Device, core_gflop_per_s, describe_device
 from .environment import cache_folder, gloo_interface, under_mpi
-from .finding import Probe
-from .host import mpi_host, mpi_world
+from .host import mpi_host, mpi_module
 from .port import Engine, gather_text
+from .probe_result import ProbeResult
 from .transfer import Pair, Timer
 
 FORMAT = 1          # version of the cached file: raise it when a measured value changes its meaning
@@ -40,7 +40,7 @@ TYPICAL_BYTES = 1 << 20     # links are compared by their time at this size: of 
 
 def probe(engine: Engine, *, clock: Callable[[], float] = time.perf_counter, budget_s: float = BUDGET_S,
           fresh: bool = False, folder: Path | None = None, describe: Callable[[], Device] = describe_device,
-          benchmark: Callable[[Callable[[], float]], float] = core_gflop_per_s) -> Probe:
+          benchmark: Callable[[Callable[[], float]], float] = core_gflop_per_s) -> ProbeResult:
     """Measures the devices and links of all ranks, or returns the cached result for the same hardware. A collective
     call.
 
@@ -99,7 +99,7 @@ def _devices(
     """
     mine: dict[str, Any] = {"terms": terms, "interface": gloo_interface()}
     try:
-        mpi = mpi_world(engine.size)
+        mpi = mpi_module(engine.size)
         mine |= {"device": describe().as_dict(), "mpi": mpi is not None}
     except Exception as error:      # told to all ranks, which raise below: none is left waiting
         mine["error"] = f"{type(error).__name__}: {error}"
@@ -118,7 +118,7 @@ def _devices(
     return devices, [row["interface"] for row in rows]
 
 
-def _kept(engine: Engine, name: str, folder: Path | None, key: str, budget_s: float) -> Probe | None:
+def _kept(engine: Engine, name: str, folder: Path | None, key: str, budget_s: float) -> ProbeResult | None:
     """Returns the result in rank 0's cache under `key`, on all ranks, if it was measured with at least this budget and
     every rank can read it; else None."""
     text = cache.load(folder, key) if folder is not None and engine.rank == 0 else ""
@@ -126,7 +126,7 @@ def _kept(engine: Engine, name: str, folder: Path | None, key: str, budget_s: fl
     try:
         content = json.loads(texts[0])
         ours = content["key"] == key and content["budget_s"] >= budget_s
-        found = Probe.from_dict(content["probe"]) if ours else None
+        found = ProbeResult.from_dict(content["probe"]) if ours else None
         if found is not None and found.stalled >= MOST_STALLED:
             found = None
     except (ValueError, KeyError, TypeError, AttributeError):      # a file that is not ours, or half of one
@@ -150,8 +150,8 @@ def _benchmarked(engine: Engine, name: str, benchmark: Callable[[Callable[[], fl
     return tuple(speeds.tolist())
 
 
-def _measured(timer: Timer, devices: tuple[Device, ...], speeds: tuple[float, ...], budget_s: float) -> Probe:
-    """Measures the links between these devices, and returns the `Probe`, with `seconds` still 0."""
+def _measured(timer: Timer, devices: tuple[Device, ...], speeds: tuple[float, ...], budget_s: float) -> ProbeResult:
+    """Measures the links between these devices, and returns the `ProbeResult`, with `seconds` still 0."""
     names, size = [device.host for device in devices], len(devices)
     hosts = by_host(names)
     within = [tournament(host) for host in hosts]
@@ -192,7 +192,7 @@ def _measured(timer: Timer, devices: tuple[Device, ...], speeds: tuple[float, ..
             contended[a, b] = contended[b, a] = max(1.0, bandwidth[rails_of[a, b][0]] / rate)
 
     topology = _topology(group(names, bandwidth), latency, bandwidth)
-    return Probe(devices=devices, core_gflop_per_s=speeds, hosts=hosts, latency_s=_rows(latency),
+    return ProbeResult(devices=devices, core_gflop_per_s=speeds, hosts=hosts, latency_s=_rows(latency),
                  bandwidth_bytes_per_s=_rows(bandwidth), contended=_rows(contended), empty_s=empty_s,
                  stalled=timer.stalled, topology=topology, seconds=0.0)
 

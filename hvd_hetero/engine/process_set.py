@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, ParamSpec, TypeVar
 
 from . import farewell, shared_sets
+from .callback import Rebuilds, WeakMethods
 from .environment import patience
 from .host import host_identity
 from .machine import CpuQuota
 from .port import gather_text
-from .remembered import Rebuilds, Remembered
 from .shared_sets import process_set_of
 from .sleep import wait_until
 from .watch import Watch
@@ -61,7 +61,7 @@ def while_there(call: Callable[P, T]) -> Callable[P, T]:
     return checked
 
 
-AROUND_WAITS = Remembered()  # see `Engine.during_waits`; one for all engines of this process
+AROUND_WAITS = WeakMethods()  # see `Engine.during_waits`; one for all engines of this process
 
 
 class Tracked:
@@ -107,7 +107,7 @@ class Tracked:
         finally:
             self._watch.ended(self._operation)
 
-    def waits_aside(self, *, lasts: Callable[[], bool], broken: Callable[[], None]) -> Callable[[], None]:
+    def begin_graph_wait(self, *, lasts: Callable[[], bool], broken: Callable[[], None]) -> Callable[[], None]:
         """Notes that a framework's graph waits for the operation, and no Python thread: see `awaits_in_graph`.
 
         Args:
@@ -119,8 +119,8 @@ class Tracked:
         """
         if self._watch is None:
             return lambda: None
-        self._watch.begin_aside(self._operation, self._ranks, lasts=lasts, broken=broken)
-        return functools.partial(self._watch.end_aside, self._operation)
+        self._watch.begin_graph_wait(self._operation, self._ranks, lasts=lasts, broken=broken)
+        return functools.partial(self._watch.end_graph_wait, self._operation)
 
 
 class ProcessSetEngine:
@@ -142,7 +142,7 @@ class ProcessSetEngine:
     _named: ClassVar[dict[tuple[int, ...], Iterator[int]]] = {}
     _unnamed: ClassVar[dict[tuple[int, ...], Iterator[int]]] = {}  # for operations of the script that it gave no name
     _rebuilds: ClassVar[Rebuilds] = Rebuilds()
-    _forgets: ClassVar[Remembered] = Remembered()
+    _forgets: ClassVar[WeakMethods] = WeakMethods()
     _identity: ClassVar[int | None] = None
     _quota: ClassVar[CpuQuota | None] = None
     _watch: ClassVar[Watch | None] = None
@@ -210,10 +210,10 @@ class ProcessSetEngine:
         numbers = cls._unnamed.setdefault(tuple(process_set.ranks or ()), itertools.count(1))
         return f"{prefix}{next(numbers)}"
 
-    def remember(self, rebuild: Callable[[], None]) -> None:
+    def on_reset_end(self, rebuild: Callable[[], None]) -> None:
         self._rebuilds.add(rebuild, by_all=len(self.ranks) == self._binding.size())
 
-    def on_change(self, forget: Callable[[], None]) -> None:
+    def on_reset_begin(self, forget: Callable[[], None]) -> None:
         self._forgets.add(forget)
 
     def agree_on_rebuilds(self: Any) -> list[Callable[[], None]]:
@@ -222,9 +222,9 @@ class ProcessSetEngine:
         return self._rebuilds.agree(lambda mine: gather_text(self, mine, name="hvd_hetero.made"))
 
     @classmethod
-    def enter_train(cls) -> None:
+    def begin_train(cls) -> None:
         """Notes that a call of the function of an elastic job (given to `hvd.elastic.run`) begins."""
-        cls._rebuilds.enter()
+        cls._rebuilds.begin_train()
 
     def watch(self: Any) -> None:
         """Starts the watchdog, which explains long waits of ranks for each other and ends too long ones: see `Watch`.
@@ -239,18 +239,18 @@ class ProcessSetEngine:
         here = self._watch.introduce(self.rank)
         self._watch.meet(gather_text(self, here, name="hvd_hetero.watch"))
 
-    def during_waits(self, aside: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
-        AROUND_WAITS.add(aside)
+    def during_waits(self, context: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+        AROUND_WAITS.add(context)
 
     def hear_waits(self, hear: Callable[..., None]) -> None:
         if self._watch is not None:
             self._watch.hearers.add(hear)
 
-    def wait_unless_awaited(self, done: Callable[[], bool], *, name: str) -> bool:
+    def wait_avoiding_deadlock(self, done: Callable[[], bool], *, name: str) -> bool:
         with AROUND_WAITS.entered():
             if self._watch is None:
                 return wait_until(done)
-            return self._watch.wait_unless_awaited(done, name, self.ranks)
+            return self._watch.wait_avoiding_deadlock(done, name, self.ranks)
 
     def wait_for(self, done: Callable[[], bool], *, name: str) -> None:
         watched = contextlib.nullcontext() if self._watch is None else self._watch.waiting(name, self.ranks)
@@ -277,7 +277,7 @@ class ProcessSetEngine:
 
     @classmethod
     def forget(cls) -> None:
-        """Calls the methods given to `on_change`; at an elastic reset, before Horovod is initialised again."""
+        """Calls the methods given to `on_reset_begin`; at an elastic reset, before Horovod is initialised again."""
         cls._forgets.call()
 
     @classmethod

@@ -26,7 +26,7 @@ from .stderr import tell
 
 ONE_S = 5.0  # signals within so many seconds after the first count as one
 LATE_S = 2.0  # seconds before a rank in rendezvous ends by itself; `horovodrun` kills it 5 s after SIGTERM
-LEFT = 75  # exit status of a process that has left in order: EX_TEMPFAIL of sysexits.h, "try again"
+EXIT_STATUS_LEFT = 75  # exit status of a process that has left in order: EX_TEMPFAIL of sysexits.h, "try again"
 
 
 class TerminationHandler:
@@ -83,8 +83,8 @@ class TerminationHandler:
         hosts for minutes.
 
         If SIGTERM comes and the context is not left within `LATE_S`, another thread calls `leave()`, and this process
-        ends with status `LEFT`. From the moment when `leave()` begins, the main thread cannot leave the context, so it
-        changes nothing of what `leave()` saves.
+        ends with status `EXIT_STATUS_LEFT`. From the moment when `leave()` begins, the main thread cannot leave the
+        context, so it changes nothing of what `leave()` saves.
         """
         if not self._installed:
             yield
@@ -105,7 +105,7 @@ class TerminationHandler:
                             if not over.is_set():
                                 self._leave_at_once(leave)
 
-        background.begin(listen, name="hvd_hetero.notice")
+        background.begin(listen, name="hvd_hetero.termination")
         if self.told:  # SIGTERM came before the file descriptor was set
             writes.send(bytes([signal.SIGTERM]))
         try:
@@ -119,8 +119,8 @@ class TerminationHandler:
 
     @staticmethod
     def _leave_at_once(leave: Callable[[], object]) -> None:
-        """Calls `leave()` and ends this process with status `LEFT`. Does nothing if the script has installed a handler
-        of SIGTERM of its own."""
+        """Calls `leave()` and ends this process with status `EXIT_STATUS_LEFT`. Does nothing if the script has
+        installed a handler of SIGTERM of its own."""
         if getattr(signal.getsignal(signal.SIGTERM), "__func__", None) is not TerminationHandler._handle:
             return
         tell("hvd_hetero: SIGTERM: this rank was waiting for others to begin with, and ends.")
@@ -131,7 +131,7 @@ class TerminationHandler:
         finally:
             with contextlib.suppress(OSError, ValueError):
                 sys.stdout.flush()
-            os._exit(LEFT)
+            os._exit(EXIT_STATUS_LEFT)
 
     def hear(self) -> None:
         """Notes that this process was told to end, and calls `heard`."""

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 
-from .port import without_lane
+from .port import base_name
 
 STEPS = 128  # how many step lengths are kept
 NAMES = 4096  # how many names of operations are kept at most
@@ -22,8 +22,8 @@ class Wait:
     operation: str
     ranks: tuple[int, ...]
     lasted_s: float = 0.0  # length so far, counted by the watchdog; excludes time in which this process was stopped
-    due_s: float | None = None  # the length at which it is reported next; None: not determined yet
-    early_s: float = 0.0  # the length at which to look next for a deadlock, which is reported before `due_s`
+    report_at_s: float | None = None  # the length at which it is reported next; None: not determined yet
+    check_deadlock_at_s: float = 0.0  # the length at which to look next for a deadlock, which is reported earlier
     began: float = field(default_factory=time.monotonic)
     told: bool = False  # whether the missing ranks were told to end
     # For a wait of a framework's graph: whether the graph still runs, and what to call if it has ended by a failure.
@@ -32,7 +32,7 @@ class Wait:
 
     def begin_anew(self) -> None:
         """Counts the length of the wait from 0 again: no rank is missing so far."""
-        self.lasted_s, self.due_s, self.told = 0.0, None, False
+        self.lasted_s, self.report_at_s, self.told = 0.0, None, False
 
     def let_go(self) -> None:
         """Drops the references to the framework's graph, because the watchdog may still hold this object afterwards."""
@@ -124,16 +124,16 @@ class Waits:
             else:
                 self._waits[thread] = outer
 
-    def begin_aside(
+    def begin_graph_wait(
         self, operation: str, ranks: tuple[int, ...], *, lasts: Callable[[], bool], broken: Callable[[], None]
     ) -> None:
-        """Notes that a framework's graph begins to wait for an operation: see `Watch.begin_aside`."""
+        """Notes that a framework's graph begins to wait for an operation: see `Watch.begin_graph_wait`."""
         wait = self._begin(operation, ranks)
         wait.lasts, wait.broken = lasts, broken
         self._waits[operation] = wait
 
-    def end_aside(self, operation: str) -> None:
-        """Notes that the wait of `begin_aside` has ended, and the operation with it."""
+    def end_graph_wait(self, operation: str) -> None:
+        """Notes that the wait of `begin_graph_wait` has ended, and the operation with it."""
         self._outside = time.monotonic()
         if (wait := self._waits.pop(operation, None)) is not None:
             wait.let_go()
@@ -141,11 +141,11 @@ class Waits:
 
     def _begin(self, operation: str, ranks: tuple[int, ...]) -> Wait:
         now = time.monotonic()
-        turn = without_lane(operation)
-        last = self._began.get(turn)
+        name = base_name(operation)
+        last = self._began.get(name)
         if last is not None:
             self.step_s.append(now - last)
         elif len(self._began) >= NAMES:
             self._began.clear()
-        self._began[turn] = now
+        self._began[name] = now
         return Wait(operation, ranks, began=now)

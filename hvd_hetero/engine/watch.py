@@ -25,12 +25,12 @@ from hvd_hetero.policy.patience import Patience
 
 from . import background, script
 from .absence import JOIN, Absence
+from .callback import WeakMethods
 from .peer import Peer, QuestionServer, ask
 from .peer_group import PeerGroup
-from .remembered import Remembered
 from .sleep import wait_until
 from .stderr import tell
-from .termination import LEFT
+from .termination import EXIT_STATUS_LEFT
 from .waits import Wait, Waits
 
 PERIOD_S = 0.5  # seconds between two looks at what this rank waits for
@@ -42,7 +42,7 @@ class Watch:
 
     Args:
         patience: how long a wait may be. None switches off the reports and the ending of waits; this rank still answers
-            the questions of others, and still asks whether others wait for it (`wait_unless_awaited`).
+            the questions of others, and still asks whether others wait for it (`wait_avoiding_deadlock`).
         say: prints a text; by default to standard error.
         leave: ends this process at once, with the given exit status.
 
@@ -59,10 +59,10 @@ class Watch:
     ) -> None:
         self._patience, self._leave = patience, leave
         self._say = say or tell
-        self.hearers = Remembered()
+        self.hearers = WeakMethods()
         self._waits = Waits()
         self._peer_group = PeerGroup(lambda: self._waits.submitted, self._waits.times)
-        self._ear: QuestionServer | None = None
+        self._server: QuestionServer | None = None
         self._closed = threading.Event()
 
     # What the engine tells ------------------------------------------------------------------------------------------
@@ -81,28 +81,28 @@ class Watch:
         self._peer_group.awaited = False
         return self._waits.of_thread(operation, ranks)
 
-    def begin_aside(
+    def begin_graph_wait(
         self, operation: str, ranks: tuple[int, ...], *, lasts: Callable[[], bool], broken: Callable[[], None]
     ) -> None:
-        """Notes that a framework's graph, and no Python thread, waits for an operation, until `end_aside`.
+        """Notes that a framework's graph, and no Python thread, waits for an operation, until `end_graph_wait`.
 
         Args:
-            lasts: returns whether the graph still runs. If it is False before `end_aside`, the operation has failed.
+            lasts: returns whether the graph still runs. If not, before `end_graph_wait`, the operation has failed.
             broken: is called then.
         """
         self._peer_group.awaited = False
-        self._waits.begin_aside(operation, ranks, lasts=lasts, broken=broken)
+        self._waits.begin_graph_wait(operation, ranks, lasts=lasts, broken=broken)
 
-    def end_aside(self, operation: str) -> None:
-        """Ends a wait that `begin_aside` has begun: the operation is complete."""
-        self._waits.end_aside(operation)
+    def end_graph_wait(self, operation: str) -> None:
+        """Ends a wait that `begin_graph_wait` has begun: the operation is complete."""
+        self._waits.end_graph_wait(operation)
 
     # Who watches ----------------------------------------------------------------------------------------------------
 
     @property
     def watches(self) -> bool:
         """Whether long waits of this rank are reported and ended: it has a `Patience`, and listens at a port."""
-        return self._ear is not None and self._patience is not None
+        return self._server is not None and self._patience is not None
 
     def introduce(self, rank: int) -> str:
         """Starts to listen for questions to this rank, if it does not yet, and starts the watchdog's thread.
@@ -110,16 +110,16 @@ class Watch:
         Returns:
             This rank's `Peer` as one line of text, for `meet` on the other ranks; "" if no port can be opened.
         """
-        if self._ear is None:
+        if self._server is None:
             try:
-                self._ear = QuestionServer(self._answer)
+                self._server = QuestionServer(self._answer)
             except OSError as error:
                 self._say(f"hvd_hetero: no port to be asked at ({error}): waits are not explained.")
                 return ""
             if self.watches:
                 background.begin(self._watch, name="hvd_hetero.watch", end=self._closed.set)
-                atexit.register(self._look_aside)
-        self._peer_group.me = me = self._ear.peer(rank)
+                atexit.register(self._end_failed_graph_waits)
+        self._peer_group.me = me = self._server.peer(rank)
         return me.to_text()
 
     def meet(self, texts: Sequence[str]) -> None:
@@ -142,9 +142,9 @@ class Watch:
             return ""
         return "; ".join(absence.text for absence in absent if not absence.answers)
 
-    def wait_unless_awaited(self, done: Callable[[], bool], operation: str, ranks: tuple[int, ...]) -> bool:
-        """See `Engine.wait_unless_awaited`. A rank that was found to wait for this one goes on waiting until this one
-        submits its operation; so while `awaited` is true, no rank is asked again."""
+    def wait_avoiding_deadlock(self, done: Callable[[], bool], operation: str, ranks: tuple[int, ...]) -> bool:
+        """See `Engine.wait_avoiding_deadlock`. A rank that was found to wait for this one goes on waiting until this
+        one submits its operation; so while `awaited` is true, no rank is asked again."""
         if self._peer_group.awaited:
             return done()
         with self.waiting(operation, ranks):
@@ -156,8 +156,8 @@ class Watch:
     def close(self) -> None:
         """Ends the watchdog's thread, and stops listening."""
         self._closed.set()
-        if self._ear is not None:
-            self._ear.close()
+        if self._server is not None:
+            self._server.close()
 
     def _watch(self) -> None:
         looked_s, told = 0.0, ""
@@ -170,7 +170,7 @@ class Watch:
             # the other ranks did not cause it.
             elapsed_s = looked_s + min(woken - began, 2 * PERIOD_S)
             try:
-                self._look_aside()
+                self._end_failed_graph_waits()
                 for wait in self._waits.now():
                     wait.lasted_s += elapsed_s
                     self._look(wait)
@@ -180,13 +180,13 @@ class Watch:
                     self._say(f"hvd_hetero: the watchdog failed: {told}")
             looked_s = time.monotonic() - woken
 
-    def _look_aside(self) -> None:
+    def _end_failed_graph_waits(self) -> None:
         """Ends the waits of graphs that run no longer, as after a failed operation: calls their `broken`, and prints
         which ranks are gone, if any are."""
         for wait in self._waits.now():
             if not wait.lasts():
                 broken = wait.broken
-                self._waits.end_aside(wait.operation)
+                self._waits.end_graph_wait(wait.operation)
                 broken()
                 del broken
                 if why := self.explain(wait.ranks):
@@ -206,17 +206,18 @@ class Watch:
 
     def _look(self, wait: Wait) -> None:
         assert self._patience is not None
-        if wait.due_s is None:
-            wait.due_s, wait.early_s = self._patience.word_s(self._waits.step_s), self._patience.least_s
-        end_s = self._patience.end_s(self._waits.step_s)
+        if wait.report_at_s is None:
+            wait.report_at_s = self._patience.warn_after_s(self._waits.step_s)
+            wait.check_deadlock_at_s = self._patience.min_warn_s
+        end_s = self._patience.end_after_s(self._waits.step_s)
         if wait.lasted_s >= end_s:
             self._end(wait, end_s)
-        elif wait.lasted_s >= min(wait.due_s, wait.early_s):
-            wait.early_s = 2 * wait.lasted_s
+        elif wait.lasted_s >= min(wait.report_at_s, wait.check_deadlock_at_s):
+            wait.check_deadlock_at_s = 2 * wait.lasted_s
             absent = self._absent(wait)
-            # A deadlock (`mutual`) never resolves, so it is reported early, before `due_s`.
-            if absent is not None and (wait.lasted_s >= wait.due_s or any(each.mutual for each in absent)):
-                wait.due_s = 2 * wait.lasted_s
+            # A deadlock (`mutual`) never resolves, so it is reported early, before `report_at_s`.
+            if absent is not None and (wait.lasted_s >= wait.report_at_s or any(each.mutual for each in absent)):
+                wait.report_at_s = 2 * wait.lasted_s
                 self._say(self._story(wait, absent))
                 self._record(wait, absent)
 
@@ -278,9 +279,9 @@ class Watch:
         }
 
     def _finish(self, reason: str) -> None:
-        """Prints `reason` and the stack of the main thread, and ends this process with status `LEFT`."""
+        """Prints `reason` and the stack of the main thread, and ends this process with status `EXIT_STATUS_LEFT`."""
         where = f"It is at {script.line()}:\n{script.stack()}".rstrip()
         self._say(f"hvd_hetero: {self._peer_group.me} ends with an error: {reason}. {where}")
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.flush()
-        self._leave(LEFT)
+        self._leave(EXIT_STATUS_LEFT)

@@ -12,7 +12,7 @@ import keras
 import numpy as np
 
 from hvd_hetero.engine import binding
-from hvd_hetero.engine.port import Engine, broadcast_bytes, broadcast_in_pieces, gather_bytes, in_turn
+from hvd_hetero.engine.port import Engine, broadcast_bytes, broadcast_in_pieces, gather_bytes, rotating_name
 from hvd_hetero.optimizers.agreement import agree_on, agree_text
 
 from . import backend
@@ -99,7 +99,7 @@ def shutdown() -> None:
 def barrier(process_set: Any = None) -> None:
     """Returns when all ranks have called it."""
     engine = backend.engine(process_set)
-    engine.allreduce_async(np.zeros(1), name=in_turn(engine, "hvd_hetero.barrier.")).wait()
+    engine.allreduce_async(np.zeros(1), name=rotating_name(engine, "hvd_hetero.barrier.")).wait()
 
 
 @backend.as_written
@@ -127,7 +127,7 @@ def broadcast_variables(
 
 def _overwrite(chosen: list[Any], root_rank: int, process_set: Any) -> None:
     engine = backend.engine(process_set)
-    name = in_turn(engine, "hvd_hetero.variables.")
+    name = rotating_name(engine, "hvd_hetero.variables.")
     agree_on(engine, {"number of variables": len(chosen)}, name=f"{name}.number")
     agree_text(
         engine,

@@ -89,7 +89,7 @@ def tracing() -> bool:
 
 def traced(engine: Engine) -> None:
     """Lets graphs be forgotten after an elastic reset, as what is traced now fits the present ranks alone."""
-    engine.on_change(TRACES.forget)
+    engine.on_reset_begin(TRACES.forget)
 
 
 def part_of(owner: Any) -> int:

@@ -85,7 +85,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
                 counts=lambda: balancer is None or not balancer.idle,
                 terms=lambda: None if balancer is None else balancer.terms_due,
             )
-            engine.on_change(self._forget_ranks)
+            engine.on_reset_begin(self._forget_ranks)
         return self._form.summed(vector, samples, self._rows)
 
     def _forget_ranks(self) -> None:

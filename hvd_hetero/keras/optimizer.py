@@ -125,7 +125,7 @@ def DistributedOptimizer(
         getattr(distributed, "inner_optimizer", distributed).gradient_accumulation_steps = steps
     distributed.__dict__["_reducer_of"] = reducer_of
     distributed._reduce_anew()
-    balancer.engine.remember(distributed._reduce_anew)
+    balancer.engine.on_reset_end(distributed._reduce_anew)
     return distributed  # type: ignore[no-any-return]
 
 

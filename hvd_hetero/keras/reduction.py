@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from hvd_hetero.engine.port import Engine, in_turn
+from hvd_hetero.engine.port import Engine, rotating_name
 
 from . import backend
 from .argument import op_of
@@ -35,7 +35,7 @@ def array_of(value: Any) -> np.ndarray:
 
 def name_of(engine: Engine, name: str | None, kind: str) -> str:
     """The name of an operation: of the name that the user gave it, or else numbered in turn."""
-    return f"hvd_hetero.{kind}.{name}" if name else in_turn(engine, f"hvd_hetero.{kind}.")
+    return f"hvd_hetero.{kind}.{name}" if name else rotating_name(engine, f"hvd_hetero.{kind}.")
 
 
 def allreduce(

@@ -41,7 +41,7 @@ class _Series:
             kind = f"tape {arguments['compression']}"
             held[key] = make_reducer(balancer=balancer, kind=kind, **arguments)
             self._balancers.add(balancer)
-            balancer.engine.on_change(self.forget)
+            balancer.engine.on_reset_begin(self.forget)
         return held[key]
 
     def forget(self) -> None:

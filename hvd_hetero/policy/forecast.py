@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from .jitter import Jitter
+from .local_round import ROUND_STEPS
 from .partition import Bound, InfeasibleError, equal_shares, split
 from .speed import SpeedModel
-from .staleness import ROUND_STEPS
 from .strategy import Prediction, predict_local, predict_synchronous
 
 MOST_NAMED = 8  # the most ranks that a title lists by number

@@ -63,7 +63,7 @@ class Guard:
 
     @property
     def steps(self) -> int:
-        """The next round's length in local steps of the fastest rank: `round_steps` of `staleness.round_lengths`."""
+        """The next round's length in local steps of the fastest rank: `round_steps` of `local_round.round_lengths`."""
         return self.round_steps if self.length is None else self.length
 
     def after(self, drift: float, noise: float) -> Guard:

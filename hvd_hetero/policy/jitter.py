@@ -66,7 +66,7 @@ class Jitter:
         return time_s / (1.0 - self.stalled)
 
 
-class Ran(NamedTuple):
+class StopSums(NamedTuple):
     """Sums of a rank's compute and stops over some period. Ranks measure them and send them to each other."""
 
     running_s: float = 0.0      # seconds in which the rank computed, without stops
@@ -74,21 +74,21 @@ class Ran(NamedTuple):
     stops: float = 0.0          # number of stops
 
 
-def estimate(ran: Ran, *, variation: float = 0.0, least_stops: float = 0.0) -> Jitter:
+def estimate(sums: StopSums, *, variation: float = 0.0, least_stops: float = 0.0) -> Jitter:
     """Estimates the jitter of a rank from its measured stops.
 
     Args:
-        ran: sums over the rank's past.
+        sums: over the rank's past.
         variation: the noise of its steps, which is passed on.
         least_stops: fewer stops than this count as none, since a few say too little.
     """
-    if ran.stops <= 0.0 or ran.stops < least_stops or ran.running_s <= 0.0:
+    if sums.stops <= 0.0 or sums.stops < least_stops or sums.running_s <= 0.0:
         return Jitter(variation=variation)
-    return Jitter(variation=variation, stalled=ran.stopped_s / (ran.running_s + ran.stopped_s),
-                  stall_s=ran.stopped_s / ran.stops)
+    return Jitter(variation=variation, stalled=sums.stopped_s / (sums.running_s + sums.stopped_s),
+                  stall_s=sums.stopped_s / sums.stops)
 
 
-def with_stops(model: SpeedModel, ran: Ran, *, least_stops: float = 0.0) -> SpeedModel:
+def include_stops(model: SpeedModel, sums: StopSums, *, least_stops: float = 0.0) -> SpeedModel:
     """The speed model of a rank with its stops included in its times, as is right for local steps.
 
     The time of n stops has a relative error of at least 1 / sqrt(n), that of their number (Poisson). The relative error
@@ -96,16 +96,16 @@ def with_stops(model: SpeedModel, ran: Ran, *, least_stops: float = 0.0) -> Spee
 
     Args:
         model: the speed without stops.
-        ran: sums over the rank's past.
+        sums: over the rank's past.
         least_stops: fewer stops than this count as none.
     """
-    stalled = estimate(ran, least_stops=least_stops).stalled
+    stalled = estimate(sums, least_stops=least_stops).stalled
     if not stalled:
         return model
     stretched = 1.0 / (1.0 - stalled)
     return replace(
         model, overhead_s=model.overhead_s * stretched, seconds_per_sample=model.seconds_per_sample * stretched,
-        standard_error=math.hypot(model.standard_error, stalled / math.sqrt(ran.stops)),
+        standard_error=math.hypot(model.standard_error, stalled / math.sqrt(sums.stops)),
     )
 
 

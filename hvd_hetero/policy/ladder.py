@@ -89,7 +89,7 @@ def merge_intervals(step_s: Sequence[float], lengths: Sequence[int], *, current:
 
     Args:
         step_s: seconds of one local step, by rank.
-        lengths: local steps of each rank's round, as `staleness.round_lengths` returns them.
+        lengths: local steps of each rank's round, as `local_round.round_lengths` returns them.
         current: the present k of each rank.
         most: the largest k.
     """

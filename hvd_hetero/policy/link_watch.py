@@ -25,8 +25,8 @@ class LinkWatch:
     """Watches the exchanges of a job for a change of its links. `LinkMonitor` uses it, on rank 0.
 
     Args:
-        gentle_steps: so many steps after a choice are ignored in addition to `SETTLING`, because a codec that warms up
-            (`Routing.codec_warmup_steps`) makes their exchanges longer.
+        codec_warmup_steps: so many steps after a choice are ignored in addition to `SETTLING`, because a codec that
+            warms up (`Routing.codec_warmup_steps`) makes their exchanges longer.
     """
 
     def __init__(self, *, codec_warmup_steps: int = 0) -> None:
@@ -39,7 +39,7 @@ class LinkWatch:
         self._first: list[float] = []
         self._last: deque[tuple[float, float]] = deque(maxlen=WINDOW)
 
-    def hear(self, *, busy_s: float, step_s: float, timing_s: float) -> str | None:
+    def observe_step(self, *, busy_s: float, step_s: float, timing_s: float) -> str | None:
         """Takes in a synchronous step, and returns why routes should be chosen again, or None if they should not.
 
         Args:
@@ -71,16 +71,16 @@ class LinkWatch:
             return None
         return f"exchanges take {1e3 * now_s:.0f} ms, where they took {1e3 * before_s:.0f} ms"
 
-    def chosen(self, *, changed: bool, again: bool = False) -> None:
+    def routes_chosen(self, *, changed: bool, corrects_last: bool = False) -> None:
         """Begins to watch anew, after all ranks have chosen routes.
 
         Args:
             changed: whether a route differs from the one before. If none does, the next choice has to be twice as
                 worthwhile, up to `MOST_PATIENCE`.
-            again: whether this call corrects the last one for the same change of links, as when a second optimizer of
-                the job has chosen its routes.
+            corrects_last: whether this call corrects the last one for the same change of links, as when a second
+                optimizer of the job has chosen its routes.
         """
-        if not again:
+        if not corrects_last:
             self._patience_before = self._patience
         self._patience = 1.0 if changed else min(2.0 * self._patience_before, MOST_PATIENCE)
         self._begin()

@@ -31,16 +31,16 @@ class LoaderSpeed:
 
     Attributes:
         seconds_per_sample: the estimate, with all loaders at work; None if the rank has not waited for them so far.
-        pends: whether the rank waits for its loaders, but has seen too few batches for a first estimate.
+        is_pending: whether the rank waits for its loaders, but has seen too few batches for a first estimate.
     """
 
     def __init__(self) -> None:
         self.seconds_per_sample: float | None = None
-        self.pends = False
+        self.is_pending = False
         self._seen: deque[tuple[int, float, float, float]] = deque(maxlen=WINDOW)
         self._least = LEAST  # lower bound of `_pause`
         # Batches from one try to the next; batches since the last one; whether the rank has not waited since a try.
-        self._pause, self._since, self._tries = LEAST, 0, False
+        self._pause, self._since, self._trying = LEAST, 0, False
 
     def resume(self, seconds_per_sample: float) -> None:
         """Starts from an earlier estimate, for example that of the process from which training is resumed.
@@ -52,7 +52,7 @@ class LoaderSpeed:
             seconds_per_sample: the earlier estimate.
         """
         if self.seconds_per_sample is None:
-            self.seconds_per_sample, self.pends = seconds_per_sample, False
+            self.seconds_per_sample, self.is_pending = seconds_per_sample, False
             self._least = self._pause = FEW
 
     def look_back(self, loaders: int) -> None:
@@ -60,7 +60,7 @@ class LoaderSpeed:
         if (most := max(WINDOW, loaders)) != self._seen.maxlen:
             self._seen = deque(self._seen, maxlen=most)
 
-    def hear(self, samples: int, *, step_s: float | None, waited_s: float, computed_s: float) -> None:
+    def observe(self, samples: int, *, step_s: float | None, waited_s: float, computed_s: float) -> None:
         """Takes in the times of a batch that is done, and updates the estimate.
 
         Args:
@@ -79,20 +79,20 @@ class LoaderSpeed:
         if usual_s > 0.0:
             steps_s = sum(min(step_s, wait_s + LONG * usual_s) for _, step_s, wait_s, _ in self._seen)
         waits = waited_s >= max(WAITS * steps_s, others_s)
-        self.pends = waits and self.seconds_per_sample is None
+        self.is_pending = waits and self.seconds_per_sample is None
         if len(self._seen) < FEW or not number:
             return
         if waits:
             self._least, self._pause = LEAST, max(self._pause, LEAST)
-            if self._tries:
+            if self._trying:
                 self._pause = min(MORE * self._pause, MOST)
-            self.seconds_per_sample, self.pends = steps_s / number, False
-            self._since, self._tries = 0, False
+            self.seconds_per_sample, self.is_pending = steps_s / number, False
+            self._since, self._trying = 0, False
         elif self.seconds_per_sample is not None:
             self.seconds_per_sample = min(self.seconds_per_sample, steps_s / number)
             self._since += 1
             if self._since >= self._pause:
-                if self._tries:
+                if self._trying:
                     self._pause = max(self._pause // MORE, self._least)
                 self.seconds_per_sample *= TRIED
-                self._since, self._tries = 0, True
+                self._since, self._trying = 0, True

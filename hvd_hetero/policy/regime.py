@@ -19,8 +19,8 @@ CHANGE_IN_STANDARD_ERRORS = 5.0
 MEDIAN_INEFFICIENCY = 1.2533  # standard error of a median over that of a mean, normal noise: sqrt(pi / 2)
 
 
-def latest_regime(observations: Sequence[Observation], *, minimum: int = 4,
-                  tolerance: float = 0.15) -> Sequence[Observation]:
+def since_last_speed_change(observations: Sequence[Observation], *, minimum: int = 4,
+                            tolerance: float = 0.15) -> Sequence[Observation]:
     """The observations of one rank since its speed last changed; all of them if it never did.
 
     At every point with `minimum` observations on both sides, the median times before and after are compared: for each
@@ -36,11 +36,11 @@ def latest_regime(observations: Sequence[Observation], *, minimum: int = 4,
         raise ValueError(f"minimum and tolerance: expected at least 2, and above 0. Received: {minimum}, {tolerance}.")
     seen = [o for o in observations if o.samples > 0]
     start = _latest_change(seen, minimum, tolerance)
-    return latest_regime(seen[start:], minimum=minimum, tolerance=tolerance) if start else observations
+    return since_last_speed_change(seen[start:], minimum=minimum, tolerance=tolerance) if start else observations
 
 
-def last_shift(windows: Sequence[Sequence[tuple[int, Observation]]], starts: Sequence[int], *,
-               tolerance: float = 0.05) -> int:
+def last_plan_that_changed_speeds(windows: Sequence[Sequence[tuple[int, Observation]]], starts: Sequence[int], *,
+                                  tolerance: float = 0.05) -> int:
     """The first step of the last plan with which the speed of any rank changed; 0 if there was no such plan.
 
     A plan can itself change speeds, mostly of several ranks: ranks that wait less leave less of a shared machine to

@@ -140,7 +140,7 @@ def fit(observations: Sequence[Observation], *, prior: SpeedModel | None = None)
     """Fits the speed model of one rank to its observations. Single spikes have no influence.
 
     Args:
-        observations: of one speed, see `regime.latest_regime`; those without samples are ignored.
+        observations: of one speed, see `regime.since_last_speed_change`; those without samples are ignored.
         prior: supplies the overhead, as a fraction of the step, if the observations cannot tell overhead from slope
             (one size, or sizes close together). None: the overhead is then 0.
 

@@ -22,8 +22,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .jitter import Jitter, synchronous_step_s
+from .local_round import default_bound_rounds, round_lengths
 from .speed import SpeedModel
-from .staleness import round_lengths, usual_bound
 
 SYNCHRONOUS, LOCAL = "synchronous", "local"
 
@@ -59,11 +59,10 @@ class StrategyRule:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
-    """The strategy to train with from now on, its predicted samples per second, and why it was chosen."""
+class StrategyChoice:
+    """The strategy to train with from now on, and why it was chosen, with the predicted speeds."""
 
     strategy: str
-    samples_per_s: float
     reason: str
 
 
@@ -92,9 +91,9 @@ def predict_local(models: Sequence[SpeedModel], samples: Sequence[int], *, round
         models: the speed model of each rank.
         samples: samples of one local step, by rank; 0 for a rank that takes no part.
         round_steps: local steps of the fastest rank in a round; those of the others follow from
-            `staleness.round_lengths`.
+            `local_round.round_lengths`.
         bound_rounds: rounds for which a rank goes on while a merge is under way; 0: it waits for each merge. None:
-            `staleness.usual_bound`.
+            `local_round.default_bound_rounds`.
         merge_s: seconds of one merge.
         jitters: by rank; None: all ranks are steady.
         micro_batch: by rank, the most samples of one pass; None: no limit.
@@ -109,7 +108,7 @@ def predict_local(models: Sequence[SpeedModel], samples: Sequence[int], *, round
     lengths = iter(round_lengths(taking_part, round_steps))
     steps = tuple(next(lengths) if s > 0.0 else 0 for s in alone_s)
     computing_s = max(h * s for h, s in zip(steps, alone_s, strict=True))
-    bound_rounds = usual_bound(round_steps) if bound_rounds is None else bound_rounds
+    bound_rounds = default_bound_rounds(round_steps) if bound_rounds is None else bound_rounds
     round_s = max(computing_s, merge_s) if bound_rounds else computing_s + merge_s
     busy = min(1.0, max(1.0, bound_rounds) * computing_s / round_s)
     rate = math.fsum(b / s for b, s in zip(samples, alone_s, strict=True) if s > 0.0)
@@ -117,8 +116,8 @@ def predict_local(models: Sequence[SpeedModel], samples: Sequence[int], *, round
     return Prediction(strategy=LOCAL, samples_per_s=min(rate * busy, most), period_s=round_s, round_lengths=steps)
 
 
-def choose(synchronous: Prediction, local: Prediction, *, current: str | None = None,
-           rule: StrategyRule | None = None) -> Choice:
+def choose_strategy(synchronous: Prediction, local: Prediction, *, current: str | None = None,
+                    rule: StrategyRule | None = None) -> StrategyChoice:
     """Chooses the strategy to train with.
 
     Args:
@@ -136,17 +135,13 @@ def choose(synchronous: Prediction, local: Prediction, *, current: str | None = 
     behind = 1.0 - synchronous.samples_per_s / max(synchronous.samples_per_s, local.samples_per_s)
     rates = f"{synchronous.samples_per_s:.4g} samples/s synchronous, {local.samples_per_s:.4g} local"
     if behind == 0.0:
-        return _choice(synchronous, f"{rates}: nothing is faster than exact steps")
+        return StrategyChoice(strategy=SYNCHRONOUS, reason=f"{rates}: nothing is faster than exact steps")
     if behind <= rule.near:
-        return _choice(synchronous, f"{rates}: exact steps are only {behind:.1%} slower")
+        return StrategyChoice(strategy=SYNCHRONOUS, reason=f"{rates}: exact steps are only {behind:.1%} slower")
     if behind > rule.leave or current is None:
-        return _choice(local, f"{rates}: synchronous is {behind:.1%} slower")
-    kept = synchronous if current == SYNCHRONOUS else local
-    return _choice(kept, f"{rates}: {behind:.1%} slower, between {rule.near:.0%} and {rule.leave:.0%} nothing changes")
-
-
-def _choice(prediction: Prediction, reason: str) -> Choice:
-    return Choice(strategy=prediction.strategy, samples_per_s=prediction.samples_per_s, reason=reason)
+        return StrategyChoice(strategy=LOCAL, reason=f"{rates}: synchronous is {behind:.1%} slower")
+    between = f"{behind:.1%} slower, between {rule.near:.0%} and {rule.leave:.0%} nothing changes"
+    return StrategyChoice(strategy=current, reason=f"{rates}: {between}")
 
 
 def _times(models: Sequence[SpeedModel], samples: Sequence[int], jitters: Sequence[Jitter] | None,

@@ -89,7 +89,7 @@ class LatencyAwareLR:
         self._watching = self._root.register_step_pre_hook(self._watch)
         balancer.dialogue.subscribe(self._advance)
         balancer.stateful_parts.add(self)
-        balancer.engine.remember(self.rebuild)
+        balancer.engine.on_reset_end(self.rebuild)
 
     def rebuild(self) -> None:
         """Checks that the present ranks agree, and goes on, after an elastic reset. A collective call."""

@@ -185,7 +185,7 @@ def DistributedOptimizer(
     )
     distributed._reducer.follow(distributed)
     reduces(distributed)
-    balancer.engine.remember(distributed._rebuild)
+    balancer.engine.on_reset_end(distributed._rebuild)
     return distributed
 
 

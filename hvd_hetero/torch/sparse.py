@@ -76,7 +76,7 @@ class SparseParameters:
             line = f"{json.dumps(self._numbered(self.seen))}\n".encode()
             self._told = engine.allgather_async(torch.tensor([*line], dtype=torch.uint8, device="cpu"), name=name)
         # In a second exchange of one batch the answer is known already, and Horovod's handle is gone.
-        if self._heard is not None or engine.wait_unless_awaited(self._told.done, name=name):
+        if self._heard is not None or engine.wait_avoiding_deadlock(self._told.done, name=name):
             for parameter, dimensions in self.told().items():
                 if parameter.grad is not None and not parameter.grad.is_sparse:
                     parameter.grad = parameter.grad.to_sparse(dimensions)

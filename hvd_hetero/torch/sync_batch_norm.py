@@ -86,7 +86,7 @@ class SyncBatchNorm(_BatchNorm):
                 name=engine.unique("hvd_hetero.sync_batch_norm."),
                 terms=lambda: None if balancer is None else balancer.progress.terms,
             )
-            engine.on_change(self._forget_ranks)
+            engine.on_reset_begin(self._forget_ranks)
         x = input if input.dtype == torch.float64 else input.float()
         from .normalised import normalised  # here, as it imports torch's compiler, which takes as long as torch itself
 

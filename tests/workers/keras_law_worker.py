@@ -440,7 +440,7 @@ def functions():
 def operations_without_a_name_leave_nothing_behind():
     """With TensorFlow each name is a node of a graph, which keeps it, and grows slower."""
     model, seen = dense_model(), []
-    for number in range(3 * port.TURNS):
+    for number in range(3 * port.ROTATING_NAMES):
         # of unlike lengths, as what Horovod keeps of a name is of one
         assert hvd.allreduce(np.ones(1 + number % 5)).tolist() == [1.0] * (1 + number % 5)
         assert len(hvd.allgather(np.ones((hvd.rank(), 2)))) == sum(range(hvd.size()))
@@ -449,7 +449,7 @@ def operations_without_a_name_leave_nothing_behind():
         hvd.broadcast_variables(model.variables, root_rank=0)
         hvd.barrier()
         seen.append(len(backend.engine()._graph._nodes) if TENSORFLOW else 0)
-    assert seen[-1] == seen[2 * port.TURNS - 1], seen
+    assert seen[-1] == seen[2 * port.ROTATING_NAMES - 1], seen
 
 
 def reductions_as_horovod_has_them():

@@ -10,7 +10,7 @@ import keras
 import numpy as np
 
 from hvd_hetero.engine import script
-from hvd_hetero.engine.port import gather_text, in_turn
+from hvd_hetero.engine.port import gather_text, rotating_name
 from hvd_hetero.optimizers.latency_lr import NAMES, LatencyLR, Rule, agreed_latency_lr
 from hvd_hetero.trace.own import own_trace
 
@@ -163,7 +163,7 @@ class LatencyAwareLearningRate(keras.callbacks.Callback):
         self.balancer.factors.add(factor)
         state = self._waiting or factor.state_dict() or self.state_dict()
         before = {"state": state, "loaded": bool(self._waiting) or factor.loaded}
-        name = in_turn(engine, "hvd_hetero.latency_lr.state.")
+        name = rotating_name(engine, "hvd_hetero.latency_lr.state.")
         first = json.loads(gather_text(engine, json.dumps(before), name=name)[0])
         new = core.state_dict()
         # A base batch other than an earlier callback's is allowed, and drops its state. In a resumed job, it raises.

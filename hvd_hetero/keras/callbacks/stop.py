@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from hvd_hetero.engine.port import in_turn
+from hvd_hetero.engine.port import rotating_name
 from hvd_hetero.optimizers.balancer import Balancer
 
 
@@ -60,5 +60,5 @@ class StopTogetherCallback(keras.callbacks.Callback):
         """Stops all ranks where one wants to by now. A collective call."""
         balancer = self._balancer()
         wish = np.array([float(self.model.stop_training or balancer.departure.stopping.said)])
-        name = in_turn(balancer.engine, "hvd_hetero.stop.")
+        name = rotating_name(balancer.engine, "hvd_hetero.stop.")
         self.model.stop_training = bool(balancer.engine.allreduce_async(wish, name=name, op="max").wait()[0])

@@ -1,4 +1,4 @@
-"""`Probe`: the devices, links and nodes that a probe has measured, the same on every rank; can be stored as JSON."""
+"""`ProbeResult`: the devices, links and nodes that a probe has measured, the same on every rank; stored as JSON."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Matrix = tuple[tuple[float, ...], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Probe:
+class ProbeResult:
     """The devices and links of all ranks, as `probe` has measured them.
 
     All times are those of collectives through Horovod, so each latency includes Horovod's negotiation of a collective.
@@ -85,8 +85,8 @@ class Probe:
         return {**asdict(self), "devices": devices, "bandwidth_bytes_per_s": rates, "topology": self.topology.as_dict()}
 
     @classmethod
-    def from_dict(cls, content: Mapping[str, Any]) -> Probe:
-        """Makes a probe from what `as_dict` returned, also after it was stored as JSON and read again."""
+    def from_dict(cls, content: Mapping[str, Any]) -> ProbeResult:
+        """Makes a result from what `as_dict` returned, also after it was stored as JSON and read again."""
         rates = [[math.inf if rate is None else rate for rate in row] for row in content["bandwidth_bytes_per_s"]]
         return cls(**{
             **content,

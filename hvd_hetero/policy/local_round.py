@@ -5,11 +5,11 @@ ranks reach the end of a round at about the same time and contributions are not 
 
     H_i = max(1, floor(H * min_j s_j / s_i))         s_i: seconds of rank i's local step; the fastest rank takes H
 
-Merges. Delta_i is how far rank i has moved its model since its last contribution. The rank sends before_i * Delta_i
-and, beside it, two numbers. From the sums of these over ranks, every rank computes the merged delta:
+Merges. Delta_i is how far rank i has moved its model since its last contribution. The rank sends c_i * Delta_i and the
+numbers w_i and r_i. From the sums of these over ranks, every rank computes the merged delta:
 
-    u_i = Delta_i / |a_i|      before_i = w_i / |a_i|      beside_i = (w_i, r_i)
-    merged = (sum r / sum w) * sum before_i Delta_i = (sum r) * (mean u, weighted by w)
+    u_i = Delta_i / |a_i|      c_i = w_i / |a_i|
+    merged = (sum r / sum w) * sum c_i Delta_i = (sum r) * (mean u, weighted by w)
 
 u_i is the rank's progress per step, w_i its weight, and |a_i| the norm. r_i, the reach, is the number of global batches
 that the rank has worked off: it adds its part of the global batch for each local step. So a merge moves the model as
@@ -17,7 +17,7 @@ far as synchronous steps over the samples in the merge would, whatever the numbe
 ranks are missing.
 
 - All ranks share one stream of samples: w = samples, |a| = steps. A sample weighs the same whichever rank processed it,
-  and however many steps that rank made in the round: before_i is the rank's batch.
+  and however many steps that rank made in the round: c_i is the rank's batch.
 - Each rank has a fixed shard of the data: FedNova (Wang et al. 2020, arXiv 2007.07481), w = the shard's part of all
   data, |a| = the sum of the factors (learning rates) of the round's gradients. With w = samples, the shards of fast
   ranks would weigh too much. The sum of r, in the units of |a|, is FedNova's tau_eff, which the paper leaves open. Its
@@ -67,12 +67,12 @@ def round_lengths(step_s: Sequence[float], round_steps: int) -> tuple[int, ...]:
     return tuple(min(max(math.floor(round_steps * (fastest / s) * (1.0 + SAME)), 1), round_steps) for s in step_s)
 
 
-def usual_bound(round_steps: int) -> float:
+def default_bound_rounds(round_steps: int) -> float:
     """The default number of rounds for which a rank goes on with local steps while a merge is still under way."""
     return max(BOUND_ROUNDS, BOUND_STEPS / round_steps)
 
 
-def step_part(share: int, whole: int, ranks: int) -> float:
+def update_fraction(share: int, whole: int, ranks: int) -> float:
     """The part of its update that a rank applies in a local step: see "Small batches" above.
 
     Args:
@@ -107,13 +107,13 @@ class Contribution:
                              f"Received: {self.norm}.")
 
     @property
-    def before(self) -> float:
-        """The factor by which the rank multiplies its delta before the sum over ranks: w / |a|."""
+    def delta_factor(self) -> float:
+        """The factor by which the rank multiplies its delta before the sum over ranks: c = w / |a|."""
         return self.weight / self.norm
 
     @property
-    def beside(self) -> tuple[float, float]:
-        """The numbers (w, r) that are summed over ranks together with the delta; `factor` takes their sums."""
+    def weight_and_reach(self) -> tuple[float, float]:
+        """The numbers w and r, which are summed over ranks together with the delta; `merge_factor` takes their sums."""
         return self.weight, self.reach
 
     def spread(self, delta_square: float) -> float:
@@ -143,17 +143,16 @@ def contribution(weight: float, norm: float, reach: float) -> Contribution:
     return Contribution(weight=weight if norm else 0.0, norm=norm or 1.0, reach=reach)
 
 
-def factor(beside: Sequence[float]) -> float:
+def merge_factor(sums: Sequence[float]) -> float:
     """The factor that turns the summed deltas into the merged delta: sum r / sum w.
 
     Args:
-        beside: the sums over ranks of both numbers of `Contribution.beside`.
+        sums: the sums over ranks of both numbers of `Contribution.weight_and_reach`.
 
     Returns:
         0.0 if no rank contributed.
     """
-    if len(beside) != 2 or not all(math.isfinite(x) and x >= 0.0 for x in beside):
-        raise ValueError("beside: expected the sums of both numbers, finite and 0 or more. "
-                         f"Received: {list(beside)}.")
-    weight, reach = beside
+    if len(sums) != 2 or not all(math.isfinite(x) and x >= 0.0 for x in sums):
+        raise ValueError(f"sums: expected those of weight and reach, finite and 0 or more. Received: {list(sums)}.")
+    weight, reach = sums
     return reach / weight if weight > 0.0 else 0.0

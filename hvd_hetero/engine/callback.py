@@ -1,4 +1,4 @@
-"""Callbacks that do not keep their objects alive, among them those of an elastic reset: see `Engine.remember`."""
+"""Callbacks that do not keep their objects alive, among them those of an elastic reset: see `Engine.on_reset_end`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 Key = tuple[int, int]
 
 
-class Remembered:
+class WeakMethods:
     """Bound methods, held by weak references, in the order in which they were first added.
 
     A method whose object was garbage-collected is skipped.
@@ -49,7 +49,7 @@ class Remembered:
 
 
 class Rebuilds:
-    """The `rebuild` methods of `Engine.remember`, which all ranks call in the same order after an elastic reset.
+    """The `rebuild` methods of `Engine.on_reset_end`, which all ranks call in the same order after an elastic reset.
 
     The methods make collective calls, so all ranks have to agree on which to call. They may differ: an object that is
     no longer used may still be alive on some ranks, as garbage or because a thread of the framework refers to it. And a
@@ -78,7 +78,7 @@ class Rebuilds:
         self._made.append(((self._during, self._number) if by_all else None, reference))
         self._number += by_all
 
-    def enter(self) -> None:
+    def begin_train(self) -> None:
         """Notes that a call of `train` begins: objects that are added from here on were made in it."""
         self._during, self._number = self._round, 0
 

@@ -39,7 +39,7 @@ class Call:
     ready: threading.Event = field(default_factory=threading.Event)
 
 
-class Group:
+class ThreadGroup:
     """The state that the threads of one group of ranks share: their collective operations under way.
 
     Args:

@@ -6,19 +6,19 @@ import random
 import numpy as np
 import pytest
 
-from hvd_hetero.policy.staleness import (
+from hvd_hetero.policy.local_round import (
     Contribution,
     contribution,
-    factor,
+    merge_factor,
     round_lengths,
-    step_part,
+    update_fraction,
 )
 
 
 def merge(contributions, deltas):
     """What all ranks apply: the sum of what is sent, times the factor from the sum of what is beside it."""
-    total = sum(c.before * delta for c, delta in zip(contributions, deltas, strict=True))
-    return factor(np.sum([c.beside for c in contributions], axis=0)) * total
+    total = sum(c.delta_factor * delta for c, delta in zip(contributions, deltas, strict=True))
+    return merge_factor(np.sum([c.weight_and_reach for c in contributions], axis=0)) * total
 
 
 def test_rounds_end_together():
@@ -108,7 +108,7 @@ def test_only_fednova_ends_where_the_mean_of_all_shards_is_best(momentum, same_r
     (lambda: contribution(float("nan"), 1, 1.0), "weight: .* Received: nan"),
     (lambda: contribution(1.0, 1, -1.0), "reach: .* Received: -1.0"),
     (lambda: contribution(1.0, -1, 1.0), "norm: .* Received: -1"),
-    (lambda: factor([1.0]), "beside: .* Received: \\[1.0\\]"),
+    (lambda: merge_factor([1.0]), "sums: .* Received: \\[1.0\\]"),
 ])
 def test_wrong_arguments_say_what_was_received(make, message):
     with pytest.raises(ValueError, match=message):
@@ -116,8 +116,9 @@ def test_wrong_arguments_say_what_was_received(make, message):
 
 
 def test_who_has_less_than_the_mean_makes_as_much_of_a_step():
-    assert [step_part(share, 24, 3) for share in (1, 4, 8, 15, 0)] == [1 / 8, 1 / 2, 1.0, 1.0, 1.0]
+    assert [update_fraction(share, 24, 3) for share in (1, 4, 8, 15, 0)] == [1 / 8, 1 / 2, 1.0, 1.0, 1.0]
     for share in range(1, 25):
-        part = step_part(share, 24, 3)
+        part = update_fraction(share, 24, 3)
         whole, less = contribution(share, 1.0, share / 24), contribution(share, part, share / 24)
-        assert whole.before * 1.0 == pytest.approx(less.before * part) and whole.beside == less.beside
+        assert whole.delta_factor * 1.0 == pytest.approx(less.delta_factor * part)
+        assert whole.weight_and_reach == less.weight_and_reach
