@@ -230,7 +230,7 @@ def test_what_was_measured_of_a_rank_before_it_went_out_does_not_count_when_it_c
 def test_measurements_follow_a_rank_to_its_new_number():
     def planner(*identities):
         made = planner_of(2)
-        made._terms = replace(made._terms, identities=identities)
+        made._arguments = replace(made._arguments, identities=identities)
         return made
 
     before, after = planner(7, 8), planner(8, 7)
@@ -298,7 +298,7 @@ def test_looks_that_take_long_become_rarer() -> None:
             now[0] += 0.05
             looked.append(step)
 
-    planner = Slow(planner_of()._terms, clock=lambda: now[0])
+    planner = Slow(planner_of()._arguments, clock=lambda: now[0])
     for step in range(1000):
         planner.observe(step - 1, [16] * 4, [0.1] * 4)
         planner.look(step, measured_step_s=0.1)
