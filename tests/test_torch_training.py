@@ -1102,6 +1102,27 @@ def test_an_optimizer_that_holds_another_loads_a_state():
     assert all(World(2).run(program))
 
 
+def test_an_optimizer_that_holds_another_makes_local_steps():
+    """It need not have PyTorch's attributes for hooks of the step, as schedule-free's wrapper has none."""
+
+    def program(engine):
+        torch.manual_seed(0)
+        model = nn.Linear(2, 1)
+        balancer = hvd.Balancer(4, shares=[3, 1], adaptive=False, engine=engine)
+        optimizer = hvd.DistributedOptimizer(
+            Holding(torch.optim.SGD(model.parameters(), lr=0.1)), balancer=balancer,
+            strategy=hvd.LocalSGD(warmup_steps=0),
+        )  # fmt: skip
+        balancer.begin(balancer.share)
+        model(torch.full((balancer.samples, 2), 1.0 + engine.rank)).mean().backward()
+        optimizer.step()
+        optimizer.merge()
+        return model.weight.tolist()
+
+    first, second = World(2).run(program)
+    assert first == second
+
+
 def test_a_copy_of_a_model_that_holds_a_balancer_has_the_same_one():
     """As those of weights that are averaged."""
 
