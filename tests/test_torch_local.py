@@ -418,6 +418,35 @@ def test_a_rank_that_skips_the_last_step_apart_comes_back_with_the_others():
     assert torch.equal(first, second)
 
 
+@pytest.mark.parametrize("auto", [False, True])
+def test_a_rank_that_skips_all_steps_apart_comes_together_with_the_others(auto):
+    """As a GradScaler does, or a script with a limit for the norm, which in steps apart is of each rank's own."""
+
+    def program(engine):
+        model = copy.deepcopy(PROTOTYPE)
+        balancer = hvd.Balancer(WHOLE, engine=engine, shares=(6, 6), adaptive=False)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.Adam(model.parameters(), lr=0.01), balancer=balancer,
+            strategy=hvd.LocalSGD(round_steps=2, warmup_steps=2),
+        )  # fmt: skip
+        if auto:
+            optimizer._reducer.local.steps._phase = lambda step: 2 <= step < 6
+        x, y = make_data(12)
+        for step in range(12):
+            balancer.begin(6)
+            optimizer.zero_grad()
+            mine = slice(12 * step + 6 * engine.rank, 12 * step + 6 * engine.rank + 6)
+            nn.functional.cross_entropy(model(x[mine]), y[mine]).backward()
+            if not (engine.rank == 1 and 2 <= step < 6):
+                optimizer.step()
+            if step % 6 == 5 and not auto:
+                optimizer.merge()
+        return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+    first, second = World(2).run(program, timeout_s=20)
+    assert torch.equal(first, second)
+
+
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.LBFGS])
 def test_a_rank_gets_over_what_was_not_finite(kind, tmp_path):
     """Of momentum and moments as well, or it would give up all that follows."""
