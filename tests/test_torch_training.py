@@ -1005,6 +1005,26 @@ def test_a_loop_within_a_loop_over_ones_own_loader_is_an_error():
             next(iter(loader))
 
 
+def test_a_loader_that_saves_its_own_place_goes_on_after_the_batch_that_it_has_dealt():
+    """As torchdata's StatefulDataLoader, whose workers load ahead of their use."""
+
+    def made():
+        balancer = hvd.Balancer(WHOLE, engine=SoloEngine())
+        return hvd.BalancedBatchSampler(LENGTH, balancer=balancer, lookahead=2)
+
+    sampler, again = made(), made()
+    dealing, expected = iter(sampler), list(made())
+    for _ in range(3):
+        next(dealing)
+    sampler.used()
+    states = sampler.state_dict(), dealing.state_dict()
+    again.load_state_dict(states[0])
+    goes_on = iter(again)
+    goes_on.load_state_dict(states[1])
+    assert list(goes_on) == expected[3:]
+    assert list(dealing) == expected[3:], "the state has changed nothing"
+
+
 def test_modules_of_horovods_are_there_by_their_names():
     assert issubclass(hvd.compression.FP16Compressor, hvd.compression.Compressor)
     assert hvd.mpi_ops.allreduce is hvd.allreduce and hvd.elastic.sampler.ElasticSampler is hvd.elastic.ElasticSampler
