@@ -19,8 +19,8 @@ ONE_AT_A_TIME = (
 class Dealing(Iterator[list[int]]):
     """One iteration over a `BalancedBatchSampler`, which deals `batches`.
 
-    A loader that saves its own position, as torchdata's `StatefulDataLoader` does, takes the state of the sampler and of
-    this object each time that it passes a batch on to its workers, so before training uses the batch. The sampler's
+    A loader that saves its own position, as torchdata's `StatefulDataLoader` does, takes the state of the sampler and
+    of this object each time that it passes a batch on to its workers, so before training uses the batch. The sampler's
     state has the batches used, this object's the batches dealt.
     """
 
