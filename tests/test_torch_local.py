@@ -925,6 +925,51 @@ def test_codes_of_8_bits_are_alike_where_ranks_come_together(shares):
     assert torch.equal(first, second)
 
 
+class Estimating(torch.optim.Optimizer):
+    """Keeps in its group what it estimates from gradients, as Prodigy and D-Adaptation keep their rates."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1, "d": 0.0, "norm": torch.zeros(()), "betas": (0.9, 0.9), "rule": max})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            found = [p for p in group["params"] if p.grad is not None]
+            group["norm"].add_(sum(p.grad.square().sum() for p in found))
+            group["d"] = group["rule"](group["d"], float(group["norm"]) ** 0.5)
+            group["betas"] = (group["d"], 0.9)
+            for p in found:
+                p.sub_(p.grad, alpha=group["lr"] * group["d"] / (1 + group["norm"].item()))
+
+
+@pytest.mark.parametrize("shares", [(5, 3), (8, 0)])
+def test_what_an_optimizer_keeps_in_its_groups_is_alike_where_ranks_come_together(shares):
+    generator = torch.Generator().manual_seed(0)
+    x, prototype = torch.randn(8, 6, generator=generator), nn.Linear(6, 2)
+
+    def program(engine):
+        model = copy.deepcopy(prototype)
+        balancer = hvd.Balancer(8, engine=engine, shares=shares, adaptive=False, min_share=0)
+        optimizer = hvd.DistributedOptimizer(
+            Estimating(model.parameters()), balancer=balancer, strategy=hvd.LocalSGD(round_steps=2, warmup_steps=0)
+        )
+        optimizer._reducer.local.steps._phase = lambda step: step < 8
+        norm = optimizer.param_groups[0]["norm"]
+        mine = slice(0, shares[0]) if engine.rank == 0 else slice(shares[0], 8)
+        for _ in range(12):
+            balancer.begin(shares[engine.rank])
+            optimizer.zero_grad()
+            if shares[engine.rank]:
+                model(x[mine]).square().mean().backward()
+            optimizer.step()
+        group = optimizer.param_groups[0]
+        assert group["norm"] is norm
+        return torch.cat([p.detach().reshape(-1) for p in model.parameters()]), group["d"], float(norm), group["betas"]
+
+    (first, *theirs), (second, *others) = World(2).run(program)
+    assert torch.equal(first, second) and theirs == others
+
+
 @pytest.mark.parametrize("strategy", [hvd.LocalSGD(warmup_steps=0), hvd.LocalSGD(), "auto", "synchronous"])
 def test_statistics_of_a_second_model_and_after_synchronous_steps_are_of_as_many_rows(strategy):
     """As of averaged weights (`update_bn`), after merge(model) has used up the samples that were counted."""
