@@ -153,7 +153,9 @@ def _check_alone() -> None:
 def shutdown(framework: str) -> None:
     """Shuts Horovod down, after waiting for the other ranks where that is needed: see `farewell`."""
     farewell.say()
-    importlib.import_module(_class(framework).binding).shutdown()
+    cls = _class(framework)
+    importlib.import_module(cls.binding).shutdown()
+    cls.forget()
 
 
 def _restart(framework: str, waiting: Callable[[], contextlib.AbstractContextManager[None]]) -> None:

@@ -277,8 +277,9 @@ class ProcessSetEngine:
 
     @classmethod
     def forget(cls) -> None:
-        """Calls the methods given to `on_change`; at an elastic reset, before Horovod is initialised again."""
+        """Calls the methods given to `on_change`, and forgets the process sets; after Horovod was shut down."""
         cls._forgets.call()
+        shared_sets.forget()
 
     @classmethod
     def rebuild(cls, methods: Sequence[Callable[[], None]]) -> None:
@@ -289,7 +290,6 @@ class ProcessSetEngine:
         """
         cls._named.clear()
         cls._unnamed.clear()
-        shared_sets.forget()
         for method in methods:
             method()
 
