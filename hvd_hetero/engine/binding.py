@@ -188,6 +188,7 @@ def elastic_run(framework: str, train: Callable[..., T], *, gone: Callable[[Exce
 
     def to_the_end(*args: Any, **kwargs: Any) -> T:
         cls.enter_train()
+        farewell.begin()
         result = train(*args, **kwargs)
         farewell.say()
         return result

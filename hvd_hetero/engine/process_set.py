@@ -280,6 +280,7 @@ class ProcessSetEngine:
         """Calls the methods given to `on_change`, and forgets the process sets; after Horovod was shut down."""
         cls._forgets.call()
         shared_sets.forget()
+        farewell.forget()
 
     @classmethod
     def rebuild(cls, methods: Sequence[Callable[[], None]]) -> None:
