@@ -379,3 +379,10 @@ def test_each_method_is_remembered_once_and_as_long_as_its_object_lives():
     del second
     remembered.call()
     assert called == ["first", "third"]
+
+
+def test_the_function_of_an_elastic_job_may_be_sent_to_other_processes():
+    """As `horovod.run` does with what a function of a script's `__main__` refers to."""
+    cloudpickle = pytest.importorskip("cloudpickle")
+    train = cloudpickle.loads(cloudpickle.dumps(hvd.elastic.run(lambda state: state)))
+    assert train.__name__ == "<lambda>"

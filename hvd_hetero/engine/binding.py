@@ -183,8 +183,11 @@ def elastic_run(framework: str, train: Callable[..., T], *, gone: Callable[[Exce
         gone: returns whether an exception says that a peer is gone.
     """
     cls = _class(framework)
-    horovod = importlib.import_module(cls.binding)
     restart = functools.partial(_restart, framework)
+
+    def size() -> int:
+        # Not a method of the binding, which holds Horovod's library: `horovod.run` pickles what a script has decorated.
+        return int(importlib.import_module(cls.binding).size())
 
     def to_the_end(*args: Any, **kwargs: Any) -> T:
         cls.enter_train()
@@ -194,7 +197,7 @@ def elastic_run(framework: str, train: Callable[..., T], *, gone: Callable[[Exce
         return result
 
     return elastic.run(
-        functools.wraps(train)(to_the_end), restart=restart, size=horovod.size, recoverable=gone, explain=cls.explain
+        functools.wraps(train)(to_the_end), restart=restart, size=size, recoverable=gone, explain=cls.explain
     )
 
 
