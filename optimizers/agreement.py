@@ -34,7 +34,9 @@ class BalancerArguments:
 
     Attributes:
         identity: a number that stands for this rank's hardware: see `Engine.identity`.
+        kind: a number that stands for the kind of its device: see `Engine.kind`.
         identities: the identities of all ranks, by rank; as the following ones, empty before `agree`.
+        kinds: the kinds of their devices.
         bounds: the bounds of each rank's share.
         micro_caps: each rank's `max_micro_batch`.
         first_shares: the shares of the first plan.
@@ -49,7 +51,9 @@ class BalancerArguments:
     adaptive: bool
     rule: ReplanRule = ReplanRule()
     identity: int = 0
+    kind: int = 0
     identities: tuple[int, ...] = ()
+    kinds: tuple[int, ...] = ()
     bounds: tuple[Bound, ...] = ()
     micro_caps: tuple[int | None, ...] = ()
     first_shares: tuple[int, ...] = ()
@@ -110,7 +114,7 @@ def without_stale_shares(engine: Engine, asked: BalancerArguments) -> BalancerAr
 
 
 def agree(engine: Engine, mine: BalancerArguments, *, name: str) -> BalancerArguments:
-    """Returns `mine` with the identities, bounds and micro-batch limits of all ranks, and the first shares.
+    """Returns `mine` with the identities, kinds, bounds and micro-batch limits of all ranks, and the first shares.
 
     A collective call, which checks the arguments of all ranks.
 
@@ -123,9 +127,9 @@ def agree(engine: Engine, mine: BalancerArguments, *, name: str) -> BalancerArgu
             was passed, and what to do.
     """
     problem = mine.problem(engine.size)
-    row: np.ndarray = np.full((1, 7 + engine.size), ABSENT, dtype=np.int64)
+    row: np.ndarray = np.full((1, 8 + engine.size), ABSENT, dtype=np.int64)
     if problem is None:
-        row[0, :7] = [
+        row[0, :8] = [
             mine.global_batch_size,
             mine.min_share,
             ABSENT if mine.max_share is None else mine.max_share,
@@ -133,9 +137,10 @@ def agree(engine: Engine, mine: BalancerArguments, *, name: str) -> BalancerArgu
             ABSENT if mine.max_micro_batch is None else mine.max_micro_batch,
             int(bool(mine.adaptive)),
             mine.identity,
+            mine.kind,
         ]
         if mine.shares is not None:
-            row[0, 7:] = mine.shares
+            row[0, 8:] = mine.shares
     table = np.asarray(engine.allgather_async(row, name=name).wait())
     if problem is not None:
         raise ValueError(problem)
@@ -146,7 +151,7 @@ def agree(engine: Engine, mine: BalancerArguments, *, name: str) -> BalancerArgu
         )
     for column, title in ((0, "global_batch_size"), (5, "adaptive")):
         _same(table[:, column].tolist(), title)
-    _same([tuple(row[7:].tolist()) for row in table], "shares")
+    _same([tuple(row[8:].tolist()) for row in table], "shares")
     agree_on(engine, {"rule": mine.rule}, name=f"{name}.rule")
     bounds = tuple(
         Bound(lower=int(low), upper=None if high == ABSENT else int(high), quantum=int(quantum))
@@ -156,6 +161,7 @@ def agree(engine: Engine, mine: BalancerArguments, *, name: str) -> BalancerArgu
     return replace(
         mine,
         identities=tuple(table[:, 6].tolist()),
+        kinds=tuple(table[:, 7].tolist()),
         bounds=bounds,
         micro_caps=micro_caps,
         first_shares=_first_shares(mine, bounds),

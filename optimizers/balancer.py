@@ -89,6 +89,7 @@ class Balancer:
             shares=tuple(shares) if isinstance(shares, Iterable) else shares,
             adaptive=adaptive,
             identity=engine.identity,
+            kind=engine.kind,
             rule=ReplanRule() if rule is None else rule,
         )
         self.step_timer = StepTimer(stopwatch, quota_cores=engine.quota_cores)

@@ -72,7 +72,8 @@ class LocalSteps:
 
     Attributes:
         rounds: the rounds of this rank between merges.
-        begun: whether local steps have begun and no merge of all ranks has ended them.
+        begun: whether this rank's local steps have begun and no merge of all ranks has ended them.
+        apart: whether ranks may have made local steps that no merge of all ranks has ended; the same on all ranks.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class LocalSteps:
         merges = [fragment.lanes[0].exchange for fragment in self.rounds.fragments]
         gradient_exchange.unsent_state.put("merges", merges, lambda: self.rounds.part_unit)
         self._bytes = [fragment.lanes[0].buffer.nbytes for fragment in self.rounds.fragments]
-        self.begun = False
+        self.begun = self.apart = False
         self._newest = -1  # index of the global batch of the last local step
         self._pace = 1.0  # the part of the update that this rank makes in that step
         self._before: list[Any] = []  # parameters before that update, by fragment, if `after_step` blends them
@@ -173,7 +174,7 @@ class LocalSteps:
         All ranks then merge and average their optimizer states, or synchronous steps would let their models differ.
         The answer is the same on all ranks: a plan never holds for a batch that a rank may begin before it hears of it.
         """
-        return self.begun and not self._phase(self._balancer.step + 1)
+        return self.apart and not self._phase(self._balancer.step + 1)
 
     @property
     def leaves(self) -> bool:
@@ -183,7 +184,13 @@ class LocalSteps:
     @property
     def over(self) -> bool:
         """Whether the global batch begun last needs a synchronous step, but the local steps before are not merged."""
-        return self.begun and not self.is_local()
+        return self.apart and not self.is_local()
+
+    def passed(self) -> None:
+        """Notes that the backward passes of a step are over. If the step is a local one, ranks are apart from now on,
+        whether or not this rank makes the update: a script may leave it out on some ranks alone, as `GradScaler` does.
+        """
+        self.apart = self.apart or self.is_local()
 
     def before_step(self, *, by_rate: bool = False) -> float:
         """Prepares the update of a local step. The first call of a phase of local steps is a collective one.
@@ -202,10 +209,7 @@ class LocalSteps:
             RuntimeError: on every rank, when parameters differ between ranks before the first local step.
         """
         if not self.begun:
-            self._check_alike(self._checksums().wait())
-            self.rounds.begin()
-            self.begun = True
-            self._balancer.record.event("apart", step=self._balancer.step)
+            self._begin()
         self._newest = self._balancer.step
         self._pace = 1.0 if self._store.narrow else self.rounds.pace
         if self._pace == 1.0 or by_rate:
@@ -214,6 +218,13 @@ class LocalSteps:
         before: list[Any] = self._before or [None] * len(self._store.lossy)
         self._before = [self._store.read(index, into) for index, into in enumerate(before)]
         return 1.0
+
+    def _begin(self) -> None:
+        """Begins local steps, of which all ranks have made none since they held one model. A collective call."""
+        self._check_alike(self._checksums().wait())
+        self.rounds.begin()
+        self.begun = self.apart = True
+        self._balancer.record.event("apart", step=self._balancer.step)
 
     def _checksums(self) -> Handle:
         """Begins to gather the checksums of all ranks' parameters: int64 of shape [ranks, fragments]."""
@@ -266,6 +277,7 @@ class LocalSteps:
 
     def withdraw(self) -> Callable[[], bool]:
         """Ends this rank's part in merges because it has failed, without waiting: see `Rounds.withdraw`."""
+        self.apart = False
         if self.begun:
             self.begun = False
             return self.rounds.withdraw()
@@ -277,23 +289,26 @@ class LocalSteps:
     def merge(self) -> None:
         """Merges the local steps of all ranks; afterwards all hold one model. A collective call.
 
-        Does nothing if there was no local step since the last call.
+        Does nothing if no rank can have made a local step since the last call. A rank that has left out all of its own
+        takes part: the others may have made theirs.
 
         Raises:
             RuntimeError: a rank has failed, so that no further merge is possible.
         """
         self._balancer.departure.check("merge")
-        if self.begun:
+        if self.apart:
+            if not self.begun:
+                self._begin()
             ends, start = self.ends, time.perf_counter()
             self.rounds.finish()
-            self.begun = False
+            self.begun = self.apart = False
             self._balancer.record.event("together", step=self._newest + 1, wait_s=time.perf_counter() - start)
             if ends:
                 self._balancer.ladder.hear_together()
 
     def abandon(self) -> None:
         """Ends the local steps without a merge, since the other ranks are gone (after an elastic reset)."""
-        self.begun = False
+        self.begun = self.apart = False
 
     def take_over(self, before: LocalSteps) -> None:
         """Takes over the samples counted by `before`, made for the same parameters, and the residuals of its codecs.

@@ -79,6 +79,27 @@ def _worth_keeping(plans: Sequence[Plan], step: int) -> list[Plan]:
     return [*changes, *plans[old:]]
 
 
+Device = tuple[int, int | None]  # the identity and the kind of a rank's hardware
+
+
+def _places(before: Sequence[Device], now: Sequence[Device]) -> list[int | None]:
+    """Returns for each present rank the saved rank whose measurements it continues; None if there is none.
+
+    That is the rank of the same identity. A job that goes on in other containers, or on other hosts, knows no
+    identity: then it is a rank with a device of the same kind, each only once, in order. A rank of another kind
+    continues none, also under the same number: a plan made for faster ranks is worse than equal shares, and takes
+    several plans to leave.
+    """
+    places: list[int | None] = [None] * len(now)
+    free = list(range(len(before)))
+    for which in range(2):
+        for rank, device in enumerate(now):
+            if places[rank] is None and (found := [at for at in free if before[at][which] == device[which]]):
+                places[rank] = found[0]
+                free.remove(found[0])
+    return places
+
+
 class Planner:
     """Keeps the plans of a balancer and the measurements that they rest on, and finds better plans.
 
@@ -288,9 +309,10 @@ class Planner:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """The plans and measurements, and the identities of the ranks' hardware, as plain numbers."""
+        """The plans and measurements, and the identities and kinds of the ranks' hardware, as plain numbers."""
         return {
             "identities": list(self._arguments.identities),
+            "kinds": list(self._arguments.kinds),
             "plans": [asdict(plan) for plan in self.plans],
             "windows": [
                 [(step, seen.samples, seen.compute_s, seen.passes) for step, seen in window] for window in self._windows
@@ -304,8 +326,7 @@ class Planner:
         """Goes on from `state`, saved when batch `step` was the last one begun. If the ranks are others now, a new plan
         is made, from the measurements of those ranks that are known.
 
-        Ranks are recognised by the identity of their hardware. If none of the present identities occurs in `state` and
-        the number of ranks is the same, each rank is taken for the saved one of its number.
+        `_places` says which rank goes on with which measurements.
         """
         self._next_look = step + 1
         self.announcement = None
@@ -314,9 +335,10 @@ class Planner:
             [(at, Observation(samples=n, compute_s=seconds, passes=passes)) for at, n, seconds, passes in saved]
             for saved in state["windows"]
         ]
-        before, now = state["identities"], list(self._arguments.identities)
-        alike = before == now or (len(before) == len(now) and not set(before) & set(now))
-        places = range(self.size) if alike else [before.index(each) if each in before else None for each in now]
+        before = list(itertools.zip_longest(state["identities"], state.get("kinds", ())))
+        now = list(itertools.zip_longest(self._arguments.identities, self._arguments.kinds))
+        places = list(range(self.size)) if before == now else _places(before, now)
+        alike = places == list(range(len(windows)))
         known = [[] if place is None else windows[place] for place in places]
         self.loading.load_state_dict(state, places)
         self.steadiness.load_state_dict(state.get("steadiness", {}), places)

@@ -6,7 +6,7 @@ import types
 
 import pytest
 
-from hvd_hetero.engine import binding
+from hvd_hetero.engine import binding, elastic, farewell
 from hvd_hetero.engine.port import CollectiveError
 
 
@@ -126,3 +126,39 @@ def test_a_long_wait_for_hosts_leaves_time_for_further_tries(monkeypatch, took_s
     with contextlib.nullcontext() if comes else pytest.raises(RuntimeError, match="Expected to reach all ranks"):
         binding._initialise(horovod)
     assert bool(left) is not comes
+
+
+def test_ranks_wait_for_each_other_wherever_a_job_with_groups_may_end(monkeypatch):
+    """An elastic job may sum on after its function has ended: in another one, or until its process ends. Within such a
+    function a rank leaves alone."""
+    waits = []
+
+    class Waited:
+        def allreduce_async(self, array, *, name):
+            waits.append(name)
+            return types.SimpleNamespace(done=lambda: True, wait=lambda: None)
+
+    stand_in(monkeypatch, shutdown=lambda: None)
+    monkeypatch.setattr(Engine, "begin_train", lambda: None, raising=False)
+    monkeypatch.setattr(Engine, "explain", lambda: "", raising=False)
+    monkeypatch.setattr(Engine, "forget", farewell.forget, raising=False)
+    monkeypatch.setattr(elastic, "run", lambda train, **rest: train)
+
+    def ended():
+        farewell._at_exit()
+        found, waits[:] = len(waits), []
+        return found
+
+    def leaves():
+        raise SystemExit(75)
+
+    assert ended() == 0, "no group was made"
+    farewell.prepare(Waited())
+    assert ended() == 1
+    train = binding.elastic_run("torch", lambda: ended(), gone=lambda error: False)
+    assert [train(), ended(), train(), ended()] == [0, 2, 0, 2], "not within it, and at its end and that of the process"
+    with pytest.raises(SystemExit):
+        binding.elastic_run("torch", leaves, gone=lambda error: False)()
+    assert ended() == 0
+    binding.shutdown("torch")
+    assert (len(waits), ended()) == (1, 1), "and at the end of the process no more"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hvd_hetero.engine import environment, host, machine
-from hvd_hetero.engine.device import Device, core_gflop_per_s, describe_device
+from hvd_hetero.engine.device import Device, core_gflop_per_s, describe_device, kind_of
 from hvd_hetero.engine.gpu import Gpu, installed_gpus, visible_of
 
 X86 = "processor\t: 0\nmodel\t\t: 85\nmodel name\t: Intel(R) Xeon(R)  CPU @ 2.50GHz\n\nmodel name\t: other\n"
@@ -107,6 +107,7 @@ def test_the_device_is_what_this_process_may_use(tmp_path, monkeypatch):
     assert (device.numa_nodes, device.memory_bytes) == (2, 4_096_000_000)
     assert device.host_name == "fast" and "boot-1" in device.host and device.machine == "boot-1"
     assert describe_device(tmp_path, affinity={2}).cores == 1.0, "affinity may be tighter than the quota"
+    assert kind_of(device, 0) != kind_of(describe_device(tmp_path, affinity={2}), 0)
     assert Device.from_dict(json.loads(json.dumps(device.as_dict()))) == device
 
 
@@ -282,3 +283,15 @@ def test_the_cache_folder_is_the_users(monkeypatch, tmp_path):
     assert environment.cache_folder() == tmp_path / "hvd_hetero"
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     assert environment.cache_folder() == Path.home() / ".cache" / "hvd_hetero"
+
+
+def test_a_kind_of_device_has_the_gpu_that_a_rank_uses_and_not_the_host():
+    gpus = tuple(Gpu(model=model, uuid=f"GPU-{model}", memory_bytes=1) for model in ("A", "B"))
+
+    def device(host, gpus):
+        return Device(host_name=host, host=host, machine=host, cpu="x", cores=1.5, affinity="0-1", numa_nodes=1,
+                      memory_bytes=1, gpus=gpus)
+
+    here, there = device("a", gpus), device("b", gpus)
+    assert kind_of(here, 0) == kind_of(there, 0) != kind_of(here, 1) == kind_of(device("c", gpus[1:]), 5)
+    assert kind_of(device("a", ()), 0) not in (kind_of(here, 0), kind_of(here, 1))

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import dataclasses
 import os
 import signal
 
@@ -67,18 +68,18 @@ def test_what_scripts_find_in_horovods_module_is_here():
     assert hvd.elastic.init is hvd.init and hvd.elastic.shutdown is hvd.shutdown
 
 
-def planner(identities):
+def planner(identities, kinds=()):
     bounds = (Bound(lower=1),) * len(identities)
     shares = (64 // len(identities),) * len(identities)
     return Planner(BalancerArguments(
         global_batch_size=64, min_share=1, max_share=None, quantum=1, max_micro_batch=None, shares=None, adaptive=True,
-        identities=identities, bounds=bounds, micro_caps=(None,) * len(identities), first_shares=shares,
+        identities=identities, kinds=kinds, bounds=bounds, micro_caps=(None,) * len(identities), first_shares=shares,
         rule=ReplanRule(warmup_steps=0),
     ))  # fmt: skip
 
 
-def measured(identities, speeds):
-    known = planner(identities)
+def measured(identities, speeds, kinds=()):
+    known = planner(identities, kinds)
     for step in range(20):
         share = 64 // len(identities)
         known.observe(step, [share] * len(identities), [share / speed for speed in speeds])
@@ -241,6 +242,31 @@ def test_another_job_on_as_many_ranks_goes_on_with_the_plan():
     assert again.state_dict()["windows"] == state["windows"] and again.plans[-1].version == 0
 
 
+@pytest.mark.parametrize(("kinds", "shares", "reason"), [
+    ((1, 2, 2, 2), (28, 12, 12, 12), "first plan"),  # as before, on other hosts: what was planned goes on
+    ((2, 1, 2, 2), (12, 28, 12, 12), "known speed"),
+    ((2, 1), (19, 45), "known speed"),
+    ((1, 3, 2, 2), (16, 16, 16, 16), "other ranks than before"),
+    ((1, 1, 2, 2), (16, 16, 16, 16), "other ranks than before"),
+])  # fmt: skip
+def test_in_another_job_ranks_have_the_speed_of_their_kind_and_not_of_their_number(kinds, shares, reason):
+    """As where a job is started again on other nodes, or in other containers."""
+    saved, shared = planner((11, 22, 33, 44), (1, 2, 2, 2)), (28, 12, 12, 12)
+    saved.plans[0] = dataclasses.replace(saved.plans[0], shares=shared)
+    for step in range(20):
+        saved.observe(step, shared, (4.0, 4.0, 4.0, 4.0))
+    again = planner(tuple(range(77, 77 + len(kinds))), kinds)
+    again.load_state_dict(saved.state_dict(), 20)
+    assert again.plans[-1].shares == shares and reason in again.plans[-1].reason
+
+
+def test_a_rank_of_known_hardware_keeps_its_speed_whatever_other_ranks_of_its_kind_there_are():
+    saved = measured((11, 22), (8.0, 2.0), (1, 1))
+    again = planner((33, 11), (1, 1))
+    again.load_state_dict(saved, 20)
+    assert again.state_dict()["windows"] == saved["windows"][::-1]
+
+
 def test_failures_in_which_nothing_was_achieved_end_the_job():
     failures = Failures(most=3)
     assert [failures.again(commits=1, size=4) for _ in range(4)] == [True, True, True, False]
@@ -354,3 +380,10 @@ def test_each_method_is_remembered_once_and_as_long_as_its_object_lives():
     del second
     methods.call()
     assert called == ["first", "third"]
+
+
+def test_the_function_of_an_elastic_job_may_be_sent_to_other_processes():
+    """As `horovod.run` does with what a function of a script's `__main__` refers to."""
+    cloudpickle = pytest.importorskip("cloudpickle")
+    train = cloudpickle.loads(cloudpickle.dumps(hvd.elastic.run(lambda state: state)))
+    assert train.__name__ == "<lambda>"

@@ -427,7 +427,9 @@ def test_what_limits_a_rank_is_known_to_who_resumes_it():
     def run(state, identities):
         def program(engine):
             balancer = hvd.Balancer(16, engine=engine)
-            balancer.planner._arguments = dataclasses.replace(balancer.planner._arguments, identities=identities)
+            balancer.planner._arguments = dataclasses.replace(
+                balancer.planner._arguments, identities=identities, kinds=identities
+            )
             if state is None:
                 balancer.planner.observe(0, (8.0, 8.0), (0.1, 0.1), (0.5, 0.0))
             else:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from hvd_hetero.engine import process_set, shared_sets
+from hvd_hetero.engine import binding, process_set, shared_sets
 from hvd_hetero.engine.hierarchy import Levels, leader, plain_sum, rails, scatter
 from hvd_hetero.engine.horovod import HorovodEngine
 from hvd_hetero.engine.port import Chain
@@ -141,3 +141,29 @@ def test_a_group_is_of_the_ranks_as_this_one_counts_them(engines, monkeypatch):
     assert everyone.group([2, 3]) is None, "it is none of them, and has made the set with the others"
     assert asked == [[0, 3], [2, 3]] and prepared == [everyone, everyone]
     assert everyone.group([1, 0]) is not everyone, "in another order"
+
+
+def test_of_a_horovod_that_was_shut_down_no_process_set_is_in_use(engines, monkeypatch):
+    """A script that initialises it again, and adds one of the same ranks, got one that was not there."""
+    added = []
+
+    class ProcessSet:
+        def __init__(self, ranks):
+            self.ranks, self.process_set_id = ranks, None
+
+    def add_process_set(ranks):
+        added.append(ranks)
+        return SimpleNamespace(ranks=ranks, process_set_id=1)
+
+    module = SimpleNamespace(
+        ProcessSet=ProcessSet,
+        add_process_set=add_process_set,
+        _basics=SimpleNamespace(_get_process_set_ids_and_ranks=lambda: {}),
+    )
+    monkeypatch.setattr(shared_sets, "_module", lambda: module)
+    monkeypatch.setattr(shared_sets, "_used", set())
+    engines(3)
+    sys.modules["binding_of_a_test"].shutdown = lambda: None
+    shared_sets.process_set_of([0, 1])
+    binding.shutdown("torch")
+    assert shared_sets.add_process_set([0, 1]).process_set_id == 1 and len(added) == 2

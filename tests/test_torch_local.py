@@ -418,6 +418,35 @@ def test_a_rank_that_skips_the_last_step_apart_comes_back_with_the_others():
     assert torch.equal(first, second)
 
 
+@pytest.mark.parametrize("auto", [False, True])
+def test_a_rank_that_skips_all_steps_apart_comes_together_with_the_others(auto):
+    """As a GradScaler does, or a script with a limit for the norm, which in steps apart is of each rank's own."""
+
+    def program(engine):
+        model = copy.deepcopy(PROTOTYPE)
+        balancer = hvd.Balancer(WHOLE, engine=engine, shares=(6, 6), adaptive=False)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.Adam(model.parameters(), lr=0.01), balancer=balancer,
+            strategy=hvd.LocalSGD(round_steps=2, warmup_steps=2),
+        )  # fmt: skip
+        if auto:
+            optimizer._reducer.local.steps._phase = lambda step: 2 <= step < 6
+        x, y = make_data(12)
+        for step in range(12):
+            balancer.begin(6)
+            optimizer.zero_grad()
+            mine = slice(12 * step + 6 * engine.rank, 12 * step + 6 * engine.rank + 6)
+            nn.functional.cross_entropy(model(x[mine]), y[mine]).backward()
+            if not (engine.rank == 1 and 2 <= step < 6):
+                optimizer.step()
+            if step % 6 == 5 and not auto:
+                optimizer.merge()
+        return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+    first, second = World(2).run(program, timeout_s=20)
+    assert torch.equal(first, second)
+
+
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.LBFGS])
 def test_a_rank_gets_over_what_was_not_finite(kind, tmp_path):
     """Of momentum and moments as well, or it would give up all that follows."""
@@ -894,6 +923,51 @@ def test_codes_of_8_bits_are_alike_where_ranks_come_together(shares):
 
     first, second = World(2).run(program)
     assert torch.equal(first, second)
+
+
+class Estimating(torch.optim.Optimizer):
+    """Keeps in its group what it estimates from gradients, as Prodigy and D-Adaptation keep their rates."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1, "d": 0.0, "norm": torch.zeros(()), "betas": (0.9, 0.9), "rule": max})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            found = [p for p in group["params"] if p.grad is not None]
+            group["norm"].add_(sum(p.grad.square().sum() for p in found))
+            group["d"] = group["rule"](group["d"], float(group["norm"]) ** 0.5)
+            group["betas"] = (group["d"], 0.9)
+            for p in found:
+                p.sub_(p.grad, alpha=group["lr"] * group["d"] / (1 + group["norm"].item()))
+
+
+@pytest.mark.parametrize("shares", [(5, 3), (8, 0)])
+def test_what_an_optimizer_keeps_in_its_groups_is_alike_where_ranks_come_together(shares):
+    generator = torch.Generator().manual_seed(0)
+    x, prototype = torch.randn(8, 6, generator=generator), nn.Linear(6, 2)
+
+    def program(engine):
+        model = copy.deepcopy(prototype)
+        balancer = hvd.Balancer(8, engine=engine, shares=shares, adaptive=False, min_share=0)
+        optimizer = hvd.DistributedOptimizer(
+            Estimating(model.parameters()), balancer=balancer, strategy=hvd.LocalSGD(round_steps=2, warmup_steps=0)
+        )
+        optimizer._reducer.local.steps._phase = lambda step: step < 8
+        norm = optimizer.param_groups[0]["norm"]
+        mine = slice(0, shares[0]) if engine.rank == 0 else slice(shares[0], 8)
+        for _ in range(12):
+            balancer.begin(shares[engine.rank])
+            optimizer.zero_grad()
+            if shares[engine.rank]:
+                model(x[mine]).square().mean().backward()
+            optimizer.step()
+        group = optimizer.param_groups[0]
+        assert group["norm"] is norm
+        return torch.cat([p.detach().reshape(-1) for p in model.parameters()]), group["d"], float(norm), group["betas"]
+
+    (first, *theirs), (second, *others) = World(2).run(program)
+    assert torch.equal(first, second) and theirs == others
 
 
 @pytest.mark.parametrize("strategy", [hvd.LocalSGD(warmup_steps=0), hvd.LocalSGD(), "auto", "synchronous"])

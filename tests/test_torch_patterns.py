@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import math
 from collections import OrderedDict, UserDict
 from types import MappingProxyType
@@ -226,6 +227,18 @@ def test_parts_of_packed_sequences_are_those_of_their_samples(lengths, in_order)
         assert rows.tolist() == list(range(4))[part]
         torch.testing.assert_close(last[0], whole[part])
         assert len(pad_packed_sequence(output, batch_first=True)[1]) == len(rows)
+
+
+@pytest.mark.parametrize("make", [nn.LSTM, nn.GRU, nn.RNN, functools.partial(nn.LSTM, bidirectional=True)])
+def test_packed_sequences_of_no_sample_have_no_elements(make):
+    """A script that counts elements, as of a loss over tokens, would count those of another rank's sample."""
+    model = make(2, 3, num_layers=2)
+    none = cut(pack_sequence([torch.randn(3, 2), torch.randn(4, 2)], enforce_sorted=False), slice(0), 2)
+    output, _ = model(none)
+    assert len(none.data) == len(output.data) == 0
+    output.data.sum().backward()
+    assert all(not parameter.grad.any() for parameter in model.parameters())
+    assert has_samples(none, 0) and len(cut(none, slice(0), 0).data) == 0, "as in micro-batches"
 
 
 def test_a_rank_without_samples_has_a_batch_of_none_whatever_it_is_made_of():

@@ -1005,6 +1005,26 @@ def test_a_loop_within_a_loop_over_ones_own_loader_is_an_error():
             next(iter(loader))
 
 
+def test_a_loader_that_saves_its_own_place_goes_on_after_the_batch_that_it_has_dealt():
+    """As torchdata's StatefulDataLoader, whose workers load ahead of their use."""
+
+    def made():
+        balancer = hvd.Balancer(WHOLE, engine=SoloEngine())
+        return hvd.BalancedBatchSampler(LENGTH, balancer=balancer, lookahead=2)
+
+    sampler, again = made(), made()
+    dealing, expected = iter(sampler), list(made())
+    for _ in range(3):
+        next(dealing)
+    sampler.used()
+    states = sampler.state_dict(), dealing.state_dict()
+    again.load_state_dict(states[0])
+    goes_on = iter(again)
+    goes_on.load_state_dict(states[1])
+    assert list(goes_on) == expected[3:]
+    assert list(dealing) == expected[3:], "the state has changed nothing"
+
+
 def test_modules_of_horovods_are_there_by_their_names():
     assert issubclass(hvd.compression.FP16Compressor, hvd.compression.Compressor)
     assert hvd.mpi_ops.allreduce is hvd.allreduce and hvd.elastic.sampler.ElasticSampler is hvd.elastic.ElasticSampler
@@ -1100,6 +1120,27 @@ def test_an_optimizer_that_holds_another_loads_a_state():
         return optimizer.state is inner.state and len(inner.state) == 2
 
     assert all(World(2).run(program))
+
+
+def test_an_optimizer_that_holds_another_makes_local_steps():
+    """It need not have PyTorch's attributes for hooks of the step, as schedule-free's wrapper has none."""
+
+    def program(engine):
+        torch.manual_seed(0)
+        model = nn.Linear(2, 1)
+        balancer = hvd.Balancer(4, shares=[3, 1], adaptive=False, engine=engine)
+        optimizer = hvd.DistributedOptimizer(
+            Holding(torch.optim.SGD(model.parameters(), lr=0.1)), balancer=balancer,
+            strategy=hvd.LocalSGD(warmup_steps=0),
+        )  # fmt: skip
+        balancer.begin(balancer.share)
+        model(torch.full((balancer.samples, 2), 1.0 + engine.rank)).mean().backward()
+        optimizer.step()
+        optimizer.merge()
+        return model.weight.tolist()
+
+    first, second = World(2).run(program)
+    assert first == second
 
 
 def test_a_copy_of_a_model_that_holds_a_balancer_has_the_same_one():

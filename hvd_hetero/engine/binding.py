@@ -153,7 +153,9 @@ def _check_alone() -> None:
 def shutdown(framework: str) -> None:
     """Shuts Horovod down, after waiting for the other ranks where that is needed: see `farewell`."""
     farewell.say()
-    importlib.import_module(_class(framework).binding).shutdown()
+    cls = _class(framework)
+    importlib.import_module(cls.binding).shutdown()
+    cls.forget()
 
 
 def _restart(framework: str, waiting: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
@@ -181,17 +183,21 @@ def elastic_run(framework: str, train: Callable[..., T], *, gone: Callable[[Exce
         gone: returns whether an exception says that a peer is gone.
     """
     cls = _class(framework)
-    horovod = importlib.import_module(cls.binding)
     restart = functools.partial(_restart, framework)
+
+    def size() -> int:
+        # Not a method of the binding, which holds Horovod's library: `horovod.run` pickles what a script has decorated.
+        return int(importlib.import_module(cls.binding).size())
 
     def to_the_end(*args: Any, **kwargs: Any) -> T:
         cls.begin_train()
+        farewell.begin()
         result = train(*args, **kwargs)
         farewell.say()
         return result
 
     return elastic.run(
-        functools.wraps(train)(to_the_end), restart=restart, size=horovod.size, recoverable=gone, explain=cls.explain
+        functools.wraps(train)(to_the_end), restart=restart, size=size, recoverable=gone, explain=cls.explain
     )
 
 

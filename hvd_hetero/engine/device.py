@@ -79,6 +79,16 @@ def describe_device(root: Path = Path("/"), *, affinity: set[int] | None = None)
     )
 
 
+def kind_of(device: Device, local_rank: int) -> str:
+    """What devices of one speed have in common, as text: processor, cores, and the model of the GPU.
+
+    Args:
+        local_rank: the rank's number on its host; ranks that see several GPUs are taken to use them in this order.
+    """
+    gpu = device.gpus[local_rank % len(device.gpus)].model if device.gpus else ""
+    return f"{device.cpu}|{device.cores:g}|{gpu}"
+
+
 def core_gflop_per_s(clock: Callable[[], float] = time.perf_counter, *, length_s: float = BENCHMARK_S) -> float:
     """The speed of one core on fp32 matrix products, in 10^9 operations per second; takes `length_s`.
 

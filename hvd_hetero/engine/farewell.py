@@ -2,6 +2,10 @@
 
 The last stage of such an all-reduce runs within each node. A rank whose stage is complete could exit, which shuts
 Horovod down on all ranks. Then the last stage of another node would fail, in the last step of a successful training.
+
+While the function of an elastic job runs (`train`, given to `hvd.elastic.run`), a rank may leave alone, and no other
+waits for it. There is a barrier at the end of that function, and one at the end of the process: a script may go on
+with collective work after the function, or call another one.
 """
 
 from __future__ import annotations
@@ -14,7 +18,6 @@ from typing import Any
 
 import numpy as np
 
-from .environment import is_elastic
 from .port import Engine
 
 LIMIT_S = 10.0  # the longest wait, in seconds: another rank may have more to do at the end, such as saving
@@ -22,6 +25,7 @@ LOOK_S = 0.005  # seconds between two looks at whether all ranks have come
 
 
 _everyone: list[Engine] = []  # the engine of all ranks, if groups of ranks were made; at most one entry
+_alone = False  # whether this rank may leave the job alone: while the function of an elastic job runs, and if it fails
 
 
 def prepare(engine: Any) -> None:
@@ -37,15 +41,27 @@ def prepare(engine: Any) -> None:
     atexit.register(_at_exit)
 
 
+def forget() -> None:
+    """Forgets the engine given to `prepare`; is called when Horovod is shut down, which removes all groups of ranks."""
+    _everyone.clear()
+
+
+def begin() -> None:
+    """Notes that the function of an elastic job begins: a rank that ends before `say` leaves alone."""
+    global _alone
+    _alone = True
+
+
 def say() -> None:
     """Waits until all ranks have called this; at most `LIMIT_S`, and no longer once a rank is gone. Raises nothing.
 
-    Has an effect only once after each `prepare`, and none if no group was made. Is called before Horovod is shut down,
-    at the end of an elastic job, and at the end of the process.
+    Has no effect if no group was made. Is called before Horovod is shut down, at the end of the function of an elastic
+    job, and at the end of the process.
     """
-    if _everyone:
-        engine = _everyone.pop()
-        with contextlib.suppress(Exception):  # this process ends in any case
+    global _alone
+    _alone = False
+    for engine in _everyone:
+        with contextlib.suppress(Exception):  # a rank is gone, and the next collective call says so
             handle = engine.allreduce_async(np.zeros(1), name="hvd_hetero.farewell")
             deadline = time.monotonic() + LIMIT_S
             while not handle.done():
@@ -56,7 +72,6 @@ def say() -> None:
 
 
 def _at_exit() -> None:
-    # Not after an uncaught exception: the other ranks have to learn of it at once. Nor in an elastic job, which a rank
-    # may leave alone.
-    if not hasattr(sys, "last_value") and not is_elastic():
+    # Not after an uncaught exception: the other ranks have to learn of it at once.
+    if not hasattr(sys, "last_value") and not _alone:
         say()

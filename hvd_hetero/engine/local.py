@@ -89,6 +89,10 @@ class LocalEngine:
     def identity(self) -> int:
         return self._ranks[self._rank]
 
+    @property
+    def kind(self) -> int:
+        return 0
+
     def quota_cores(self) -> float | None:
         return None  # a quota is for all ranks of this process together
 

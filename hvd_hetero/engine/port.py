@@ -57,6 +57,11 @@ class Engine(Protocol):
     def identity(self) -> int:
         """A number that identifies this rank's host and device: the same after ranks are renumbered (elastic reset)."""
 
+    @property
+    def kind(self) -> int:
+        """A number that stands for the kind of this rank's device (processor, cores, GPU): the same in another job, on
+        any host, if the device is of the same kind."""
+
     def quota_cores(self) -> float | None:
         """The current CPU quota of this process, in cores (may be a fraction); None if there is no quota."""
 

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, ParamSpec, TypeVar
 
 from . import farewell, shared_sets
 from .callback import Rebuilds, WeakMethods
+from .device import describe_device, kind_of
 from .environment import patience
 from .host import host_identity
 from .machine import CpuQuota
@@ -59,6 +60,11 @@ def while_there(call: Callable[P, T]) -> Callable[P, T]:
             raise failure(f"{why}. Horovod says: {error}" if why else str(error)) from None
 
     return checked
+
+
+def _number(text: str) -> int:
+    """A hash of the text, below 2**56."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
 
 
 AROUND_WAITS = WeakMethods()  # see `Engine.during_waits`; one for all engines of this process
@@ -144,6 +150,7 @@ class ProcessSetEngine:
     _rebuilds: ClassVar[Rebuilds] = Rebuilds()
     _forgets: ClassVar[WeakMethods] = WeakMethods()
     _identity: ClassVar[int | None] = None
+    _kind: ClassVar[int | None] = None
     _quota: ClassVar[CpuQuota | None] = None
     _watch: ClassVar[Watch | None] = None
 
@@ -188,9 +195,14 @@ class ProcessSetEngine:
     @property
     def identity(self) -> int:
         if ProcessSetEngine._identity is None:  # cached: a process keeps its device when local ranks are renumbered
-            text = f"{host_identity()}/{self._binding.local_rank()}"
-            ProcessSetEngine._identity = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+            ProcessSetEngine._identity = _number(f"{host_identity()}/{self._binding.local_rank()}")
         return ProcessSetEngine._identity
+
+    @property
+    def kind(self) -> int:
+        if ProcessSetEngine._kind is None:
+            ProcessSetEngine._kind = _number(kind_of(describe_device(), self._binding.local_rank()))
+        return ProcessSetEngine._kind
 
     def quota_cores(self) -> float | None:
         if ProcessSetEngine._quota is None:
@@ -277,8 +289,10 @@ class ProcessSetEngine:
 
     @classmethod
     def forget(cls) -> None:
-        """Calls the methods given to `on_reset_begin`; at an elastic reset, before Horovod is initialised again."""
+        """Calls the methods given to `on_reset_begin`, and forgets the process sets; after Horovod was shut down."""
         cls._forgets.call()
+        shared_sets.forget()
+        farewell.forget()
 
     @classmethod
     def rebuild(cls, methods: Sequence[Callable[[], None]]) -> None:
@@ -289,7 +303,6 @@ class ProcessSetEngine:
         """
         cls._named.clear()
         cls._unnamed.clear()
-        shared_sets.forget()
         for method in methods:
             method()
 

@@ -48,7 +48,7 @@ def process_set_of(ranks: Sequence[int]) -> Any:
 
 
 def forget() -> None:
-    """Forgets which process sets are in use; is called at an elastic reset, which removes them all."""
+    """Forgets which process sets are in use; is called when Horovod is shut down, which removes them all."""
     _used.clear()
 
 

@@ -16,6 +16,30 @@ ONE_AT_A_TIME = (
 )
 
 
+class Dealing(Iterator[list[int]]):
+    """One iteration over a `BalancedBatchSampler`, which deals `batches`.
+
+    A loader that saves its own position, as torchdata's `StatefulDataLoader` does, takes the state of the sampler and
+    of this object each time that it passes a batch on to its workers, so before training uses the batch. The sampler's
+    state has the batches used, this object's the batches dealt.
+    """
+
+    def __init__(self, sampler: BalancedBatchSampler, batches: Iterator[list[int]]) -> None:
+        self._sampler, self._batches = sampler, batches
+
+    def __next__(self) -> list[int]:
+        return next(self._batches)
+
+    def state_dict(self) -> dict[str, int]:
+        """The position after the batches dealt so far."""
+        state = self._sampler.state_dict()
+        return {**state, "position": state["position"] + self._sampler.sampler.pending}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Goes on where `state` was saved. Is called before the first batch."""
+        self._sampler.load_state_dict(state)
+
+
 class BalancedBatchSampler(Sampler[list[int]]):
     """This rank's indices of each global batch, for `DataLoader(batch_sampler=...)`.
 
@@ -80,6 +104,9 @@ class BalancedBatchSampler(Sampler[list[int]]):
             self._first = self.sampler.position
 
     def __iter__(self) -> Iterator[list[int]]:
+        return Dealing(self, self._deal())
+
+    def _deal(self) -> Iterator[list[int]]:
         self._iterations = mine = self._iterations + 1
         nothing_left = self.batches_left == 0
         self.end_epoch()

@@ -70,9 +70,10 @@ def in_proportion(optimizer: Any, base: type[torch.optim.Optimizer]) -> bool:
     """Whether the updates of a balanced optimizer of class `base` are in proportion to its learning rates, and nothing
     else, such as a hook of the step, may read or write the rates meanwhile. False if a script compiles the step:
     PyTorch 2.4 would compile it anew for each rate."""
+    if base not in PROPORTIONAL or torch.compiler.is_compiling():
+        return False  # looks at no hooks: an optimizer that holds another one may lack PyTorch's attributes for them
     ours = attached(optimizer) is not None
-    hooks = len(optimizer._optimizer_step_pre_hooks) > ours or optimizer._optimizer_step_post_hooks
-    return base in PROPORTIONAL and not hooks and not torch.compiler.is_compiling()
+    return not (len(optimizer._optimizer_step_pre_hooks) > ours or optimizer._optimizer_step_post_hooks)
 
 
 def check_no_factor(optimizer: torch.optim.Optimizer) -> None:

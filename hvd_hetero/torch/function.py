@@ -6,7 +6,7 @@ import functools
 import inspect
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import horovod.torch
@@ -15,6 +15,7 @@ import horovod.torch.mpi_ops
 import horovod.torch.optimizer
 import horovod.torch.sync_batch_norm
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hvd_hetero.engine import binding
 from hvd_hetero.engine.environment import waits_without_spinning
@@ -39,6 +40,11 @@ SENDS = {
     torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.float32, torch.float64
 }  # fmt: skip
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # sent for other types, by bytes per element
+SPARSE = {
+    torch.sparse_coo: ("_indices", "_values"),
+    **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), ("crow_indices", "col_indices", "values")),
+    **dict.fromkeys((torch.sparse_csc, torch.sparse_bsc), ("ccol_indices", "row_indices", "values")),
+}  # the methods that return the tensors of which a sparse one consists, by its layout
 INLINE = 16  # elements: a tensor of at most so many, such as a count of steps, is pickled with the other descriptions
 
 
@@ -105,15 +111,17 @@ def broadcast_parameters(
 ) -> None:
     """Overwrites `params` on all ranks with those of `root_rank`: a `state_dict()`, `named_parameters()` or
     `parameters()`. What Horovod cannot send travels in another form: types such as bfloat16 and bool as bits, complex
-    numbers as pairs, and tensors that are not contiguous, such as the weights of a model in channels_last, as copies.
+    numbers as pairs, tensors that are not contiguous, such as the weights of a model in channels_last, as copies, and
+    those that consist of several, such as sparse ones or 8-bit codes with their scales, as these.
     """
     pairs: list[Any] = sorted(params.items()) if isinstance(params, Mapping) else list(params)
-    named: list[tuple[str | None, Any]] = [pair if isinstance(pair, tuple) else (None, pair) for pair in pairs]
+    given = [pair if isinstance(pair, tuple) else (None, pair) for pair in pairs]
+    named = [part for name, value in given for part in _parts(name, value)]
     plain = [(name, _plain(value)) for name, value in named]
     horovod.torch.broadcast_parameters([(name, _as_sent(value)) for name, value in plain], root_rank)
-    for (_, given), (_, received) in zip(named, plain, strict=True):
-        if received is not given:
-            given.data.copy_(received)
+    for (_, value), (_, received) in zip(named, plain, strict=True):
+        if received is not value:
+            value.data.copy_(received)
 
 
 def broadcast_optimizer_state(
@@ -234,6 +242,19 @@ def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
     """The objects of all ranks, of any types, sent pickled. A collective call."""
     pickled = gather_bytes(HorovodEngine(), _pickle.dumps(obj), name=name or "allgather_object")
     return list(map(_pickle.loads, pickled))
+
+
+def _parts(name: str | None, value: Any) -> Iterator[tuple[str | None, Any]]:
+    """The tensors with memory of their own that a value consists of, with names; the value itself, if it is one."""
+    parts: dict[str, Any] = {}
+    if is_traceable_wrapper_subclass(value):
+        parts = {each: getattr(value, each) for each in value.__tensor_flatten__()[0]}
+    elif isinstance(value, torch.Tensor):
+        parts = {each: getattr(value, each)() for each in SPARSE.get(value.layout, ())}
+    if not parts:
+        yield name, value
+    for each, part in parts.items():
+        yield from _parts(None if name is None else f"{name}.{each}", part)
 
 
 def _plain(value: Any) -> Any:

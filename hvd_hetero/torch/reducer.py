@@ -92,7 +92,7 @@ class GradientReducer:
             accumulated=self._accumulated,
             layouts=lambda: self._layouts,
             is_local=lambda: self.is_local,
-            ended=lambda: balancer.exchanges.ended(self),
+            ended=self._passes_ended,
             follow=self._follow_in_pass,
         )
         self._hooks = Hooks(self, after=self._phases.gradient_added, before=self._phases.before_gradient)
@@ -265,7 +265,7 @@ class GradientReducer:
         self._phases.begin_batch()
         # Local training is made anew with a new layout, of which all ranks know; that parameters have moved, each rank
         # knows of its own alone.
-        if self._layouts.renew() and self.local is not None and not self.local.steps.begun:
+        if self._layouts.renew() and self.local is not None and not self.local.steps.apart:
             self._make_local_anew()
         if self.local is not None and self.local.steps.over:
             self.local.come_together()  # local steps are over, and the other ranks do the same after their last one
@@ -286,6 +286,12 @@ class GradientReducer:
         if self._balancer.progress.in_parts or not self._balancer.progress.last_pass:
             self._hooks.look_before()
         self._accumulated.expect()
+
+    def _passes_ended(self) -> None:
+        """Is called at the end of a step's backward passes."""
+        self._balancer.exchanges.ended(self)
+        if self.local is not None:
+            self.local.steps.passed()
 
     @property
     def is_local(self) -> bool:

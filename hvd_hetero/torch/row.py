@@ -79,13 +79,13 @@ def _holding(node: Any, parts: dict[Any, Any]) -> Any:
 
 
 def _cut_packed(packed: PackedSequence, part: slice) -> PackedSequence:
-    """The sequences `part` of a packed batch. None of them cannot be packed: then the result holds all sequences, but
-    its indices name none, so that unpacking it gives none."""
+    """The sequences `part` of a packed batch. None of them cannot be packed by PyTorch: then the result has a first
+    time step of no sequence, which recurrent layers take, and unpacking gives none."""
     rows, lengths = pad_packed_sequence(packed, batch_first=True)
     chosen = [row[:length] for row, length in zip(rows[part], lengths[part].tolist(), strict=True)]
     if not chosen:
         none = torch.empty(0, dtype=torch.int64, device=packed.data.device)
-        return PackedSequence(packed.data, packed.batch_sizes, none, none)
+        return PackedSequence(packed.data[:0], packed.batch_sizes.new_zeros(1), none, none)
     return pack_sequence(chosen, enforce_sorted=packed.sorted_indices is None)
 
 

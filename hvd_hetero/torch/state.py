@@ -14,7 +14,7 @@ from hvd_hetero.codecs.verbs import verbs_of
 from hvd_hetero.engine.port import Engine, broadcast_bytes, gather_text
 from hvd_hetero.optimizers.statistic import merged_statistics
 
-from .content import loaded, saved
+from .content import SAFE, loaded, saved
 
 Place = tuple[int, str]  # a parameter's number and the name of what is kept for it
 
@@ -41,12 +41,14 @@ def average_state(optimizer: torch.optim.Optimizer, *, weight: float, engine: En
     rank that lacks some, because it never had a sample, gets them. Sparse tensors stay sparse. If a parameter's state
     holds values that have no mean, such as 8-bit codes, all ranks take its whole state from the rank with the most
     samples. A history, such as LBFGS keeps, is of no use on other ranks: it is dropped, with all that is kept beside
-    it, and begins anew.
+    it, and begins anew. Options of groups that differ between ranks, as where an optimizer estimates its rate from
+    gradients, become those of the rank with the most samples.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for p in parameters:
         if any(map(_is_history, optimizer.state.get(p, {}).values())):
             del optimizer.state[p]
+    _take_options(optimizer, weight=weight, engine=engine, name=f"{name}.options")
     whole = _taken_whole(optimizer, parameters, weight=weight, engine=engine, name=name)
     kept: dict[Place, torch.Tensor] = {}
     for index, p in enumerate(parameters):
@@ -121,6 +123,36 @@ def _taken_whole(
                     state[key] = value.to(before.device if isinstance(before, torch.Tensor) else there)
             optimizer.state[parameters[index]] = state
     return set(roots)
+
+
+def _take_options(optimizer: torch.optim.Optimizer, *, weight: float, engine: Engine, name: str) -> None:
+    """Gives all ranks those options of the optimizer's groups that differ between ranks, from the rank with the most
+    samples. Options that cannot be saved, such as functions, stay each rank's own."""
+    groups = optimizer.param_groups
+    mine = {f"{i} {key}": value for i, group in enumerate(groups) for key, value in group.items() if _is_plain(value)}
+    sums = {place: zlib.crc32(repr(_numbers(value)).encode()) for place, value in mine.items()}
+    said = [json.loads(line) for line in gather_text(engine, json.dumps([weight, sums]), name=name)]
+    root = max(range(len(said)), key=lambda rank: (said[rank][0], -rank))
+    differ = [place for place, found in said[root][1].items() if any(each.get(place) != found for _, each in said)]
+    if not differ:
+        return
+    content = saved({place: mine[place] for place in differ}) if engine.rank == root else b""
+    content = broadcast_bytes(engine, content, root=root, name=f"{name}.content")
+    for place, value in loaded(content).items() if engine.rank != root else ():
+        number, key = place.split(" ", 1)
+        before = groups[int(number)].get(key)
+        if isinstance(before, torch.Tensor) and isinstance(value, torch.Tensor):
+            before.copy_(value)  # in place, as a captured CUDA graph reads its memory
+        else:
+            groups[int(number)][key] = value
+
+
+def _is_plain(value: Any) -> bool:
+    return all(type(each) in SAFE for each in (value if type(value) is tuple else (value,)))
+
+
+def _numbers(value: Any) -> Any:
+    return value.tolist() if isinstance(value, torch.Tensor) else value
 
 
 def _without_mean(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import horovod.torch as plain
 import torch
 from checks import expect, run_checks
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import hvd_hetero.torch as hvd
 
@@ -280,6 +281,12 @@ def law_5_bfloat16_and_broadcast():
     for received, kind in zip(own, kinds, strict=False):
         assert received.dtype == kind and (received.to(torch.complex64) == 1).all()
     assert torch.equal(own[4], torch.arange(6.0).view(2, 3).t() + 1) and own[5].item() is True
+    sparse = torch.eye(3) * (hvd.rank() + 1)
+    made_of_several = {"edges": sparse.to_sparse(), "rows": sparse.to_sparse_csr(), "codes": TwoTensor(sparse, -sparse)}
+    hvd.broadcast_parameters({name: tensor.detach() for name, tensor in made_of_several.items()}, root_rank=1)
+    edges, rows, codes = made_of_several.values()
+    for received in (edges.to_dense(), rows.to_dense(), codes.a, -codes.b):
+        assert torch.equal(received, 2 * torch.eye(3)), "as state_dict() gives them, the same memory"
     assert own[6].tolist() == [-1j, -1j] and own[7].tolist() == [-1.0, -1.0]
     linear = nn.Linear(2, 2)
     nn.init.constant_(linear.weight, hvd.rank())
