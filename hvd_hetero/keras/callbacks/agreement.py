@@ -191,6 +191,8 @@ class MetricAverageCallback(keras.callbacks.Callback):
             for key, count in counts.items()
             if isinstance(count, keras.Variable) and len(count.shape) == 0  # R2Score has one for each class
         }
+        if batches and not found.get("loss", 1.0):
+            del found["loss"]  # Keras's own, which a `train_step` that has its losses itself leaves at 0
         return {key: count for key, count in found.items() if key == "loss" or count != batches or "loss" not in found}
 
 
@@ -233,8 +235,9 @@ def is_numeric(value: Any) -> bool:
 
 
 def _weight(counts: Mapping[str, float], name: str) -> float:
-    """The weight of this rank's metric: its count, or if it has none, that of the loss, or else 1."""
-    return counts.get(name, counts.get("loss", 1.0))
+    """The weight of this rank's metric: its count, or if it has none, that of the loss, or else the largest one, as a
+    `train_step` may log a metric under another name; 1 where there is none."""
+    return counts.get(name, counts.get("loss", max(counts.values(), default=1.0)))
 
 
 class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
