@@ -163,6 +163,21 @@ def test_a_model_of_models_that_are_built_is_broadcast_before_its_first_step(mon
     assert not model.built and sent == [2 + len(model.optimizer.variables)]
 
 
+def test_optimizers_that_a_train_step_has_are_broadcast_as_well(monkeypatch):
+    """Rank 0 may have loaded their state."""
+    sent = []
+    monkeypatch.setattr("hvd_hetero.keras.callbacks.agreement.broadcast_variables", lambda v, *_: sent.extend(v))
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4)])
+    model.compile("sgd", jit_compile=False)
+    model.own = keras.optimizers.Adam()
+    model.own.build(model.trainable_variables)
+    callback = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    callback.set_model(model)
+    callback.on_train_begin()
+    expected = [*model.weights, *model.optimizer.variables, *model.own.variables]
+    assert [id(variable) for variable in sent] == [id(variable) for variable in expected]
+
+
 def test_a_metric_that_is_one_number_for_a_batch_weighs_what_the_loss_does():
     """Keras counts batches for it, which are as many on all ranks."""
 

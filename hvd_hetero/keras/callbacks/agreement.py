@@ -20,9 +20,10 @@ from ..normalization import take_in_statistics
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
-    """Overwrites the weights of the model and the variables of its optimizer with those of `root_rank`.
+    """Overwrites the weights of the model and the variables of its optimizers with those of `root_rank`.
 
-    This happens before the first step, or right after it for a model that is built by that step. Each rank keeps its
+    Its optimizers are the one that it was compiled with, and others that are attributes of the model, as of a GAN. This
+    happens before the first step, or right after it for a model that is built by that step. Each rank keeps its
     own random seeds, so that dropout and augmentation differ between ranks, unless a script gives all the same seed.
 
     Args:
@@ -63,7 +64,10 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         optimizer = self.model.optimizer
         if whole and optimizer is not None and not optimizer.built:  # None if a custom train_step has the optimizers
             optimizer.build(self.model.trainable_variables)
-        variables = [v for v in [*self.model.weights, *getattr(optimizer, "variables", ())] if id(v) not in self._local]
+        own = [each for each in vars(self.model).values() if isinstance(each, keras.optimizers.Optimizer)]
+        optimizers = [optimizer, *(each for each in own if each is not optimizer)]  # those of a train_step as well
+        every = [*self.model.weights, *(v for each in optimizers for v in getattr(each, "variables", ()))]
+        variables = [v for v in every if id(v) not in self._local]
         broadcast_variables(variables, self.root_rank, self._process_set)
         take_in_statistics(self.model)
         self.broadcast_done = whole
