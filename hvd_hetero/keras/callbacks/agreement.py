@@ -23,8 +23,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     """Overwrites the weights of the model and the variables of its optimizers with those of `root_rank`.
 
     Its optimizers are the one that it was compiled with, and others that are attributes of the model, as of a GAN. This
-    happens before the first step, or right after it for a model that is built by that step. Each rank keeps its
-    own random seeds, so that dropout and augmentation differ between ranks, unless a script gives all the same seed.
+    happens before the first step, or right after it for a model that is built by that step. Each rank keeps its own
+    random seeds, so that dropout and augmentation differ between ranks, unless a script gives all the same seed.
 
     Args:
         root_rank: the rank whose variables all get.
