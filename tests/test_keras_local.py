@@ -7,8 +7,9 @@ import pytest
 pytest.importorskip("horovod.torch", reason="build it with hvd-hetero build-horovod")
 
 import hvd_hetero.keras as hvd
-from hvd_hetero.engine.local import SoloEngine
+from hvd_hetero.engine.local import SoloEngine, World
 from hvd_hetero.keras.factor import PROPORTIONAL, in_proportion
+from hvd_hetero.keras.local import merge_variables
 
 DECAYS = {"AdamW": {"weight_decay": 0.1}, "Adam": {"amsgrad": True, "weight_decay": 0.1}, "RMSprop": {"centered": True}}
 RATE = 0.01
@@ -58,3 +59,21 @@ def test_of_others_nothing_is_known():
         factor = distributed(optimizer)._factor
         assert not factor.makes_parts() and factor._part is None, optimizer
     assert in_proportion(distributed(keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(RATE))))
+
+
+def test_weights_that_are_alike_on_all_ranks_do_not_travel_with_a_merge():
+    """As frozen ones are, which may be most of a model."""
+
+    def program(engine):
+        sent, plain = [], engine.allreduce_async
+        engine.allreduce_async = lambda array, **options: (sent.append(array.size), plain(array, **options))[1]
+        frozen = keras.Variable(np.arange(1000.0))
+        quantized = keras.Variable(np.arange(1000) % 100, dtype="int8", trainable=False)
+        mean = keras.Variable([1.0, 4.0 * engine.rank])
+        count = keras.Variable(engine.rank, dtype="int32", trainable=False)
+        merge_variables([frozen, quantized, mean, count], weight=3.0 - 2.0 * engine.rank, engine=engine, name="merge")
+        assert sum(sent) < 50, sent
+        read = keras.ops.convert_to_numpy
+        return [read(frozen).sum(), read(quantized).sum(), *read(mean), int(count)]
+
+    assert World(2).run(program, timeout_s=10) == [[499500.0, 49500, 1.0, 1.0, 1]] * 2

@@ -163,6 +163,21 @@ def test_a_model_of_models_that_are_built_is_broadcast_before_its_first_step(mon
     assert not model.built and sent == [2 + len(model.optimizer.variables)]
 
 
+def test_optimizers_that_a_train_step_has_are_broadcast_as_well(monkeypatch):
+    """Rank 0 may have loaded their state."""
+    sent = []
+    monkeypatch.setattr("hvd_hetero.keras.callbacks.agreement.broadcast_variables", lambda v, *_: sent.extend(v))
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4)])
+    model.compile("sgd", jit_compile=False)
+    model.own = keras.optimizers.Adam()
+    model.own.build(model.trainable_variables)
+    callback = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    callback.set_model(model)
+    callback.on_train_begin()
+    expected = [*model.weights, *model.optimizer.variables, *model.own.variables]
+    assert [id(variable) for variable in sent] == [id(variable) for variable in expected]
+
+
 def test_a_metric_that_is_one_number_for_a_batch_weighs_what_the_loss_does():
     """Keras counts batches for it, which are as many on all ranks."""
 
@@ -183,3 +198,27 @@ def test_a_metric_that_is_one_number_for_a_batch_weighs_what_the_loss_does():
         return True
 
     assert World(2).run(program, timeout_s=60) == [True, True]
+
+
+@pytest.mark.parametrize("key", ["g_loss", "loss"])
+@pytest.mark.parametrize("counts, expected", [((2.0, 2.0), 0.5), ((3.0, 1.0), 0.25), (None, 0.5)])
+def test_metrics_of_a_train_step_that_has_its_losses_itself(key, counts, expected):
+    """Keras has a metric of the loss all the same, which stays at 0; and the script's may have another name than in
+    the logs. They count batches or samples, or there are none, but numbers of the last batch."""
+
+    def program(engine):
+        own = [] if counts is None else [SimpleNamespace(name="generator_loss", count=keras.Variable(0.0))]
+        callback = hvd.callbacks.MetricAverageCallback(engine=engine)
+        callback.set_model(SimpleNamespace(metrics=[SimpleNamespace(name="loss", count=keras.Variable(0.0)), *own]))
+        callback.set_params({"steps": 2})
+        callback.on_train_begin()
+        callback.on_epoch_begin(0)
+        for batch in range(2):
+            for metric in own:
+                metric.count.assign_add(counts[engine.rank] / 2)
+            callback.on_train_batch_end(batch)
+        logs = {key: float(engine.rank)}
+        callback.on_epoch_end(0, logs)
+        return logs[key]
+
+    assert World(2).run(program, timeout_s=10) == [expected] * 2

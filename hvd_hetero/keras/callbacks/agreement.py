@@ -20,10 +20,11 @@ from ..normalization import take_in_statistics
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
-    """Overwrites the weights of the model and the variables of its optimizer with those of `root_rank`.
+    """Overwrites the weights of the model and the variables of its optimizers with those of `root_rank`.
 
-    This happens before the first step, or right after it for a model that is built by that step. Each rank keeps its
-    own random seeds, so that dropout and augmentation differ between ranks, unless a script gives all the same seed.
+    Its optimizers are the one that it was compiled with, and others that are attributes of the model, as of a GAN. This
+    happens before the first step, or right after it for a model that is built by that step. Each rank keeps its own
+    random seeds, so that dropout and augmentation differ between ranks, unless a script gives all the same seed.
 
     Args:
         root_rank: the rank whose variables all get.
@@ -63,7 +64,10 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         optimizer = self.model.optimizer
         if whole and optimizer is not None and not optimizer.built:  # None if a custom train_step has the optimizers
             optimizer.build(self.model.trainable_variables)
-        variables = [v for v in [*self.model.weights, *getattr(optimizer, "variables", ())] if id(v) not in self._local]
+        own = [each for each in vars(self.model).values() if isinstance(each, keras.optimizers.Optimizer)]
+        optimizers = [optimizer, *(each for each in own if each is not optimizer)]  # those of a train_step as well
+        every = [*self.model.weights, *(v for each in optimizers for v in getattr(each, "variables", ()))]
+        variables = [v for v in every if id(v) not in self._local]
         broadcast_variables(variables, self.root_rank, self._process_set)
         take_in_statistics(self.model)
         self.broadcast_done = whole
@@ -191,6 +195,8 @@ class MetricAverageCallback(keras.callbacks.Callback):
             for key, count in counts.items()
             if isinstance(count, keras.Variable) and len(count.shape) == 0  # R2Score has one for each class
         }
+        if batches and not found.get("loss", 1.0):
+            del found["loss"]  # Keras's own, which a `train_step` that has its losses itself leaves at 0
         return {key: count for key, count in found.items() if key == "loss" or count != batches or "loss" not in found}
 
 
@@ -233,8 +239,9 @@ def is_numeric(value: Any) -> bool:
 
 
 def _weight(counts: Mapping[str, float], name: str) -> float:
-    """The weight of this rank's metric: its count, or if it has none, that of the loss, or else 1."""
-    return counts.get(name, counts.get("loss", 1.0))
+    """The weight of this rank's metric: its count, or if it has none, that of the loss, or else the largest one, as a
+    `train_step` may log a metric under another name; 1 where there is none."""
+    return counts.get(name, counts.get("loss", max(counts.values(), default=1.0)))
 
 
 class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
