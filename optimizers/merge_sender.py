@@ -116,7 +116,8 @@ class MergeSender:
         moves the model as far as it would have in the merge that left it, also where the rank's share has changed.
         """
         sent = self._sending.contribution
-        return sent.weight / sent.reach if sent.reach else 0.0
+        # Rounded, so that it is the same number in each round of the same batches: then nothing has to be rescaled.
+        return round(sent.weight / sent.reach, 9) if sent.reach else 0.0
 
     @contextlib.contextmanager
     def missing(self) -> Iterator[None]:

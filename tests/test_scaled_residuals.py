@@ -29,11 +29,11 @@ class Nothing:
 class Job:
     """Merges of what one rank did, at a constant pace for each parameter."""
 
-    def __init__(self, engine, recipe=TOPK, topology=None):
+    def __init__(self, engine, spec=TOPK, topology=None):
         self.pace = 0.5 + np.random.RandomState(0).rand(SIZE * SIZE)
         self.array, self.weight = np.zeros(SIZE * SIZE), 0.0
         levels = one_level(engine) if topology is None else levels_of(engine, topology)
-        route = Route(levels, "flat" if topology is None else "scatter", cross=recipe.reduction([(SIZE, SIZE)]))
+        route = Route(levels, "flat" if topology is None else "scatter", cross=spec.reduction([(SIZE, SIZE)]))
         self.exchange = WeightedExchange(
             engine, [self.array], np.zeros(1), routes=[route], rides_in=None, outgoing=lambda: [self.weight], name="x",
             keeps=True, weight=lambda: self.weight,
@@ -58,11 +58,11 @@ class Job:
         return 0.0 if kept is None else float(kept.sum())
 
 
-def run(lengths, *, recipe=TOPK, topology=None):
+def run(lengths, *, spec=TOPK, topology=None):
     """The largest part of its progress that any parameter ever had, and that of all of them at last."""
 
     def program(engine):
-        job, most = Job(engine, recipe, topology), 0.0
+        job, most = Job(engine, spec, topology), 0.0
         for row in lengths:
             job.merge(row[engine.rank], row)
             most = max(most, float((job.model / job.due).max()))
@@ -86,11 +86,11 @@ def test_what_a_rank_takes_with_it_counts_as_its_contribution_does():
     assert most <= 1.2
 
 
-@pytest.mark.parametrize("recipe", [TOPK, CodecSpec(name="int4", warmup_steps=0),
-                                    CodecSpec(name="powersgd", rank=1, warmup_steps=0)], ids=lambda recipe: recipe.name)
-def test_lengths_that_alternate_are_merged_as_equal_ones_are(recipe):
+@pytest.mark.parametrize("spec", [TOPK, CodecSpec(name="int4", warmup_steps=0),
+                                    CodecSpec(name="powersgd", rank=1, warmup_steps=0)], ids=lambda spec: spec.name)
+def test_lengths_that_alternate_are_merged_as_equal_ones_are(spec):
     alternating, equal = [(4.0, 4.0), (3.0, 3.0)] * 10, [(4.0, 4.0)] * 20
-    assert run(alternating, recipe=recipe)[0] <= 1.02 * run(equal, recipe=recipe)[0]
+    assert run(alternating, spec=spec)[0] <= 1.02 * run(equal, spec=spec)[0]
 
 
 def test_levels_carry_alike():

@@ -49,10 +49,10 @@ def routes_keep_the_laws():
     engine, topology = HorovodEngine(), Topology(nodes=NODES[hvd.size()])
     levels = levels_of(engine, topology)
     for algorithm in ALGORITHMS:
-        for codec, recipe in CODECS.items():
-            if recipe.whole and algorithm in ("rails", "scatter"):
+        for codec, spec in CODECS.items():
+            if spec.needs_matrices and algorithm in ("rails", "scatter"):
                 continue
-            route = Route(levels, algorithm, cross=recipe.reduction(SHAPES))
+            route = Route(levels, algorithm, cross=spec.reduction(SHAPES))
             sent = torch.zeros(LENGTH, dtype=torch.float64)
             for step in range(3):
                 mine = torch.from_numpy(gradients(step)[hvd.rank()])
