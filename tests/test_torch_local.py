@@ -899,9 +899,9 @@ class Coded(torch.optim.Optimizer):
             p.sub_(momentum, alpha=0.1 / state["times"] ** 0.5)
 
 
-@pytest.mark.parametrize("shares", [(5, 3), (8, 0)])
-def test_codes_of_8_bits_are_alike_where_ranks_come_together(shares):
-    """Nobody can take means of them; synchronous steps with those of each rank would part the ranks."""
+def after_local_steps(kind, shares):
+    """Trains on two ranks, at last in synchronous steps. Returns the parameters, the optimizer and its first group's
+    "norm" as it was made, of each rank."""
     generator = torch.Generator().manual_seed(0)
     x, prototype = torch.randn(8, 6, generator=generator), nn.Linear(6, 2)
 
@@ -909,9 +909,10 @@ def test_codes_of_8_bits_are_alike_where_ranks_come_together(shares):
         model = copy.deepcopy(prototype)
         balancer = hvd.Balancer(8, engine=engine, shares=shares, adaptive=False, min_share=0)
         optimizer = hvd.DistributedOptimizer(
-            Coded(model.parameters()), balancer=balancer, strategy=hvd.LocalSGD(round_steps=2, warmup_steps=0)
+            kind(model.parameters()), balancer=balancer, strategy=hvd.LocalSGD(round_steps=2, warmup_steps=0)
         )
         optimizer._reducer.local.steps._phase = lambda step: step < 8
+        norm = optimizer.param_groups[0].get("norm")
         mine = slice(0, shares[0]) if engine.rank == 0 else slice(shares[0], 8)
         for _ in range(12):
             balancer.begin(shares[engine.rank])
@@ -919,9 +920,15 @@ def test_codes_of_8_bits_are_alike_where_ranks_come_together(shares):
             if shares[engine.rank]:
                 model(x[mine]).square().mean().backward()
             optimizer.step()
-        return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+        return torch.cat([p.detach().reshape(-1) for p in model.parameters()]), optimizer, norm
 
-    first, second = World(2).run(program)
+    return World(2).run(program)
+
+
+@pytest.mark.parametrize("shares", [(5, 3), (8, 0)])
+def test_codes_of_8_bits_are_alike_where_ranks_come_together(shares):
+    """Nobody can take means of them; synchronous steps with those of each rank would part the ranks."""
+    (first, *_), (second, *_) = after_local_steps(Coded, shares)
     assert torch.equal(first, second)
 
 
@@ -944,30 +951,12 @@ class Estimating(torch.optim.Optimizer):
 
 @pytest.mark.parametrize("shares", [(5, 3), (8, 0)])
 def test_what_an_optimizer_keeps_in_its_groups_is_alike_where_ranks_come_together(shares):
-    generator = torch.Generator().manual_seed(0)
-    x, prototype = torch.randn(8, 6, generator=generator), nn.Linear(6, 2)
-
-    def program(engine):
-        model = copy.deepcopy(prototype)
-        balancer = hvd.Balancer(8, engine=engine, shares=shares, adaptive=False, min_share=0)
-        optimizer = hvd.DistributedOptimizer(
-            Estimating(model.parameters()), balancer=balancer, strategy=hvd.LocalSGD(round_steps=2, warmup_steps=0)
-        )
-        optimizer._reducer.local.steps._phase = lambda step: step < 8
-        norm = optimizer.param_groups[0]["norm"]
-        mine = slice(0, shares[0]) if engine.rank == 0 else slice(shares[0], 8)
-        for _ in range(12):
-            balancer.begin(shares[engine.rank])
-            optimizer.zero_grad()
-            if shares[engine.rank]:
-                model(x[mine]).square().mean().backward()
-            optimizer.step()
+    held = []
+    for parameters, optimizer, norm in after_local_steps(Estimating, shares):
         group = optimizer.param_groups[0]
         assert group["norm"] is norm
-        return torch.cat([p.detach().reshape(-1) for p in model.parameters()]), group["d"], float(norm), group["betas"]
-
-    (first, *theirs), (second, *others) = World(2).run(program)
-    assert torch.equal(first, second) and theirs == others
+        held.append((parameters.tolist(), group["d"], float(norm), group["betas"]))
+    assert held[0] == held[1]
 
 
 @pytest.mark.parametrize("strategy", [hvd.LocalSGD(warmup_steps=0), hvd.LocalSGD(), "auto", "synchronous"])
