@@ -395,56 +395,46 @@ def test_with_accumulation_no_rank_begins_more_batches_than_it_said():
     assert strategy.bound_rounds * strategy.round_steps < ahead <= said
 
 
-def test_a_rank_that_skips_the_last_step_apart_comes_back_with_the_others():
+def trained_with_gaps(skipped, *, warmup_steps, phase=None, merges=False):
+    """Trains two ranks for twelve steps, and checks that they hold the same in the end. As GradScaler does, or a script
+    with a limit for the norm, which in steps apart is of each rank's own, rank 1 leaves out those of `skipped`.
+
+    `phase`: of each step, whether it is made apart. `merges`: after each six steps.
+    """
+
     def program(engine):
         model = copy.deepcopy(PROTOTYPE).double()
         balancer = hvd.Balancer(WHOLE, engine=engine, shares=(6, 6), adaptive=False)
         optimizer = hvd.DistributedOptimizer(
             torch.optim.Adam(model.parameters(), lr=0.01), balancer=balancer,
-            strategy=hvd.LocalSGD(round_steps=2, warmup_steps=0),
+            strategy=hvd.LocalSGD(round_steps=2, warmup_steps=warmup_steps),
         )  # fmt: skip
-        optimizer._reducer.local.steps._phase = lambda step: step < 8
+        if phase is not None:
+            optimizer._reducer.local.steps._phase = phase
         x, y = make_data(12)
         for step in range(12):
             balancer.begin(6)
             optimizer.zero_grad()
             mine = slice(12 * step + 6 * engine.rank, 12 * step + 6 * engine.rank + 6)
             nn.functional.cross_entropy(model(x[mine]), y[mine]).backward()
-            if not (engine.rank == 1 and step == 7):  # as GradScaler does, and in steps apart by itself
+            if not (engine.rank == 1 and step in skipped):
                 optimizer.step()
-        return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
-
-    first, second = World(2).run(program, timeout_s=20)
-    assert torch.equal(first, second)
-
-
-@pytest.mark.parametrize("auto", [False, True])
-def test_a_rank_that_skips_all_steps_apart_comes_together_with_the_others(auto):
-    """As a GradScaler does, or a script with a limit for the norm, which in steps apart is of each rank's own."""
-
-    def program(engine):
-        model = copy.deepcopy(PROTOTYPE)
-        balancer = hvd.Balancer(WHOLE, engine=engine, shares=(6, 6), adaptive=False)
-        optimizer = hvd.DistributedOptimizer(
-            torch.optim.Adam(model.parameters(), lr=0.01), balancer=balancer,
-            strategy=hvd.LocalSGD(round_steps=2, warmup_steps=2),
-        )  # fmt: skip
-        if auto:
-            optimizer._reducer.local.steps._phase = lambda step: 2 <= step < 6
-        x, y = make_data(12)
-        for step in range(12):
-            balancer.begin(6)
-            optimizer.zero_grad()
-            mine = slice(12 * step + 6 * engine.rank, 12 * step + 6 * engine.rank + 6)
-            nn.functional.cross_entropy(model(x[mine]), y[mine]).backward()
-            if not (engine.rank == 1 and 2 <= step < 6):
-                optimizer.step()
-            if step % 6 == 5 and not auto:
+            if merges and step % 6 == 5:
                 optimizer.merge()
         return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
 
     first, second = World(2).run(program, timeout_s=20)
     assert torch.equal(first, second)
+
+
+def test_a_rank_that_skips_the_last_step_apart_comes_back_with_the_others():
+    trained_with_gaps({7}, warmup_steps=0, phase=lambda step: step < 8)
+
+
+@pytest.mark.parametrize("auto", [False, True])
+def test_a_rank_that_skips_all_steps_apart_comes_together_with_the_others(auto):
+    phase = (lambda step: 2 <= step < 6) if auto else None
+    trained_with_gaps(range(2, 6), warmup_steps=2, phase=phase, merges=not auto)
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.LBFGS])

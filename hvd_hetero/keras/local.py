@@ -66,8 +66,7 @@ class ParameterStore:
     def checksum(self, index: int) -> int:
         found = 0
         for variable in self._members[index]:
-            bits: np.ndarray = np.ascontiguousarray(keras.ops.convert_to_numpy(variable)).reshape(-1).view(np.uint8)
-            found = zlib.crc32(bits.data, found)
+            found = zlib.crc32(_bits(variable), found)
         return found
 
     def read(self, index: int, into: Any = None) -> Any:
@@ -321,5 +320,10 @@ def _unlike(variables: Sequence[Any], *, engine: Engine, name: str) -> set[int]:
 
 def _fingerprint(variable: Any) -> int:
     """63 bits, which differ where the bits of the values do."""
-    bits: np.ndarray = np.ascontiguousarray(keras.ops.convert_to_numpy(variable)).reshape(-1).view(np.uint8)
-    return int.from_bytes(hashlib.blake2b(bits.data, digest_size=8).digest(), "little") >> 1
+    return int.from_bytes(hashlib.blake2b(_bits(variable), digest_size=8).digest(), "little") >> 1
+
+
+def _bits(variable: Any) -> memoryview:
+    """The bytes of a variable's values."""
+    values: np.ndarray = np.ascontiguousarray(keras.ops.convert_to_numpy(variable))
+    return values.reshape(-1).view(np.uint8).data
