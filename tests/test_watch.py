@@ -595,6 +595,24 @@ def test_who_waits_for_long_asks_ever_more_rarely_and_never_stops(monkeypatch):
     assert all(later >= 1.3 * earlier for earlier, later in zip(asked, asked[1:], strict=False))
 
 
+@pytest.mark.parametrize("failure", [peer.SilentError, peer.BusyError, peer.GoneError])
+def test_a_rank_that_has_not_answered_is_asked_again_soon_however_long_the_wait(ranks, monkeypatch, failure):
+    def ask(peer_of, question):
+        asked.append(clock.now)
+        raise failure
+
+    clock, asked, two = types.SimpleNamespace(now=0.0), [], ranks(2, patience=TALKS)
+    monkeypatch.setattr(peer_group, "time", types.SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(peer_group.background, "begin", lambda work, name: work())
+    monkeypatch.setattr(peer_group, "ask", ask)
+    awaited = two.watches[0]._peer_group.awaits("merge", (0, 1))
+    while clock.now < 200.0:
+        assert not awaited()
+        clock.now += 0.25
+    longest = max(later - earlier for earlier, later in zip(asked, asked[1:], strict=False))
+    assert (longest < 2 * peer_group.UNANSWERED_S) == (failure is not peer.GoneError)
+
+
 def test_who_is_awaited_hears_of_it_though_another_rank_is_gone(ranks):
     two, gone = ranks(2, patience=TALKS), peer.QuestionServer(lambda question: {})
     two.meet(gone.peer(2).to_text())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import time
 from collections.abc import Callable, Container, Iterable, Sequence
@@ -12,10 +11,11 @@ from typing import TypeVar
 
 from . import background
 from .absence import JOIN, Absence, absence_of, waits_for
-from .peer import Peer, ask
+from .peer import GoneError, Peer, ask
 
 T = TypeVar("T")
 FIRST_S = 0.5  # seconds of waiting before other ranks are first asked; most waits end sooner
+UNANSWERED_S = 5.0  # seconds after which ranks are asked again, at the latest, if one of them has not answered
 
 
 class PeerGroup:
@@ -77,18 +77,19 @@ class PeerGroup:
         """Returns a function that tells whether another rank waits for this one, to be polled during a wait.
 
         It becomes true when one of `ranks` waits in another operation that this rank has not submitted. The ranks are
-        asked in a thread, first after `FIRST_S`, then at growing intervals (half of the time waited so far).
+        asked in a thread, first after `FIRST_S`, then at growing intervals (half of the time waited so far). A rank
+        that has not answered may wait for this one all the same: then the next question comes within `UNANSWERED_S`.
 
         Args:
             operation: the operation that this rank waits for.
             ranks: the global ranks that take part in it.
         """
-        began, answers = time.monotonic(), SimpleQueue[bool]()
+        began, answers = time.monotonic(), SimpleQueue[set[bool | None]]()
         is_waiting = functools.partial(self._is_waiting, operation=operation)
         due_s: float | None = FIRST_S  # None: somebody is being asked
 
         def inquire() -> None:
-            answers.put(any(self._asked(is_waiting, ranks)))
+            answers.put(set(self._asked(is_waiting, ranks)))
 
         def is_awaited() -> bool:
             nonlocal due_s
@@ -97,20 +98,27 @@ class PeerGroup:
                 due_s = None
                 background.begin(inquire, name="hvd_hetero.peer_group")
             elif due_s is None and not answers.empty():
-                self.awaited = answers.get()
+                found = answers.get()
+                self.awaited = True in found
                 due_s = 1.5 * waited_s
+                if None in found:
+                    due_s = min(due_s, waited_s + UNANSWERED_S)
             return self.awaited
 
         return is_awaited
 
-    def _is_waiting(self, peer: Peer, operation: str) -> bool:
+    def _is_waiting(self, peer: Peer, operation: str) -> bool | None:
         """Whether a peer waits for this rank in another operation, while this rank waits in `operation`.
 
-        False if the peer does not answer. Also False if `operation` is already complete on the peer: then it is about
-        to complete here, and this rank will go on to the operation in which the peer waits.
+        None if the peer does not answer; False if its process has ended. Also False if `operation` is already complete
+        on the peer: then it is about to complete here, and this rank will go on to the operation in which the peer
+        waits.
         """
-        with contextlib.suppress(ConnectionError):
+        try:
             state = ask(peer, {"kind": "state", "operation": operation})
-            over = operation not in state["submitted"] and 0 < self._times(operation) <= state["times"]
-            return not over and waits_for(self.me, state, self._submitted())
-        return False
+        except GoneError:
+            return False
+        except ConnectionError:
+            return None
+        over = operation not in state["submitted"] and 0 < self._times(operation) <= state["times"]
+        return not over and waits_for(self.me, state, self._submitted())
