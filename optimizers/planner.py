@@ -6,98 +6,26 @@ A plan travels in the control vector of an exchange of gradients, or of a merge:
 from __future__ import annotations
 
 import itertools
-import math
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from hvd_hetero.policy.ladder import TRY_STEPS, trial
+from hvd_hetero.policy.ladder import TRY_STEPS, plans_to_keep, trial
 from hvd_hetero.policy.partition import Bound, split
-from hvd_hetero.policy.regime import last_plan_that_changed_speeds, since_last_speed_change
+from hvd_hetero.policy.rank_match import match_ranks
 from hvd_hetero.policy.replan import Plan, decide
-from hvd_hetero.policy.speed import Observation, SpeedModel, fit, passes_of
+from hvd_hetero.policy.speed import Observation, SpeedModel
 
 from .agreement import BalancerArguments
 from .control import Announcement
 from .loading_limits import LoadingLimits
+from .look_schedule import LookSchedule
+from .speed_measurements import SpeedMeasurements
 from .steadiness import Steadiness
 from .strategy_selector import StrategySelector
 
-WINDOW = 64  # observations kept of each rank, for the fit of its speed model
 SKIPPED = 2  # steps after a change of plan that are not observed: caches, JIT and allocators settle
-# When a rank's speed changes by more than this part, the rank's earlier observations are left out of the fit. Smaller
-# changes only age out of the window: ranks on a machine that drifts change together, and a rank judged by its last
-# steps alone would be compared with the others' past.
-CHANGED = 0.3
-LOOK_EVERY = 4  # least number of steps between two looks of rank 0 at the speeds
-LOOK_S = 1.2e-4  # seconds that a look takes for each rank, at the least; all ranks wait for rank 0 meanwhile
-BUDGET = 0.005  # the part of the time that looks may take
 APART = 10  # a rank is tried again for this many times as many batches if ranks make local steps
-EARLY_STEPS = 40  # in these first steps, rank 0 may look at every step, and looks may take `EARLY_BUDGET` of the time
-EARLY_BUDGET = 0.05
-KEPT_STEPS = 4096  # plans that held within so many batches are kept: a rank that makes local steps may be so far behind
-
-
-class PriorModels:
-    """The speed models that were fitted for one rank, from which the prior of its next fit is taken.
-
-    The prior is the newest model that rests on observations from before the fit's window alone. The model of the last
-    look is no such prior: it rests on mostly the same observations, which would be counted again with every look, until
-    they seem to be certain.
-    """
-
-    def __init__(self) -> None:
-        self._models: deque[tuple[int, SpeedModel]] = deque()  # each with the step of its last observation
-
-    def fit(self, window: Sequence[tuple[int, Observation]]) -> SpeedModel | None:
-        """Fits the speed model of this rank to `window`, pairs of step and observation, oldest first.
-
-        Returns:
-            the model; if `window` is empty, that of the last fit, or None if there was none.
-        """
-        if not window:
-            return self._models[-1][1] if self._models else None
-        first, last = window[0][0], window[-1][0]
-        while len(self._models) > 1 and self._models[1][0] < first:
-            self._models.popleft()
-        prior = self._models[0][1] if self._models and self._models[0][0] < first else None
-        model = fit([seen for _, seen in window], prior=prior)
-        while self._models and self._models[-1][0] >= last:  # rests on the same observations
-            self._models.pop()
-        self._models.append((last, model))
-        return model
-
-
-def _worth_keeping(plans: Sequence[Plan], step: int) -> list[Plan]:
-    """The plans that held within the `KEPT_STEPS` batches before `step`, and the older ones that `policy.ladder` needs:
-    the first, and those with which a rank lost all its samples or got some again."""
-    ends = [*(plan.step for plan in plans[1:]), math.inf]
-    old = sum(end <= step - KEPT_STEPS for end in ends)
-    out = [[share == 0 for share in plan.shares] for plan in plans[:old]]
-    changes = [plans[index] for index in range(old) if index == 0 or out[index] != out[index - 1]]
-    return [*changes, *plans[old:]]
-
-
-Device = tuple[int, int | None]  # the identity and the kind of a rank's hardware
-
-
-def _places(before: Sequence[Device], now: Sequence[Device]) -> list[int | None]:
-    """Returns for each present rank the saved rank whose measurements it continues; None if there is none.
-
-    That is the rank of the same identity. A job that goes on in other containers, or on other hosts, knows no
-    identity: then it is a rank with a device of the same kind, each only once, in order. A rank of another kind
-    continues none, also under the same number: a plan made for faster ranks is worse than equal shares, and takes
-    several plans to leave.
-    """
-    places: list[int | None] = [None] * len(now)
-    free = list(range(len(before)))
-    for which in range(2):
-        for rank, device in enumerate(now):
-            if places[rank] is None and (found := [at for at in free if before[at][which] == device[which]]):
-                places[rank] = found[0]
-                free.remove(found[0])
-    return places
 
 
 class Planner:
@@ -109,8 +37,7 @@ class Planner:
         clock: returns seconds; measures how long a look takes.
 
     Attributes:
-        plans: those of the last `KEPT_STEPS` batches, oldest first; before them, of older ones, the first, and those
-            with which a rank lost all its samples or got some again.
+        plans: those that `plans_to_keep` keeps, oldest first.
         models: the speed model of each rank, as of the last look; None where none was made. Rank 0 alone looks; on the
             other ranks only a first plan for another set of ranks fits models.
         announcement: the plan that rank 0 sends with the next exchange; None if there is none.
@@ -121,19 +48,14 @@ class Planner:
     """
 
     def __init__(self, arguments: BalancerArguments, *, clock: Callable[[], float] = lambda: 0.0) -> None:
-        self._clock = clock
-        self._looks_s: deque[float] = deque([0.0, 0.0], maxlen=2)
         self._arguments, self._rule = arguments, arguments.rule
         self.size = len(arguments.bounds)
         self.plans: list[Plan] = [Plan(version=0, step=0, shares=arguments.first_shares, reason="first plan")]
         self.models: tuple[SpeedModel, ...] | None = None
         self.announcement: Announcement | None = None
-        self._windows: tuple[deque[tuple[int, Observation]], ...] = tuple(
-            deque(maxlen=WINDOW) for _ in range(self.size)
-        )
-        self._priors = tuple(PriorModels() for _ in range(self.size))
+        self._measurements = SpeedMeasurements(arguments.micro_caps)
+        self._look_schedule = LookSchedule(self.size, clock=clock)
         self.loading = LoadingLimits(self.size)
-        self._next_look = 0
         self._ahead = 0  # batches between the one at which the last plan was heard and the first for which it holds
         self.steadiness = Steadiness(self.size)
         self._strategy_selector: StrategySelector | None = None
@@ -176,14 +98,8 @@ class Planner:
         if loading_s is not None:
             self.loading.observe(loading_s, version=self.plans[-1].version)
         settled = step >= self._rule.warmup_steps and (step - self.plan_at(step).step >= SKIPPED or step < SKIPPED)
-        if not settled:
-            return
-        for window, number, seconds, cap in zip(
-            self._windows, map(round, samples), compute_s, self._arguments.micro_caps, strict=True
-        ):
-            if number > 0 and seconds > 0:
-                passes = passes_of(number, cap)
-                window.append((step, Observation(samples=number, compute_s=seconds, passes=passes)))
+        if settled:
+            self._measurements.observe(step, samples, compute_s)
 
     def accept(self, announced: Announcement, step: int, *, dealt_ahead: int = 0) -> Plan | None:
         """Takes in a plan that arrived with the exchange of batch `step`. All ranks call it, with the same arguments.
@@ -206,12 +122,12 @@ class Planner:
             predicted_step_s=announced.predicted_step_s or None,
             strategy=announced.strategy,
         )
-        for window, before, now in zip(self._windows, self.plans[-1].shares, plan.shares, strict=True):
+        for rank, (before, now) in enumerate(zip(self.plans[-1].shares, plan.shares, strict=True)):
             if now and not before:  # the rank is tried again, to find out whether its old measurements still hold
-                window.clear()
+                self._measurements.forget(rank)
         self._ahead = dealt_ahead
-        self.plans = [*_worth_keeping(self.plans, step), plan]
-        self._next_look = plan.step + SKIPPED + self._rule.minimum_observations
+        self.plans = [*plans_to_keep(self.plans, step), plan]
+        self._look_schedule.put_off(plan.step + SKIPPED + self._rule.minimum_observations)
         return plan
 
     def look(self, step: int, *, measured_step_s: float | None = None) -> None:
@@ -221,23 +137,20 @@ class Planner:
         Args:
             measured_step_s: seconds of a whole step, with the communication, which no plan changes; None: not known.
         """
-        if step < self._next_look or self.announcement is not None:
-            return
-        self._next_look = step + self._pause(step, measured_step_s or 0.0)
-        began = self._clock()
-        self._look(step, measured_step_s)
-        self._looks_s.append(self._clock() - began)
+        if self._look_schedule.is_due(step) and self.announcement is None:
+            with self._look_schedule.look(step, max(measured_step_s or 0.0, self._measurements.longest_s)):
+                self._look(step, measured_step_s)
 
     def _look(self, step: int, measured_step_s: float | None) -> None:
-        recent = [[seen for _, seen in window] for window in self._windows]
+        recent = self._measurements.recent
         idle = [share == 0 for share in self.plans[-1].shares]
         if any(
             len(window) < self._rule.minimum_observations and not none
             for window, none in zip(recent, idle, strict=True)
         ):
-            self._next_look = step + 1
+            self._look_schedule.put_off(step + 1)
             return
-        fitted = [prior.fit(window) for prior, window in zip(self._priors, self._comparable(), strict=True)]
+        fitted = self._measurements.fit([plan.step for plan in self.plans])
         known = sorted((model for model in fitted if model), key=lambda model: model.seconds_per_sample)
         # A rank that never had a sample gets the model of the rank of median speed.
         self.models = self.loading.into(model or replace(known[len(known) // 2], observations=0) for model in fitted)
@@ -250,26 +163,6 @@ class Planner:
                 predicted_step_s=plan.predicted_step_s or 0.0,
                 strategy=plan.strategy,
             )
-
-    def _pause(self, step: int, step_s: float) -> int:
-        """The number of steps to the next look, such that looks take no more than `BUDGET` of the time (in the first
-        steps, `EARLY_BUDGET`)."""
-        least, budget = (1, EARLY_BUDGET) if step < EARLY_STEPS else (LOOK_EVERY, BUDGET)
-        step_s = max([step_s, *(window[-1][1].compute_s for window in self._windows if window)])
-        look_s = max(LOOK_S * self.size, min(self._looks_s))  # the shorter of two: one may have been interrupted
-        return max(least, math.ceil(look_s / (budget * step_s))) if step_s else least
-
-    def _comparable(self) -> list[Sequence[tuple[int, Observation]]]:
-        """For each rank the observations that were made at its present speed, with their steps: those since the last
-        plan with which any rank's speed changed, and since the rank's own last change of speed. For a rank that had no
-        sample since that plan, its older observations are used."""
-        shift = last_plan_that_changed_speeds(self._windows, [plan.step for plan in self.plans])
-        comparable: list[Sequence[tuple[int, Observation]]] = []
-        for window in self._windows:
-            seen = [each for each in window if each[0] >= shift] or list(window)
-            regime = since_last_speed_change([observation for _, observation in seen], tolerance=CHANGED)
-            comparable.append(seen[len(seen) - len(regime) :])
-        return comparable
 
     def _better(
         self, models: Sequence[SpeedModel], recent: Sequence[Sequence[Observation]], step: int, step_s: float | None
@@ -314,9 +207,7 @@ class Planner:
             "identities": list(self._arguments.identities),
             "kinds": list(self._arguments.kinds),
             "plans": [asdict(plan) for plan in self.plans],
-            "windows": [
-                [(step, seen.samples, seen.compute_s, seen.passes) for step, seen in window] for window in self._windows
-            ],
+            "windows": self._measurements.state_dict(),
             **self.loading.state_dict(),
             "steadiness": self.steadiness.state_dict(),
             "exchange_s": self._exchange_s if self.strategy_selector is None else self.strategy_selector.state_dict(),
@@ -326,26 +217,19 @@ class Planner:
         """Goes on from `state`, saved when batch `step` was the last one begun. If the ranks are others now, a new plan
         is made, from the measurements of those ranks that are known.
 
-        `_places` says which rank goes on with which measurements.
+        `match_ranks` says which rank goes on with which measurements.
         """
-        self._next_look = step + 1
+        self._look_schedule.put_off(step + 1)
         self.announcement = None
-        self._priors = tuple(PriorModels() for _ in range(self.size))
-        windows = [
-            [(at, Observation(samples=n, compute_s=seconds, passes=passes)) for at, n, seconds, passes in saved]
-            for saved in state["windows"]
-        ]
-        before = list(itertools.zip_longest(state["identities"], state.get("kinds", ())))
-        now = list(itertools.zip_longest(self._arguments.identities, self._arguments.kinds))
-        places = list(range(self.size)) if before == now else _places(before, now)
-        alike = places == list(range(len(windows)))
-        known = [[] if place is None else windows[place] for place in places]
+        places = match_ranks(
+            list(itertools.zip_longest(state["identities"], state.get("kinds", ()))),
+            list(itertools.zip_longest(self._arguments.identities, self._arguments.kinds)),
+        )
+        alike = places == list(range(len(state["windows"])))
+        self._measurements.load_state_dict(state["windows"], places)
         self.loading.load_state_dict(state, places)
         self.steadiness.load_state_dict(state.get("steadiness", {}), places)
         self._exchange_s = list(state.get("exchange_s", ())) if alike else []
-        for window, saved in zip(self._windows, known, strict=True):
-            window.clear()
-            window.extend(saved)
         self.plans = [Plan(**{**plan, "shares": tuple(plan["shares"])}) for plan in state["plans"]]
         if not alike:
             self.plans = [self._plan_for_others(version=self.plans[-1].version + 1, step=max(step, 0))]
@@ -365,10 +249,11 @@ class Planner:
     def _plan_for_others(self, *, version: int, step: int) -> Plan:
         """The first plan of a new set of ranks, from their speed models. If shares are fixed, or too little is known of
         some rank's speed, it has the shares that a new job begins with."""
-        if not self._arguments.adaptive or min(map(len, self._windows)) < self._rule.minimum_observations:
+        known = min(map(len, self._measurements.recent)) >= self._rule.minimum_observations
+        if not self._arguments.adaptive or not known:
             shares = self._arguments.first_shares
             return Plan(version=version, step=step, shares=shares, reason="other ranks than before")
-        self.models = self.loading.into(fit([seen for _, seen in window]) for window in self._comparable())
+        self.models = self.loading.into(filter(None, self._measurements.fit([plan.step for plan in self.plans])))
         arguments = self._arguments
         shares = split(self.models, arguments.global_batch_size, arguments.bounds, micro_batch=arguments.micro_caps)
         return Plan(version=version, step=step, shares=shares, reason="other ranks, all of known speed")

@@ -9,10 +9,12 @@ from dataclasses import replace
 
 import pytest
 
-from hvd_hetero.optimizers import planner as module
+from hvd_hetero.optimizers import speed_measurements
 from hvd_hetero.optimizers.agreement import BalancerArguments
 from hvd_hetero.optimizers.control import Announcement
-from hvd_hetero.optimizers.planner import Planner, PriorModels
+from hvd_hetero.optimizers.look_schedule import LookSchedule
+from hvd_hetero.optimizers.planner import Planner
+from hvd_hetero.optimizers.speed_measurements import PriorModels
 from hvd_hetero.policy import replan
 from hvd_hetero.policy.ladder import idle_since
 from hvd_hetero.policy.partition import Bound, split, step_time_s
@@ -61,6 +63,7 @@ def planner_of(ranks: int = 4, *, batch: int | None = None, least: int = 1) -> P
         max_micro_batch=None,
         shares=None,
         adaptive=True,
+        identities=tuple(range(ranks)),
         bounds=(Bound(lower=least),) * ranks,
         first_shares=(whole // ranks,) * ranks,
         micro_caps=(None,) * ranks,
@@ -97,7 +100,7 @@ def test_a_rank_that_becomes_twice_as_slow_is_followed_at_once(seed: int) -> Non
 
 
 def test_without_its_brakes_it_chases_the_drift(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "CHANGED", 0.15)
+    monkeypatch.setattr(speed_measurements, "CHANGED", 0.15)
     monkeypatch.setattr(replan, "DEARER", (1.0,))
     assert max(len(run(seed)[0].plans) - 1 for seed in range(6)) > 3
 
@@ -208,9 +211,9 @@ def test_old_plans_are_forgotten_but_for_those_with_which_ranks_went_out_or_came
 @pytest.mark.parametrize(("ranks", "step_s", "early", "late"), [(4, 0.1, 1, 4), (256, 0.1, 7, 62), (512, 2.0, 1, 7)])
 def test_looks_take_a_part_of_the_time(ranks: int, step_s: float, early: int, late: int) -> None:
     """A look takes rank 0 a tenth of a millisecond for each rank, for which all wait."""
-    planner = planner_of(ranks)
-    assert (planner._pause(20, step_s), planner._pause(200, step_s)) == (early, late)
-    assert planner._pause(20, 0.0) == 1, "nothing is known of the time yet"
+    looks = LookSchedule(ranks, clock=lambda: 0.0)
+    assert (looks.pause(20, step_s), looks.pause(200, step_s)) == (early, late)
+    assert looks.pause(20, 0.0) == 1, "nothing is known of the time yet"
 
 
 def test_what_was_measured_of_a_rank_before_it_went_out_does_not_count_when_it_comes_back() -> None:
@@ -221,10 +224,10 @@ def test_what_was_measured_of_a_rank_before_it_went_out_does_not_count_when_it_c
 
     for step in range(20):
         planner.observe(step, [4.0, 4.0], [0.1, 9.0])
-    assert planner.accept(announced(1, (8, 0)), 20) is not None and len(planner._windows[1]) > 10
+    assert planner.accept(announced(1, (8, 0)), 20) is not None and len(planner._measurements.recent[1]) > 10
     assert planner.accept(announced(1, (8, 0)), 21) is None, "it is known"
     assert planner.accept(announced(2, (7, 1)), 400) is not None
-    assert not planner._windows[1] and len(planner._windows[0]) > 10
+    assert not planner._measurements.recent[1] and len(planner._measurements.recent[0]) > 10
 
 
 def test_measurements_follow_a_rank_to_its_new_number():

@@ -28,6 +28,7 @@ KEPT = 0.75             # k changes when r differs from it by more rounds than t
 LEAST_SLOWER = 3.0      # a rank misses merges only if it is so many times slower than the fastest: times are noisy
 LEAST_IDLE_STEPS = 256  # steps that a rank is out before its first try; twice as many before each further one
 TRY_STEPS = 10          # global batches of a try: a few to settle, and a few that are measured
+KEPT_STEPS = 4096       # plans that held within so many batches are kept: ranks in local steps may be so far behind
 PRICE = 0.01            # the most that a try may cost, as a fraction of the time since the rank went out
 
 
@@ -109,6 +110,20 @@ def merge_intervals(step_s: Sequence[float], lengths: Sequence[int], *, current:
         near = k if abs(rounds - k) <= KEPT else math.floor(rounds + 0.5)
         chosen.append(min(max(near, 1), 2 * k, most))
     return tuple(chosen)
+
+
+def plans_to_keep(plans: Sequence[Plan], step: int) -> list[Plan]:
+    """The plans that held within the `KEPT_STEPS` batches before `step`, and the older ones that `idle_since` and
+    `trial` need: the first, and those with which a rank lost all its samples or got some again.
+
+    Args:
+        plans: those kept so far, oldest first.
+    """
+    ends = [*(plan.step for plan in plans[1:]), math.inf]
+    old = sum(end <= step - KEPT_STEPS for end in ends)
+    out = [[share == 0 for share in plan.shares] for plan in plans[:old]]
+    changes = [plans[index] for index in range(old) if index == 0 or out[index] != out[index - 1]]
+    return [*changes, *plans[old:]]
 
 
 def idle_since(plans: Sequence[Plan], rank: int) -> int | None:
