@@ -89,6 +89,8 @@ SIZES = (
     ({"WORLD_SIZE": "4"}, 1, None, ""),
     ({"WORLD_SIZE": "4", "TORCHELASTIC_RUN_ID": "x"}, 1, None, "WORLD_SIZE says that 4 processes"),
     ({"SLURM_STEP_NUM_TASKS": "8"}, 1, None, "SLURM_STEP_NUM_TASKS says that 8 processes"),
+    ({"SLURM_STEP_NUM_TASKS": "8", "PMIX_RANK": "0"}, 1, None, "by the MPI that Horovod was built with"),  # without one
+    ({"SLURM_STEP_NUM_TASKS": "8", "HOROVOD_SIZE": "1"}, 1, None, ""),  # horovodrun -np 1 in each of 8 tasks
 ])  # fmt: skip
 def test_a_rank_that_is_alone_though_several_were_started_does_not_train_by_itself(
     monkeypatch, capsys, told, size, comm, outcome

@@ -146,7 +146,7 @@ def _check_alone() -> None:
         name, size = told
         tell(
             f"hvd_hetero: {name} says that {size} processes were started, and each is a Horovod job of one rank: start "
-            "Horovod's ranks with horovodrun, mpirun, or srun --mpi=pmix."
+            "Horovod's ranks with horovodrun, or by the MPI that Horovod was built with (mpirun, srun --mpi=pmix)."
         )
 
 

@@ -208,7 +208,9 @@ def started() -> tuple[str, int] | None:
 
 def started_otherwise() -> tuple[str, int] | None:
     """The name and value of the variable by which torchrun or Slurm says how many processes it has started; None if it
-    says one or nothing."""
+    says one or nothing, or if this process is the rank of a job of its own, which horovodrun has started."""
+    if "HOROVOD_SIZE" in os.environ:
+        return None
     return _told_of_several(*(["WORLD_SIZE"] if "TORCHELASTIC_RUN_ID" in os.environ else []), "SLURM_STEP_NUM_TASKS")
 
 
