@@ -163,18 +163,20 @@ def test_a_model_of_models_that_are_built_is_broadcast_before_its_first_step(mon
     assert not model.built and sent == [2 + len(model.optimizer.variables)]
 
 
-def test_optimizers_that_a_train_step_has_are_broadcast_as_well(monkeypatch):
+@pytest.mark.parametrize("held", [lambda one: one, lambda one: [one], lambda one: {"own": (one, one)}])
+def test_optimizers_that_a_train_step_has_are_broadcast_as_well(monkeypatch, held):
     """Rank 0 may have loaded their state."""
     sent = []
     monkeypatch.setattr("hvd_hetero.keras.callbacks.agreement.broadcast_variables", lambda v, *_: sent.extend(v))
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4)])
     model.compile("sgd", jit_compile=False)
-    model.own = keras.optimizers.Adam()
-    model.own.build(model.trainable_variables)
+    own = keras.optimizers.Adam()
+    own.build(model.trainable_variables)
+    model.own = held(own)
     callback = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
     callback.set_model(model)
     callback.on_train_begin()
-    expected = [*model.weights, *model.optimizer.variables, *model.own.variables]
+    expected = [*model.weights, *model.optimizer.variables, *own.variables]
     assert [id(variable) for variable in sent] == [id(variable) for variable in expected]
 
 

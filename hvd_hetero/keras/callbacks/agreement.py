@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,9 +22,10 @@ from ..normalization import take_in_statistics
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     """Overwrites the weights of the model and the variables of its optimizers with those of `root_rank`.
 
-    Its optimizers are the one that it was compiled with, and others that are attributes of the model, as of a GAN. This
-    happens before the first step, or right after it for a model that is built by that step. Each rank keeps its own
-    random seeds, so that dropout and augmentation differ between ranks, unless a script gives all the same seed.
+    Its optimizers are the one that it was compiled with, and others that are attributes of the model, as of a GAN, or
+    are in lists, tuples and dicts that are. This happens before the first step, or right after it for a model that is
+    built by that step. Each rank keeps its own random seeds, so that dropout and augmentation differ between ranks,
+    unless a script gives all the same seed.
 
     Args:
         root_rank: the rank whose variables all get.
@@ -64,13 +65,22 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         optimizer = self.model.optimizer
         if whole and optimizer is not None and not optimizer.built:  # None if a custom train_step has the optimizers
             optimizer.build(self.model.trainable_variables)
-        own = [each for each in vars(self.model).values() if isinstance(each, keras.optimizers.Optimizer)]
-        optimizers = [optimizer, *(each for each in own if each is not optimizer)]  # those of a train_step as well
-        every = [*self.model.weights, *(v for each in optimizers for v in getattr(each, "variables", ()))]
+        # Those of a train_step as well, each once.
+        optimizers = {id(each): each for each in [optimizer, *_optimizers_in(vars(self.model))]}
+        every = [*self.model.weights, *(v for each in optimizers.values() for v in getattr(each, "variables", ()))]
         variables = [v for v in every if id(v) not in self._local]
         broadcast_variables(variables, self.root_rank, self._process_set)
         take_in_statistics(self.model)
         self.broadcast_done = whole
+
+
+def _optimizers_in(value: Any) -> Iterator[keras.optimizers.Optimizer]:
+    """The optimizers that a value is or, of dicts, lists and tuples, holds, those within such containers included."""
+    if isinstance(value, keras.optimizers.Optimizer):
+        yield value
+    elif isinstance(value, (Mapping, list, tuple)):
+        for each in value.values() if isinstance(value, Mapping) else value:
+            yield from _optimizers_in(each)
 
 
 class MetricAverageCallback(keras.callbacks.Callback):
