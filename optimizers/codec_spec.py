@@ -27,8 +27,11 @@ EXACT_BELOW = 1024
 
 
 def matrix_shape(shape: Shape) -> tuple[int, int]:
-    """The number of rows and columns of a parameter seen as a matrix: its first axis, and all others flattened."""
-    return shape[0], math.prod(shape[1:])
+    """The number of rows and columns of a parameter of two axes or more seen as a matrix, whose values stay in their
+    order: its axes are parted where that makes the fewest of both. PyTorch has the output channels of a convolution
+    first, Keras last; and of Keras's attention, the first axis may be the heads."""
+    cuts = [(math.prod(shape[:at]), math.prod(shape[at:])) for at in range(1, len(shape))]
+    return min(cuts, key=sum)
 
 
 @dataclass(frozen=True, kw_only=True)

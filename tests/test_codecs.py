@@ -11,6 +11,7 @@ from hvd_hetero.codecs.half import GREATEST, ScaledHalf, scale_for
 from hvd_hetero.codecs.lowrank import LowRank, orthonormal, pays
 from hvd_hetero.codecs.sparse import TopK
 from hvd_hetero.codecs.verbs import exponent_of, verbs_of
+from hvd_hetero.optimizers.codec_spec import CodecSpec, matrix_shape
 
 LIBRARIES = {"numpy": np.asarray, "torch": lambda values: torch.from_numpy(np.array(values))}
 
@@ -232,6 +233,18 @@ def test_powersgd_of_a_matrix_of_low_rank_is_exact(array):
 
 def test_powersgd_pays_for_large_matrices_only():
     assert pays(512, 512, 4) and not pays(8, 512, 4) and not pays(512, 8, 4)
+
+
+@pytest.mark.parametrize("shape, matrix", [
+    ((64, 32), (64, 32)),
+    ((128, 64, 3, 3), (128, 576)),  # a convolution of PyTorch, and of Keras
+    ((3, 3, 64, 128), (576, 128)),
+    ((512, 8, 64), (512, 512)),  # of Keras's attention: query, and output
+    ((8, 64, 512), (512, 512)),
+])  # fmt: skip
+def test_a_parameter_is_seen_as_the_squarest_matrix(shape, matrix):
+    assert matrix_shape(shape) == matrix
+    assert shape == (64, 32) or CodecSpec(name="powersgd").takes(shape)
 
 
 def test_the_first_q_is_the_same_in_every_library():

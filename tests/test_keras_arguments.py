@@ -21,6 +21,7 @@ import numpy as np
 import hvd_hetero.keras as hvd
 from hvd_hetero.engine.local import SoloEngine
 from hvd_hetero.keras import backend
+from hvd_hetero.keras.reduction import array_of
 
 FOLDER = Path(importlib.util.find_spec("horovod").origin).parent
 NAMES = ["allreduce", "allgather", "broadcast", "reducescatter", "load_model", "DistributedOptimizer"]
@@ -84,9 +85,18 @@ def test_wrong_reductions_say_what_was_expected():
     raises(ValueError, "hvd.Average or hvd.Sum", lambda: hvd.reducescatter([1.0], op=hvd.Max))
 
 
+def test_what_is_no_array_is_told_apart():
+    raises(TypeError, r"Received: a dict\..*map_structure\(hvd.allgather", lambda: array_of({"a": np.ones(2)}))
+    assert array_of([1, 2]).tolist() == [1, 2] and array_of("text") == "text"
+
+
 def test_wrong_arguments_of_optimizers_and_models_say_what_was_expected():
     sgd = keras.optimizers.SGD
     raises(TypeError, "name: expected a text", lambda: hvd.DistributedOptimizer(sgd(), hvd.Compression.fp16))
+    for compression in (hvd.Compression.int4, types.SimpleNamespace(compress=id, decompress=id), "fp16"):
+        words = r"what int4\(\.\.\.\).* returns; compressors of one's own are for PyTorch"
+        arguments = {"balancer": hvd.Balancer(4, engine=SoloEngine()), "compression": compression}
+        raises(TypeError, words, lambda a=arguments: hvd.DistributedOptimizer(sgd(), **a))
     raises(ValueError, "at least 1", lambda: hvd.DistributedOptimizer(sgd(), backward_passes_per_step=0))
     built = sgd()
     built.build([keras.Variable([1.0])])

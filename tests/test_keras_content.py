@@ -111,6 +111,19 @@ class Doubling(keras.Model):
         return self.flat(inputs * 2)
 
 
+def test_a_model_without_a_call_is_built_where_its_layers_are():
+    """As a GAN, of which Keras says that it is not built, and which cannot be called."""
+    gan = keras.Model()
+    gan.generator = keras.Sequential([keras.Input((2,)), keras.layers.Dense(3)])
+    gan.critic = keras.Sequential([keras.layers.Dense(1, name="verdict")])
+    gan.compile()
+    with pytest.raises(ValueError, match="whose layers are not: .*verdict"):
+        KerasState(gan, epoch=0)
+    gan.critic.build((None, 3))
+    state = KerasState(gan, epoch=0)
+    assert not gan.built and len(state._parts["model"].state_dict()) == 4
+
+
 @pytest.mark.filterwarnings("ignore:.*build:UserWarning")
 @pytest.mark.parametrize("name", ["model", "critic"])
 def test_models_that_say_they_are_built_and_are_not_are_told_by_name(name):

@@ -15,6 +15,7 @@ pytest.importorskip("horovod.torch", reason="build it with hvd-hetero build-horo
 import hvd_hetero.keras as hvd
 from hvd_hetero.engine.local import SoloEngine
 from hvd_hetero.keras.callbacks import balance
+from hvd_hetero.keras.place import Place
 from hvd_hetero.optimizers.equal_weights import EqualWeights
 
 WHOLE, BATCHES = 4, 20
@@ -82,6 +83,18 @@ def test_commits_and_checkpoints_count_batches_and_not_executions(at_once, expec
         callbacks.on_train_batch_end(first + at_once - 1 if tells else first)
     callbacks.on_epoch_end(0)
     assert state.kept == [*expected, 0] and sum(state.steps) == BATCHES, state.kept
+
+
+@pytest.mark.parametrize("tells", [True, False])
+def test_a_fit_of_a_state_keeps_batches_and_not_executions(tells):
+    state, found = State(), []
+    place = Place(state, None)
+    place.set_model(types.SimpleNamespace(steps_per_execution=4))
+    for first in (0, 4, 8):
+        place.on_train_batch_begin(first)
+        place.on_train_batch_end(first + 3 if tells else first)
+        found.append(state.batch)
+    assert found == [4, 8, 12]
 
 
 def test_a_local_strategy_is_merged_by_the_optimizer_of_the_fit():

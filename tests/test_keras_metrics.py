@@ -104,6 +104,30 @@ def test_a_metric_that_is_one_number_for_a_batch_is_told_in_an_epoch_that_goes_o
     assert callback._trained == {"loss": 24.0}
 
 
+@pytest.mark.parametrize("tells", ["first", "last"])  # of an execution, as Keras 3.10 does, or later ones
+def test_a_metric_that_is_one_number_for_a_batch_is_told_where_executions_have_several(tells):
+    """Of 5 batches, the second execution of 4 has one."""
+    callback = hvd.callbacks.MetricAverageCallback()
+    loss, one = (SimpleNamespace(name=name, count=keras.Variable(0.0)) for name in ("loss", "one"))
+    callback.set_model(SimpleNamespace(metrics=[loss, one], steps_per_execution=4))
+    callback.set_params({"steps": 5})
+    callback.on_epoch_begin(0)
+    for begin, batches in ((0, 4), (4, 1)):
+        callback.on_train_batch_begin(begin)
+        loss.count.assign_add(8.0 * batches)
+        one.count.assign_add(1.0 * batches)
+        callback.on_train_batch_end(begin if tells == "first" else begin + 3)
+    assert callback._trained == {"loss": 40.0}
+    for metric in (loss, one):
+        metric.count.assign(0.0)
+    callback.on_test_begin()
+    loss.count.assign_add(8.0)
+    one.count.assign_add(1.0)
+    callback.on_test_batch_end(0 if tells == "first" else 3)
+    callback.on_test_end()
+    assert callback._validated == {"loss": 8.0}
+
+
 @pytest.mark.parametrize("validates", [False, True])
 def test_what_another_callback_evaluates_at_the_end_of_an_epoch_weighs_nothing(validates):
     def program(engine):
@@ -163,18 +187,20 @@ def test_a_model_of_models_that_are_built_is_broadcast_before_its_first_step(mon
     assert not model.built and sent == [2 + len(model.optimizer.variables)]
 
 
-def test_optimizers_that_a_train_step_has_are_broadcast_as_well(monkeypatch):
+@pytest.mark.parametrize("held", [lambda one: one, lambda one: [one], lambda one: {"own": (one, one)}])
+def test_optimizers_that_a_train_step_has_are_broadcast_as_well(monkeypatch, held):
     """Rank 0 may have loaded their state."""
     sent = []
     monkeypatch.setattr("hvd_hetero.keras.callbacks.agreement.broadcast_variables", lambda v, *_: sent.extend(v))
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4)])
     model.compile("sgd", jit_compile=False)
-    model.own = keras.optimizers.Adam()
-    model.own.build(model.trainable_variables)
+    own = keras.optimizers.Adam()
+    own.build(model.trainable_variables)
+    model.own = held(own)
     callback = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
     callback.set_model(model)
     callback.on_train_begin()
-    expected = [*model.weights, *model.optimizer.variables, *model.own.variables]
+    expected = [*model.weights, *model.optimizer.variables, *own.variables]
     assert [id(variable) for variable in sent] == [id(variable) for variable in expected]
 
 

@@ -3,6 +3,8 @@
 In one process: the job breaks off at a batch, goes back to what it had kept, and goes on.
 """
 
+import random
+
 import keras
 import numpy as np
 import pytest
@@ -158,6 +160,25 @@ def test_a_job_that_is_stopped_within_an_epoch_goes_on_there(at):
     assert (job.state.epoch, job.state.batch) == (place["epoch"], place["position"]) == divmod(at, BATCHES)
     job.fit()
     assert job.weights() == undisturbed.weights() and (job.state.epoch, job.state.batch) == (EPOCHS, 0)
+
+
+@pytest.mark.parametrize("at", WITHIN)
+def test_random_numbers_of_python_go_on_where_they_were(at):
+    class Draws(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            drawn.append(random.random())
+
+    undisturbed, drawn = Job(), []
+    undisturbed.fit(Draws())
+    expected, drawn = drawn[at:], []
+    state = Job().halted(at, Draws()).state
+    shared, own = state.shared_content(), state.own_content()
+    resumed = Job()
+    resumed.state.load_shared_content(shared)
+    resumed.state.load_own_content(own)
+    drawn.clear()
+    resumed.fit(Draws())
+    assert drawn == expected
 
 
 def test_callbacks_may_be_none_or_one_as_in_a_fit_of_keras():

@@ -182,7 +182,11 @@ def make_reducer(
         check_whole("bucket_bytes", bucket_bytes, least=1)
     codecs = Compression.named(compression)
     if not isinstance(codecs, LinkCodecs):
-        raise TypeError(f"compression: expected one of hvd.Compression. Received: {compression!r}.")
+        raise TypeError(
+            "compression: expected hvd.Compression.none, fp16, bf16, int8 or auto, or what int4(...), topk(...), "
+            "powersgd(...) or per_link(...) of it returns; compressors of one's own are for PyTorch. Received: "
+            f"{compression!r}."
+        )
     return GradientReducer(
         balancer=balancer,
         routing=Routing(

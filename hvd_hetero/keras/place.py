@@ -7,11 +7,12 @@ from typing import Any
 
 import keras
 
+from .callbacks.elastic import UpdateBatchStateCallback
 from .randomness import Aside, load_random_state
 
 
-class Place(keras.callbacks.Callback):
-    """Keeps `epoch` and `batch` of a state up to date.
+class Place(UpdateBatchStateCallback):
+    """Keeps `epoch` and `batch` of a state up to date, by the numbers that batches have in their epoch.
 
     Args:
         state: the `KerasState` of the job.
@@ -19,8 +20,8 @@ class Place(keras.callbacks.Callback):
     """
 
     def __init__(self, state: Any, random: Mapping[str, Any] | None) -> None:
-        super().__init__()
-        self._state, self._random = state, random
+        super().__init__(state)
+        self._random = random
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Restores the random state here, as Keras may draw before: it tries out a model not yet trained in this
@@ -28,13 +29,14 @@ class Place(keras.callbacks.Callback):
         if self._random is not None:
             load_random_state(self._random)
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self._state.batch = batch + 1
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        super().on_train_batch_begin(batch, logs)
+        self._before = batch
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        stopped = self.model.stop_training and self._state.batch < (self.params.get("steps") or 0)
+        stopped = self.model.stop_training and self.state.batch < (self.params.get("steps") or 0)
         if not stopped:  # else a later fit goes on within this epoch, as its data does
-            self._state.epoch, self._state.batch = epoch + 1, 0
+            self.state.epoch, self.state.batch = epoch + 1, 0
 
 
 class EndOfBatch(keras.callbacks.Callback):

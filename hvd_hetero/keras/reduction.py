@@ -21,16 +21,23 @@ def array_of(value: Any) -> np.ndarray:
     not, as in a transposed array and in what some initializers make.
 
     Raises:
-        TypeError: a tensor without a value, as in a `tf.function`.
+        TypeError: a tensor without a value, as in a `tf.function`; or what is no array, such as a dict of them.
     """
     try:
-        return np.array(keras.ops.convert_to_numpy(value) if keras.ops.is_tensor(value) else value, order="C")
+        array = np.array(keras.ops.convert_to_numpy(value) if keras.ops.is_tensor(value) else value, order="C")
     except NotImplementedError as error:  # TensorFlow's, in words that name neither what was called nor what to do
         raise TypeError(
             f"Expected a value that is there, outside of a tf.function. Received: {value}, in one that is traced. "
             "Return it from the function, and call Horovod's function on that; gradients and hvd.broadcast_variables "
             "may be within it."
         ) from error
+    if array.dtype.hasobject:
+        raise TypeError(
+            f"Expected a number, an array or a tensor. Received: a {type(value).__name__}. Of a structure, such as "
+            "several outputs, take each part: keras.tree.map_structure(hvd.allgather, outputs). For any object there "
+            "are hvd.allgather_object and hvd.broadcast_object."
+        )
+    return array
 
 
 def name_of(engine: Engine, name: str | None, kind: str) -> str:

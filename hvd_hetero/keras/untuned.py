@@ -37,7 +37,8 @@ def untuned(dataset: Any) -> Any:
 
 
 def _leave_untuned() -> None:
-    """Patches Keras to switch off the autotuner for an `UntunedDataset`, and to read it through `UntunedDataset.read`.
+    """Patches Keras to switch off the autotuner for an `UntunedDataset`, and to read it through `UntunedDataset.read`,
+    in its order: Keras would draw another one from Python's random numbers, and so once more in a job that is resumed.
 
     Keras has no public hook for the tf.data.Dataset that it makes of a PyDataset. If a later Keras has moved the
     methods, nothing is patched.
@@ -55,8 +56,10 @@ def _leave_untuned() -> None:
 
     @functools.wraps(as_read)
     def get_iterator(self: Any) -> Any:
-        batches = as_read(self)
-        return self.py_dataset.read(batches) if isinstance(self.py_dataset, UntunedDataset) else batches
+        if not isinstance(self.py_dataset, UntunedDataset):
+            return as_read(self)
+        self.shuffle = False
+        return self.py_dataset.read(as_read(self))
 
     adapters.PyDatasetAdapter.get_tf_dataset = get_tf_dataset
     adapters.PyDatasetAdapter._get_iterator = get_iterator

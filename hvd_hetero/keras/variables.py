@@ -100,11 +100,17 @@ def check_built(name: str, owner: Any) -> None:
     else:
         what, how = "a model", f"Begin it with keras.Input(...), or call it once on a batch: {name}(x[:1])."
         unknown = _unbuilt(owner)
-    if getattr(owner, "built", False):
+    if getattr(owner, "built", False) or _has_no_call(owner):
         if not unknown:
             return
         received = f"one that says so, but whose layers are not: {', '.join(unknown)}"
     raise ValueError(f"{name}: expected {what} that is built, whose variables are known. Received: {received}. {how}")
+
+
+def _has_no_call(owner: Any) -> bool:
+    """Whether an owner is a model without a `call`, such as a GAN, whose variables are those of its layers. Keras does
+    not say of it that it is built, unless the script does."""
+    return isinstance(owner, keras.Model) and type(owner).call is keras.Model.call and bool(owner.weights)
 
 
 def _unbuilt(model: keras.Model) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,9 +22,10 @@ from ..normalization import take_in_statistics
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     """Overwrites the weights of the model and the variables of its optimizers with those of `root_rank`.
 
-    Its optimizers are the one that it was compiled with, and others that are attributes of the model, as of a GAN. This
-    happens before the first step, or right after it for a model that is built by that step. Each rank keeps its own
-    random seeds, so that dropout and augmentation differ between ranks, unless a script gives all the same seed.
+    Its optimizers are the one that it was compiled with, and others that are attributes of the model, as of a GAN, or
+    are in lists, tuples and dicts that are. This happens before the first step, or right after it for a model that is
+    built by that step. Each rank keeps its own random seeds, so that dropout and augmentation differ between ranks,
+    unless a script gives all the same seed.
 
     Args:
         root_rank: the rank whose variables all get.
@@ -64,13 +65,22 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         optimizer = self.model.optimizer
         if whole and optimizer is not None and not optimizer.built:  # None if a custom train_step has the optimizers
             optimizer.build(self.model.trainable_variables)
-        own = [each for each in vars(self.model).values() if isinstance(each, keras.optimizers.Optimizer)]
-        optimizers = [optimizer, *(each for each in own if each is not optimizer)]  # those of a train_step as well
-        every = [*self.model.weights, *(v for each in optimizers for v in getattr(each, "variables", ()))]
+        # Those of a train_step as well, each once.
+        optimizers = {id(each): each for each in [optimizer, *_optimizers_in(vars(self.model))]}
+        every = [*self.model.weights, *(v for each in optimizers.values() for v in getattr(each, "variables", ()))]
         variables = [v for v in every if id(v) not in self._local]
         broadcast_variables(variables, self.root_rank, self._process_set)
         take_in_statistics(self.model)
         self.broadcast_done = whole
+
+
+def _optimizers_in(value: Any) -> Iterator[keras.optimizers.Optimizer]:
+    """The optimizers that a value is or, of dicts, lists and tuples, holds, those within such containers included."""
+    if isinstance(value, keras.optimizers.Optimizer):
+        yield value
+    elif isinstance(value, (Mapping, list, tuple)):
+        for each in value.values() if isinstance(value, Mapping) else value:
+            yield from _optimizers_in(each)
 
 
 class MetricAverageCallback(keras.callbacks.Callback):
@@ -104,7 +114,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
         self._trained: dict[str, float] | None = None  # of the epoch
         self._validated: dict[str, float] | None = None  # of the validation in this epoch
         self._name = ""
-        self._batches = self._test_batches = 0  # numbers of batches in the epoch, and in its validation
+        self._batches = self._test_batches = range(0)  # see `_done`: in the epoch, and in its validation
         self._first: int | None = None  # index of the epoch's first batch, not 0 if the epoch is resumed
 
     def on_train_begin(self, logs: Any = None) -> None:
@@ -114,7 +124,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Forgets the sample counts of the last epoch."""
         self._trained = self._validated = self._first = None
-        self._batches = 0
+        self._batches = range(0)
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Notes the index of the batch with which the epoch begins, or is resumed."""
@@ -122,19 +132,20 @@ class MetricAverageCallback(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Counts the batches of the epoch; after its last one, notes the sample counts of its metrics."""
-        self._batches = batch + 1 - (self._first or 0)
-        if batch + 1 == (self.params or {}).get("steps"):
+        first, steps = self._first or 0, (self.params or {}).get("steps")
+        self._batches = self._done(batch - first)
+        if steps is not None and steps - first in self._batches:
             self._trained = self._counts(self._batches)
 
     def on_test_begin(self, logs: Any = None) -> None:
         """Notes the sample counts of the epoch's metrics, which the validation resets."""
         if self._trained is None:
             self._trained = self._counts(self._batches)
-        self._test_batches = 0
+        self._test_batches = range(0)
 
     def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
         """Counts the batches of the validation."""
-        self._test_batches = batch + 1
+        self._test_batches = self._done(batch)
 
     def on_test_end(self, logs: Any = None) -> None:
         """Notes the sample counts of the validation's metrics."""
@@ -174,14 +185,22 @@ class MetricAverageCallback(keras.callbacks.Callback):
             mean = summed.reshape(value.shape) / weight if weight else np.full(value.shape, math.nan)
             logs[key] = mean if mean.ndim else float(mean)
 
-    def _counts(self, batches: int = 0) -> dict[str, float]:
+    def _done(self, batch: int) -> range:
+        """How many batches there may have been when Keras ends one of this number, which is that of the last one of an
+        execution or, in Keras 3.10, of the first: with `steps_per_execution` the last execution may have fewer."""
+        at_once = getattr(self.model, "steps_per_execution", 1)
+        before = batch - batch % at_once
+        return range(before + 1, before + at_once + 1)
+
+    def _counts(self, batches: Collection[int] = ()) -> dict[str, float]:
         """The number of samples that each metric is a mean over since it was reset, by the metric's name.
 
         Metrics that are no means over samples are left out, and get the weight of the loss. So are those that have
         counted batches, as if a function returns one number for a batch: batches of ranks differ in size.
 
         Args:
-            batches: the number of batches so far. A metric with this count, other than the loss, has counted batches.
+            batches: the number of batches so far is one of these. A metric with such a count, other than the loss, has
+                counted batches.
         """
         every = [each for metric in self.model.metrics for each in (metric, *getattr(metric, "metrics", ()))]
         # If the number of rows is not known while TensorFlow traces, Keras counts batches for the loss of each of
@@ -197,7 +216,8 @@ class MetricAverageCallback(keras.callbacks.Callback):
         }
         if batches and not found.get("loss", 1.0):
             del found["loss"]  # Keras's own, which a `train_step` that has its losses itself leaves at 0
-        return {key: count for key, count in found.items() if key == "loss" or count != batches or "loss" not in found}
+        alone = "loss" not in found
+        return {key: count for key, count in found.items() if key == "loss" or count not in batches or alone}
 
 
 def _by_key(compiled: Any) -> dict[str, Any]:
