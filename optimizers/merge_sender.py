@@ -144,7 +144,7 @@ class MergeSender:
         """
         sending, first = self._sending, index == 0
         leads = first and self._leads()
-        if first and self._recent and not self._in_advance:
+        if first and self._recent:
             # The median, by seconds per sample: a stall tells nothing of the rank's speed.
             self._usual = sorted(self._recent, key=lambda each: each[1] / each[0])[len(self._recent) // 2]
             self._recent = []

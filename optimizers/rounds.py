@@ -217,7 +217,6 @@ class Rounds:
         finally:
             self.balancer.strategies.ends(self)
             self._finishing = False
-            self._stepped = 0
 
     # One contribution and one merge ---------------------------------------------------------------------------------
 

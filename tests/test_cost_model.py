@@ -43,6 +43,13 @@ def test_more_bytes_and_slower_links_never_take_less(algorithm, sizes):
         assert seconds(1e9) == 0.0
 
 
+@pytest.mark.parametrize("sizes", [(3, 1), (1, 2, 4)])
+def test_without_a_second_rank_on_every_node_all_goes_through_leaders(sizes):
+    topology = Topology(nodes=nodes(*sizes), local=LOCAL, cross=ETHERNET)
+    for algorithm in ("rails", "scatter"):
+        assert expected_s(algorithm, 1e6, topology) == expected_s("leader", 1e6, topology)
+
+
 def test_what_is_missing_is_named():
     with pytest.raises(ValueError, match="topology: expected measured links"):
         expected_s("flat", 1.0, Topology(nodes=nodes(2, 2)))

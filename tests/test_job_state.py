@@ -142,6 +142,8 @@ def test_what_waits_for_an_exchange_is_of_its_own_balancer():
         state.on_reset()
         state.sync()
         assert (exchange.kept, take(first, "tape").kept) == (2.0, 1.0)
+        state.sync()  # as where `train` is called once more
+        assert exchange.kept == 2.0, "it is given back once"
 
     World(1).run(program)
 
@@ -253,7 +255,52 @@ def test_ranks_take_the_state_of_who_has_it_and_then_of_who_has_read_the_checkpo
 
             state.read_late = read
         state.sync()
-        return state.epoch
+        found, state.epoch = state.epoch, 99
+        state.restore()
+        assert state.epoch == found, "what was received is what a rank goes back to"
+        return found
 
     first = min(synced or set(range(3)) - set(left), default=None)
     assert World(3).run(program) == [7 if first is None else 10 * first] * 3
+
+
+def test_merges_under_way_are_not_completed_once_ranks_are_lost_until_all_have_come_together_again():
+    merged = []
+
+    class Local(JobState):
+        def _merge(self, part):
+            merged.append(part)
+
+    def program(engine):
+        state = Local({"balancer": Balancer(engine, global_batch_size=4)}, horovod=Alone())
+        state.break_off()
+        state.restore()
+        assert not merged
+        state.sync()
+        state.restore()
+        assert merged
+
+    World(1).run(program)
+
+
+def test_who_was_told_to_end_since_the_last_exchange_ends_with_those_who_were_before():
+    def program(engine):
+        balancer = Balancer(engine, global_batch_size=4)
+        state = JobState({"balancer": balancer}, horovod=Several(engine))
+        balancer.departure.leaving.hear((0,), balancer.step)
+        balancer.departure.leaving.said = engine.rank == 2
+        return list(state.leaving), state._all_leaving()
+
+    assert World(3).run(program) == [([0], [0, 2])] * 3
+
+
+def test_a_checkpoint_that_is_loaded_drops_the_gradients_that_were_accumulated_before():
+    def program(engine):
+        balancer = Balancer(engine, global_batch_size=4)
+        state = JobState({"balancer": balancer}, horovod=Alone())
+        sums = balancer.sums.take("optimizer")
+        sums.load_state_dict({"begun": 2, "kinds": {"a": {"passes": 2}}})
+        state.load_shared_state(state.shared_state())
+        return sums.state_dict()
+
+    assert World(1).run(program) == [{"begun": 0, "kinds": {}}]

@@ -235,3 +235,14 @@ def test_a_norm_that_is_not_finite_stays_at_home():
     assert meter.take() is None
     meter.incoming(control.Norms(squared_norm=3.0, inverse_terms=0.5, ranks=2.0, merged=1.0), 8)
     assert meter.take() is not None and meter.take() is None, "a step counts once"
+
+
+@pytest.mark.parametrize(("terms", "batches"), [(8.0, 1), (80.0, 1), (16.0, 2), (160.0, 2)])
+def test_noise_is_that_of_samples_whatever_the_number_of_their_loss_terms(terms, batches):
+    """Of global batches of 8 samples, on two ranks; a sample may be a text of ten tokens."""
+    meter = NoiseMeter()
+    meter.end(terms=terms / 2, weight=1.0, merged=[1.0], gain=1.0, all_terms=terms, batches=batches)
+    norms = control.Norms(squared_norm=3.0, inverse_terms=2 / (terms / 2), ranks=2.0, merged=1.0)
+    meter.incoming(norms, 8.0)
+    found = meter.take()
+    assert found.batch == pytest.approx(8 * batches) and found.inverse_batches == pytest.approx(2 / (4 * batches))

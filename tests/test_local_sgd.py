@@ -16,7 +16,7 @@ from hvd_hetero.optimizers.attachment import PeerError
 from hvd_hetero.optimizers.balancer import Balancer
 from hvd_hetero.optimizers.codec_spec import CodecSpec, LinkCodecs
 from hvd_hetero.optimizers.control import Announcement
-from hvd_hetero.optimizers.fragment import Lane, fragments_by_kind, fragments_of
+from hvd_hetero.optimizers.fragment import Lane, LocalProgress, fragments_by_kind, fragments_of
 from hvd_hetero.optimizers.latency_lr import LatencyLR
 from hvd_hetero.optimizers.local_sgd import LocalSGD
 from hvd_hetero.optimizers.outer import Outer, compensated
@@ -615,6 +615,7 @@ def said_by_all(ranks, rule, *, intervals=None, fails=lambda rounds, step: step 
             try:
                 rounds.after_step(1.0)
             except PeerError as error:
+                assert balancer.departure.final, "there is no further merge with a rank that has failed"
                 return str(error)
         return "never heard"
 
@@ -664,6 +665,8 @@ def test_progress_that_is_not_finite_is_given_up_by_its_rank_alone():
             balancer.begin(1)
             store.values += math.nan if (engine.rank, step) == (1, 1) else 1.0
             rounds.after_step(1.0)
+        noise = [fields["noise"] for fields in told if "merge" in fields]
+        assert noise == [1.0] * 3, "how far ranks drift apart is measured also in a merge that one gives up"
         return store.values, [fields for fields in told if "why" in fields]
 
     found = World(2).run(program)
@@ -958,17 +961,19 @@ def test_of_two_optimizers_the_merges_of_one_carry_measurements_and_plans():
     balancer.planner.announcement = Announcement(
         version=1, shares=(1,), reason="", predicted_step_s=0.5, strategy="synchronous"
     )
-    observed, taken = [], []
+    observed, taken, told = [], [], []
     balancer.planner.observe = lambda *seen: observed.append(seen)
     balancer.step_timer.take_stops = lambda: taken.append(True) or control.StopSums()
+    balancer.departure.heard_by_all = lambda: told.append(True)
     balancer.begin(1)
     other.after_step(1.0, compute=(1.0, 0.5))
     other.finish()
+    assert not told, "flags travel with the other's merges, of which ranks may have heard unlike numbers"
     assert not observed and len(balancer.plans) == 1 and balancer.dialogue.staleness == 0.0
     assert not taken, "or stops would be said to nobody"
     rounds.after_step(1.0, compute=(1.0, 0.5))
     rounds.finish()
-    assert observed and taken and len(balancer.plans) == 2
+    assert observed and taken and told and len(balancer.plans) == 2
 
 
 @pytest.mark.parametrize("interval", [1, 4])
@@ -1014,3 +1019,66 @@ def test_what_a_rank_needs_for_a_batch_is_the_median_of_its_steps_since_it_last_
         rounds.after_step(1.0, compute=(samples, seconds))
     rounds._serve(lambda fragment: False)
     assert said == [((4.0,), (12.0,))] * 2, "and that is said until there is more"
+    rounds.finish()
+    rounds.begin()
+    for _ in range(6):
+        balancer.begin(1)
+        rounds.after_step(1.0)
+    assert said[-1] == ((0.0,), (0.0,)), "but not in another phase, whose steps may be others"
+
+
+def test_stops_make_the_rounds_of_the_rank_shorter_that_has_them():
+    rounds, store, balancer = rounds_of(SoloEngine(), LocalSGD(round_steps=1, warmup_steps=0), START)
+    balancer.planner.steadiness.hear(0, [control.StopSums(10.0, 10.0, 10.0)])
+    found = []
+    rounds.lengths.hear = lambda step_s: found.extend(step_s)
+    balancer.begin(1)
+    rounds.after_step(1.0, compute=(1.0, 0.5))
+    rounds.finish()
+    assert found[0] == pytest.approx(1.0)
+
+
+def test_each_phase_begins_with_the_first_lane_as_after_a_failure_ranks_may_have_left_off_at_others():
+    rounds, store, balancer = rounds_of(SoloEngine(), LocalSGD(round_steps=1, warmup_steps=0), START)
+    found = []
+    for steps in (1, 2, 1):
+        rounds.begin()
+        for _ in range(steps):
+            balancer.begin(1)
+            rounds.after_step(1.0)
+            found.append(rounds.fragments[0].operation.split(".")[1])
+    assert found == ["0", "0", "1", "0"]
+
+
+def test_a_rank_that_gives_way_at_its_bound_lets_its_loader_deal_on():
+    """Another rank waits for this one in a validation, say, and the answer to this one's contribution comes later."""
+    rounds, store, balancer = rounds_of(SoloEngine(), LocalSGD(round_steps=1, bound_rounds=1, warmup_steps=0), START)
+    rounds.fragments[0].done = lambda: False
+    balancer.engine.wait_avoiding_deadlock = lambda done, *, name: False
+    for _ in range(2):
+        balancer.begin(1)
+        assert balancer.dialogue.horizon._bound == math.inf or rounds.fragments[0].under_way
+        rounds.after_step(1.0)
+    assert rounds.fragments[0].under_way and balancer.dialogue.horizon._bound == math.inf
+
+
+def test_a_rank_that_withdraws_contributes_nothing_more():
+    rounds, store, _ = rounds_of(SoloEngine(), LocalSGD(round_steps=4, warmup_steps=0), START)
+    rounds.balancer.begin(1)
+    store.values += 1.0
+    rounds.after_step(1.0)
+    over = rounds.withdraw()
+    assert over() and np.array_equal(rounds.fragments[0].z, START)
+
+
+def test_rounds_that_are_restarted_owe_nothing_and_have_no_momentum():
+    rule = LocalSGD(round_steps=1, warmup_steps=0, outer=Outer(momentum=0.5))
+    rounds, store, balancer = rounds_of(SoloEngine(), rule, START)
+    for samples in (1, 1, 0):
+        balancer.begin(samples)
+        rounds.after_step(float(samples))
+    rounds.finish()
+    rounds.fragments[0].work.batches = 0.5
+    assert rounds.fragments[0].outer_state and rounds.merges
+    rounds.restart()
+    assert not rounds.fragments[0].outer_state and not rounds.merges and rounds.fragments[0].work == LocalProgress()

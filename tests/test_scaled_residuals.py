@@ -223,8 +223,18 @@ def test_what_was_given_back_twice_is_kept_as_a_whole():
     carry = ScaledResiduals([Nothing()])
     for value in (1.0, 2.0):
         carry.add([np.full(3, value)])
-    (kept,) = carry.residuals([np.zeros(3)])
-    assert kept.tolist() == [3.0] * 3
+    (kept,) = carry.take_residuals([np.zeros(3)])
+    assert kept.tolist() == [3.0] * 3 and carry.residuals([np.zeros(3)]) == [None]
+
+
+@pytest.mark.parametrize(("weight", "taken"), [(8.0, 6.0), (4.0, 3.0), (16.0, 12.0), (2.0, 0.0)])
+def test_what_is_given_back_is_of_the_last_weight_as_what_was_kept_here_is(weight, taken):
+    carry, array = ScaledResiduals([Nothing()]), np.zeros(3)
+    carry.add_to(0, array, 8.0)
+    carry.end_step(True)
+    carry.add([np.full(3, 6.0)])
+    carry.add_to(0, array, weight)
+    assert array.tolist() == [taken] * 3
 
 
 def test_what_is_given_back_counts_in_the_unit_of_who_takes_it():
