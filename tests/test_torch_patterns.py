@@ -3,7 +3,9 @@
 import copy
 import dataclasses
 import functools
+import inspect
 import math
+import typing
 from collections import OrderedDict, UserDict
 from types import MappingProxyType
 
@@ -17,6 +19,7 @@ pytest.importorskip("horovod.torch", reason="build it with hvd-hetero build-horo
 
 import hvd_hetero.torch as hvd
 from hvd_hetero.engine.local import SoloEngine, World
+from hvd_hetero.torch.methods import methods_of
 from hvd_hetero.torch.row import cut, has_samples
 
 WHOLE, SHARES = 8, (5, 2, 1)
@@ -643,3 +646,11 @@ def test_batches_of_nested_and_sparse_tensors_are_cut(collate):
         return [[numbers_in(part) for part in batch] for batch in parts]
 
     assert World(2).run(program) == [[[[0, 1], [2]], [[4, 5], [6]], [[8]]], [[[3]], [[7]], [[]]]]
+
+
+def test_type_checkers_know_the_methods_that_a_plain_optimizer_lacks():
+    told = typing.get_type_hints(hvd.DistributedOptimizer)["return"]
+    assert issubclass(told, torch.optim.Optimizer)  # so that schedulers and scalers take it
+    for name, method in methods_of(torch.optim.SGD).items():
+        if not name.startswith("_") and not hasattr(torch.optim.Optimizer, name):
+            assert list(inspect.signature(getattr(told, name)).parameters) == list(inspect.signature(method).parameters)

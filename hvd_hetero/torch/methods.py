@@ -15,6 +15,27 @@ from .factor import factor_applied, in_proportion, multiplied, reduces
 from .plain import load_in_place
 
 
+class Distributed(torch.optim.Optimizer):
+    """What type checkers know of a distributed optimizer: the methods that the optimizer it was made of lacks.
+
+    The optimizer is no instance of this class: its class is made of `methods_of`, or is Horovod's.
+    """
+
+    def synchronize(self) -> None:
+        """Returns when the gradients are reduced."""
+
+    @contextlib.contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """A context in which `step()` does not wait for gradients, after `synchronize()`."""
+        yield
+
+    def merge(self, model: torch.nn.Module | None = None) -> None:
+        """With a local strategy, returns when all ranks hold one model. Not a method of Horovod's own optimizer."""
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Sets the number of backward passes of an update."""
+
+
 def methods_of(base: type[torch.optim.Optimizer]) -> dict[str, Callable[..., Any]]:
     """The methods, by name, of a class of distributed optimizers that is derived from `base`."""
 

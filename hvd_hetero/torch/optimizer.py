@@ -19,7 +19,7 @@ from hvd_hetero.policy.topology import Topology
 from .argument import check_devices, check_names, described, groups_of, numbered
 from .compression import codecs_of, is_ours
 from .factor import check_no_factor, reduces, root_of
-from .methods import methods_of
+from .methods import Distributed, methods_of
 from .plain import plain_optimizer, release_plain
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def DistributedOptimizer(
     topology: Topology | str | None = None,
     strategy: LocalSGD | str = "synchronous",
     bucket_bytes: int | None = None,
-) -> torch.optim.Optimizer:
+) -> Distributed:
     """The optimizer, of its own class, with gradients reduced over all ranks before each update.
 
     Without `balancer` this is Horovod's own `DistributedOptimizer`; its arguments mean what they mean there. With one,
@@ -186,7 +186,7 @@ def DistributedOptimizer(
     distributed._reducer.follow(distributed)
     reduces(distributed)
     balancer.engine.on_reset_end(distributed._rebuild)
-    return distributed
+    return distributed  # type: ignore[no-any-return]
 
 
 def _unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -65,7 +65,7 @@ def release_plain(optimizer: torch.optim.Optimizer) -> None:
         distributed._allreduce_delay = dict.fromkeys(distributed._allreduce_delay, math.inf)
 
 
-def plain_optimizer(optimizer: torch.optim.Optimizer, *, compression: Any, **arguments: Any) -> torch.optim.Optimizer:
+def plain_optimizer(optimizer: torch.optim.Optimizer, *, compression: Any, **arguments: Any) -> Any:
     """Horovod's own `DistributedOptimizer`, with four repairs: it takes bfloat16; it takes zero_grad(set_to_none); the
     optimizer's state survives wrapping; schedulers go on changing the learning rates after a state was loaded."""
     release_plain(optimizer)
@@ -91,4 +91,4 @@ def plain_optimizer(optimizer: torch.optim.Optimizer, *, compression: Any, **arg
 
     cls.zero_grad, cls.load_state_dict, cls.synchronize = zero_grad, load_state_dict, synchronize
     _MADE_OF[optimizer] = weakref.ref(distributed)
-    return distributed  # type: ignore[no-any-return]
+    return distributed
