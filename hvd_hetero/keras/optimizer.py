@@ -183,8 +183,8 @@ def make_reducer(
     codecs = Compression.named(compression)
     if not isinstance(codecs, LinkCodecs):
         raise TypeError(
-            "compression: expected hvd.Compression.none, fp16, bf16, int8 or auto, or what int4(...), topk(...), "
-            "powersgd(...) or per_link(...) of it returns; compressors of one's own are for PyTorch. Received: "
+            "compression: expected one of hvd.Compression.none, fp16, bf16, int8, auto, int4(...), topk(...), "
+            "powersgd(...), per_link(...); compressors of one's own are for PyTorch. Received: "
             f"{compression!r}."
         )
     return GradientReducer(
