@@ -94,7 +94,7 @@ def test_wrong_arguments_of_optimizers_and_models_say_what_was_expected():
     sgd = keras.optimizers.SGD
     raises(TypeError, "name: expected a text", lambda: hvd.DistributedOptimizer(sgd(), hvd.Compression.fp16))
     for compression in (hvd.Compression.int4, types.SimpleNamespace(compress=id, decompress=id), "fp16"):
-        words = r"what int4\(\.\.\.\).* returns; compressors of one's own are for PyTorch"
+        words = r"int4\(\.\.\.\).*; compressors of one's own are for PyTorch"
         arguments = {"balancer": hvd.Balancer(4, engine=SoloEngine()), "compression": compression}
         raises(TypeError, words, lambda a=arguments: hvd.DistributedOptimizer(sgd(), **a))
     raises(ValueError, "at least 1", lambda: hvd.DistributedOptimizer(sgd(), backward_passes_per_step=0))
