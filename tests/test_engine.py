@@ -11,7 +11,7 @@ from contract import check_engine
 
 from hvd_hetero.engine import port
 from hvd_hetero.engine.callback import Rebuilds, WeakMethods
-from hvd_hetero.engine.local import SoloEngine, World
+from hvd_hetero.engine.local import LocalEngine, SoloEngine, World
 from hvd_hetero.engine.port import (
     Chain,
     CollectiveError,
@@ -31,6 +31,25 @@ from hvd_hetero.optimizers.stateful_parts import StatefulParts
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_world_keeps_the_contract(size):
     World(size).run(check_engine)
+
+
+def test_an_operation_that_is_complete_has_not_failed_although_a_rank_has_since_this_one_looked():
+    world = World(2)
+    group = world.subgroup((0, 1))
+    first = LocalEngine(group, 0, (0, 1)).allreduce_async(np.ones(1), name="sum")
+
+    class Late(threading.Event):
+        def wait(self, timeout=None):
+            before = self.is_set()
+            if not before:  # the other rank comes right after this look, and fails before the next
+                LocalEngine(group, 1, (0, 1)).allreduce_async(np.ones(1), name="sum")
+                world.failed.set()
+            return before
+
+    first.call.ready = Late()
+    assert first.wait().tolist() == [2.0]
+    with pytest.raises(CollectiveError, match="another rank stopped"):
+        group.check("sum", lambda: False)
 
 
 def test_of_two_ranks_that_wait_for_each_other_one_goes_on():

@@ -51,7 +51,7 @@ class _Pending:
         self._over = True
         with self.group.waiting(self.call), self._around.entered():
             while not self.call.ready.wait(0.05):
-                self.group.check(self.name)
+                self.group.check(self.name, self.call.ready.is_set)
         if self.call.error is not None:
             raise CollectiveError(self.call.error)
         if self.in_place:
@@ -117,7 +117,7 @@ class LocalEngine:
     def wait_avoiding_deadlock(self, done: Callable[[], bool], *, name: str) -> bool:
         with self._group.waiting(self._group.calls.get(name)), self._around.entered():
             while not done():
-                self._group.check(name)
+                self._group.check(name, done)
                 if any(self._rank not in call.arrays for call in list(self._group.waited_for)):
                     return done()  # they may be in the next operation because this one has just ended
                 time.sleep(0.001)
@@ -126,7 +126,7 @@ class LocalEngine:
     def wait_for(self, done: Callable[[], bool], *, name: str) -> None:
         with self._group.waiting(self._group.calls.get(name)), self._around.entered():
             while not done():
-                self._group.check(name)
+                self._group.check(name, done)
                 time.sleep(0.001)
 
     def rebuild(self) -> None:

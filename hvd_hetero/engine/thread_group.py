@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -53,9 +53,10 @@ class ThreadGroup:
         self.calls: dict[str, Call] = {}
         self.waited_for: list[Call] = []  # the calls that ranks wait for now, once for each waiting rank
 
-    def check(self, name: str) -> None:
-        """Raises CollectiveError, naming operation `name`, if a rank of the world has failed: it will never come."""
-        if self.world is not None and self.world.failed.is_set():
+    def check(self, name: str, over: Callable[[], bool]) -> None:
+        """Raises CollectiveError, naming operation `name`, if a rank of the world has failed: it will never come. Not
+        if the operation is `over()`, looked at afterwards: a rank may complete it, and fail, between two looks."""
+        if self.world is not None and self.world.failed.is_set() and not over():
             raise CollectiveError(f"{name!r}: another rank stopped before it took part.")
 
     @contextlib.contextmanager
