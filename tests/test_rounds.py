@@ -174,21 +174,26 @@ def test_the_guard_does_not_take_a_merge_that_ranks_missed_for_agreement():
     assert lengths.longest == 1
 
 
+class Merges:
+    """What exchanges gradients for a balancer, where all that is exchanged are merges."""
+
+    def __init__(self, rounds):
+        self._rounds = rounds
+
+    def on_begin(self): ...
+
+    def on_count(self, terms): ...
+
+    def withdraw(self):
+        return self._rounds.withdraw()
+
+
 def said_by_all(ranks, rule, *, intervals=None, fails=lambda rounds, step: step == 5):
     """What each rank says in the end where rank 1 fails, before which step `fails(rounds, step)` tells."""
 
     def program(engine):
         rounds, store, balancer = rounds_of(engine, rule, START)
-
-        class Exchange:
-            def on_begin(self): ...
-
-            def on_count(self, terms): ...
-
-            def withdraw(self):
-                return rounds.withdraw()
-
-        balancer.exchanges.attach(Exchange())
+        balancer.exchanges.attach(Merges(rounds))
         if intervals:
             rounds.lengths.hear = lambda step_s: None
             rounds.lengths.intervals = intervals
@@ -333,16 +338,7 @@ def test_a_failure_is_heard_of_whichever_fragment_the_others_wait_for(fails, at,
 
     def program(engine):
         rounds, store, balancer = rounds_of(engine, rule, START)
-
-        class Exchange:
-            def on_begin(self): ...
-
-            def on_count(self, terms): ...
-
-            def withdraw(self):
-                return rounds.withdraw()
-
-        balancer.exchanges.attach(Exchange())
+        balancer.exchanges.attach(Merges(rounds))
         for step in range(40):
             if engine.rank == 1 and step == at:
                 if fails == "fail":
