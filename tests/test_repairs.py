@@ -358,3 +358,11 @@ def test_a_host_that_debian_calls_127_0_1_1_is_this_one(monkeypatch):
     names = {"me": "127.0.1.1", "other": "192.0.2.7", "nobody": None}
     monkeypatch.setattr(network, "resolve_host_address", names.get)
     assert network.filter_local_addresses(list(names)) == ["other", "nobody"]
+
+
+@needs("as_many_ranks")
+def test_there_are_as_many_ranks_as_np_says_where_hosts_have_more_slots(tmp_path: Path) -> None:
+    say = f"echo $HOROVOD_RANK of $HOROVOD_SIZE, $HOROVOD_LOCAL_SIZE here > {tmp_path}/$HOROVOD_RANK"
+    command = [HOROVODRUN, "--gloo", "-np", "2", "-H", "localhost:3,127.0.0.1:2", "sh", "-c", say]
+    subprocess.run(command, check=True, timeout=LIMIT_S)
+    assert [path.read_text() for path in sorted(tmp_path.iterdir())] == ["0 of 2, 2 here\n", "1 of 2, 2 here\n"]

@@ -4,6 +4,7 @@
 - "run_results": `horovod.run` finds the results of the ranks also after the ranks of an elastic job have changed.
 - "own_host": the launcher recognises its own host also where the host's name resolves to 127.0.1.1.
 - "termination": on SIGTERM, ranks have HOROVOD_TERMINATION_TIME seconds (default 5) to end.
+- "as_many_ranks": `horovodrun -np 2 -H host:4` starts two ranks.
 - "kept_output": with --output-filename, a process that replaces a failed one appends to its files.
 """
 
@@ -199,6 +200,17 @@ def wait_for_end(processes, timeout):
     except psutil.NoSuchProcess:
         pass
     for child in alive:
+""",
+    ),
+    Edit(
+        name="as_many_ranks",
+        reason="under Gloo, `horovodrun -np 2 -H host:4` starts four ranks, one for each slot, where mpirun starts two: "
+        "what -np says is taken for the least number of ranks alone. It is now the greatest too, and slots are filled in "
+        "the order of the hosts",
+        file="horovod/runner/gloo_run.py",
+        find="""    host_alloc_plan = get_host_assignments(hosts, settings.num_proc)
+""",
+        replace="""    host_alloc_plan = get_host_assignments(hosts, settings.num_proc, settings.num_proc)
 """,
     ),
     Edit(
