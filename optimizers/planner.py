@@ -143,18 +143,18 @@ class Planner:
 
     def _look(self, step: int, measured_step_s: float | None) -> None:
         recent = self._measurements.recent
-        idle = [share == 0 for share in self.plans[-1].shares]
-        if any(
-            len(window) < self._rule.minimum_observations and not none
-            for window, none in zip(recent, idle, strict=True)
-        ):
+        least = min(len(seen) for seen, share in zip(recent, self.plans[-1].shares, strict=True) if share > 0)
+        if least < self._rule.observations_needed(self.plans[-1]):
             self._look_schedule.put_off(step + 1)
             return
         fitted = self._measurements.fit([plan.step for plan in self.plans])
         known = sorted((model for model in fitted if model), key=lambda model: model.seconds_per_sample)
         # A rank that never had a sample gets the model of the rank of median speed.
         self.models = self.loading.into(model or replace(known[len(known) // 2], observations=0) for model in fitted)
-        plan = self._better(self.models, recent, step, measured_step_s)
+        few = least < self._rule.minimum_observations
+        plan = self._better_shares(self.models, step, measured_step_s, few=few)
+        if plan is None and not few:
+            plan = self._better_strategy(self.models, recent, step)
         if plan is not None:
             self.announcement = Announcement(
                 version=plan.version,
@@ -164,35 +164,40 @@ class Planner:
                 strategy=plan.strategy,
             )
 
-    def _better(
-        self, models: Sequence[SpeedModel], recent: Sequence[Sequence[Observation]], step: int, step_s: float | None
+    def _better_shares(
+        self, models: Sequence[SpeedModel], step: int, step_s: float | None, *, few: bool
     ) -> Plan | None:
-        """A plan that is better than the present one, or None: with other shares, or else with a share for a rank that
-        had none and is tried again, or else with another strategy."""
-        current = self.plans[-1]
-        if self._arguments.adaptive:
-            # In synchronous steps, where a rank stalls all ranks wait as long, whatever the shares; not in local steps.
-            speeds = self.steadiness.alone(models) if self.is_local(step) else models
-            plan = decide(
-                current,
-                speeds,
-                step=step,
-                global_batch_size=self._arguments.global_batch_size,
-                bounds=self._arguments.bounds,
-                rule=self._rule,
-                previous=self.loading.aware(self.plans[:-1]),
-                micro_batch=self._arguments.micro_caps,
-                measured_step_s=step_s,
-            ) or trial(
-                self.plans, speeds, step=step, bounds=self._arguments.bounds, micro_batch=self._arguments.micro_caps,
-                # In local steps, a rank tells its measurements once a round, and others are far ahead by then.
-                try_steps=(TRY_STEPS + self._ahead) * (APART if self.is_local(step) else 1),
-            )
-            if plan is not None:
-                return plan
+        """A plan with better shares than the present one's, or else with a share for a rank that had none and is tried
+        again; None if there is none. With `few` measurements, no rank is tried."""
+        if not self._arguments.adaptive:
+            return None
+        # In synchronous steps, where a rank stalls all ranks wait as long, whatever the shares; not in local steps.
+        speeds = self.steadiness.alone(models) if self.is_local(step) else models
+        plan = decide(
+            self.plans[-1],
+            speeds,
+            step=step,
+            global_batch_size=self._arguments.global_batch_size,
+            bounds=self._arguments.bounds,
+            rule=self._rule,
+            previous=self.loading.aware(self.plans[:-1]),
+            micro_batch=self._arguments.micro_caps,
+            measured_step_s=step_s,
+        )
+        if plan is not None or few:
+            return plan
+        # In local steps, a rank tells its measurements once a round, and others are far ahead by then.
+        try_steps = (TRY_STEPS + self._ahead) * (APART if self.is_local(step) else 1)
+        bounds, caps = self._arguments.bounds, self._arguments.micro_caps
+        return trial(self.plans, speeds, step=step, bounds=bounds, micro_batch=caps, try_steps=try_steps)
+
+    def _better_strategy(
+        self, models: Sequence[SpeedModel], recent: Sequence[Sequence[Observation]], step: int
+    ) -> Plan | None:
+        """The present plan with another strategy, if that pays; else None."""
         if self.strategy_selector is None:
             return None
-        caps = self._arguments.micro_caps
+        current, caps = self.plans[-1], self._arguments.micro_caps
         choice = self.strategy_selector.look(step, current.strategy, models, recent, current.shares, caps)
         if choice is None:
             return None

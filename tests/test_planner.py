@@ -145,6 +145,14 @@ def test_a_rank_that_is_out_comes_back_when_it_has_recovered(again: bool) -> Non
     assert (given[-1] >= 12) if again else (given[-1] == 0 and sum(given[out:]) < 40)
 
 
+def test_ranks_that_are_unlike_have_other_shares_after_a_few_steps() -> None:
+    planner = planner_of()
+    done = job(planner, 30, lambda step, shares: [SPEEDS[r][0] + SPEEDS[r][1] * b for r, b in enumerate(shares)])
+    changed = [step for step, (shares, _) in enumerate(done) if step and shares != done[step - 1][0]]
+    assert changed[0] <= 5 and len(changed) <= 2
+    assert done[5][0] == done[6][0] == (32, 18, 7, 7)
+
+
 def seen(first: int, *times: tuple[int, float]) -> list[tuple[int, Observation]]:
     """Eight steps of each of these samples and seconds, from step `first` on."""
     each = [Observation(samples=samples, compute_s=s) for samples, s in times for _ in range(8)]

@@ -16,6 +16,7 @@ from hvd_hetero.policy.strategy import LOCAL
 
 SPEEDS = (8.0, 4.0, 2.0, 2.0)
 START = Plan(version=0, step=0, shares=(16, 16, 16, 16), reason="start")
+LATE = ReplanRule(early_gain=1.0)      # waits for the warm-up, for the cool-down and for all observations
 
 
 def known(*seconds_per_sample, observations=40, standard_error=0.01, overhead_s=0.0):
@@ -96,7 +97,8 @@ def test_the_new_plan_is_the_best_split_and_says_why():
 
 
 @pytest.mark.parametrize("hindrance", [
-    {"step": 2}, {"step": 6}, {"models": known(1 / 8, 1 / 4, 1 / 2, 1 / 2, observations=4)},
+    {"step": 2, "rule": LATE}, {"step": 6, "rule": LATE},
+    {"models": known(1 / 8, 1 / 4, 1 / 2, 1 / 2, observations=4), "rule": LATE},
     {"models": known(1 / 8, 1 / 4, 1 / 2, 1 / 2, standard_error=0.5)}, {"models": known(1.0, 1.0, 1.0, 1.0)},
     {"rule": ReplanRule(minimum_gain=0.6)}, {"rule": ReplanRule(dead_band=2.0)},
     {"measured_step_s": 1000.0},
@@ -105,6 +107,38 @@ def test_no_plan_where_it_would_not_pay(hindrance):
     free = {"models": known(1 / 8, 1 / 4, 1 / 2, 1 / 2), "step": 30, "global_batch_size": 64}
     assert decide(START, **free) is not None
     assert decide(START, **{**free, **hindrance}) is None
+
+
+@pytest.mark.parametrize("early", [
+    {"step": 3}, {"step": 1}, {"rule": ReplanRule(early_gain=0.49)}, {"step": 40},
+])
+def test_the_first_plan_is_replaced_after_two_observations_by_one_that_gains_much(early):
+    soon = {"models": known(1 / 8, 1 / 4, 1 / 2, 1 / 2, observations=2), "step": 3, "global_batch_size": 64, **early}
+    plan = decide(START, **soon)
+    assert plan.shares == (32, 16, 8, 8)      # a gain of a half
+
+
+@pytest.mark.parametrize("hindrance", [
+    {"models": known(1 / 8, 1 / 4, 1 / 2, 1 / 2, observations=1)}, {"rule": ReplanRule(early_gain=0.51)},
+    {"models": known(1 / 18, 1 / 16, 1 / 15, 1 / 14, observations=2)}, {"rule": LATE}, {"step": 0},
+    {"models": known(1 / 8, 1 / 4, 1 / 2, 1 / 2, observations=2, standard_error=0.5)},
+])
+def test_the_first_plan_is_not_replaced_early_for_little_or_for_noise(hindrance):
+    soon = {"models": known(1 / 8, 1 / 4, 1 / 2, 1 / 2, observations=2), "step": 3, "global_batch_size": 64}
+    assert decide(START, **soon) is not None
+    assert decide(START, **{**soon, **hindrance}) is None
+
+
+def test_a_plan_that_comes_early_leaves_nobody_out():
+    decided = {"step": 4, "global_batch_size": 8, "bounds": [Bound(quantum=2)] * 4}
+    few = replace(START, shares=(2, 2, 2, 2))
+    assert decide(few, known(0.1, 0.1, 0.1, 9.0, observations=2), **decided) is None      # nothing less, for rank 3
+    assert 0 in decide(few, known(0.1, 0.1, 0.1, 9.0), **{**decided, "step": 8}).shares
+
+
+def test_only_the_first_plan_is_replaced_early():
+    later = replace(START, version=1, step=10)
+    assert decide(later, known(1 / 8, 1 / 4, 1 / 2, 1 / 2, observations=2), step=13, global_batch_size=64) is None
 
 
 def test_the_cool_down_is_long_once_plans_were_made_and_short_after_a_change_of_speed():
@@ -200,7 +234,7 @@ def test_a_rule_may_ask_for_nothing():
 
 def test_a_plan_comes_in_the_first_step_that_may_have_one_and_not_before():
     models = known(1 / 8, 1 / 4, 1 / 2, 1 / 2)
-    rules = {7: ReplanRule(), 10: ReplanRule(warmup_steps=10), 12: ReplanRule(early_cooldown_steps=12)}
+    rules = {7: LATE, 10: ReplanRule(warmup_steps=10), 12: replace(LATE, early_cooldown_steps=12), 1: ReplanRule()}
     for first, rule in rules.items():
         made = [step for step in range(30) if decide(START, models, step=step, global_batch_size=64, rule=rule)]
         assert made == list(range(first, 30)), rule
@@ -208,7 +242,7 @@ def test_a_plan_comes_in_the_first_step_that_may_have_one_and_not_before():
 
 def test_every_rank_that_has_a_share_is_measured_before_a_plan():
     """However small its share, and however well the others are known."""
-    current = replace(START, shares=(31, 16, 16, 1))
+    current = replace(START, version=1, shares=(31, 16, 16, 1))
     models = known(1 / 8, 1 / 4, 1 / 2, 1 / 8)
     for observations, planned in ((4, False), (5, True)):
         models[3] = replace(models[3], observations=observations)

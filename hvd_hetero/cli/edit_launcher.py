@@ -204,9 +204,9 @@ def wait_for_end(processes, timeout):
     ),
     Edit(
         name="as_many_ranks",
-        reason="under Gloo, `horovodrun -np 2 -H host:4` starts four ranks, one for each slot, where mpirun starts two: "
-        "what -np says is taken for the least number of ranks alone. It is now the greatest too, and slots are filled in "
-        "the order of the hosts",
+        reason="under Gloo, `horovodrun -np 2 -H host:4` starts four ranks, one for each slot, where mpirun starts "
+        "two: what -np says is taken for the least number of ranks alone. It is now the greatest too, and slots are "
+        "filled in the order of the hosts",
         file="horovod/runner/gloo_run.py",
         find="""    host_alloc_plan = get_host_assignments(hosts, settings.num_proc)
 """,

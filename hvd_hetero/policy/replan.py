@@ -9,6 +9,9 @@ A new plan replaces the current one if all of this holds (a plan that violates t
 - Some rank's share moves by more than the dead band (flodl and OmniLearn: 5 %).
 - The current plan has held for the cool-down, which is short for the first plans and right after a change of speed.
 
+The plan that a job begins with knows nothing, as a rule, and ranks that are unlike lose most of their time with it. So
+it is replaced sooner, after two observations of each rank, by a plan that gains much.
+
 How far a plan moves: each share grows at most by the factor of the trust region and shrinks at most by its square, as
 speed models are extrapolated from the shares seen so far. A move that reverses the last one is halved (LB-BSP, section
 3.3.2), unless a speed has changed.
@@ -24,6 +27,7 @@ from .partition import Bound, split, step_time_s
 from .speed import SpeedModel
 from .strategy import SYNCHRONOUS
 
+FIRST_OBSERVATIONS = 2      # of each rank, before a plan that saves `ReplanRule.early_gain`
 EARLY_PLANS = 2      # with fewer recent plans than this, the early cool-down applies
 FEW_PLANS = 3        # from so many recent plans on, more standard errors of gain are required
 DEARER = (1.0, 1.0, 2.5, 4.0)    # factor on the minimum gain, by the number of recent plans
@@ -62,13 +66,15 @@ class ReplanRule:
     """When a new plan pays, and how far one plan may move the shares.
 
     Args:
-        warmup_steps: no plan is made before this step.
+        warmup_steps: no plan is made before this step, and no measurement from before it is used.
         minimum_observations: observations that are needed of every rank with a share, before a plan.
         minimum_gain: the fraction of a step's time that a plan has to save. More is required after many plans, and in
             any case more than errors of measurement explain.
         dead_band: some share has to move by more than this fraction of itself.
         cooldown_steps: steps between two plans.
         early_cooldown_steps: the same while recent plans are few, and after a change of speed.
+        early_gain: the first plan is replaced sooner, after two observations of every rank and without a cool-down, by
+            one that saves more than this fraction of a step's time. 1 or more: it never is.
         trust_region: a share grows in one plan by this factor at most, and shrinks by its square at most; `math.inf`:
             no limit.
 
@@ -76,22 +82,28 @@ class ReplanRule:
         ValueError: a negative number, no observations required, or a trust region that is not above 1.
     """
 
-    warmup_steps: int = 3
+    warmup_steps: int = 1
     minimum_observations: int = 5
     minimum_gain: float = 0.03
     dead_band: float = 0.05
     cooldown_steps: int = 20
     early_cooldown_steps: int = 7
+    early_gain: float = 0.2
     trust_region: float = 2.0
 
     def __post_init__(self) -> None:
         for name, least in (("warmup_steps", 0), ("minimum_observations", 1), ("minimum_gain", 0), ("dead_band", 0),
-                            ("cooldown_steps", 0), ("early_cooldown_steps", 0)):
+                            ("cooldown_steps", 0), ("early_cooldown_steps", 0), ("early_gain", 0)):
             if not getattr(self, name) >= least:
                 raise ValueError(f"{name}: expected {least} or more. Received: {getattr(self, name)}.")
         if not self.trust_region > 1.0:
             raise ValueError("trust_region: expected more than 1, the factor by which a share may grow. "
                              f"Received: {self.trust_region}.")
+
+    def observations_needed(self, plan: Plan) -> int:
+        """The observations that are needed of every rank with a share, before `plan` may be replaced."""
+        soon = plan.version == 0 and self.early_gain < 1
+        return min(FIRST_OBSERVATIONS, self.minimum_observations) if soon else self.minimum_observations
 
 
 def decide(
@@ -141,10 +153,13 @@ def decide(
     lately = sum(plan.step > step - LATELY * rule.cooldown_steps for plan in (*previous, current)[1:])
     recent = 0 if changed else lately
     cooldown = rule.early_cooldown_steps if recent < EARLY_PLANS else rule.cooldown_steps
-    if (step < rule.warmup_steps or step - current.step < cooldown
-            or min(counts) < rule.minimum_observations):
+    early = step - current.step < cooldown or min(counts) < rule.minimum_observations
+    if step < rule.warmup_steps or (early and current.version > 0) or min(counts) < rule.observations_needed(current):
         return None
 
+    if early:      # two steps are too little to leave a rank out
+        limits = [replace(limit, lower=max(limit.lower, limit.quantum)) if share else limit
+                  for limit, share in zip(limits, current.shares, strict=True)]
     shares = _reachable(current, models, global_batch_size, limits, rule, micro_batch,
                         last=None if changed or not previous else previous[-1])
     if all(abs(new - old) <= rule.dead_band * old for new, old in zip(shares, current.shares, strict=True)):
@@ -162,6 +177,7 @@ def decide(
     surprise = max(2.0, math.sqrt(2.0 * math.log(len(ranks)))) * (1.0 if recent < FEW_PLANS else 1.5)
     minimum = rule.minimum_gain * DEARER[min(lately, len(DEARER) - 1)]
     minimum *= 2.0 if changed and lately >= EARLY_PLANS else 1.0
+    minimum = max(minimum, rule.early_gain) if early else minimum
     if (now_s - new_s) / step_s <= max(minimum, surprise * error * now_s / step_s):
         return None
     reason = f"rank {before} is slowest: it takes {now_s:.4g} s, with the new shares {new_s:.4g} s"
