@@ -164,7 +164,7 @@ def test_a_model_whose_layers_are_not_built_yet_is_broadcast_after_its_first_ste
             return self.two(self.one(inputs))
 
     sent = []
-    monkeypatch.setattr("hvd_hetero.keras.callbacks.agreement.broadcast_variables", lambda v, *_: sent.append(len(v)))
+    monkeypatch.setattr("hvd_hetero.keras.callbacks.broadcast.broadcast_variables", lambda v, *_: sent.append(len(v)))
     model = TwoLayers()
     model.build((None, 3))
     model.compile(keras.optimizers.Adam(), "mse", jit_compile=False)
@@ -177,7 +177,7 @@ def test_a_model_whose_layers_are_not_built_yet_is_broadcast_after_its_first_ste
 def test_a_model_of_models_that_are_built_is_broadcast_before_its_first_step(monkeypatch):
     """As a GAN, which has no `call`: Keras says that it is not built."""
     sent = []
-    monkeypatch.setattr("hvd_hetero.keras.callbacks.agreement.broadcast_variables", lambda v, *_: sent.append(len(v)))
+    monkeypatch.setattr("hvd_hetero.keras.callbacks.broadcast.broadcast_variables", lambda v, *_: sent.append(len(v)))
     model = keras.Model()
     model.generator = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4)])
     model.compile()
@@ -191,7 +191,7 @@ def test_a_model_of_models_that_are_built_is_broadcast_before_its_first_step(mon
 def test_optimizers_that_a_train_step_has_are_broadcast_as_well(monkeypatch, held):
     """Rank 0 may have loaded their state."""
     sent = []
-    monkeypatch.setattr("hvd_hetero.keras.callbacks.agreement.broadcast_variables", lambda v, *_: sent.extend(v))
+    monkeypatch.setattr("hvd_hetero.keras.callbacks.broadcast.broadcast_variables", lambda v, *_: sent.extend(v))
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4)])
     model.compile("sgd", jit_compile=False)
     own = keras.optimizers.Adam()

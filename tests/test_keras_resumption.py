@@ -194,7 +194,7 @@ def test_a_model_may_have_its_optimizers_in_its_train_step_alone(monkeypatch):
             return {"loss": 0.0}
 
     sent = []
-    monkeypatch.setattr("hvd_hetero.keras.callbacks.agreement.broadcast_variables", lambda v, *_: sent.extend(v))
+    monkeypatch.setattr("hvd_hetero.keras.callbacks.broadcast.broadcast_variables", lambda v, *_: sent.extend(v))
     model, data = Trains([keras.Input((3,)), keras.layers.Dense(2)]), Job().data
     model.compile(None, "mse", jit_compile=False)
     state = hvd.elastic.KerasState(model, epoch=0, batch=2)

@@ -16,7 +16,7 @@ from hvd_hetero.trace.own import own_trace
 
 from ..balancer import Balancer
 from ..factor import RateFactor, ask_from_now_on, factor_of
-from .agreement import is_numeric
+from .metrics import is_numeric
 from .schedule import inner, learning_rate, set_learning_rate
 
 ADAPTIVE = ("Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Ftrl", "Lamb", "Lion", "Nadam", "RMSprop")

@@ -1,10 +1,10 @@
-"""Callbacks that give all ranks the same variables and metrics, and that save the best model once."""
+"""A callback that averages metrics over all ranks."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,72 +15,6 @@ from hvd_hetero.engine.port import Engine
 from hvd_hetero.optimizers.agreement import agree_text
 
 from .. import backend
-from ..function import broadcast_variables
-from ..normalization import take_in_statistics
-
-
-class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
-    """Overwrites the weights of the model and the variables of its optimizers with those of `root_rank`.
-
-    Its optimizers are the one that it was compiled with, and others that are attributes of the model, as of a GAN, or
-    are in lists, tuples and dicts that are. This happens before the first step, or right after it for a model that is
-    built by that step. Each rank keeps its own random seeds, so that dropout and augmentation differ between ranks,
-    unless a script gives all the same seed.
-
-    Args:
-        root_rank: the rank whose variables all get.
-        device: an argument of Horovod without effect.
-        local_variables: a variable, or several, that are not overwritten.
-        process_set: the ranks (default: all).
-    """
-
-    def __init__(
-        self, root_rank: int, device: str = "", local_variables: Iterable[Any] | None = None, process_set: Any = None
-    ) -> None:
-        super().__init__()
-        self.root_rank, self._process_set = root_rank, process_set
-        given = [local_variables] if isinstance(local_variables, keras.Variable) else local_variables
-        self._local = {id(variable) for variable in given or ()}
-        self.broadcast_done = False
-
-    def register_local_var(self, var: Any) -> None:
-        """Excludes one more variable from the broadcast: each rank keeps its own value."""
-        self._local.add(id(var))
-
-    def on_train_begin(self, logs: Any = None) -> None:
-        """Broadcasts the variables, if the model has any. A collective call then."""
-        self.broadcast_done = False
-        if self.model.built or self.model.weights:  # a model without a `call`, as a GAN, may consist of built models
-            # A subclass of keras.Model without its own `build()` may be built without its layers, and a layer may also
-            # never be called. So the variables that exist are broadcast now, and all of them after the first step.
-            self._broadcast(whole=all(layer.built for layer in self.model._flatten_layers()))
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Broadcasts after the first step, if the model was not completely built before it. A collective call then."""
-        if not self.broadcast_done:
-            self._broadcast(whole=True)
-
-    def _broadcast(self, *, whole: bool) -> None:
-        """Broadcasts the variables that exist. `whole`: all do, and the optimizer is built if need be."""
-        optimizer = self.model.optimizer
-        if whole and optimizer is not None and not optimizer.built:  # None if a custom train_step has the optimizers
-            optimizer.build(self.model.trainable_variables)
-        # Those of a train_step as well, each once.
-        optimizers = {id(each): each for each in [optimizer, *_optimizers_in(vars(self.model))]}
-        every = [*self.model.weights, *(v for each in optimizers.values() for v in getattr(each, "variables", ()))]
-        variables = [v for v in every if id(v) not in self._local]
-        broadcast_variables(variables, self.root_rank, self._process_set)
-        take_in_statistics(self.model)
-        self.broadcast_done = whole
-
-
-def _optimizers_in(value: Any) -> Iterator[keras.optimizers.Optimizer]:
-    """The optimizers that a value is or, of dicts, lists and tuples, holds, those within such containers included."""
-    if isinstance(value, keras.optimizers.Optimizer):
-        yield value
-    elif isinstance(value, (Mapping, list, tuple)):
-        for each in value.values() if isinstance(value, Mapping) else value:
-            yield from _optimizers_in(each)
 
 
 class MetricAverageCallback(keras.callbacks.Callback):
@@ -262,49 +196,3 @@ def _weight(counts: Mapping[str, float], name: str) -> float:
     """The weight of this rank's metric: its count, or if it has none, that of the loss, or else the largest one, as a
     `train_step` may log a metric under another name; 1 where there is none."""
     return counts.get(name, counts.get("loss", max(counts.values(), default=1.0)))
-
-
-class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
-    """Saves the best model so far, only on rank 0 or on the first rank of the optimizer's process set.
-
-    It should come after `MetricAverageCallback`.
-
-    Args:
-        monitor, verbose, save_weights_only, mode, save_freq: as of `keras.callbacks.ModelCheckpoint`, in the order of
-            `horovod.tensorflow.keras`; `horovod.keras` has no `save_weights_only`.
-        filepath: the file (default: "best.keras"; with `save_weights_only`, "best.weights.h5").
-
-    Raises:
-        TypeError: `save_weights_only` is no bool, as if the arguments are in the order of `horovod.keras`.
-    """
-
-    def __init__(
-        self,
-        monitor: str = "val_loss",
-        verbose: int = 0,
-        save_weights_only: bool = False,
-        mode: str = "auto",
-        save_freq: str | int = "epoch",
-        *,
-        filepath: str | None = None,
-    ) -> None:
-        if not isinstance(save_weights_only, bool):
-            raise TypeError(
-                f"save_weights_only: expected True or False. Received: {save_weights_only!r}. Pass mode= and "
-                "save_freq= by their names, since horovod.keras and horovod.tensorflow.keras have them in other places."
-            )
-        super().__init__(
-            filepath or ("best.weights.h5" if save_weights_only else "best.keras"),
-            monitor=monitor,
-            verbose=verbose,
-            save_best_only=True,
-            save_weights_only=save_weights_only,
-            mode=mode,
-            save_freq=save_freq,
-        )
-
-    def _save_model(self, epoch: int, batch: int | None, logs: Any) -> None:
-        reducer = getattr(getattr(self.model, "optimizer", None), "__dict__", {}).get("_reducer")
-        first = 0 if reducer is None else reducer.balancer.engine.ranks[0]
-        if backend.horovod.rank() == first:
-            super()._save_model(epoch, batch, logs)
