@@ -1,6 +1,6 @@
 """The consensus guard of local SGD: it shortens rounds when the ranks' models drift apart, and lengthens them again.
 
-With u_i the progress of rank i in a round (its delta over its norm, see `staleness`) and means weighted by w:
+With u_i the progress of rank i in a round (its delta over its norm, see `local_round`) and means weighted by w:
 
     drift ratio = sqrt(mean ||u_i - mean u||^2) / ||mean u||
 
