@@ -1,8 +1,8 @@
 """One task, trained by one process together and apart: the same numbers every time.
 
-The ranks' strategies are the torch face's own (`local_steps` on `World`), and one loop lets the ranks step in the order
-of a clock that is only counted. Synchronous training is one model on whole global batches, which weighted gradients
-equal (law 2).
+The ranks' strategies are the torch face's own (`LocalTraining` on `World`), and one loop lets the ranks step in the
+order of a clock that is only counted. Synchronous training is one model on whole global batches, which weighted
+gradients equal (law 2).
 """
 
 from __future__ import annotations
