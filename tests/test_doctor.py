@@ -87,16 +87,20 @@ def test_the_doctor_sees_that_nothing_can_be_built(
 
 
 def test_commands_print_where_the_output_has_no_dash_and_nobody_may_read_on() -> None:
-    here = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    usual = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    here = {**usual, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     command = [sys.executable, "-m", "hvd_hetero.cli.main", "plan", "--speeds", "8,3", "--global-batch-size", "11"]
     done = subprocess.run(command, env=here, capture_output=True, timeout=100)
     assert (done.returncode, done.stderr) == (0, b"") and b"?" in done.stdout
-    doctor = f"{sys.executable} -m hvd_hetero.cli.main doctor --no-load"
-    closed = f"{doctor} | head -c 0; exit ${{PIPESTATUS[0]}}"
-    done = subprocess.run(["bash", "-c", closed], capture_output=True, timeout=100)
-    assert (done.returncode, done.stderr) == (141, b"")
-    done = subprocess.run(["bash", "-c", f"{doctor} > /dev/full"], capture_output=True, timeout=100)
-    assert done.returncode == 1 and done.stderr.decode().startswith("hvd-hetero doctor: the output cannot be written")
+    for words in ("doctor --no-load", "doctor --help", "--version"):
+        said = f"{sys.executable} -m hvd_hetero.cli.main {words}"
+        closed = f"(sleep 0.1; {said}) | head -c 0; exit ${{PIPESTATUS[0]}}"
+        done = subprocess.run(["bash", "-c", closed], env=usual, capture_output=True, timeout=100)
+        assert (done.returncode, done.stderr) == (141, b""), words
+        done = subprocess.run(["bash", "-c", f"{said} > /dev/full"], env=usual, capture_output=True, timeout=100)
+        name = "hvd-hetero doctor" if "doctor" in words else "hvd-hetero"
+        assert done.returncode == 1, words
+        assert done.stderr.decode() == f"{name}: the output cannot be written: No space left on device\n"
 
 
 def test_help_is_quick_and_imports_no_framework() -> None:

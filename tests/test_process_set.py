@@ -97,6 +97,24 @@ def test_every_operation_tells_the_same_and_keeps_horovods_words(engines):
         _ = local.rank
 
 
+@pytest.mark.parametrize(("gone", "text"), [
+    ("rank 1 is gone", "rank 1 is gone. Horovod says: Horovod has been shut down."),
+    ("", "Horovod has been shut down."),
+])
+def test_an_operation_that_cannot_be_started_any_more_names_the_rank_that_is_gone(engines, monkeypatch, gone, text):
+    """Of two ranks that learn of a death, the one that was just about to sum was told nothing but Horovod's words."""
+    everyone, *_ = engines(3)
+
+    def refused(*_args, **_kwargs):
+        raise hvd.HorovodInternalError("Horovod has been shut down.")
+
+    monkeypatch.setattr(everyone._binding, "allreduce_async_", refused)
+    monkeypatch.setattr(process_set.ProcessSetEngine, "explain", lambda: gone)
+    with pytest.raises(hvd.HorovodInternalError) as raised:
+        everyone.allreduce_async(np.zeros(2), name="x")
+    assert str(raised.value) == text
+
+
 def test_wrong_arguments_stay_what_they_are(engines):
     _, local, _ = engines(3)
     with pytest.raises(ValueError, match="Reducescatter does not support scalar inputs"):

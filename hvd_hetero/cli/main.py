@@ -52,30 +52,46 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if argv is None else argv)
     chosen = next((word for word in words if word in COMMANDS), None)
-    arguments = parser(chosen).parse_args(words)
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")  # the locale's encoding may have no dash, or no µ
+    name = f"hvd-hetero {chosen}" if chosen else "hvd-hetero"
     try:
+        try:
+            arguments = parser(chosen).parse_args(words)
+        except SystemExit:  # after --help and --version, or a mistake
+            _flush()
+            raise
+        for stream in (sys.stdout, sys.stderr):
+            if hasattr(stream, "reconfigure"):
+                stream.reconfigure(errors="replace")  # the locale's encoding may have no dash, or no µ
         status = int(importlib.import_module(COMMANDS[arguments.command][0]).command(arguments))
-        if sys.stdout is not None:  # it is None if the shell has closed it
-            sys.stdout.flush()
+        _flush()
         return status
     except CommandError as error:
-        print(f"hvd-hetero {arguments.command}: {error}", file=sys.stderr)
+        print(f"{name}: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        print(f"hvd-hetero {arguments.command}: interrupted", file=sys.stderr)
+        print(f"{name}: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # otherwise Python's last flush fails again
+        _drop_output()
         return 141
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
-        what = error.filename or "the output"
-        print(f"hvd-hetero {arguments.command}: {what} cannot be written: {error.strerror}", file=sys.stderr)
+        if error.filename is None:
+            _drop_output()
+        print(f"{name}: {error.filename or 'the output'} cannot be written: {error.strerror}", file=sys.stderr)
         return 1
+
+
+def _flush() -> None:
+    if sys.stdout is not None:  # it is None if the shell has closed it
+        sys.stdout.flush()
+
+
+def _drop_output() -> None:
+    """Drops what is left of the output; otherwise Python's last flush fails again, and the exit code is 120."""
+    if sys.stdout is not None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

@@ -45,18 +45,22 @@ def while_there(call: Callable[P, T]) -> Callable[P, T]:
     """Decorates a function that uses an existing process set: a removed one is reported as the loss of a peer.
 
     When a peer is gone, Horovod removes all process sets, and raises ValueError at the next use of one. The decorated
-    function raises HorovodInternalError instead, as a failed collective does, so that an elastic job recovers.
+    function raises HorovodInternalError instead, as a failed collective does, so that an elastic job recovers. It and
+    the HorovodInternalError of an operation that cannot be started any more name the ranks that are gone, if any are.
     """
 
     @functools.wraps(call)
     def checked(*args: P.args, **kwargs: P.kwargs) -> T:
         try:
             return call(*args, **kwargs)
-        except ValueError as error:
-            if not says_removed(str(error)):
-                raise
+        except (ValueError, RuntimeError) as error:
             failure = importlib.import_module("horovod.common.exceptions").HorovodInternalError
+            removed = isinstance(error, ValueError) and says_removed(str(error))
+            if not (removed or isinstance(error, failure)):
+                raise
             why = ProcessSetEngine.explain()
+            if not (removed or why):
+                raise
             raise failure(f"{why}. Horovod says: {error}" if why else str(error)) from None
 
     return checked
