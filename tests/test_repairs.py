@@ -361,8 +361,44 @@ def test_a_host_that_debian_calls_127_0_1_1_is_this_one(monkeypatch):
 
 
 @needs("as_many_ranks")
-def test_there_are_as_many_ranks_as_np_says_where_hosts_have_more_slots(tmp_path: Path) -> None:
+def test_there_are_as_many_ranks_as_np_says_and_other_hosts_need_not_be_there(tmp_path: Path) -> None:
     say = f"echo $HOROVOD_RANK of $HOROVOD_SIZE, $HOROVOD_LOCAL_SIZE here > {tmp_path}/$HOROVOD_RANK"
-    command = [HOROVODRUN, "--gloo", "-np", "2", "-H", "localhost:3,127.0.0.1:2", "sh", "-c", say]
+    command = [HOROVODRUN, "--gloo", "-np", "2", "-H", "localhost:3,nowhere.invalid:2", "sh", "-c", say]
     subprocess.run(command, check=True, timeout=LIMIT_S)
     assert [path.read_text() for path in sorted(tmp_path.iterdir())] == ["0 of 2, 2 here\n", "1 of 2, 2 here\n"]
+
+
+@needs("as_many_ranks")
+@pytest.mark.parametrize(("ranks", "needed"), [(1, "a:1"), (4, "a:4"), (5, "a:4,b:1"), (8, "a:4,b:4"), (9, "a:4,b:4")])
+def test_hosts_are_filled_in_order(ranks, needed):
+    from horovod.runner.launch import needed_hosts
+
+    assert needed_hosts("a:4,b:4", ranks) == needed  # of 9 ranks, the launcher says that there are too few slots
+
+
+@needs("one_output")
+def test_one_rank_may_have_its_output_in_a_file(tmp_path: Path) -> None:
+    command = [HOROVODRUN, "--gloo", "-np", "1", "--output-filename", tmp_path, "echo", "here"]
+    subprocess.run(command, check=True, timeout=LIMIT_S)
+    assert "here" in (tmp_path / "rank.0" / "stdout").read_text()
+
+
+@needs("restored_handlers")
+@pytest.mark.parametrize("fails", [False, True])
+def test_signals_do_after_a_launch_what_they_did_before(monkeypatch, fails):
+    from horovod.runner import gloo_run
+
+    def launched() -> None:
+        gloo_run.register_shutdown_event()
+        if fails:
+            raise RuntimeError("a rank failed")
+
+    def here(number: int, frame: object) -> None: ...
+
+    before = signal.signal(signal.SIGTERM, here), signal.getsignal(signal.SIGINT)
+    try:
+        with pytest.raises(RuntimeError) if fails else contextlib.nullcontext():
+            gloo_run.with_handlers_restored(launched)()
+        assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == (here, before[1])
+    finally:
+        signal.signal(signal.SIGTERM, before[0])

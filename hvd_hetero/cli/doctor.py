@@ -43,6 +43,8 @@ WITHOUT = {
     "late_discovery": "while a discovery script hangs, ranks do not come together, and the job does not end",
     "ended_waits": "horovodrun does not end on SIGTERM or Ctrl-C while it waits for hosts",
     "as_many_ranks": "under Gloo, horovodrun starts a rank in each slot of the hosts, also where -np names fewer",
+    "restored_handlers": "after horovod.run, Ctrl-C does nothing in the rest of the script",
+    "one_output": "horovodrun -np 1 with --output-filename starts nothing",
     "kept_output": "with --output-filename, what a rank said before it failed is overwritten by the next in its place",
     "failed_job": "an elastic job whose ranks were all given up ends with status 0, as if it had succeeded",
     "run_settings": "horovod.run makes Horovod's thread spin on every rank, but under hvd_hetero's init()",

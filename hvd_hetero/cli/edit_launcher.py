@@ -4,7 +4,9 @@
 - "run_results": `horovod.run` finds the results of the ranks also after the ranks of an elastic job have changed.
 - "own_host": the launcher recognises its own host also where the host's name resolves to 127.0.1.1.
 - "termination": on SIGTERM, ranks have HOROVOD_TERMINATION_TIME seconds (default 5) to end.
-- "as_many_ranks": `horovodrun -np 2 -H host:4` starts two ranks.
+- "as_many_ranks": `horovodrun -np 2 -H host:4` starts two ranks, and hosts that get none need not be there.
+- "restored_handlers": after `horovod.run`, SIGINT and SIGTERM do what they did before.
+- "one_output": --output-filename works with one rank.
 - "kept_output": with --output-filename, a process that replaces a failed one appends to its files.
 """
 
@@ -205,12 +207,70 @@ def wait_for_end(processes, timeout):
     Edit(
         name="as_many_ranks",
         reason="under Gloo, `horovodrun -np 2 -H host:4` starts four ranks, one for each slot, where mpirun starts "
-        "two: what -np says is taken for the least number of ranks alone. It is now the greatest too, and slots are "
-        "filled in the order of the hosts",
-        file="horovod/runner/gloo_run.py",
-        find="""    host_alloc_plan = get_host_assignments(hosts, settings.num_proc)
+        "two; and a listed host that gets no rank has to be reached through ssh. Now slots are filled in the order of "
+        "the hosts until there are as many ranks as -np says, and the other hosts are left out",
+        file="horovod/runner/launch.py",
+        find="""def _run_static(args):
 """,
-        replace="""    host_alloc_plan = get_host_assignments(hosts, settings.num_proc, settings.num_proc)
+        replace="""def needed_hosts(listed, num_proc):
+    needed, left = [], num_proc
+    for host in hosts.parse_hosts(listed):
+        if left > 0:
+            needed.append(f'{host.hostname}:{min(host.slots, left)}')
+            left -= host.slots
+    return ','.join(needed) if left <= 0 else listed
+
+
+def _run_static(args):
+    args.hosts = needed_hosts(args.hosts, args.num_proc)
+""",
+    ),
+    Edit(
+        name="restored_handlers",
+        reason="after horovod.run has returned, SIGINT and SIGTERM still only tell the launcher, which is not there "
+        "any more, that it is to end: Ctrl-C does nothing in the rest of the script or notebook. Both now do again "
+        "what they did before",
+        file="horovod/runner/gloo_run.py",
+        find="""def launch_gloo(""",
+        replace="""def with_handlers_restored(launch):
+    @functools.wraps(launch)
+    def launch_and_restore(*args, **kwargs):
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            return launch(*args, **kwargs)
+        finally:
+            for number, handler in handlers.items():
+                if handler is not None and handler is not signal.getsignal(number):
+                    signal.signal(number, handler)
+    return launch_and_restore
+
+
+@with_handlers_restored
+def launch_gloo(""",
+    ),
+    Edit(
+        name="restored_handlers",
+        reason="Part of restored_handlers: the same for elastic jobs",
+        file="horovod/runner/gloo_run.py",
+        find="""def launch_gloo_elastic(""",
+        replace="""@with_handlers_restored
+def launch_gloo_elastic(""",
+    ),
+    Edit(
+        name="restored_handlers",
+        reason="Part of restored_handlers: imports functools, for the decorator",
+        file="horovod/runner/gloo_run.py",
+        find="import errno\nimport math\n",
+        replace="import errno\nimport functools\n",
+    ),
+    Edit(
+        name="one_output",
+        reason="with -np 1 and --output-filename nothing is started, as the logarithm of 0 is taken to name the file; "
+        "an elastic job ends with status 0 nevertheless",
+        file="horovod/runner/gloo_run.py",
+        find="""    width = int(math.log10(size - 1)) + 1
+""",
+        replace="""    width = len(str(max(size - 1, 1)))
 """,
     ),
     Edit(
