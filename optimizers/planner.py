@@ -6,6 +6,7 @@ A plan travels in the control vector of an exchange of gradients, or of a merge:
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
@@ -142,16 +143,19 @@ class Planner:
                 self._look(step, measured_step_s)
 
     def _look(self, step: int, measured_step_s: float | None) -> None:
-        recent = self._measurements.recent
-        least = min(len(seen) for seen, share in zip(recent, self.plans[-1].shares, strict=True) if share > 0)
-        if least < self._rule.observations_needed(self.plans[-1]):
+        recent, rule = self._measurements.recent, self._rule
+        working = [seen for seen, share in zip(recent, self.plans[-1].shares, strict=True) if share > 0]
+        few = min(map(len, working)) < rule.minimum_observations
+        # A few observations of unlike sizes always lie near a line, and so do not tell how noisy they are.
+        known = min(map(_most_alike if few else len, working))
+        if known < rule.observations_needed(self.plans[-1]):
             self._look_schedule.put_off(step + 1)
             return
         fitted = self._measurements.fit([plan.step for plan in self.plans])
-        known = sorted((model for model in fitted if model), key=lambda model: model.seconds_per_sample)
+        ordered = sorted((model for model in fitted if model), key=lambda model: model.seconds_per_sample)
         # A rank that never had a sample gets the model of the rank of median speed.
-        self.models = self.loading.into(model or replace(known[len(known) // 2], observations=0) for model in fitted)
-        few = least < self._rule.minimum_observations
+        median = replace(ordered[len(ordered) // 2], observations=0)
+        self.models = self.loading.into(model or median for model in fitted)
         plan = self._better_shares(self.models, step, measured_step_s, few=few)
         if plan is None and not few:
             plan = self._better_strategy(self.models, recent, step)
@@ -262,3 +266,8 @@ class Planner:
         arguments = self._arguments
         shares = split(self.models, arguments.global_batch_size, arguments.bounds, micro_batch=arguments.micro_caps)
         return Plan(version=version, step=step, shares=shares, reason="other ranks, all of known speed")
+
+
+def _most_alike(seen: Sequence[Observation]) -> int:
+    """The number of observations of the size that occurs most often."""
+    return max(Counter(observation.size for observation in seen).values(), default=0)

@@ -153,6 +153,19 @@ def test_ranks_that_are_unlike_have_other_shares_after_a_few_steps() -> None:
     assert done[5][0] == done[6][0] == (32, 18, 7, 7)
 
 
+def test_two_steps_of_unlike_sizes_are_not_enough_for_a_plan() -> None:
+    """As in a short epoch: two points lie on a line exactly, and so look as if they had no noise."""
+    planned = {16: 0, 4: 0}
+    for second in planned:
+        for seed in range(40):
+            planner, draw = planner_of(), random.Random(seed)
+            for step, samples in ((1, 16), (2, second)):
+                planner.observe(step, (samples,) * 4, [samples / 16 * draw.lognormvariate(0.0, 0.2) for _ in range(4)])
+            planner.look(3)
+            planned[second] += planner.announcement is not None
+    assert planned[4] == 0 and planned[16] < 10
+
+
 def seen(first: int, *times: tuple[int, float]) -> list[tuple[int, Observation]]:
     """Eight steps of each of these samples and seconds, from step `first` on."""
     each = [Observation(samples=samples, compute_s=s) for samples, s in times for _ in range(8)]

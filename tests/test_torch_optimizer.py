@@ -277,6 +277,21 @@ def test_nothing_outlives_an_optimizer_its_model_and_its_balancer(options):
     assert [each() for each in lives] == [None] * 3
 
 
+def test_an_optimizer_that_another_has_replaced_does_not_live_as_long_as_that_one():
+    """Each would keep the memory of all gradients, where layers are thawed one after the other."""
+    model, balancer = make_model(), hvd.Balancer(WHOLE, engine=SoloEngine())
+    optimizer, lives = sgd(model), []
+    for _ in range(3):
+        optimizer = hvd.DistributedOptimizer(optimizer, balancer=balancer)
+        balancer.begin(WHOLE)
+        optimizer.zero_grad()
+        model(torch.ones(WHOLE, 4, dtype=torch.float64)).sum().backward()
+        optimizer.step()
+        lives.append(weakref.ref(optimizer))
+    gc.collect()
+    assert [each() for each in lives] == [None, None, optimizer]
+
+
 def test_a_schedule_goes_on_where_another_optimizer_took_over_and_a_state_was_loaded():
     model = make_model()
     balancer = hvd.Balancer(WHOLE, engine=SoloEngine())

@@ -278,6 +278,31 @@ def test_what_a_frozen_parameter_holds_is_left_alone(cap, shares, op):
     assert World(2).run(program, timeout_s=20) == [3.0, 3.0]
 
 
+@pytest.mark.parametrize(("cap", "shares"), [(None, (5, 3)), (None, (8, 0)), (2, (5, 3)), (2, (8, 0))])
+@pytest.mark.parametrize("op", [hvd.Average, hvd.Sum], ids=["mean", "sum"])
+def test_the_gradient_with_which_a_parameter_was_frozen_is_left_alone(cap, shares, op):
+    """It lies where gradients are summed."""
+
+    def program(engine):
+        frozen, trained = (nn.Parameter(torch.ones(1, dtype=torch.float64)) for _ in range(2))
+        balancer = hvd.Balancer(8, engine=engine, adaptive=False, min_share=0, max_micro_batch=cap, shares=shares)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([frozen, trained], lr=0.0), balancer=balancer, op=op)
+        x = torch.arange(8.0, dtype=torch.float64)
+        x = x[: shares[0]] if engine.rank == 0 else x[shares[0] :]
+        found = []
+        for _ in range(3):
+            balancer.begin(len(x))
+            trained.grad = None
+            for part in balancer.micro_batches(x):
+                (frozen * trained * part).mean().backward()
+            optimizer.step()
+            frozen.requires_grad_(False)
+            found += [frozen.grad.item(), trained.grad.item()]
+        return found
+
+    assert World(2).run(program, timeout_s=20) == [pytest.approx([3.5 * (2 if op == hvd.Sum else 1)] * 6)] * 2
+
+
 def test_zero_grad_between_passes_forgets_what_was_there_before():
     def program(engine):
         weight = nn.Parameter(torch.ones(1, dtype=torch.float64))

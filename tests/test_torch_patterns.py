@@ -20,7 +20,7 @@ pytest.importorskip("horovod.torch", reason="build it with hvd-hetero build-horo
 import hvd_hetero.torch as hvd
 from hvd_hetero.engine.local import SoloEngine, World
 from hvd_hetero.torch.methods import methods_of
-from hvd_hetero.torch.row import cut, has_samples
+from hvd_hetero.torch.row import cut, has_samples, none_of
 
 WHOLE, SHARES = 8, (5, 2, 1)
 
@@ -260,6 +260,14 @@ def test_a_rank_without_samples_has_a_batch_of_none_whatever_it_is_made_of():
 class Fields:
     x: torch.Tensor
     names: list
+
+
+def test_texts_are_cut_with_their_samples():
+    """PyTorch makes tuples of those that come with other things, as names of files do."""
+    samples = [(torch.ones(2), f"name {number}") for number in range(3)]
+    batch = torch.utils.data.default_collate(samples)
+    assert cut(batch, slice(1, 3), 3)[1] == ("name 1", "name 2")
+    assert none_of(torch.utils.data.default_collate(samples[:1]))[1] == ()
 
 
 @pytest.mark.parametrize("kind", [UserDict, MappingProxyType, OrderedDict, lambda batch: Fields(**batch)])

@@ -138,6 +138,16 @@ def test_conversion_keeps_parameters_buffers_and_mode():
     assert type(hvd.SyncBatchNorm.convert_sync_batchnorm(nn.BatchNorm2d(3))) is hvd.SyncBatchNorm
 
 
+def test_a_normalisation_that_is_in_several_places_is_one_still():
+    """One that stayed plain in one of them would take statistics of its rank alone, and put them with the others'."""
+    norm = nn.BatchNorm1d(3)
+    model = nn.ModuleDict({"first": norm, "second": norm, "within": nn.Sequential(norm, nn.ReLU())})
+    converted = hvd.SyncBatchNorm.convert_sync_batchnorm(model)
+    assert type(converted["first"]) is hvd.SyncBatchNorm
+    assert converted["first"] is converted["second"] is converted["within"][0]
+    assert converted["first"].weight is norm.weight
+
+
 @pytest.mark.parametrize("passes", [1, 2])
 def test_gradients_through_it_are_weighted_by_loss_terms(passes):
     """Of masked samples, in unlike numbers on the ranks, and in several passes over a batch."""

@@ -14,8 +14,8 @@ import statistics
 from collections import deque
 
 # An estimate is made over the last WINDOW batches, or over as many as there are loaders: parallel loaders finish at
-# about the same time, and then none does for a while. FEW batches suffice for the first estimate, so that the first
-# plan has one.
+# about the same time, and then none does for a while. FEW batches suffice for the first estimate, so that one of the
+# first plans has it.
 WINDOW, FEW = 16, 8
 WAITS = 0.05  # fraction of the time; a rank that waits less than this for its batches could take more samples
 LEAST, MOST = 40, 5120  # bounds of the number of batches from one try to the next

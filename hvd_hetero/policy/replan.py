@@ -10,7 +10,7 @@ A new plan replaces the current one if all of this holds (a plan that violates t
 - The current plan has held for the cool-down, which is short for the first plans and right after a change of speed.
 
 The plan that a job begins with knows nothing, as a rule, and ranks that are unlike lose most of their time with it. So
-it is replaced sooner, after two observations of each rank, by a plan that gains much.
+it is replaced sooner, after two observations of each rank at one number of samples, by a plan that gains much.
 
 How far a plan moves: each share grows at most by the factor of the trust region and shrinks at most by its square, as
 speed models are extrapolated from the shares seen so far. A move that reverses the last one is halved (LB-BSP, section
@@ -27,7 +27,7 @@ from .partition import Bound, split, step_time_s
 from .speed import SpeedModel
 from .strategy import SYNCHRONOUS
 
-FIRST_OBSERVATIONS = 2      # of each rank, before a plan that saves `ReplanRule.early_gain`
+FIRST_OBSERVATIONS = 2      # of each rank, of one size, before a plan that saves `ReplanRule.early_gain`
 EARLY_PLANS = 2      # with fewer recent plans than this, the early cool-down applies
 FEW_PLANS = 3        # from so many recent plans on, more standard errors of gain are required
 DEARER = (1.0, 1.0, 2.5, 4.0)    # factor on the minimum gain, by the number of recent plans
@@ -73,8 +73,8 @@ class ReplanRule:
         dead_band: some share has to move by more than this fraction of itself.
         cooldown_steps: steps between two plans.
         early_cooldown_steps: the same while recent plans are few, and after a change of speed.
-        early_gain: the first plan is replaced sooner, after two observations of every rank and without a cool-down, by
-            one that saves more than this fraction of a step's time. 1 or more: it never is.
+        early_gain: the first plan is replaced sooner, after two observations of every rank at one number of samples and
+            without a cool-down, by one that saves more than this fraction of a step's time. 1 or more: it never is.
         trust_region: a share grows in one plan by this factor at most, and shrinks by its square at most; `math.inf`:
             no limit.
 

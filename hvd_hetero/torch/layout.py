@@ -86,8 +86,10 @@ class BucketLayout:
         self.outdated = False
 
     def fill(self, index: int, weight: float) -> None:
-        """Writes its parameters' gradients times `weight` into bucket `index`; zeros for a parameter without one."""
+        """Writes its parameters' gradients times `weight` into bucket `index`; zeros for a parameter without one, and
+        for one that was frozen since."""
         flat, views, grads = self.buckets[index], [], []
+        self._leave_frozen(index)
         if self._kept(index):
             self._move(index)
         with torch.no_grad():
@@ -96,7 +98,7 @@ class BucketLayout:
                 return
             for parameter, view in zip(self.members[index], self.views[index], strict=True):
                 grad = parameter.grad
-                if grad is None:
+                if grad is None or not parameter.requires_grad:
                     view.zero_()
                     continue
                 if grad.is_sparse:
@@ -108,6 +110,12 @@ class BucketLayout:
                 torch._foreach_copy_(views, grads)
             if weight != 1.0:
                 flat.mul_(weight)
+
+    def _leave_frozen(self, index: int) -> None:
+        """Takes what `p.grad` of frozen parameters holds out of bucket `index`: it is to stay as it is."""
+        for parameter, view in zip(self.members[index], self.views[index], strict=True):
+            if not parameter.requires_grad and _is_at(parameter.grad, view):
+                parameter.grad = view.clone()
 
     def _kept(self, index: int) -> bool:
         """Whether a script still holds gradients of an earlier step that lie in bucket `index`, beside those in

@@ -18,7 +18,7 @@ from hvd_hetero.policy.topology import Topology
 
 from .argument import check_devices, check_names, described, groups_of, numbered
 from .compression import codecs_of, is_ours
-from .factor import check_no_factor, reduces, root_of
+from .factor import BALANCED, PLACE, check_no_factor, reduces, root_of
 from .methods import Distributed, methods_of
 from .plain import plain_optimizer, release_plain
 
@@ -172,9 +172,11 @@ def DistributedOptimizer(
     base = type(optimizer)
     # horovod.torch.broadcast_optimizer_state recognises a distributed optimizer by its module, and then steps the base.
     methods = {**methods_of(base), "__module__": "horovod.torch.optimizer"}
-    # The same state and parameter groups: a scheduler made before goes on working, and a loaded state is kept.
+    # The same state and parameter groups: a scheduler made before goes on working, and a loaded state is kept. Without
+    # what the wrapped one alone is to hold: the balanced optimizer before this one would live as long as this one.
     distributed: Any = object.__new__(type(base.__name__, (base,), methods))
-    distributed.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
+    own = ("step", BALANCED, PLACE)
+    distributed.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key not in own})
     distributed.__dict__.update(
         _reducer=reducer_of([p for p in parameters if p.requires_grad], backward_passes_per_step),
         _reducer_of=reducer_of,

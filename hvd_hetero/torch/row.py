@@ -24,9 +24,12 @@ def has_rows(leaf: Any, samples: int) -> bool:
 
 
 def is_listed(node: Any, samples: int) -> bool:
-    """Whether `node` is a list with one element per sample, such as names or images of unlike sizes."""
-    if type(node) is not list or len(node) != samples:
+    """Whether `node` is a list with one element per sample, such as names or images of unlike sizes, or a tuple of as
+    many texts, as PyTorch's `default_collate` makes."""
+    if type(node) not in (list, tuple) or len(node) != samples:
         return False
+    if type(node) is tuple:
+        return bool(node) and all(isinstance(each, (str, bytes)) for each in node)
     return not any(has_rows(leaf, samples) for leaf in _leaves(node))
 
 

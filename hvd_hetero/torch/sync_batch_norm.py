@@ -131,10 +131,19 @@ class SyncBatchNorm(_BatchNorm):
                     f"{type(each).__qualname__}, whose own forward() a SyncBatchNorm would not call, as with an "
                     "activation in it. Put an hvd.SyncBatchNorm, and what else it does, in its place by hand."
                 )
-        return cls._converted(module, process_set, balancer)
+        return cls._converted(module, process_set, balancer, {})
 
     @classmethod
-    def _converted(cls, module: torch.nn.Module, process_set: Any, balancer: Balancer | None) -> torch.nn.Module:
+    def _converted(
+        cls,
+        module: torch.nn.Module,
+        process_set: Any,
+        balancer: Balancer | None,
+        known: dict[torch.nn.Module, torch.nn.Module],
+    ) -> torch.nn.Module:
+        """`known`: what modules have become so far, as a module may be in several places of a model."""
+        if module in known:
+            return known[module]
         if isinstance(module, _BatchNorm) and not isinstance(module, cls):
             converted = cls(
                 module.num_features,
@@ -146,7 +155,10 @@ class SyncBatchNorm(_BatchNorm):
                 balancer=balancer,
             )
             converted._parameters, converted._buffers = module._parameters, module._buffers
-            return converted.train(module.training)
-        for name, child in module.named_children():
-            module.add_module(name, cls._converted(child, process_set, balancer))
+            known[module] = converted.train(module.training)
+            return converted
+        known[module] = module
+        for name, child in module._modules.items():  # unlike `named_children`, with every place of each
+            if child is not None:
+                module.add_module(name, cls._converted(child, process_set, balancer, known))
         return module
