@@ -239,7 +239,8 @@ class Dialogue:
         looks = self._engine.rank == 0 and (self._replans or planner.strategy_selector is not None)
         if report.announcement is None and looks:
             with self._step_timer.aside():
-                planner.look(step, measured_step_s=self._step_timer.usual_step_s)
+                dealt_ahead = max(report.dealt_ahead)
+                planner.look(step, measured_step_s=self._step_timer.usual_step_s, dealt_ahead=dealt_ahead)
 
     def unheard(self) -> None:
         """Lets dealing go on after an exchange that failed, whose result will never come."""

@@ -14,7 +14,7 @@ from typing import Any
 from hvd_hetero.policy.ladder import TRY_STEPS, plans_to_keep, trial
 from hvd_hetero.policy.partition import Bound, split
 from hvd_hetero.policy.rank_match import match_ranks
-from hvd_hetero.policy.replan import Plan, decide
+from hvd_hetero.policy.replan import Plan, ReplanRule, decide
 from hvd_hetero.policy.speed import Observation, SpeedModel
 
 from .agreement import BalancerArguments
@@ -131,19 +131,22 @@ class Planner:
         self._look_schedule.put_off(plan.step + SKIPPED + self._rule.minimum_observations)
         return plan
 
-    def look(self, step: int, *, measured_step_s: float | None = None) -> None:
+    def look(self, step: int, *, measured_step_s: float | None = None, dealt_ahead: int = 0) -> None:
         """Fits the speed models, and prepares an announcement if another plan pays. Does nothing before the next look
         is due. Rank 0 alone calls it, after each exchange that brings measurements.
 
         Args:
             measured_step_s: seconds of a whole step, with the communication, which no plan changes; None: not known.
+            dealt_ahead: the batches that some rank has dealt ahead. With any, the first plan is not replaced early: how
+                slowly a rank loads does not show before it has used up what it had ready.
         """
         if self._look_schedule.is_due(step) and self.announcement is None:
             with self._look_schedule.look(step, max(measured_step_s or 0.0, self._measurements.longest_s)):
-                self._look(step, measured_step_s)
+                rule = replace(self._rule, early_gain=1.0) if dealt_ahead else self._rule
+                self._look(step, measured_step_s, rule)
 
-    def _look(self, step: int, measured_step_s: float | None) -> None:
-        recent, rule = self._measurements.recent, self._rule
+    def _look(self, step: int, measured_step_s: float | None, rule: ReplanRule) -> None:
+        recent = self._measurements.recent
         working = [seen for seen, share in zip(recent, self.plans[-1].shares, strict=True) if share > 0]
         few = min(map(len, working)) < rule.minimum_observations
         # A few observations of unlike sizes always lie near a line, and so do not tell how noisy they are.
@@ -156,7 +159,7 @@ class Planner:
         # A rank that never had a sample gets the model of the rank of median speed.
         median = replace(ordered[len(ordered) // 2], observations=0)
         self.models = self.loading.into(model or median for model in fitted)
-        plan = self._better_shares(self.models, step, measured_step_s, few=few)
+        plan = self._better_shares(self.models, step, measured_step_s, rule, few=few)
         if plan is None and not few:
             plan = self._better_strategy(self.models, recent, step)
         if plan is not None:
@@ -169,7 +172,7 @@ class Planner:
             )
 
     def _better_shares(
-        self, models: Sequence[SpeedModel], step: int, step_s: float | None, *, few: bool
+        self, models: Sequence[SpeedModel], step: int, step_s: float | None, rule: ReplanRule, *, few: bool
     ) -> Plan | None:
         """A plan with better shares than the present one's, or else with a share for a rank that had none and is tried
         again; None if there is none. With `few` measurements, no rank is tried."""
@@ -183,7 +186,7 @@ class Planner:
             step=step,
             global_batch_size=self._arguments.global_batch_size,
             bounds=self._arguments.bounds,
-            rule=self._rule,
+            rule=rule,
             previous=self.loading.aware(self.plans[:-1]),
             micro_batch=self._arguments.micro_caps,
             measured_step_s=step_s,

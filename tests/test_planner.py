@@ -166,6 +166,20 @@ def test_two_steps_of_unlike_sizes_are_not_enough_for_a_plan() -> None:
     assert planned[4] == 0 and planned[16] < 10
 
 
+def test_while_loaders_work_ahead_the_first_plan_is_not_replaced_early() -> None:
+    """What they had ready when the job began says nothing of how fast they are."""
+    made = []
+    for dealt_ahead in (0, 2):
+        planner = planner_of(2)
+        for step in range(1, 20):
+            planner.observe(step - 1, (16, 16), (0.1, 0.4))
+            planner.look(step, dealt_ahead=dealt_ahead)
+            if planner.announcement:
+                made.append(step)
+                break
+    assert made[0] <= 3 and made[1] == 7
+
+
 def seen(first: int, *times: tuple[int, float]) -> list[tuple[int, Observation]]:
     """Eight steps of each of these samples and seconds, from step `first` on."""
     each = [Observation(samples=samples, compute_s=s) for samples, s in times for _ in range(8)]
@@ -318,7 +332,7 @@ def test_looks_that_take_long_become_rarer() -> None:
     now, looked = [0.0], []
 
     class Slow(Planner):
-        def _look(self, step: int, measured_step_s: float | None) -> None:
+        def _look(self, step: int, measured_step_s: float | None, rule: replan.ReplanRule) -> None:
             now[0] += 0.05
             looked.append(step)
 

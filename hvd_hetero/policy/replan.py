@@ -74,7 +74,8 @@ class ReplanRule:
         cooldown_steps: steps between two plans.
         early_cooldown_steps: the same while recent plans are few, and after a change of speed.
         early_gain: the first plan is replaced sooner, after two observations of every rank at one number of samples and
-            without a cool-down, by one that saves more than this fraction of a step's time. 1 or more: it never is.
+            without a cool-down, by one that saves more than this fraction of a step's time. 1 or more: it never is. Nor
+            is it while loaders work ahead: how slow they are does not show before what they had ready is used up.
         trust_region: a share grows in one plan by this factor at most, and shrinks by its square at most; `math.inf`:
             no limit.
 
