@@ -17,7 +17,8 @@ from hvd_hetero.policy.topology import Topology
 def test_what_is_no_single_number_is_left_out(tmp_path):
     balancer = hvd.Balancer(4, engine=SoloEngine())
     trace = hvd.callbacks.TraceCallback(run=str(tmp_path), balancer=balancer)
-    trace.on_epoch_end(0, {"loss": np.float32(0.5), "f1_score": np.ones(3), "ended": "at 12:00"})
+    others = {"f1_score": np.ones(3), "ended": "at 12:00", "worst": [[7], [7, 8]]}
+    trace.on_epoch_end(0, {"loss": np.float32(0.5), **others})
     trace.on_train_end()
     said = [json.loads(line) for line in next(tmp_path.iterdir()).read_text().splitlines()]
     assert [line["fields"] for line in said if line.get("event") == "epoch ends"] == [{"epoch": 0, "loss": 0.5}]

@@ -250,7 +250,7 @@ class TraceCallback(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Records the logs of an epoch, without what is not a single number, such as F1Score and texts."""
         logs = logs or {}
-        numbers = {key: float(value) for key, value in logs.items() if np.ndim(value) == 0 and is_numeric(value)}
+        numbers = {key: float(value) for key, value in logs.items() if is_numeric(value) and np.ndim(value) == 0}
         self.trace.event("epoch ends", epoch=epoch, **numbers)
 
     def on_train_end(self, logs: Any = None) -> None:
