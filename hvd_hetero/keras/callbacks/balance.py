@@ -241,7 +241,12 @@ class TraceCallback(keras.callbacks.Callback):
                 f"run: expected the folder of the balancer's trace, {os.path.dirname(balancer.trace.path)}, which is "
                 f"continued. Received: {run}. Give Balancer(run=), or HVD_HETERO_RUN, or this callback's run alone."
             )
-        self.trace = balancer.trace
+        self.balancer = balancer  # and not its trace, which has a file: KerasTuner copies callbacks
+
+    @property
+    def trace(self) -> Any:
+        """The trace that this callback writes: the balancer's."""
+        return self.balancer.trace
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Records the beginning of an epoch."""
