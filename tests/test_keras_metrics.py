@@ -51,8 +51,10 @@ def test_metrics_with_a_number_for_each_class_are_those_of_all_ranks_and_others_
         own = np.array([[0.0, 1.0], [3.0, 1.0]], "float32")[engine.rank]
         texts = np.array(["own"])
         logs = {"loss": float(engine.rank), "f1_score": own, "val_f1_score": own, "texts": texts, "ended": "at 12:00"}
+        logs["worst"] = [[7], [7, 8]]  # of each class, say
         callback.on_epoch_end(0, logs)
         assert logs["loss"] == pytest.approx(0.4) and logs["texts"] is texts and logs["ended"] == "at 12:00"
+        assert logs["worst"] == [[7], [7, 8]]
         for key in ("f1_score", "val_f1_score"):
             np.testing.assert_allclose(logs[key], [1.2, 1.0])
         return True

@@ -1,5 +1,6 @@
 """A trace that a Keras callback begins, long after the optimizer was made."""
 
+import copy
 import json
 import warnings
 
@@ -17,7 +18,8 @@ from hvd_hetero.policy.topology import Topology
 def test_what_is_no_single_number_is_left_out(tmp_path):
     balancer = hvd.Balancer(4, engine=SoloEngine())
     trace = hvd.callbacks.TraceCallback(run=str(tmp_path), balancer=balancer)
-    trace.on_epoch_end(0, {"loss": np.float32(0.5), "f1_score": np.ones(3), "ended": "at 12:00"})
+    others = {"f1_score": np.ones(3), "ended": "at 12:00", "worst": [[7], [7, 8]]}
+    trace.on_epoch_end(0, {"loss": np.float32(0.5), **others})
     trace.on_train_end()
     said = [json.loads(line) for line in next(tmp_path.iterdir()).read_text().splitlines()]
     assert [line["fields"] for line in said if line.get("event") == "epoch ends"] == [{"epoch": 0, "loss": 0.5}]
@@ -34,6 +36,17 @@ def test_a_folder_that_is_not_that_of_the_balancers_trace_is_told(tmp_path):
     assert f"{tmp_path}/one, which is continued. Received: {tmp_path}/two." in said
     trace.on_train_end()
     assert [path.name for path in tmp_path.iterdir()] == ["one"]
+
+
+def test_a_copy_as_a_search_makes_of_it_writes_the_same_trace(tmp_path):
+    """KerasTuner makes a deep copy of each callback before each fit."""
+    balancer = hvd.Balancer(4, engine=SoloEngine())
+    trace = hvd.callbacks.TraceCallback(run=str(tmp_path), balancer=balancer)
+    for epoch, each in enumerate([trace, copy.deepcopy(trace)]):
+        each.on_epoch_end(epoch, {"loss": 0.5})
+        each.on_train_end()
+    said = [json.loads(line) for line in next(tmp_path.iterdir()).read_text().splitlines()]
+    assert [line["fields"]["epoch"] for line in said if line.get("event") == "epoch ends"] == [0, 1]
 
 
 def test_ways_chosen_after_it_began_are_in_it(tmp_path):

@@ -241,7 +241,12 @@ class TraceCallback(keras.callbacks.Callback):
                 f"run: expected the folder of the balancer's trace, {os.path.dirname(balancer.trace.path)}, which is "
                 f"continued. Received: {run}. Give Balancer(run=), or HVD_HETERO_RUN, or this callback's run alone."
             )
-        self.trace = balancer.trace
+        self.balancer = balancer  # and not its trace, which has a file: KerasTuner copies callbacks
+
+    @property
+    def trace(self) -> Any:
+        """The trace that this callback writes: the balancer's."""
+        return self.balancer.trace
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Records the beginning of an epoch."""
@@ -250,7 +255,7 @@ class TraceCallback(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Records the logs of an epoch, without what is not a single number, such as F1Score and texts."""
         logs = logs or {}
-        numbers = {key: float(value) for key, value in logs.items() if np.ndim(value) == 0 and is_numeric(value)}
+        numbers = {key: float(value) for key, value in logs.items() if is_numeric(value) and np.ndim(value) == 0}
         self.trace.event("epoch ends", epoch=epoch, **numbers)
 
     def on_train_end(self, logs: Any = None) -> None:

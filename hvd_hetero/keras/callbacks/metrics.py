@@ -185,8 +185,10 @@ def _same(metric: Any) -> Any:
 
 
 def is_numeric(value: Any) -> bool:
-    """Whether a log value is a number, or an array of numbers, as of a metric with a value for each class; not a text
-    or a date, which a callback may have put into the logs."""
+    """Whether a log value is a number, or an array of numbers, as of a metric with a value for each class; not a text,
+    a date or a list, which a callback may have put into the logs."""
+    if isinstance(value, (list, tuple)):  # of which numpy makes no array where its parts differ in length
+        return False
     if np.ndim(value) == 0:
         return np.asarray(value).dtype.kind not in "OSUMm"
     return isinstance(value, np.ndarray) and np.issubdtype(value.dtype, np.number)
