@@ -229,8 +229,8 @@ class Dialogue:
     def _hear_speeds(self, report: control.Report, step: int, *, together: bool) -> None:
         """Takes in each rank's samples and times for the batch before `step`; rank 0 looks whether a new plan pays.
         `together`: all ranks are at the same batch, so that the time of this rank's step is that of all."""
-        planner, busy_s = self._planner, report.busy_s
-        planner.observe(step - 1, report.samples, report.compute_s, report.loading_s)
+        planner, busy_s, dealt_ahead = self._planner, report.busy_s, max(report.dealt_ahead)
+        planner.observe(step - 1, report.samples, report.compute_s, report.loading_s, dealt_ahead=dealt_ahead)
         planner.steadiness.hear(step - 1, report.stop_sums)
         if planner.strategy_selector is not None:
             whole_s = self._step_timer.last_step_s if together else None
@@ -239,7 +239,6 @@ class Dialogue:
         looks = self._engine.rank == 0 and (self._replans or planner.strategy_selector is not None)
         if report.announcement is None and looks:
             with self._step_timer.aside():
-                dealt_ahead = max(report.dealt_ahead)
                 planner.look(step, measured_step_s=self._step_timer.usual_step_s, dealt_ahead=dealt_ahead)
 
     def unheard(self) -> None:

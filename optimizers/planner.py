@@ -26,6 +26,7 @@ from .steadiness import Steadiness
 from .strategy_selector import StrategySelector
 
 SKIPPED = 2  # steps after a change of plan that are not observed: caches, JIT and allocators settle
+READY = 2  # so many batches of those that loaders have ready when a job begins are not observed either, at most
 APART = 10  # a rank is tried again for this many times as many batches if ranks make local steps
 
 
@@ -86,7 +87,13 @@ class Planner:
         return next(plan for plan in reversed(self.plans) if plan.step <= step)
 
     def observe(
-        self, step: int, samples: Sequence[float], compute_s: Sequence[float], loading_s: Sequence[float] | None = None
+        self,
+        step: int,
+        samples: Sequence[float],
+        compute_s: Sequence[float],
+        loading_s: Sequence[float] | None = None,
+        *,
+        dealt_ahead: int = 0,
     ) -> None:
         """Takes in the measurements of all ranks for batch `step`, as their control vectors brought them.
 
@@ -95,11 +102,12 @@ class Planner:
             compute_s: seconds of compute of each rank for these samples; 0 for not measured.
             loading_s: the least seconds per sample that each rank needs for loading while it computes; 0 if loading
                 does not limit it.
+            dealt_ahead: the batches that some rank has dealt ahead.
         """
         if loading_s is not None:
             self.loading.observe(loading_s, version=self.plans[-1].version)
-        settled = step >= self._rule.warmup_steps and (step - self.plan_at(step).step >= SKIPPED or step < SKIPPED)
-        if settled:
+        warmup_steps = self._rule.warmup_steps + min(dealt_ahead, READY)
+        if step >= warmup_steps and (step - self.plan_at(step).step >= SKIPPED or step < SKIPPED):
             self._measurements.observe(step, samples, compute_s)
 
     def accept(self, announced: Announcement, step: int, *, dealt_ahead: int = 0) -> Plan | None:
