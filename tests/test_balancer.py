@@ -496,15 +496,16 @@ def test_what_ranks_took_is_of_the_batch_before_and_rank_0_looks_at_it_where_sha
     for adaptive, announced in itertools.product([True, False], [None, plan]):
         for rank, balancer in enumerate(balancers(2, adaptive=adaptive)):
             planner, observed, stops, looks = balancer.planner, [], [], []
-            planner.observe = lambda *seen, observed=observed: observed.append(seen)
+            planner.observe = lambda *seen, observed=observed, **ahead: observed.append((*seen, ahead))
             planner.steadiness.hear = lambda *seen, stops=stops: stops.append(seen)
-            planner.look = lambda step, looks=looks, **_: looks.append(step)
+            planner.look = lambda step, looks=looks, **how: looks.append((step, how["dealt_ahead"]))
             balancer.step = 6
             said = [control.pack(ranks=2, rank=each, count=0.0, compute_s=0.5, samples=4.0, failed=False,
-                                 announcement=None if each else announced) for each in range(2)]
+                                 dealt_ahead=3 * each, announcement=None if each else announced) for each in range(2)]
             balancer.dialogue.incoming(sum_of(*said), leads=True)
-            assert observed == [(5, (4.0, 4.0), (0.5, 0.5), (0.0, 0.0))] and [step for step, _ in stops] == [5]
-            assert looks == ([6] if rank == 0 and adaptive and announced is None else [])
+            assert observed == [(5, (4.0, 4.0), (0.5, 0.5), (0.0, 0.0), {"dealt_ahead": 3})]
+            assert [step for step, _ in stops] == [5]
+            assert looks == ([(6, 3)] if rank == 0 and adaptive and announced is None else [])
 
 
 def test_a_strategy_left_to_us_is_chosen_by_whole_steps_only_where_all_make_them_together():
