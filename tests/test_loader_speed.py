@@ -52,11 +52,12 @@ def job(steps, *, loads, computes, batch=64, noise=0.05, seed=0, hands_s=0.0):
     for step in range(steps):
         shares = planner.plan_at(step).shares
         if said is not None:
-            planner.observe(step - 1, *said)
+            planner.observe(step - 1, *said, dealt_ahead=DEPTH)
         if planner.announcement:
             planner.accept(planner.announcement, step)
         else:
-            planner.look(step, measured_step_s=ends[-1] - ends[-2] if len(ends) > 1 else None)
+            before_s = ends[-1] - ends[-2] if len(ends) > 1 else None
+            planner.look(step, measured_step_s=before_s, dealt_ahead=DEPTH)
         done = [
             each.step(
                 now_s, n, loads_s=load_s * draw.gauss(1.0, noise), computes_s=compute_s * draw.gauss(1.0, noise),

@@ -422,7 +422,7 @@ def test_of_two_optimizers_the_merges_of_one_carry_measurements_and_plans():
         version=1, shares=(1,), reason="", predicted_step_s=0.5, strategy="synchronous"
     )
     observed, taken, told = [], [], []
-    balancer.planner.observe = lambda *seen: observed.append(seen)
+    balancer.planner.observe = lambda *seen, **_: observed.append(seen)
     balancer.step_timer.take_stops = lambda: taken.append(True) or control.StopSums()
     balancer.departure.heard_by_all = lambda: told.append(True)
     balancer.begin(1)
@@ -473,7 +473,7 @@ def test_what_a_rank_needs_for_a_batch_is_the_median_of_its_steps_since_it_last_
     rule = LocalSGD(round_steps=5, warmup_steps=0, drift_limit=None)
     rounds, store, balancer = rounds_of(SoloEngine(), rule, START)
     said = []
-    balancer.planner.observe = lambda step, samples, seconds, _: said.append((samples, seconds))
+    balancer.planner.observe = lambda step, samples, seconds, *_, **__: said.append((samples, seconds))
     for samples, seconds in [(4.0, 4.0), (2.0, 90.0), (8.0, 16.0), (0.0, 5.0), (4.0, 12.0)] + [(0.0, 0.0)] * 5:
         balancer.begin(1)
         rounds.after_step(1.0, compute=(samples, seconds))
