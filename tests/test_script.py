@@ -1,6 +1,7 @@
 """Where a script is, for people."""
 
 import gc
+import subprocess
 import sys
 import threading
 import warnings
@@ -65,3 +66,16 @@ def test_a_warning_is_of_the_line_of_the_script(aside):
             names["find"](script.warn)
     (warning,) = caught
     assert warning.filename == __file__ and warning.category is RuntimeWarning
+
+
+def test_a_script_that_has_ended_is_at_no_line_though_a_thread_goes_on():
+    program = (
+        "import threading\n"
+        "from hvd_hetero.engine import script\n"
+        "def late():\n"
+        "    threading.main_thread().join(0.5)\n"
+        "    print(script.line())\n"
+        "threading.Thread(target=late).start()\n"
+    )
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert said.stdout == "the end of its script, where threads that are no daemons go on\n"

@@ -2,13 +2,15 @@
 
 import contextlib
 import copy
+import gc
 import itertools
+import os
 import threading
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import ConcatDataset, Subset, TensorDataset, random_split
+from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset, random_split
 
 pytest.importorskip("horovod.torch", reason="build it with hvd-hetero build-horovod")
 
@@ -19,6 +21,7 @@ from hvd_hetero.engine.local import SoloEngine, World
 from hvd_hetero.engine.port import CollectiveError
 from hvd_hetero.optimizers.attachment import PeerError
 from hvd_hetero.optimizers.unused_balancer import UnusedBalancerCheck
+from hvd_hetero.torch.feed import iterating
 
 
 def test_a_rank_whose_loader_raises_stops_all_ranks_with_the_cause():
@@ -439,3 +442,18 @@ def test_a_validation_that_is_broken_off_later_has_forgotten_nothing():
         without.check()
     next(iter(hvd.BalancedDataLoader(Data(), balancer=hvd.Balancer(WHOLE, engine=SoloEngine()))))
     without.check()
+
+
+def test_a_forked_process_leaves_the_persistent_workers_of_its_parent_alone(capfd):
+    loader = DataLoader(list(range(4)), num_workers=1, persistent_workers=True, timeout=10)
+    with iterating(loader) as source:
+        assert len(list(source)) == 4
+    child = os.fork()
+    if child == 0:
+        del loader
+        gc.collect()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert "can only test a child process" not in capfd.readouterr().err
+    with iterating(loader) as source:
+        assert len(list(source)) == 4

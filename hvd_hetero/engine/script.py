@@ -20,6 +20,7 @@ _INSTALLED = ("site-packages", "dist-packages")  # of a user, of the distributio
 _LIBRARIES = ("horovod", "torch", "tensorflow", "keras")  # wherever they are
 _COLLECTS_BETWEEN = sys.version_info >= (3, 12)
 _LOCK = threading.RLock()
+_WAITS_FOR_THREADS = threading._shutdown.__code__  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager
@@ -44,12 +45,16 @@ def _looking() -> Iterator[None]:
 
 
 def line() -> str:
-    """The script's line that the main thread executes, as text: "train.py:12 in main"."""
+    """The script's line that the main thread executes, as text: "train.py:12 in main"; or that the script has ended,
+    and the process waits for its other threads."""
     with _looking():
         frame = _main_frame()
         if frame is None:
             return "an unknown line"
-        frame = _of_script(frame) or frame
+        script = _of_script(frame)
+        if script is None and any(at.f_code is _WAITS_FOR_THREADS for at, _ in traceback.walk_stack(frame)):
+            return "the end of its script, where threads that are no daemons go on"
+        frame = script or frame
         return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} in {frame.f_code.co_name}"
 
 

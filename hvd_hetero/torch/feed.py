@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import os
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
@@ -104,7 +105,7 @@ def iterating(loader: DataLoader[Any]) -> Iterator[Iterator[Any]]:
     if id(source) not in _IN_USE:
         _IN_USE[id(source)] = source
         if loader.persistent_workers:
-            weakref.finalize(loader, _end, source).atexit = False  # at exit, PyTorch ends them itself
+            weakref.finalize(loader, _end, source, os.getpid()).atexit = False  # at exit, PyTorch ends them itself
     try:
         yield source
     finally:
@@ -112,7 +113,11 @@ def iterating(loader: DataLoader[Any]) -> Iterator[Iterator[Any]]:
             _end(source)
 
 
-def _end(source: Any) -> None:
+def _end(source: Any, process: int | None = None) -> None:
+    """Ends the workers of `source`. In another process than `process`, one that was forked from it, does nothing: they
+    are no children of that one."""
+    if process not in (None, os.getpid()):
+        return
     _IN_USE.pop(id(source), None)
     if hasattr(source, "_shutdown_workers"):
         source._shutdown_workers()
