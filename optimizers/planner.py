@@ -158,8 +158,7 @@ class Planner:
         working = [seen for seen, share in zip(recent, self.plans[-1].shares, strict=True) if share > 0]
         few = min(map(len, working)) < rule.minimum_observations
         # A few observations of unlike sizes always lie near a line, and so do not tell how noisy they are.
-        known = min(map(_most_alike if few else len, working))
-        if known < rule.observations_needed(self.plans[-1]):
+        if few and min(map(_most_alike, working)) < rule.observations_needed(self.plans[-1]):
             self._look_schedule.put_off(step + 1)
             return
         fitted = self._measurements.fit([plan.step for plan in self.plans])

@@ -56,9 +56,7 @@ def while_there(call: Callable[P, T]) -> Callable[P, T]:
         except (ValueError, RuntimeError) as error:
             failure = importlib.import_module("horovod.common.exceptions").HorovodInternalError
             removed = isinstance(error, ValueError) and says_removed(str(error))
-            if not (removed or isinstance(error, failure)):
-                raise
-            why = ProcessSetEngine.explain()
+            why = ProcessSetEngine.explain() if removed or isinstance(error, failure) else ""
             if not (removed or why):
                 raise
             raise failure(f"{why}. Horovod says: {error}" if why else str(error)) from None
