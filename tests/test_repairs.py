@@ -385,7 +385,7 @@ def test_one_rank_may_have_its_output_in_a_file(tmp_path: Path) -> None:
 
 @needs("restored_handlers")
 @pytest.mark.parametrize("fails", [False, True])
-def test_signals_do_after_a_launch_what_they_did_before(monkeypatch, fails):
+def test_signals_do_after_a_launch_what_they_did_before(fails):
     from horovod.runner import gloo_run
 
     def launched() -> None:

@@ -256,19 +256,24 @@ def test_two_losses_of_a_part_without_a_term(cap):
     assert World(2).run(program, timeout_s=20) == pytest.approx([expected] * 2, abs=1e-12)
 
 
+def of_two_parameters(engine, cap, shares, op, *, lr):
+    """Two parameters of ones, a balancer and an optimizer of them, and this rank's samples of a global batch of 8."""
+    parameters = [nn.Parameter(torch.ones(1, dtype=torch.float64)) for _ in range(2)]
+    balancer = hvd.Balancer(8, engine=engine, adaptive=False, min_share=0, max_micro_batch=cap, shares=shares)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=lr), balancer=balancer, op=op)
+    x = torch.arange(8.0, dtype=torch.float64)
+    return *parameters, balancer, optimizer, x[: shares[0]] if engine.rank == 0 else x[shares[0] :]
+
+
 @pytest.mark.parametrize(("cap", "shares"), [(None, (8, 0)), (2, (5, 3)), (2, (8, 0))])
 @pytest.mark.parametrize("op", [hvd.Average, hvd.Sum], ids=["mean", "sum"])
 def test_what_a_frozen_parameter_holds_is_left_alone(cap, shares, op):
     """Its optimizer goes on with that, as in one process."""
 
     def program(engine):
-        frozen, trained = (nn.Parameter(torch.ones(1, dtype=torch.float64)) for _ in range(2))
-        balancer = hvd.Balancer(8, engine=engine, adaptive=False, min_share=0, max_micro_batch=cap, shares=shares)
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([frozen, trained], lr=1.0), balancer=balancer, op=op)
+        frozen, trained, balancer, optimizer, x = of_two_parameters(engine, cap, shares, op, lr=1.0)
         frozen.grad = torch.full_like(frozen, 3.0)
         frozen.requires_grad_(False)
-        x = torch.arange(8.0, dtype=torch.float64)
-        x = x[: shares[0]] if engine.rank == 0 else x[shares[0] :]
         balancer.begin(len(x))
         for part in balancer.micro_batches(x):
             (frozen * trained * part).mean().backward()
@@ -284,11 +289,7 @@ def test_the_gradient_with_which_a_parameter_was_frozen_is_left_alone(cap, share
     """It lies where gradients are summed."""
 
     def program(engine):
-        frozen, trained = (nn.Parameter(torch.ones(1, dtype=torch.float64)) for _ in range(2))
-        balancer = hvd.Balancer(8, engine=engine, adaptive=False, min_share=0, max_micro_batch=cap, shares=shares)
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([frozen, trained], lr=0.0), balancer=balancer, op=op)
-        x = torch.arange(8.0, dtype=torch.float64)
-        x = x[: shares[0]] if engine.rank == 0 else x[shares[0] :]
+        frozen, trained, balancer, optimizer, x = of_two_parameters(engine, cap, shares, op, lr=0.0)
         found = []
         for _ in range(3):
             balancer.begin(len(x))
