@@ -99,7 +99,7 @@ def test_loading_goes_on_after_a_pass_that_all_ranks_break_off_in_the_thread_of_
 
     def program(engine: Any, backward: Any) -> tuple[torch.Tensor, int]:
         model = copy.deepcopy(MODEL)
-        balancer = hvd.Balancer(4, engine=engine)
+        balancer = hvd.Balancer(4, engine=engine, adaptive=False)
         optimizer = hvd.DistributedOptimizer(
             torch.optim.SGD(model.parameters(), lr=0.1), balancer=balancer, bucket_bytes=64
         )
