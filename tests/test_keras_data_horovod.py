@@ -36,6 +36,7 @@ CHECKS = [
     "a_callback_of_one_rank_stops_all_after_the_same_batch",
     "a_callback_of_one_rank_stops_all_at_the_end_of_an_epoch",
     "samples_of_tf_data",
+    "samples_of_streams_of_the_ranks_own",
 ]
 TEXTS = "texts_come_as_keras_takes_them"  # each compiles a model of its own
 FEW = [CHECKS[0], "metrics_are_those_of_all_samples"]

@@ -11,10 +11,12 @@ from hvd_hetero.optimizers.sampler import Dealt
 
 from .batch import Batch
 from .loading import processes, take
+from .shards import ShardSource
 from .source import Source
 from .stream import EpochStreams
 
 BY_EACH = 2  # batches that are loaded ahead, for each worker
+NO_RUN = -1
 
 
 class Ahead:
@@ -44,18 +46,22 @@ class Ahead:
         """The number of batches that were dealt ahead and not asked for yet."""
         return len(self._loading)
 
-    def load(self, dealt: Dealt) -> Batch:
-        """Loads and returns a batch in the calling thread; `dealt` says which samples it has."""
+    def load(self, dealt: Dealt, *, run: int = NO_RUN) -> Batch:
+        """Loads and returns a batch in the calling thread; `dealt` says which samples it has. `run`: the run of reading
+        that it is for; without one it is only looked at."""
+        if isinstance(self._source, ShardSource):
+            return self._source.next(dealt.used, epoch=dealt.epoch, run=run)
         if isinstance(self._source, EpochStreams):
             self._source.epoch = dealt.epoch
         return self._source.take(dealt.indices)
 
-    def next(self, deal: Callable[[], Dealt]) -> tuple[Dealt, Callable[[], Batch]]:
+    def next(self, deal: Callable[[], Dealt], *, run: int) -> tuple[Dealt, Callable[[], Batch]]:
         """The next batch of this rank: what was dealt for it, and a function that returns it when it is loaded.
 
         Args:
             deal: deals this rank's part of one more global batch. With workers it is called until enough batches are
                 being loaded ahead.
+            run: the run of reading that it is for.
 
         Returns:
             The sample indices of the batch, and a function that waits for the batch. That function raises any error of
@@ -63,15 +69,22 @@ class Ahead:
         """
         if self.pool is None:
             dealt = deal()
-            return dealt, partial(self.load, dealt)
+            return dealt, partial(self.load, dealt, run=run)
         while len(self._loading) <= self._most:
             dealt = deal()
             self._loading.append((dealt, self.pool.submit(self._take, dealt.indices)))
         dealt, loading = self._loading.popleft()
         return dealt, loading.result
 
-    def forget(self) -> None:
-        """Drops all batches that were dealt ahead, for example because they have to be dealt again."""
+    def use(self, batches: int) -> None:
+        """Says that so many batches of this run of reading were used, or are in use."""
+        if isinstance(self._source, ShardSource):
+            self._source.use(batches)
+
+    def forget(self, *, run: int) -> None:
+        """Drops all batches that were dealt ahead, because they have to be dealt again, in a new run of reading."""
+        if isinstance(self._source, ShardSource):
+            self._source.rewind(run)
         for _, loading in self._loading:
             loading.cancel()
         self._loading.clear()

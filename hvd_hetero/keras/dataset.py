@@ -16,6 +16,7 @@ from .balancer import Balancer
 from .batch import Batch, with_texts
 from .ending import free_at_exit
 from .randomness import Aside
+from .shards import ShardSource
 from .source import Source, source_of
 from .stream import EpochStreams, StreamSource, is_function
 from .untuned import UntunedDataset, untuned
@@ -44,6 +45,11 @@ class BalancedDataset(UntunedDataset):
             `reduction="mean_with_sample_weight"`.
         shuffle, seed: the order of epoch e depends on the seed and e alone.
         drop_last: leave out what does not fill a global batch.
+        sharded: x is a stream of this rank's own samples: a tf.data.Dataset (which may be endless), an iterable, or a
+            function that gives one for the number of an epoch. This rank takes as many of them for a global batch as
+            its share says, so that a fast one uses up more; streams go on from one epoch to the next, and are begun
+            anew where they end.
+        steps_per_epoch: with `sharded`, global batches of an epoch.
         workers: threads that load ahead; 0 for none.
         use_multiprocessing: makes them processes, for loading that keeps Python busy.
     """
@@ -59,20 +65,38 @@ class BalancedDataset(UntunedDataset):
         shuffle: bool = True,
         seed: int = 0,
         drop_last: bool = False,
+        sharded: bool = False,
+        steps_per_epoch: int | None = None,
         workers: int = 0,
         use_multiprocessing: bool = False,
     ) -> None:
         # Keras' own workers would deal batches out of order, and twice after an interruption.
         super().__init__(workers=1, use_multiprocessing=False)
         whole = balancer.global_batch_size
-        by_epoch = is_function(x) and y is None and sample_weight is None
-        self._source: Source = (
-            EpochStreams(x, global_batch_size=whole) if by_epoch
-            else source_of(x, y, sample_weight, global_batch_size=whole)
-        )  # fmt: skip
-        if isinstance(self._source, (StreamSource, EpochStreams)) and (shuffle or workers):
+        alone = y is None and sample_weight is None
+        if steps_per_epoch is not None and not sharded:
+            raise TypeError(
+                "steps_per_epoch: expected none, as an epoch is all of the data, except with sharded=True. Received: "
+                f"{steps_per_epoch!r}. Where only the epochs of fit are to be shorter, give it to fit."
+            )
+        if sharded and not alone:
+            raise TypeError(
+                "y, sample_weight: expected none with sharded=True, as the stream's samples have them: (x, y) or (x, "
+                "y, sample_weight). Received: some."
+            )
+        self._source: Source
+        if sharded:
+            rows = -(-whole // balancer.size)
+            self._source = ShardSource(x, steps=steps_per_epoch, global_batch_size=whole, rows=rows)
+            balancer.engine.on_reset_end(self._source.restart)
+        elif is_function(x) and alone:
+            self._source = EpochStreams(x, global_batch_size=whole)
+        else:
+            self._source = source_of(x, y, sample_weight, global_batch_size=whole)
+        self._read_whole = isinstance(self._source, (StreamSource, EpochStreams))  # by every rank
+        if (sharded or self._read_whole) and (shuffle or workers):
             raise ValueError(
-                "x: expected shuffle=False and workers=0 with a tf.data.Dataset, which is read in its own order. "
+                "x: expected shuffle=False and workers=0 with a stream, which is read in its own order. "
                 f"Received: shuffle={shuffle}, workers={workers}. Use its prefetch(), and its shuffle(n, seed=..., "
                 "reshuffle_each_iteration=False): of lambda epoch: dataset.shuffle(n, seed=epoch, "
                 "reshuffle_each_iteration=False) each epoch has an order of its own."
@@ -91,6 +115,7 @@ class BalancedDataset(UntunedDataset):
         self._fresh = True  # whether reading is yet to begin: batches read until then are only looked at
         self._ahead_of_use = False  # whether TensorFlow reads batches while others are in use
         self._at: int | None = None  # the step up to which use is accounted for, within an epoch
+        self._used = 0  # the batches of this run of reading that were used, up to that step
         self._last: Batch = None
         self._run = 0  # how many times reading was begun or rewound
         self._readers = 0  # how many times Keras has begun to read
@@ -222,7 +247,8 @@ class BalancedDataset(UntunedDataset):
         if self._unsaid is not None:
             self.balancer.departure.recover(self._unsaid)
             self._unsaid = None
-        self._ahead.forget()
+        self._ahead.forget(run=self._run)
+        self._used = 0
         self.balancer.forget(ahead=ahead, by=self)
         self.sampler.rewind()
         self._fresh, self._ahead_of_use = False, ahead
@@ -231,15 +257,21 @@ class BalancedDataset(UntunedDataset):
     def _will_load(self) -> None:
         self.balancer.step_timer.loading_meter.will_load(
             beside=self._ahead_of_use or self._ahead.pool is not None,
-            in_parts=not isinstance(self._source, (StreamSource, EpochStreams)),
+            in_parts=not self._read_whole,
             loaders=self._ahead.workers,
         )
+
+    def _uncounted(self) -> int:
+        """The batches that were used since the last call of `_count_used`."""
+        return 0 if self._at is None else min(self.balancer.begun(self) - self._at, self.sampler.pending)
 
     def _count_used(self) -> int:
         """Tells the sampler which batches were used since the last call. Returns how many."""
         if self._at is None:
             return 0
-        used = min(self.balancer.begun(self) - self._at, self.sampler.pending)
+        used = self._uncounted()
+        self._used += used
+        self._ahead.use(self._used)
         for _ in range(used):
             self.sampler.used()
         self.sampler.end_epoch()
@@ -258,7 +290,8 @@ class BalancedDataset(UntunedDataset):
 
     def _fetched(self, run: int) -> Batch:
         try:
-            dealt, loaded = self._ahead.next(self.sampler.deal)
+            self._ahead.use(self._used + self._uncounted())
+            dealt, loaded = self._ahead.next(self.sampler.deal, run=run)
             if run != self._run:  # reading was rewound while this waited: announces nothing in the new run
                 return loaded()
             # Announced when it is read, not when it is dealt, which may be long before: if Keras reads nothing ahead,

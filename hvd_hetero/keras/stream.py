@@ -32,18 +32,7 @@ class StreamSource:
     _stream: Iterator[Any] | None = None
 
     def __init__(self, samples: Any, *, global_batch_size: int) -> None:
-        if _ends_in_batches(samples):
-            raise ValueError(
-                "x: expected a tf.data.Dataset of single samples: the balancer makes the batches. Received: one "
-                "of batches. Leave its batch() out, or add unbatch(). Where such a batch is one sample: map(lambda "
-                "*x: x), and heed no warning. In place of padded_batch(): pad all samples to one length, with map()."
-            )
-        if _maps_batches(samples):
-            script.warn(
-                "x: expected a tf.data.Dataset of single samples: the balancer makes the batches. Received: one of "
-                "batches that a map() follows, each of which counts as one sample here. Leave its batch() out, or add "
-                "unbatch(), unless that is meant.",
-            )
+        check_samples(samples)
         if varies := _variation(samples):
             raise ValueError(
                 "x: expected a tf.data.Dataset that gives its samples in the same order on all ranks, and each time "
@@ -51,12 +40,6 @@ class StreamSource:
                 "shuffle(n, seed=..., reshuffle_each_iteration=False), and leave deterministic=False out; for another "
                 "order in each epoch give a function of it: lambda epoch: dataset.shuffle(n, seed=epoch, "
                 "reshuffle_each_iteration=False)."
-            )
-        if other := _other_than_dense(samples):
-            raise ValueError(
-                "x: expected a tf.data.Dataset of dense samples of one shape. Received: one with elements of "
-                f"{', '.join(other)}. Make them dense with map(), by to_tensor() or tf.sparse.to_dense(), and pad all "
-                "to one length."
             )
         self._length = int(samples.cardinality())
         if self._length < 0:
@@ -90,34 +73,21 @@ class StreamSource:
                 self._stream, self._at = self._whole.as_numpy_iterator(), -1
             while self._at < number:
                 at, self._at = self._at, -1  # -1 if reading fails: the stream has moved on, and is begun anew
-                self._batch = packed(self._read())
+                self._batch = read(self._stream)
+                if self._batch is None:
+                    raise ValueError(
+                        f"x: expected {self._length} samples of the tf.data.Dataset, the cardinality that it has "
+                        f"told. Received: no more after {(at + 1) * self._size}."
+                    )
                 self._at = at + 1
             parts.append(rows_of(self._batch, indices[indices // self._size == number] - number * self._size))
         return joined(parts)
 
     def _end(self) -> None:
-        """Destroys the stream in a separate thread: the user's dataset is left to TensorFlow's tuner, which destroying
-        may wait for; see `untuned`."""
         left, self._stream = [self._stream], None
-        if left[0] is not None:
-            # Not a `threading.Thread`: it takes a lock to start, which may be held when the collector runs this.
-            with contextlib.suppress(RuntimeError):  # the interpreter is ending
-                _thread.start_new_thread(left.clear, ())
+        let_go(left)
 
     __del__ = _end
-
-    def _read(self) -> Any:
-        assert self._stream is not None
-        try:
-            return next(self._stream)
-        except Exception as error:
-            told = getattr(error, "message", "")
-            if type(error).__name__ != "InvalidArgumentError" or "batch tensors with different shapes" not in told:
-                raise
-            raise ValueError(
-                f"Expected samples of one shape. Received: {told} Pad all to one length. Where the tf.data.Dataset "
-                "makes batches before a map(), leave its batch() out, or add unbatch()."
-            ) from error
 
 
 class EpochStreams:
@@ -165,6 +135,57 @@ class EpochStreams:
                 f"gives {type(samples).__name__}."
             )
         return StreamSource(samples, global_batch_size=self._size)
+
+
+def check_samples(samples: Any) -> None:
+    """Raises ValueError for a tf.data.Dataset whose elements are no single samples, or of which no rows can be taken.
+    """
+    if _ends_in_batches(samples):
+        raise ValueError(
+            "x: expected a tf.data.Dataset of single samples: the balancer makes the batches. Received: one "
+            "of batches. Leave its batch() out, or add unbatch(). Where such a batch is one sample: map(lambda "
+            "*x: x), and heed no warning. In place of padded_batch(): pad all samples to one length, with map()."
+        )
+    if _maps_batches(samples):
+        script.warn(
+            "x: expected a tf.data.Dataset of single samples: the balancer makes the batches. Received: one of "
+            "batches that a map() follows, each of which counts as one sample here. Leave its batch() out, or add "
+            "unbatch(), unless that is meant.",
+        )
+    if other := _other_than_dense(samples):
+        raise ValueError(
+            "x: expected a tf.data.Dataset of dense samples of one shape. Received: one with elements of "
+            f"{', '.join(other)}. Make them dense with map(), by to_tensor() or tf.sparse.to_dense(), and pad all "
+            "to one length."
+        )
+
+
+def read(stream: Iterator[Any] | None) -> Batch | None:
+    """The next batch of a tf.data.Dataset's numpy iterator; None at its end.
+
+    Raises:
+        ValueError: its samples have different shapes.
+    """
+    try:
+        batch = next(stream or iter(()), None)
+    except Exception as error:
+        told = getattr(error, "message", "")
+        if type(error).__name__ != "InvalidArgumentError" or "batch tensors with different shapes" not in told:
+            raise
+        raise ValueError(
+            f"Expected samples of one shape. Received: {told} Pad all to one length. Where the tf.data.Dataset "
+            "makes batches before a map(), leave its batch() out, or add unbatch()."
+        ) from error
+    return None if batch is None else packed(batch)
+
+
+def let_go(left: list[Any]) -> None:
+    """Destroys what `left` holds in a separate thread: the user's dataset is left to TensorFlow's tuner, which
+    destroying an iterator may wait for; see `untuned`."""
+    if left[0] is not None:
+        # Not a `threading.Thread`: it takes a lock to start, which may be held when the collector runs this.
+        with contextlib.suppress(RuntimeError):  # the interpreter is ending
+            _thread.start_new_thread(left.clear, ())
 
 
 def is_function(x: Any) -> bool:

@@ -113,6 +113,13 @@ def iterating(loader: DataLoader[Any]) -> Iterator[Iterator[Any]]:
             _end(source)
 
 
+def end_persistent(loader: DataLoader[Any]) -> None:
+    """Ends persistent workers of `loader`; its next iteration begins others."""
+    source, loader._iterator = loader._iterator, None
+    if source is not None:
+        _end(source)
+
+
 def _end(source: Any, process: int | None = None) -> None:
     """Ends the workers of `source`. In another process than `process`, one that was forked from it, does nothing: they
     are no children of that one."""

@@ -12,12 +12,14 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from hvd_hetero.optimizers.balancer import Balancer
 from hvd_hetero.optimizers.data_checksum import checksum
 from hvd_hetero.optimizers.sampler import LOADED
+from hvd_hetero.optimizers.shards import ShardSampler
 from hvd_hetero.optimizers.stream import StreamSampler
 from hvd_hetero.optimizers.unused_balancer import warn_of_none
 
 from .batch_sampler import ONE_AT_A_TIME, BalancedBatchSampler
 from .feed import Feed, NumberedFeed
 from .row import fewer_rows
+from .shards import ShardFeed
 from .stream import StreamFeed
 from .whole import whole_numbers
 
@@ -61,6 +63,10 @@ class BalancedDataLoader:
     Args:
         dataset: all of it on every rank, in the same order: map-style, or an `IterableDataset`, which every rank reads
             from beginning to end, keeping its own samples.
+        sharded: `dataset` is an `IterableDataset` of this rank's own samples. It takes as many of them for a global
+            batch as its share says, so that a fast rank uses up more; streams go on from one epoch to the next, and
+            are begun anew where they end.
+        steps_per_epoch: with `sharded`, global batches of an epoch.
         shuffle: a new order each epoch; by default where samples have numbers. An `IterableDataset` shuffles by itself.
         seed: of that order, and of what draws at random in loading processes.
         drop_last: leaves out what does not fill a global batch.
@@ -77,6 +83,8 @@ class BalancedDataLoader:
         shuffle: bool | None = None,
         seed: int = 0,
         drop_last: bool = False,
+        sharded: bool = False,
+        steps_per_epoch: int | None = None,
         num_workers: int = 0,
         prefetch_factor: int | None = None,
         progress: bool = False,
@@ -96,7 +104,17 @@ class BalancedDataLoader:
                 )
         if not arguments.get("in_order", True):
             raise TypeError("in_order: expected True: sizes go with batches in the order dealt. Received: False.")
-        self.balancer, self.dataset = balancer, dataset
+        if sharded and not isinstance(dataset, IterableDataset):
+            raise TypeError(
+                "sharded: expected an IterableDataset of this rank's own samples. Received: "
+                f"{type(dataset).__name__}. Of a map-style dataset give all to every rank, and leave sharded out."
+            )
+        if steps_per_epoch is not None and not sharded:
+            raise TypeError(
+                f"steps_per_epoch: expected none, as an epoch is all of the data, except with sharded=True. Received: "
+                f"{steps_per_epoch!r}."
+            )
+        self.balancer, self.dataset, self._sharded = balancer, dataset, sharded
         self._bar = _progress_bar() if progress and balancer.rank == 0 else None
         lookahead = num_workers * (2 if prefetch_factor is None else prefetch_factor)
         arguments["prefetch_factor"] = prefetch_factor
@@ -106,15 +124,19 @@ class BalancedDataLoader:
                     "shuffle: expected False or none for an IterableDataset, whose samples have no numbers. Received: "
                     "True. Shuffle in the dataset."
                 )
-            stream = StreamSampler(
-                _length_of(dataset),
-                balancer=balancer,
-                seed=seed,
-                drop_last=drop_last,
-                workers=num_workers,
-                lookahead=lookahead,
-            )
-            self._feed: Feed = StreamFeed(dataset, sampler=stream, workers=num_workers, arguments=arguments)
+            if sharded:
+                shards = ShardSampler(steps_per_epoch, balancer=balancer, seed=seed, lookahead=lookahead)
+                self._feed: Feed = ShardFeed(dataset, sampler=shards, workers=num_workers, arguments=arguments)
+            else:
+                stream = StreamSampler(
+                    _length_of(dataset),
+                    balancer=balancer,
+                    seed=seed,
+                    drop_last=drop_last,
+                    workers=num_workers,
+                    lookahead=lookahead,
+                )
+                self._feed = StreamFeed(dataset, sampler=stream, workers=num_workers, arguments=arguments)
         else:
             check_map_style(dataset)
             numbered = BalancedBatchSampler(
@@ -167,7 +189,7 @@ class BalancedDataLoader:
             if loading_meter.iteration != iteration:  # this iteration begins, or goes on after another loader's
                 loading_meter.will_load(
                     beside=self.loader.num_workers > 0,
-                    in_parts=not isinstance(self.dataset, IterableDataset),
+                    in_parts=self._sharded or not isinstance(self.dataset, IterableDataset),
                     loaders=self.loader.num_workers,
                 )
                 iteration = loading_meter.iteration

@@ -25,7 +25,7 @@ TORCH = Generator(torch.default_generator.manual_seed, torch.get_rng_state, torc
 WRAPPED = operator.attrgetter("dataset")  # the user's dataset, from the object that reads it
 
 
-class _Read(NamedTuple):
+class Read(NamedTuple):
     """A batch of this rank's samples; without the batch itself if that is only passed over."""
 
     batch: Any
@@ -57,10 +57,10 @@ class _Reader:
         self.dataset = dataset
         self._size, self._drop_last, self._collate, self._seed = size, drop_last, collate, seed
         self._run = -1
-        self._stream: _Stream | None = None
+        self._stream: Stream | None = None
         self._told = False  # whether the checksum of this iteration's first batch has been given
 
-    def __getitem__(self, order: Order) -> _Read:
+    def __getitem__(self, order: Order) -> Read:
         if order.run < self._run:
             raise RuntimeError(
                 "Expected one iteration at a time over hvd.BalancedDataLoader of an IterableDataset. Received: another "
@@ -68,17 +68,17 @@ class _Reader:
             )
         if self._stream is None or order.run > self._run:
             self._run, self._told, self._stream = order.run, False, None
-            self._stream = _Stream(self.dataset, seed=self._seed, epoch=order.epoch, tells=True)
+            self._stream = Stream(self.dataset, seed=self._seed, epoch=order.epoch, tells=True)
         stream, keeps = self._stream, order.shares is not None
         places = owners(order.shares).tolist() if order.shares is not None else [-1] * self._size
         looks = 0 if not keeps else 1 if self._told else self._size
         mine, first, whole, content = stream.take(places, order.rank, looks=looks)
         if whole == 0 or (self._drop_last and whole < self._size):
-            return _Read(None, 0, 0, 0, stream.reader)
+            return Read(None, 0, 0, 0, stream.reader)
         if not keeps:
-            return _Read(None, 0, whole, 0, stream.reader)
+            return Read(None, 0, whole, 0, stream.reader)
         self._told = True
-        return _Read(self._collate(mine or [first]), len(mine), whole, content, stream.reader)
+        return Read(self._collate(mine or [first]), len(mine), whole, content, stream.reader)
 
     def leave(self, run: int) -> None:
         """Closes the stream if iteration `run` was the last to read it, so that its resources are freed at once."""
@@ -86,7 +86,7 @@ class _Reader:
             self._stream = None
 
 
-class _Stream:
+class Stream:
     """One iteration over a stream in one loading process, with random numbers of its own.
 
     Args:
@@ -138,7 +138,7 @@ class OwnSamples(IterableDataset[Any]):
         self._shares, self._rank = tuple(shares), rank
 
     def __iter__(self) -> Iterator[Any]:
-        stream, places = _Stream(self.dataset, seed=0, epoch=0), owners(self._shares).tolist()
+        stream, places = Stream(self.dataset, seed=0, epoch=0), owners(self._shares).tolist()
         whole = len(places)
         while whole == len(places):
             mine, _, whole, _ = stream.take(places, self._rank)
@@ -162,6 +162,17 @@ class _Orders(Sampler[Order]):
 
     def __iter__(self) -> Iterator[Order]:
         return self._sampler.orders()
+
+
+def reading(reader: Any, sampler: StreamSampler, arguments: dict[str, Any]) -> DataLoader[Any]:
+    """A `DataLoader` that has `reader` carry out the orders of `sampler`.
+
+    Args:
+        reader: indexed with an `Order`, it gives a `Read`. Each loading process has a copy.
+        arguments: of `DataLoader`, but for those that say how samples become batches.
+    """
+    arguments["worker_init_fn"] = outliving(arguments.get("worker_init_fn"), WRAPPED)
+    return DataLoader(reader, batch_size=None, sampler=_Orders(sampler), collate_fn=_as_it_is, **arguments)
 
 
 class StreamFeed:
@@ -188,15 +199,7 @@ class StreamFeed:
             collate=arguments.pop("collate_fn", None) or default_collate,
             seed=sampler.seed,
         )
-        arguments["worker_init_fn"] = outliving(arguments.get("worker_init_fn"), WRAPPED)
-        self.loader = DataLoader(
-            self._reader,  # type: ignore[arg-type]
-            batch_size=None,
-            sampler=_Orders(sampler),
-            num_workers=workers,
-            collate_fn=_as_it_is,
-            **arguments,
-        )
+        self.loader = reading(self._reader, sampler, {**arguments, "num_workers": workers})
 
     def batches(self) -> Iterator[Loaded]:
         """The batches of one iteration, until all loading processes are at the end of their stream."""

@@ -728,6 +728,29 @@ def samples_of_tf_data():
     expect("samples of one shape", lambda: source.take(np.arange(3)))
 
 
+def samples_of_streams_of_the_ranks_own():
+    """As Horovod's scripts read them: dataset.shard(hvd.size(), hvd.rank()), without an end."""
+    import tensorflow as tf
+
+    x, y = arrays()
+    steps, share, rank, size = 3, SHARES[hvd.size()], hvd.rank(), hvd.size()
+    samples = tf.data.Dataset.from_tensor_slices((x, y))
+    own = [np.arange(len(x["number"]))[each::size] for each in range(size)]
+    for as_tf in (False, True)[: 1 + (keras.backend.backend() == "tensorflow")]:
+        balancer = make_balancer()
+        model = compile_model(make_model(), hvd.DistributedOptimizer(sgd(), balancer=balancer))
+        stream = samples.shard(size, rank).repeat()
+        data = hvd.BalancedDataset(stream, balancer=balancer, shuffle=False, sharded=True, steps_per_epoch=steps)
+        model.fit(data.as_tf_dataset() if as_tf else data, epochs=2, verbose=0)
+        assert spread(model.get_weights()) == 0.0
+        one = compile_model(make_model(), sgd())
+        for batch in range(2 * steps):
+            parts = [np.arange(batch * n, (batch + 1) * n) for n in share]
+            rows = np.concatenate([mine[part % len(mine)] for mine, part in zip(own, parts, strict=True)])
+            one.train_on_batch(keras.tree.map_structure(lambda leaf, rows=rows: leaf[rows], x), y[rows])
+        assert worst(model.get_weights(), one.get_weights()) <= 1e-5, worst(model.get_weights(), one.get_weights())
+
+
 def texts_come_as_keras_takes_them():
     texts, y = np.array(["a", "bb", "c"] * WHOLE), np.arange(3.0 * WHOLE)[:, None]
     for given in (texts, texts.astype(bytes), texts.astype(object)):

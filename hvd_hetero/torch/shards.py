@@ -1,0 +1,107 @@
+"""Loads from an `IterableDataset` that is this rank's own: other ranks have other samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch.utils.data import IterableDataset, default_collate
+
+from hvd_hetero.optimizers.shards import ShardSampler
+from hvd_hetero.optimizers.stream import Order
+
+from .feed import Loaded, WorkerSeed, end_persistent, iterating, seed_of
+from .row import none_of
+from .stream import Read, Stream, reading
+
+
+class _Reader:
+    """Presents the stream to a `DataLoader` as a dataset: indexed with an `Order`, it gives this rank's samples of the
+    next global batch. Each loading process has one.
+
+    Args:
+        collate: makes a batch of samples.
+        seed: of what is drawn at random while reading, together with the rank.
+    """
+
+    def __init__(self, dataset: IterableDataset[Any], *, collate: Callable[[list[Any]], Any], seed: int) -> None:
+        self.dataset = dataset
+        self._collate, self._seed = collate, seed
+        self._reads_for: tuple[int, int] | None = None  # the rank, and how many there are
+        self._stream: Stream | None = None
+        self._pass = -1  # the number of times that the stream was begun; at least the epoch in which it was
+        self._waiting: list[Any] = []  # samples that were read, and are in no batch yet
+
+    def __getitem__(self, order: Order) -> Read:
+        assert order.shares is not None
+        if self._reads_for != (order.rank, len(order.shares)):  # the ranks of an elastic job are others now
+            self._reads_for, self._stream = (order.rank, len(order.shares)), None
+            self._waiting.clear()
+        share = order.shares[order.rank]
+        self._read(max(1, share), order)
+        # A rank without a sample gets one, for the shape of the batch, that stays the next one.
+        batch = self._collate(self._waiting[: max(1, share)])
+        del self._waiting[:share]
+        return Read(batch, share, sum(order.shares), 0, 0)
+
+    def _read(self, count: int, order: Order) -> None:
+        """Has at least `count` samples wait, beginning the stream anew where it ends."""
+        while (missing := count - len(self._waiting)) > 0:
+            begun = self._stream is None
+            if self._stream is None:
+                self._pass = max(self._pass + 1, order.epoch)
+                seed = seed_of(self._seed, order.rank)
+                self._stream = Stream(self.dataset, seed=seed, epoch=self._pass, tells=True)
+            read = self._stream.take([order.rank] * missing, order.rank)[0]
+            self._waiting += read
+            if len(read) < missing:
+                self._stream = None
+            if begun and not read:
+                raise ValueError(
+                    "Expected samples from the stream of every rank, and of each of its loading processes "
+                    f"(num_workers). Received: none from a stream of rank {order.rank}. Give each at least one file, "
+                    "or take fewer processes."
+                )
+
+
+class ShardFeed:
+    """Loads as many samples of this rank's own stream as its share of each global batch says.
+
+    The stream goes on from one epoch to the next, and is begun anew where it ends. With loading processes, each takes
+    its turn with a whole batch of this rank, as those of a `DataLoader` do, and they live on between epochs.
+
+    Args:
+        workers: loading processes; 0: this process loads itself.
+        arguments: of `DataLoader`, but for those that say how samples become batches.
+    """
+
+    def __init__(
+        self, dataset: IterableDataset[Any], *, sampler: ShardSampler, workers: int, arguments: dict[str, Any]
+    ) -> None:
+        self.sampler = sampler
+        self._worker_seed = WorkerSeed(arguments)
+        reader = _Reader(dataset, collate=arguments.pop("collate_fn", None) or default_collate, seed=sampler.seed)
+        defaults = {"num_workers": workers, "persistent_workers": workers > 0}
+        self.loader = reading(reader, sampler, {**defaults, **arguments})
+        sampler.balancer.engine.on_reset_end(self._restart)
+
+    def _restart(self) -> None:
+        """Begins loading processes anew, which know the ranks of an elastic job as they were."""
+        end_persistent(self.loader)
+
+    def batches(self) -> Iterator[Loaded]:
+        """The batches that are left of this epoch."""
+        sampler = self.sampler
+        if not sampler.begin():
+            return
+        self._worker_seed.begin(seed_of(sampler.seed, sampler.epoch, sampler.position, sampler.balancer.rank))
+        with iterating(self.loader) as source:
+            for _ in range(sampler.steps - sampler.position):
+                try:
+                    read = next(source)
+                except Exception:
+                    sampler.miss()
+                    raise
+                sampler.answered()
+                sampler.use(read.content)
+                yield Loaded(read.batch if read.used else none_of(read.batch), read.used, read.whole)

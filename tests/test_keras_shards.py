@@ -1,0 +1,194 @@
+"""Laws of Keras data that is each rank's own: a rank takes what its stream yields next, as much as its share says."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+pytest.importorskip("keras", reason="pip install keras with TensorFlow or torch")
+pytest.importorskip("horovod", reason="build it with hvd-hetero build-horovod")
+
+import keras
+from keras_samples import SHARES, WHOLE, Balancer, Batches, Keras, used
+
+from hvd_hetero.engine.local import SoloEngine, World
+from hvd_hetero.keras.dataset import BalancedDataset
+from hvd_hetero.keras.shards import ShardSource
+
+LENGTHS = (40, 7, 13)
+
+
+class Stream:
+    """What an endless tf.data.Dataset is to a source."""
+
+    def __init__(self, samples):
+        self.samples = samples
+
+    def batch(self, size):
+        self.size = size
+        return self
+
+    def as_numpy_iterator(self):
+        samples = iter(self.samples)
+        while batch := list(itertools.islice(samples, self.size)):
+            yield np.array(batch)
+
+
+def tf_data(samples):
+    """What passes for one of TensorFlow's."""
+    return type("DatasetV2", (Stream,), {"__module__": "tensorflow.python.data"})(samples)
+
+
+class Numbers:
+    """Numbers of a rank's own, one at a time, each time that it is iterated."""
+
+    def __init__(self, samples):
+        self.samples = samples
+
+    def __iter__(self):
+        return iter(np.float32(self.samples))
+
+
+def own(rank):
+    return list(range(1000 * rank, 1000 * rank + LENGTHS[rank]))
+
+
+def shards(samples, balancer, **options):
+    return BalancedDataset(
+        samples, balancer=balancer, **{"sharded": True, "steps_per_epoch": 4, "shuffle": False, **options}
+    )
+
+
+@pytest.mark.parametrize("form", [tf_data, Numbers, lambda samples: lambda epoch: Numbers(samples)])
+def test_each_rank_takes_what_its_stream_yields_next_in_each_epoch(form):
+    def program(engine):
+        balancer = Balancer(engine)
+        dataset = shards(form(own(engine.rank)), balancer)
+        assert len(dataset) == 4
+        return [used(dataset, balancer) for _ in range(3)]
+
+    for rank, epochs in enumerate(World(3).run(program)):
+        assert list(map(len, epochs)) == [4 * SHARES[rank]] * 3
+        assert sum(epochs, []) == list(itertools.islice(itertools.cycle(own(rank)), 12 * SHARES[rank]))
+
+
+def test_what_keras_looks_at_before_it_trains_is_not_used_up():
+    balancer = Balancer(SoloEngine())
+    dataset = shards(Numbers(range(1000)), balancer)
+    for fit in range(2):
+        seen, fits = [], Keras(dataset, prefetch=None)
+        for _ in range(2):
+            for batch in fits.epoch():
+                seen += batch[0].astype(int).tolist()
+                balancer.exchange(len(batch[0]))
+        assert seen == list(range(fit * 8 * WHOLE, (fit + 1) * 8 * WHOLE))
+
+
+@pytest.mark.parametrize("prefetch", [None, 2])
+def test_what_was_read_and_not_used_is_the_next_again(prefetch):
+    """As where a fit is left early, or the torch back end builds a model with a first batch."""
+    balancer = Balancer(SoloEngine())
+    dataset, seen = shards(Numbers(range(1000)), balancer), []
+    for stop in (1, 4, 2, 3):
+        built = Keras(dataset, prefetch=prefetch)
+        next(iter(built.epoch()))
+        built.iterator.reset()
+        for number, batch in enumerate(Keras(dataset, prefetch=prefetch).epoch(), start=1):
+            seen += batch[0].astype(int).tolist()
+            balancer.exchange(len(batch[0]))
+            if number == stop:
+                break
+    assert seen == list(range(10 * WHOLE))
+
+
+def test_no_more_samples_are_kept_than_are_not_in_use_yet():
+    balancer = Balancer(SoloEngine())
+    dataset = shards(Numbers(range(100000)), balancer, steps_per_epoch=100)
+    for batch in dataset:
+        balancer.exchange(len(batch[0]))
+        assert len(dataset._source._given) <= 2
+
+
+def test_a_rank_without_a_share_gets_a_sample_that_stays_the_next():
+    source = ShardSource(Numbers(range(5)), steps=1, global_batch_size=WHOLE, rows=2)
+    batches = [source.next(0), source.next(3), source.next(0), source.next(4)]
+    assert [batch[0].tolist() for batch in batches] == [[0], [0, 1, 2], [3], [3, 4, 0, 1]]
+
+
+def test_a_function_is_told_the_epoch_and_each_pass_after_it():
+    told = []
+
+    def make(epoch):
+        told.append(epoch)
+        return Numbers([epoch] * 3)
+
+    source = ShardSource(make, steps=2, global_batch_size=WHOLE, rows=2)
+    assert source.next(4, epoch=5)[0].tolist() == [5, 5, 5, 6]
+    assert source.next(3, epoch=6)[0].tolist() == [6, 6, 7]
+    assert told == [5, 6, 7]
+
+
+def test_a_stream_begins_anew_with_other_ranks():
+    source = ShardSource(Numbers(range(50)), steps=2, global_batch_size=WHOLE, rows=2)
+    source.next(3)
+    source.restart()
+    assert source.next(2)[0].tolist() == [0, 1]
+
+
+def test_nested_samples_keep_together():
+    samples = [({"a": np.full(2, n), "b": n}, n + 0.5) for n in range(20)]
+    source = ShardSource(lambda epoch: iter(samples), steps=2, global_batch_size=WHOLE, rows=2)
+    for first in (0, 7):
+        x, y = source.next(7)
+        assert x["a"][:, 1].tolist() == x["b"].tolist() == list(range(first, first + 7))
+        assert y.tolist() == [n + 0.5 for n in range(first, first + 7)] and y.dtype == keras.config.floatx()
+
+
+def test_it_goes_on_in_the_middle_of_an_epoch():
+    balancer = Balancer(SoloEngine())
+    dataset = shards(Numbers(range(1000)), balancer)
+    state = {"epoch": 2, "position": 3, "length": 4 * WHOLE, "seed": 0, "global_batch_size": WHOLE}
+    dataset.load_state_dict(state)
+    assert [len(used(dataset, balancer)) // WHOLE for _ in range(2)] == [1, 4]
+
+
+def test_how_fast_a_rank_reads_is_measured_as_it_reads_its_share_alone():
+    balancer = Balancer(SoloEngine())
+    next(shards(Numbers(range(100)), balancer)._epoch(1, ahead=True))
+    assert balancer.step_timer.loading_meter.end().pace is not None
+
+
+@pytest.mark.parametrize("samples", [Numbers([]), iter([1.0, 2.0])])
+def test_a_stream_without_samples_is_an_error(samples):
+    source = ShardSource(samples, steps=1, global_batch_size=WHOLE, rows=2)
+    with pytest.raises(ValueError, match="Received: none. Give each rank some of the data, and no generator"):
+        source.next(3)
+
+
+@pytest.mark.parametrize("samples, options, text", [
+    (Numbers([1]), {"steps_per_epoch": None}, "steps_per_epoch: expected the number of global batches"),
+    (Numbers([1]), {"steps_per_epoch": 2.5}, "steps_per_epoch: expected an integer of at least 1. Received: 2.5"),
+    (Numbers([1]), {"sharded": False}, "steps_per_epoch: expected none.*give it to fit"),
+    (Numbers([1]), {"shuffle": True}, "expected shuffle=False and workers=0"),
+    (Numbers([1]), {"workers": 1}, "expected shuffle=False and workers=0"),
+    (Numbers([1]), {"y": np.ones(3)}, "y, sample_weight: expected none with sharded=True"),
+    (np.ones(3), {}, "Received: ndarray. Of arrays: tf.data.Dataset.from_tensor_slices"),
+    (Batches(), {}, "Received: Batches. Of arrays"),
+    (3, {}, "Received: int, which cannot be iterated"),
+])
+def test_wrong_arguments_say_what_to_do(samples, options, text):
+    with pytest.raises((TypeError, ValueError), match=text):
+        shards(samples, Balancer(SoloEngine()), **options)
+
+
+def test_a_function_has_to_give_a_stream():
+    with pytest.raises(TypeError, match="Received: ndarray"):
+        ShardSource(lambda epoch: np.ones(3), steps=1, global_batch_size=WHOLE, rows=2).next(1)
+
+
+def test_epochs_differ_on_no_rank():
+    def program(engine):
+        with pytest.raises(ValueError, match="dataset length: expected the same on every rank"):
+            shards(Numbers([1]), Balancer(engine, shares=None), steps_per_epoch=3 + engine.rank)
+
+    World(2).run(program)

@@ -1,0 +1,268 @@
+"""Laws of streams that are each rank's own: a rank takes what its stream yields next, as much as its share says, and
+the gradient is that of one process on the same global batch."""
+
+import itertools
+import pickle
+
+import pytest
+import torch
+from simulated import Speed
+from torch.utils.data import IterableDataset, get_worker_info
+
+from hvd_hetero.engine.local import SoloEngine, World
+from hvd_hetero.optimizers.attachment import PeerError
+from hvd_hetero.optimizers.stream import Order
+
+hvd = pytest.importorskip("hvd_hetero.torch")
+
+WHOLE = 16
+SECONDS_PER_SAMPLE = (0.001, 0.003, 0.002)
+LENGTHS = (100, 37, 61)
+WORKERS = pytest.mark.parametrize("workers", [0, 2])
+
+
+class Shard(IterableDataset):
+    """Numbers of a rank's own, in their order; each loading process has its own."""
+
+    def __init__(self, rank, length):
+        self.numbers = range(1000 * rank, 1000 * rank + length)
+
+    def __iter__(self):
+        worker = get_worker_info()
+        numbers = self.numbers if worker is None else self.numbers[worker.id :: worker.num_workers]
+        return (torch.tensor([float(number)]) for number in numbers)
+
+
+class Job:
+    def __init__(self, engine, data, *, adaptive=False, shares=None, **options):
+        self.watch = Speed(SECONDS_PER_SAMPLE[engine.rank])
+        self.balancer = hvd.Balancer(WHOLE, engine=engine, adaptive=adaptive, shares=shares, min_share=0)
+        self.model = line()
+        inner = torch.optim.SGD(self.model.parameters(), lr=1e-6)
+        self.optimizer = hvd.DistributedOptimizer(inner, balancer=self.balancer)
+        self.balancer.measure_with(self.watch)
+        self.loader = hvd.BalancedDataLoader(data, balancer=self.balancer, sharded=True, **options)
+
+    def epoch(self, stop=None):
+        """This rank's samples of each batch."""
+        batches = []
+        for number, x in enumerate(self.loader):
+            batches.append([int(value) for value in x[:, 0]])
+            assert len(x) == self.balancer.samples == self.balancer.plan.shares[self.balancer.rank]
+            self.watch.samples = len(x)
+            step(self.model, self.optimizer, x)
+            if number == stop:
+                break
+        return batches
+
+
+def line():
+    model = torch.nn.Linear(1, 1).double()
+    torch.nn.init.zeros_(model.weight)
+    torch.nn.init.zeros_(model.bias)
+    return model
+
+
+def step(model, optimizer, x):
+    optimizer.zero_grad()
+    (model(x.double()) - x).square().mean().backward()
+    optimizer.step()
+
+
+@WORKERS
+def test_each_rank_takes_what_its_stream_yields_next_and_learns_what_one_process_would(workers):
+    def program(engine):
+        data = Shard(engine.rank, LENGTHS[engine.rank])
+        job = Job(engine, data, adaptive=True, steps_per_epoch=20, num_workers=workers)
+        epochs = [job.epoch() for _ in range(2)]
+        return sum(epochs, []), len(job.balancer.plans), (job.model.weight.item(), job.model.bias.item())
+
+    ended = World(3).run(program)
+    assert ended[0][1] >= 2, "the plan never changed: the test shows nothing"
+    for rank, (batches, *_) in enumerate(ended):
+        assert len(batches) == 40
+        for process in range(max(1, workers)):  # they take turns, in each epoch from the first on
+            mine = [batch for number, batch in enumerate(batches) if number % 20 % max(1, workers) == process]
+            own = Shard(rank, LENGTHS[rank]).numbers[process :: max(1, workers)]
+            seen = sum(mine, [])
+            assert seen == list(itertools.islice(itertools.cycle(own), len(seen)))
+    model = line()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    for parts in zip(*(batches for batches, *_ in ended), strict=True):
+        assert sum(map(len, parts)) == WHOLE
+        step(model, optimizer, torch.tensor(sum(parts, []), dtype=torch.float32)[:, None])
+    for *_, parameters in ended:
+        assert parameters == pytest.approx((model.weight.item(), model.bias.item()), rel=1e-11)
+
+
+@WORKERS
+def test_a_rank_without_a_share_trains_with_none(workers):
+    def program(engine):
+        job = Job(engine, Shard(engine.rank, 50), shares=(10, 6, 0), steps_per_epoch=3, num_workers=workers)
+        return job.epoch(), job.model.weight.item()
+
+    ended = World(3).run(program)
+    assert [list(map(len, batches)) for batches, _ in ended] == [[10] * 3, [6] * 3, [0] * 3]
+    assert len({weight for _, weight in ended}) == 1 and ended[0][1] != 0.0
+
+
+def test_the_sample_that_stands_for_none_is_the_next_one():
+    loader = Job(SoloEngine(), Shard(0, 5), steps_per_epoch=1).loader
+    reader = loader.loader.dataset
+    batches = [reader[Order(1, 0, 0, shares)] for shares in ((0, 16), (0, 16), (3, 13), (0, 16), (4, 12))]
+    assert [read.batch[:, 0].tolist() for read in batches] == [[0], [0], [0, 1, 2], [3], [3, 4, 0, 1]]
+    assert [read.used for read in batches] == [0, 0, 3, 0, 4]
+
+
+def test_a_rank_that_has_another_number_begins_its_stream_anew():
+    """As the streams of an elastic job are others, once its ranks are."""
+    reader = Job(SoloEngine(), Shard(0, 50), steps_per_epoch=1).loader.loader.dataset
+    places = [(0, (2, 2)), (0, (3, 1)), (1, (3, 1)), (1, (3, 1)), (1, (2, 1, 1))]
+    batches = [reader[Order(1, 0, rank, shares)].batch[:, 0].tolist() for rank, shares in places]
+    assert batches == [[0, 1], [2, 3, 4], [0], [1], [0]]
+
+
+def test_loading_processes_begin_anew_once_ranks_are_others():
+    """They were forked with the ranks of an elastic job as these were."""
+    rank = [0]
+
+    class Forked(IterableDataset):
+        def __iter__(self):
+            return (torch.tensor([float(1000 * rank[0] + number)]) for number in range(50))
+
+    resets = []
+    engine = SoloEngine()
+    engine.on_reset_end = resets.append
+    job = Job(engine, Forked(), steps_per_epoch=1, num_workers=1)
+    seen = [job.epoch()[0][0]]
+    rank[0] = 1
+    seen.append(job.epoch()[0][0])
+    resets[-1]()
+    seen.append(job.epoch()[0][0])
+    assert seen == [0, WHOLE, 1000]
+
+
+@WORKERS
+def test_it_goes_on_in_the_middle_of_an_epoch(workers):
+    def program(engine):
+        options = dict(steps_per_epoch=6, num_workers=workers)
+        job = Job(engine, Shard(engine.rank, 50), **options)
+        assert len(job.epoch(stop=1)) == 2
+        again = Job(engine, Shard(engine.rank, 50), **options)
+        again.loader.load_state_dict(job.loader.state_dict())
+        left = len(again.loader)
+        first, second = again.epoch(), again.epoch()
+        again.loader.load_state_dict(again.loader.state_dict())
+        again.loader.set_epoch(1)  # which is over
+        return left, len(first), len(second), len(again.epoch()), len(again.epoch())
+
+    assert World(2).run(program) == [(4, 4, 6, 0, 6)] * 2
+
+
+@WORKERS
+def test_a_loop_that_is_left_early_begins_its_epoch_anew_and_the_stream_goes_on(workers):
+    job = Job(SoloEngine(), Shard(0, 1000), steps_per_epoch=4, num_workers=workers)
+    first, second = job.epoch(stop=1), job.epoch()
+    assert (len(first), len(second)) == (2, 4)
+    assert set(sum(first, [])).isdisjoint(sum(second, []))
+
+
+@WORKERS
+def test_each_pass_over_a_stream_is_told_and_draws_anew_on_each_rank(workers):
+    class Drawing(IterableDataset):
+        epoch = -1
+
+        def set_epoch(self, epoch):
+            self.epoch = epoch
+
+        def __iter__(self):
+            for _ in range(8):
+                yield torch.tensor([float(torch.randint(1 << 20, ())), float(self.epoch)])
+
+    def program(engine):
+        balancer = hvd.Balancer(WHOLE, engine=engine, adaptive=False)
+        loader = hvd.BalancedDataLoader(
+            Drawing(), balancer=balancer, sharded=True, steps_per_epoch=4, num_workers=workers
+        )
+        loader.set_epoch(3)
+        with torch.no_grad():
+            return [x.long().tolist() for x in loader]
+
+    if workers:  # threads share their random numbers
+        ranks, again = World(2).run(program), World(2).run(program)
+        assert ranks == again
+    else:
+        ranks = [program(SoloEngine())]
+    drawn = [number for batches in ranks for number, _ in sum(batches, [])]
+    assert len(set(drawn)) > 0.9 * len(drawn)
+    for batches in ranks:
+        told = sorted({epoch for _, epoch in sum(batches, [])})
+        assert told == list(range(3, 3 + len(told))) and len(told) > 1
+
+
+def test_how_fast_a_rank_reads_is_measured_as_it_reads_its_share_alone():
+    job = Job(SoloEngine(), Shard(0, 1000), steps_per_epoch=4, num_workers=1)
+    meter, told = job.balancer.step_timer.loading_meter, []
+    tell = meter.will_load
+    meter.will_load = lambda **how: (told.append(how), tell(**how))
+    job.epoch()
+    assert told == [{"beside": True, "in_parts": True, "loaders": 1}]
+
+
+def test_what_reads_can_be_sent_to_another_process():
+    loader = Job(SoloEngine(), Shard(0, 40), steps_per_epoch=1).loader
+    assert isinstance(pickle.loads(pickle.dumps(loader.loader.dataset)).dataset, Shard)
+
+
+@pytest.mark.parametrize("options, text", [
+    ([{"steps_per_epoch": 3}, {"steps_per_epoch": 4}], "steps_per_epoch: expected the same on every rank. Received: "
+     "rank 0: 3, rank 1: 4"),
+    ([{"steps_per_epoch": 0}] * 2, "steps_per_epoch: expected an integer of at least 1. Received: 0"),
+    ([{"steps_per_epoch": 3, "seed": 1}, {"steps_per_epoch": 3}], "seed: expected the same on every rank"),
+    ([{}, {}], "steps_per_epoch: expected the number of global batches of an epoch"),
+    ([{"steps_per_epoch": 3, "shuffle": True}] * 2, "shuffle: expected False or none for an IterableDataset"),
+    ([{"steps_per_epoch": 3, "sharded": False}] * 2, "steps_per_epoch: expected none"),
+])
+def test_wrong_arguments_raise_on_all_ranks(options, text):
+    def program(engine):
+        balancer = hvd.Balancer(WHOLE, engine=engine)
+        with pytest.raises((TypeError, ValueError)) as raised:
+            given = {"sharded": True, **options[engine.rank]}
+            hvd.BalancedDataLoader(Shard(engine.rank, 40), balancer=balancer, **given)
+        return str(raised.value)
+
+    for said in World(2).run(program):
+        assert text in said
+
+
+def test_all_ranks_raise_where_only_some_have_streams_of_their_own():
+    def program(engine):
+        options = [{"sharded": True, "steps_per_epoch": 2}, {}][engine.rank]
+        with pytest.raises(ValueError, match="dataset length: expected the same on every rank.*sharded=True"):
+            hvd.BalancedDataLoader(Shard(0, 40), balancer=hvd.Balancer(WHOLE, engine=engine), **options)
+
+    World(2).run(program)
+
+
+def test_samples_with_numbers_are_not_a_stream():
+    balancer = hvd.Balancer(WHOLE, engine=SoloEngine())
+    with pytest.raises(TypeError, match="sharded: expected an IterableDataset.*Received: list. Of a map-style"):
+        hvd.BalancedDataLoader([1.0] * 40, balancer=balancer, sharded=True)
+
+
+@WORKERS
+def test_a_stream_without_samples_raises_on_all_ranks(workers):
+    def program(engine):
+        job = Job(engine, Shard(engine.rank, 40 * engine.rank), steps_per_epoch=3, num_workers=workers)
+        with pytest.raises((ValueError, PeerError)) as raised:
+            job.epoch()
+        return str(raised.value)
+
+    said = World(2).run(program)
+    assert "Received: none from a stream of rank 0" in said[0] and "rank 0" in said[1]
+
+
+def test_the_stream_of_a_state_has_as_many_steps():
+    state = Job(SoloEngine(), Shard(0, 40), steps_per_epoch=3).loader.state_dict()
+    with pytest.raises(ValueError, match="steps_per_epoch 4. Received: 3"):
+        Job(SoloEngine(), Shard(0, 40), steps_per_epoch=4).loader.load_state_dict(state)
