@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from emulation.network import reshape_here
 from emulation.worker.emulation_hold import SOCKET_VARIABLE, ask, hold, release
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, get_worker_info
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -52,6 +52,19 @@ class HandShares:
         whole, start = sum(self.shares), sum(self.shares[: self.rank])
         for first in range(0, self.length - whole + 1, whole):
             yield order[first + start : first + start + self.shares[self.rank]]
+
+
+class InOrder(IterableDataset[Any]):
+    """The samples one after the other, from the `first` on, `step` apart."""
+
+    def __init__(self, samples: Any, first: int, step: int) -> None:
+        self.samples, self.first, self.step = samples, first, step
+
+    def __iter__(self) -> Iterator[Any]:
+        worker = get_worker_info()
+        number, of = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        for index in range(self.first + number * self.step, len(self.samples), of * self.step):
+            yield self.samples[index]
 
 
 class FromDisk(Dataset[Any]):
@@ -85,6 +98,10 @@ class Contender:
         if arguments.load_ms:
             delay_ms = float(arguments.load_ms.split(":")[self.rank if arguments.rank is None else arguments.rank])
             self.windows = FromDisk(self.windows, 1e-3 * delay_ms)
+        if arguments.stream:
+            own = arguments.stream == "own"
+            self.windows = InOrder(self.windows, self.rank if own else 0, self.size if own else 1)
+            self.loading = {"num_workers": 0, **({"sharded": True, "steps_per_epoch": 50} if own else {})}
         if arguments.workers:
             self.loading = {**self.loading, "num_workers": arguments.workers}
         torch.manual_seed(0)
@@ -249,6 +266,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--link-mbit", type=float, default=20.0)
     parser.add_argument("--load-ms", help="of one sample, by rank, as from disks of their own: 1:4")
     parser.add_argument("--workers", type=int, default=0, help="processes of each rank that load")
+    parser.add_argument("--stream", choices=["whole", "own"], help="hetero: a rank reads all samples, or its own")
     parser.add_argument("--package", default="hvd_hetero", help="hetero: its name, where there are two versions")
     return parser
 
