@@ -22,8 +22,14 @@ WIRE = {
 def check_type(parameter: torch.nn.Parameter) -> None:
     """Raises TypeError for a parameter whose gradient cannot travel."""
     if parameter.dtype not in WIRE:
+        instead = (
+            " Hold pairs of real numbers, of which forward() takes torch.view_as_complex()."
+            if parameter.dtype.is_complex
+            else ""
+        )
         raise TypeError(
             f"Expected parameters of a real floating type. Received: {parameter.dtype}, shape {list(parameter.shape)}."
+            f"{instead}"
         )
 
 
