@@ -71,6 +71,35 @@ def test_a_second_step_takes_the_same_gradient_again():
         assert torch.allclose(found, by_one_process(times=2), rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("clears", [{"set_to_none": True}, {"set_to_none": False}])
+def test_samples_whose_gradients_are_zero_count(clears):
+    """As those of a hinge loss, where all samples of a rank are on the right side."""
+    x = torch.tensor([[1.0, 2.0], [2.0, 1.0], [3.0, 3.0], [-5.0, -4.0]], dtype=torch.float64)
+
+    def program(engine, mine):
+        parameter = nn.Parameter(torch.ones(2, dtype=torch.float64))
+        optimizer = torch.optim.SGD([parameter], lr=0.1)
+        if engine is not None:
+            balancer = hvd.Balancer(4, engine=engine, shares=(3, 1), adaptive=False)
+            optimizer = hvd.DistributedOptimizer(optimizer, balancer=balancer)
+            mine = mine[:3] if engine.rank == 0 else mine[3:]
+        for _ in range(2):
+            if engine is not None:
+                balancer.begin(len(mine))
+            optimizer.zero_grad(**clears)
+            (gradient,) = torch.autograd.grad(torch.relu(mine @ parameter).mean(), parameter)
+            if parameter.grad is None:
+                parameter.grad = gradient
+            else:
+                parameter.grad.copy_(gradient)
+            optimizer.step()
+        return parameter.detach()
+
+    expected = program(None, x)
+    for found in World(2).run(lambda engine: program(engine, x)):
+        assert torch.allclose(found, expected, rtol=0, atol=1e-12)
+
+
 BATCHES = torch.randn(8, 4, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 

@@ -105,6 +105,32 @@ def test_masked_terms_are_counted_not_rows():
     assert relative_error(run((8, 4), one_pass), expected) > 1e-3  # rows would be wrong: the test can fail
 
 
+@pytest.mark.parametrize("wide", [0, 1])
+def test_counts_are_not_rounded_where_a_part_of_a_model_is_in_single_precision(wide):
+    """Gradients in double precision are divided by their sum."""
+    x, y = make_data()
+    weights = torch.tensor([0.1, 0.77, 1.31], dtype=torch.float64)
+    prototype = [nn.Linear(5, 3).to(torch.float64 if index == wide else torch.float32) for index in range(2)]
+
+    def program(engine, shares):
+        layers = copy.deepcopy(prototype)
+        optimizer = torch.optim.SGD([p for layer in layers for p in layer.parameters()], lr=0.1)
+        mine = slice(None)
+        if engine is not None:
+            mine = block(shares, engine.rank)
+            balancer = hvd.Balancer(WHOLE, engine=engine, shares=shares, adaptive=False)
+            optimizer = hvd.DistributedOptimizer(optimizer, balancer=balancer)
+            balancer.begin(shares[engine.rank])
+            balancer.count(float(weights[y[mine]].sum()))
+        outputs = [layer(x[mine].to(layer.weight)) for layer in layers]
+        sum(nn.functional.cross_entropy(each.double(), y[mine], weight=weights) for each in outputs).backward()
+        return layers[wide].weight.grad
+
+    expected = program(None, ())
+    for found in World(2).run(lambda engine: program(engine, (8, 4))):
+        assert (found - expected).abs().max() <= 1e-14
+
+
 def test_no_term_on_any_rank_is_a_zero_gradient():
     def nothing(model, optimizer, balancer, x, y):
         balancer.begin(len(x))

@@ -215,6 +215,23 @@ def test_parts_are_of_the_samples_that_were_begun():
         next(balancer.micro_batches([torch.zeros(4), torch.zeros(4)]))
 
 
+@pytest.mark.parametrize("part", [slice(0, 2), slice(2, 4), slice(0)])
+def test_one_of_the_samples_in_a_list_may_have_as_many_rows_as_there_are_samples(part):
+    """By chance: a sequence as long as the batch, an image with as many boxes. It is a sample still."""
+    sequences = [torch.full((length, 2), float(length)) for length in (3, 4, 1, 4)]
+    boxes = [{"boxes": torch.zeros(length, 4), "classes": torch.arange(length)} for length in (4, 0, 7, 2)]
+    found, targets, rows = cut((sequences, boxes, torch.arange(4)), part, 4)
+    assert [len(each) for each in found] == [3, 4, 1, 4][part] and rows.tolist() == [0, 1, 2, 3][part]
+    assert [len(each["boxes"]) for each in targets] == [4, 0, 7, 2][part]
+
+
+def test_fields_are_none_of_samples_where_there_are_as_many():
+    """One of them may be of the whole batch, as the weights of classes."""
+    x, y, weights = torch.zeros(3, 2), torch.arange(3), torch.ones(5)
+    assert [len(each) for each in cut([x, y, weights], slice(1), 3)] == [1, 1, 5]
+    assert [each.shape for each in cut([x, x + 1, x + 2], slice(1), 3)] == [(1, 2)] * 3
+
+
 @pytest.mark.parametrize("in_order", [False, True])
 @pytest.mark.parametrize("lengths", [(4, 4, 4, 4), (4, 2, 2, 1), (1, 1, 1, 1), (6, 3, 3, 1)])
 def test_parts_of_packed_sequences_are_those_of_their_samples(lengths, in_order):

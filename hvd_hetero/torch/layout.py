@@ -22,8 +22,14 @@ WIRE = {
 def check_type(parameter: torch.nn.Parameter) -> None:
     """Raises TypeError for a parameter whose gradient cannot travel."""
     if parameter.dtype not in WIRE:
+        instead = (
+            " Hold pairs of real numbers, of which forward() takes torch.view_as_complex()."
+            if parameter.dtype.is_complex
+            else ""
+        )
         raise TypeError(
             f"Expected parameters of a real floating type. Received: {parameter.dtype}, shape {list(parameter.shape)}."
+            f"{instead}"
         )
 
 
@@ -36,7 +42,8 @@ class BucketLayout:
     Args:
         bucket_bytes: at most so many bytes in a bucket, unless a single gradient is larger.
         groups: lists of parameters that share a bucket instead, or the number of buckets.
-        tail: how many more elements there are at the end of the last bucket that goes through no codec.
+        tail: how many more elements there are at the end of a bucket that goes through no codec, the last one of the
+            widest type.
         lossy: whether a parameter's gradient goes through a codec. Those that do share no bucket with the others, and
             the tail is never among them.
         sparse: parameters whose gradients are sparse, with the number of sparse dimensions. Parameters whose gradients
@@ -66,7 +73,9 @@ class BucketLayout:
         self.members = _grouped(list(reversed(parameters)), bucket_bytes, groups, lossy)
         self.lossy = [lossy(members[0]) for members in self.members]
         exact = [index for index, through in enumerate(self.lossy) if not through]
-        self.tail_in = exact[-1] if exact and tail else None
+        # In the widest type, as counts of loss terms that are rounded there would round what is divided by their sum.
+        widths = {index: WIRE[self.members[index][0].dtype].itemsize for index in exact}
+        self.tail_in = max(exact, key=lambda index: (widths[index], index)) if exact and tail else None
         self.buckets: list[torch.Tensor] = []
         self.views: list[list[torch.Tensor]] = []
         self.bucket_of: dict[int, int] = {}

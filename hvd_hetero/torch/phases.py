@@ -18,7 +18,7 @@ from hvd_hetero.optimizers.attachment import PeerError
 from hvd_hetero.optimizers.gradient_exchange import GradientExchange
 from hvd_hetero.optimizers.progress import BatchProgress
 
-from .accumulation import GradientAccumulation, is_zero
+from .accumulation import GradientAccumulation
 from .backward import backward_pass
 from .layouts import Layouts
 from .step import BROKEN_OFF, WITHIN, ReducedStep
@@ -176,11 +176,11 @@ class StepPhases:
         return terms + now, batches + (now > 0)
 
     def _set_by_hand(self) -> bool:
-        """Whether a script has written gradients of this step's samples to `p.grad` itself, without a backward pass."""
+        """Whether a script has written gradients of this step's samples to `p.grad` itself, without a backward pass.
+        Gradients of zero count as well, as of a hinge loss that is 0 for all samples of this rank."""
         if not self._by_now()[0]:
             return False
-        found = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        return not all(is_zero(gradient) for gradient in found)
+        return any(parameter.grad is not None for parameter in self._parameters if parameter.requires_grad)
 
     # During backward ------------------------------------------------------------------------------------------------
 

@@ -25,12 +25,20 @@ def has_rows(leaf: Any, samples: int) -> bool:
 
 def is_listed(node: Any, samples: int) -> bool:
     """Whether `node` is a list with one element per sample, such as names or images of unlike sizes, or a tuple of as
-    many texts, as PyTorch's `default_collate` makes."""
+    many texts, as PyTorch's `default_collate` makes. A list of as many fields, whose tensors have a row per sample, is
+    none; but one tensor of several alike may have as many rows by chance, as a sequence of unlike ones."""
     if type(node) not in (list, tuple) or len(node) != samples:
         return False
     if type(node) is tuple:
         return bool(node) and all(isinstance(each, (str, bytes)) for each in node)
-    return not any(has_rows(leaf, samples) for leaf in _leaves(node))
+    with_rows = [has_rows(leaf, samples) for leaf in _leaves(node) if isinstance(leaf, torch.Tensor)]
+    return not any(with_rows) or (not all(with_rows) and len({_form(each) for each in node}) == 1)
+
+
+def _form(node: Any) -> tuple[Any, ...]:
+    """The form of one sample, which all samples share: the types and numbers of dimensions of its tensors, and the
+    types of what else it holds."""
+    return tuple((each.dtype, each.ndim) if isinstance(each, torch.Tensor) else type(each) for each in _leaves(node))
 
 
 def is_packed(node: Any, samples: int) -> bool:
