@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from hvd_hetero.policy.buckets import as_ready
+from hvd_hetero.policy.buckets import as_ready, last_of_widest
 
 # The type in which a gradient of each type travels. Horovod cannot sum bfloat16, and a sum of several float16 may
 # overflow: both travel as float32, which holds either's range. `compression=` makes the wire narrower on request.
@@ -42,7 +42,8 @@ class BucketLayout:
     Args:
         specs: of the gradients, in the order of the model.
         bucket_bytes: at most so many bytes in a bucket, unless a single gradient is larger.
-        tail: so many more elements at the end of a bucket that goes through no codec, if there is one.
+        tail: so many more elements at the end of a bucket that goes through no codec, if there is one: the last one of
+            the widest type.
         lossy: whether a gradient of a shape goes through a codec.
         zeros: makes a flat array of a length and a type.
 
@@ -68,7 +69,7 @@ class BucketLayout:
         self.members = [[back - i for i in bucket] for bucket in buckets]
         self.lossy = [kinds[members[0]][1] for members in self.members]
         exact = [index for index, through in enumerate(self.lossy) if not through]
-        self.tail_in = exact[-1] if exact else None
+        self.tail_in = last_of_widest({index: ITEM_BYTES[specs[self.members[index][0]].wire] for index in exact})
         self.lengths = [sum(specs[i].length for i in members) for members in self.members]
         self.buckets = [
             zeros(length + (tail if index == self.tail_in else 0), specs[members[0]].wire)

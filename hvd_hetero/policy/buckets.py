@@ -8,7 +8,7 @@ the exchange of the last bucket, so it may be kept small as well.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 from .link import Link
 
@@ -33,6 +33,17 @@ def cap_bytes(line: Link, *, most: int) -> int:
     """
     enough = line.latency_s * (1 / FIXED_PART - 1) * line.bandwidth_bytes_per_s
     return min(most, max(LEAST_BYTES, round(enough)))
+
+
+def last_of_widest(widths: Mapping[int, int]) -> int | None:
+    """The bucket in which a control vector travels: the last one of the widest type; None if there is no bucket.
+
+    Counts of loss terms that a narrower type rounds would round the gradients, which are divided by their sum.
+
+    Args:
+        widths: bytes of an element, by the number of the bucket.
+    """
+    return max(widths, key=lambda index: (widths[index], index), default=None)
 
 
 def assign(sizes_bytes: Sequence[int], *, cap_bytes: int, last_cap_bytes: int | None = None) -> Buckets:

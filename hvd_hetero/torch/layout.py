@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from hvd_hetero.policy.buckets import as_ready
+from hvd_hetero.policy.buckets import as_ready, last_of_widest
 
 # The type in which a gradient of each type travels. Horovod cannot sum bfloat16, and a sum of several float16 may
 # overflow: both travel as float32, which holds either's range. `compression=` makes the wire narrower on request.
@@ -72,10 +72,8 @@ class BucketLayout:
     ) -> None:
         self.members = _grouped(list(reversed(parameters)), bucket_bytes, groups, lossy)
         self.lossy = [lossy(members[0]) for members in self.members]
-        exact = [index for index, through in enumerate(self.lossy) if not through]
-        # In the widest type, as counts of loss terms that are rounded there would round what is divided by their sum.
-        widths = {index: WIRE[self.members[index][0].dtype].itemsize for index in exact}
-        self.tail_in = max(exact, key=lambda index: (widths[index], index)) if exact and tail else None
+        exact = [index for index, through in enumerate(self.lossy) if not through and tail]
+        self.tail_in = last_of_widest({index: WIRE[self.members[index][0].dtype].itemsize for index in exact})
         self.buckets: list[torch.Tensor] = []
         self.views: list[list[torch.Tensor]] = []
         self.bucket_of: dict[int, int] = {}
