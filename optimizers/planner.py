@@ -164,7 +164,7 @@ class Planner:
         fitted = self._measurements.fit([plan.step for plan in self.plans])
         ordered = sorted((model for model in fitted if model), key=lambda model: model.seconds_per_sample)
         # A rank that never had a sample gets the model of the rank of median speed.
-        median = replace(ordered[len(ordered) // 2], observations=0)
+        median = replace(ordered[len(ordered) // 2], observations=0, measured=SpeedModel.measured)
         self.models = self.loading.into(model or median for model in fitted)
         plan = self._better_shares(self.models, step, measured_step_s, rule, few=few)
         if plan is None and not few:

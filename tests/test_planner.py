@@ -180,6 +180,23 @@ def test_while_loaders_work_ahead_the_first_plan_is_not_replaced_early() -> None
     assert made[0] <= 3 and made[1] == 8
 
 
+def test_a_rank_that_has_recovered_gets_its_samples_back() -> None:
+    """Though twice its share of one sample gains little, and there were several plans lately."""
+    for seed in range(3):
+        planner, draw = planner_of(4, batch=32), random.Random(seed)
+
+        def compute_of(step: int, shares: tuple[int, ...], draw: random.Random = draw) -> list[float]:
+            slow = 12.0 if 40 <= step < 100 else 1.0
+            return [
+                (0.004 + 0.01 * share) * (slow if rank == 3 else 1.0) * draw.gauss(1, 0.03)
+                for rank, share in enumerate(shares)
+            ]
+
+        given = [shares for shares, _ in job(planner, 250, compute_of)]
+        assert given[99][3] == 1
+        assert max(given[-1]) <= 9 and planner.plans[-1].version <= 6, given[-1]
+
+
 def seen(first: int, *times: tuple[int, float]) -> list[tuple[int, Observation]]:
     """Eight steps of each of these samples and seconds, from step `first` on."""
     each = [Observation(samples=samples, compute_s=s) for samples, s in times for _ in range(8)]

@@ -364,3 +364,40 @@ def test_a_share_that_loading_limits_may_grow_from_little():
     # Of computing that takes as long, it would be too little.
     computes = [replace(slow, seconds_per_sample=0.0045), replace(fast, seconds_per_sample=0.00147)]
     assert decide(held, computes, **told) is None
+
+
+@pytest.mark.parametrize(("plans", "shares"), [(3, (1, 10, 10, 11)), (1, (1, *[9] * 7))])
+def test_a_small_share_grows_where_a_part_of_the_way_gains_too_little(plans, shares):
+    """Of a rank that has recovered. With eight ranks, no other one has a sample less before it has all of its own."""
+    current, asked = after_plans(plans, shares=shares)
+    asked["global_batch_size"] = whole = sum(shares)
+    models, taken = exact(*[1.0] * len(shares)), []
+    while (plan := decide(current, models, **asked)) is not None:
+        assert max(plan.shares) <= max(current.shares)
+        taken.append(plan.shares[0])
+        asked = {**asked, "previous": (*asked["previous"], current)[-plans:], "step": plan.step + 25}
+        current = plan
+    assert taken == [2, 4, 8] and current.shares == (8,) * len(shares) and sum(current.shares) == whole
+
+
+def test_a_part_of_the_way_is_not_gone_for_little_or_for_noise():
+    current, asked = after_plans(3, shares=(1, 10, 10, 11))
+    asked["global_batch_size"] = 32
+    free = exact(1.0, 1.0, 1.0, 1.0)
+    found = decide(current, free, **asked)
+    assert found.shares[0] == 2 and found.reason.endswith("on the way to shares with 8 s") and len(found.reason) <= 80
+    assert decide(current, free, rule=ReplanRule(minimum_gain=0.07), **asked) is None      # four times that, by now
+    assert decide(current, [replace(each, standard_error=0.1) for each in free], **asked) is None
+    assert decide(current, exact(5.0, 1.0, 1.0, 1.0), **asked) is None      # the whole way is not far
+
+
+def test_a_share_returns_at_once_to_what_its_rank_was_measured_at_and_no_further():
+    current = replace(START, version=1, shares=(60, 4))
+    asked = {"step": 50, "global_batch_size": 64}
+    for each_s in (1.0, 0.01):
+        slow, fast = exact(1.0, each_s)
+        assert decide(current, [slow, fast], **asked).shares == (56, 8)
+        measured = replace(fast, measured=(4, 32))
+        assert decide(current, [slow, measured], **asked).shares == (32, 32)
+    held = [replace(each, measured=(8, 60)) for each in exact(1.0, 0.01)]
+    assert decide(replace(current, shares=(60, 60)), held, step=50, global_batch_size=120).shares == (8, 112)

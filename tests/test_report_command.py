@@ -417,6 +417,7 @@ def test_a_plan_is_for_rounds_as_long_as_one_says(capsys):
     (["plan", "--speeds", "8,3", "--global-batch-size", "9" * 23], 2, "--global-batch-size: expected a number from"),
     (["plan", "--speeds", "8,3", "--round-steps", "0", "--global-batch-size", "8"], 2, "--round-steps: expected 1"),
     (["plan", "--speeds", "8,3", "--exchange-ms", "-1", "--global-batch-size", "8"], 2, "--exchange-ms: expected 0"),
+    (["plan", "--speeds", "8,3", "--exchange-ms", "1e300", "--global-batch-size", "8"], 2, "expected 0 to 1e+09"),
 ])  # fmt: skip
 def test_what_cannot_be_read_or_written_is_told(tmp_path, capsys, arguments, code, words):
     record(tmp_path)

@@ -249,3 +249,11 @@ def test_one_slow_step_of_a_size_is_no_change_of_speed_however_many_there_are_of
     steady = [Observation(samples=8, compute_s=1.0)] * 10
     later = [Observation(samples=16, compute_s=2.0)] * 5 + [Observation(samples=8, compute_s=2.0)]
     assert len(since_last_speed_change(steady + later)) == 16
+
+
+def test_a_model_knows_between_which_samples_it_was_measured():
+    """A step or two of a size, as the short last batch of an epoch, may have been anything."""
+    seen = [Observation(samples=b, compute_s=0.1 * b, passes=2) for b in (4, 4, 8, 8, 8, 20, 20, 20, 20, 64, 64)]
+    assert fit(seen).measured == (8, 20)
+    low, high = fit(seen[:2]).measured
+    assert low > 10**9 and high == 0

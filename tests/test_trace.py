@@ -213,6 +213,20 @@ def test_files_and_lines_that_are_none_of_a_trace_are_passed_over(tmp_path):
     assert list(record) == [0] and len(record[0].steps) == 10 and record[0].unreadable == 1
 
 
+def test_damaged_numbers_are_no_times(tmp_path):
+    """What is below 0 or no number would end a report with an error of Python's."""
+    trace = write(tmp_path, Clock())
+    with open(trace.path, "a") as file:
+        file.write(json.dumps([10, 102.75, 4, -1.0, 0.2, -3.5, 1000, 4, -9.0, 0.0]) + "\n")
+        for wrong in ({"event": "any", "t_s": {}, "fields": {}}, {"event": "any", "t_s": None, "fields": {}},
+                      {"dropped": float("nan"), "t_s": 1.0}, {"dropped": "x", "t_s": 1.0}):
+            file.write(json.dumps(wrong) + "\n")
+    record = read(tmp_path).ranks[0]
+    last = record.steps[-1]
+    assert (last.step, last.compute_s, last.data_s, last.wait_s, last.extra_s) == (10, 0.2, 0, 0, 0)
+    assert (record.unreadable, record.events, record.dropped) == (4, [], 0)
+
+
 class FullDisk:
     """A file on a disk that is full for a while, and takes part of a line before it says so."""
 

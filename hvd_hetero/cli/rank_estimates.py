@@ -21,6 +21,7 @@ from hvd_hetero.trace.waiting import Timed, local_steps_of, timed
 
 FITTED_STEPS = 256  # a rank's speed is fitted to so many of its newest steps, because the speed of a machine drifts
 LEAST_STEPS = 5  # with fewer steps, a rank's speed, or the time of a step with given shares, counts as unknown
+LONGEST_EXCHANGE_MS = 1e9  # twelve days
 USUAL_VARIATION = 0.03  # relative standard deviation of a rank's compute time, assumed where only speeds are given
 
 
@@ -133,7 +134,7 @@ def estimates_from_speeds(speeds: str, *, exchange_ms: float) -> RankEstimates:
         exchange_ms: what the exchange of gradients adds to a step, in milliseconds.
 
     Raises:
-        UsageError: `speeds` are not numbers above 0, or `exchange_ms` is negative or not finite.
+        UsageError: `speeds` are not numbers above 0, or `exchange_ms` is negative, too large or not a number.
     """
     try:
         rates = [float(word) for word in speeds.split(",")]
@@ -141,8 +142,8 @@ def estimates_from_speeds(speeds: str, *, exchange_ms: float) -> RankEstimates:
     except (ValueError, ZeroDivisionError) as error:
         raise UsageError("--speeds: expected samples per second of each rank, above 0, as in 800,800,320. Received: "
                          f"{speeds}.") from error
-    if not (math.isfinite(exchange_ms) and exchange_ms >= 0.0):
-        raise UsageError(f"--exchange-ms: expected 0 or more. Received: {exchange_ms}.")
+    if not 0.0 <= exchange_ms <= LONGEST_EXCHANGE_MS:
+        raise UsageError(f"--exchange-ms: expected 0 to {LONGEST_EXCHANGE_MS:g}. Received: {exchange_ms:g}.")
     count = len(models)
     return RankEstimates(ranks=tuple(range(count)), models=models, jitters=(Jitter(variation=USUAL_VARIATION),) * count,
                          shares=(), step_s=None, exchange_s=1e-3 * exchange_ms, bounds=(Bound(lower=1),) * count,

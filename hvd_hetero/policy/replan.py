@@ -13,8 +13,12 @@ The plan that a job begins with knows nothing, as a rule, and ranks that are unl
 it is replaced sooner, after two observations of each rank at one number of samples, by a plan that gains much.
 
 How far a plan moves: each share grows at most by the factor of the trust region and shrinks at most by its square, as
-speed models are extrapolated from the shares seen so far. A move that reverses the last one is halved (LB-BSP, section
-3.3.2), unless a speed has changed.
+speed models are extrapolated from the shares seen so far; to a share that its rank's model was measured at, it moves at
+once. A move that reverses the last one is halved (LB-BSP, section 3.3.2), unless a speed has changed.
+
+Where the trust region allows only a part of the way to the best shares, it is their gain that has to exceed the
+thresholds, and the plan itself must not take longer. Otherwise a small share might never grow: where a rank that was
+slow has recovered, twice its share often gains less than the minimum, or nothing, as no other rank has a sample less.
 """
 
 from __future__ import annotations
@@ -76,8 +80,8 @@ class ReplanRule:
         early_gain: the first plan is replaced sooner, after two observations of every rank at one number of samples and
             without a cool-down, by one that saves more than this fraction of a step's time. 1 or more: it never is. Nor
             is it while loaders work ahead: how slow they are does not show before what they had ready is used up.
-        trust_region: a share grows in one plan by this factor at most, and shrinks by its square at most; `math.inf`:
-            no limit.
+        trust_region: a share grows in one plan by this factor at most, and shrinks by its square at most, unless its
+            rank was measured with what it goes to; `math.inf`: no limit.
 
     Raises:
         ValueError: a negative number, no observations required, or a trust region that is not above 1.
@@ -161,8 +165,8 @@ def decide(
     if early:      # two steps are too little to leave a rank out
         limits = [replace(limit, lower=max(limit.lower, limit.quantum)) if share else limit
                   for limit, share in zip(limits, current.shares, strict=True)]
-    shares = _reachable(current, models, global_batch_size, limits, rule, micro_batch,
-                        last=None if changed or not previous else previous[-1])
+    last = None if changed or not previous else previous[-1]
+    shares, cut = _reachable(current, models, global_batch_size, limits, rule, micro_batch, last=last)
     if all(abs(new - old) <= rule.dead_band * old for new, old in zip(shares, current.shares, strict=True)):
         return None
     before, after = _slowest(models, current.shares, micro_batch), _slowest(models, shares, micro_batch)
@@ -179,9 +183,17 @@ def decide(
     minimum = rule.minimum_gain * DEARER[min(lately, len(DEARER) - 1)]
     minimum *= 2.0 if changed and lately >= EARLY_PLANS else 1.0
     minimum = max(minimum, rule.early_gain) if early else minimum
-    if (now_s - new_s) / step_s <= max(minimum, surprise * error * now_s / step_s):
-        return None
     reason = f"rank {before} is slowest: it takes {now_s:.4g} s, with the new shares {new_s:.4g} s"
+    if (now_s - new_s) / step_s <= max(minimum, surprise * error * now_s / step_s):
+        if early or not cut or new_s > now_s:
+            return None
+        aim = split(models, global_batch_size, limits, micro_batch=micro_batch)
+        after, aim_s = _slowest(models, aim, micro_batch), step_time_s(models, aim, micro_batch)
+        error = math.hypot(*[models[rank].standard_error for rank in {before, after}]) * aim_s / now_s
+        gain = (now_s - aim_s) * (0.5 if _turns_back(aim, current, last) else 1.0) / step_s
+        if gain <= max(minimum, surprise * error * now_s / step_s):
+            return None
+        reason = f"rank {before} is slowest: it takes {now_s:.4g} s, on the way to shares with {aim_s:.4g} s"
     return _next_plan(current, shares, step, reason, step_s - (now_s - new_s))
 
 
@@ -198,23 +210,38 @@ def _slowest(models: Sequence[SpeedModel], shares: Sequence[int], micro_batch: S
 
 
 def _reachable(current: Plan, models: Sequence[SpeedModel], whole: int, limits: Sequence[Bound], rule: ReplanRule,
-               micro_batch: Sequence[int | None] | None, *, last: Plan | None) -> tuple[int, ...]:
-    """The best shares within the trust region around the current ones; a move that reverses the last one is halved.
+               micro_batch: Sequence[int | None] | None, *, last: Plan | None) -> tuple[tuple[int, ...], bool]:
+    """The best shares within the trust region around the current ones, where a move that reverses the last one is
+    halved; and whether the trust region keeps some share from going further.
+
+    The trust region includes the shares that a rank's model was measured at.
 
     Args:
         last: the plan before the current one; None: no move is halved.
     """
     least = whole / (8 * len(models))      # a smaller share may grow as if it were this large: else it grows too slowly
-    trusted = [_narrowed(limit, share / rule.trust_region**2, max(share, least, limit.quantum) * rule.trust_region)
-               for share, limit in zip(current.shares, limits, strict=True)]
+    trusted = [_narrowed(limit, min(share / rule.trust_region**2, model.measured[0]),
+                         max(max(share, least, limit.quantum) * rule.trust_region, model.measured[1]))
+               for share, limit, model in zip(current.shares, limits, models, strict=True)]
     shares = split(models, whole, trusted, micro_batch=micro_batch)      # the current ones are always within
+    cut = any(
+        (share == trust.lower > limit.lower) or (share == trust.upper != limit.upper)
+        for share, trust, limit in zip(shares, trusted, limits, strict=True)
+    )
     if last is None or len(last.shares) != len(models):
-        return shares
+        return shares, cut
     damped = []
     for new, now, old, trust in zip(shares, current.shares, last.shares, trusted, strict=True):
         back = (new - now) * (now - old) < 0
         damped.append(_narrowed(trust, min(now, (now + new) / 2), max(now, (now + new) / 2)) if back else trust)
-    return split(models, whole, damped, micro_batch=micro_batch)
+    return split(models, whole, damped, micro_batch=micro_batch), cut
+
+
+def _turns_back(shares: Sequence[int], current: Plan, last: Plan | None) -> bool:
+    """Whether a rank's share, with these, goes back from `current` towards the plan before it."""
+    return last is not None and len(last.shares) == len(shares) and any(
+        (new - now) * (now - old) < 0 for new, now, old in zip(shares, current.shares, last.shares, strict=True)
+    )
 
 
 def _narrowed(bound: Bound, lower: float, upper: float) -> Bound:

@@ -24,6 +24,7 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -85,6 +86,8 @@ class SpeedModel:
         overhead_error: standard error of `overhead_s`, relative to the predicted time at the observed sizes.
         loading_s: seconds per sample of loaders that work while the rank computes (see `loading`): b samples take at
             least b * `loading_s`. 0: loading does not limit the rank.
+        measured: the fewest and the most samples of a step that occur at least `ENOUGH_OF_A_SIZE` times among the
+            observations; (inf, 0): none does.
     """
 
     overhead_s: float
@@ -93,6 +96,7 @@ class SpeedModel:
     observations: int = 0
     overhead_error: float = OVERHEAD_SPREAD
     loading_s: float = 0.0
+    measured: tuple[float, float] = (math.inf, 0)
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.overhead_s) and self.overhead_s >= 0.0):
@@ -175,10 +179,13 @@ def fit(observations: Sequence[Observation], *, prior: SpeedModel | None = None)
             belief = known**2 / (known**2 + error**2)
             overhead, known = overhead + belief * (mean_t - slope * mean_b - overhead), min(known, error)
     overhead = min(max(overhead, 0.0), LARGEST_OVERHEAD * mean_t)
+    often = [b for b, count in Counter(o.samples for o in observations if o.samples > 0).items()
+             if count >= ENOUGH_OF_A_SIZE]
     # The line goes through (mean_b, mean_t) whatever the overhead: repeated fits of the same observations do not drift.
     return SpeedModel(overhead_s=overhead, standard_error=noise * math.sqrt((1.0 + belief) / kept),
                       seconds_per_sample=(mean_t - overhead) / mean_b,
-                      observations=sum(len(seen) for seen in times.values()), overhead_error=known)
+                      observations=sum(len(seen) for seen in times.values()), overhead_error=known,
+                      measured=(min(often, default=math.inf), max(often, default=0)))
 
 
 def by_size(observations: Sequence[Observation]) -> dict[float, list[float]]:

@@ -25,7 +25,7 @@ READ: dict[str, dict[str, Any]] = {
 
 
 class Step(NamedTuple):
-    """One step of one rank. Numbers that were not finite, and fields that the file lacks, are 0.
+    """One step of one rank. Fields that the file lacks, numbers not finite, and those below 0 (but for `t_s`) are 0.
 
     Attributes:
         step: index of the global batch.
@@ -85,7 +85,7 @@ def bound_in(limits: Mapping[str, Any]) -> Bound:
 
 def event_of(entry: dict[str, Any]) -> Event:
     """Makes an event from the JSON object of an event."""
-    event = Event(t_s=entry["t_s"], kind=entry["event"], fields=dict(entry["fields"]))
+    event = Event(t_s=float(entry["t_s"]), kind=entry["event"], fields=dict(entry["fields"]))
     for name, kinds in READ.get(event.kind, {}).items():
         if not isinstance(event.fields[name], kinds):
             raise TypeError(f"Expected {name} of {kinds}. Received: {entry}.")
@@ -105,7 +105,10 @@ def step_of(fields: Sequence[str], values: Sequence[Any]) -> Step:
     for value in values:
         if value is not None and not isinstance(value, (int, float)):
             raise TypeError(f"Expected numbers. Received: {values}.")
-    finite = [value if value and math.isfinite(value) else 0 for value in values]
+    finite = [
+        value if value and math.isfinite(value) and (value > 0 or name == "t_s") else 0
+        for name, value in zip(fields, values, strict=True)
+    ]
     if fields == Step._fields:
         return Step._make(finite)
     seen = dict(zip(fields, finite, strict=True))

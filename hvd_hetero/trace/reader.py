@@ -118,4 +118,4 @@ def _take(run: RankRun, fields: Sequence[str], entry: Any) -> None:
     elif "event" in entry:
         run.events.append(event_of(entry))
     else:
-        run.dropped += entry["dropped"]
+        run.dropped += int(entry["dropped"])
