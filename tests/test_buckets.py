@@ -4,7 +4,16 @@ import random
 
 import pytest
 
-from hvd_hetero.policy.buckets import FIXED_PART, LEAST_BYTES, OVERLAP_BYTES, as_ready, assign, by_dtype, cap_bytes
+from hvd_hetero.policy.buckets import (
+    FIXED_PART,
+    LEAST_BYTES,
+    OVERLAP_BYTES,
+    as_ready,
+    assign,
+    by_dtype,
+    cap_bytes,
+    last_of_widest,
+)
 from hvd_hetero.policy.link import Link
 
 
@@ -84,3 +93,18 @@ def test_a_bucket_is_as_small_as_its_fixed_cost_allows(latency_s, rate):
     if cap > LEAST_BYTES:
         assert latency_s >= FIXED_PART * line.time_s(0.99 * cap)
     assert cap_bytes(line, most=1000) == 1000
+
+
+@pytest.mark.parametrize("widths, found", [({}, None), ({0: 4}, 0), ({0: 4, 2: 4}, 2), ({0: 8, 1: 8, 3: 4}, 1)])
+def test_a_control_vector_rides_in_the_last_bucket_of_the_widest_type(widths, found):
+    assert last_of_widest(widths) == found
+
+
+@pytest.mark.parametrize("wide", [0, 1])
+def test_in_keras_as_well(wide):
+    pytest.importorskip("hvd_hetero.keras", reason="pip install keras, and hvd-hetero build-horovod")
+    from hvd_hetero.keras.layout import BucketLayout, Spec
+
+    specs = [Spec((3,), "float64" if index == wide else "float32") for index in range(2)]
+    layout = BucketLayout(specs, bucket_bytes=2**20, tail=5, lossy=lambda shape: False, zeros=lambda n, of: [of] * n)
+    assert layout.members[layout.tail_in] == [wide] and layout.tail == ["float64"] * 5
