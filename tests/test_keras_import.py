@@ -33,6 +33,25 @@ def test_a_back_end_without_a_horovod_is_refused(other):
     assert f'Received: "{other}"' in done.stderr
 
 
+DEVICES = """
+import hvd_hetero.keras as hvd
+import tensorflow as tf
+
+hvd.init()
+processor = tf.config.list_physical_devices("CPU")[hvd.local_rank()]
+tf.config.set_visible_devices([processor], "CPU")
+tf.config.set_logical_device_configuration(processor, [tf.config.LogicalDeviceConfiguration()] * 2)
+tf.config.threading.set_inter_op_parallelism_threads(1)
+print(len(tf.config.list_logical_devices("CPU")))
+"""
+
+
+def test_a_script_chooses_its_devices_after_init():
+    """As Horovod's examples do, each rank its GPU: TensorFlow refuses it once there is a variable or a tensor."""
+    done = run(DEVICES, "tensorflow")
+    assert done.stdout.split() == ["2"], done.stderr[-2000:]
+
+
 REPLICAS = """
 import tensorflow as tf
 

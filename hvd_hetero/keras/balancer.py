@@ -19,7 +19,7 @@ from .factor import Factors
 AHEAD = (
     " Where batches are loaded ahead, as fit does with TensorFlow, an optimizer cannot be applied several times to a "
     "batch in a loop of TensorFlow's or with run_eagerly=True: nothing tells of which batch the second time is. Make "
-    "one optimizer for each time, or write a loop with balancer.begin()."
+    "one optimizer for each time, or write a loop over the BalancedDataset itself, or with balancer.begin()."
 )
 
 

@@ -120,7 +120,7 @@ def broadcast_variables(
     """
     chosen = list(variables.values() if isinstance(variables, Mapping) else variables)
     if _FORM.tracing():
-        _FORM.afterwards(lambda _: _overwrite(chosen, root_rank, process_set), [*chosen, _FORM.TURN], 0.0)
+        _FORM.afterwards(lambda _: _overwrite(chosen, root_rank, process_set), [*chosen, _FORM.turn()], 0.0)
     else:
         _overwrite(chosen, root_rank, process_set)
 

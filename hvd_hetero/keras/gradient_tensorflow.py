@@ -25,11 +25,19 @@ from .layout import BucketLayout, Spec, Step
 from .traces_tensorflow import TRACES
 
 ALIGNMENT = 64
-# A variable that all exchanges touch, so that a graph makes them in the order of the program, the same on all ranks.
-# Otherwise exchanges of unlike variables could begin together, or in an order that differs between ranks.
-with tf.init_scope(), tf.device("CPU"):
-    TURN = tf.Variable(0.0, trainable=False, name="hvd_hetero_turn")
 _PARTS: weakref.WeakKeyDictionary[Any, Counter[Any]] = weakref.WeakKeyDictionary()  # of exchanges, in each graph
+
+
+@functools.cache
+def turn() -> tf.Variable:
+    """A variable that all exchanges touch, so that a graph makes them in the order of the program, the same on all
+    ranks. Otherwise exchanges of unlike variables could begin together, or in an order that differs between ranks.
+
+    It is made when it is first needed, and not by the import: a variable initialises TensorFlow, and after that a
+    script, as Horovod's examples do, can no longer choose its GPU (`tf.config.set_visible_devices`).
+    """
+    with tf.init_scope(), tf.device("CPU"):
+        return tf.Variable(0.0, trainable=False, name="hvd_hetero_turn")
 
 
 def dense(gradient: Any, variable: Any) -> Any:
@@ -117,7 +125,7 @@ def through(step: Step, gradients: Sequence[Any], last: Any, part: int, variable
     # `last` is passed to the host only if it is computed in the graph.
     passing = [] if last is True else [last]
 
-    def take(index: int, flat: np.ndarray, turn: Any, last: Any = True) -> bool:
+    def take(index: int, flat: np.ndarray, turned: Any, last: Any = True) -> bool:
         step.take(index, flat, bool(last), part)
         return True
 
@@ -126,20 +134,20 @@ def through(step: Step, gradients: Sequence[Any], last: Any, part: int, variable
         step.take(len(layout.members) - 1, flat, every, part)
         return step.finish(every)
 
-    with tf.control_dependencies([*touched(variables), *touched([TURN])]):
+    with tf.control_dependencies([*touched(variables), *touched([turn()])]):
         *flats, final = flats_of(layout, gradients)
         # Not stateful, or the graph would call in this order: which are ready first depends on its threads. The last
         # call follows their results, for what only an order follows is no call that counts to the graph's optimiser;
         # nor, after the first, one that rests on constants alone, which gradients may be.
-        turn = TURN.read_value()
+        turned = turn().read_value()
         taken = [
-            tf.numpy_function(functools.partial(take, index), [flat, turn, *passing], tf.bool, stateful=False)
+            tf.numpy_function(functools.partial(take, index), [flat, turned, *passing], tf.bool, stateful=False)
             for index, flat in enumerate(flats)
         ]
     types = [layout.specs[members[0]].wire for members in layout.members]
     results = tf.nest.flatten(tf.numpy_function(finish, [final, *passing, *taken], types))
     touched(variables, after=results)
-    touched([TURN], after=results)
+    touched([turn()], after=results)
     for flat, length in zip(results, layout.lengths, strict=True):
         flat.set_shape([length])
     return pieces_of(layout, results)

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 import tensorflow as tf
 
-from .gradient_tensorflow import TURN, flats_of, pieces_of, touched
+from .gradient_tensorflow import flats_of, pieces_of, touched, turn
 from .layout import BucketLayout
 
 
@@ -55,11 +55,11 @@ def through(step: GraphStep, gradients: Sequence[Any], part: int, variables: Seq
     def end(total: np.ndarray, own: np.ndarray, merged: np.ndarray, *_: np.ndarray) -> np.ndarray:
         return np.float64(step.end(total.tolist(), own.tolist(), merged.tolist()))
 
-    with tf.control_dependencies([*touched(variables), *touched([TURN])]):
+    with tf.control_dependencies([*touched(variables), *touched([turn()])]):
         flats = flats_of(layout, gradients)
         # Not stateful, as in `gradient_tensorflow`. A call follows what it is given a first element of. All that comes
         # rests on this one, and it on a variable: gradients may be constants.
-        told = _called(begin, [_first(flats[0]), TURN.read_value()], tf.float64, [2], stateful=False)
+        told = _called(begin, [_first(flats[0]), turn().read_value()], tf.float64, [2], stateful=False)
         weight, measured = tf.unstack(told)
         flats = [_weighted(flat, weight) for flat in flats]
         control = _called(send, [_first(flat) for flat in flats], flats[tail_in].dtype, [len(tail)], stateful=False)
@@ -70,7 +70,7 @@ def through(step: GraphStep, gradients: Sequence[Any], part: int, variables: Seq
     merged = _squared_norms(sums, measured)
     factor = _called(end, [total, own, merged, *map(_first, sums)], tf.float64, [], stateful=True)
     touched(variables, after=[factor])
-    touched([TURN], after=[factor])
+    touched([turn()], after=[factor])
     return pieces_of(layout, [_scaled(flat, factor) for flat in sums])
 
 
