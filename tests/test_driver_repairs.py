@@ -342,6 +342,38 @@ def test_a_discovery_script_that_hangs_is_ended(tmp_path: Path, monkeypatch: pyt
         discovery.HostDiscoveryScript("sleep 60", 1).find_available_hosts_and_slots()
 
 
+@needs("early_hosts")
+def test_workers_hear_of_a_host_that_came_before_they_listened() -> None:
+    from horovod.runner.elastic.discovery import FixedHosts
+    from horovod.runner.elastic.driver import ElasticDriver
+    from horovod.runner.elastic.worker import HostUpdateResult
+
+    class Hosts(FixedHosts):
+        asked = 0
+
+        def find_available_hosts_and_slots(self):
+            self.asked += 1
+            return super().find_available_hosts_and_slots()
+
+    server = SimpleNamespace(init=lambda assignments: None, stop=lambda: None)
+    hosts, workers, told = Hosts({"a": 1}), Workers(), []
+    driver = ElasticDriver(server, hosts, 1, 2, timeout=LIMIT_S)
+    try:
+        driver.wait_for_available_slots(1)
+        driver.start(1, workers.create)
+        workers.wait_for(1)
+        hosts.set({"a": 1, "b": 1})
+        wait_for(lambda: driver._host_manager.current_hosts.count_available_slots() == 2)
+        driver._worker_clients["a", 0] = SimpleNamespace(notify_hosts_updated=lambda at, how: told.append(how))
+        wait_for(lambda: told)
+        asked = hosts.asked
+        wait_for(lambda: hosts.asked > asked + 1)
+        assert told == [HostUpdateResult.added], "they are told once"
+    finally:
+        workers.end_all()
+        driver.stop()
+
+
 @needs("ended_waits")
 def test_who_waits_for_hosts_hears_that_the_job_is_to_end() -> None:
     from horovod.runner.elastic.discovery import FixedHosts

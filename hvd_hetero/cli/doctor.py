@@ -41,6 +41,7 @@ WITHOUT = {
     "left_in_order": "a rank that leaves an elastic job on SIGTERM twice in two minutes costs all ranks of its host",
     "lone_host": "an elastic job on one host waits without a word for a second one",
     "late_discovery": "while a discovery script hangs, ranks do not come together, and the job does not end",
+    "early_hosts": "a host that an elastic job finds while its ranks are starting stays idle until hosts change again",
     "ended_waits": "horovodrun does not end on SIGTERM or Ctrl-C while it waits for hosts",
     "as_many_ranks": "under Gloo, horovodrun starts a rank in each slot of the hosts, also where -np names fewer",
     "restored_handlers": "after horovod.run, Ctrl-C does nothing in the rest of the script",

@@ -2,6 +2,7 @@
 
 - "lone_host": a driver that waits for a second host says so, and how to do without one.
 - "late_discovery": a discovery script that hangs holds nobody up, and is ended after a minute.
+- "early_hosts": a host that comes while ranks are starting is used, and not only once hosts change again.
 - "ended_waits": SIGTERM and Ctrl-C end the wait for hosts.
 """
 
@@ -142,6 +143,42 @@ class HostDiscoveryScript(HostDiscovery):
     def __init__(self, discovery_script, slots):
         self.ended = threading.Event()
 """,
+    ),
+    Edit(
+        name="early_hosts",
+        reason="ranks of an elastic job are told of a change of hosts once, when it is found. One that comes while "
+        "they are starting, which takes a framework's time to load, reaches nobody, and the new host stays idle until "
+        "hosts change again. The driver now tells them of it as soon as the first rank listens",
+        file=_DRIVER,
+        find="""                if update_res != HostUpdateResult.no_update:
+                    self._notify_workers_host_changes(self._host_manager.current_hosts, update_res)
+                    self._wait_hosts_cond.notify_all()
+""",
+        replace="""                self._untold_changes |= update_res
+                if self._untold_changes != HostUpdateResult.no_update:
+                    if not self._notify_workers_host_changes(self._host_manager.current_hosts, self._untold_changes):
+                        self._untold_changes = HostUpdateResult.no_update
+                if update_res != HostUpdateResult.no_update:
+                    self._wait_hosts_cond.notify_all()
+""",
+    ),
+    Edit(
+        name="early_hosts",
+        reason="Part of early_hosts: says that workers are still to be told, as none listens yet",
+        file=_DRIVER,
+        find="""            logging.debug('no coordinator client, skipping notifications')
+            return
+""",
+        replace="""            logging.debug('no coordinator client, notifying later')
+            return True
+""",
+    ),
+    Edit(
+        name="early_hosts",
+        reason="Part of early_hosts: the changes that no worker has been told of",
+        file=_DRIVER,
+        find="        self._worker_clients = {}\n",
+        replace="        self._worker_clients = {}\n        self._untold_changes = HostUpdateResult.no_update\n",
     ),
     Edit(
         name="ended_waits",
