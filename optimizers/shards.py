@@ -26,6 +26,19 @@ def check_steps(steps: int | None) -> None:
     check_whole("steps_per_epoch", steps, least=1)
 
 
+def check_no_steps(steps: int | None, *, instead: str = "") -> None:
+    """Raises TypeError if the length of an epoch is given for data that has one itself.
+
+    Args:
+        instead: what to do, for the error.
+    """
+    if steps is not None:
+        raise TypeError(
+            "steps_per_epoch: expected none, as an epoch is all of the data, except with sharded=True. Received: "
+            f"{steps!r}.{instead}"
+        )
+
+
 class ShardSampler(StreamSampler):
     """Says how many samples of its own stream this rank takes for each global batch. Constructing one is a collective
     call.

@@ -9,6 +9,7 @@ import keras
 
 from hvd_hetero.optimizers.data_checksum import checksum
 from hvd_hetero.optimizers.sampler import LOADED, ShareSampler
+from hvd_hetero.optimizers.shards import check_no_steps
 
 from . import backend
 from .ahead import Ahead
@@ -74,11 +75,8 @@ class BalancedDataset(UntunedDataset):
         super().__init__(workers=1, use_multiprocessing=False)
         whole = balancer.global_batch_size
         alone = y is None and sample_weight is None
-        if steps_per_epoch is not None and not sharded:
-            raise TypeError(
-                "steps_per_epoch: expected none, as an epoch is all of the data, except with sharded=True. Received: "
-                f"{steps_per_epoch!r}. Where only the epochs of fit are to be shorter, give it to fit."
-            )
+        if not sharded:
+            check_no_steps(steps_per_epoch, instead=" Where only the epochs of fit are to be shorter, give it to fit.")
         if sharded and not alone:
             raise TypeError(
                 "y, sample_weight: expected none with sharded=True, as the stream's samples have them: (x, y) or (x, "

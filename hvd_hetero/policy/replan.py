@@ -165,7 +165,7 @@ def decide(
     if early:      # two steps are too little to leave a rank out
         limits = [replace(limit, lower=max(limit.lower, limit.quantum)) if share else limit
                   for limit, share in zip(limits, current.shares, strict=True)]
-    last = None if changed or not previous else previous[-1]
+    last = None if changed or not previous or len(previous[-1].shares) != len(ranks) else previous[-1]
     shares, cut = _reachable(current, models, global_batch_size, limits, rule, micro_batch, last=last)
     if all(abs(new - old) <= rule.dead_band * old for new, old in zip(shares, current.shares, strict=True)):
         return None
@@ -184,14 +184,17 @@ def decide(
     minimum *= 2.0 if changed and lately >= EARLY_PLANS else 1.0
     minimum = max(minimum, rule.early_gain) if early else minimum
     reason = f"rank {before} is slowest: it takes {now_s:.4g} s, with the new shares {new_s:.4g} s"
-    if (now_s - new_s) / step_s <= max(minimum, surprise * error * now_s / step_s):
+
+    def pays(gain_s: float, error: float) -> bool:
+        return gain_s / step_s > max(minimum, surprise * error * now_s / step_s)
+
+    if not pays(now_s - new_s, error):
         if early or not cut or new_s > now_s:
             return None
         aim = split(models, global_batch_size, limits, micro_batch=micro_batch)
         after, aim_s = _slowest(models, aim, micro_batch), step_time_s(models, aim, micro_batch)
         error = math.hypot(*[models[rank].standard_error for rank in {before, after}]) * aim_s / now_s
-        gain = (now_s - aim_s) * (0.5 if _turns_back(aim, current, last) else 1.0) / step_s
-        if gain <= max(minimum, surprise * error * now_s / step_s):
+        if not pays((now_s - aim_s) * (0.5 if _turns_back(aim, current, last) else 1.0), error):
             return None
         reason = f"rank {before} is slowest: it takes {now_s:.4g} s, on the way to shares with {aim_s:.4g} s"
     return _next_plan(current, shares, step, reason, step_s - (now_s - new_s))
@@ -228,20 +231,23 @@ def _reachable(current: Plan, models: Sequence[SpeedModel], whole: int, limits: 
         (share == trust.lower > limit.lower) or (share == trust.upper != limit.upper)
         for share, trust, limit in zip(shares, trusted, limits, strict=True)
     )
-    if last is None or len(last.shares) != len(models):
+    if last is None:
         return shares, cut
     damped = []
     for new, now, old, trust in zip(shares, current.shares, last.shares, trusted, strict=True):
-        back = (new - now) * (now - old) < 0
-        damped.append(_narrowed(trust, min(now, (now + new) / 2), max(now, (now + new) / 2)) if back else trust)
+        half = (now + new) / 2
+        damped.append(_narrowed(trust, min(now, half), max(now, half)) if _reverses(new, now, old) else trust)
     return split(models, whole, damped, micro_batch=micro_batch), cut
 
 
 def _turns_back(shares: Sequence[int], current: Plan, last: Plan | None) -> bool:
     """Whether a rank's share, with these, goes back from `current` towards the plan before it."""
-    return last is not None and len(last.shares) == len(shares) and any(
-        (new - now) * (now - old) < 0 for new, now, old in zip(shares, current.shares, last.shares, strict=True)
-    )
+    return last is not None and any(map(_reverses, shares, current.shares, last.shares))
+
+
+def _reverses(new: int, now: int, old: int) -> bool:
+    """Whether a share that went from `old` to `now` goes back with `new`."""
+    return (new - now) * (now - old) < 0
 
 
 def _narrowed(bound: Bound, lower: float, upper: float) -> Bound:

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from hvd_hetero.optimizers.balancer import Balancer
 from hvd_hetero.optimizers.data_checksum import checksum
 from hvd_hetero.optimizers.sampler import LOADED
-from hvd_hetero.optimizers.shards import ShardSampler
+from hvd_hetero.optimizers.shards import ShardSampler, check_no_steps
 from hvd_hetero.optimizers.stream import StreamSampler
 from hvd_hetero.optimizers.unused_balancer import warn_of_none
 
@@ -109,11 +109,8 @@ class BalancedDataLoader:
                 "sharded: expected an IterableDataset of this rank's own samples. Received: "
                 f"{type(dataset).__name__}. Of a map-style dataset give all to every rank, and leave sharded out."
             )
-        if steps_per_epoch is not None and not sharded:
-            raise TypeError(
-                f"steps_per_epoch: expected none, as an epoch is all of the data, except with sharded=True. Received: "
-                f"{steps_per_epoch!r}."
-            )
+        if not sharded:
+            check_no_steps(steps_per_epoch)
         self.balancer, self.dataset, self._sharded = balancer, dataset, sharded
         self._bar = _progress_bar() if progress and balancer.rank == 0 else None
         lookahead = num_workers * (2 if prefetch_factor is None else prefetch_factor)
