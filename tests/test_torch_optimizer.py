@@ -414,9 +414,10 @@ def test_an_optimizer_that_holds_another_loads_a_state():
 def test_an_optimizer_that_holds_another_makes_local_steps():
     """It need not have PyTorch's attributes for hooks of the step, as schedule-free's wrapper has none."""
 
+    prototype = nn.Linear(2, 1)  # made once, as ranks are threads that share their random numbers
+
     def program(engine):
-        torch.manual_seed(0)
-        model = nn.Linear(2, 1)
+        model = copy.deepcopy(prototype)
         balancer = hvd.Balancer(4, shares=[3, 1], adaptive=False, engine=engine)
         optimizer = hvd.DistributedOptimizer(
             Holding(torch.optim.SGD(model.parameters(), lr=0.1)), balancer=balancer,
