@@ -51,6 +51,14 @@ def test_an_update_sees_the_learning_rate_times_the_factor_and_others_the_script
     assert fitted(made, latency)[0] == [RATE * 4.0] * BATCHES
 
 
+@pytest.mark.parametrize("name, factor", [("SGD", 4.0), ("AdamW", 2.0), ("ScheduleFreeAdamW", 2.0)])
+def test_auto_takes_the_rule_of_the_optimizer(name, factor):
+    made = make(getattr(keras.optimizers, name, keras.optimizers.Adam)(RATE))
+    latency = latency_of(made[2], warmup_steps=0)
+    fitted(made, latency)
+    assert latency.factor == factor
+
+
 @pytest.mark.parametrize("first", [True, False])
 def test_a_callback_may_set_the_learning_rate_before_and_after_this_one(first):
     class Sets(keras.callbacks.Callback):

@@ -186,6 +186,7 @@ def test_the_last_one_made_is_the_one_in_effect(given):
         (lambda p: torch.optim.SGD(p, lr=1.0), 4.0),
         (lambda p: torch.optim.AdamW(p, lr=1.0), 2.0),
         (lambda p: torch.optim.RMSprop(p, lr=1.0), 2.0),
+        (lambda p: getattr(torch.optim, "Adafactor", torch.optim.Adadelta)(p, lr=1.0), 2.0),
     ],
 )
 def test_auto_takes_the_rule_of_the_optimizer(make, expected):

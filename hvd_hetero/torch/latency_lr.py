@@ -22,6 +22,7 @@ ADAPTIVE = (
     torch.optim.RAdam,
     torch.optim.RMSprop,
     torch.optim.SparseAdam,
+    *([torch.optim.Adafactor] if hasattr(torch.optim, "Adafactor") else []),  # since PyTorch 2.5
 )
 UNSEEN_STEPS = 10  # an error is raised once so many steps in a row were made without the factor
 

@@ -19,7 +19,10 @@ from ..factor import RateFactor, ask_from_now_on, factor_of
 from .metrics import is_numeric
 from .schedule import inner, learning_rate, set_learning_rate
 
-ADAPTIVE = ("Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Ftrl", "Lamb", "Lion", "Nadam", "RMSprop")
+ADAPTIVE = (
+    "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Ftrl", "Lamb", "Lion", "Nadam", "RMSprop",
+    "ScheduleFreeAdamW",
+)  # fmt: skip
 # An older Keras adds the sum of an `activity_regularizer` over samples to the loss, which no weighted mean makes exact.
 MEAN_OF_ACTIVITIES = tuple(int(part) for part in keras.__version__.split(".")[:2]) >= (3, 14)
 
