@@ -25,6 +25,15 @@ def test_two_levels_gain_latency_and_a_codec_between_nodes_gains_bandwidth():
     assert expected_s("flat", 100e6, topology) / compressed == pytest.approx(4.6, rel=0.05)
 
 
+@pytest.mark.parametrize("algorithm, local_bytes", [("rails", 1.5), ("scatter", 1.5), ("leader", 2.0)])
+def test_two_levels_take_the_time_of_each(algorithm, local_bytes):
+    """3 nodes of 4 ranks: 6 hops and 2 * 3/4 (or 2) of the bytes within, 4 hops and 2 * 2/3 of a quarter between."""
+    local = Link(latency_s=1e-3, bandwidth_bytes_per_s=1e6)
+    cross = Link(latency_s=1e-2, bandwidth_bytes_per_s=1e5)
+    found = expected_s(algorithm, 3e6, Topology(nodes=nodes(4, 4, 4), local=local, cross=cross), ratio=4)
+    assert found == pytest.approx(6 * 1e-3 + local_bytes * 3e6 / 1e6 + 4 * 1e-2 + 4 / 3 * 3e6 / 4 / 1e5)
+
+
 def test_over_a_slow_link_two_nodes_of_two_gain_half():
     topology = Topology(nodes=nodes(2, 2), local=LOCAL, cross=SLOW)
     assert expected_s("flat", 16e6, topology) / expected_s("leader", 16e6, topology) == pytest.approx(1.5, rel=0.01)

@@ -47,6 +47,8 @@ def test_bounds_hold_and_what_they_forbid_is_left_out_or_an_error():
     assert "equal shares" not in found  # of 22, 21 and 21
     assert all(each.shares[1] <= 12 for each in found.values())
     assert "without rank 2" not in found  # 52 are left for 64
+    tight = forecasts(models(0.001, 0.002), 64, bounds=[Bound(upper=40), Bound(upper=40)])
+    assert advice(tight).startswith("The slowest rank cannot be done without")
     with pytest.raises(InfeasibleError):
         forecasts(models(0.001, 0.002), 64, bounds=bounds[:2])
 

@@ -123,7 +123,7 @@ def test_the_drift_ratio_is_that_of_its_definition():
     sent = [contribution(p, a, p * a) for p, a in zip(parts, norms, strict=True)]
     assert merge_of(sent, deltas)[1] == pytest.approx(expected)
     assert merge_of(sent[:1], deltas[:1])[1] == 0.0 == noise_ratio([0.5])
-    assert drift_ratio(4.0, 2.0, 0.0) == float("inf") and drift_ratio(0.0, 2.0, 0.0) == 0.0
+    assert drift_ratio(4.0, 2.0, 0.0) == drift_ratio(0.1, 2.0, 0.0) == float("inf") and drift_ratio(0.0, 2.0, 0.0) == 0.0
 
 
 def after(guard, *drifts, noise=1.0):
@@ -141,6 +141,7 @@ def test_bad_merges_halve_and_calm_ones_add_a_step_within_bounds():
     assert after(half, *[1.0] * 4).steps == 4 and after(half, *[1.0] * 5).steps == 5
     assert after(half, *[1.35] * 50).steps == 4
     assert after(half, *[5.0] * 60).steps == 1 and after(half, *[0.1] * 60).steps == 8
+    assert after(Guard(round_steps=7), *[1.6] * 5).steps == 3
     assert after(half, *[1.35] * 50, *[float("inf")] * 5).steps == 2             # long calm does not delay it
 
 
