@@ -149,12 +149,15 @@ def test_loading_processes_begin_anew_once_ranks_are_others():
 def test_it_goes_on_in_the_middle_of_an_epoch(workers):
     def program(engine):
         options = dict(steps_per_epoch=6, num_workers=workers)
-        job = Job(engine, Shard(engine.rank, 50), **options)
+        job = Job(engine, Shard(engine.rank, 200), **options)
         assert len(job.epoch(stop=1)) == 2
-        again = Job(engine, Shard(engine.rank, 50), **options)
+        again = Job(engine, Shard(engine.rank, 200), **options)
         again.loader.load_state_dict(job.loader.state_dict())
         left = len(again.loader)
         first, second = again.epoch(), again.epoch()
+        for process in range(2):  # nothing is read beyond the end of an epoch, and lost
+            taken = [number for batch in first + second for number in batch if number % 2 == process]
+            assert [number % 1000 for number in taken] == list(range(process, 2 * len(taken), 2))
         again.loader.load_state_dict(again.loader.state_dict())
         again.loader.set_epoch(1)  # which is over
         return left, len(first), len(second), len(again.epoch()), len(again.epoch())
