@@ -107,6 +107,9 @@ def test_wrong_arguments_of_optimizers_and_models_say_what_was_expected():
             lambda optimizer=optimizer: hvd.DistributedOptimizer(optimizer, backward_passes_per_step=2),
         )
     raises(TypeError, "custom_objects=", lambda: hvd.load_model("none.keras", {"Mine": sgd}))
+    for of_balancer in (hvd.BalancedDataset, hvd.EvaluationDataset):
+        words = "balancer: expected an hvd.Balancer. Received: 32."
+        raises(TypeError, words, lambda make=of_balancer: make(np.ones((4, 1)), balancer=32))
 
 
 def test_best_models_may_be_weights_alone():

@@ -11,6 +11,7 @@ import numpy as np
 
 from hvd_hetero.engine import script
 from hvd_hetero.engine.port import gather_text, rotating_name
+from hvd_hetero.optimizers.balancer import check_balancer
 from hvd_hetero.optimizers.latency_lr import NAMES, LatencyLR, Rule, agreed_latency_lr
 from hvd_hetero.trace.own import own_trace
 
@@ -131,8 +132,7 @@ class LatencyAwareLearningRate(keras.callbacks.Callback):
         ramp_steps: int = 100,
     ) -> None:
         super().__init__()
-        if not isinstance(balancer, Balancer):
-            raise TypeError(f"balancer: expected an hvd.Balancer. Received: {balancer!r}.")
+        check_balancer(balancer)
         self.balancer, self._rule = balancer, rule
         self._options: dict[str, Any] = {
             "base_batch_size": base_batch_size, "warmup_steps": warmup_steps, "ramp_steps": ramp_steps,
