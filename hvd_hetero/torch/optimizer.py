@@ -183,7 +183,6 @@ def DistributedOptimizer(
         _balancer=balancer,
         _wrapped=optimizer,
         _should_synchronize=True,
-        _synchronized=False,
     )
     distributed._reducer.follow(distributed)
     reduces(distributed)
