@@ -258,7 +258,7 @@ class PowerSGDSum(WarmedUpSum):
             for column in range(matrix.shape[1]):
                 most = largest.pop(0)
                 if most == 0.0:
-                    seed = (codec.seed + 7919 * self._step + 31 * index + column) % 2**32
+                    seed = (7919 * self._step + 31 * index + column) % 2**32
                     matrix[:, column] = verbs_of(like).seeded((len(matrix),), seed, like)
                 elif not 1.0 / FAR < most < FAR and math.isfinite(most):
                     matrix[:, column] *= math.ldexp(1.0, min(-exponent_of(most), 120))
