@@ -17,6 +17,7 @@ from hvd_hetero.trace.own import own_trace
 
 from ..balancer import Balancer
 from ..factor import RateFactor, ask_from_now_on, factor_of
+from ..reducer import reducer_of
 from .metrics import is_numeric
 from .schedule import inner, learning_rate, set_learning_rate
 
@@ -78,7 +79,7 @@ class RebalanceCallback(keras.callbacks.Callback):
         # A model without trainable weights exchanges nothing; Keras warns of it.
         if self._trained and self.balancer.step == self._step and self.model.trainable_weights:
             optimizer = self.model.optimizer
-            reducer = vars(optimizer).get("_reducer")
+            reducer = reducer_of(optimizer)
             kind, lacks = "a plain" if reducer is None else "a distributed", ""
             if reducer is not None:
                 lacks = " that was not applied" if reducer.balancer is self.balancer else " without this balancer"
@@ -181,7 +182,7 @@ class LatencyAwareLearningRate(keras.callbacks.Callback):
         """The rule, with "auto" resolved. Raises ValueError or TypeError if the optimizer does not fit."""
         optimizer = self.model.optimizer
         set_learning_rate(optimizer, learning_rate(optimizer))
-        reducer = vars(optimizer).get("_reducer")
+        reducer = reducer_of(optimizer)
         if reducer is not None and reducer.balancer is not self.balancer:
             raise ValueError(
                 "LatencyAwareLearningRate: expected the balancer that the DistributedOptimizer has. Received: another. "
