@@ -105,7 +105,7 @@ class Rounds:
         return self.lengths.by_rank[self.rank]
 
     @property
-    def pace(self) -> float:
+    def update_fraction(self) -> float:
         """The factor, at most 1, for each update of this rank: below 1 if its share is below the mean of all ranks. See
         "Small batches" in `policy.local_round`."""
         return update_fraction(self.balancer.plan.shares[self.rank], self.balancer.global_batch_size, self.size)
