@@ -236,7 +236,7 @@ def _first_shares(arguments: BalancerArguments, bounds: tuple[Bound, ...]) -> tu
     if sum(arguments.shares) != whole:
         raise ValueError(f"shares: expected a sum of {whole}, the global batch. Received: {arguments.shares}.")
     for rank, (share, bound) in enumerate(zip(arguments.shares, bounds, strict=True)):
-        if share < bound.lower or (bound.upper is not None and share > bound.upper) or share % bound.quantum:
+        if not bound.allows(share):
             raise ValueError(
                 f"shares: expected for rank {rank} a multiple of {bound.quantum} between {bound.lower} and "
                 f"{bound.upper if bound.upper is not None else whole} (its max_share is what its memory holds). "
@@ -248,11 +248,7 @@ def _first_shares(arguments: BalancerArguments, bounds: tuple[Bound, ...]) -> tu
 def _equal_within(whole: int, bounds: tuple[Bound, ...]) -> tuple[int, ...]:
     """Returns the shares of `whole` samples that are as equal as the bounds allow; ValueError if there are none."""
     equal = equal_shares(whole, len(bounds))
-    fits = all(
-        bound.lower <= share <= (whole if bound.upper is None else bound.upper) and share % bound.quantum == 0
-        for share, bound in zip(equal, bounds, strict=True)
-    )
-    if fits:
+    if all(map(Bound.allows, bounds, equal)):
         return equal
     alike = [SpeedModel(overhead_s=0.0, seconds_per_sample=1.0, standard_error=0.0, observations=0)] * len(bounds)
     try:

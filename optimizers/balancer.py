@@ -421,3 +421,9 @@ class Balancer:
         self.step_timer.resume_loading(self.planner.loading.seconds[self.rank])
         self.strategies.load_state_dict(state["strategies"])
         self.ladder = Ladder(self.planner.plans[-1].shares, tell=self._moved)
+
+
+def check_balancer(balancer: Any) -> None:
+    """Raises TypeError for a `balancer=` that is none."""
+    if not isinstance(balancer, Balancer):
+        raise TypeError(f"balancer: expected an hvd.Balancer. Received: {balancer!r}.")

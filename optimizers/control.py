@@ -128,7 +128,7 @@ def pack(
     stops: bool = False,
     lays_out: bool = False,
     chooses: bool = False,
-    look: ParameterComparison | None = None,
+    comparison: ParameterComparison | None = None,
     dealt_ahead: int = 0,
     stop_sums: StopSums | None = None,
     staleness: float = 0.0,
@@ -148,7 +148,7 @@ def pack(
         batch: index of the global batch that this rank is at; None: not told.
         origin: where in its epoch that batch was dealt, below `ORIGINS`; None: not told.
     """
-    look = look or ParameterComparison()
+    comparison = comparison or ParameterComparison()
     vector = [0.0] * length(ranks)
     vector[0] = count
     vector[1 + rank : 1 + PER_RANK * ranks : ranks] = Slots(
@@ -158,7 +158,7 @@ def pack(
         dealt_ahead=dealt_ahead,
         **(stop_sums or StopSums())._asdict(),
         flags=LEAVES * leaves + STOPS * stops + LAYS_OUT * lays_out + CHOOSES * chooses,
-        hash=look.hash,
+        hash=comparison.hash,
         place=0 if batch is None else batch % BATCHES + 1 + (0 if origin is None else (origin + 1) * BATCHES),
         loading_s=loading_s,
     )
@@ -171,7 +171,7 @@ def pack(
         vector[at : at + ranks] = announcement.shares
         vector[at + ranks : at + ranks + len(text)] = text
     vector[-NORMS - 1] = staleness
-    vector[-NORMS - 2] = look.interval if rank == 0 else 0
+    vector[-NORMS - 2] = comparison.interval if rank == 0 else 0
     if norms is not None:
         vector[-NORMS:] = norms
     return vector

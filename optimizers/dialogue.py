@@ -17,7 +17,7 @@ from .planner import Planner
 from .step_timer import StepTimer
 
 
-class Place(Protocol):
+class Position(Protocol):
     """The position of a rank in the sequence of global batches."""
 
     step: int
@@ -34,7 +34,7 @@ class Dialogue:
 
     Args:
         engine: the ranks that exchange gradients.
-        place: the position of this rank in the sequence of global batches; it is read anew at each exchange.
+        position: the position of this rank in the sequence of global batches; it is read anew at each exchange.
         planner: rank 0's announces plans; all ranks' accept them.
         step_timer: this rank's measurements.
         departure: failures, and the flags of ranks that leave or ask to stop.
@@ -55,7 +55,7 @@ class Dialogue:
     def __init__(
         self,
         engine: Engine,
-        place: Place,
+        position: Position,
         *,
         planner: Planner,
         step_timer: StepTimer,
@@ -64,18 +64,18 @@ class Dialogue:
         entered: float,
         told: Callable[[Plan], None],
     ) -> None:
-        self._engine, self._place = engine, place
+        self._engine, self._position = engine, position
         self._planner, self._step_timer, self._departure = planner, step_timer, departure
         self._replans, self._told = replans, told
         self._said: dict[str, Any] = {}  # what `outgoing` sent last, for `outgoing_in_advance` to repeat
         self._listeners: list[Callable[[], None]] = []
         self.entered, self.steps, self.staleness, self.mean_staleness = entered, 1, 0.0, 0.0
-        self.horizon, self.links = DealingHorizon(place.step), LinkMonitor()
+        self.horizon, self.links = DealingHorizon(position.step), LinkMonitor()
         engine.on_reset_begin(self.unheard)
 
     def restart(self) -> None:
         """Goes on from another global batch, after a state was loaded; gives up exchanges under way."""
-        before, self.horizon = self.horizon, DealingHorizon(self._place.step)
+        before, self.horizon = self.horizon, DealingHorizon(self._position.step)
         before.unheard()
 
     def subscribe(self, listener: Callable[[], None]) -> None:
@@ -95,7 +95,7 @@ class Dialogue:
         noise: NoiseMeter | None = None,
         ahead: int = 0,
         answers: int = 1,
-        look: control.ParameterComparison | None = None,
+        comparison: control.ParameterComparison | None = None,
         batch: int | None = None,
         origin: int | None = None,
         lays_out: bool = False,
@@ -114,7 +114,7 @@ class Dialogue:
             ahead: how many further batches this rank may begin before it takes in the result of this exchange.
             answers: exchanges that end before this rank sends its next own vector. More than 1 in a merge after which
                 it misses some: see `outgoing_in_advance`.
-            look: the hash of the parameters, if they are compared.
+            comparison: the hash of the parameters, if they are compared.
             batch: index of this rank's global batch, where all ranks have to be at the same one.
             origin: a number that stands for where in its epoch the loader dealt that batch.
             lays_out: whether this rank asks all to lay out their buckets anew.
@@ -123,8 +123,8 @@ class Dialogue:
         samples, seconds = measured or (self._step_timer.reported if leads else (0.0, 0.0))
         dealt_ahead = 0
         if leads:
-            place = self._place
-            dealt_ahead = self.horizon.said(place.step, lookahead=place.lookahead, ahead=ahead, answers=answers)
+            position = self._position
+            dealt_ahead = self.horizon.said(position.step, lookahead=position.lookahead, ahead=ahead, answers=answers)
             self._said = {
                 "samples": samples, "dealt_ahead": dealt_ahead, "staleness": self.staleness,
                 "loading_s": self._step_timer.loading_s,
@@ -143,7 +143,7 @@ class Dialogue:
             stops=self._departure.stopping.said,
             lays_out=lays_out,
             chooses=chooses,
-            look=look,
+            comparison=comparison,
             stop_sums=self._step_timer.take_stops() if leads else None,
             announcement=self._planner.announcement if leads and self._engine.rank == 0 else None,
             norms=None if noise is None else noise.outgoing(),
@@ -180,7 +180,7 @@ class Dialogue:
             leads: whether they carry measurements, plans and staleness.
             noise: takes in the norms of the last gradient, if they were sent.
             step: in a merge, the global batch of the foremost rank when it sent its vector; None: all ranks are at the
-                batch of `place`. A new plan holds only for batches beyond `step + ahead`.
+                batch of `position`. A new plan holds only for batches beyond `step + ahead`.
             ahead: how many batches a rank may begin after sending its vector, before it takes in this.
             steps: the attribute `steps`.
 
@@ -188,7 +188,7 @@ class Dialogue:
             PeerError, Exception: a rank has failed: see `Departure.hear_failed`.
         """
         together = step is None
-        step = self._place.step if step is None else step
+        step = self._position.step if step is None else step
         report = control.unpack(total, ranks=self._engine.size)
         if leads:
             self._hear_plan(report, step, ahead)
@@ -214,7 +214,7 @@ class Dialogue:
         """
         if report.failed:
             self.unheard()  # no result of another exchange will be taken in
-            self._departure.hear_failed([self._engine.ranks[rank] for rank in report.failed], self._place.step)
+            self._departure.hear_failed([self._engine.ranks[rank] for rank in report.failed], self._position.step)
 
     def _hear_plan(self, report: control.Report, step: int, ahead: int) -> None:
         """Takes in a plan, if the exchange brought one, and lets dealing go on. The plan holds for batches beyond the

@@ -5,7 +5,7 @@ With x the array to be summed (a weighted gradient), e the residual, C the encod
     p = e + x;    q = C(p);    e = p - D(q)
 
 and sends q, so that over time everything is sent (Seide et al. 2014; Karimireddy et al. 2019, arXiv:1901.09847). Each
-class here is a `compressed.Reduction` of one array; `Route` uses one for each level of ranks.
+class here is a `reduction.Reduction` of one array; `Route` uses one for each level of ranks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .reduction import pieces_of
 # Two ranks exchange an array in pieces of about SHORT_PIECE values, at most AHEAD of them under way at a time. Gathers
 # go through sockets whose buffers the kernel sizes: with more under way than the queue of a slow link holds (1.25 MB at
 # 100 Mbit/s and 100 ms), packets are lost, and TCP waits 200 ms to send them again. On a GPU pieces are longer
-# (`compressed.PIECE`): NCCL divides what it sends by itself, and each piece costs time.
+# (`reduction.PIECE`): NCCL divides what it sends by itself, and each piece costs time.
 SHORT_PIECE = 2**18
 AHEAD = 2
 
@@ -258,7 +258,7 @@ class PowerSGDSum(WarmedUpSum):
             for column in range(matrix.shape[1]):
                 most = largest.pop(0)
                 if most == 0.0:
-                    seed = (codec.seed + 7919 * self._step + 31 * index + column) % 2**32
+                    seed = (7919 * self._step + 31 * index + column) % 2**32
                     matrix[:, column] = verbs_of(like).seeded((len(matrix),), seed, like)
                 elif not 1.0 / FAR < most < FAR and math.isfinite(most):
                     matrix[:, column] *= math.ldexp(1.0, min(-exponent_of(most), 120))

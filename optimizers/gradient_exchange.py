@@ -151,9 +151,9 @@ class GradientExchange:
     def outgoing(self, terms: float) -> list[float]:
         """Returns this rank's control vector for an exchange in which its gradient is over `terms` loss terms."""
         found, interval = self._guard.outgoing()
-        look = ParameterComparison(hash=found, interval=interval)
+        comparison = ParameterComparison(hash=found, interval=interval)
         return self.balancer.dialogue.outgoing(
-            leads=self._carries, count=terms, noise=self.noise, look=look, batch=self.balancer.batch,
+            leads=self._carries, count=terms, noise=self.noise, comparison=comparison, batch=self.balancer.batch,
             origin=self.balancer.origin, lays_out=self._lays_out(), chooses=self._chooses,
         )  # fmt: skip
 

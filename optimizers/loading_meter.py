@@ -23,14 +23,14 @@ class LoadingTimes(NamedTuple):
         waited_s: seconds that the rank waited for samples.
         own_s: those of the seconds `waited_s` in which it loaded samples itself.
         step_s: seconds from the end of the step before to that of this one; None for the first step of an iteration.
-        pace: the speed of the workers that load while the rank computes; None if there are none, or if they read all
+        speed: the speed of the workers that load while the rank computes; None if there are none, or if they read all
             samples on every rank, whatever the shares.
     """
 
     waited_s: float
     own_s: float
     step_s: float | None
-    pace: LoaderSpeed | None
+    speed: LoaderSpeed | None
 
 
 class LoadingMeter:
@@ -43,13 +43,13 @@ class LoadingMeter:
     Attributes:
         iteration: number of iterations over data so far, as `will_load` counts them.
         by_itself: whether this rank loads its data itself, and no workers do.
-        pace: the speed of the workers that load while this rank computes; kept while other data is loaded without them.
+        speed: the speed of workers that load while this rank computes; kept while other data is loaded without them.
     """
 
     def __init__(self, meter: ComputeMeter, clock: Callable[[], float] = time.perf_counter) -> None:
         self._meter, self._clock = meter, clock
-        self.iteration, self.by_itself, self.pace = 0, True, LoaderSpeed()
-        self._paced = False  # whether `pace` is measured in the present iteration
+        self.iteration, self.by_itself, self.speed = 0, True, LoaderSpeed()
+        self._measures_speed = False  # whether `speed` is measured in the present iteration
         self.restart()
 
     def restart(self) -> None:
@@ -72,9 +72,9 @@ class LoadingMeter:
                 samples, and how long it waits does not depend on its share.
             loaders: the number of workers.
         """
-        self.by_itself, self._paced = not beside, beside and in_parts
-        self.pace.look_back(loaders)
-        self._ended_s = None  # the wait for the first batch of an iteration says nothing of the pace
+        self.by_itself, self._measures_speed = not beside, beside and in_parts
+        self.speed.look_back(loaders)
+        self._ended_s = None  # the wait for the first batch of an iteration says nothing of the speed
         if not self._trains:
             self._waited_s = self._own_s = 0.0  # those waits were not for training, but for a validation, say
         self.iteration += 1
@@ -102,11 +102,11 @@ class LoadingMeter:
         self._waited_s += self._meter.begin_at(at)
 
     def end(self) -> LoadingTimes:
-        """Ends a step: returns its waits and the pace of loading, and begins to measure the next step."""
+        """Ends a step: returns its waits and the speed of loading, and begins to measure the next step."""
         now_s, before_s = self._clock(), self._ended_s
         supplied = LoadingTimes(
             self._waited_s, self._own_s, None if before_s is None else now_s - before_s,
-            self.pace if self._paced else None,
+            self.speed if self._measures_speed else None,
         )  # fmt: skip
         self._waited_s = self._own_s = 0.0
         self._trains, self._ended_s = False, now_s

@@ -101,7 +101,7 @@ class LocalSteps:
         self._bytes = [fragment.lanes[0].buffer.nbytes for fragment in self.rounds.fragments]
         self.begun = self.apart = False
         self._newest = -1  # index of the global batch of the last local step
-        self._pace = 1.0  # the part of the update that this rank makes in that step
+        self._update_fraction = 1.0  # the part of the update that this rank makes in that step
         self._before: list[Any] = []  # parameters before that update, by fragment, if `after_step` blends them
         self._counted = Count(0.0)  # see `samples`
         gradient_exchange.unsent_state.put_count("samples apart", self._counted)
@@ -195,7 +195,7 @@ class LocalSteps:
     def before_step(self, *, by_rate: bool = False) -> float:
         """Prepares the update of a local step. The first call of a phase of local steps is a collective one.
 
-        A rank whose share is below the mean makes only a part of each update (`Rounds.pace`).
+        A rank whose share is below the mean makes only a part of each update (`Rounds.update_fraction`).
 
         Args:
             by_rate: whether the update is proportional to the learning rate, which the caller then multiplies by the
@@ -211,10 +211,10 @@ class LocalSteps:
         if not self.begun:
             self._begin()
         self._newest = self._balancer.step
-        self._pace = 1.0 if self._store.narrow else self.rounds.pace
-        if self._pace == 1.0 or by_rate:
+        self._update_fraction = 1.0 if self._store.narrow else self.rounds.update_fraction
+        if self._update_fraction == 1.0 or by_rate:
             self._before = []
-            return self._pace
+            return self._update_fraction
         before: list[Any] = self._before or [None] * len(self._store.lossy)
         self._before = [self._store.read(index, into) for index, into in enumerate(before)]
         return 1.0
@@ -257,15 +257,15 @@ class LocalSteps:
         Args:
             samples: loss terms of the step on this rank.
             lr: its learning rate.
-            gradients: what the step adds to `LocalProgress.gradients`, before it is multiplied by this rank's pace.
+            gradients: what the step adds to `LocalProgress.gradients`, before it is multiplied by the update fraction.
 
         Returns:
             The bytes that this rank has sent.
         """
         self._counted.value += samples
         for index, parameters in enumerate(self._before):
-            self._store.blend(index, parameters, self._pace)
-        gradients *= self._pace
+            self._store.blend(index, parameters, self._update_fraction)
+        gradients *= self._update_fraction
         before = [fragment.sends for fragment in self.rounds.fragments]
         self.rounds.after_step(samples, lr=lr, compute=self._balancer.step_timer.known, gradients=gradients)
         sends = [fragment.sends - first for fragment, first in zip(self.rounds.fragments, before, strict=True)]

@@ -36,7 +36,6 @@ class MergeSender:
     Args:
         rule: the local strategy.
         balancer: its measurements and plans travel with the merges of fragment 0, if `leads()`.
-        part: the part of all data that is this rank's own shard, for FedNova; None: 1 / number of ranks.
         leads: returns whether measurements and plans travel with these merges, and not with another optimizer's.
         most_ahead: returns how many batches this rank may begin between its contribution and the end of that merge.
     """
@@ -46,13 +45,11 @@ class MergeSender:
         rule: LocalSGD,
         balancer: Balancer,
         *,
-        part: float | None,
         leads: Callable[[], bool],
         most_ahead: Callable[[], int],
     ) -> None:
         self._rule, self._balancer = rule, balancer
         self._rank, self._size = balancer.rank, balancer.size
-        self._part = 1.0 / self._size if part is None else part
         self._leads, self._most_ahead = leads, most_ahead
         self._recent: list[tuple[float, float]] = []  # samples and seconds of steps since the last contribution
         self._usual: tuple[float, float] | None = None  # samples and seconds of a median step before that contribution
@@ -89,7 +86,8 @@ class MergeSender:
         norm, reach = work.gradients, work.batches
         if self._rule.weights == "fednova":  # in units of learning rates, on all ranks alike, also where it is 0
             norm, reach = work.lr_sum, work.rate_batches
-        weight = self._part if self._rule.weights == "fednova" else work.samples / self.unit
+        # FedNova's shards are taken to be equal parts of all data.
+        weight = 1.0 / self._size if self._rule.weights == "fednova" else work.samples / self.unit
         chosen = contribution(weight, norm if math.isfinite(square) else 0.0, reach)
         self._sending = Outgoing(chosen, work, chosen.spread(square) if chosen.weight else 0.0)
         return chosen

@@ -7,8 +7,8 @@ costs 8 of its 16 digits.
     n = sum n_i,    mean = sum n_i m_i / n,    variance = sum (M2_i + n_i m_i^2) / n - mean^2
 
 Rank i's loss is a mean over b_i terms (its samples, or as many as the balancer was told), and the gradient exchange
-weights its gradient by b_i (see `weighted`). The backward pass through a sum over ranks therefore has to weight the
-ranks' gradients g_j with respect to the sum in the same way. In units of rank i's loss, the result is
+weights its gradient by b_i (see `weighted_exchange`). The backward pass through a sum over ranks therefore has to
+weight the ranks' gradients g_j with respect to the sum in the same way. In units of rank i's loss, the result is
 
     sum_j b_j g_j / b_i
 

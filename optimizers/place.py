@@ -58,17 +58,17 @@ class Places(Generic[T]):
         taken = {f"{kind} {index}": one for kind, ones in self._taken.items() for index, one in enumerate(ones) if one}
         return {**taken, **self._waiting}
 
-    def take(self, kind: str, place: int | None = None) -> T:
+    def take(self, kind: str, index: int | None = None) -> T:
         """Returns the object in a place of this kind for a new owner; a new object if none is kept there.
 
         Args:
-            place: the index among those of this kind; None: the first that is free.
+            index: the number of the place among those of this kind; None: the first that is free.
         """
         taken = self._taken.setdefault(kind, [])
-        if place is None:
-            place = next((index for index, one in enumerate(taken) if one is None), len(taken))
-        taken += [None] * (place + 1 - len(taken))
-        taken[place] = mine = self._waiting.pop(f"{kind} {place}", None) or self._make()
+        if index is None:
+            index = next((free for free, one in enumerate(taken) if one is None), len(taken))
+        taken += [None] * (index + 1 - len(taken))
+        taken[index] = mine = self._waiting.pop(f"{kind} {index}", None) or self._make()
         return mine
 
     def place_of(self, one: T) -> tuple[str, int]:

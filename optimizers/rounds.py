@@ -46,7 +46,6 @@ class Rounds:
         lanes: returns the lanes of each fragment (see `Fragment`), the exchanges that its merges use in turn. It is
             passed a function that returns the control vector of a fragment, of `merge_control.length(ranks)` elements,
             which the exchanges call as they send. With k lanes, a rank can miss k - 1 merges in a row.
-        part: the part of all data that is this rank's own shard, for weights "fednova"; None: an equal part.
         batches: returns the number of global batches per update.
         on_merge: is called with the fields of each merge of fragment 0, and of each contribution that was given up,
             for the trace.
@@ -64,7 +63,6 @@ class Rounds:
         balancer: Balancer,
         store: Store,
         lanes: Callable[[Callable[[int], list[float]]], Sequence[Lanes]],
-        part: float | None = None,
         batches: Callable[[], int] = lambda: 1,
         on_merge: Callable[[dict[str, Any]], None] = lambda fields: None,
     ) -> None:
@@ -77,9 +75,7 @@ class Rounds:
         self._given_way = (-1, -1)  # fragment and number of a merge not waited for, as other ranks wait for this one
         self._finishing = False
         self._ended: set[int] = set()  # fragments whose last merge came when all ranks were finishing
-        self._merge_sender = MergeSender(
-            rule, balancer, part=part, leads=lambda: self._leads, most_ahead=lambda: self.most_ahead
-        )
+        self._merge_sender = MergeSender(rule, balancer, leads=lambda: self._leads, most_ahead=lambda: self.most_ahead)
         self.fragments = [
             Fragment(index=index, store=store, lanes=list(own), spare=spare, outer=rule.outer,
                      compensation=rule.compensation)
@@ -109,7 +105,7 @@ class Rounds:
         return self.lengths.by_rank[self.rank]
 
     @property
-    def pace(self) -> float:
+    def update_fraction(self) -> float:
         """The factor, at most 1, for each update of this rank: below 1 if its share is below the mean of all ranks. See
         "Small batches" in `policy.local_round`."""
         return update_fraction(self.balancer.plan.shares[self.rank], self.balancer.global_batch_size, self.size)

@@ -164,7 +164,7 @@ class Router:
 class RouteTrial:
     """The route of one bucket while several are compared: each step sums it by another route, in turn, and times that.
 
-    After `rounds` + 1 steps of each, all ranks choose the fastest route, and the trial sums by that one from then on. A
+    After `ROUNDS` + 1 steps of each, all ranks choose the fastest route, and the trial sums by that one from then on. A
     route's time in a step is the least over the ranks: that of the rank that began last, and so did not wait for
     others. What a route's codecs keep back (residuals of error feedback) goes over to the next route.
 
@@ -175,7 +175,6 @@ class RouteTrial:
         engine: all ranks.
         tell: is called with the choice.
         clock: returns seconds.
-        rounds: timed steps of each route.
     """
 
     def __init__(
@@ -187,13 +186,12 @@ class RouteTrial:
         engine: Engine,
         tell: Callable[[RouteChoice], None] = lambda choice: None,
         clock: Callable[[], float] = time.perf_counter,
-        rounds: int = ROUNDS,
     ) -> None:
         self._routes, self._chosen, self._size_bytes = dict(routes), chosen, size_bytes
         self._engine, self._tell, self._clock = engine, tell, clock
         self._titles = list(self._routes)
         # Seconds on this rank, by round and route; infinite where a sum did not end.
-        self._times = np.full((rounds + 1, len(self._titles)), np.inf)
+        self._times = np.full((ROUNDS + 1, len(self._titles)), np.inf)
         self._step = 0  # sums begun
         self._route = self._routes[self._titles[0]]  # in use
         self._moved: Any = None  # residuals of earlier routes, until they were sent in a step that counts

@@ -12,7 +12,7 @@ import numpy as np
 
 from .agreement import agree_on
 from .argument import check_integer, check_whole
-from .balancer import Balancer
+from .balancer import Balancer, check_balancer
 from .control import ORIGINS
 from .dealer import Dealer, cut
 
@@ -74,8 +74,7 @@ class ShareSampler:
         block: int = 1,
         checksum: int = 0,
     ) -> None:
-        if not isinstance(balancer, Balancer):
-            raise TypeError(f"balancer: expected an hvd.Balancer. Received: {balancer!r}.")
+        check_balancer(balancer)
         self.balancer = balancer
         self._alike = {
             "dataset length": length, "shuffle": shuffle, "seed": seed, "drop_last": drop_last, "block": block,

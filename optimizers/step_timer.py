@@ -95,7 +95,7 @@ class StepTimer:
     def resume_loading(self, loading_s: float) -> None:
         """Sets `loading_s` to its value before a restart of this rank, unless it was measured since."""
         if loading_s and not self.loading_s:
-            self.loading_meter.pace.resume(loading_s)
+            self.loading_meter.speed.resume(loading_s)
             self.loading_s = loading_s
 
     def measure_with(self, stopwatch: Stopwatch) -> None:
@@ -165,18 +165,18 @@ class StepTimer:
             return
         ended, self._ended = self._ended, None
         compute_s, supplied, batches = ended.taken.seconds(), ended.supplied, max(ended.batches, 1)
-        own_s, pace = supplied.own_s, supplied.pace
+        own_s, loaders = supplied.own_s, supplied.speed
         if supplied.step_s is not None:  # in local steps, nobody waits for the device, which computes during loading
             own_s = min(own_s, max(0.0, supplied.step_s - compute_s))
         extra_s = own_s + self._meter.take_extra_s(compute_s, own_s)
-        if pace is not None and not ended.discarded:
+        if loaders is not None and not ended.discarded:
             # All numbers are those of the ended step: if the device is behind, another batch is in use by now.
-            pace.observe(ended.samples, step_s=supplied.step_s, waited_s=supplied.waited_s, computed_s=compute_s)
-        self.loading_s = 0.0 if pace is None else pace.seconds_per_sample or 0.0
+            loaders.observe(ended.samples, step_s=supplied.step_s, waited_s=supplied.waited_s, computed_s=compute_s)
+        self.loading_s = 0.0 if loaders is None else loaders.seconds_per_sample or 0.0
         if ended.discarded:
             compute_s = extra_s = 0.0
         self._stops.add(ended.samples / batches, compute_s / batches, batches=batches)
-        pending = pace is not None and pace.is_pending
+        pending = loaders is not None and loaders.is_pending
         self.known = (ended.samples / batches, 0.0 if pending else (compute_s + extra_s) / batches)
         ended.tell(Entry(
             samples=ended.samples, data_s=supplied.waited_s, compute_s=compute_s, extra_s=extra_s,

@@ -18,7 +18,6 @@ from hvd_hetero.policy.strategy import (
     SYNCHRONOUS,
     Prediction,
     StrategyChoice,
-    StrategyRule,
     choose_strategy,
     predict_local,
     predict_synchronous,
@@ -42,16 +41,15 @@ class StrategySelector:
         bound_rounds: rounds that a rank may go on while it misses merges; None: the default of `predict_local`.
         first_step: the first batch at which a choice is made.
         hold_steps: the number of batches for which a chosen strategy is kept at least.
-        rule: how much faster a strategy has to be predicted for a change to it.
     """
 
     def __init__(
         self, steadiness: Steadiness, *, round_steps: int, first_step: int, bound_rounds: float | None = None,
-        hold_steps: int = 40, rule: StrategyRule | None = None,
+        hold_steps: int = 40,
     ) -> None:
         self._steadiness = steadiness
         self._round_steps, self._bound_rounds = round_steps, bound_rounds
-        self._rule, self._hold_steps = rule or StrategyRule(), hold_steps
+        self._hold_steps = hold_steps
         self._exchange_s: deque[float] = deque(maxlen=EXCHANGES)
         self._next_look = self._first_look = first_step
 
@@ -123,7 +121,7 @@ class StrategySelector:
         predicted = self.predict(models, windows, shares, micro_batch)
         cost_s = PREDICTION_S * self._steadiness.unsteady
         self._next_look = step + max(EVERY, math.ceil(cost_s / (BUDGET * predicted[0].period_s)))
-        choice = choose_strategy(*predicted, current=current, rule=self._rule)
+        choice = choose_strategy(*predicted, current=current)
         if choice.strategy == current:
             return None
         self._next_look = step + self._hold_steps

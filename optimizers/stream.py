@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from .agreement import agree_on
 from .argument import check_integer, check_whole
-from .balancer import Balancer
+from .balancer import Balancer, check_balancer
 from .control import ORIGINS
 
 A_STREAM = "a stream (IterableDataset)"
@@ -67,8 +67,7 @@ class StreamSampler:
     def __init__(
         self, length: int | None, *, balancer: Balancer, seed: int, drop_last: bool, workers: int, lookahead: int
     ) -> None:
-        if not isinstance(balancer, Balancer):
-            raise TypeError(f"balancer: expected an hvd.Balancer. Received: {balancer!r}.")
+        check_balancer(balancer)
         self.balancer, self.length, self.seed, self.drop_last = balancer, length, seed, drop_last
         self._workers, self._lookahead = workers, lookahead
         self._agree()

@@ -35,7 +35,7 @@ class Arrays:
         self.values[self.cuts[index]] += by
 
 
-def rounds_of(engine, rule, values, *, whole=None, codec="none", nodes=None, on_merge=None, part=None, **options):
+def rounds_of(engine, rule, values, *, whole=None, codec="none", nodes=None, on_merge=None, **options):
     """A rank's rounds and parameters; `whole` is the global batch."""
     store = Arrays(values, rule.fragments)
     balancer = Balancer(engine, global_batch_size=whole or engine.size, adaptive=False, **options)
@@ -63,8 +63,7 @@ def rounds_of(engine, rule, values, *, whole=None, codec="none", nodes=None, on_
     def lanes(outgoing):
         return [lanes_of(index, cut, outgoing) for index, cut in enumerate(store.cuts)]
 
-    rounds = Rounds(rule, balancer=balancer, store=store, lanes=lanes, part=part,
-                    on_merge=on_merge or (lambda fields: None))
+    rounds = Rounds(rule, balancer=balancer, store=store, lanes=lanes, on_merge=on_merge or (lambda fields: None))
     rounds.begin()
     return rounds, store, balancer
 

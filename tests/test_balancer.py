@@ -445,7 +445,7 @@ def test_a_reason_travels_as_far_as_it_fits_and_bends_nothing_beside_it(reason, 
         version=7, shares=(1, 2, 3), reason=reason, predicted_step_s=0.25, strategy="synchronous"
     )
     said = {
-        "look": control.ParameterComparison(hash=2**24 - 1, interval=9), "staleness": 3.0,
+        "comparison": control.ParameterComparison(hash=2**24 - 1, interval=9), "staleness": 3.0,
         "norms": control.Norms(1.0, 2.0, 3.0, 4.0),
     }  # fmt: skip
     report = heard_of({**said, "announcement": announcement}, said, said)

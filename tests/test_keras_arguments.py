@@ -21,7 +21,7 @@ import numpy as np
 import hvd_hetero.keras as hvd
 from hvd_hetero.engine.local import SoloEngine
 from hvd_hetero.keras import backend
-from hvd_hetero.keras.reduction import array_of
+from hvd_hetero.keras.reduction import array_to_send
 
 FOLDER = Path(importlib.util.find_spec("horovod").origin).parent
 NAMES = ["allreduce", "allgather", "broadcast", "reducescatter", "load_model", "DistributedOptimizer"]
@@ -86,8 +86,8 @@ def test_wrong_reductions_say_what_was_expected():
 
 
 def test_what_is_no_array_is_told_apart():
-    raises(TypeError, r"Received: a dict\..*map_structure\(hvd.allgather", lambda: array_of({"a": np.ones(2)}))
-    assert array_of([1, 2]).tolist() == [1, 2] and array_of("text") == "text"
+    raises(TypeError, r"Received: a dict\..*map_structure\(hvd.allgather", lambda: array_to_send({"a": np.ones(2)}))
+    assert array_to_send([1, 2]).tolist() == [1, 2] and array_to_send("text") == "text"
 
 
 def test_wrong_arguments_of_optimizers_and_models_say_what_was_expected():
@@ -107,6 +107,9 @@ def test_wrong_arguments_of_optimizers_and_models_say_what_was_expected():
             lambda optimizer=optimizer: hvd.DistributedOptimizer(optimizer, backward_passes_per_step=2),
         )
     raises(TypeError, "custom_objects=", lambda: hvd.load_model("none.keras", {"Mine": sgd}))
+    for of_balancer in (hvd.BalancedDataset, hvd.EvaluationDataset):
+        words = "balancer: expected an hvd.Balancer. Received: 32."
+        raises(TypeError, words, lambda make=of_balancer: make(np.ones((4, 1)), balancer=32))
 
 
 def test_best_models_may_be_weights_alone():

@@ -155,7 +155,7 @@ def test_it_goes_on_in_the_middle_of_an_epoch():
 def test_how_fast_a_rank_reads_is_measured_as_it_reads_its_share_alone():
     balancer = Balancer(SoloEngine())
     next(shards(Numbers(range(100)), balancer)._epoch(1, ahead=True))
-    assert balancer.step_timer.loading_meter.end().pace is not None
+    assert balancer.step_timer.loading_meter.end().speed is not None
 
 
 @pytest.mark.parametrize("samples", [Numbers([]), iter([1.0, 2.0])])

@@ -141,7 +141,7 @@ def test_a_dataset_says_who_loads_it(workers, ahead):
         next(data._epoch(1, ahead=ahead))
         loading_meter, in_parts = balancer.step_timer.loading_meter, not isinstance(data._source, StreamSource)
         by_itself = not ahead and not (in_parts and workers)
-        found = loading_meter.by_itself, loading_meter.end().pace is not None
+        found = loading_meter.by_itself, loading_meter.end().speed is not None
         assert found == (by_itself, in_parts and not by_itself)
 
 

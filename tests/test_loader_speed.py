@@ -436,7 +436,7 @@ def test_what_limits_a_rank_is_known_to_who_resumes_it():
             else:
                 balancer.load_state_dict(state)
             sheet = balancer.step_timer
-            return balancer.state_dict(), sheet.loading_s, sheet.loading_meter.pace.seconds_per_sample
+            return balancer.state_dict(), sheet.loading_s, sheet.loading_meter.speed.seconds_per_sample
 
         return World(2).run(program)
 

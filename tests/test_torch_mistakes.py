@@ -139,7 +139,7 @@ def test_rows_along_another_dimension_are_none_that_are_left_out():
 def test_a_step_that_is_compiled_as_a_whole_is_compiled_no_more_after_its_first_ones(strategy, monkeypatch):
     """As shares come and go, the parts of updates that steps apart make are others."""
     torch._dynamo.reset()
-    monkeypatch.setattr(Rounds, "pace", property(lambda rounds: 0.3 + rounds.balancer.step // 3 % 7 / 10))
+    monkeypatch.setattr(Rounds, "update_fraction", property(lambda rounds: 0.3 + rounds.balancer.step // 3 % 7 / 10))
     model, balancer = nn.Linear(2, 1), hvd.Balancer(4, engine=SoloEngine())
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.1), balancer=balancer, strategy=strategy

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import errno
 import importlib
 import json
@@ -75,6 +76,12 @@ def table(make: Any, title: str, columns: Sequence[str], rows: Sequence[Sequence
     for row in rows:
         made.add_row(*map(escape, row))
     return made
+
+
+def add_json_option(parser: argparse.ArgumentParser) -> None:
+    """Declares the option `--json [FILE]`, whose value is the `place` of `write_or_show`."""
+    parser.add_argument("--json", nargs="?", const=TO_STDOUT, metavar="FILE",
+                        help="write everything as JSON to FILE or, last in the line, to the output instead of text")
 
 
 def write_or_show(result: dict[str, Any], place: str | None, *, show: Callable[[], None]) -> None:

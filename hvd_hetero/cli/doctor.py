@@ -11,7 +11,7 @@ from typing import Any
 
 from hvd_hetero.cli import edits, toolchain
 from hvd_hetero.cli.cache import default_folder
-from hvd_hetero.cli.console import TO_STDOUT, write_or_show
+from hvd_hetero.cli.console import add_json_option, write_or_show
 from hvd_hetero.cli.error import CommandError
 from hvd_hetero.engine.build import installed_build
 from hvd_hetero.engine.version import LOWEST, too_old
@@ -231,8 +231,7 @@ def as_text(found: Diagnosis) -> str:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command's options."""
-    parser.add_argument("--json", nargs="?", const=TO_STDOUT, metavar="FILE",
-                        help="write it as JSON to FILE, or to the output instead of the text")
+    add_json_option(parser)
     parser.add_argument("--no-load", action="store_true", help="do not import Horovod to see whether it loads")
 
 

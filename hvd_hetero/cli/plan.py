@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from hvd_hetero.cli.console import TO_STDOUT, rate_text, rich_console, seconds_text, table, write_or_show
+from hvd_hetero.cli.console import add_json_option, rate_text, rich_console, seconds_text, table, write_or_show
 from hvd_hetero.cli.error import UsageError
 from hvd_hetero.cli.rank_estimates import RankEstimates, estimates_from_run, estimates_from_speeds
 from hvd_hetero.cli.report_content import SKIPPED_STEPS, read_run, shares_text
@@ -88,8 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-share", action="append", default=[], metavar="RANK:N",
                         help="the most samples that this rank's memory holds (default: the run's max_share); may be "
                              "given for several ranks")
-    parser.add_argument("--json", nargs="?", const=TO_STDOUT, metavar="FILE",
-                        help="write it as JSON to FILE, or to the output instead of the table")
+    add_json_option(parser)
     parser.add_argument("--skip", type=int, metavar="N",
                         help="leave out the first N steps of each of the run's sessions, in which frameworks compile "
                              f"(default: {SKIPPED_STEPS})")

@@ -13,7 +13,7 @@ from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
-from hvd_hetero.cli.console import TO_STDOUT, rich_console, seconds_text, table, write_or_show
+from hvd_hetero.cli.console import add_json_option, rich_console, seconds_text, table, write_or_show
 from hvd_hetero.cli.drawing import write_picture
 from hvd_hetero.cli.error import CommandError, MissingFramework, UsageError
 from hvd_hetero.engine.environment import launched
@@ -161,8 +161,7 @@ def expectations(found: ProbeResult) -> list[str]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command's options."""
-    parser.add_argument("--json", nargs="?", const=TO_STDOUT, metavar="FILE",
-                        help="write everything that was measured as JSON to FILE, or to the output instead of tables")
+    add_json_option(parser)
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw nodes and links into FILE (.png, .svg)")
     parser.add_argument("--fresh", action="store_true", help="measure, whatever an earlier run found")
     parser.add_argument("--budget", type=float, default=BUDGET_S, metavar="S",

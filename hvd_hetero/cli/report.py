@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from hvd_hetero.cli.console import TO_STDOUT, write_or_show
+from hvd_hetero.cli.console import add_json_option, write_or_show
 from hvd_hetero.cli.drawing import write_picture
 from hvd_hetero.cli.report_content import SKIPPED_STEPS, read_report
 from hvd_hetero.cli.report_picture import draw
@@ -15,8 +15,7 @@ from hvd_hetero.cli.report_table import show
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command's options."""
     parser.add_argument("run", help="the folder with the run's trace: of hvd.Balancer(run=...) or HVD_HETERO_RUN")
-    parser.add_argument("--json", nargs="?", const=TO_STDOUT, metavar="FILE",
-                        help="write everything as JSON to FILE or, last in the line, to the output instead of tables")
+    add_json_option(parser)
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw it into FILE (.png, .svg)")
     parser.add_argument("--skip", type=int, default=SKIPPED_STEPS, metavar="N",
                         help="leave out the first N steps of each session, in which frameworks compile (default: "

@@ -52,19 +52,17 @@ class LowRank:
     Args:
         shapes: (rows, columns) of each matrix, in the order in which they are stored.
         rank: columns of the thin factors; fewer for a matrix with fewer rows or columns.
-        seed: seed of the first Q, the same on all ranks.
 
     Attributes:
         ranks: for each matrix, the columns of its factors.
         length: the number of values of all matrices.
     """
 
-    def __init__(self, shapes: Sequence[tuple[int, int]], *, rank: int = 4, seed: int = 0) -> None:
+    def __init__(self, shapes: Sequence[tuple[int, int]], *, rank: int = 4) -> None:
         if rank < 1:
             raise ValueError(f"rank: expected at least 1. Received: {rank}.")
         self.shapes = [(int(rows), int(columns)) for rows, columns in shapes]
         self.ranks = [min(rank, rows, columns) for rows, columns in self.shapes]
-        self.seed = seed
         self.length = sum(rows * columns for rows, columns in self.shapes)
 
     @property
@@ -86,7 +84,7 @@ class LowRank:
         """Returns Q for the first step, random and the same on all ranks: [columns, rank] for each matrix."""
         verbs = verbs_of(like)
         return [
-            verbs.seeded((columns, rank), self.seed + index, like)
+            verbs.seeded((columns, rank), index, like)
             for index, ((_, columns), rank) in enumerate(zip(self.shapes, self.ranks, strict=True))
         ]
 

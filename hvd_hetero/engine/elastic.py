@@ -9,9 +9,9 @@ initialise Horovod, rebuild the objects that depend on the ranks, synchronise th
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 from collections.abc import Callable, Sequence
+from functools import partial, wraps
 from typing import Any, Protocol, TypeVar
 
 from .stderr import tell
@@ -103,7 +103,7 @@ def run(
     elastic = importlib.import_module("horovod.common.elastic")
     exceptions = importlib.import_module("horovod.common.exceptions")
 
-    @functools.wraps(train)
+    @wraps(train)
     def wrapper(state: ElasticState, *args: Any, **kwargs: Any) -> T:
         manager = elastic.notification_manager
         manager.init()
@@ -112,22 +112,26 @@ def run(
         ranks, ours = size(), hasattr(state, "leaving")
         say = "this rank leaves at the next commit; the others go on."
         handler = TerminationHandler(state.leave, say=say) if ours and state.leaving is not None else None
+        waiting = contextlib.nullcontext if handler is None else partial(handler.unreachable, state.leave_alone)
+
+        def begin_anew() -> None:
+            """Goes on with the present ranks, unless this one was told to leave."""
+            nonlocal ranks
+            if handler is not None and handler.told:  # the others, if any are left, go on without this rank
+                state.leave_alone()
+                raise SystemExit(EXIT_STATUS_LEFT)
+            try:
+                restart(waiting)
+            finally:  # also if another rank dies during the rebuild
+                with contextlib.suppress(ValueError):  # not initialised
+                    ranks = size()
+            state.on_reset()
+
         try:
             while True:
                 try:
                     if changed:
-                        if handler is not None and handler.told:  # the others, if any are left, go on without this rank
-                            state.leave_alone()
-                            raise SystemExit(EXIT_STATUS_LEFT)
-                        try:
-                            restart(
-                                contextlib.nullcontext if handler is None
-                                else functools.partial(handler.unreachable, state.leave_alone)
-                            )  # fmt: skip
-                        finally:  # also if another rank dies during the rebuild
-                            with contextlib.suppress(ValueError):  # not initialised
-                                ranks = size()
-                        state.on_reset()
+                        begin_anew()
                     state.sync()
                     return train(state, *args, **kwargs)
                 except exceptions.HostsUpdatedInterrupt:

@@ -7,6 +7,7 @@ from typing import Any
 
 import keras
 
+from hvd_hetero.optimizers.balancer import check_balancer
 from hvd_hetero.optimizers.data_checksum import checksum
 from hvd_hetero.optimizers.sampler import LOADED, ShareSampler
 from hvd_hetero.optimizers.shards import check_no_steps
@@ -73,6 +74,7 @@ class BalancedDataset(UntunedDataset):
     ) -> None:
         # Keras' own workers would deal batches out of order, and twice after an interruption.
         super().__init__(workers=1, use_multiprocessing=False)
+        check_balancer(balancer)
         whole = balancer.global_batch_size
         alone = y is None and sample_weight is None
         if not sharded:

@@ -23,6 +23,7 @@ from .dataset import BalancedDataset
 from .function import broadcast_object, broadcast_variables
 from .place import EndOfBatch, Place
 from .randomness import load_random_state, random_state
+from .reducer import reducer_of
 from .resumption import Resumed
 from .variables import Variables, check_built
 
@@ -124,13 +125,13 @@ class KerasState(JobState):
     def _balancer_of(self, part: Any) -> Any:
         if not isinstance(part, Variables):
             return super()._balancer_of(part)
-        reducer = vars(part.owner).get("_reducer")
+        reducer = reducer_of(part.owner)
         return None if reducer is None else reducer.balancer
 
     def _merge(self, part: Any) -> None:
-        if isinstance(part, Variables) and "_reducer" in vars(part.owner):
+        if isinstance(part, Variables) and (reducer := reducer_of(part.owner)) is not None:
             part.owner.merge()
-            part.owner._reducer.merge_averages(part.owner)
+            reducer.merge_averages(part.owner)
 
     def _sync_part(self, part: Any, root: int) -> None:
         if isinstance(part, Variables):

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from hvd_hetero.optimizers.balancer import Balancer
+from hvd_hetero.optimizers.balancer import Balancer, check_balancer
 from hvd_hetero.optimizers.dealer import evaluation_part
 
 from .batch import Batch, with_texts
@@ -32,6 +32,7 @@ class EvaluationDataset(UntunedDataset):
         self, x: Any, y: Any = None, sample_weight: Any = None, *, balancer: Balancer, **options: Any
     ) -> None:
         super().__init__(**options)
+        check_balancer(balancer)
         self._source = source_of(x, y, sample_weight, global_batch_size=balancer.global_batch_size)
         if isinstance(self._source, StreamSource) and (self.workers > 1 or self.use_multiprocessing):
             raise ValueError(

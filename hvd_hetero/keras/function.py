@@ -16,7 +16,7 @@ from hvd_hetero.engine.port import Engine, broadcast_bytes, broadcast_in_pieces,
 from hvd_hetero.optimizers.agreement import agree_on, agree_text
 
 from . import backend
-from .reduction import array_of, name_of
+from .reduction import array_to_send, name_of
 
 _FORM: Any = importlib.import_module(f"{__package__}.gradient_{backend.NAME}")
 
@@ -28,7 +28,7 @@ def init(*args: Any, **kwargs: Any) -> None:
 
 def allgather(value: Any, name: str | None = None, process_set: Any = None) -> Any:
     """The values of all ranks along the first axis, whose length may differ, as a numpy array. A collective call."""
-    engine, array = backend.engine(process_set), array_of(value)
+    engine, array = backend.engine(process_set), array_to_send(value)
     name = name_of(engine, name, "allgather")
     if array.dtype.kind not in "bV" or array.ndim == 0:
         return engine.allgather_async(array, name=name).wait()
@@ -40,7 +40,7 @@ def allgather(value: Any, name: str | None = None, process_set: Any = None) -> A
 def broadcast(value: Any, root_rank: int, name: str | None = None, process_set: Any = None) -> Any:
     """The value of `root_rank` as a numpy array; of a number, one of numpy's. A collective call."""
     engine = backend.engine(process_set)
-    array = array_of(value)
+    array = array_to_send(value)
     _broadcast([array], root_rank, engine, name_of(engine, name, "broadcast"))
     return array[()]  # a script may look a number up, and add to it
 
@@ -135,7 +135,7 @@ def _overwrite(chosen: list[Any], root_rank: int, process_set: Any) -> None:
         title="variables",
         name=f"{name}.alike",
     )
-    arrays = [array_of(keras.ops.convert_to_numpy(v)).reshape(tuple(v.shape)) for v in chosen]
+    arrays = [array_to_send(keras.ops.convert_to_numpy(v)).reshape(tuple(v.shape)) for v in chosen]
     _broadcast(arrays, root_rank, engine, name)
     if engine.ranks[engine.rank] != root_rank:
         for variable, array in zip(chosen, arrays, strict=True):

@@ -11,8 +11,9 @@ import torch
 from hvd_hetero.codecs.torch_verbs import VERBS
 from hvd_hetero.engine.stopwatch import CudaStopwatch
 from hvd_hetero.optimizers.meter import Stopwatch, WallClock
+from hvd_hetero.policy.buckets import WIRE
 
-from .layout import WIRE, Spec, Step
+from .layout import Spec, Step
 
 _TYPES = {name: getattr(torch, name) for name in WIRE}
 

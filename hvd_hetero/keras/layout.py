@@ -7,11 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from hvd_hetero.policy.buckets import as_ready, last_of_widest
+from hvd_hetero.policy.buckets import WIRE, as_ready, last_of_widest
 
-# The type in which a gradient of each type travels. Horovod cannot sum bfloat16, and a sum of several float16 may
-# overflow: both travel as float32, which holds either's range. `compression=` makes the wire narrower on request.
-WIRE = {"float64": "float64", "float32": "float32", "bfloat16": "float32", "float16": "float32"}
 ITEM_BYTES = {"float64": 8, "float32": 4}
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 
 from hvd_hetero.optimizers.argument import check_divisor, check_whole
-from hvd_hetero.optimizers.balancer import Balancer
+from hvd_hetero.optimizers.balancer import Balancer, check_balancer
 from hvd_hetero.optimizers.codec_spec import LinkCodecs
 from hvd_hetero.optimizers.equal_weights import EqualWeights
 from hvd_hetero.optimizers.local_sgd import LocalSGD, strategy_of
@@ -140,8 +140,7 @@ def weights_of(balancer: Balancer | None, process_set: Any) -> Balancer:
     """
     if balancer is None:
         return EqualWeights(backend.engine(process_set))
-    if not isinstance(balancer, Balancer):
-        raise TypeError(f"balancer: expected an hvd.Balancer. Received: {balancer!r}.")
+    check_balancer(balancer)
     if process_set is not None:
         raise ValueError("process_set: expected None with a balancer, which has its own. Received: both.")
     return balancer

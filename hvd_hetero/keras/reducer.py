@@ -240,3 +240,8 @@ class GradientReducer:
         if self.is_local or self.last is None:  # the other ranks wait for this one's shapes until its process ends
             return None
         return self.last.withdraw()
+
+
+def reducer_of(optimizer: Any) -> GradientReducer | None:
+    """What reduces the gradients of `optimizer`; None if it is no distributed one."""
+    return getattr(optimizer, "_reducer", None)

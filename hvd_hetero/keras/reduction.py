@@ -16,7 +16,7 @@ from .compression import Compression
 _WORDS = {"Average": "sum", "Sum": "sum", "Min": "min", "Max": "max"}
 
 
-def array_of(value: Any) -> np.ndarray:
+def array_to_send(value: Any) -> np.ndarray:
     """A copy of `value` that a collective may write into: its elements lie in order, also where those of `value` do
     not, as in a transposed array and in what some initializers make.
 
@@ -74,7 +74,7 @@ def allreduce(
         ValueError, TypeError: on the rank that passed them, wrong arguments.
     """
     word, half = _op_of(average, op), _is_half(compression)
-    engine, array = backend.engine(process_set), array_of(value)
+    engine, array = backend.engine(process_set), array_to_send(value)
     floating = _is_floating(array)
     if not floating and (word == "Average" or (prescale_factor, postscale_factor) != (1.0, 1.0)):
         array = array.astype(np.float64)
@@ -101,7 +101,7 @@ def reducescatter(value: Any, name: str | None = None, op: Any = None, *, proces
         ValueError: on the rank that passed them, wrong arguments.
     """
     word = "Average" if op is None else op_of(op, "Average", "Sum")
-    engine, array = backend.engine(process_set), array_of(value)
+    engine, array = backend.engine(process_set), array_to_send(value)
     if array.ndim == 0:
         raise ValueError(f"value: expected an array of at least one axis, whose rows ranks share. Received: {array}.")
     if not _is_floating(array) and word == "Average":

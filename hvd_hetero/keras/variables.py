@@ -47,7 +47,7 @@ class Variables:
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """Copies of `variables`, by their index."""
-        return {str(at): array_of(v) for at, v in enumerate(self.variables)}
+        return {str(at): value_of(v) for at, v in enumerate(self.variables)}
 
     def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
         """Assigns what `state_dict` returned.
@@ -72,7 +72,7 @@ class Variables:
         That index stays the same when layers are frozen or thawed.
         """
         places = {id(v): at for at, v in enumerate(self.owner.variables)}
-        return {places[id(v)]: array_of(v) for v in self.own}
+        return {places[id(v)]: value_of(v) for v in self.own}
 
     def load_own_state(self, state: Mapping[int, np.ndarray]) -> None:
         """Assigns what `own_state` returned."""
@@ -127,6 +127,6 @@ def _unbuilt(model: keras.Model) -> list[str]:
     return [layer.name for layer in layers if not layer.built and type(layer).build not in makes_none]
 
 
-def array_of(variable: Any) -> np.ndarray:
+def value_of(variable: Any) -> np.ndarray:
     """A copy of a variable's value as a numpy array."""
     return np.array(keras.ops.convert_to_numpy(variable))

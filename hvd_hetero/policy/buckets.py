@@ -12,6 +12,10 @@ from collections.abc import Hashable, Mapping, Sequence
 
 from .link import Link
 
+# The type in which a gradient of each type travels. Horovod cannot sum bfloat16, and a sum of several float16 may
+# overflow: both travel as float32, which holds either's range. `compression=` makes the wire narrower on request.
+WIRE = {"float64": "float64", "float32": "float32", "bfloat16": "float32", "float16": "float32"}
+
 Buckets = tuple[tuple[int, ...], ...]
 
 FIXED_PART = 0.1  # the fraction of a bucket's time that latency may take

@@ -26,6 +26,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 
 from .partition import Bound, split, step_time_s
 from .speed import SpeedModel
@@ -169,14 +170,12 @@ def decide(
     shares, cut = _reachable(current, models, global_batch_size, limits, rule, micro_batch, last=last)
     if all(abs(new - old) <= rule.dead_band * old for new, old in zip(shares, current.shares, strict=True)):
         return None
-    before, after = _slowest(models, current.shares, micro_batch), _slowest(models, shares, micro_batch)
-    cap = micro_batch[after] if micro_batch else None
-    now_s = models[before].time_s(current.shares[before], micro_batch[before] if micro_batch else None)
-    new_s = models[after].time_s(shares[after], cap)
+    (before, now_s), (after, new_s) = (_slowest(models, each, micro_batch) for each in (current.shares, shares))
     step_s = max(now_s, measured_step_s or 0.0)
     stretch = models[after].overhead_error * abs(shares[after] / max(current.shares[after], 1) - 1.0)
     # If that rank is limited by loading, only compute time beyond the loading time makes the prediction uncertain.
-    stretch = max(0.0, models[after].compute_s(shares[after], cap) * (1.0 + stretch) / new_s - 1.0)
+    compute_s = models[after].compute_s(shares[after], micro_batch[after] if micro_batch else None)
+    stretch = max(0.0, compute_s * (1.0 + stretch) / new_s - 1.0)
     known = [models[rank].standard_error for rank in {before, after}]     # of one rank once: both times have its error
     error = math.hypot(*known, stretch) * new_s / now_s
     surprise = max(2.0, math.sqrt(2.0 * math.log(len(ranks)))) * (1.0 if recent < FEW_PLANS else 1.5)
@@ -192,7 +191,7 @@ def decide(
         if early or not cut or new_s > now_s:
             return None
         aim = split(models, global_batch_size, limits, micro_batch=micro_batch)
-        after, aim_s = _slowest(models, aim, micro_batch), step_time_s(models, aim, micro_batch)
+        after, aim_s = _slowest(models, aim, micro_batch)
         error = math.hypot(*[models[rank].standard_error for rank in {before, after}]) * aim_s / now_s
         if not pays((now_s - aim_s) * (0.5 if _turns_back(aim, current, last) else 1.0), error):
             return None
@@ -205,11 +204,12 @@ def _next_plan(current: Plan, shares: tuple[int, ...], step: int, reason: str, p
                 strategy=current.strategy)
 
 
-def _slowest(models: Sequence[SpeedModel], shares: Sequence[int], micro_batch: Sequence[int | None] | None) -> int:
-    """The rank with the longest predicted time for its share."""
+def _slowest(models: Sequence[SpeedModel], shares: Sequence[int], micro_batch: Sequence[int | None] | None
+             ) -> tuple[int, float]:
+    """The rank with the longest predicted time for its share, and that time."""
     caps = micro_batch or [None] * len(models)
     times = [m.time_s(b, cap) for m, b, cap in zip(models, shares, caps, strict=True)]
-    return max(range(len(times)), key=times.__getitem__)
+    return max(enumerate(times), key=itemgetter(1))
 
 
 def _reachable(current: Plan, models: Sequence[SpeedModel], whole: int, limits: Sequence[Bound], rule: ReplanRule,

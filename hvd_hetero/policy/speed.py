@@ -7,7 +7,7 @@ several passes counts as that many passes over equal parts of its samples.
 
 Time in which a rank waits for others does not count. In synchronous training every *step* takes equally long on all
 ranks, so waiting would hide their speeds. If samples are loaded while the rank computes, b samples take as long as
-loading or computing them, whichever is longer: see `loading`.
+loading or computing them, whichever is longer: see `loader_speed`.
 
 - Outliers are dropped: observations far from the median time of their size or, if most sizes occur once, far from the
   line of Theil (1950) and Sen (1968), "Estimates of the regression coefficient based on Kendall's tau". The rest is
@@ -84,8 +84,8 @@ class SpeedModel:
         standard_error: of the predicted time at the observed sizes, relative to that time.
         observations: the number of observations that the model was fitted to.
         overhead_error: standard error of `overhead_s`, relative to the predicted time at the observed sizes.
-        loading_s: seconds per sample of loaders that work while the rank computes (see `loading`): b samples take at
-            least b * `loading_s`. 0: loading does not limit the rank.
+        loading_s: seconds per sample of loaders that work while the rank computes (see `loader_speed`): b samples take
+            at least b * `loading_s`. 0: loading does not limit the rank.
         measured: the fewest and the most samples of a step that occur at least `ENOUGH_OF_A_SIZE` times among the
             observations; (inf, 0): none does.
     """

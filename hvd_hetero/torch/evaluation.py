@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
-from hvd_hetero.optimizers.balancer import Balancer
+from hvd_hetero.optimizers.balancer import Balancer, check_balancer
 from hvd_hetero.optimizers.dealer import evaluation_part
 
 from .feed import iterating, outliving
@@ -37,8 +37,7 @@ class EvaluationDataLoader:
     """
 
     def __init__(self, dataset: Dataset[Any], *, balancer: Balancer, **arguments: Any) -> None:
-        if not isinstance(balancer, Balancer):
-            raise TypeError(f"balancer: expected an hvd.Balancer. Received: {balancer!r}.")
+        check_balancer(balancer)
         if arguments.get("drop_last"):
             raise TypeError("drop_last: expected False, because every sample is looked at once. Received: True.")
         for name in ("batch_size", "shuffle", "sampler", "batch_sampler"):

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hvd_hetero.optimizers.balancer import Balancer
+from hvd_hetero.optimizers.balancer import Balancer, check_balancer
 from hvd_hetero.optimizers.latency_lr import NAMES, Rule, agreed_latency_lr
 
 from .factor import PLACE, attached, balanced, multiplied, root_of
@@ -66,8 +66,7 @@ class LatencyAwareLR:
         warmup_steps: int = 0,
         ramp_steps: int = 100,
     ) -> None:
-        if not isinstance(balancer, Balancer):
-            raise TypeError(f"balancer: expected an hvd.Balancer. Received: {balancer!r}.")
+        check_balancer(balancer)
 
         def chosen() -> str | Rule:
             _check(optimizer, balancer)

@@ -7,16 +7,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from hvd_hetero.policy.buckets import WIRE as NAMES
 from hvd_hetero.policy.buckets import as_ready, last_of_widest
 
-# The type in which a gradient of each type travels. Horovod cannot sum bfloat16, and a sum of several float16 may
-# overflow: both travel as float32, which holds either's range. `compression=` makes the wire narrower on request.
-WIRE = {
-    torch.float64: torch.float64,
-    torch.float32: torch.float32,
-    torch.bfloat16: torch.float32,
-    torch.float16: torch.float32,
-}
+# The type in which a gradient of each type travels.
+WIRE: dict[torch.dtype, torch.dtype] = {getattr(torch, own): getattr(torch, wire) for own, wire in NAMES.items()}
 
 
 def check_type(parameter: torch.nn.Parameter) -> None:

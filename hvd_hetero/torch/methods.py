@@ -43,27 +43,19 @@ def methods_of(base: type[torch.optim.Optimizer]) -> dict[str, Callable[..., Any
         self._wrapped._opt_called = True  # a scheduler made before wrapping looks here whether a step was made
         reducer = self._reducer
         reducer.check_in_use(self.param_groups)
-        lr = 1.0
-        if closure is not None and reducer.is_local:
+        if closure is None and self._should_synchronize:
+            self.synchronize()
+        lr = part = 1.0
+        evaluate = reducer.evaluated
+        if is_local := reducer.is_local:
             part = reducer.local.before_step(by_rate=in_proportion(self, base))
-            with factor_applied(self):
+            evaluate = reducer.passed
+        called = () if closure is None else (lambda: evaluate(closure),)
+        with factor_applied(self):
+            if is_local:
                 lr = _rate(self)
-                with multiplied(self.param_groups, part):
-                    result = base.step(self, lambda: reducer.passed(closure))
-        elif closure is not None:
-            with factor_applied(self):
-                result = base.step(self, lambda: reducer.evaluated(closure))
-        else:
-            if self._should_synchronize:
-                self.synchronize()
-            part = 1.0
-            if is_local := reducer.is_local:
-                part = reducer.local.before_step(by_rate=in_proportion(self, base))
-            with factor_applied(self):
-                lr = _rate(self) if is_local else 1.0
-                with multiplied(self.param_groups, part):
-                    result = base.step(self)
-        self._synchronized = False
+            with multiplied(self.param_groups, part):
+                result = base.step(self, *called)
         reducer.finished(lr=lr)
         return result
 
@@ -74,7 +66,6 @@ def methods_of(base: type[torch.optim.Optimizer]) -> dict[str, Callable[..., Any
         """Returns when the gradients are reduced. They are after backward() already, except on a rank without samples.
         """
         self._reducer.flush()
-        self._synchronized = True
 
     def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
         """Clears the gradients. After a backward pass that an exception ended this is a collective call, as part of its

@@ -10,7 +10,7 @@ import torch
 
 from hvd_hetero.engine.horovod import HorovodEngine
 from hvd_hetero.optimizers.argument import check_divisor, check_whole
-from hvd_hetero.optimizers.balancer import Balancer
+from hvd_hetero.optimizers.balancer import Balancer, check_balancer
 from hvd_hetero.optimizers.equal_weights import EqualWeights
 from hvd_hetero.optimizers.local_sgd import LocalSGD, strategy_of
 from hvd_hetero.optimizers.routing import Routing
@@ -108,8 +108,8 @@ def DistributedOptimizer(
             sparse_as_dense=sparse_as_dense,
             process_set=process_set,
         )
-    if balancer is not None and not isinstance(balancer, Balancer):
-        raise TypeError(f"balancer: expected an hvd.Balancer. Received: {balancer!r}.")
+    if balancer is not None:
+        check_balancer(balancer)
     if op not in (horovod.Average, horovod.Sum):
         raise ValueError(
             "op: expected hvd.Average or hvd.Sum with a balancer, a topology or our codecs. Received: "
@@ -183,7 +183,6 @@ def DistributedOptimizer(
         _balancer=balancer,
         _wrapped=optimizer,
         _should_synchronize=True,
-        _synchronized=False,
     )
     distributed._reducer.follow(distributed)
     reduces(distributed)

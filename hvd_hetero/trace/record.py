@@ -30,9 +30,10 @@ from typing import Any
 from hvd_hetero.engine import script
 from hvd_hetero.policy.replan import Plan
 
+from .entry import Step
+
 FORMAT = 1
-FIELDS = ("step", "t_s", "samples", "data_s", "compute_s", "wait_s", "bytes", "share", "extra_s",
-          "loading_s")
+FIELDS = Step._fields
 LINE = "[%d,%.5f,%d,%.5g,%.5g,%.5g,%d,%d,%.4g,%.4g]\n"
 KEPT_LINES = 4096            # at most so many lines wait in memory for the next flush
 MOST_BYTES = 1 << 28        # the largest file of a rank: some millions of steps

@@ -11,11 +11,13 @@ import numpy as np
 
 from hvd_hetero.engine import script
 from hvd_hetero.engine.port import gather_text, rotating_name
+from hvd_hetero.optimizers.balancer import check_balancer
 from hvd_hetero.optimizers.latency_lr import NAMES, LatencyLR, Rule, agreed_latency_lr
 from hvd_hetero.trace.own import own_trace
 
 from ..balancer import Balancer
 from ..factor import RateFactor, ask_from_now_on, factor_of
+from ..reducer import reducer_of
 from .metrics import is_numeric
 from .schedule import inner, learning_rate, set_learning_rate
 
@@ -80,7 +82,7 @@ class RebalanceCallback(keras.callbacks.Callback):
         # A model without trainable weights exchanges nothing; Keras warns of it.
         if self._trained and self.balancer.step == self._step and self.model.trainable_weights:
             optimizer = self.model.optimizer
-            reducer = vars(optimizer).get("_reducer")
+            reducer = reducer_of(optimizer)
             kind, lacks = "a plain" if reducer is None else "a distributed", ""
             if reducer is not None:
                 lacks = " that was not applied" if reducer.balancer is self.balancer else " without this balancer"
@@ -134,8 +136,7 @@ class LatencyAwareLearningRate(keras.callbacks.Callback):
         ramp_steps: int = 100,
     ) -> None:
         super().__init__()
-        if not isinstance(balancer, Balancer):
-            raise TypeError(f"balancer: expected an hvd.Balancer. Received: {balancer!r}.")
+        check_balancer(balancer)
         self.balancer, self._rule = balancer, rule
         self._options: dict[str, Any] = {
             "base_batch_size": base_batch_size, "warmup_steps": warmup_steps, "ramp_steps": ramp_steps,
@@ -184,7 +185,7 @@ class LatencyAwareLearningRate(keras.callbacks.Callback):
         """The rule, with "auto" resolved. Raises ValueError or TypeError if the optimizer does not fit."""
         optimizer = self.model.optimizer
         set_learning_rate(optimizer, learning_rate(optimizer))
-        reducer = vars(optimizer).get("_reducer")
+        reducer = reducer_of(optimizer)
         if reducer is not None and reducer.balancer is not self.balancer:
             raise ValueError(
                 "LatencyAwareLearningRate: expected the balancer that the DistributedOptimizer has. Received: another. "

@@ -7,6 +7,7 @@ from typing import Any
 import keras
 
 from .. import backend
+from ..reducer import reducer_of
 
 
 class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
@@ -49,7 +50,7 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
         )
 
     def _save_model(self, epoch: int, batch: int | None, logs: Any) -> None:
-        reducer = getattr(getattr(self.model, "optimizer", None), "__dict__", {}).get("_reducer")
+        reducer = reducer_of(getattr(self.model, "optimizer", None))
         first = 0 if reducer is None else reducer.balancer.engine.ranks[0]
         if backend.horovod.rank() == first:
             super()._save_model(epoch, batch, logs)

@@ -6,6 +6,8 @@ from typing import Any
 
 import keras
 
+from ..reducer import reducer_of
+
 
 class LocalSGDCallback(keras.callbacks.Callback):
     """Merges the ranks' models under a local strategy: before validations, and at the end of epochs and of training.
@@ -33,7 +35,7 @@ class LocalSGDCallback(keras.callbacks.Callback):
             ValueError: it is not distributed, or has no local strategy.
         """
         self._optimizer = self.model.optimizer if self._given is None else self._given
-        reducer = vars(self._optimizer).get("_reducer")
+        reducer = reducer_of(self._optimizer)
         if reducer is None or reducer.strategy is None:
             raise ValueError(
                 f"optimizer: expected an hvd.DistributedOptimizer with a local strategy. Received: {self._optimizer}"

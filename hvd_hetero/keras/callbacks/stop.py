@@ -10,6 +10,8 @@ import numpy as np
 from hvd_hetero.engine.port import rotating_name
 from hvd_hetero.optimizers.balancer import Balancer
 
+from ..reducer import reducer_of
+
 
 class StopTogetherCallback(keras.callbacks.Callback):
     """Makes all ranks stop after the same batch if a callback on any of them stops training.
@@ -32,14 +34,13 @@ class StopTogetherCallback(keras.callbacks.Callback):
     def _balancer(self) -> Balancer:
         """The balancer of the optimizer; raises ValueError if that is not a distributed one."""
         optimizer = self.model.optimizer if self._given is None else self._given
-        reducer = vars(optimizer).get("_reducer")
+        reducer = reducer_of(optimizer)
         if reducer is None:
             raise ValueError(
                 f"optimizer: expected a model compiled with an hvd.DistributedOptimizer. Received: {optimizer}. Where "
                 "a train_step has the optimizers, pass one of them: StopTogetherCallback(optimizer)."
             )
-        balancer: Balancer = reducer.balancer
-        return balancer
+        return reducer.balancer
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Clears requests to stop from an earlier fit.
