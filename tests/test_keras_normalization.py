@@ -113,6 +113,8 @@ def test_a_saved_layer_loads_as_itself():
 def test_what_it_cannot_do():
     with pytest.raises(ValueError, match="renorm"):
         SyncBatchNormalization(renorm=True)
+    with pytest.raises(TypeError, match="balancer: expected an hvd.Balancer. Received: 64"):
+        SyncBatchNormalization(balancer=64)
 
 
 def test_what_flows_back_is_weighted_by_loss_terms():

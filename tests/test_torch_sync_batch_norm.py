@@ -224,4 +224,6 @@ def test_a_batch_normalisation_that_does_more_is_not_replaced_by_one_that_does_n
     model = nn.Sequential(nn.BatchNorm2d(3), nn.Conv2d(3, 4, 3), WithActivation(4))
     with pytest.raises(TypeError, match="WithActivation"):
         hvd.SyncBatchNorm.convert_sync_batchnorm(model)
+    with pytest.raises(TypeError, match="balancer: expected an hvd.Balancer. Received: 64"):
+        hvd.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.BatchNorm2d(3)), balancer=64)
     assert type(model[0]) is nn.BatchNorm2d, "the model is whole"

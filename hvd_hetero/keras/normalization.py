@@ -12,6 +12,7 @@ import keras
 from keras import ops
 
 from hvd_hetero.engine.port import Engine
+from hvd_hetero.optimizers.balancer import check_balancer
 from hvd_hetero.optimizers.moments import RowSum, merged
 
 from . import backend
@@ -46,6 +47,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         process_set: the ranks (default: the balancer's, or all).
 
     Raises:
+        TypeError: `balancer` is not a balancer.
         ValueError: `synchronized` or `renorm` is set.
     """
 
@@ -58,6 +60,8 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
+        if balancer is not None:
+            check_balancer(balancer)
         renorm = getattr(self, "renorm", False)  # which Keras has had since 3.14
         if self.synchronized or renorm:
             raise ValueError(

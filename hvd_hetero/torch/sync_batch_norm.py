@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from hvd_hetero.engine.horovod import HorovodEngine
 from hvd_hetero.engine.port import Engine
-from hvd_hetero.optimizers.balancer import Balancer
+from hvd_hetero.optimizers.balancer import Balancer, check_balancer
 from hvd_hetero.optimizers.moments import RowSum
 
 
@@ -44,6 +44,7 @@ class SyncBatchNorm(_BatchNorm):
             the statistics, and what flows back through them to its rows is left out.
 
     Raises:
+        TypeError: `balancer` is not a balancer.
         RuntimeError: in training, on all ranks, where a rank of `balancer` may have several micro-batches.
     """
 
@@ -60,6 +61,8 @@ class SyncBatchNorm(_BatchNorm):
         engine: Engine | None = None,
     ) -> None:
         super().__init__(num_features, eps, momentum, affine, track_running_stats)
+        if balancer is not None:
+            check_balancer(balancer)
         self._process_set, self._balancer, self._engine = process_set, balancer, engine
         self._rows: RowSum | None = None
 
