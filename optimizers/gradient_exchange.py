@@ -262,7 +262,8 @@ class GradientExchange:
         """Ends this optimizer's exchanges, and drops the state of its codecs and its strategy."""
         self.balancer.strategies.remove(self.place)
         self.balancer.dialogue.links.gone(self.number)
-        self._keepers.remove(self.unsent_state)
+        if self._keepers is self.balancer.keepers:  # those of before an elastic reset still tell others their places
+            self._keepers.remove(self.unsent_state)
 
     @property
     def at(self) -> int:
