@@ -74,6 +74,7 @@ class GradientExchange:
         self.number, self._attached = balancer.exchanges.attach(attached), attached
         self.noise = GradientNoise()
         self.count = ExchangeCount(lambda: balancer.progress.backward_passes, batches_per_exchange)
+        self._shares: list[int] = []  # this rank's planned samples in the batches of an exchange, and earlier ones
         self._generation = 0  # the number of `WeightedExchange`s made so far, a part of their names
         self._keepers = balancer.keepers
         self.unsent_state = balancer.keepers.take(kind, at)
@@ -114,6 +115,8 @@ class GradientExchange:
     def begin(self) -> None:
         """Counts a global batch that begins. If ranks have agreed to choose routes anew, does so, a collective call."""
         self.count.begin()
+        share = self.balancer.plan.shares[self.engine.rank]
+        self._shares = [*self._shares, share][-self.count.batches_per_exchange :]
         # Not in `incoming`: exchanges of several optimizers may end in a different order on each rank.
         if self._to_choose:
             self._choose_anew()
@@ -208,9 +211,10 @@ class GradientExchange:
 
     def _reference(self, terms: float) -> float | None:
         """Estimates the loss terms of a global batch over all ranks from this rank's `terms`, in proportion to its
-        share. None if its share is 0. `ScaledResiduals` takes it as the weight of the sum that a residual goes into."""
-        share = self.balancer.plan.shares[self.engine.rank]
-        return terms / self.count.batches * self.balancer.global_batch_size / share if share else None
+        shares of the step's batches. None if it has none. `ScaledResiduals` takes it as the weight of the sum that a
+        residual goes into."""
+        shares = self._shares[-self.count.batches :]
+        return terms * self.balancer.global_batch_size / sum(shares) if sum(shares) else None
 
     def exchange(
         self, layout: Buckets, shapes: Sequence[Sequence[tuple[int, ...]]], *, control: Any,
@@ -262,7 +266,8 @@ class GradientExchange:
         """Ends this optimizer's exchanges, and drops the state of its codecs and its strategy."""
         self.balancer.strategies.remove(self.place)
         self.balancer.dialogue.links.gone(self.number)
-        self._keepers.remove(self.unsent_state)
+        if self._keepers is self.balancer.keepers:  # those of before an elastic reset still tell others their places
+            self._keepers.remove(self.unsent_state)
 
     @property
     def at(self) -> int:

@@ -100,6 +100,7 @@ class LocalSteps:
         gradient_exchange.unsent_state.put("merges", merges, lambda: self.rounds.part_unit)
         self._bytes = [fragment.lanes[0].buffer.nbytes for fragment in self.rounds.fragments]
         self.begun = self.apart = False
+        self._alike: Handle | None = None  # a comparison of parameters that has not come yet: see `_begin`
         self._newest = -1  # index of the global batch of the last local step
         self._update_fraction = 1.0  # the part of the update that this rank makes in that step
         self._before: list[Any] = []  # parameters before that update, by fragment, if `after_step` blends them
@@ -220,8 +221,14 @@ class LocalSteps:
         return 1.0
 
     def _begin(self) -> None:
-        """Begins local steps, of which all ranks have made none since they held one model. A collective call."""
-        self._check_alike(self._checksums().wait())
+        """Begins local steps, of which all ranks have made none since they held one model. A collective call.
+
+        Waits for all ranks' checksums, unless one waits for this rank elsewhere: it may have left out its first step,
+        and be in a validation, or in a merge of another optimizer. They are compared as they come then.
+        """
+        self._alike = self._checksums()
+        if self._engine.wait_avoiding_deadlock(self._alike.done, name=f"{self._name}.alike"):
+            self._end_comparison()
         self.rounds.begin()
         self.begun = self.apart = True
         self._balancer.record.event("apart", step=self._balancer.step)
@@ -230,6 +237,12 @@ class LocalSteps:
         """Begins to gather the checksums of all ranks' parameters: int64 of shape [ranks, fragments]."""
         row = np.array([[self._store.checksum(index) for index in range(len(self._store.lossy))]], dtype=np.int64)
         return self._engine.allgather_async(row, name=f"{self._name}.alike")
+
+    def _end_comparison(self) -> None:
+        """Waits for the checksums under way, if there are any, and compares them: see `_check_alike`."""
+        if self._alike is not None:
+            handle, self._alike = self._alike, None
+            self._check_alike(handle.wait())
 
     def _check_alike(self, checksums: Any) -> None:
         """Raises RuntimeError, on every rank, unless the checksums say that all ranks hold the same parameters."""
@@ -262,6 +275,8 @@ class LocalSteps:
         Returns:
             The bytes that this rank has sent.
         """
+        if self._alike is not None and self._alike.done():
+            self._end_comparison()
         self._counted.value += samples
         for index, parameters in enumerate(self._before):
             self._store.blend(index, parameters, self._update_fraction)
@@ -301,6 +316,7 @@ class LocalSteps:
                 self._begin()
             ends, start = self.ends, time.perf_counter()
             self.rounds.finish()
+            self._end_comparison()
             self.begun = self.apart = False
             self._balancer.record.event("together", step=self._newest + 1, wait_s=time.perf_counter() - start)
             if ends:
@@ -309,6 +325,7 @@ class LocalSteps:
     def abandon(self) -> None:
         """Ends the local steps without a merge, since the other ranks are gone (after an elastic reset)."""
         self.begun = self.apart = False
+        self._alike = None
 
     def take_over(self, before: LocalSteps) -> None:
         """Takes over the samples counted by `before`, made for the same parameters, and the residuals of its codecs.

@@ -110,9 +110,41 @@ def test_a_rank_that_joins_trains_what_is_frozen_on_the_others():
     assert torch.equal(first, second) and not torch.equal(first, PROTOTYPE[0].weight)
 
 
+def test_each_of_several_optimizers_keeps_its_place_however_often_ranks_change():
+    """By which it finds again what its codecs have kept back, and the momentum of its merges."""
+    rule = hvd.LocalSGD(round_steps=1, bound_rounds=0, warmup_steps=0, outer=hvd.Outer(momentum=0.5))
+    prototypes = [nn.Linear(2, 1 + number).double() for number in range(3)]
+
+    def train(engine):
+        torch.set_num_threads(1)
+        models = copy.deepcopy(prototypes)
+        balancer = hvd.Balancer(2, engine=engine, adaptive=False)
+        optimizers = [_wrapped(model, balancer, strategy=rule) for model in models]
+        states = []
+        for _ in range(3):
+            balancer.begin(1)
+            sum(model(torch.ones(1, 2).double()).sum() for model in models).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.merge()
+                optimizer.zero_grad()
+            before = balancer.state_dict()["strategies"]
+            engine.rebuild()
+            assert balancer.state_dict()["strategies"].keys() == before.keys()
+            assert [optimizer._reducer.at for optimizer in optimizers] == [0, 1, 2]
+            states.append([len(state["outer"][0]["momentum"]) for _, state in sorted(before.items())])
+        return states
+
+    assert World(2).run(train) == [[[3, 6, 9]] * 3] * 2
+
+
+def _wrapped(model, balancer, **options):
+    return hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), balancer=balancer, **options)
+
+
 def _made(engine, model, **options):
-    balancer, inner = hvd.Balancer(8, engine=engine, adaptive=False), torch.optim.SGD(model.parameters(), lr=0.1)
-    return balancer, hvd.DistributedOptimizer(inner, balancer=balancer, **options)
+    balancer = hvd.Balancer(8, engine=engine, adaptive=False)
+    return balancer, _wrapped(model, balancer, **options)
 
 
 @pytest.mark.parametrize(("sizes", "nodes"), [((3, 2), ((0, 1), (2,))), ((2, 3), ((0,), (1,)))])

@@ -15,6 +15,7 @@ import hvd_hetero.torch as hvd
 from hvd_hetero.engine.local import World
 from hvd_hetero.optimizers.router import Router
 from hvd_hetero.policy.link import Link
+from hvd_hetero.policy.replan import Plan
 
 WHOLE = 12
 CODECS = {
@@ -298,3 +299,32 @@ def test_a_compressor_of_ones_own_sees_each_gradient_in_its_shape(options):
         whole(x).square().mean().backward()
         for found, parameter in zip(gradients, whole.parameters(), strict=True):
             assert torch.allclose(found, parameter.grad, rtol=2**-9, atol=1e-4)
+
+
+def test_what_a_codec_kept_back_counts_as_much_where_a_plan_changes_within_a_step():
+    """Of two batches, which a rank has unlike shares of: its samples tell how many all ranks have in both."""
+    plans = [Plan(version=0, step=0, shares=(6, 2), reason=""), Plan(version=1, step=3, shares=(1, 7), reason="")]
+
+    def program(engine):
+        torch.set_num_threads(1)
+        weight = nn.Parameter(torch.zeros(64, 64).double())
+        balancer = hvd.Balancer(8, engine=engine, adaptive=False)
+        balancer.planner.plans = plans
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD([weight], lr=1.0), balancer=balancer, backward_passes_per_step=2,
+            compression=hvd.Compression.topk(0.1, warmup_steps=0),
+        )  # fmt: skip
+        direction = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).double()
+        for _ in range(3):
+            optimizer.zero_grad()
+            for _ in range(2):
+                balancer.begin(balancer.share)
+                (weight * direction).sum().backward()
+            optimizer.step()
+        (kept,) = optimizer._reducer._step.residuals().values()
+        exchange = optimizer._reducer._gradient_exchange
+        return weight.detach(), kept.view(64, 64) * exchange.part_unit, 6 * direction
+
+    (moved, kept, whole), (_, others, _) = World(2).run(program)
+    assert kept.abs().max() > 0.1
+    assert (whole + moved - kept - others).abs().max() < 1e-9

@@ -360,6 +360,43 @@ def test_a_rank_that_skips_all_steps_apart_comes_together_with_the_others(auto):
     trained_with_gaps(range(2, 6), warmup_steps=2, phase=phase, merges=not auto)
 
 
+@pytest.mark.parametrize("elsewhere", ["a metric", "a merge of another optimizer"])
+def test_nobody_waits_for_the_first_step_apart_of_a_rank_that_waits_for_him_elsewhere(elsewhere):
+    """A `GradScaler` leaves that step out on one rank; the others compare parameters there."""
+
+    def program(engine):
+        torch.set_num_threads(1)
+        models = [copy.deepcopy(PROTOTYPE) for _ in range(2)]
+        balancer = hvd.Balancer(WHOLE, engine=engine, adaptive=False)
+        optimizers = [
+            hvd.DistributedOptimizer(
+                torch.optim.SGD(model.parameters(), lr=0.1), balancer=balancer,
+                strategy=hvd.LocalSGD(round_steps=2, warmup_steps=0),
+            )
+            for model in models
+        ]
+        x, y = make_data(6)
+        for step in range(6):
+            balancer.begin(6)
+            mine = slice(12 * step + 6 * engine.rank, 12 * step + 6 * engine.rank + 6)
+            sum(nn.functional.cross_entropy(model(x[mine]), y[mine]) for model in models).backward()
+            for optimizer in optimizers:
+                if not (engine.rank == 1 and step == 0):
+                    optimizer.step()
+                optimizer.zero_grad()
+            if elsewhere == "a metric":
+                engine.allgather_async(torch.ones(1), name=f"metric {step}").wait()
+            else:
+                for optimizer in optimizers:
+                    optimizer.merge()
+        for optimizer in optimizers:
+            optimizer.merge()
+        return torch.cat([p.detach().reshape(-1) for model in models for p in model.parameters()])
+
+    first, second = World(2).run(program, timeout_s=20)
+    assert torch.equal(first, second)
+
+
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.LBFGS])
 def test_a_rank_gets_over_what_was_not_finite(kind, tmp_path):
     """Of momentum and moments as well, or it would give up all that follows."""
