@@ -104,6 +104,9 @@ class ScaledResiduals:
             if self._now is not None:
                 self._last = self._now or self._last
                 self._usual = max(self._now, USUAL * self._usual)
+        elif self._now is None:  # of no known weight: they are in the unit in which they were given
+            for index in self._taken:
+                self._given[index] = self._waits.pop(index)
         self._taken.clear()
 
     def residuals(self, likes: Sequence[Any]) -> list[Any]:

@@ -247,6 +247,17 @@ def test_what_is_given_back_counts_in_the_unit_of_who_takes_it():
     World(2).run(program)
 
 
+def test_what_is_given_to_a_rank_of_no_known_weight_is_in_its_unit_after_a_step_that_did_not_count_as_well():
+    residuals, like = ScaledResiduals([Nothing()]), np.zeros(2)
+    residuals.add([np.array([3.0, 5.0])])
+    for counts in (False, True):
+        array = np.zeros(2)
+        residuals.add_to(0, array, 8.0 if counts else None)
+        assert array.tolist() == [3.0, 5.0]
+        residuals.end_step(counts)
+    assert residuals.residuals([like]) == [None]
+
+
 def test_a_step_that_counts_for_nobody_leaves_what_is_kept_alone():
     """As one in which a rank could not deliver its batch: all who catch that train on."""
 
