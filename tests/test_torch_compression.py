@@ -1,6 +1,7 @@
 """Codecs and levels through the torch face, on ranks that are threads; real ranks are in test_topology_horovod.py."""
 
 import copy
+import dataclasses
 import json
 
 import pytest
@@ -92,6 +93,32 @@ def test_a_lossy_codec_does_lose():
     """Or the test above would say nothing."""
     found, expected = gradients((9, 3), compression=hvd.Compression.int8)[0], reference()
     assert (found[0] - expected[0]).abs().max() > 1e-9
+
+
+def test_what_is_kept_back_counts_alike_however_the_shares_change_between_two_exchanges():
+    """All samples have one gradient, and each rank as many of them in two batches: what is sent is the same."""
+
+    def program(engine, *shares):
+        balancer = hvd.Balancer(WHOLE, engine=engine, adaptive=False)
+        made = balancer.planner.plan_at
+        balancer.planner.plan_at = lambda step: dataclasses.replace(made(step), shares=shares[step % 4])
+        parameter = nn.Parameter(torch.zeros(40, 30).double())
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD([parameter], lr=1.0), [("parameter", parameter)], balancer=balancer,
+            backward_passes_per_step=2, compression=hvd.Compression.topk(0.05, warmup_steps=0),
+        )  # fmt: skip
+        gradient = torch.randn(40, 30, generator=torch.Generator().manual_seed(0)).double()
+        for step in range(20):
+            balancer.begin(shares[step % 4][engine.rank])
+            (parameter * gradient).sum().backward()
+            if step % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+        return parameter.detach()
+
+    found, expected = (World(2).run(lambda engine, of=of: program(engine, *of))[0] for of in
+                       ([(10, 2), (2, 10), (2, 10), (10, 2)], [(6, 6)] * 4))  # fmt: skip
+    assert (found - expected).abs().max() <= 1e-9 < expected.abs().max()
 
 
 def test_what_was_chosen_and_why_is_in_the_trace(tmp_path):
