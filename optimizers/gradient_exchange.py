@@ -74,7 +74,7 @@ class GradientExchange:
         self.number, self._attached = balancer.exchanges.attach(attached), attached
         self.noise = GradientNoise()
         self.count = ExchangeCount(lambda: balancer.progress.backward_passes, batches_per_exchange)
-        self._shares: list[int] = []  # this rank's planned samples in the batches of an exchange, and earlier ones
+        self._shares: list[int] = []  # this rank's, in the batches since the last exchange
         self._generation = 0  # the number of `WeightedExchange`s made so far, a part of their names
         self._keepers = balancer.keepers
         self.unsent_state = balancer.keepers.take(kind, at)
@@ -115,8 +115,7 @@ class GradientExchange:
     def begin(self) -> None:
         """Counts a global batch that begins. If ranks have agreed to choose routes anew, does so, a collective call."""
         self.count.begin()
-        share = self.balancer.plan.shares[self.engine.rank]
-        self._shares = [*self._shares, share][-self.count.batches_per_exchange :]
+        self._shares = [*self._shares, self._share][-self.count.batches :]
         # Not in `incoming`: exchanges of several optimizers may end in a different order on each rank.
         if self._to_choose:
             self._choose_anew()
@@ -211,10 +210,16 @@ class GradientExchange:
 
     def _reference(self, terms: float) -> float | None:
         """Estimates the loss terms of a global batch over all ranks from this rank's `terms`, in proportion to its
-        shares of the step's batches. None if it has none. `ScaledResiduals` takes it as the weight of the sum that a
-        residual goes into."""
-        shares = self._shares[-self.count.batches :]
-        return terms * self.balancer.global_batch_size / sum(shares) if sum(shares) else None
+        shares of the batches that these are of. None if it has none. `ScaledResiduals` takes it as the weight of the
+        sum that a residual goes into."""
+        shares = self._shares[-self.count.batches :] or [self._share]  # fewer where a job went on between two exchanges
+        share = sum(shares) / len(shares)
+        return terms / self.count.batches * self.balancer.global_batch_size / share if share else None
+
+    @property
+    def _share(self) -> int:
+        """This rank's share of the global batch begun last."""
+        return self.balancer.plan.shares[self.engine.rank]
 
     def exchange(
         self, layout: Buckets, shapes: Sequence[Sequence[tuple[int, ...]]], *, control: Any,

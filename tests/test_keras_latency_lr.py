@@ -264,16 +264,18 @@ def test_a_job_that_goes_on_with_a_rate_tuned_for_another_batch_is_an_error():
         fitted(second, latency_of(second[2], base_batch_size=2))
 
 
-def test_a_schedule_on_one_rank_is_an_error_on_both():
+@pytest.mark.parametrize(
+    "rate", [keras.optimizers.schedules.ExponentialDecay(RATE, 10, 0.5), lambda: RATE], ids=["schedule", "function"]
+)
+def test_what_sets_the_rate_itself_on_one_rank_is_an_error_on_both(rate):
     """What decides the learning rate there leaves nothing to multiply; nobody waits for the rank that says so."""
 
     def program(engine):
-        schedule = keras.optimizers.schedules.ExponentialDecay(RATE, 10, 0.5)
-        optimizer = keras.optimizers.SGD(schedule if engine.rank == 1 else RATE)
+        optimizer = keras.optimizers.SGD(rate if engine.rank == 1 else RATE)
         balancer = hvd.Balancer(WHOLE, engine=engine)
         callback = hvd.callbacks.LatencyAwareLearningRate(balancer, rule="linear", base_batch_size=1)
         callback.set_model(SimpleNamespace(optimizer=optimizer))
-        with pytest.raises((TypeError, ValueError), match="LearningRateSchedule|wrong arguments"):
+        with pytest.raises((TypeError, ValueError), match="with a (LearningRateSchedule|function)|wrong arguments"):
             callback.on_train_begin()
         return True
 

@@ -25,14 +25,15 @@ def set_learning_rate(optimizer: Any, value: float) -> None:
     """Sets the learning rate of an optimizer.
 
     Raises:
-        TypeError: the optimizer has a LearningRateSchedule.
+        TypeError: the optimizer has a LearningRateSchedule, or a function that returns its learning rate.
     """
     try:
         inner(optimizer).learning_rate = value
-    except TypeError as error:
+    except (TypeError, AttributeError) as error:  # Keras's words for a schedule, and a slip of it for a function
+        kind, what = ("LearningRateSchedule", "schedule") if isinstance(error, TypeError) else ("function",) * 2
         raise TypeError(
             "optimizer: expected one with a number as its learning rate, which callbacks can change. Received: "
-            f"{type(optimizer).__name__} with a LearningRateSchedule. Use either the schedule or the callback."
+            f"{type(optimizer).__name__} with a {kind}. Use either the {what} or the callback."
         ) from error
 
 
