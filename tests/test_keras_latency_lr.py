@@ -264,6 +264,21 @@ def test_a_job_that_goes_on_with_a_rate_tuned_for_another_batch_is_an_error():
         fitted(second, latency_of(second[2], base_batch_size=2))
 
 
+@pytest.mark.skipif(not hasattr(keras.optimizers, "MultiOptimizer"), reason="this Keras has none")
+def test_several_rates_on_one_rank_are_an_error_on_both():
+    def program(engine):
+        optimizer = keras.optimizers.SGD(RATE)
+        if engine.rank == 1:
+            optimizer = keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(optimizer))
+        callback = hvd.callbacks.LatencyAwareLearningRate(hvd.Balancer(WHOLE, engine=engine), rule="linear")
+        callback.set_model(SimpleNamespace(optimizer=optimizer))
+        with pytest.raises((TypeError, ValueError), match="Received: MultiOptimizer|wrong arguments"):
+            callback.on_train_begin()
+        return True
+
+    assert World(2).run(program, timeout_s=20) == [True, True]
+
+
 @pytest.mark.parametrize(
     "rate", [keras.optimizers.schedules.ExponentialDecay(RATE, 10, 0.5), lambda: RATE], ids=["schedule", "function"]
 )

@@ -17,8 +17,18 @@ def inner(optimizer: Any) -> Any:
 
 
 def learning_rate(optimizer: Any) -> float:
-    """The present learning rate of an optimizer."""
-    return float(keras.ops.convert_to_numpy(optimizer.learning_rate))
+    """The present learning rate of an optimizer.
+
+    Raises:
+        TypeError: the optimizer has none of its own, as a MultiOptimizer.
+    """
+    rate = getattr(optimizer, "learning_rate", None)
+    if rate is None:
+        raise TypeError(
+            "optimizer: expected one with a learning rate of its own. Received: "
+            f"{type(optimizer).__name__}. Set the rates of the optimizers within it instead."
+        )
+    return float(keras.ops.convert_to_numpy(rate))
 
 
 def set_learning_rate(optimizer: Any, value: float) -> None:
