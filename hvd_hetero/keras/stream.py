@@ -37,7 +37,8 @@ class StreamSource:
             raise ValueError(
                 "x: expected a tf.data.Dataset that gives its samples in the same order on all ranks, and each time "
                 f"that it is read, as ranks read it unlike often. Received: one with {varies}. Say "
-                "shuffle(n, seed=..., reshuffle_each_iteration=False), and leave deterministic=False out; for another "
+                "shuffle(n, seed=..., reshuffle_each_iteration=False), and leave deterministic=False out; to what "
+                "shuffles by itself, as keras.utils.image_dataset_from_directory, say shuffle=False first. For another "
                 "order in each epoch give a function of it: lambda epoch: dataset.shuffle(n, seed=epoch, "
                 "reshuffle_each_iteration=False)."
             )
