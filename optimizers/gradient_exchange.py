@@ -74,7 +74,6 @@ class GradientExchange:
         self.number, self._attached = balancer.exchanges.attach(attached), attached
         self.noise = GradientNoise()
         self.count = ExchangeCount(lambda: balancer.progress.backward_passes, batches_per_exchange)
-        self._shares: list[int] = []  # this rank's, in the batches since the last exchange
         self._generation = 0  # the number of `WeightedExchange`s made so far, a part of their names
         self._keepers = balancer.keepers
         self.unsent_state = balancer.keepers.take(kind, at)
@@ -115,7 +114,6 @@ class GradientExchange:
     def begin(self) -> None:
         """Counts a global batch that begins. If ranks have agreed to choose routes anew, does so, a collective call."""
         self.count.begin()
-        self._shares = [*self._shares, self._share][-self.count.batches :]
         # Not in `incoming`: exchanges of several optimizers may end in a different order on each rank.
         if self._to_choose:
             self._choose_anew()
@@ -212,14 +210,11 @@ class GradientExchange:
         """Estimates the loss terms of a global batch over all ranks from this rank's `terms`, in proportion to its
         shares of the batches that these are of. None if it has none. `ScaledResiduals` takes it as the weight of the
         sum that a residual goes into."""
-        shares = self._shares[-self.count.batches :] or [self._share]  # fewer where a job went on between two exchanges
-        share = sum(shares) / len(shares)
-        return terms / self.count.batches * self.balancer.global_batch_size / share if share else None
-
-    @property
-    def _share(self) -> int:
-        """This rank's share of the global batch begun last."""
-        return self.balancer.plan.shares[self.engine.rank]
+        planner, last = self.balancer.planner, max(self.balancer.step, 0)
+        first = planner.plans[0].step  # later than some of the batches if ranks have changed between two exchanges
+        plans = [planner.plan_at(max(last - before, first)) for before in range(self.count.batches)]
+        planned = sum(plan.shares[self.engine.rank] for plan in plans)
+        return terms * self.balancer.global_batch_size / planned if planned else None
 
     def exchange(
         self, layout: Buckets, shapes: Sequence[Sequence[tuple[int, ...]]], *, control: Any,

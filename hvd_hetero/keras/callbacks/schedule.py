@@ -40,10 +40,10 @@ def set_learning_rate(optimizer: Any, value: float) -> None:
     try:
         inner(optimizer).learning_rate = value
     except (TypeError, AttributeError) as error:  # Keras's words for a schedule, and a slip of it for a function
-        kind, what = ("LearningRateSchedule", "schedule") if isinstance(error, TypeError) else ("function",) * 2
+        held = "LearningRateSchedule" if isinstance(error, TypeError) else "function"
         raise TypeError(
             "optimizer: expected one with a number as its learning rate, which callbacks can change. Received: "
-            f"{type(optimizer).__name__} with a {kind}. Use either the {what} or the callback."
+            f"{type(optimizer).__name__} with a {held}. Use either that or the callback."
         ) from error
 
 
