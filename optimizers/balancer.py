@@ -50,7 +50,7 @@ class Balancer:
         max_micro_batch: the most samples of one forward and backward pass on this rank, for `micro_batches`.
         shares: the shares of the first plan, by rank (default: equal ones).
         adaptive: False keeps the first plan for good.
-        rule: when a new plan pays.
+        rule: an `hvd.ReplanRule`, which decides when a new plan pays.
         stopwatch: measures compute; None: a wall clock, until an optimizer passes one that suits its device.
         trace: an object that records this rank's steps, plans and events; None for no record.
 
@@ -263,7 +263,7 @@ class Balancer:
         return False
 
     def count(self, terms: float) -> None:
-        """Sets, before `backward()`, how many loss terms this rank's loss is a mean over.
+        """Sets how many loss terms this rank's loss is a mean over, before its gradient is computed.
 
         Needed only when that is not the number of samples: unmasked tokens, for instance.
 

@@ -14,6 +14,8 @@ from hvd_hetero.policy.local_round import Contribution
 from .outer import Outer, compensated
 from .weighted_exchange import WeightedExchange
 
+PIECE = 1 << 22  # elements of a fragment, where one is as small as it may be
+
 
 class Store(Protocol):
     """Reads and writes the parameters of a rank, as one flat array for each fragment."""
@@ -280,12 +282,12 @@ class Fragment:
             self.store.shift(self.index, before)
 
 
-def fragments_by_kind(kinds: Sequence[Hashable], sizes: Sequence[int], count: int) -> list[list[int]]:
+def fragments_by_kind(kinds: Sequence[Hashable], sizes: Sequence[int], count: int | None) -> list[list[int]]:
     """Splits tensors into fragments that hold one kind each, such as a type and a device.
 
     Args:
         kinds, sizes: of each tensor.
-        count: fragments of each kind, at most.
+        count: fragments of each kind, at most; None: so many that each has about `PIECE` elements, or one tensor.
 
     Returns:
         The indices of the tensors of each fragment.
@@ -293,7 +295,8 @@ def fragments_by_kind(kinds: Sequence[Hashable], sizes: Sequence[int], count: in
     chosen = []
     for kind in dict.fromkeys(kinds):
         members = [index for index, one in enumerate(kinds) if one == kind]
-        for fragment in fragments_of([sizes[index] for index in members], count):
+        held = [sizes[index] for index in members]
+        for fragment in fragments_of(held, 1 + sum(held) // PIECE if count is None else count):
             chosen.append([members[place] for place in fragment])
     return chosen
 

@@ -144,14 +144,10 @@ class ParameterGuard:
         `others`: the ranks whose hashes differ. A collective call."""
         parameters, engine = self._parameters(), self._engine
         assert parameters is not None
-        mine = [parameters.read(index) for index in range(len(parameters.lossy))]
-        squared, whole, first = 0.0, 0.0, []
-        for index, flat in enumerate(mine):
-            copy = flat * 1.0
-            first.append(engine.broadcast_async(copy, root=0, name=f"{self._name}.guard.{index}").wait())
-            verbs = verbs_of(copy)
-            squared += float(verbs.squared_norm(first[-1] - flat))
-            whole += float(verbs.squared_norm(first[-1]))
+        squared, whole = 0.0, 0.0
+        for index in range(len(parameters.lossy)):
+            difference, norm = self._compare(parameters, index)
+            squared, whole = squared + difference, whole + norm
         off = math.sqrt(squared / whole) if whole else math.sqrt(squared)
         row = np.array([off if math.isfinite(off) else math.inf])
         most = float(engine.allreduce_async(row, name=f"{self._name}.guard", op="max").wait()[0])
@@ -163,6 +159,18 @@ class ParameterGuard:
                 "(hvd.broadcast_parameters; Keras: hvd.broadcast_variables), and change parameters and gradients on "
                 "all ranks alike (PyTorch: who leaves backward() out calls optimizer.synchronize() before clipping)."
             )
-        for index, flat in enumerate(first):
-            parameters.write(index, flat)
+        for index in range(len(parameters.lossy)):  # sent again, so that no rank has to hold a copy of the whole model
+            parameters.write(index, self._first(parameters, index))
         self._tell({"ranks": list(others), "off": most})
+
+    def _compare(self, parameters: ParameterStore, index: int) -> tuple[float, float]:
+        """Returns, of fragment `index`, the squared norms of this rank's difference from rank 0's parameters, and of
+        these. A collective call."""
+        first = self._first(parameters, index)
+        squared_norm = verbs_of(first).squared_norm
+        return float(squared_norm(first - parameters.read(index))), float(squared_norm(first))
+
+    def _first(self, parameters: ParameterStore, index: int) -> Any:
+        """Returns a copy of rank 0's fragment `index`. A collective call."""
+        flat = parameters.read(index)
+        return self._engine.broadcast_async(flat, root=0, name=f"{self._name}.guard.{index}").wait()

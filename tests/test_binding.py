@@ -31,6 +31,7 @@ def stand_in(monkeypatch, **horovod):
     monkeypatch.setattr(binding, "prepare_init", lambda: None)
     monkeypatch.setattr(binding, "_prepares", {})
     monkeypatch.setattr(binding, "_again", {})
+    monkeypatch.setattr(binding, "_together", set())
 
 
 @pytest.mark.parametrize(("before", "prepared"), [(False, [0, 1]), (True, [])])
@@ -53,6 +54,28 @@ def test_a_rank_that_was_in_the_job_before_others_joined_says_so(monkeypatch):
     for _ in range(2):
         binding.init("torch")
     assert said == [False, True]
+
+
+def test_initialising_twice_waits_for_nobody(monkeypatch):
+    """As with Horovod: a library, or one rank's script, may do it again. After a shutdown, or where the first time
+    failed, ranks come together."""
+    there, met = [False], []
+    stand_in(monkeypatch, is_initialized=lambda: there[0], init=lambda: there.__setitem__(0, True))
+
+    def watch(engine):
+        met.append(1)
+        if len(met) == 1:
+            raise CollectiveError("timed out")
+
+    monkeypatch.setattr(Engine, "watch", watch)
+    with pytest.raises(CollectiveError):
+        binding.init("torch")
+    for _ in range(3):
+        binding.init("torch")
+    assert len(met) == 2
+    there[0] = False
+    binding.init("torch")
+    assert len(met) == 3
 
 
 @pytest.mark.parametrize("elastic", [False, True])

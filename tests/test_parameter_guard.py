@@ -1,6 +1,7 @@
 """The guard of law 5: a rank whose parameters differ is found, and nobody trains on with it."""
 
 import copy
+import weakref
 
 import numpy as np
 import pytest
@@ -13,11 +14,12 @@ pytest.importorskip("horovod.torch", reason="build it with hvd-hetero build-horo
 
 import hvd_hetero.torch as hvd
 from hvd_hetero.engine.local import World
-from hvd_hetero.optimizers import parameter_guard
+from hvd_hetero.optimizers import fragment, parameter_guard
 from hvd_hetero.optimizers.control import BATCHES, ORIGINS, pack, unpack
 from hvd_hetero.optimizers.dealer import Dealer
 from hvd_hetero.optimizers.parameter_guard import DivergedError, ParameterGuard, check_together
 from hvd_hetero.optimizers.sampler import ShareSampler
+from hvd_hetero.torch.local import ParameterStore
 
 torch.manual_seed(0)
 PROTOTYPE = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
@@ -164,6 +166,48 @@ def test_rounding_is_mended(options, at):
     assert mended["ranks"] == [1] and 0 < mended["off"] < 1e-5
     for parameters, _ in outcome[1:]:
         assert all(torch.equal(a, b) for a, b in zip(first, parameters, strict=True)), "law 5 holds again"
+
+
+def test_mending_takes_copies_of_one_fragment_at_a_time():
+    """A model may take most of a GPU's memory."""
+
+    class Fragments(Numbers):
+        def __init__(self, off):
+            super().__init__([0.0])
+            self.lossy = (False,) * 6
+            self.flats = [np.full(3, 1.0 + index + off) for index in range(6)]
+            self.copies, self.most = [], 0
+
+        def checksum(self, index):
+            return hash(self.flats[index].tobytes()) % 1000
+
+        def read(self, index):
+            found = self.flats[index].copy()
+            self.copies = [ref for ref in self.copies if ref() is not None] + [weakref.ref(found)]
+            self.most = max(self.most, len(self.copies))
+            return found
+
+        def write(self, index, flat):
+            self.flats[index][:] = flat
+
+    def mend(engine):
+        fragments, told = Fragments(1e-6 * engine.rank), []
+        ParameterGuard(engine, lambda: fragments, name="x", tell=told.append).incoming([1, 2], 16)
+        return fragments, told
+
+    (first, told), (second, _) = World(2).run(mend)
+    np.testing.assert_array_equal(first.flats, second.flats)
+    assert told[0]["ranks"] == [1] and 0 < told[0]["off"] < 1e-5
+    assert max(first.most, second.most) == 2, "rank 0's and this rank's own"
+
+
+@pytest.mark.parametrize("piece", [8, 24, 1 << 22])
+def test_fragments_of_no_given_number_are_as_small_as_a_piece(monkeypatch, piece):
+    monkeypatch.setattr(fragment, "PIECE", piece)
+    store = ParameterStore(list(PROTOTYPE.parameters()))
+    sizes = [store.read(index).numel() for index in range(len(store.lossy))]
+    assert sum(sizes) == 51 and max(sizes) <= max(24, 2 * piece)
+    assert len(sizes) == {8: 4, 24: 3}.get(piece, 1)
 
 
 def test_nothing_is_said_where_nothing_differs():

@@ -57,23 +57,31 @@ Methods = list[Callable[[], None]]
 
 _prepares: dict[str, bool] = {}  # by framework: whether Horovod was first initialised by this package, not the script
 _again: dict[str, Callable[[], Methods]] = {}  # by framework: initialises again, with the script's arguments
+_together: set[str] = set()  # the frameworks whose ranks have come together, unless Horovod was shut down since
 
 
 def init(framework: str, *args: Any, **kwargs: Any) -> None:
     """Initialises Horovod for a framework, and starts the watchdog of long waits: see `engine.watch`.
 
     Sets environment variables of Horovod that suit ranks with little CPU, unless the user has set them. If the script
-    has initialised Horovod before, only the way in which it waits (spin or sleep) still changes. A collective call.
+    has initialised Horovod before, only the way in which it waits (spin or sleep) still changes. A collective call; as
+    with Horovod, one that is made again changes nothing, and waits for nobody.
 
     Args:
         framework: "torch" or "tensorflow".
         args, kwargs: those of `horovod.init`.
     """
-    _come_together(framework, *args, **kwargs)
+    binding = importlib.import_module(_class(framework).binding)
+    if framework in _together and binding.is_initialized():
+        binding.init(*args, **kwargs)
+    else:
+        _come_together(framework, *args, **kwargs)
 
 
 def _come_together(framework: str, *args: Any, **kwargs: Any) -> Methods:
-    """Does what `init` does, and returns the methods to be called after an elastic reset: see `agree_on_rebuilds`."""
+    """Does what `init` does first, and returns the methods to be called after an elastic reset: see
+    `agree_on_rebuilds`."""
+    _together.discard(framework)
     binding = importlib.import_module(_class(framework).binding)
     prepare_wait()
     waits = not binding.is_initialized()
@@ -95,6 +103,7 @@ def _come_together(framework: str, *args: Any, **kwargs: Any) -> Methods:
         raise
     check_versions(engine, versions(framework), stays=stays)
     methods: Methods = engine.agree_on_rebuilds()
+    _together.add(framework)
     return methods
 
 

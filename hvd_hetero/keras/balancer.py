@@ -57,7 +57,7 @@ class Balancer(framework_free.Balancer):
         quantum: this rank's share is a multiple of it.
         shares: the shares of the first plan, by rank (default: equal ones).
         adaptive: False keeps the first plan for good.
-        rule: when a new plan pays.
+        rule: an `hvd.ReplanRule`, which decides when a new plan pays.
         process_set: the ranks that train together (default: all).
         run: a folder for this run's trace, one file per rank; default: `HVD_HETERO_RUN`, or no trace. A second balancer
             has to have one of its own: by default `HVD_HETERO_RUN` with "-2" at the end, and so on.

@@ -27,7 +27,14 @@ from .reducer import reducer_of
 from .resumption import Resumed
 from .variables import Variables, check_built
 
-__all__ = ["CommitStateCallback", "KerasState", "UpdateBatchStateCallback", "UpdateEpochStateCallback", "run"]
+__all__ = [
+    "CommitStateCallback",
+    "KerasState",
+    "TensorFlowKerasState",
+    "UpdateBatchStateCallback",
+    "UpdateEpochStateCallback",
+    "run",
+]
 
 T = TypeVar("T")
 GONE = ("HorovodInternalError", "PeerError")  # by their names: TensorFlow passes on the text of an error alone

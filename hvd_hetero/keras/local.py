@@ -37,12 +37,17 @@ class ParameterStore:
 
     Args:
         form: what is particular to the back end, `gradient_tensorflow` or `gradient_torch`.
-        count: fragments of each kind.
+        count: fragments of each kind; None: many small ones.
         lossy: whether a variable of a shape goes through a codec.
     """
 
     def __init__(
-        self, variables: Sequence[Any], form: Any, *, count: int = 1, lossy: Callable[..., bool] = lambda shape: False
+        self,
+        variables: Sequence[Any],
+        form: Any,
+        *,
+        count: int | None = None,
+        lossy: Callable[..., bool] = lambda shape: False,
     ) -> None:
         self._form = form
         specs = [Spec(tuple(v.shape), keras.backend.standardize_dtype(v.dtype)) for v in variables]

@@ -18,8 +18,9 @@ from .stream import WRAPPED, OwnSamples
 class EvaluationDataLoader:
     """Batches of a dataset, every sample on one rank: as many on each as its share says, in their order.
 
-    For validation, which on unlike ranks would else take as long as the slowest one needs for an equal part. Nothing is
-    exchanged meanwhile, and ranks may have different numbers of batches, or none: sum what you count, and divide once.
+    For validation, which on unlike ranks would otherwise take as long as the slowest one needs for an equal part.
+    Nothing is exchanged meanwhile, and ranks may have different numbers of batches, or none: sum what you count, and
+    divide once.
 
         total = torch.zeros(2, dtype=torch.float64)
         with torch.no_grad():

@@ -63,13 +63,17 @@ class BalancedDataLoader:
     Args:
         dataset: all of it on every rank, in the same order: map-style, or an `IterableDataset`, which every rank reads
             from beginning to end, keeping its own samples.
+        balancer: deals the shares, and is told the size of each batch.
         sharded: `dataset` is an `IterableDataset` of this rank's own samples. It takes as many of them for a global
             batch as its share says, so that a fast rank uses up more; streams go on from one epoch to the next, and
             are begun anew where they end.
         steps_per_epoch: with `sharded`, global batches of an epoch.
-        shuffle: a new order each epoch; by default where samples have numbers. An `IterableDataset` shuffles by itself.
+        shuffle: whether each epoch has an order of its own (default: True for a map-style dataset; an `IterableDataset`
+            shuffles by itself).
         seed: of that order, and of what draws at random in loading processes.
         drop_last: leaves out what does not fill a global batch.
+        num_workers, prefetch_factor: loading processes, and batches that each loads ahead, as of `DataLoader`. Ranks
+            may have unlike numbers, except of an `IterableDataset` that all read.
         progress: shows a bar on rank 0, with the global samples per second and the shares (it needs tqdm).
 
     With `num_workers`, batches are dealt `num_workers * prefetch_factor` steps ahead, and a plan holds that much later.

@@ -29,12 +29,18 @@ KNOWN = 4  # arrays per fragment of which views are kept, such as the model, and
 
 class ParameterStore:
     """Reads and writes a rank's parameters as flat fragments. All parameters of a fragment have one type and device,
-    and go through a codec all or none."""
+    and go through a codec all or none.
+
+    Args:
+        parameters: in the order of the model.
+        count: fragments of each kind; None: many small ones.
+        lossy: whether a parameter goes through a codec.
+    """
 
     def __init__(
         self,
         parameters: Sequence[torch.nn.Parameter],
-        count: int = 1,
+        count: int | None = None,
         lossy: Callable[[torch.nn.Parameter], bool] = lambda parameter: False,
     ) -> None:
         kinds = [(WIRE[p.dtype], p.device, lossy(p)) for p in parameters]

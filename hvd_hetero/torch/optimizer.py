@@ -58,10 +58,18 @@ def DistributedOptimizer(
     strategy brings the models of all ranks to one, in which every step counts once; of `model` the buffers too.
 
     Args:
+        optimizer: the optimizer of the script; the returned one shares its state and its parameter groups.
+        named_parameters: names for Horovod's operations. With a balancer, a topology or a codec of ours they are only
+            checked: every parameter of the optimizer has one of its own.
         compression: one of `hvd.Compression`, or an object with Horovod's `compress` and `decompress`.
-        sparse_as_dense: sums sparse gradients as dense ones. Without, with a balancer, a topology or a codec of ours,
-            what travels are the rows that a batch has touched, gathered from all ranks, and through no codec; but for
-            a parameter's first one, which travels as a dense one.
+        backward_passes_per_step: calls of `backward()` for each `step()`.
+        op: `hvd.Average` or `hvd.Sum`; others without a balancer, a topology or a codec of ours only.
+        gradient_predivide_factor: gradients are divided by it before the sum over the ranks, and multiplied after it.
+        num_groups, groups: gradients that travel in one operation, instead of by size: so many groups of parameters,
+            or lists of them.
+        sparse_as_dense: sums sparse gradients as dense ones. Otherwise, with a balancer, a topology or a codec of ours,
+            only the rows that a batch has touched travel, gathered from all ranks and without a codec; the first
+            gradient of a parameter travels dense.
         process_set: the ranks, where there is no balancer; a balancer has its own.
         balancer: deals the shares and carries the counts.
         topology: how gradients are summed. "flat" (and None): over all ranks at once. "rails", "scatter", "leader":

@@ -61,7 +61,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         momentum_correction: whether to scale SGD's velocity by new over old learning rate. In Keras the velocity is a
             sum of steps that are already multiplied by learning rates, so this is what a corrected momentum does. Of no
             effect on other optimizers.
-        steps_per_epoch: batches of an epoch (default: as `fit` knows them); used if `staircase` is False.
+        steps_per_epoch: batches of an epoch (default: as `fit` knows them), where the rate changes within an epoch.
 
     Raises:
         ValueError: no `initial_lr`.
@@ -146,7 +146,6 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
     Args:
         initial_lr: the learning rate after the warm-up.
         warmup_epochs: the number of epochs of the warm-up.
-        momentum_correction, steps_per_epoch: as of `LearningRateScheduleCallback`.
         verbose: 1 prints on rank 0 when the warm-up is over.
     """
 
