@@ -84,6 +84,11 @@ class Dialogue:
         if listener not in self._listeners:
             self._listeners.append(listener)
 
+    def unsubscribe(self, listener: Callable[[], None]) -> None:
+        """Makes `listener` be called no more, and no longer keeps it alive."""
+        if listener in self._listeners:
+            self._listeners.remove(listener)
+
     # To the others --------------------------------------------------------------------------------------------------
 
     def outgoing(

@@ -1,7 +1,9 @@
 """`hvd.LatencyAwareLR` on torch optimizers: under every scheduler, through broadcasts, errors, and real noise."""
 
 import copy
+import gc
 import json
+import weakref
 
 import pytest
 import torch
@@ -169,9 +171,11 @@ def test_the_last_one_made_is_the_one_in_effect(given):
     """Also where a script hands in the optimizer that it has wrapped already."""
     model, inner = two_groups()
     balancer = hvd.Balancer(4, engine=SoloEngine())
-    hvd.LatencyAwareLR(inner, balancer, base_batch_size=1)
+    first = weakref.ref(hvd.LatencyAwareLR(inner, balancer, base_batch_size=1))
     optimizer = hvd.DistributedOptimizer(inner, balancer=balancer)
     last = hvd.LatencyAwareLR(inner if given == "inner" else optimizer, balancer, base_batch_size=2)
+    gc.collect()
+    assert first() is None and len(balancer.stateful_parts.named) == 1
     run(model, optimizer, schedulers.ExponentialLR(optimizer, 1.0), begin=lambda: balancer.begin(4))
     assert inner.seen == [[0.2, 0.1]] * STEPS
     last.detach()

@@ -94,7 +94,8 @@ class LatencyAwareLR:
     def rebuild(self) -> None:
         """Checks that the present ranks agree, and goes on, after an elastic reset. A collective call."""
         self._agreed()
-        self.balancer.dialogue.subscribe(self._advance)
+        if attached(self._root) is self:
+            self.balancer.dialogue.subscribe(self._advance)
 
     # What a script asks ---------------------------------------------------------------------------------------------
 
@@ -130,6 +131,7 @@ class LatencyAwareLR:
         """Detaches this object from the optimizer, on which it has no effect any more."""
         self._watching.remove()
         self._meter = None
+        self.balancer.dialogue.unsubscribe(self._advance)
         if vars(self._root).get(PLACE) is self:
             del vars(self._root)[PLACE]
 
