@@ -108,8 +108,7 @@ def without_stale_shares(engine: Engine, asked: BalancerArguments) -> BalancerAr
     if not isinstance(shares, tuple) or len(shares) == engine.size:
         return asked
     if engine.rank == 0:
-        text = f"hvd_hetero: shares= are those of {len(shares)} ranks, and there are {engine.size}: going on without."
-        tell(text)
+        tell(f"hvd_hetero: shares= are those of {len(shares)} ranks, and there are {engine.size}: going on without.")
     return replace(asked, shares=None)
 
 

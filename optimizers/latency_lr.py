@@ -43,6 +43,11 @@ from .balancer import Balancer
 Rule = Callable[[float], float]
 RULES: dict[str, Rule] = {"linear": linear, "sqrt": sqrt}
 NAMES = (*RULES, "adascale")
+# What divides a gradient by its size, in PyTorch or Keras, by the names of classes.
+ADAPTIVE = {
+    "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Ftrl", "Lamb", "Lion", "NAdam", "Nadam", "RAdam",
+    "RMSprop", "ScheduleFreeAdamW", "SparseAdam",
+}  # fmt: skip
 WINDOW = 10  # so many exchanges in a row without a whole batch mean that the effective batch is smaller
 PROBES = (0.25, 0.5, 1.0, 2.0, 8.0)  # values of S at which the rules of all ranks have to agree
 RECENT_MERGES = 64  # the usual staleness is that of so many last merges
@@ -226,6 +231,23 @@ class LatencyLR:
         self._ramp = Ramp(**state["ramp"])
         self.factor, self.steps = float(state["factor"]), int(state["steps"])
         self.progress, self._due = float(state["progress"]), int(state["due"])
+
+
+def rule_for(optimizer: Any) -> str:
+    """The rule that "auto" means for an optimizer of PyTorch or Keras: "sqrt" for Adam and its kin, "linear" for SGD.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    kinds = {cls.__name__ for cls in type(optimizer).__mro__}
+    if kinds & ADAPTIVE or "betas" in getattr(optimizer, "defaults", ()):
+        return "sqrt"
+    if kinds & {"SGD", "ASGD"}:
+        return "linear"
+    raise ValueError(
+        f"rule: expected one of {', '.join(NAMES)}, or a function; \"auto\" knows SGD, and what adapts as Adam does. "
+        f"Received: \"auto\" for {type(optimizer).__name__}."
+    )
 
 
 def agreed_latency_lr(

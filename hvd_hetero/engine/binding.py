@@ -129,8 +129,7 @@ def _initialise(horovod: Any, *args: Any, **kwargs: Any) -> None:
                     "the log above says what failed. Check that all hosts reach each other (horovodrun "
                     "--network-interfaces), and that no process set of init() is of all ranks or given twice."
                 ) from error
-            text = "hvd_hetero: a rank was lost while ranks came together; they do so again."
-            tell(text)
+            tell("hvd_hetero: a rank was lost while ranks came together; they do so again.")
             horovod.shutdown()
             time.sleep(1.0)
 

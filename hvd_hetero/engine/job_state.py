@@ -249,8 +249,7 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
         root = held.index(max(held))
         found = late is not None and not any(held[root][:2]) and late()  # then on all ranks
         if not found and horovod.rank() == root and not self._synced and not is_first_worker():
-            text = "hvd_hetero: no process has the state of this job: it begins anew, as the script does."
-            tell(text)
+            tell("hvd_hetero: no process has the state of this job: it begins anew, as the script does.")
         for part in self._parts.values():
             self._sync_part(part, root)
         # A rank that joins has not made the objects that `train` has made before. From here on all ranks give the same
@@ -359,8 +358,7 @@ class JobState(_horovod_elastic.ObjectState):  # type: ignore[misc]
             self._restore_part(part, state["parts"][name])
             late = part.unknown(state["parts"][name]) if hasattr(part, "unknown") else ()
             if late and self._horovod.rank() == 0:
-                text = f"hvd_hetero: not made before the checkpoint was restored, so begun anew: {', '.join(late)}."
-                tell(text)
+                tell(f"hvd_hetero: not made before the checkpoint was restored, so begun anew: {', '.join(late)}.")
         for name, value in state["values"].items():
             setattr(self, name, value)
         self.load_sum_states(())

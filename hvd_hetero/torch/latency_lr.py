@@ -9,21 +9,10 @@ from typing import Any
 import torch
 
 from hvd_hetero.optimizers.balancer import Balancer, check_balancer
-from hvd_hetero.optimizers.latency_lr import NAMES, Rule, agreed_latency_lr
+from hvd_hetero.optimizers.latency_lr import Rule, agreed_latency_lr, rule_for
 
 from .factor import PLACE, attached, balanced, multiplied, root_of
 
-ADAPTIVE = (
-    torch.optim.Adadelta,
-    torch.optim.Adagrad,
-    torch.optim.Adam,
-    torch.optim.Adamax,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.RMSprop,
-    torch.optim.SparseAdam,
-    *([torch.optim.Adafactor] if hasattr(torch.optim, "Adafactor") else []),  # since PyTorch 2.5
-)
 UNSEEN_STEPS = 10  # an error is raised once so many steps in a row were made without the factor
 
 
@@ -173,18 +162,6 @@ class LatencyAwareLR:
                 yield
         finally:
             self._applying = False
-
-
-def rule_for(optimizer: torch.optim.Optimizer) -> str:
-    """The rule for `rule="auto"`: "sqrt" for Adam and its kin, "linear" for SGD. Raises ValueError for others."""
-    if isinstance(optimizer, ADAPTIVE) or "betas" in optimizer.defaults:
-        return "sqrt"
-    if isinstance(optimizer, (torch.optim.SGD, torch.optim.ASGD)):
-        return "linear"
-    raise ValueError(
-        f"rule: expected one of {', '.join(NAMES)}, or a function; \"auto\" knows SGD, and what adapts as Adam does. "
-        f"Received: \"auto\" for {type(optimizer).__name__}."
-    )
 
 
 def _check(optimizer: Any, balancer: Balancer) -> None:

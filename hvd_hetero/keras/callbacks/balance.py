@@ -12,7 +12,7 @@ import numpy as np
 from hvd_hetero.engine import script
 from hvd_hetero.engine.port import gather_text, rotating_name
 from hvd_hetero.optimizers.balancer import check_balancer
-from hvd_hetero.optimizers.latency_lr import NAMES, LatencyLR, Rule, agreed_latency_lr
+from hvd_hetero.optimizers.latency_lr import LatencyLR, Rule, agreed_latency_lr, rule_for
 from hvd_hetero.trace.own import own_trace
 
 from ..balancer import Balancer
@@ -21,10 +21,6 @@ from ..reducer import reducer_of
 from .metrics import is_numeric
 from .schedule import inner, learning_rate, set_learning_rate
 
-ADAPTIVE = (
-    "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Ftrl", "Lamb", "Lion", "Nadam", "RMSprop",
-    "ScheduleFreeAdamW",
-)  # fmt: skip
 # An older Keras adds the sum of an `activity_regularizer` over samples to the loss, which no weighted mean makes exact.
 MEAN_OF_ACTIVITIES = tuple(int(part) for part in keras.__version__.split(".")[:2]) >= (3, 14)
 
@@ -212,19 +208,6 @@ class LatencyAwareLearningRate(keras.callbacks.Callback):
             self._factor.load_state_dict(state)
         else:
             self._waiting = dict(state)
-
-
-def rule_for(optimizer: Any) -> str:
-    """The rule that "auto" means for an optimizer, by its class; raises ValueError for an unknown one."""
-    kinds = {cls.__name__ for cls in type(optimizer).__mro__}
-    if kinds & set(ADAPTIVE):
-        return "sqrt"
-    if "SGD" in kinds:
-        return "linear"
-    raise ValueError(
-        f"rule: expected one of {', '.join(NAMES)}, or a function; \"auto\" knows SGD, and what adapts as Adam does. "
-        f'Received: "auto" for {type(optimizer).__name__}.'
-    )
 
 
 class TraceCallback(keras.callbacks.Callback):
