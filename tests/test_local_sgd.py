@@ -9,10 +9,10 @@ import pytest
 from merging import LENGTH, START, Turns, quadratic, rounds_of
 
 from hvd_hetero.engine.local import World
-from hvd_hetero.optimizers.fragment import fragments_by_kind, fragments_of
 from hvd_hetero.optimizers.latency_lr import LatencyLR
 from hvd_hetero.optimizers.local_sgd import LocalSGD
 from hvd_hetero.optimizers.outer import Outer, compensated
+from hvd_hetero.policy.fragments import fragments_by_kind, fragments_of
 
 
 @pytest.mark.parametrize("fragments", [1, 3])

@@ -14,12 +14,13 @@ pytest.importorskip("horovod.torch", reason="build it with hvd-hetero build-horo
 
 import hvd_hetero.torch as hvd
 from hvd_hetero.engine.local import World
-from hvd_hetero.optimizers import fragment, parameter_guard
+from hvd_hetero.optimizers import parameter_guard
 from hvd_hetero.optimizers.control import BATCHES, ORIGINS, pack, unpack
 from hvd_hetero.optimizers.dealer import Dealer
 from hvd_hetero.optimizers.parameter_guard import DivergedError, ParameterGuard, check_together
 from hvd_hetero.optimizers.sampler import ShareSampler
-from hvd_hetero.torch.local import ParameterStore
+from hvd_hetero.policy import fragments
+from hvd_hetero.torch.parameter_store import ParameterStore
 
 torch.manual_seed(0)
 PROTOTYPE = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
@@ -203,7 +204,7 @@ def test_mending_takes_copies_of_one_fragment_at_a_time():
 
 @pytest.mark.parametrize("piece", [8, 24, 1 << 22])
 def test_fragments_of_no_given_number_are_as_small_as_a_piece(monkeypatch, piece):
-    monkeypatch.setattr(fragment, "PIECE", piece)
+    monkeypatch.setattr(fragments, "PIECE", piece)
     store = ParameterStore(list(PROTOTYPE.parameters()))
     sizes = [store.read(index).numel() for index in range(len(store.lossy))]
     assert sum(sizes) == 51 and max(sizes) <= max(24, 2 * piece)

@@ -18,7 +18,8 @@ from hvd_hetero.optimizers.codec_spec import CodecSpec, LinkCodecs
 from hvd_hetero.optimizers.feedback import GatheredSum
 from hvd_hetero.optimizers.reduction import ExactSum, HalfPrecisionSum
 from hvd_hetero.optimizers.route import Route
-from hvd_hetero.optimizers.router import Router, RouteTrial
+from hvd_hetero.optimizers.route_trial import RouteTrial
+from hvd_hetero.optimizers.router import Router
 from hvd_hetero.optimizers.weighted_exchange import WeightedExchange
 from hvd_hetero.policy.link import Link
 from hvd_hetero.policy.topology import Topology

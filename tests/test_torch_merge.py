@@ -13,7 +13,7 @@ from torch_local_task import PROTOTYPE, WHOLE, make_data
 import hvd_hetero.torch as hvd
 from hvd_hetero.engine.local import World
 from hvd_hetero.torch.buffers import average_buffers
-from hvd_hetero.torch.local import ParameterStore
+from hvd_hetero.torch.parameter_store import ParameterStore
 from hvd_hetero.torch.state import average_state
 
 

@@ -22,7 +22,8 @@ import numpy as np
 
 from . import background, script
 from .port import Op, checked_splits
-from .process_set import ProcessSetEngine, Tracked, while_there
+from .process_set import ProcessSetEngine, while_there
+from .tracked import Tracked
 
 _OPS = {"sum": "Sum", "min": "Min", "max": "Max"}
 RUNS_FUNCTIONS = "tensorflow.python.eager.polymorphic_function.atomic_function"  # TensorFlow's module that runs them

@@ -20,7 +20,8 @@ from hvd_hetero.optimizers.routing import Routing
 from . import backend
 from .factor import factor_of
 from .layout import Spec
-from .local import LocalTraining, ParameterStore
+from .local import LocalTraining
+from .parameter_store import ParameterStore
 from .presence import marked, unmarked
 from .residuals import are_gone, number_of, take_over
 from .step import ReducedStep

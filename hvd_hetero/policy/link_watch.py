@@ -13,7 +13,7 @@ from __future__ import annotations
 import statistics
 from collections import deque
 
-SETTLING = 20  # steps after a choice that are ignored: several routes may be on trial, see `router.RouteTrial`
+SETTLING = 20  # steps after a choice that are ignored: several routes may be on trial, see `RouteTrial`
 WINDOW = 24  # steps of which a median is taken
 EVERY = 4  # steps between two comparisons
 CHANGED = 2.0  # factor between two medians from which on links count as changed

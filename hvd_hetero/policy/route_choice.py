@@ -55,7 +55,7 @@ def choose_route(size_bytes: float, timed: Mapping[str, Link], *, default: str) 
 
 
 def rivals(size_bytes: float, timed: Mapping[str, Link], chosen: str, *, within: float = 1.5) -> Sequence[str]:
-    """The routes that a trial on the running job should compare, see `router.RouteTrial`.
+    """The routes that a trial on the running job should compare, see `RouteTrial`.
 
     Args:
         size_bytes: size of the bucket.

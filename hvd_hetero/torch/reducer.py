@@ -25,8 +25,9 @@ from .buffers import average_buffers
 from .hooks import Hooks
 from .layout import Groups, check_type
 from .layouts import Layouts
-from .local import LocalTraining, ParameterStore
+from .local import LocalTraining
 from .loss import mean_over_ranks
+from .parameter_store import ParameterStore
 from .phases import StepPhases
 from .step import ReducedStep
 from .stopwatch import stopwatch_of
