@@ -2,7 +2,6 @@
 
 import itertools
 import random
-import time
 
 import numpy as np
 import pytest
@@ -59,7 +58,7 @@ def test_a_slower_rank_never_gets_more():
             assert not slower or shares[a] <= shares[b], (models, shares)
 
 
-def test_large_batches_are_split_exactly_as_one_by_one_and_quickly():
+def test_large_batches_are_split_exactly_as_one_by_one_and_at_once():
     rng = random.Random(8)
     models = [model(0.01 + rng.random(), rng.random(), rng.choice([0.0, rng.random()])) for _ in range(16)]
     each_s = [max(each.seconds_per_sample, each.loading_s) for each in models]
@@ -68,9 +67,7 @@ def test_large_batches_are_split_exactly_as_one_by_one_and_quickly():
         i = min(range(16), key=lambda i: (models[i].time_s(singly[i] + 1), each_s[i], i))
         singly[i] += 1
     assert split(models, 3000) == tuple(singly)
-    start = time.perf_counter()
-    assert sum(split(models, 10**6)) == 10**6
-    assert time.perf_counter() - start < 1.0
+    assert sum(split(models, 10**12)) == 10**12  # one by one it would not end
 
 
 def test_equal_speeds_give_equal_shares():
