@@ -335,22 +335,6 @@ class Balancer:
 
     # What the exchange asks -----------------------------------------------------------------------------------------
 
-    def measure_with(self, stopwatch: Stopwatch) -> None:
-        """Measures compute with `stopwatch`, which suits the device, unless the constructor was given one."""
-        self.step_timer.measure_with(stopwatch)
-
-    def pause(self) -> None:
-        """Stops the measurement of compute: gradients are ready, and this rank waits for the others."""
-        self.step_timer.pause()
-
-    def resume(self) -> None:
-        """Goes on measuring compute: the update or another backward pass follows."""
-        self.step_timer.run()
-
-    def discard(self) -> None:
-        """Excludes the present step's time from the measurements: compilation was in it, for instance."""
-        self.step_timer.discard()
-
     def exchanged(self, *, wait_s: float, bytes_sent: int, leads: bool) -> None:
         """Notes what an exchange took, after the update; with the exchange that leads, a step ends.
 
@@ -372,11 +356,11 @@ class Balancer:
             wait_s: seconds that this rank waited in all exchanges of the step; other waits are added here.
             bytes_sent: bytes that it has sent in them.
         """
-        self.pause()
+        self.step_timer.pause()
         wait_s += self.step_timer.take_waited_s()
         share = self.plan.shares[self.rank]
         self.step_timer.end(self.record.step(step=self.step, wait_s=wait_s, bytes_sent=bytes_sent, share=share))
-        self.resume()
+        self.step_timer.run()
 
     # State ----------------------------------------------------------------------------------------------------------
 

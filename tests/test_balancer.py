@@ -72,9 +72,9 @@ def train(engine, *, speeds, steps, lookahead=0, length=None, changes=None, stat
         balancer.begin(len(mine))
         watch.samples = len(mine)
         exchange.submit(0)
-        balancer.pause()
+        balancer.step_timer.pause()
         _, total = exchange.finish(lambda total: 1.0)
-        balancer.resume()
+        balancer.step_timer.run()
         balancer.dialogue.incoming(total, leads=True)
         balancer.finished(wait_s=0.0, bytes_sent=0)
     return balancer, seen

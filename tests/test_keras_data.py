@@ -274,7 +274,7 @@ def test_every_sample_once_while_plans_change_and_keras_reads_ahead():
             for batch in reader.epoch():
                 mine = numbers(batch)
                 used = balancer.exchange(len(mine))
-                balancer.pause()
+                balancer.step_timer.pause()
                 balancer.finished(wait_s=0.0, bytes_sent=0)
                 seen[-1] += mine[:used]
         return seen, balancer.plans

@@ -22,10 +22,10 @@ def step(balancer, samples, watch):
     """One batch and its exchange, as a training loop makes them."""
     balancer.begin(samples)
     watch.samples = samples
-    balancer.pause()
+    balancer.step_timer.pause()
     vector = np.array(balancer.dialogue.outgoing(leads=True, count=samples))
     total = balancer.engine.allreduce_async(vector, name="control").wait()
-    balancer.resume()
+    balancer.step_timer.run()
     balancer.dialogue.incoming(total.tolist(), leads=True)
     balancer.finished(wait_s=0.0, bytes_sent=0)
 

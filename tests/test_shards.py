@@ -40,7 +40,7 @@ class Job:
         self.model = line()
         inner = torch.optim.SGD(self.model.parameters(), lr=1e-6)
         self.optimizer = hvd.DistributedOptimizer(inner, balancer=self.balancer)
-        self.balancer.measure_with(self.watch)
+        self.balancer.step_timer.measure_with(self.watch)
         self.loader = hvd.BalancedDataLoader(data, balancer=self.balancer, sharded=True, **options)
         meter = self.balancer.step_timer.loading_meter
         tell = meter.will_load

@@ -52,7 +52,7 @@ def test_a_loader_for_each_epoch_is_gone_with_its_epoch(face, made):
         loader = made(balancer)
         loader.set_epoch(epoch)
         for _ in loader:
-            balancer.pause()
+            balancer.step_timer.pause()
         assert list(balancer.stateful_parts.named.values()) == [getattr(loader, "batch_sampler", loader)]
         del loader
         gc.collect()

@@ -98,7 +98,7 @@ def test_waiting_for_others_in_the_middle_of_a_step_is_no_compute(reached_throug
         norm = hvd.SyncBatchNorm(3, balancer=balancer) if reached_through == "model" else nn.BatchNorm1d(3)
         model, pair = nn.Sequential(norm, copy.deepcopy(PROTOTYPE)), engine.group((0, 1))
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), balancer=balancer)
-        balancer.measure_with(watch)
+        balancer.step_timer.measure_with(watch)
         found = []
         for step in range(4):
             balancer.begin(2)
@@ -124,7 +124,7 @@ def test_looking_for_a_better_plan_is_no_compute_of_rank_0():
         watch.done = 10**6
         balancer, model = hvd.Balancer(4, engine=engine), copy.deepcopy(PROTOTYPE)
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), balancer=balancer)
-        balancer.measure_with(watch)
+        balancer.step_timer.measure_with(watch)
 
         def look(step, **_):
             watch.now_s += 7.0
@@ -195,7 +195,7 @@ def train(engine, strategy, done):
     balancer = hvd.Balancer(WHOLE, engine=engine)
     balancer.trace = trace = Moments(watch)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), balancer=balancer, strategy=strategy)
-    balancer.measure_with(watch)
+    balancer.step_timer.measure_with(watch)
     for x, y in hvd.BalancedDataLoader(DATA, balancer=balancer):
         optimizer.zero_grad()
         begun, waits = watch.marks, len(watch.waits)

@@ -166,7 +166,7 @@ def automatic(engine, steps, stops_until, make=torch.optim.SGD, **settings):
         make(model.parameters(), lr=0.1, **settings), model.named_parameters(), balancer=balancer, strategy="auto"
     )
     clock, generator = Counted(), torch.Generator().manual_seed(1)
-    balancer.measure_with(clock)
+    balancer.step_timer.measure_with(clock)
     x = torch.randn(steps, WHOLE, 6, generator=generator, dtype=torch.float64)
     y = (x @ torch.randn(6, 3, generator=generator, dtype=torch.float64)).argmax(2)
     mine, is_local, alike = slice(4 * engine.rank, 4 * engine.rank + 4), [], []

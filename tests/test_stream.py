@@ -71,7 +71,7 @@ class Job:
         torch.nn.init.zeros_(self.model.bias)
         inner = torch.optim.SGD(self.model.parameters(), lr=1e-6)
         self.optimizer = hvd.DistributedOptimizer(inner, balancer=self.balancer)
-        self.balancer.measure_with(self.watch)
+        self.balancer.step_timer.measure_with(self.watch)
         self.loader = hvd.BalancedDataLoader(data, balancer=self.balancer, **options)
 
     def epoch(self, stop=None):

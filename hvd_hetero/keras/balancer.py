@@ -128,7 +128,7 @@ class Balancer(framework_free.Balancer):
         self._queues.pop(by, None)
         self._queues[by] = Announced(ahead=ahead)
         self._between()
-        self.resume()
+        self.step_timer.run()
 
     def withdraw(self, by: Any) -> None:
         """Says that what was announced `by` a dataset was no training: what was announced before it comes next."""
@@ -231,7 +231,7 @@ class Balancer(framework_free.Balancer):
                 + (AHEAD if self._next.ahead else "")
             )
         if not self.step_timer.running:  # the first step of all: nobody was there when it began
-            self.discard()
+            self.step_timer.discard()
         queue = self._next
         if queue.loaded:
             self.step_timer.loading_meter.loaded(queue.loaded.popleft())

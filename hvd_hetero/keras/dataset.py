@@ -178,7 +178,7 @@ class BalancedDataset(UntunedDataset):
                 self.balancer.forget(ahead=self._ahead_of_use, by=self)
         if self._at is None:
             self._at = self.balancer.begun(self)
-        self.balancer.resume()  # time spent before this, such as on a validation, is no part of a step
+        self.balancer.step_timer.run()  # time spent before this, such as on a validation, is no part of a step
         self.aside.begin()
 
     def on_epoch_end(self) -> None:

@@ -101,7 +101,7 @@ class LocalTraining:
         if self._terms is None:
             return
         terms, self._terms = self._terms, None
-        self._balancer.pause()
+        self._balancer.step_timer.pause()
         start = time.perf_counter()
         self._bytes_sent = 0
         given = self._given.value = [*self._given.value, terms]
@@ -118,7 +118,7 @@ class LocalTraining:
             self._given.value = []
             self._merge(optimizer.variables, weight=self.steps.samples)
         self._wait_s = time.perf_counter() - start
-        self._balancer.resume()
+        self._balancer.step_timer.run()
 
     def _has_updated(self, optimizer: Any) -> bool:
         """Whether the optimizer has made an update with the batch given last. With loss scaling Keras itself

@@ -132,7 +132,7 @@ class GradientReducer:
         if self.routing.keeps and self.succeeds:
             take_over(self.steps[key], variables)
         if tracing:
-            self.balancer.discard()
+            self.balancer.step_timer.discard()
             self.form.traced(self.balancer.engine)
         step = self.steps[key]
         present = [g for g in found if g is not None]

@@ -83,7 +83,7 @@ class ReducedStep:
         )
         owner.sums.put(self.kind, self)
         self.kept = Residuals(self._exchange, self.layout, specs, variables)
-        self._balancer.measure_with(form.stopwatch())
+        self._balancer.step_timer.measure_with(form.stopwatch())
 
     def take(self, index: int, flat: Any, last: bool, part: int) -> None:
         """See `Step`."""
@@ -104,10 +104,10 @@ class ReducedStep:
         self._passes += 1
         flats = [bucket[:length] for bucket, length in zip(self.layout.buckets, self.layout.lengths, strict=True)]
         if not last:
-            self._balancer.pause()
-            self._balancer.resume()  # the next batch, which may have to be waited for
+            self._balancer.step_timer.pause()
+            self._balancer.step_timer.run()  # the next batch, which may have to be waited for
             return [self._form.zeros_like(flat) for flat in flats]
-        self._balancer.pause()
+        self._balancer.step_timer.pause()
         results = self._own(flats) if self._is_local else self._exchanged()
         # Copied if they are the buckets: the caller may keep these, and buckets are filled again in the next step.
         copied, layout = self._form.copied, self.layout
@@ -201,7 +201,7 @@ class ReducedStep:
     ) -> None:
         """Reads what all ranks said in an exchange, for whose end this rank has waited since `start`."""
         self._owner.wait_s = time.perf_counter() - start
-        self._balancer.resume()
+        self._balancer.step_timer.run()
         self._gradient_exchange.incoming(total, norms=norms, terms=terms, batches=batches)
         sent = sum(len(bucket) * bucket.itemsize for bucket in self.layout.buckets)
         leads = self._gradient_exchange.leads
@@ -230,7 +230,7 @@ class ReducedStep:
 
     def send(self) -> Sequence[float]:
         """See `GraphStep`."""
-        self._balancer.pause()
+        self._balancer.step_timer.pause()
         self._start = time.perf_counter()
         control = self._exchange.outgoing()
         assert self.layout.tail_in is not None

@@ -245,7 +245,7 @@ class StepPhases:
         if self._last:
             self._finish()
         else:
-            self._balancer.pause()
+            self._balancer.step_timer.pause()
 
     # The exchange ---------------------------------------------------------------------------------------------------
 

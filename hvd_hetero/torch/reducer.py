@@ -185,7 +185,7 @@ class GradientReducer:
             )
         self._hooks.add(new)
         if self._gradient_exchange.leads and new:
-            self._balancer.measure_with(stopwatch_of(new[0].device))
+            self._balancer.step_timer.measure_with(stopwatch_of(new[0].device))
         self._parameters += new
         devices, dtypes = _places_of(new)
         self._places = self._places[0] + devices, self._places[1] + dtypes
@@ -200,7 +200,7 @@ class GradientReducer:
         for parameter in self._parameters:
             check_type(parameter)
         if self._gradient_exchange.leads:
-            self._balancer.measure_with(stopwatch_of(places[0][0]))
+            self._balancer.step_timer.measure_with(stopwatch_of(places[0][0]))
         self._hooks.hook_anew()
         self._layouts.parameters_moved()
         self._places = places
@@ -321,11 +321,11 @@ class GradientReducer:
         self._balancer.exchanged(wait_s=phases.wait_s, bytes_sent=phases.bytes_sent, leads=leads)
         phases.wait_s, phases.bytes_sent = 0.0, 0
         if self.local is not None and self.is_local:
-            self._balancer.pause()
+            self._balancer.step_timer.pause()
             start = time.perf_counter()
             phases.bytes_sent = self.local.after_step(phases.terms, lr=lr)
             phases.wait_s = time.perf_counter() - start
-            self._balancer.resume()
+            self._balancer.step_timer.run()
 
     def on_epoch_end(self) -> None:
         """Merges, if the local strategy does so at the end of an epoch, whose samples are used up."""

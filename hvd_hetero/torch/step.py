@@ -154,7 +154,7 @@ class ReducedStep:
         start = time.perf_counter()
         gradient_exchange, balancer = self._gradient_exchange, self._gradient_exchange.balancer
         terms, batches = self._accumulated.terms, gradient_exchange.count.batches
-        balancer.pause()
+        balancer.step_timer.pause()
         try:
             with _full_precision(self._parameters[0].device if self._parameters else HOST):
                 results, total = self._exchange.finish(gradient_exchange.factor, counts=counts)
@@ -170,7 +170,7 @@ class ReducedStep:
             self._accumulated.clear()
             gradient_exchange.count.end()
         waited_s = time.perf_counter() - start
-        balancer.resume()
+        balancer.step_timer.run()
         if counts:
             for index, flat in enumerate(results):
                 self.layout.deliver(index, flat)

@@ -202,7 +202,7 @@ def law_4_every_sample_once():
         balancer, clock = hvd.Balancer(WHOLE), Counted()
         loader = hvd.BalancedDataLoader(data, balancer=balancer, num_workers=workers)
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1e-9), balancer=balancer)
-        balancer.measure_with(clock)
+        balancer.step_timer.measure_with(clock)
         seen = torch.zeros(3, len(Numbers()))
         for epoch in range(3):
             loader.set_epoch(epoch)

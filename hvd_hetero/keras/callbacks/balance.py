@@ -57,7 +57,7 @@ class RebalanceCallback(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Resumes the measurement of compute time, so that what came before, such as a validation, does not count."""
         self._step, self._trained = self.balancer.step, False
-        self.balancer.resume()
+        self.balancer.step_timer.run()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Prints a new plan on rank 0, once it holds."""
