@@ -99,16 +99,16 @@ class Departure:
     def hear_failed(self, ranks: Sequence[int], step: int) -> None:
         """Takes in, from an exchange, that `ranks` could not deliver global batch `step`, and raises on every rank.
 
-        All ranks learn of it in the same exchange. If all of them catch what is raised, they can train on.
+        All ranks learn of it in the same exchange, and take in nothing else that it brought but a plan. If all of them
+        catch what is raised, they can train on.
 
         Args:
             ranks: their numbers in Horovod.
             step: index of the global batch.
 
         Raises:
-            PeerError: on every rank, except as follows. Of what else the
-                exchange brought, only a plan is taken in.
-            Exception: on a rank that was given an error by `fail`: that error.
+            Exception: on a rank that called `fail` with an error: that error.
+            PeerError: on all others.
         """
         self.left_out = step
         error, self.error, self.failed = self.error, None, False
@@ -116,6 +116,7 @@ class Departure:
             raise error
         names = ", ".join(map(str, ranks))
         raise PeerError(
-            f"Expected every rank to deliver batch {step}. Received: rank {names} could not (its data loader "
-            f"raised). The cause is in the output of rank {names}; this rank stops with it."
+            f"Expected every rank to deliver batch {step}. Received: rank {names} could not (its data loader raised, "
+            f"or its script called balancer.fail()). The cause is in the output of rank {names}; this rank stops with "
+            "it."
         )

@@ -202,7 +202,7 @@ def test_what_a_rank_fails_with_is_raised_on_it_however_often_it_says_so():
         departure.hear_failed([1], step=3)
     assert not departure.failed, "all have heard it"
     departure.fail()
-    with pytest.raises(PeerError, match="rank 1"):
+    with pytest.raises(PeerError, match=r"rank 1 could not \(its data loader raised, or its script called"):
         departure.hear_failed([1], step=4)
     assert not departure.failed
     error = OSError("no such file")

@@ -14,7 +14,7 @@ import hvd_hetero.torch as hvd
 from hvd_hetero.engine.local import World
 from hvd_hetero.torch.buffers import average_buffers
 from hvd_hetero.torch.parameter_store import ParameterStore
-from hvd_hetero.torch.state import average_state
+from hvd_hetero.torch.state import all_finite, average_state
 
 
 def test_merge_brings_running_statistics_together():
@@ -433,3 +433,30 @@ def test_moments_are_means_unless_what_is_kept_beside_them_differs(kept, expecte
 
     for moment, scale in World(2).run(program):
         assert moment == pytest.approx([expected] * 2) and scale in (kept.get("scale"), 1.0)
+
+
+@pytest.mark.parametrize("kind", [torch.complex64, torch.complex128])
+@pytest.mark.parametrize("sparse", [False, True])
+def test_complex_moments_become_means_also_on_a_rank_that_has_none(kind, sparse):
+    """As of an optimizer that keeps what it has of its gradients by their frequencies."""
+
+    def program(engine):
+        parameter = nn.Parameter(torch.zeros(2))
+        optimizer = torch.optim.SGD([parameter], lr=0.1)
+        spectrum = torch.tensor([0.0, 1 + 4j * engine.rank], dtype=kind)
+        if engine.rank < 2:
+            optimizer.state[parameter] = {"spectrum": spectrum.to_sparse() if sparse else spectrum}
+        average_state(optimizer, weight=(1.0, 3.0, 0.0)[engine.rank], engine=engine, name="state")
+        found = optimizer.state[parameter]["spectrum"]
+        assert found.is_sparse == (sparse and engine.rank < 2)
+        return found.to_dense().tolist(), found.dtype
+
+    assert World(3).run(program) == [([0.0, 1 + 3j], kind)] * 3
+
+
+@pytest.mark.parametrize("value", [complex(1.0, float("nan")), complex(float("inf"), 1.0)])
+def test_complex_moments_that_are_not_finite_are_found(value):
+    dense = torch.tensor([0.0, 1j])
+    assert all_finite([dense, [dense.to_sparse()]])
+    bad = torch.tensor([0.0, value])
+    assert not all_finite([dense, bad]) and not all_finite([dense, (bad.to_sparse(),)])

@@ -413,6 +413,18 @@ def test_a_mean_over_ranks_is_one_over_samples():
     assert math.isnan(hvd.Balancer(WHOLE, engine=SoloEngine()).mean(1.0)), "no batch has begun"
 
 
+@pytest.mark.parametrize("kind", [torch.int64, torch.uint8, torch.bool, torch.float16, torch.float64])
+def test_a_mean_over_ranks_of_whole_numbers_has_a_fraction(kind):
+    def program(engine):
+        balancer = hvd.Balancer(WHOLE, engine=engine, shares=SHARES)
+        balancer.begin((6, 2, 0)[engine.rank])
+        mean = balancer.mean(torch.tensor([engine.rank]).to(kind))
+        return mean.tolist(), mean.dtype
+
+    expected = kind if kind.is_floating_point else torch.float32
+    assert World(3).run(program) == [([0.25], expected)] * 3
+
+
 def test_backward_within_autocast_leaves_codecs_alone():
     def program(engine):
         model, generator = copy.deepcopy(WIDE), torch.Generator().manual_seed(engine.rank)

@@ -79,7 +79,7 @@ class Balancer(framework_free.Balancer):
         without a sample gives counts for nothing, NaN included.
 
         Args:
-            value: a number, or a tensor of one element.
+            value: a number, or a tensor of one element. For one of integers or bools, the mean is floating-point.
         """
         name = f"hvd_hetero.{self.name}.mean"
         return mean_over_ranks(value, terms=self.progress.batch_terms, engine=self.engine, name=name, of_none=math.nan)

@@ -12,8 +12,9 @@ from hvd_hetero.engine.port import Engine
 def mean_over_ranks(loss: Any, *, terms: float, engine: Engine, name: str, of_none: float = 0.0) -> Any:
     """The mean loss over the loss terms of all ranks, from `loss`, this rank's mean over its `terms`; None for None.
 
-    A collective call. Returns a tensor of the same shape, type and device for a tensor, and a float for a number. The
-    value is `of_none` if no rank has any term.
+    A collective call. Returns a tensor of the same shape, type and device for a tensor, and a float for a number. For a
+    tensor of integers or bools the type is torch's default, which holds a fraction. The value is `of_none` if no rank
+    has any term.
     """
     if loss is None:
         return None
@@ -21,4 +22,7 @@ def mean_over_ranks(loss: Any, *, terms: float, engine: Engine, name: str, of_no
     value = float(local) * terms if terms else 0.0
     sums = engine.allreduce_async(torch.tensor([value, terms], dtype=torch.float64, device="cpu"), name=name).wait()
     mean = sums[0] / sums[1] if sums[1] else torch.full_like(sums[0], of_none)
-    return mean.to(loss).reshape(loss.shape) if isinstance(loss, torch.Tensor) else float(mean)
+    if not isinstance(loss, torch.Tensor):
+        return float(mean)
+    kind = loss.dtype if loss.is_floating_point() or loss.is_complex() else torch.get_default_dtype()
+    return mean.to(loss.device, kind).reshape(loss.shape)

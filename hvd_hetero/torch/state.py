@@ -20,7 +20,7 @@ Place = tuple[int, str]  # a parameter's number and the name of what is kept for
 
 
 def all_finite(kept: Iterable[Any]) -> bool:
-    """Whether all floating-point tensors among these values, also those in lists and tuples, are finite."""
+    """Whether all floating-point and complex tensors among these values, also those in lists and tuples, are finite."""
     tensors = list(_tensors(kept))
     return not tensors or verbs_of(tensors[0]).all_finite(tensors)
 
@@ -29,20 +29,21 @@ def _tensors(kept: Iterable[Any]) -> Iterator[torch.Tensor]:
     for value in kept:
         if isinstance(value, (list, tuple)):
             yield from _tensors(value)
-        elif isinstance(value, torch.Tensor) and value.is_floating_point():
-            yield value.coalesce().values() if value.is_sparse else value
+        elif isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex()):
+            values = value.coalesce().values() if value.is_sparse else value
+            yield torch.view_as_real(values) if values.is_complex() else values
 
 
 @torch.no_grad()
 def average_state(optimizer: torch.optim.Optimizer, *, weight: float, engine: Engine, name: str) -> None:
     """Gives all ranks the same optimizer state. A collective call.
 
-    Tensors become the mean over ranks, weighted by `weight` (this rank's samples), and counts of steps the largest. A
-    rank that lacks some, because it never had a sample, gets them. Sparse tensors stay sparse. If a parameter's state
-    holds values that have no mean, such as 8-bit codes, all ranks take its whole state from the rank with the most
-    samples. A history, such as LBFGS keeps, is of no use on other ranks: it is dropped, with all that is kept beside
-    it, and begins anew. Options of groups that differ between ranks, as where an optimizer estimates its rate from
-    gradients, become those of the rank with the most samples.
+    Tensors, also of complex numbers, become the mean over ranks, weighted by `weight` (this rank's samples), and counts
+    of steps the largest. A rank that lacks some, because it never had a sample, gets them. Sparse tensors stay sparse.
+    If a parameter's state holds values that have no mean, such as 8-bit codes, all ranks take its whole state from the
+    rank with the most samples. A history, such as LBFGS keeps, is of no use on other ranks: it is dropped, with all
+    that is kept beside it, and begins anew. Options of groups that differ between ranks, as where an optimizer
+    estimates its rate from gradients, become those of the rank with the most samples.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for p in parameters:
@@ -71,13 +72,14 @@ def average_state(optimizer: torch.optim.Optimizer, *, weight: float, engine: En
             kept[index, key] = new
             optimizer.state[parameters[index]][key] = new if new.is_floating_point() or key != "step" else 0
     counts = {place: value for place, value in sorted(kept.items()) if place[1] == "step"}
-    means = [value for (_, key), value in sorted(kept.items()) if key != "step" and value.is_floating_point()]
+    means = [value for (_, key), value in sorted(kept.items()) if key != "step" and not _is_whole(value)]
     merged = merged_statistics(
         _arrays(means, torch.float64), [], _arrays(list(counts.values()), torch.int64), weight=weight, engine=engine,
         name=name,
     )  # fmt: skip
     for tensor, array in zip([*means, *counts.values()], merged, strict=True):
-        dense = torch.from_numpy(array).view(tensor.shape)
+        dense = torch.from_numpy(array)
+        dense = (torch.view_as_complex(dense) if tensor.is_complex() else dense).view(tensor.shape)
         tensor.copy_(dense.to_sparse(tensor.sparse_dim()) if tensor.is_sparse else dense)
     for (index, key), count in counts.items():
         state = optimizer.state[parameters[index]]
@@ -164,8 +166,13 @@ def _without_mean(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def _has_mean(key: str, value: Any) -> bool:
     if type(value) in (torch.Tensor, torch.nn.Parameter):
-        return value.is_floating_point() or value.is_complex() or key == "step"
+        return not _is_whole(value) or key == "step"
     return value is None or key == "step" and type(value) is int
+
+
+def _is_whole(value: torch.Tensor) -> bool:
+    """Whether these are whole numbers or bools, which have no mean of their type."""
+    return not (value.is_floating_point() or value.is_complex())
 
 
 def _is_history(value: Any) -> bool:
@@ -173,4 +180,5 @@ def _is_history(value: Any) -> bool:
 
 
 def _arrays(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> list[Any]:
-    return [tensor.to_dense().to("cpu", dtype).numpy() for tensor in tensors]
+    dense = [tensor.to_dense() for tensor in tensors]
+    return [(torch.view_as_real(each) if each.is_complex() else each).to("cpu", dtype).numpy() for each in dense]
