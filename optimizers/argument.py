@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from numbers import Integral, Real
 from typing import Any
 
@@ -26,3 +27,24 @@ def check_divisor(name: str, value: Any) -> None:
     """Raises ValueError, naming the argument, unless `value` is a finite number other than 0."""
     if not isinstance(value, Real) or isinstance(value, bool) or not math.isfinite(value) or value == 0:
         raise ValueError(f"{name}: expected a finite number other than 0. Received: {value!r}.")
+
+
+def check_state(state: Any, *names: str, of: str) -> None:
+    """Raises for what is no state that an object's `state_dict()` gave.
+
+    Args:
+        names: the entries that it has to have.
+        of: what the object is, for the error.
+
+    Raises:
+        TypeError: `state` is no dict.
+        ValueError: it has other entries.
+    """
+    if not isinstance(state, Mapping):
+        raise TypeError(f"state: expected what state_dict() of {of} returned. Received: {state!r}.")
+    if missing := [name for name in names if name not in state]:
+        received = f"a dict with {', '.join(map(repr, state))}" if state else "an empty dict"
+        raise ValueError(
+            f"state: expected what state_dict() of {of} returned, with {', '.join(map(repr, missing))}. Received: "
+            f"{received}."
+        )

@@ -14,7 +14,7 @@ from hvd_hetero.policy.replan import Plan, ReplanRule
 
 from .accumulated_gradients import AccumulatedGradients
 from .agreement import BalancerArguments, agree, without_stale_shares
-from .argument import check_whole
+from .argument import check_state, check_whole
 from .attachment import Exchanges
 from .batch_order import BatchOrder
 from .count_warnings import CountWarnings
@@ -388,12 +388,13 @@ class Balancer:
         """Goes on from `state`. On other ranks than those that saved it, a new plan is made from what is known of them.
 
         Raises:
-            ValueError: `state` is of another global batch size.
+            TypeError, ValueError: `state` is not that of a balancer, or of another global batch size.
         """
         self._load(state)
         self.record.plans(self.plans_ahead)
 
     def _load(self, state: dict[str, Any]) -> None:
+        check_state(state, "global_batch_size", "step", "planner", "strategies", of="a balancer")
         if state["global_batch_size"] != self.global_batch_size:
             raise ValueError(
                 f"Expected the state of a balancer of global batch {self.global_batch_size}. Received: one of "

@@ -37,7 +37,7 @@ from hvd_hetero.policy.scaling import (
 )
 
 from .agreement import agree_text
-from .argument import check_whole
+from .argument import check_state, check_whole
 from .balancer import Balancer
 
 Rule = Callable[[float], float]
@@ -216,8 +216,10 @@ class LatencyLR:
         `base_batch_size` was given, that of `state` is taken: the learning rate is still tuned for it.
 
         Raises:
-            ValueError: `state` has another `base_batch_size` than the one given.
+            TypeError, ValueError: `state` is not that of a learning rate's factor, or has another `base_batch_size`
+                than the one given.
         """
+        check_state(state, *self.state_dict(), of="a learning rate's factor")
         if not self.tuned_as(state):
             raise ValueError(
                 f"Expected the state of a learning rate tuned for base_batch_size {self.base_batch_size:g}. "

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .agreement import agree_on
-from .argument import check_integer, check_whole
+from .argument import check_integer, check_state, check_whole
 from .balancer import Balancer, check_balancer
 from .control import ORIGINS
 from .dealer import Dealer, cut
@@ -204,8 +204,10 @@ class ShareSampler:
         """Continues from `state`, which any number of ranks may have saved.
 
         Raises:
-            ValueError: `state` was saved with another length, seed or global batch size.
+            TypeError, ValueError: `state` is not that of a sampler, or was saved with another length, seed or global
+                batch size.
         """
+        check_state(state, "epoch", "position", "length", "seed", "global_batch_size", of="a sampler or loader")
         for name in ("length", "seed", "global_batch_size"):
             expected = getattr(self.dealer, name)
             if state[name] != expected:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from .agreement import agree_on
-from .argument import check_integer, check_whole
+from .argument import check_integer, check_state, check_whole
 from .balancer import Balancer, check_balancer
 from .control import ORIGINS
 
@@ -175,8 +175,10 @@ class StreamSampler:
         """Continues from `state`, which any number of ranks may have saved.
 
         Raises:
-            ValueError: `state` was saved with another seed, global batch size, or number of workers.
+            TypeError, ValueError: `state` is not that of a sampler, or was saved with another seed, global batch size,
+                or number of workers.
         """
+        check_state(state, "epoch", "position", of="a sampler or loader")
         for name, expected in self._order.items():
             if state.get(name) != expected:
                 raise ValueError(f"Expected the state of a stream's sampler with {name} {expected}. Received: "

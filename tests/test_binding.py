@@ -2,11 +2,14 @@
 
 import contextlib
 import sys
+import time
 import types
 
+import numpy as np
 import pytest
 
 from hvd_hetero.engine import binding, elastic, farewell
+from hvd_hetero.engine.local import World
 from hvd_hetero.engine.port import CollectiveError
 
 
@@ -163,6 +166,9 @@ def test_ranks_wait_for_each_other_wherever_a_job_with_groups_may_end(monkeypatc
             waits.append(name)
             return types.SimpleNamespace(done=lambda: True, wait=lambda: None)
 
+        def wait_avoiding_deadlock(self, done, *, name):
+            assert done() and name == waits[-1]
+
     stand_in(monkeypatch, shutdown=lambda: None)
     monkeypatch.setattr(Engine, "begin_train", lambda: None, raising=False)
     monkeypatch.setattr(Engine, "explain", lambda: "", raising=False)
@@ -187,3 +193,21 @@ def test_ranks_wait_for_each_other_wherever_a_job_with_groups_may_end(monkeypatc
     assert ended() == 0
     binding.shutdown("torch")
     assert (len(waits), ended()) == (1, 1), "and at the end of the process no more"
+
+
+def test_a_rank_that_others_wait_for_elsewhere_ends_without_a_farewell():
+    """As one that calls `sys.exit()` in the midst of training: the others hear of it at once."""
+
+    def program(engine):
+        if engine.rank == 0:
+            farewell.prepare(engine)
+            try:
+                farewell.say()
+            finally:
+                farewell.forget()
+        took_s = time.monotonic() - began
+        engine.allreduce_async(np.zeros(1), name="gradient").wait()
+        return took_s
+
+    began = time.monotonic()
+    assert World(2).run(program)[0] < farewell.LIMIT_S / 2

@@ -183,3 +183,21 @@ def test_what_a_pydataset_would_do_between_epochs_is_told_to_be_left_out(name):
     shuffling = type("Shuffling", (Batches,), {name: lambda self: None})
     with pytest.warns(UserWarning, match=rf"{name}\(\), which is not called"):
         hvd.BalancedDataset(shuffling(), balancer=balancer)
+
+
+def test_what_takes_the_place_of_a_balancer_a_state_or_a_checkpoint_is_named(tmp_path):
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    calls, elastic, balancer = hvd.callbacks, hvd.elastic, "balancer: expected an hvd.Balancer. Received: 8"
+    raises(TypeError, balancer, lambda: calls.RebalanceCallback(8))
+    raises(TypeError, balancer, lambda: calls.TraceCallback(str(tmp_path), 8))
+    raises(TypeError, "checkpoint: expected an hvd.Checkpoint. Received: 'x'", lambda: calls.CheckpointCallback("x"))
+    for kind in (elastic.CommitStateCallback, elastic.UpdateBatchStateCallback, elastic.UpdateEpochStateCallback):
+        raises(TypeError, "state: expected an elastic state.* Received: 3", lambda kind=kind: kind(3))
+    state = elastic.KerasState(model)
+    raises(TypeError, r"state with a batch, as of KerasState", lambda: elastic.UpdateBatchStateCallback(state))
+    raises(TypeError, r"state with an epoch, as of KerasState", lambda: elastic.UpdateEpochStateCallback(state))
+    for number in (0, "5", 2.5):
+        raises(ValueError, "batches_per_commit: expected an integer of at least 1",
+               lambda number=number: elastic.CommitStateCallback(state, number))
+    raises(TypeError, "model: expected a keras.Model. Received: 3", lambda: elastic.KerasState(3))
+    raises(TypeError, "optimizer: expected a keras.optimizers.Optimizer", lambda: elastic.KerasState(model, 3))

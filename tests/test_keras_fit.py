@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("horovod.torch", reason="build it with hvd-hetero build-horovod")
 
 import hvd_hetero.keras as hvd
-from hvd_hetero.engine.local import SoloEngine
+from hvd_hetero.engine.local import SoloEngine, World
 from hvd_hetero.keras.callbacks import balance
 from hvd_hetero.keras.place import Place
 from hvd_hetero.optimizers.equal_weights import EqualWeights
@@ -144,7 +144,8 @@ def test_a_loaded_model_goes_on_training_where_it_stopped(tmp_path, name):
 def test_an_activity_regularizer_that_sums_over_samples_is_told(monkeypatch, mean, size, told):
     monkeypatch.setattr(balance, "MEAN_OF_ACTIVITIES", mean)
     model = make_model(keras.layers.Dense(3, activity_regularizer="l2", name="sparse"))
-    callback = hvd.callbacks.RebalanceCallback(types.SimpleNamespace(size=size, rank=0))
+    balancers = World(size).run(lambda engine: hvd.Balancer(WHOLE, engine=engine))
+    callback = hvd.callbacks.RebalanceCallback(balancers[0])
     callback.set_model(model)
     with pytest.warns(UserWarning, match="sum, and sparse: it counts for less") if told else contextlib.nullcontext():
         callback.on_train_begin()

@@ -70,6 +70,15 @@ def test_large_batches_are_split_exactly_as_one_by_one_and_at_once():
     assert sum(split(models, 10**12)) == 10**12  # one by one it would not end
 
 
+@pytest.mark.parametrize("times", [1e12, 1e300])
+def test_speeds_of_any_ratio_are_split_as_quickly(times):
+    start = time.perf_counter()
+    assert split([model(1.0), model(1 / times), model(1 / times)], 2**24) == (0, 2**23, 2**23)
+    shares = split([model(1.0), model(1 / times), model(1 / times)], 2**24, [Bound(lower=1)] * 3)
+    assert shares == (1, 2**23, 2**23 - 1)
+    assert time.perf_counter() - start < 1.0
+
+
 def test_equal_speeds_give_equal_shares():
     for whole, ranks in itertools.product(range(1, 70), range(1, 7)):
         assert split([model()] * ranks, whole) == equal_shares(whole, ranks)

@@ -160,3 +160,40 @@ def test_a_step_that_is_compiled_as_a_whole_is_compiled_no_more_after_its_first_
         frames.append(torch._dynamo.utils.counters["frames"]["total"])
     optimizer.merge()
     assert frames[9] == frames[-1], frames
+
+
+def raises(kind, text, call):
+    with pytest.raises(kind, match=text):
+        call()
+
+
+def test_what_takes_the_place_of_another_argument_is_named():
+    balancer, data, model = hvd.Balancer(4, engine=SoloEngine()), TensorDataset(torch.ones(8, 2)), nn.Linear(2, 1)
+    for progress in (False, True):
+        raises(TypeError, "balancer: expected an hvd.Balancer. Received: 8",
+               lambda progress=progress: hvd.BalancedDataLoader(data, balancer=8, progress=progress))
+    for workers in (-1, 1.5, "2"):
+        raises(ValueError, "num_workers: expected an integer of at least 0",
+               lambda workers=workers: hvd.BalancedDataLoader(data, balancer=balancer, num_workers=workers))
+    raises(ValueError, "prefetch_factor: expected an integer of at least 1 or None",
+           lambda: hvd.BalancedDataLoader(data, balancer=balancer, num_workers=1, prefetch_factor=0))
+    for named in (model, nn.Sequential(model), 3):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for options in ({}, {"balancer": balancer}):
+            raises(TypeError, r"named_parameters: expected \(name, parameter\) tuples, as from model.named_parameters",
+                   lambda named=named, o=optimizer, options=options: hvd.DistributedOptimizer(o, named, **options))
+    raises(TypeError, "model: expected a torch.nn.Module. Received: 3", lambda: hvd.elastic.TorchState(3))
+    raises(TypeError, "optimizer: expected a torch.optim.Optimizer. Received: 3",
+           lambda: hvd.elastic.TorchState(model, 3))
+
+
+def test_what_is_no_saved_state_is_named():
+    balancer = hvd.Balancer(4, engine=SoloEngine())
+    loader = hvd.BalancedDataLoader(TensorDataset(torch.ones(8, 2)), balancer=balancer)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(nn.Linear(2, 1).parameters(), lr=0.1), balancer=balancer)
+    for one in (balancer, loader, hvd.LatencyAwareLR(optimizer, balancer)):
+        raises(TypeError, r"state: expected what state_dict\(\) of .* returned. Received: None",
+               lambda one=one: one.load_state_dict(None))
+        raises(ValueError, "Received: an empty dict", lambda one=one: one.load_state_dict({}))
+        raises(ValueError, "Received: a dict with 'other'", lambda one=one: one.load_state_dict({"other": 1}))
+        one.load_state_dict(one.state_dict())

@@ -163,8 +163,19 @@ def hears_that_it_is_awaited(two, operation, seconds, *, at, limit_s=LIMIT_S / 2
 def test_who_has_not_taken_in_an_operation_is_missing_in_the_next_of_its_name(ranks):
     """As merges of one optimizer, while those of another are waited for."""
     two = ranks(2, patience=TALKS)
-    two.watches[0].submitted("merge", over=lambda: True)
+    for one in two.watches:
+        one.submitted("merge", over=lambda: True)
+    two.watches[1].ended("merge")
     assert hears_that_it_is_awaited(two, "merge", 0.0, at="another")
+
+
+def test_who_is_through_with_an_operation_is_awaited_by_nobody_in_it(ranks):
+    """As at the end of a job, while the last bytes are on their way to the other rank; and in the next one it is."""
+    two = ranks(2, patience=TALKS)
+    two.watches[0].submitted("sum")
+    two.watches[0].ended("sum")
+    assert not hears_that_it_is_awaited(two, "sum", 0.0, at="farewell", limit_s=2.0)
+    assert hears_that_it_is_awaited(two, "sum", 0.0, at="farewell")
 
 
 def test_who_waits_in_what_comes_after_an_operation_waits_for_nobody_in_it(ranks):

@@ -13,17 +13,21 @@ from .peer import BusyError, GoneError, Peer, SilentError, ask
 JOIN = "horovod.join"
 
 
-def waits_for(me: Peer | None, state: dict[str, Any], submitted: Container[str]) -> bool:
+def waits_for(
+    me: Peer | None, state: dict[str, Any], submitted: Container[str], times: Callable[[str], int] = lambda operation: 0
+) -> bool:
     """Whether another rank waits for this rank in an operation that this rank has not submitted.
 
     Args:
         me: this rank's process; None if it is not known, and then the answer is False.
         state: the other process's answer to a "state" question: see `Watch._answer`.
         submitted: names of the operations that this rank has submitted and that are under way.
+        times: returns how often this rank has submitted an operation of a given name; 0 if that is not known. If the
+            other rank has submitted it as often, it is complete here, and about to be complete there.
     """
     return me is not None and any(
-        me.rank in among and operation not in submitted and operation != JOIN
-        for operation, among in zip(state["waits"], state["among"], strict=True)
+        me.rank in among and operation not in submitted and operation != JOIN and not 0 < count <= times(operation)
+        for operation, among, count in zip(state["waits"], state["among"], state["counts"], strict=True)
     )
 
 
@@ -48,7 +52,7 @@ class Absence:
 
 def absence_of(
     peer: Peer, operation: str, ranks: Sequence[int], *, me: Peer | None, submitted: Callable[[], Container[str]],
-    times: int = 0,
+    times: Callable[[str], int] = lambda operation: 0,
 ) -> Absence | None:
     """Asks a rank's process why it has not submitted an operation. Returns None if it has, or need not.
 
@@ -57,8 +61,8 @@ def absence_of(
         ranks: the global ranks that take part in it.
         me: this rank's process, which asks.
         submitted: returns the names of the operations that this rank has submitted and that are under way.
-        times: how often this rank has submitted operations of this name; 0 if unknown. If the peer has submitted as
-            many, it has already completed this one.
+        times: returns how often this rank has submitted an operation of a given name; 0 if unknown. If the peer has
+            submitted this one as often, it has already completed it.
     """
     try:
         state = ask(peer, {"kind": "state", "operation": operation})
@@ -71,7 +75,7 @@ def absence_of(
         return Absence(peer, f"{peer} cannot be asked: too many connections to its port are open", answers=True)
     if operation in state["submitted"] or operation in state["waits"]:
         return None
-    if 0 < times <= state.get("times", 0):  # the operation is already complete on the peer
+    if 0 < times(operation) <= state.get("times", 0):  # the operation is already complete on the peer
         return None
     if (JOIN, sorted(ranks)) in zip(state["waits"], map(sorted, state["among"]), strict=True):
         return None
@@ -80,6 +84,6 @@ def absence_of(
             f'{peer} waits in "{state["waits"][0]}", at {state["where"]}: all ranks must call the same operations, in '
             "the same order"
         )
-        return Absence(peer, text, answers=True, elsewhere=True, mutual=waits_for(me, state, submitted()))
+        return Absence(peer, text, answers=True, elsewhere=True, mutual=waits_for(me, state, submitted(), times))
     text = f"{peer} has not come: it is at {state['where']}, for {state['s']:.0f} s outside of any operation"
     return Absence(peer, text, answers=True)

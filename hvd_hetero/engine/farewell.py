@@ -21,7 +21,7 @@ import numpy as np
 from .port import Engine
 
 LIMIT_S = 10.0  # the longest wait, in seconds: another rank may have more to do at the end, such as saving
-LOOK_S = 0.005  # seconds between two looks at whether all ranks have come
+NAME = "hvd_hetero.farewell"  # of the operation
 
 
 _everyone: list[Engine] = []  # the engine of all ranks, if groups of ranks were made; at most one entry
@@ -55,6 +55,9 @@ def begin() -> None:
 def say() -> None:
     """Waits until all ranks have called this; at most `LIMIT_S`, and no longer once a rank is gone. Raises nothing.
 
+    Ends as well where another rank waits for this one in another operation: then this one ends before the script has,
+    as by `sys.exit()` on one rank, and the others have to learn of it.
+
     Has no effect if no group was made. Is called before Horovod is shut down, at the end of the function of an elastic
     job, and at the end of the process.
     """
@@ -62,13 +65,14 @@ def say() -> None:
     _alone = False
     for engine in _everyone:
         with contextlib.suppress(Exception):  # a rank is gone, and the next collective call says so
-            handle = engine.allreduce_async(np.zeros(1), name="hvd_hetero.farewell")
-            deadline = time.monotonic() + LIMIT_S
-            while not handle.done():
-                if time.monotonic() > deadline:
-                    return
-                time.sleep(LOOK_S)
-            handle.wait()
+            _say_to(engine)
+
+
+def _say_to(engine: Engine) -> None:
+    handle, deadline = engine.allreduce_async(np.zeros(1), name=NAME), time.monotonic() + LIMIT_S
+    engine.wait_avoiding_deadlock(lambda: handle.done() or time.monotonic() > deadline, name=NAME)
+    if handle.done():
+        handle.wait()
 
 
 def _at_exit() -> None:

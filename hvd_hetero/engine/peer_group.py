@@ -67,7 +67,7 @@ class PeerGroup:
         ranks = tuple(self._peers) if ranks is None else ranks
         ask_one = functools.partial(
             absence_of, operation=operation, ranks=ranks, me=self.me, submitted=self._submitted,
-            times=self._times(operation),
+            times=self._times,
         )
         asked = self._asked(ask_one, ranks)
         found = [each for each in asked if each is not None and not (operation == JOIN and each.answers)]
@@ -121,4 +121,4 @@ class PeerGroup:
         except ConnectionError:
             return None
         over = operation not in state["submitted"] and 0 < self._times(operation) <= state["times"]
-        return not over and waits_for(self.me, state, self._submitted())
+        return not over and waits_for(self.me, state, self._submitted(), self._times)

@@ -274,6 +274,7 @@ class Watch:
             "times": self._waits.times(str(question.get("operation", ""))),
             "waits": [wait.operation for wait in waits],
             "among": [wait.ranks for wait in waits],
+            "counts": [self._waits.times(wait.operation) for wait in waits],
             "s": time.monotonic() - self._waits.since,
             "where": script.line(),
         }

@@ -58,6 +58,7 @@ class KerasState(JobState):
             balancer.
 
     Raises:
+        TypeError: `model` or `optimizer` is none.
         ValueError: a model, or an optimizer among the values, is not built yet, so its variables are not known. Of a
             subclass of keras.Model, a call on a batch makes them: `model(x[:1])`.
     """
@@ -66,6 +67,10 @@ class KerasState(JobState):
     batch: int
 
     def __init__(self, model: keras.Model, optimizer: Any = None, **values: Any) -> None:
+        if not isinstance(model, keras.Model):
+            raise TypeError(f"model: expected a keras.Model. Received: {model!r}.")
+        if optimizer is not None and not isinstance(optimizer, keras.optimizers.Optimizer):
+            raise TypeError(f"optimizer: expected a keras.optimizers.Optimizer. Received: {optimizer!r}.")
         check_built("model", model)
         for name, value in values.items():
             if isinstance(value, (keras.Model, keras.optimizers.Optimizer)):

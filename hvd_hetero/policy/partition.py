@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -190,14 +191,17 @@ def _check(ranks: Sequence[_Rank], whole: int) -> None:
 def _deadline(ranks: Sequence[_Rank], whole: int, slack: int) -> tuple[float, list[int]]:
     """A deadline by which at most `whole` samples finish, and the shares that do.
 
-    The bisection ends when the shares sum to at least `whole - slack`, or when it cannot be refined.
+    The bisection ends when the shares sum to at least `whole - slack`, or when it cannot be refined. While the bracket
+    spans orders of magnitude it bisects these: the deadline may be 1e-300 of what the slowest rank alone would take.
     """
     early, late = 0.0, max(r.time_s(r.highest) for r in ranks)
+    soonest = min(r.time_s(r.quantum) for r in ranks)  # before that, no share above the smallest finishes
     shares = [r.lowest for r in ranks]
     for _ in range(BISECTIONS):
         if whole - sum(shares) <= slack:
             break
-        middle = 0.5 * (early + late)
+        least = max(early, soonest)
+        middle = math.sqrt(least) * math.sqrt(late) if 0.0 < 4.0 * least < late else 0.5 * (early + late)
         finished = [r.within(middle) for r in ranks]
         if sum(finished) > whole:
             late = middle

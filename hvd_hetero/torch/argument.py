@@ -54,6 +54,16 @@ def check_devices(parameters: Iterable[torch.nn.Parameter]) -> None:
         )
 
 
+def check_named_parameters(named: Any) -> None:
+    """Raises TypeError for what holds no names and parameters, as a model by itself, which Horovod would iterate over.
+    """
+    if isinstance(named, torch.nn.Module) or not isinstance(named, Iterable):
+        raise TypeError(
+            "named_parameters: expected (name, parameter) tuples, as from model.named_parameters(). Received: a "
+            f"{type(named).__name__}."
+        )
+
+
 def check_names(
     named: Sequence[tuple[str, torch.nn.Parameter]], parameters: Sequence[torch.nn.Parameter]
 ) -> None:

@@ -16,7 +16,7 @@ from horovod.torch.elastic import ElasticSampler, sampler  # noqa: F401  # the m
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from hvd_hetero.engine import binding
-from hvd_hetero.engine.job_state import JobState
+from hvd_hetero.engine.job_state import JobState, has_state
 from hvd_hetero.optimizers.attachment import PeerError
 
 from .content import load_random_state, loaded, random_state, saved
@@ -36,6 +36,9 @@ class TorchState(JobState):
             values (`epoch=0`). They are attributes of this object. What was made with the optimizer's balancer is kept
             without being named, also where it is made after this state. Samplers without a state, datasets and loaders
             stay each rank's own.
+
+    Raises:
+        TypeError: `model` or `optimizer` has no `state_dict()`.
     """
 
     model: torch.nn.Module | None = None
@@ -45,6 +48,11 @@ class TorchState(JobState):
         self, model: torch.nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None, **values: Any
     ) -> None:
         given = {name: value for name, value in {"model": model, "optimizer": optimizer}.items() if value is not None}
+        for name, kind in (("model", "torch.nn.Module"), ("optimizer", "torch.optim.Optimizer")):
+            if name in given and not has_state(given[name]):
+                raise TypeError(
+                    f"{name}: expected a {kind}. Received: {given[name]!r}. Give plain values by their names: epoch=0."
+                )
         super().__init__({**given, **values}, horovod=horovod)
 
     def _balancer_of(self, part: Any) -> Any:

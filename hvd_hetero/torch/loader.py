@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from hvd_hetero.optimizers.balancer import Balancer
+from hvd_hetero.optimizers.argument import check_whole
+from hvd_hetero.optimizers.balancer import Balancer, check_balancer
 from hvd_hetero.optimizers.data_checksum import checksum
 from hvd_hetero.optimizers.sampler import LOADED
 from hvd_hetero.optimizers.shards import ShardSampler, check_no_steps
@@ -115,6 +116,9 @@ class BalancedDataLoader:
             )
         if not sharded:
             check_no_steps(steps_per_epoch)
+        check_balancer(balancer)
+        check_whole("num_workers", num_workers, least=0)
+        check_whole("prefetch_factor", prefetch_factor, least=1, optional=True)
         self.balancer, self.dataset, self._sharded = balancer, dataset, sharded
         self._bar = _progress_bar() if progress and balancer.rank == 0 else None
         lookahead = num_workers * (2 if prefetch_factor is None else prefetch_factor)

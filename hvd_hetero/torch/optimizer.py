@@ -16,7 +16,7 @@ from hvd_hetero.optimizers.local_sgd import LocalSGD, strategy_of
 from hvd_hetero.optimizers.routing import Routing
 from hvd_hetero.policy.topology import Topology
 
-from .argument import check_devices, check_names, described, groups_of, numbered
+from .argument import check_devices, check_named_parameters, check_names, described, groups_of, numbered
 from .compression import codecs_of, is_ours
 from .factor import BALANCED, PLACE, check_no_factor, reduces, root_of
 from .methods import Distributed, methods_of
@@ -95,6 +95,8 @@ def DistributedOptimizer(
 
     if not hasattr(optimizer, "param_groups"):
         raise TypeError(f"optimizer: expected a torch.optim.Optimizer. Received: a {type(optimizer).__name__}.")
+    if named_parameters is not None:
+        check_named_parameters(named_parameters)
     optimizer = _unwrapped(optimizer)
     check_devices(p for group in optimizer.param_groups for p in group["params"])
     local = strategy_of(strategy)

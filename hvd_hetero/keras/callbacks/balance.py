@@ -38,6 +38,7 @@ class RebalanceCallback(keras.callbacks.Callback):
 
     def __init__(self, balancer: Balancer, verbose: int = 1) -> None:
         super().__init__()
+        check_balancer(balancer)
         self.balancer, self.verbose = balancer, verbose
         self._told = 0  # version of the plan that was printed last
         self._step, self._trained = -1, False  # the balancer's step before the epoch; whether the epoch had a batch
@@ -221,6 +222,7 @@ class TraceCallback(keras.callbacks.Callback):
 
     def __init__(self, run: str, balancer: Balancer) -> None:
         super().__init__()
+        check_balancer(balancer)
         if balancer.trace is None:
             balancer.trace = own_trace(run, ranks=balancer.engine.ranks, rank=balancer.rank)
         elif balancer.rank == 0 and os.path.realpath(run) != os.path.realpath(os.path.dirname(balancer.trace.path)):

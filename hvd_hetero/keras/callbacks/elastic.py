@@ -6,6 +6,16 @@ from typing import Any
 
 import keras
 
+from hvd_hetero.optimizers.argument import check_whole
+
+STATE = "an elastic state"
+
+
+def check_has(name: str, value: Any, attribute: str, expected: str) -> None:
+    """Raises TypeError, naming the argument, for a `value` without the attribute that a callback uses."""
+    if not hasattr(value, attribute):
+        raise TypeError(f"{name}: expected {expected}. Received: {value!r}.")
+
 
 class _Counting(keras.callbacks.Callback):
     """Base class that counts batches. With `steps_per_execution`, Keras calls callbacks once for several batches."""
@@ -35,13 +45,14 @@ class CommitStateCallback(_Counting):
         batches_per_commit: the number of batches from one commit to the next.
 
     Raises:
-        ValueError: `batches_per_commit` is below 1.
+        TypeError: `state` has no `commit()`.
+        ValueError: `batches_per_commit` is no integer, or below 1.
     """
 
     def __init__(self, state: Any, batches_per_commit: int = 1) -> None:
         super().__init__()
-        if batches_per_commit < 1:
-            raise ValueError(f"batches_per_commit: expected at least 1. Received: {batches_per_commit}.")
+        check_has("state", state, "commit", STATE)
+        check_whole("batches_per_commit", batches_per_commit, least=1)
         self.state, self.batches_per_commit = state, batches_per_commit
         self.batches_remaining = batches_per_commit
 
@@ -69,10 +80,14 @@ class UpdateBatchStateCallback(_Counting):
 
     Args:
         state: the elastic state, with an attribute `batch`.
+
+    Raises:
+        TypeError: `state` has none.
     """
 
     def __init__(self, state: Any) -> None:
         super().__init__()
+        check_has("state", state, "batch", f"{STATE} with a batch, as of KerasState(model, epoch=0, batch=0)")
         self.state = state
         self._before = 0  # batches of this epoch before the present execution
 
@@ -98,10 +113,14 @@ class CheckpointCallback(_Counting):
 
     Args:
         checkpoint: an `hvd.Checkpoint`.
+
+    Raises:
+        TypeError: `checkpoint` has no `step()`.
     """
 
     def __init__(self, checkpoint: Any) -> None:
         super().__init__()
+        check_has("checkpoint", checkpoint, "step", "an hvd.Checkpoint")
         self.checkpoint = checkpoint
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -114,10 +133,14 @@ class UpdateEpochStateCallback(keras.callbacks.Callback):
 
     Args:
         state: the elastic state, with an attribute `epoch`.
+
+    Raises:
+        TypeError: `state` has none.
     """
 
     def __init__(self, state: Any) -> None:
         super().__init__()
+        check_has("state", state, "epoch", f"{STATE} with an epoch, as of KerasState(model, epoch=0, batch=0)")
         self.state = state
         self.initial_epoch = state.epoch
 
