@@ -6,8 +6,9 @@ and every rank raises.
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Any
@@ -24,6 +25,7 @@ from .argument import check_whole
 
 ABSENT = -1  # stands for None, and in the first column for a rank with wrong arguments
 MOST = 2**24  # samples; shares travel as float32, which holds integers exactly up to here
+WRONG = "wrong arguments"  # begins what a rank says that has some, instead of a text or a list (in JSON) of them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,6 +169,24 @@ def agree(engine: Engine, mine: BalancerArguments, *, name: str) -> BalancerArgu
     )
 
 
+@contextlib.contextmanager
+def heard(engine: Engine, *, name: Callable[[], str]) -> Iterator[None]:
+    """A context for what this rank does before it comes to an agreement (`agree_on`, `agree_text`), such as checks of
+    its arguments. An error in it is raised once the other ranks, which come to that agreement, have heard of it there
+    and raise as well.
+
+    Nothing in it may be collective, nor be counted by ranks: no `Engine.unique`, no `Engine.on_reset_end`.
+
+    Args:
+        name: returns the name of the agreement; is called if there was an error.
+    """
+    try:
+        yield
+    except Exception as error:
+        gather_text(engine, f"{WRONG} ({str(error) or repr(error)})", name=name())
+        raise
+
+
 def agree_on(engine: Engine, values: Mapping[str, Any], *, name: str) -> None:
     """Returns if all ranks passed equal values. A collective call.
 
@@ -177,10 +197,14 @@ def agree_on(engine: Engine, values: Mapping[str, Any], *, name: str) -> None:
         name: the name of the operation.
 
     Raises:
-        ValueError: on every rank, if a value differs between ranks.
+        ValueError: on every rank, if a value differs between ranks, or a rank had an error before: see `heard`.
     """
     mine = [str(int(each)) if isinstance(each, (Integral, np.bool_)) else repr(each) for each in values.values()]
-    table = list(map(json.loads, gather_text(engine, json.dumps(mine), name=name)))
+    said = gather_text(engine, json.dumps(mine), name=name)
+    wrong = [f"rank {rank}: {one}" for rank, one in enumerate(said) if one.startswith(WRONG)]
+    if wrong:
+        raise ValueError(f"Expected valid arguments on every rank. Received: {'; '.join(wrong)}.")
+    table = list(map(json.loads, said))
     for column, title in enumerate(values):
         _same([row[column] for row in table], title)
 
@@ -189,23 +213,17 @@ def agree_text(engine: Engine, describe: Callable[[], str], *, title: str, name:
     """Returns if `describe()` gives the same text on all ranks. A collective call.
 
     Args:
-        describe: returns this rank's text, or raises ValueError or TypeError if its arguments are wrong.
+        describe: returns this rank's text, or raises an error if its arguments are wrong: see `heard`.
         title: what the text is about, for the error.
         name: the name of the operation.
 
     Raises:
-        ValueError, TypeError: on a rank where `describe` raised: that error.
-        ValueError: on the other ranks then, and on all ranks where texts differ, with the text of each rank.
+        ValueError: on all ranks where texts differ, with the text of each rank; and on the other ranks where `describe`
+            raised on one.
     """
-    problem: Exception | None = None
-    text = ""
-    try:
+    with heard(engine, name=lambda: name):
         text = describe()
-    except (ValueError, TypeError) as error:
-        problem, text = error, f"wrong arguments ({error})"
     said = gather_text(engine, text, name=name)
-    if problem is not None:
-        raise problem
     if len(set(said)) > 1:
         received = "; ".join(f"rank {rank}: {one}" for rank, one in enumerate(said))
         raise ValueError(f"{title}: expected the same on every rank. Received: {received}.")

@@ -7,6 +7,7 @@ codecs), or a `RouteTrial`, which times several routes on the running job and ke
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from hvd_hetero.codecs.codec import HorovodCompressor
@@ -15,7 +16,7 @@ from hvd_hetero.engine.port import Engine
 from hvd_hetero.policy.buckets import cap_bytes
 from hvd_hetero.policy.topology import Topology
 
-from .agreement import agree_text
+from .agreement import agree_text, heard
 from .codec_spec import LinkCodecs, Shape
 from .reduction import ExactSum
 from .route import Route
@@ -23,6 +24,17 @@ from .router import Router, Tell
 from .weighted_exchange import BucketRoute
 
 CHOICES = ("auto", *ALGORITHMS)
+
+
+def _name(engine: Engine) -> str:
+    """The name of the agreement of a `Routing`, another one each time."""
+    return engine.unique("hvd_hetero.routing.")
+
+
+def arguments_heard(engine: Engine) -> AbstractContextManager[None]:
+    """A context for what a rank does before it makes a `Routing`: of an error in it the others hear in theirs, and
+    raise. See `heard`."""
+    return heard(engine, name=lambda: _name(engine))
 
 
 class Routing:
@@ -66,7 +78,7 @@ class Routing:
             engine,
             lambda: _described(engine, topology, codecs, alike or {}),
             title="DistributedOptimizer",
-            name=engine.unique("hvd_hetero.routing."),
+            name=_name(engine),
         )
         self._levels = levels_for(engine, topology)
         algorithm = topology if isinstance(topology, str) else "flat" if topology is None else "auto"

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import zlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from .agreement import agree_on
+from .agreement import agree_on, heard
 from .argument import check_integer, check_state, check_whole
 from .balancer import Balancer, check_balancer
 from .control import ORIGINS
@@ -37,6 +38,24 @@ class Dealt(NamedTuple):
     indices: np.ndarray
     used: int
     epoch: int
+
+
+def agreement_of(balancer: Balancer) -> str:
+    """The name under which ranks agree about what deals the samples, when that is made and after an elastic reset."""
+    return f"hvd_hetero.{balancer.name}.dealer"
+
+
+@contextlib.contextmanager
+def arguments_heard(balancer: Balancer) -> Iterator[None]:
+    """A context for what a rank does before it makes what deals the samples: of an error in it the others hear when
+    they make theirs, and raise. See `heard`.
+
+    Raises:
+        TypeError: `balancer` is not a balancer; on this rank alone, which then does not know the others.
+    """
+    check_balancer(balancer)
+    with heard(balancer.engine, name=lambda: agreement_of(balancer)):
+        yield
 
 
 class ShareSampler:
@@ -101,7 +120,7 @@ class ShareSampler:
         balancer.engine.on_reset_end(self.rebuild)
 
     def _agree(self) -> None:
-        agree_on(self.balancer.engine, self._alike, name=f"hvd_hetero.{self.balancer.name}.dealer")
+        agree_on(self.balancer.engine, self._alike, name=agreement_of(self.balancer))
 
     def rebuild(self) -> None:
         """Drops the batches that are not used yet, so that they are dealt again to the present ranks. A collective

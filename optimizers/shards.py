@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from .agreement import agree_on
 from .argument import check_whole
 from .balancer import Balancer
+from .sampler import agreement_of
 from .stream import Order, StreamSampler
 
 SHARDS = "streams of the ranks' own (sharded=True)"
@@ -60,7 +61,7 @@ class ShardSampler(StreamSampler):
 
     def _agree(self) -> None:
         alike = {"dataset length": SHARDS, "steps_per_epoch": self._asked, "seed": self.seed}
-        agree_on(self.balancer.engine, alike, name=f"hvd_hetero.{self.balancer.name}.dealer")
+        agree_on(self.balancer.engine, alike, name=agreement_of(self.balancer))
         check_steps(self._asked)  # the same on all ranks by now
         self.steps = int(self._asked or 0)
         self.length = self.steps * self.balancer.global_batch_size

@@ -16,6 +16,7 @@ from .agreement import agree_on
 from .argument import check_integer, check_state, check_whole
 from .balancer import Balancer, check_balancer
 from .control import ORIGINS
+from .sampler import agreement_of
 
 A_STREAM = "a stream (IterableDataset)"
 
@@ -93,7 +94,7 @@ class StreamSampler:
             "num_workers": self._workers,
             "num_workers * prefetch_factor": self._lookahead,
         }
-        agree_on(self.balancer.engine, alike, name=f"hvd_hetero.{self.balancer.name}.dealer")
+        agree_on(self.balancer.engine, alike, name=agreement_of(self.balancer))
 
     def __len__(self) -> int:
         """The number of global batches in the next iteration.

@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import inspect
 import pickle
+import threading
 import types
 import warnings
 from pathlib import Path
@@ -19,7 +20,7 @@ import keras
 import numpy as np
 
 import hvd_hetero.keras as hvd
-from hvd_hetero.engine.local import SoloEngine
+from hvd_hetero.engine.local import SoloEngine, World
 from hvd_hetero.keras import backend
 from hvd_hetero.keras.reduction import array_to_send
 
@@ -92,24 +93,69 @@ def test_what_is_no_array_is_told_apart():
 
 def test_wrong_arguments_of_optimizers_and_models_say_what_was_expected():
     sgd = keras.optimizers.SGD
-    raises(TypeError, "name: expected a text", lambda: hvd.DistributedOptimizer(sgd(), hvd.Compression.fp16))
+    balancer = hvd.Balancer(4, engine=SoloEngine())
+    raises(
+        TypeError,
+        "name: expected a text",
+        lambda: hvd.DistributedOptimizer(sgd(), hvd.Compression.fp16, balancer=balancer),
+    )
     for compression in (hvd.Compression.int4, types.SimpleNamespace(compress=id, decompress=id), "fp16"):
         words = r"int4\(\.\.\.\).*; compressors of one's own are for PyTorch"
-        arguments = {"balancer": hvd.Balancer(4, engine=SoloEngine()), "compression": compression}
+        arguments = {"balancer": balancer, "compression": compression}
         raises(TypeError, words, lambda a=arguments: hvd.DistributedOptimizer(sgd(), **a))
-    raises(ValueError, "at least 1", lambda: hvd.DistributedOptimizer(sgd(), backward_passes_per_step=0))
+    raises(
+        ValueError,
+        "at least 1",
+        lambda: hvd.DistributedOptimizer(sgd(), backward_passes_per_step=0, balancer=balancer),
+    )
     built = sgd()
     built.build([keras.Variable([1.0])])
     for optimizer in (built, sgd(gradient_accumulation_steps=3)):
         raises(
             ValueError,
             "new one with gradient_accumulation_steps=2",
-            lambda optimizer=optimizer: hvd.DistributedOptimizer(optimizer, backward_passes_per_step=2),
+            lambda optimizer=optimizer: hvd.DistributedOptimizer(
+                optimizer, backward_passes_per_step=2, balancer=balancer
+            ),
         )
     raises(TypeError, "custom_objects=", lambda: hvd.load_model("none.keras", {"Mine": sgd}))
     for of_balancer in (hvd.BalancedDataset, hvd.EvaluationDataset):
         words = "balancer: expected an hvd.Balancer. Received: 32."
         raises(TypeError, words, lambda make=of_balancer: make(np.ones((4, 1)), balancer=32))
+
+
+@pytest.mark.parametrize("wrong, text", [
+    ({"strategy": "async"}, "strategy: expected"),
+    ({"compression": "int8"}, "compression: expected one of"),
+    ({"op": True}, "op: expected"),
+    ({"backward_passes_per_step": 0}, "at least 1"),
+    ({"gradient_predivide_factor": 0.0}, "gradient_predivide_factor: expected"),
+    ({"bucket_bytes": 0}, "bucket_bytes: expected"),
+    ({"process_set": object()}, "process_set: expected None"),
+    ({"device_dense": 4}, "device_dense: expected a text"),
+    ({"topology": "star"}, "topology: expected"),
+    ({"optimizer": "sgd"}, "optimizer: expected"),
+])  # fmt: skip
+@pytest.mark.parametrize("told", [True, False], ids=["balancer", "equal weights"])
+def test_a_mistake_on_one_rank_is_an_error_on_all(wrong, text, told, monkeypatch):
+    """After which they are as they were: what is made next is made alike."""
+    if not told and "process_set" in wrong:
+        return
+    engines = threading.local()
+    monkeypatch.setattr(backend, "engine", lambda process_set: engines.mine)
+
+    def program(engine):
+        engines.mine = engine
+        balancer = hvd.Balancer(4, engine=engine) if told else None
+        given = {"optimizer": keras.optimizers.SGD(), "balancer": balancer}
+        with pytest.raises((TypeError, ValueError)) as raised:
+            hvd.DistributedOptimizer(**{**given, **(wrong if engine.rank == 1 else {})})
+        hvd.DistributedOptimizer(**given)
+        return str(raised.value), engine.unique("")
+
+    found, numbers = zip(*World(3).run(program), strict=True)
+    assert text in found[1] and "rank 1:" not in found[1] and len(set(numbers)) == 1
+    assert all("rank 1: " in found[rank] and text in found[rank] for rank in (0, 2))
 
 
 def test_best_models_may_be_weights_alone():

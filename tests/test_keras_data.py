@@ -205,6 +205,31 @@ def test_wrong_arguments(x, y, options, message):
         BalancedDataset(x, y, balancer=Balancer(SoloEngine()), **options)
 
 
+@pytest.mark.parametrize("wrong, text", [
+    ({"y": np.zeros(5)}, "same number of samples"),
+    ({"steps_per_epoch": 3}, "steps_per_epoch: expected none"),
+    ({"sharded": True}, "y, sample_weight: expected none"),
+    ({"sharded": True, "y": None}, "steps_per_epoch: expected the number"),
+    ({"x": lambda epoch: [], "y": None, "sharded": True, "steps_per_epoch": 3}, "expected shuffle=False and workers=0"),
+    ({"x": lambda epoch: None, "y": None}, "expected a function that gives a tf.data.Dataset"),
+    ({"workers": -1}, "workers: expected"),
+])  # fmt: skip
+def test_a_mistake_on_one_rank_is_an_error_on_all(wrong, text):
+    x, y = arrays()
+
+    def program(engine):
+        balancer = Balancer(engine)
+        with pytest.raises((TypeError, ValueError)) as raised:
+            BalancedDataset(**{"x": x, "y": y, "balancer": balancer, **(wrong if engine.rank == 1 else {})})
+        BalancedDataset(x, y, balancer=balancer)
+        return str(raised.value)
+
+    found = World(3).run(program)
+    assert text in found[1] and "rank 1:" not in found[1]
+    assert all("Expected valid arguments on every rank. Received: rank 1: wrong arguments (" in found[rank]
+               and text in found[rank] for rank in (0, 2))
+
+
 @pytest.mark.parametrize("kind", ["arrays", "samples", "batches"])
 def test_lists_of_inputs_come_as_tuples_of_which_tf_data_takes_some(kind):
     x, y = arrays()

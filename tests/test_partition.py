@@ -71,12 +71,10 @@ def test_large_batches_are_split_exactly_as_one_by_one_and_at_once():
 
 
 @pytest.mark.parametrize("times", [1e12, 1e300])
-def test_speeds_of_any_ratio_are_split_as_quickly(times):
-    start = time.perf_counter()
-    assert split([model(1.0), model(1 / times), model(1 / times)], 2**24) == (0, 2**23, 2**23)
-    shares = split([model(1.0), model(1 / times), model(1 / times)], 2**24, [Bound(lower=1)] * 3)
-    assert shares == (1, 2**23, 2**23 - 1)
-    assert time.perf_counter() - start < 1.0
+def test_speeds_of_any_ratio_are_split_at_once(times):
+    models = [model(1.0), model(1 / times), model(1 / times)]
+    assert split(models, 2**40) == (0, 2**39, 2**39)  # one by one it would not end
+    assert split(models, 2**40, [Bound(lower=1)] * 3) == (1, 2**39, 2**39 - 1)
 
 
 def test_equal_speeds_give_equal_shares():

@@ -6,13 +6,14 @@ import warnings
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset, default_collate
+from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, TensorDataset, default_collate
 
 pytest.importorskip("horovod.torch", reason="build it with hvd-hetero build-horovod")
 
 import hvd_hetero.torch as hvd
 from hvd_hetero.engine.local import SoloEngine, World
 from hvd_hetero.optimizers.rounds import Rounds
+from hvd_hetero.torch import optimizer
 
 PROTOTYPE = nn.Linear(2, 1)
 
@@ -82,6 +83,98 @@ def test_a_loader_is_no_dataset():
     for kind in (hvd.BalancedDataLoader, hvd.EvaluationDataLoader):
         with pytest.raises(TypeError, match=r"Give loader\.dataset"):
             kind(data, balancer=hvd.Balancer(4, engine=SoloEngine()))
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter([1])
+
+
+class Unread(TensorDataset):
+    def __len__(self):
+        raise OSError("no such file")
+
+
+def optimizer_of(balancer, engine, params=None, **options):
+    params = params or copy.deepcopy(PROTOTYPE).parameters()
+    given = {"optimizer": torch.optim.SGD(params, lr=0.1), "balancer": balancer, "process_set": engine, **options}
+    return hvd.DistributedOptimizer(**{k: v for k, v in given.items() if k != "process_set" or v is not None})
+
+
+def loader_of(balancer, engine, dataset=None, **options):
+    dataset = TensorDataset(torch.ones(12, 2)) if dataset is None else dataset
+    return hvd.BalancedDataLoader(dataset, balancer=balancer, **options)
+
+
+def sampler_of(balancer, engine, **options):
+    return hvd.BalancedBatchSampler(12, balancer=balancer, **options)
+
+
+WRONG = [
+    (optimizer_of, {"strategy": "async"}, "strategy: expected"),
+    (optimizer_of, {"compression": "int8"}, "hvd.Compression"),
+    (optimizer_of, {"op": hvd.Adasum}, "op: expected"),
+    (optimizer_of, {"backward_passes_per_step": 0}, "backward_passes_per_step: expected an integer of at least 1"),
+    (optimizer_of, {"gradient_predivide_factor": 0.0}, "gradient_predivide_factor: expected"),
+    (optimizer_of, {"bucket_bytes": 0}, "bucket_bytes: expected"),
+    (optimizer_of, {"num_groups": -1}, "num_groups: expected"),
+    (optimizer_of, {"groups": "all"}, "groups: expected"),
+    (optimizer_of, {"named_parameters": []}, "named_parameters: expected every parameter"),
+    (optimizer_of, {"topology": "star"}, "topology: expected"),
+    (optimizer_of, {"optimizer": nn.Linear(2, 1)}, "optimizer: expected"),
+    (optimizer_of, {"process_set": object()}, "process_set: expected none"),
+    (loader_of, {"batch_size": 4}, "batch_size: expected none"),
+    (loader_of, {"sampler": [0]}, "sampler: expected none"),
+    (loader_of, {"in_order": False}, "in_order: expected True"),
+    (loader_of, {"sharded": True}, "sharded: expected an IterableDataset"),
+    (loader_of, {"steps_per_epoch": 2}, "steps_per_epoch: expected none"),
+    (loader_of, {"dataset": iter([1])}, "dataset: expected a map-style dataset"),
+    (loader_of, {"dataset": Stream(), "shuffle": True}, "shuffle: expected False"),
+    (loader_of, {"dataset": Unread(torch.ones(12, 2))}, "no such file"),
+    (loader_of, {"num_workers": -1}, "num_workers"),
+    (loader_of, {"prefetch_factor": 2}, "prefetch_factor"),
+    (loader_of, {"works": 2}, "works"),
+    (sampler_of, {"lookahead": -1}, "lookahead: expected"),
+]
+
+
+def mistaken(make, wrong, monkeypatch, *, told):
+    """What each of three ranks says where the last one alone is `wrong`. Then all make the same, and it is right."""
+    monkeypatch.setattr(optimizer, "HorovodEngine", lambda engine: engine)
+
+    def program(engine):
+        balancer = hvd.Balancer(4, engine=engine, adaptive=False) if told else None
+        right = {} if told else {"topology": "flat"}
+        here = None if told else engine  # what an optimizer without a balancer makes its own with
+        with pytest.raises((TypeError, ValueError, OSError)) as raised:
+            make(balancer, here, **{**right, **(wrong if engine.rank == 2 else {})})
+        make(balancer, here, **right)
+        return str(raised.value), engine.unique("")
+
+    said, numbers = zip(*World(3).run(program), strict=True)
+    assert len(set(numbers)) == 1, "ranks have counted alike"
+    return said
+
+
+@pytest.mark.parametrize(("make", "wrong", "text"), WRONG, ids=[f"{m.__name__}-{list(w)[-1]}" for m, w, _ in WRONG])
+def test_a_mistake_on_one_rank_is_an_error_on_all(make, wrong, text, monkeypatch):
+    said = mistaken(make, wrong, monkeypatch, told=True)
+    assert text in said[2] and "rank 2: " not in said[2]
+    assert all("rank 2: wrong arguments (" in each and text in each for each in said[:2])
+
+
+@pytest.mark.parametrize(("make", "wrong", "text"), [w for w in WRONG[:11] if "topology" not in w[1]])
+def test_it_is_without_a_balancer_where_gradients_are_summed_by_us(make, wrong, text, monkeypatch):
+    said = mistaken(make, wrong, monkeypatch, told=False)
+    assert text in said[2] and all("rank 2: wrong arguments (" in each and text in each for each in said[:2])
+
+
+def test_a_mistake_of_horovods_own_optimizer_is_one_of_the_rank_that_makes_it(monkeypatch):
+    """Without a balancer, and with nothing of ours, nothing is exchanged: not even hvd.init() was called here."""
+    monkeypatch.setattr(optimizer, "HorovodEngine", None)
+    for wrong in ({"compression": "int8"}, {"optimizer": nn.Linear(2, 1)}):
+        with pytest.raises((TypeError, ValueError), match="expected"):
+            optimizer_of(None, None, **wrong)
 
 
 def test_the_step_of_the_wrapped_optimizer_is_an_error_with_a_local_strategy():

@@ -7,9 +7,9 @@ from typing import Any
 
 import keras
 
-from hvd_hetero.optimizers.balancer import check_balancer
+from hvd_hetero.optimizers.argument import check_whole
 from hvd_hetero.optimizers.data_checksum import checksum
-from hvd_hetero.optimizers.sampler import LOADED, ShareSampler
+from hvd_hetero.optimizers.sampler import LOADED, ShareSampler, arguments_heard
 from hvd_hetero.optimizers.shards import check_no_steps
 
 from . import backend
@@ -26,6 +26,24 @@ from .untuned import UntunedDataset, untuned
 READ_AHEAD = 2  # batches that TensorFlow reads ahead of their use
 
 
+def _source_of(
+    x: Any, y: Any, sample_weight: Any, *, sharded: bool, steps_per_epoch: int | None, balancer: Balancer
+) -> Source:
+    """What the samples are loaded from. Raises TypeError or ValueError for data that cannot be dealt."""
+    whole, alone = balancer.global_batch_size, y is None and sample_weight is None
+    if sharded and not alone:
+        raise TypeError(
+            "y, sample_weight: expected none with sharded=True, as the stream's samples have them: (x, y) or (x, "
+            "y, sample_weight). Received: some."
+        )
+    if sharded:
+        rows = -(-whole // balancer.size)
+        return ShardSource(x, steps=steps_per_epoch, global_batch_size=whole, rows=rows)
+    if is_function(x) and alone:
+        return EpochStreams(x, global_batch_size=whole)
+    return source_of(x, y, sample_weight, global_batch_size=whole)
+
+
 class BalancedDataset(UntunedDataset):
     """Batches for `fit`, each as large as this rank's share at that moment.
 
@@ -34,7 +52,8 @@ class BalancedDataset(UntunedDataset):
     rank has no sample in a short batch, it gets one that is another rank's, which counts for nothing in the gradient.
 
     Keras passes over `shuffle` in `fit` here: the order is this object's. With `steps_per_epoch`, an epoch of `fit`
-    goes on where the last one ended. When loading fails on one rank, all ranks end.
+    goes on where the last one ended. When loading fails on one rank, all ranks end. Constructing one is a collective
+    call.
 
     Args:
         x, y, sample_weight: arrays, tensors, or nested structures of them. Or x alone, with all of it: a PyDataset
@@ -54,6 +73,9 @@ class BalancedDataset(UntunedDataset):
         steps_per_epoch: with `sharded`, global batches of an epoch.
         workers: threads that load ahead; 0 for none.
         use_multiprocessing: makes them processes, for loading that keeps Python busy.
+
+    Raises:
+        ValueError, TypeError: on every rank, when arguments are wrong on any rank, or differ between ranks.
     """
 
     def __init__(
@@ -74,43 +96,35 @@ class BalancedDataset(UntunedDataset):
     ) -> None:
         # Keras' own workers would deal batches out of order, and twice after an interruption.
         super().__init__(workers=1, use_multiprocessing=False)
-        check_balancer(balancer)
-        whole = balancer.global_batch_size
-        alone = y is None and sample_weight is None
-        if not sharded:
-            check_no_steps(steps_per_epoch, instead=" Where only the epochs of fit are to be shorter, give it to fit.")
-        if sharded and not alone:
-            raise TypeError(
-                "y, sample_weight: expected none with sharded=True, as the stream's samples have them: (x, y) or (x, "
-                "y, sample_weight). Received: some."
+        with arguments_heard(balancer):
+            if not sharded:
+                instead = " Where only the epochs of fit are to be shorter, give it to fit."
+                check_no_steps(steps_per_epoch, instead=instead)
+            check_whole("workers", workers, least=0)
+            self._source = _source_of(
+                x, y, sample_weight, sharded=sharded, steps_per_epoch=steps_per_epoch, balancer=balancer
             )
-        self._source: Source
-        if sharded:
-            rows = -(-whole // balancer.size)
-            self._source = ShardSource(x, steps=steps_per_epoch, global_batch_size=whole, rows=rows)
-            balancer.engine.on_reset_end(self._source.restart)
-        elif is_function(x) and alone:
-            self._source = EpochStreams(x, global_batch_size=whole)
-        else:
-            self._source = source_of(x, y, sample_weight, global_batch_size=whole)
-        self._read_whole = isinstance(self._source, (StreamSource, EpochStreams))  # by every rank
-        if (sharded or self._read_whole) and (shuffle or workers):
-            raise ValueError(
-                "x: expected shuffle=False and workers=0 with a stream, which is read in its own order. "
-                f"Received: shuffle={shuffle}, workers={workers}. Use its prefetch(), and its shuffle(n, seed=..., "
-                "reshuffle_each_iteration=False): of lambda epoch: dataset.shuffle(n, seed=epoch, "
-                "reshuffle_each_iteration=False) each epoch has an order of its own."
-            )
+            self._read_whole = isinstance(self._source, (StreamSource, EpochStreams))  # by every rank
+            if (sharded or self._read_whole) and (shuffle or workers):
+                raise ValueError(
+                    "x: expected shuffle=False and workers=0 with a stream, which is read in its own order. "
+                    f"Received: shuffle={shuffle}, workers={workers}. Use its prefetch(), and its shuffle(n, seed=..., "
+                    "reshuffle_each_iteration=False): of lambda epoch: dataset.shuffle(n, seed=epoch, "
+                    "reshuffle_each_iteration=False) each epoch has an order of its own."
+                )
+            length, content = len(self._source), checksum(self._source.arrays)
         self.balancer, self._terms = balancer, terms
         self.sampler = ShareSampler(
-            len(self._source),
+            length,
             balancer=balancer,
             shuffle=shuffle,
             seed=seed,
             drop_last=drop_last,
             block=self._source.block,
-            checksum=checksum(self._source.arrays),
+            checksum=content,
         )
+        if isinstance(self._source, ShardSource):
+            balancer.engine.on_reset_end(self._source.restart)
         self._ahead = Ahead(self._source, workers=workers, use_processes=use_multiprocessing)
         self._fresh = True  # whether reading is yet to begin: batches read until then are only looked at
         self._ahead_of_use = False  # whether TensorFlow reads batches while others are in use

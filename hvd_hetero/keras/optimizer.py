@@ -12,7 +12,7 @@ from hvd_hetero.optimizers.balancer import Balancer, check_balancer
 from hvd_hetero.optimizers.codec_spec import LinkCodecs
 from hvd_hetero.optimizers.equal_weights import EqualWeights
 from hvd_hetero.optimizers.local_sgd import LocalSGD, strategy_of
-from hvd_hetero.optimizers.routing import Routing
+from hvd_hetero.optimizers.routing import Routing, arguments_heard
 from hvd_hetero.policy.topology import Topology
 
 from . import backend
@@ -80,21 +80,14 @@ def DistributedOptimizer(
             links).
 
     Raises:
-        ValueError, TypeError: arguments that do not fit together, on the rank that passed them.
+        ValueError, TypeError: on every rank, when arguments are wrong on any rank, or differ between ranks.
     """
-    if not isinstance(optimizer, keras.optimizers.Optimizer):
-        raise TypeError(f"optimizer: expected a keras.optimizers.Optimizer. Received: {optimizer!r}.")
-    if "_reducer" in vars(optimizer):
-        raise ValueError("optimizer: expected one that is not distributed yet. Received: a DistributedOptimizer.")
-    if hasattr(optimizer, "_inner_optimizers"):
-        raise TypeError(
-            f"optimizer: expected one with a learning rate. Received: a {type(optimizer).__name__}, whose optimizers "
-            "have one each. Make a DistributedOptimizer of each of those, and apply them in a train_step."
-        )
-    check_unused(name=name, device_dense=device_dense, device_sparse=device_sparse)
-    steps = _accumulated(optimizer, backward_passes_per_step)
-    local = strategy_of(strategy)
     balancer = weights_of(balancer, process_set)
+    with arguments_heard(balancer.engine):
+        _check(optimizer)
+        check_unused(name=name, device_dense=device_dense, device_sparse=device_sparse)
+        steps = _accumulated(optimizer, backward_passes_per_step)
+        local = strategy_of(strategy)
     if keras.config.dtype_policy().name == "mixed_float16" and not _scales(optimizer):
         optimizer = keras.optimizers.LossScaleOptimizer(optimizer, name="loss_scale_optimizer")
     # Loss scaling may skip a batch, and change the scale for the next. So each batch has an exchange of its own then.
@@ -135,15 +128,29 @@ def weights_of(balancer: Balancer | None, process_set: Any) -> Balancer:
     A collective call without `balancer`.
 
     Raises:
-        TypeError: `balancer` is no Balancer.
-        ValueError: a process set in addition to a balancer.
+        TypeError: `balancer` is no Balancer; on this rank alone, which then does not know the others.
+        ValueError: a process set in addition to a balancer. The other ranks hear of it when they make their reducers.
     """
     if balancer is None:
         return EqualWeights(backend.engine(process_set))
     check_balancer(balancer)
-    if process_set is not None:
-        raise ValueError("process_set: expected None with a balancer, which has its own. Received: both.")
+    with arguments_heard(balancer.engine):
+        if process_set is not None:
+            raise ValueError("process_set: expected None with a balancer, which has its own. Received: both.")
     return balancer
+
+
+def _check(optimizer: Any) -> None:
+    """Raises TypeError or ValueError for what is no optimizer, has none of its own learning rate, or is distributed."""
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise TypeError(f"optimizer: expected a keras.optimizers.Optimizer. Received: {optimizer!r}.")
+    if "_reducer" in vars(optimizer):
+        raise ValueError("optimizer: expected one that is not distributed yet. Received: a DistributedOptimizer.")
+    if hasattr(optimizer, "_inner_optimizers"):
+        raise TypeError(
+            f"optimizer: expected one with a learning rate. Received: a {type(optimizer).__name__}, whose optimizers "
+            "have one each. Make a DistributedOptimizer of each of those, and apply them in a train_step."
+        )
 
 
 def make_reducer(
@@ -173,19 +180,19 @@ def make_reducer(
         passes, batches, succeeds, strategy, kind, at: see `GradientReducer`.
 
     Raises:
-        ValueError, TypeError: wrong arguments.
+        ValueError, TypeError: on every rank, wrong arguments on any rank, or unlike ones.
     """
-    reduction = op_of(op, "Average", "Sum")
-    check_divisor("gradient_predivide_factor", predivide)
-    if bucket_bytes is not None:
-        check_whole("bucket_bytes", bucket_bytes, least=1)
-    codecs = Compression.named(compression)
-    if not isinstance(codecs, LinkCodecs):
-        raise TypeError(
-            "compression: expected one of hvd.Compression.none, fp16, bf16, int8, auto, int4(...), topk(...), "
-            "powersgd(...), per_link(...); compressors of one's own are for PyTorch. Received: "
-            f"{compression!r}."
-        )
+    with arguments_heard(balancer.engine):
+        reduction = op_of(op, "Average", "Sum")
+        check_divisor("gradient_predivide_factor", predivide)
+        check_whole("bucket_bytes", bucket_bytes, least=1, optional=True)
+        codecs = Compression.named(compression)
+        if not isinstance(codecs, LinkCodecs):
+            raise TypeError(
+                "compression: expected one of hvd.Compression.none, fp16, bf16, int8, auto, int4(...), topk(...), "
+                "powersgd(...), per_link(...); compressors of one's own are for PyTorch. Received: "
+                f"{compression!r}."
+            )
     return GradientReducer(
         balancer=balancer,
         routing=Routing(

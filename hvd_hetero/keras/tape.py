@@ -10,7 +10,7 @@ from hvd_hetero.optimizers.balancer import Balancer
 from hvd_hetero.policy.topology import Topology
 
 from . import backend
-from .argument import check_unused, op_of
+from .argument import check_unused
 from .compression import Compression
 from .optimizer import make_reducer, weights_of
 from .reducer import GradientReducer
@@ -28,20 +28,19 @@ class _Series:
 
     def reducer(self, *, balancer: Balancer | None, process_set: Any, **arguments: Any) -> GradientReducer:
         """As `make_reducer` returns it. The first call with these arguments is a collective one."""
-        key = tuple(str(value) if name == "compression" else value for name, value in arguments.items())
-        if balancer is None:
-            if (process_set, key) not in self._equal:
-                self._equal[process_set, key] = weights_of(None, process_set)
-            balancer = self._equal[process_set, key]
-        else:
-            balancer = weights_of(balancer, process_set)
-        held: dict[Hashable, GradientReducer] = vars(balancer).setdefault(PLACE, {})
+        # As texts: True is no reduction, but equal to hvd.Sum.
+        key = tuple(str(value) if name in ("compression", "op") else value for name, value in arguments.items())
+        made = self._equal.get((process_set, key)) if balancer is None else None
+        weights = made or weights_of(balancer, process_set)
+        held: dict[Hashable, GradientReducer] = vars(weights).setdefault(PLACE, {})
         if key not in held:
             # The kind: a resumed job may use tapes first in another order, and their codecs' states are not alike.
             kind = f"tape {arguments['compression']}"
-            held[key] = make_reducer(balancer=balancer, kind=kind, **arguments)
-            self._balancers.add(balancer)
-            balancer.engine.on_reset_begin(self.forget)
+            held[key] = make_reducer(balancer=weights, kind=kind, **arguments)
+            if balancer is None:
+                self._equal[process_set, key] = weights
+            self._balancers.add(weights)
+            weights.engine.on_reset_begin(self.forget)
         return held[key]
 
     def forget(self) -> None:
@@ -96,7 +95,6 @@ class DistributedGradientTape:
             )
         check_unused(device_dense=device_dense, device_sparse=device_sparse)
         self._tape = gradtape
-        op_of(op, "Average", "Sum")  # raises what is wrong: as a key, True is hvd.Sum
         self._reducer = _SERIES.reducer(
             balancer=balancer,
             process_set=process_set,

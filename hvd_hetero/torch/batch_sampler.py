@@ -8,7 +8,7 @@ from torch.utils.data import Sampler
 
 from hvd_hetero.optimizers.argument import check_whole
 from hvd_hetero.optimizers.balancer import Balancer
-from hvd_hetero.optimizers.sampler import LOADED, ShareSampler
+from hvd_hetero.optimizers.sampler import LOADED, ShareSampler, arguments_heard
 
 ONE_AT_A_TIME = (
     "Expected one iteration at a time over data that is dealt to ranks. Received: another one, begun within it, so "
@@ -68,7 +68,8 @@ class BalancedBatchSampler(Sampler[list[int]]):
         lookahead: int = 0,
         checksum: int = 0,
     ) -> None:
-        check_whole("lookahead", lookahead, least=0)
+        with arguments_heard(balancer):
+            check_whole("lookahead", lookahead, least=0)
         self.balancer = balancer
         self.sampler = ShareSampler(
             length, balancer=balancer, shuffle=shuffle, seed=seed, drop_last=drop_last, checksum=checksum

@@ -10,9 +10,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from hvd_hetero.optimizers.argument import check_whole
-from hvd_hetero.optimizers.balancer import Balancer, check_balancer
+from hvd_hetero.optimizers.balancer import Balancer
 from hvd_hetero.optimizers.data_checksum import checksum
-from hvd_hetero.optimizers.sampler import LOADED
+from hvd_hetero.optimizers.sampler import LOADED, arguments_heard
 from hvd_hetero.optimizers.shards import ShardSampler, check_no_steps
 from hvd_hetero.optimizers.stream import StreamSampler
 from hvd_hetero.optimizers.unused_balancer import warn_of_none
@@ -37,12 +37,51 @@ def check_map_style(dataset: Any) -> None:
         )
 
 
-def _length_of(stream: IterableDataset[Any]) -> int | None:
-    """The number of samples of an `IterableDataset`, if it has a length; else None."""
+def _check_arguments(arguments: dict[str, Any]) -> None:
+    """Raises TypeError for arguments of a `DataLoader` that the balancer does not leave to a user."""
+    for name in ("batch_size", "sampler", "batch_sampler"):
+        if name in arguments:
+            instead = (
+                "Give the global batch to hvd.Balancer."
+                if name == "batch_size"
+                else "Draw the same on all ranks, with a generator of one seed, and make a loader of "
+                "Subset(dataset, list(sampler)) with shuffle=False for each epoch."
+            )
+            raise TypeError(
+                f"{name}: expected none, because the balancer deals the batches. Received: {arguments[name]!r}. "
+                f"{instead}"
+            )
+    if not arguments.get("in_order", True):
+        raise TypeError("in_order: expected True: sizes go with batches in the order dealt. Received: False.")
+
+
+def _check_dataset(dataset: Any, *, sharded: bool, shuffle: bool | None, steps_per_epoch: int | None) -> None:
+    """Raises TypeError or ValueError for a dataset that cannot be dealt as the other arguments say."""
+    streams = isinstance(dataset, IterableDataset)
+    if sharded and not streams:
+        raise TypeError(
+            "sharded: expected an IterableDataset of this rank's own samples. Received: "
+            f"{type(dataset).__name__}. Of a map-style dataset give all to every rank, and leave sharded out."
+        )
+    if not sharded:
+        check_no_steps(steps_per_epoch)
+    if streams and shuffle:
+        raise ValueError(
+            "shuffle: expected False or none for an IterableDataset, whose samples have no numbers. Received: "
+            "True. Shuffle in the dataset."
+        )
+    if not streams:
+        check_map_style(dataset)
+
+
+def _length_of(dataset: Any) -> int | None:
+    """The number of samples of a dataset; None for an `IterableDataset` without a length."""
     try:
-        return len(stream)  # type: ignore[arg-type]
+        return len(dataset)
     except (TypeError, NotImplementedError):
-        return None
+        if isinstance(dataset, IterableDataset):
+            return None
+        raise
 
 
 def _progress_bar() -> Any:
@@ -59,7 +98,9 @@ class BalancedDataLoader:
 
     Takes what `torch.utils.data.DataLoader` takes, but for `batch_size`, `sampler` and `batch_sampler`, which are the
     balancer's. Each batch tells the balancer its size, so that gradients are weighted by it. When loading raises on
-    one rank, the others raise `PeerError` in the same step.
+    one rank, the others raise `PeerError` in the same step. Constructing one is a collective call.
+
+    With `num_workers`, batches are dealt `num_workers * prefetch_factor` steps ahead, and a plan holds that much later.
 
     Args:
         dataset: all of it on every rank, in the same order: map-style, or an `IterableDataset`, which every rank reads
@@ -77,7 +118,8 @@ class BalancedDataLoader:
             may have unlike numbers, except of an `IterableDataset` that all read.
         progress: shows a bar on rank 0, with the global samples per second and the shares (it needs tqdm).
 
-    With `num_workers`, batches are dealt `num_workers * prefetch_factor` steps ahead, and a plan holds that much later.
+    Raises:
+        ValueError, TypeError: on every rank, when arguments are wrong on any rank, or differ between ranks.
     """
 
     def __init__(
@@ -95,58 +137,40 @@ class BalancedDataLoader:
         progress: bool = False,
         **arguments: Any,
     ) -> None:
-        for name in ("batch_size", "sampler", "batch_sampler"):
-            if name in arguments:
-                instead = (
-                    "Give the global batch to hvd.Balancer."
-                    if name == "batch_size"
-                    else "Draw the same on all ranks, with a generator of one seed, and make a loader of "
-                    "Subset(dataset, list(sampler)) with shuffle=False for each epoch."
-                )
-                raise TypeError(
-                    f"{name}: expected none, because the balancer deals the batches. Received: {arguments[name]!r}. "
-                    f"{instead}"
-                )
-        if not arguments.get("in_order", True):
-            raise TypeError("in_order: expected True: sizes go with batches in the order dealt. Received: False.")
-        if sharded and not isinstance(dataset, IterableDataset):
-            raise TypeError(
-                "sharded: expected an IterableDataset of this rank's own samples. Received: "
-                f"{type(dataset).__name__}. Of a map-style dataset give all to every rank, and leave sharded out."
-            )
-        if not sharded:
-            check_no_steps(steps_per_epoch)
-        check_balancer(balancer)
-        check_whole("num_workers", num_workers, least=0)
-        check_whole("prefetch_factor", prefetch_factor, least=1, optional=True)
         self.balancer, self.dataset, self._sharded = balancer, dataset, sharded
-        self._bar = _progress_bar() if progress and balancer.rank == 0 else None
-        lookahead = num_workers * (2 if prefetch_factor is None else prefetch_factor)
+        streams = isinstance(dataset, IterableDataset)
+        length: Any = None
+        content = 0
         arguments["prefetch_factor"] = prefetch_factor
-        if isinstance(dataset, IterableDataset):
-            if shuffle:
-                raise ValueError(
-                    "shuffle: expected False or none for an IterableDataset, whose samples have no numbers. Received: "
-                    "True. Shuffle in the dataset."
-                )
-            if sharded:
-                shards = ShardSampler(steps_per_epoch, balancer=balancer, seed=seed, lookahead=lookahead)
-                self._feed: Feed = ShardFeed(dataset, sampler=shards, workers=num_workers, arguments=arguments)
-            else:
-                stream = StreamSampler(
-                    _length_of(dataset),
-                    balancer=balancer,
-                    seed=seed,
-                    drop_last=drop_last,
-                    workers=num_workers,
-                    lookahead=lookahead,
-                )
-                self._feed = StreamFeed(dataset, sampler=stream, workers=num_workers, arguments=arguments)
+        with arguments_heard(balancer):
+            _check_arguments(arguments)
+            check_whole("num_workers", num_workers, least=0)
+            check_whole("prefetch_factor", prefetch_factor, least=1, optional=True)
+            _check_dataset(dataset, sharded=sharded, shuffle=shuffle, steps_per_epoch=steps_per_epoch)
+            DataLoader(dataset, num_workers=num_workers, **arguments)  # says what it cannot take
+            self._bar = _progress_bar() if progress and balancer.rank == 0 else None
+            lookahead = num_workers * (2 if prefetch_factor is None else prefetch_factor)
+            if not sharded:
+                length = _length_of(dataset)
+            if not streams:
+                content = checksum(whole_numbers(dataset))
+        if sharded:
+            shards = ShardSampler(steps_per_epoch, balancer=balancer, seed=seed, lookahead=lookahead)
+            self._feed: Feed = ShardFeed(dataset, sampler=shards, workers=num_workers, arguments=arguments)
+        elif streams:
+            stream = StreamSampler(
+                length,
+                balancer=balancer,
+                seed=seed,
+                drop_last=drop_last,
+                workers=num_workers,
+                lookahead=lookahead,
+            )
+            self._feed = StreamFeed(dataset, sampler=stream, workers=num_workers, arguments=arguments)
         else:
-            check_map_style(dataset)
             numbered = BalancedBatchSampler(
-                len(dataset),  # type: ignore[arg-type]
-                checksum=checksum(whole_numbers(dataset)),
+                length,
+                checksum=content,
                 balancer=balancer,
                 shuffle=shuffle is None or shuffle,
                 seed=seed,

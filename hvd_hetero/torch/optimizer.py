@@ -13,7 +13,7 @@ from hvd_hetero.optimizers.argument import check_divisor, check_whole
 from hvd_hetero.optimizers.balancer import Balancer, check_balancer
 from hvd_hetero.optimizers.equal_weights import EqualWeights
 from hvd_hetero.optimizers.local_sgd import LocalSGD, strategy_of
-from hvd_hetero.optimizers.routing import Routing
+from hvd_hetero.optimizers.routing import Routing, arguments_heard
 from hvd_hetero.policy.topology import Topology
 
 from .argument import check_devices, check_named_parameters, check_names, described, groups_of, numbered
@@ -86,25 +86,18 @@ def DistributedOptimizer(
             its links, down to 1 MiB behind slow ones).
 
     Raises:
-        ValueError, TypeError: arguments that do not fit together, on the rank that passed them.
+        ValueError, TypeError: on every rank, when arguments are wrong on any rank, or differ between ranks. With no
+            balancer, topology, codec of ours or local strategy: on the rank that passed them, as Horovod's raises.
     """
     # Imported here, as these import torch's compiler, which takes as long as torch itself. Making an optimizer has
     # imported it already; a process that only loads data is spared it.
     from .hooks import release
     from .reducer import GradientReducer
 
-    if not hasattr(optimizer, "param_groups"):
-        raise TypeError(f"optimizer: expected a torch.optim.Optimizer. Received: a {type(optimizer).__name__}.")
-    if named_parameters is not None:
-        check_named_parameters(named_parameters)
-    optimizer = _unwrapped(optimizer)
-    check_devices(p for group in optimizer.param_groups for p in group["params"])
-    local = strategy_of(strategy)
-    codecs = codecs_of(compression)
-    ours = is_ours(compression) or topology is not None or local is not None
-    if balancer is None:
+    if balancer is None and topology is None and strategy == "synchronous" and not is_ours(compression):
+        optimizer = _checked(optimizer, named_parameters)
+        codecs_of(compression)
         check_no_factor(optimizer)
-    if balancer is None and not ours:
         release(p for group in optimizer.param_groups for p in group["params"])
         return plain_optimizer(
             optimizer,
@@ -120,27 +113,30 @@ def DistributedOptimizer(
         )
     if balancer is not None:
         check_balancer(balancer)
-    if op not in (horovod.Average, horovod.Sum):
-        raise ValueError(
-            "op: expected hvd.Average or hvd.Sum with a balancer, a topology or our codecs. Received: "
-            f"{'hvd.Adasum' if op == horovod.Adasum else repr(op)}."
-        )
-    check_whole("backward_passes_per_step", backward_passes_per_step, least=1)
-    check_divisor("gradient_predivide_factor", gradient_predivide_factor)
-    if bucket_bytes is not None:
-        check_whole("bucket_bytes", bucket_bytes, least=1)
-    together = groups_of(groups, num_groups)
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    if named_parameters is not None:
-        check_names(list(named_parameters), parameters)
-    if balancer is not None and process_set is not horovod.global_process_set:
-        raise ValueError(
-            "process_set: expected none with a balancer, whose ranks share the batch: hvd.Balancer(process_set=...). "
-            "Received: both."
-        )
-    if balancer is None:
-        balancer = EqualWeights(HorovodEngine(process_set))
-    weights = balancer
+    weights = EqualWeights(HorovodEngine(process_set)) if balancer is None else balancer
+    with arguments_heard(weights.engine):
+        optimizer = _checked(optimizer, named_parameters)
+        local = strategy_of(strategy)
+        codecs = codecs_of(compression)
+        if balancer is None:
+            check_no_factor(optimizer)
+        elif process_set is not horovod.global_process_set:
+            raise ValueError(
+                "process_set: expected none with a balancer, whose ranks share the batch: "
+                "hvd.Balancer(process_set=...). Received: both."
+            )
+        if op not in (horovod.Average, horovod.Sum):
+            raise ValueError(
+                "op: expected hvd.Average or hvd.Sum with a balancer, a topology or our codecs. Received: "
+                f"{'hvd.Adasum' if op == horovod.Adasum else repr(op)}."
+            )
+        check_whole("backward_passes_per_step", backward_passes_per_step, least=1)
+        check_divisor("gradient_predivide_factor", gradient_predivide_factor)
+        check_whole("bucket_bytes", bucket_bytes, least=1, optional=True)
+        together = groups_of(groups, num_groups)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if named_parameters is not None:
+            check_names(list(named_parameters), parameters)
 
     def reducer_of(
         trained: Sequence[torch.nn.Parameter], passes: int, *, at: int | None = None
@@ -190,22 +186,31 @@ def DistributedOptimizer(
     distributed.__dict__.update(
         _reducer=reducer_of([p for p in parameters if p.requires_grad], backward_passes_per_step),
         _reducer_of=reducer_of,
-        _balancer=balancer,
+        _balancer=weights,
         _wrapped=optimizer,
         _should_synchronize=True,
     )
     distributed._reducer.follow(distributed)
     reduces(distributed)
-    balancer.engine.on_reset_end(distributed._rebuild)
+    weights.engine.on_reset_end(distributed._rebuild)
     return distributed  # type: ignore[no-any-return]
 
 
-def _unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+def _checked(optimizer: torch.optim.Optimizer, named_parameters: Any) -> torch.optim.Optimizer:
     """The optimizer that the script made, if `optimizer` is a balanced one around it; else `optimizer` itself. Scripts
-    wrap anew after layers were thawed."""
+    wrap anew after layers were thawed.
+
+    Raises:
+        TypeError, ValueError: it is no optimizer, one of Horovod's own, or one of parameters where Horovod cannot go.
+    """
+    if not hasattr(optimizer, "param_groups"):
+        raise TypeError(f"optimizer: expected a torch.optim.Optimizer. Received: a {type(optimizer).__name__}.")
     if hasattr(optimizer, "_allreduce_grad_async"):
         raise ValueError(
             "optimizer: expected one that is not distributed yet. Received: a DistributedOptimizer of Horovod's own. "
             "Pass the optimizer that it was made of."
         )
+    if named_parameters is not None:
+        check_named_parameters(named_parameters)
+    check_devices(p for group in optimizer.param_groups for p in group["params"])
     return root_of(optimizer)  # type: ignore[no-any-return]
