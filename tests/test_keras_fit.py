@@ -1,6 +1,7 @@
 """What callbacks, saved models and balancers keep from one `fit` to the next, in one process."""
 
 import contextlib
+import copy
 import gc
 import threading
 import types
@@ -224,3 +225,22 @@ def test_a_model_with_nothing_to_train_may_be_fitted():
             make_dataset(balancer), verbose=0, callbacks=[hvd.callbacks.RebalanceCallback(balancer, verbose=0)]
         )
     assert told.history["share"] == [WHOLE]
+
+
+def test_copies_of_callbacks_that_were_in_a_fit_are_of_the_same_job(tmp_path, monkeypatch):
+    """KerasTuner copies them for each trial, also those of a fit before."""
+    monkeypatch.setattr(hvd.backend.horovod, "size", lambda: 4)  # which the warm-up asks, of a job that is none
+    engine = SoloEngine()
+    balancer = hvd.Balancer(WHOLE, engine=engine)
+    callbacks = [
+        hvd.callbacks.MetricAverageCallback(engine=engine), hvd.callbacks.LocalSGDCallback(),
+        hvd.callbacks.RebalanceCallback(balancer, verbose=0), hvd.callbacks.TraceCallback(tmp_path, balancer),
+        hvd.callbacks.LatencyAwareLearningRate(balancer), hvd.callbacks.LearningRateWarmupCallback(0.01),
+        keras.callbacks.EarlyStopping("loss"), hvd.callbacks.StopTogetherCallback(),
+    ]  # fmt: skip
+    for trial in range(3):
+        callbacks = copy.deepcopy(callbacks)
+        model = compiled(make_model(), balancer, strategy="local")
+        history = model.fit(make_dataset(balancer), epochs=2, verbose=0, callbacks=callbacks).history
+        assert set(history) >= {"share", "merges", "lr"} and balancer.step == 2 * BATCHES * (trial + 1) - 1
+        assert all(each.balancer is balancer for each in callbacks if hasattr(each, "balancer"))
