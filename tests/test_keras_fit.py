@@ -1,6 +1,7 @@
 """What callbacks, saved models and balancers keep from one `fit` to the next, in one process."""
 
 import contextlib
+import copy
 import gc
 import threading
 import types
@@ -123,12 +124,14 @@ def test_a_loaded_model_has_its_balancer_in_the_layers_that_take_part(tmp_path):
         clone.fit(make_dataset(balancer), verbose=0, callbacks=[hvd.callbacks.RebalanceCallback(balancer)])
 
 
+@pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("name", ["model.keras", "model.h5"])
-def test_a_loaded_model_goes_on_training_where_it_stopped(tmp_path, name):
-    """Horovod's examples save HDF5 files."""
+def test_a_loaded_model_goes_on_training_where_it_stopped(tmp_path, name, scaled):
+    """Horovod's examples save HDF5 files. Of an optimizer within another one Keras sets no weights by itself."""
     x, y = np.linspace(-1, 1, 24, dtype="float32").reshape(8, 3), np.ones((8, 1), "float32")
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2), keras.layers.Dense(1)])
     optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+    optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=8.0) if scaled else optimizer
     one = EqualWeights(SoloEngine())
     model.compile(hvd.DistributedOptimizer(optimizer, balancer=one), "mean_squared_error", jit_compile=False)
     model.train_on_batch(x, y)
@@ -225,3 +228,22 @@ def test_a_model_with_nothing_to_train_may_be_fitted():
             make_dataset(balancer), verbose=0, callbacks=[hvd.callbacks.RebalanceCallback(balancer, verbose=0)]
         )
     assert told.history["share"] == [WHOLE]
+
+
+def test_copies_of_callbacks_that_were_in_a_fit_are_of_the_same_job(tmp_path, monkeypatch):
+    """KerasTuner copies them for each trial, also those of a fit before."""
+    monkeypatch.setattr(hvd.backend.horovod, "size", lambda: 4)  # which the warm-up asks, of a job that is none
+    engine = SoloEngine()
+    balancer = hvd.Balancer(WHOLE, engine=engine)
+    callbacks = [
+        hvd.callbacks.MetricAverageCallback(engine=engine), hvd.callbacks.LocalSGDCallback(),
+        hvd.callbacks.RebalanceCallback(balancer, verbose=0), hvd.callbacks.TraceCallback(tmp_path, balancer),
+        hvd.callbacks.LatencyAwareLearningRate(balancer), hvd.callbacks.LearningRateWarmupCallback(0.01),
+        keras.callbacks.EarlyStopping("loss"), hvd.callbacks.StopTogetherCallback(),
+    ]  # fmt: skip
+    for trial in range(3):
+        callbacks = copy.deepcopy(callbacks)
+        model = compiled(make_model(), balancer, strategy="local")
+        history = model.fit(make_dataset(balancer), epochs=2, verbose=0, callbacks=callbacks).history
+        assert set(history) >= {"share", "merges", "lr"} and balancer.step == 2 * BATCHES * (trial + 1) - 1
+        assert all(each.balancer is balancer for each in callbacks if hasattr(each, "balancer"))

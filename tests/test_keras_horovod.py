@@ -65,6 +65,7 @@ ON_THREE = ["law_2:adam,float64,1e-11", "law_2:weights_and_short_last_batch,floa
 LOCAL = [
     "merging_every_step_is_synchronous_training:sgd,float64,1e-11",
     "merging_every_step_is_synchronous_training:scaled_loss_and_accumulation,float64,1e-11",
+    "batches_of_an_update_count_by_their_shares",
     "parts_of_updates_are_those_of_their_rates",
     "fits_end_with_the_averages_of_all_ranks:2",
     "fit_ends_with_one_model",

@@ -73,6 +73,10 @@ class LocalEngine:
         self._named = itertools.count(1)
         self._rebuilds, self._forgets = WeakMethods(), WeakMethods()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> LocalEngine:
+        """The engine itself: a copy of what refers to it, as of a callback, is on the same ranks."""
+        return self
+
     @property
     def rank(self) -> int:
         return self._rank

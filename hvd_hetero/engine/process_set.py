@@ -109,6 +109,10 @@ class ProcessSetEngine:
                 f"{self._set.ranks}. Guard the call with process_set.included()."
             )
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> ProcessSetEngine:
+        """The engine itself: a copy of what refers to it, as of a callback, is on the same ranks."""
+        return self
+
     @property
     def _set(self) -> Any:
         """Horovod's process set. Raises ValueError if it was not added to Horovod, or has been removed."""

@@ -49,6 +49,10 @@ class RateFactor:
         self._waiting: dict[str, Any] = {}  # a state, until there is a core
         self.loaded = False
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> RateFactor:
+        """The factor itself, which is the optimizer's: a callback that is copied takes that of its own one in `fit`."""
+        return self
+
     @property
     def reducer(self) -> GradientReducer | None:
         """What reduces the gradients of the optimizer, if it is a distributed one that lives."""

@@ -24,6 +24,7 @@ from hvd_hetero.optimizers.second_moments import SecondMoments
 from hvd_hetero.optimizers.statistic import merged_statistics
 from hvd_hetero.optimizers.unsent_state import Count
 
+from .accumulation import BatchWeights
 from .factor import RateFactor
 from .parameter_store import ParameterStore, bits_of
 from .second_moments import copy, keepers_of, mix, moments_of
@@ -36,6 +37,7 @@ class LocalTraining:
         variables: those that the optimizer trains.
         gradient_exchange: of the optimizer's gradients.
         form: what is particular to the back end.
+        optimizer: returns the optimizer.
         factor: the `RateFactor` of the optimizer; None if it has none.
         batches: global batches per update, where Keras itself adds up the gradients of several.
     """
@@ -48,6 +50,7 @@ class LocalTraining:
         *,
         routing: Routing,
         form: Any,
+        optimizer: Callable[[], Any] = lambda: None,
         factor: RateFactor | None = None,
         batches: int | None = None,
     ) -> None:
@@ -59,13 +62,14 @@ class LocalTraining:
             rule, store, gradient_exchange=gradient_exchange, routing=routing, batches=batches,
             on_give_up=self._forget_what_is_not_finite,
         )  # fmt: skip
-        self._batches = batches
+        self._weights = None if batches is None else BatchWeights(batches, optimizer)
         self._moments = SecondMoments(moments_of, copy=copy, mix=mix, exchanges=rule.second_moments == "global")
         self._optimizer: Callable[[], Any] = lambda: None  # the optimizer, once it has made an update
         self._terms: float | None = None  # loss terms of the local step under way; None: there is none
         self._given = Count([])  # loss terms of each batch that the optimizer was given since its last update
         gradient_exchange.unsent_state.put_count("given apart", self._given)
-        self._before: int | None = None  # how many batches the optimizer had been given before this one
+        if self._weights is not None:
+            gradient_exchange.unsent_state.put_count("taken apart", self._weights.state)
         self._wait_s, self._bytes_sent = 0.0, 0  # of the last local step
 
     def check(self, variables: Sequence[Any]) -> None:
@@ -76,16 +80,28 @@ class LocalTraining:
                 "a new DistributedOptimizer after optimizer.merge()."
             )
 
-    def before_step(self, terms: float) -> None:
-        """Prepares the update of a local step over `terms` loss terms. The first call is a collective one."""
+    @property
+    def written(self) -> list[Any]:
+        """The variables that `before_step` may write."""
+        return [] if self._weights is None else self._weights.sums
+
+    def before_step(self, terms: float) -> float:
+        """Prepares the update of a local step over `terms` loss terms. The first call is a collective one.
+
+        Returns:
+            What the rank's mean gradient is to be multiplied by.
+        """
         part = self.steps.before_step(by_rate=self._factor is not None)
         self._make_part(part)
-        optimizer = self._optimizer()
-        self._moments.before_step(optimizer)
-        self._before = None if optimizer is None or self._batches is None else _batches_of(optimizer)
+        self._moments.before_step(self._optimizer())
         self._terms = terms
         leads = self._gradient_exchange.leads
         self._balancer.exchanged(wait_s=self._wait_s, bytes_sent=self._bytes_sent, leads=leads)
+        return 1.0 if self._weights is None else self._weights.before_batch(self._share(terms))
+
+    def _share(self, terms: float) -> float:
+        """This rank's samples of the batch, by the plan; 0 for a batch without `terms`."""
+        return (self._balancer.plan.shares[self._balancer.rank] or terms) if terms else 0.0
 
     def before_synchronous_step(self) -> None:
         """Prepares an update of a synchronous step, which is made in full."""
@@ -105,9 +121,9 @@ class LocalTraining:
         start = time.perf_counter()
         self._bytes_sent = 0
         given = self._given.value = [*self._given.value, terms]
-        if self._has_updated(optimizer):
-            terms, gradients = sum(given), sum(each > 0 for each in given) / len(given)
-            self._given.value = []
+        gradients = float(terms > 0) if self._weights is None else self._weights.after_batch(self._share(terms))
+        if gradients is not None:
+            terms, self._given.value = sum(given), []
             self._bytes_sent = self.steps.after_step(terms, lr=lr, gradients=gradients)
             self._moments.after_step(optimizer, self.steps.part(terms), sent=self._bytes_sent > 0)
         if self.steps.ends:
@@ -116,17 +132,11 @@ class LocalTraining:
             self.steps.merge()
             self._moments.end(optimizer)
             self._given.value = []
+            if self._weights is not None:
+                self._weights.begin_anew()
             self._merge(optimizer.variables, weight=self.steps.samples)
         self._wait_s = time.perf_counter() - start
         self._balancer.step_timer.run()
-
-    def _has_updated(self, optimizer: Any) -> bool:
-        """Whether the optimizer has made an update with the batch given last. With loss scaling Keras itself
-        accumulates several batches per update, and does not count a batch that it skips."""
-        if self._batches is None:
-            return True
-        batches = _batches_of(optimizer)
-        return batches % self._batches == 0 and batches != self._before
 
     def _forget_what_is_not_finite(self) -> None:
         """Replaces optimizer state that holds an infinity or a NaN, with which all further steps would fail.
@@ -185,11 +195,6 @@ def averages_with_weights(optimizer: Any) -> list[tuple[Any, Any]]:
         averages = getattr(keeper, "_model_variables_moving_average", ())
         found += zip(averages, getattr(keeper, "_trainable_variables", ()), strict=False)
     return [(average, weight) for average, weight in found if average is not None]
-
-
-def _batches_of(optimizer: Any) -> int:
-    """How many batches an optimizer has been given. Keras has no public name for that."""
-    return int(keepers_of(optimizer)[0]._iterations)
 
 
 def _finite(variable: Any) -> bool:

@@ -121,7 +121,7 @@ class GradientReducer:
             if self.local is None:
                 self.local = LocalTraining(
                     self.strategy, variables, self.gradient_exchange, routing=self.routing, form=self.form,
-                    factor=factor_of(self._of()), batches=self._batches,
+                    optimizer=self._of, factor=factor_of(self._of()), batches=self._batches,
                 )  # fmt: skip
             self.local.check(variables)
         # With the variables' numbers if something is added up or kept back by codecs: others may have the same shapes.
@@ -144,7 +144,8 @@ class GradientReducer:
             reduced = iter(self._graph.through(step, present, part, self._variables))
         else:
             last = self.form.last_of(iterations, self.passes)
-            reduced = iter(self.form.through(step, present, last, part, self._variables))
+            touched = [*self._variables, *(self.local.written if self.local is not None else ())]
+            reduced = iter(self.form.through(step, present, last, part, touched))
         every = [None if g is None else next(reduced) for g in found]
         return every if tracing else unmarked(every, last=last, is_local=self.is_local, keeps=self.routing.keeps)
 

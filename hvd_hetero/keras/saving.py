@@ -66,7 +66,9 @@ def _of_hdf5(model: Any, filepath: Any) -> Any:
     made.build(model.trainable_variables)
     legacy = importlib.import_module("keras.src.legacy.saving.legacy_h5_format")  # there is no public name
     with importlib.import_module("h5py").File(filepath, "r") as file:
-        made.set_weights(legacy.load_optimizer_weights_from_hdf5_group(file))
+        saved = legacy.load_optimizer_weights_from_hdf5_group(file)
+        for variable, value in zip(made.variables, saved, strict=True):  # set_weights() leaves out an inner optimizer's
+            variable.assign(value)
     return made
 
 

@@ -175,7 +175,7 @@ class ReducedStep:
             factor /= self._gradient_exchange.unit
         self._terms, self._passes = 0.0, 0
         self._count.end()
-        local.before_step(terms)
+        factor *= local.before_step(terms)
         return [flat * factor for flat in flats]
 
     def _exchanged(self) -> list[Any]:

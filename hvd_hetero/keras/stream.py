@@ -15,8 +15,12 @@ from hvd_hetero.engine import script
 from .batch import Batch, joined, packed, rows_of
 
 # Kinds of tf.data.Dataset, by the names of TensorFlow's classes.
-KEEPS_ELEMENTS = {"AssertCardinality", "Cache", "Options", "Prefetch", "Repeat", "Shard", "Shuffle", "Skip", "Take"}
-BATCHES = {"Batch", "ParallelBatch", "PaddedBatch"}
+KEEPS_ELEMENTS = {
+    "AssertCardinality", "Cache", "Filter", "IgnoreErrors", "Options", "Prefetch", "Repeat", "Shard", "Shuffle", "Skip",
+    "Snapshot", "Take", "TakeWhile",
+}  # fmt: skip
+JOINS = {"Concatenate", "Zip"}
+BATCHES = {"Batch", "MapAndBatch", "ParallelBatch", "PaddedBatch", "Rebatch"}
 MAPS = {"Map", "ParallelMap"}
 NOT_DENSE = {"RaggedTensorSpec", "SparseTensorSpec", "TensorArraySpec", "DatasetSpec"}  # specs of elements
 
@@ -232,9 +236,12 @@ def _other_than_dense(dataset: Any) -> list[str]:
 
 
 def _ends_in_batches(dataset: Any) -> bool:
-    """Whether a tf.data.Dataset makes batches and leaves them as they are."""
+    """Whether a tf.data.Dataset makes batches and leaves them as they are, also as pairs with batches of another one.
+    """
     while (name := _kind(dataset)) in KEEPS_ELEMENTS:
         dataset = getattr(dataset, "_input_dataset", None)
+    if name in JOINS:
+        return all(map(_ends_in_batches, dataset._inputs()))
     return name in BATCHES
 
 

@@ -699,6 +699,8 @@ def samples_of_tf_data():
         (samples.filter(as_is(lambda x, y: True)), "assert_cardinality"),
         (samples.batch(2, drop_remainder=True).prefetch(1), "unbatch"),
         (samples.padded_batch(2).shuffle(3, seed=0).repeat(2).take(9).cache(), "unbatch"),
+        (tf.data.Dataset.zip((samples.batch(2), {"y": samples.batch(2).prefetch(1)})), "unbatch"),
+        (samples.batch(2).concatenate(samples.batch(2)).rebatch(3), "unbatch"),
         (samples.shuffle(9, seed=3), "reshuffle_each_iteration=False"),
         (tf.data.Dataset.zip((samples.shuffle(9, seed=3), samples)).map(first).prefetch(2), "reshuffle_each"),
         (samples.concatenate(samples.shuffle(9, seed=1)).cache(), "reshuffle_each_iteration=False"),
@@ -717,6 +719,7 @@ def samples_of_tf_data():
         (samples.batch(2, drop_remainder=True).map(as_is(lambda x, y: (x, None))), True),
         (samples.shuffle(9, seed=3, reshuffle_each_iteration=False), False),
         (samples.batch(2).unbatch().take(len(x)), False), (samples.map(pair), False), (text, False),
+        (tf.data.Dataset.zip((samples, samples.batch(2))), False),
     ):
         given = given.apply(tf.data.experimental.assert_cardinality(len(x)))
         with warnings.catch_warnings(record=True) as caught:

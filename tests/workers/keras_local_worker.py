@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 
 import keras
@@ -55,6 +56,35 @@ def merging_every_step_is_synchronous_training(case, floatx, bound):
         same_on_all(found[-1])
     error, *others = [distance(one, found[1]) for one in (found[0], *found[2:])]
     assert error <= bound and all(other > 1e-3 for other in others), (error, others)
+    keras.config.set_floatx("float32")
+    keras.config.set_dtype_policy("float32")
+
+
+def batches_of_an_update_count_by_their_shares():
+    """Where Keras itself adds them up, as with loss scaling, and the plan changes between them; or a fit ends."""
+    keras.config.set_floatx("float64")
+    keras.config.set_dtype_policy("float64")
+    arrays, found = data()[:2], []
+    for strategy in (EVERY_STEP, "synchronous"):
+        balancer = hvd.Balancer(WHOLE, shares=UNEVEN[hvd.size()], adaptive=False)
+        first, *_ = plans = balancer.planner.plans
+        plans += [
+            dataclasses.replace(first, step=at, shares=first.shares[:: 1 - 2 * (at % 2)])
+            for at in range(1, len(arrays[0]) // WHOLE)
+        ]
+        plain = keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
+        plain = keras.optimizers.LossScaleOptimizer(plain, initial_scale=8.0)
+        model = dense_model()
+        optimizer = hvd.DistributedOptimizer(plain, balancer=balancer, strategy=strategy)
+        model.compile(optimizer=optimizer, loss=mean_squared_error)
+        dataset = hvd.BalancedDataset(*arrays, balancer=balancer)
+        for _ in range(2):
+            broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+            model.fit(dataset, verbose=0, steps_per_epoch=3, callbacks=[broadcast])
+        optimizer.merge(model)
+        found.append(weights_of(model))
+        same_on_all(found[-1])
+    assert distance(*found) <= 1e-11, distance(*found)
     keras.config.set_floatx("float32")
     keras.config.set_dtype_policy("float32")
 

@@ -157,22 +157,23 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         steps_per_epoch: int | None = None,
         verbose: int = 0,
     ) -> None:
-        def multiplier(epoch: float) -> float:
-            assert self.steps_per_epoch is not None
-            size = backend.horovod.size()
-            # Counted so that the last batch of an epoch has the factor of a whole number of epochs, as with Horovod.
-            done = min((epoch + 1.0 / self.steps_per_epoch) / warmup_epochs, 1.0)
-            return float((1.0 + (size - 1) * done) / size)
-
         super().__init__(
             initial_lr,
-            multiplier,
+            self._warm,  # a method, and no function within this one, which would be of this callback in a copy as well
             end_epoch=warmup_epochs,
             staircase=False,
             momentum_correction=momentum_correction,
             steps_per_epoch=steps_per_epoch,
         )
         self.verbose = verbose
+
+    def _warm(self, epoch: float) -> float:
+        """The factor at `epoch`, which may be a fraction."""
+        assert self.steps_per_epoch is not None and self.end_epoch is not None
+        size = backend.horovod.size()
+        # Counted so that the last batch of an epoch has the factor of a whole number of epochs, as with Horovod.
+        done = min((epoch + 1.0 / self.steps_per_epoch) / self.end_epoch, 1.0)
+        return float((1.0 + (size - 1) * done) / size)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Logs the learning rate as "lr"; with `verbose`, prints it after the last epoch of the warm-up."""
