@@ -72,6 +72,8 @@ class BalancedDataLoader:
         drop_last: leaves out what does not fill a global batch.
         progress: shows a bar on rank 0, with the global samples per second and the shares (it needs tqdm).
 
+    A loop in `torch.no_grad()` that trains on nothing, as that of `update_bn`, uses up no epoch.
+
     With `num_workers`, batches are dealt `num_workers * prefetch_factor` steps ahead, and a plan holds that much later.
     """
 
@@ -160,7 +162,7 @@ class BalancedDataLoader:
         self.batch_sampler.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
-        left = self.batch_sampler.left
+        left, go_back = self.batch_sampler.left, self.batch_sampler.bookmark()
         try:
             with self._bar(total=left, unit="samples") if self._bar else contextlib.nullcontext() as bar:
                 yield from self._batches(bar)
@@ -172,6 +174,8 @@ class BalancedDataLoader:
         self.balancer.end_epoch()
         if torch.is_grad_enabled():
             warn_of_none(self.balancer)
+        elif not self.balancer.batch_order.used:  # it looked at the data only, as `update_bn` does
+            go_back()
 
     def _batches(self, bar: Any) -> Iterator[Any]:
         self._iterations = mine = self._iterations + 1
