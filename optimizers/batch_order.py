@@ -24,17 +24,21 @@ class BatchOrder:
     Gradients are weighted by the samples of the batch that the loader handed out last, so each batch needs its backward
     pass before the next one is loaded. A loop without any backward pass, such as an evaluation, is fine. A loop is one
     iteration over `BalancedDataLoader`.
+
+    Attributes:
+        used: whether a batch of the loop that began last was used.
     """
 
     def __init__(self) -> None:
         self._samples = 0  # samples of the batch begun last, until it is used
         self._unused = 0  # samples of a batch of this loop that was never used; 0: none
         self._over = self._told = False  # see `over`; whether the warning was given
+        self.used = False
 
     def begins(self, samples: int, *, first: bool) -> None:
         """Notes that a loop gets a batch, of which this rank has `samples`; `first`: the first batch of the loop."""
         if first:
-            self._unused = 0
+            self._unused, self.used = 0, False
         elif self._samples:
             self._unused = self._samples
         self._samples = samples
@@ -67,4 +71,4 @@ class BatchOrder:
 
     def steps(self) -> None:
         """Notes that the present batch is used, also where a rank takes a step without a backward pass."""
-        self._samples = 0
+        self._samples, self.used = 0, True

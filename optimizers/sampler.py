@@ -6,7 +6,7 @@ import contextlib
 import threading
 import zlib
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -142,6 +142,16 @@ class ShareSampler:
             self.dealer.epoch, self.position = epoch, len(self.dealer)
         elif epoch != self.dealer.epoch or not self._resumed:
             self.dealer.epoch, self.position, self._resumed = epoch, 0, False
+
+    def bookmark(self) -> Callable[[], None]:
+        """Returns a function that goes back to the present place in the data, after an iteration that was no training.
+        """
+        place = self.dealer.epoch, self.position, self._resumed
+
+        def go_back() -> None:
+            self.dealer.epoch, self.position, self._resumed = place
+
+        return go_back
 
     def rewind(self) -> None:
         """Drops the batches that are not used yet: the next ones are dealt for the step after the present one."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from .agreement import agree_on
@@ -124,6 +124,16 @@ class StreamSampler:
             self.epoch, self._over = epoch, True
         elif epoch != self.epoch or not self._resumed:
             self.epoch, self.position, self._first, self._resumed, self._over = epoch, 0, 0, False, False
+
+    def bookmark(self) -> Callable[[], None]:
+        """Returns a function that goes back to the present place in the epoch, after an iteration that was no training.
+        """
+        place = self.epoch, self.position, self._first, self._resumed, self._over
+
+        def go_back() -> None:
+            self.epoch, self.position, self._first, self._resumed, self._over = place
+
+        return go_back
 
     def begin(self) -> bool:
         """Begins an iteration. Returns False if nothing of the epoch is left."""

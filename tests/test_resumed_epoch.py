@@ -79,6 +79,43 @@ def test_an_epoch_that_was_kept_at_its_end_is_not_trained_again(tmp_path, how, i
     assert sorted(sum(ranks, [])) == expected
 
 
+@pytest.mark.parametrize("own_loader", [False, True, None], ids=["loader", "own loader", "stream"])
+def test_a_loop_that_trains_on_nothing_uses_up_no_epoch(tmp_path, own_loader):
+    """As that of `update_bn`: a job that went on with the next epoch found nothing left of it."""
+
+    def program(engine):
+        used = []
+        for until in range(1, EPOCHS + 1):
+            job = Job(engine, tmp_path / "x", own_loader=own_loader)
+            assert job.checkpoint.restore() == (until > 1)
+
+            def look_and_keep(job=job):
+                with torch.no_grad():
+                    assert sum(len(x) > 0 for x in job.loader) == BATCHES
+                job.state.epoch += 1
+                job.checkpoint.save()
+
+            job.train(look_and_keep, in_loop=False, until=until)
+            used += job.used
+        return used
+
+    expected = [(epoch, index) for epoch in range(EPOCHS) for index in range(WHOLE * BATCHES)]
+    assert sorted(sum(World(2).run(program), [])) == expected
+
+
+def test_a_loop_that_trains_without_autograd_uses_up_its_epoch(tmp_path):
+    def program(engine):
+        job = Job(engine, tmp_path / "x", own_loader=False)
+        with torch.no_grad():
+            for x in job.loader:
+                for parameter in job.model.parameters():
+                    parameter.grad = x.mean().expand_as(parameter).clone()
+                job.optimizer.step()
+        return job.loader.state_dict()["epoch"]
+
+    assert World(2).run(program) == [1, 1]
+
+
 def test_an_epoch_may_be_trained_again_on_purpose(tmp_path):
     def program(engine):
         job = Job(engine, tmp_path / "x", own_loader=False)

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import random
 import threading
 import time
@@ -348,6 +349,34 @@ def trained_with_gaps(skipped, *, warmup_steps, phase=None, merges=False):
 
     first, second = World(2).run(program, timeout_s=20)
     assert torch.equal(first, second)
+
+
+def test_a_step_that_a_fused_optimizer_skips_counts_no_more_than_one_that_is_left_out():
+    """A GradScaler leaves out the steps of other optimizers, and has those that are fused look whether they are to."""
+
+    def program(engine, fused):
+        model = copy.deepcopy(PROTOTYPE)
+        balancer = hvd.Balancer(WHOLE, engine=engine, shares=(8, 4), adaptive=False)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused), balancer=balancer,
+            strategy=hvd.LocalSGD(round_steps=1, bound_rounds=0, warmup_steps=2),
+        )  # fmt: skip
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        x, y = make_data(8)
+        for step in range(8):
+            mine = slice(12 * step, 12 * step + 8) if engine.rank == 0 else slice(12 * step + 8, 12 * step + 12)
+            balancer.begin(mine.stop - mine.start)
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(x[mine]), y[mine])
+            scaler.scale(loss * (math.inf if (engine.rank, step) == (0, 4) else 1.0)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        optimizer.merge()
+        return torch.cat([p.detach().reshape(-1) for p in model.parameters()]), scaler.get_scale()
+
+    left_out, skipped = (World(2).run(lambda engine, fused=fused: program(engine, fused)) for fused in (False, True))
+    assert [scale for _, scale in skipped] == [scale for _, scale in left_out] == [2.0**9, 2.0**10]
+    assert all(torch.allclose(one, left_out[0][0], rtol=0, atol=1e-6) for one, _ in skipped)
 
 
 def test_a_rank_that_skips_the_last_step_apart_comes_back_with_the_others():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from torch.utils.data import Sampler
 
@@ -103,6 +103,17 @@ class BalancedBatchSampler(Sampler[list[int]]):
         self.sampler.set_epoch(epoch)
         if epoch != before:
             self._first = self.sampler.position
+
+    def bookmark(self) -> Callable[[], None]:
+        """Returns a function that goes back to the present place in the data, after an iteration that was no training.
+        """
+        first, sampler_goes_back = self._first, self.sampler.bookmark()
+
+        def go_back() -> None:
+            self._first = first
+            sampler_goes_back()
+
+        return go_back
 
     def __iter__(self) -> Iterator[list[int]]:
         return Dealing(self, self._deal())

@@ -101,6 +101,7 @@ class BalancedDataLoader:
     one rank, the others raise `PeerError` in the same step. Constructing one is a collective call.
 
     With `num_workers`, batches are dealt `num_workers * prefetch_factor` steps ahead, and a plan holds that much later.
+    A loop in `torch.no_grad()` that trains on nothing, as that of `update_bn`, uses up no epoch.
 
     Args:
         dataset: all of it on every rank, in the same order: map-style, or an `IterableDataset`, which every rank reads
@@ -192,7 +193,7 @@ class BalancedDataLoader:
         self.batch_sampler.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
-        left = self.batch_sampler.left
+        left, go_back = self.batch_sampler.left, self.batch_sampler.bookmark()
         try:
             with self._bar(total=left, unit="samples") if self._bar else contextlib.nullcontext() as bar:
                 yield from self._batches(bar)
@@ -204,6 +205,8 @@ class BalancedDataLoader:
         self.balancer.end_epoch()
         if torch.is_grad_enabled():
             warn_of_none(self.balancer)
+        elif not self.balancer.batch_order.used:  # it looked at the data only, as `update_bn` does
+            go_back()
 
     def _batches(self, bar: Any) -> Iterator[Any]:
         self._iterations = mine = self._iterations + 1

@@ -48,6 +48,8 @@ def methods_of(base: type[torch.optim.Optimizer]) -> dict[str, Callable[..., Any
         lr = part = 1.0
         evaluate = reducer.evaluated
         if is_local := reducer.is_local:
+            if _is_to_be_skipped(self):
+                return None
             part = reducer.local.before_step(by_rate=in_proportion(self, base))
             evaluate = reducer.passed
         called = () if closure is None else (lambda: evaluate(closure),)
@@ -150,6 +152,13 @@ def methods_of(base: type[torch.optim.Optimizer]) -> dict[str, Callable[..., Any
         "__reduce__": __reduce__,
         "__deepcopy__": __deepcopy__,
     }
+
+
+def _is_to_be_skipped(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a `GradScaler` that calls `step()` has found values that are not finite: it calls that of a fused
+    optimizer all the same, which then changes nothing, and leaves out that of others."""
+    found = getattr(optimizer, "found_inf", None)
+    return found is not None and bool(found)
 
 
 def _rate(optimizer: torch.optim.Optimizer) -> float:
