@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from hvd_hetero.engine.environment import is_elastic
 from hvd_hetero.engine.port import Engine, gather_text
 from hvd_hetero.engine.stderr import tell
 from hvd_hetero.policy.partition import Bound, InfeasibleError, equal_shares, split
@@ -173,7 +174,7 @@ def agree(engine: Engine, mine: BalancerArguments, *, name: str) -> BalancerArgu
 def heard(engine: Engine, *, name: Callable[[], str]) -> Iterator[None]:
     """A context for what this rank does before it comes to an agreement (`agree_on`, `agree_text`), such as checks of
     its arguments. An error in it is raised once the other ranks, which come to that agreement, have heard of it there
-    and raise as well.
+    and raise as well. In an elastic job it is this rank's alone: its process ends, and the others go on without it.
 
     Nothing in it may be collective, nor be counted by ranks: no `Engine.unique`, no `Engine.on_reset_end`.
 
@@ -183,8 +184,14 @@ def heard(engine: Engine, *, name: Callable[[], str]) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        gather_text(engine, f"{WRONG} ({str(error) or repr(error)})", name=name())
+        if not is_elastic():
+            _tell(engine, error, name=name())
         raise
+
+
+def _tell(engine: Engine, error: Exception, *, name: str) -> None:
+    """Takes part in an agreement with what this rank's error says."""
+    gather_text(engine, f"{WRONG} ({str(error) or repr(error)})", name=name)
 
 
 def agree_on(engine: Engine, values: Mapping[str, Any], *, name: str) -> None:
@@ -213,7 +220,7 @@ def agree_text(engine: Engine, describe: Callable[[], str], *, title: str, name:
     """Returns if `describe()` gives the same text on all ranks. A collective call.
 
     Args:
-        describe: returns this rank's text, or raises an error if its arguments are wrong: see `heard`.
+        describe: returns this rank's text, or raises an error if its arguments are wrong, of which all ranks hear.
         title: what the text is about, for the error.
         name: the name of the operation.
 
@@ -221,8 +228,11 @@ def agree_text(engine: Engine, describe: Callable[[], str], *, title: str, name:
         ValueError: on all ranks where texts differ, with the text of each rank; and on the other ranks where `describe`
             raised on one.
     """
-    with heard(engine, name=lambda: name):
+    try:
         text = describe()
+    except Exception as error:
+        _tell(engine, error, name=name)
+        raise
     said = gather_text(engine, text, name=name)
     if len(set(said)) > 1:
         received = "; ".join(f"rank {rank}: {one}" for rank, one in enumerate(said))

@@ -23,6 +23,7 @@ CHECKS = [
     "broadcast_makes_ranks_alike",
     "a_balancer_that_was_forgotten_is_told",
     "other_variables_or_optimizers_are_told",
+    "a_mistake_on_one_rank_is_an_error_on_all",
     "metrics_are_those_of_all_samples",
     "metrics_of_a_train_step_of_ones_own",
     "losses_of_several_outputs_are_those_of_all_samples",

@@ -169,6 +169,20 @@ def test_it_is_without_a_balancer_where_gradients_are_summed_by_us(make, wrong, 
     assert text in said[2] and all("rank 2: wrong arguments (" in each and text in each for each in said[:2])
 
 
+@pytest.mark.parametrize(("make", "wrong"), [(optimizer_of, {"bucket_bytes": 0}), (loader_of, {"batch_size": 4})])
+def test_in_an_elastic_job_it_is_that_ranks_alone_which_the_others_go_on_without(make, wrong, monkeypatch):
+    monkeypatch.setenv("HOROVOD_ELASTIC", "1")
+
+    def program(engine):
+        balancer = hvd.Balancer(4, engine=engine, adaptive=False)
+        if engine.rank == 1:  # one that joins, perhaps: the others made theirs long ago
+            with pytest.raises((TypeError, ValueError), match="expected"):
+                make(balancer, None, **wrong)
+        make(balancer, None)
+
+    World(2).run(program)
+
+
 def test_a_mistake_of_horovods_own_optimizer_is_one_of_the_rank_that_makes_it(monkeypatch):
     """Without a balancer, and with nothing of ours, nothing is exchanged: not even hvd.init() was called here."""
     monkeypatch.setattr(optimizer, "HorovodEngine", None)

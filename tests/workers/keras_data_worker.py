@@ -224,6 +224,39 @@ def other_variables_or_optimizers_are_told():
     expect("number of variables: expected the same on every rank", callback.on_train_begin)
 
 
+def a_mistake_on_one_rank_is_an_error_on_all():
+    """After which they go on, alike."""
+    last, balancer, (x, y) = hvd.rank() == hvd.size() - 1, make_balancer(), arrays()
+
+    def refused(text, call):
+        told = text if last else f"rank {hvd.size() - 1}: wrong arguments ({text}"
+        expect(told, call, kind=(TypeError, ValueError))
+
+    refused(
+        "steps_per_epoch: expected none",
+        lambda: hvd.BalancedDataset(x, y, balancer=balancer, steps_per_epoch=2 if last else None),
+    )
+    for given in ({"balancer": balancer}, {}):
+        refused(
+            "bucket_bytes: expected",
+            lambda given=given: hvd.DistributedOptimizer(sgd(), **given, bucket_bytes=0 if last else 1 << 20),
+        )
+        if keras.backend.backend() == "tensorflow":
+            import tensorflow as tf
+
+            with tf.GradientTape() as tape:  # True is no reduction, but equal to hvd.Sum
+                pass
+            refused(
+                "op: expected",
+                lambda given=given, tape=tape: hvd.DistributedGradientTape(tape, **given, op=True if last else hvd.Sum),
+            )
+            for _ in range(2):
+                hvd.DistributedGradientTape(tape, **given, op=hvd.Sum)
+    compile_model(make_model(), hvd.DistributedOptimizer(sgd(), balancer=balancer)).fit(
+        hvd.BalancedDataset(x, y, balancer=balancer), verbose=0
+    )
+
+
 def metrics_are_those_of_all_samples():
     x, y = arrays()
     balancer = make_balancer(min_share=1, shares={1: (8,), 2: (7, 1), 3: (5, 2, 1)}[hvd.size()])
