@@ -9,6 +9,7 @@ import horovod.torch as horovod
 import torch
 
 from hvd_hetero.engine.horovod import HorovodEngine
+from hvd_hetero.engine.process_set import check_process_set
 from hvd_hetero.optimizers.argument import check_divisor, check_whole
 from hvd_hetero.optimizers.balancer import Balancer, check_balancer
 from hvd_hetero.optimizers.equal_weights import EqualWeights
@@ -89,6 +90,7 @@ def DistributedOptimizer(
         raise TypeError(f"optimizer: expected a torch.optim.Optimizer. Received: a {type(optimizer).__name__}.")
     if named_parameters is not None:
         check_named_parameters(named_parameters)
+    check_process_set(process_set)
     optimizer = _unwrapped(optimizer)
     check_devices(p for group in optimizer.param_groups for p in group["params"])
     local = strategy_of(strategy)
