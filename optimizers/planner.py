@@ -83,8 +83,8 @@ class Planner:
             self._strategy_selector.load_state_dict(self._exchange_s, since=changes[-1] if changes else None)
 
     def plan_at(self, step: int) -> Plan:
-        """The plan that holds for global batch `step`."""
-        return next(plan for plan in reversed(self.plans) if plan.step <= step)
+        """The plan that holds for global batch `step`; the first one that is kept, if `step` comes before it."""
+        return next((plan for plan in reversed(self.plans) if plan.step <= step), self.plans[0])
 
     def observe(
         self,

@@ -103,6 +103,11 @@ def test_shares_follow_speed_and_rest():
     assert len(plans) <= 4 and plans[-1].step <= 40
 
 
+def test_before_the_first_batch_the_first_plan_holds():
+    balancer = World(1).run(lambda engine: Balancer(engine, global_batch_size=WHOLE))[0]
+    assert balancer.step == -1 and balancer.plan_at(balancer.step) is balancer.plan
+
+
 def test_the_first_plan_stays_where_speeds_are_equal():
     ended = World(3).run(lambda engine: train(engine, speeds=[0.002] * 3, steps=100))
     assert [len(balancer.plans) for balancer, _ in ended] == [1, 1, 1]

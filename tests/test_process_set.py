@@ -185,3 +185,9 @@ def test_of_a_horovod_that_was_shut_down_no_process_set_is_in_use(engines, monke
     shared_sets.process_set_of([0, 1])
     binding.shutdown("torch")
     assert shared_sets.add_process_set([0, 1]).process_set_id == 1 and len(added) == 2
+
+
+@pytest.mark.parametrize("given", [[0, 1], 0, "node"])
+def test_the_ranks_of_a_process_set_are_none(given):
+    with pytest.raises(TypeError, match="process_set: expected an hvd.ProcessSet, as hvd.add_process_set"):
+        HorovodEngine(given)

@@ -289,6 +289,14 @@ def test_what_takes_the_place_of_another_argument_is_named():
         for options in ({}, {"balancer": balancer}):
             raises(TypeError, r"named_parameters: expected \(name, parameter\) tuples, as from model.named_parameters",
                    lambda named=named, o=optimizer, options=options: hvd.DistributedOptimizer(o, named, **options))
+    raises(TypeError, r"process_set: expected an hvd.ProcessSet.* Received: \[0\]",
+           lambda: hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), process_set=[0]))
+    raises(TypeError, "optimizer: expected a torch.optim.Optimizer. Received: a Linear",
+           lambda: hvd.broadcast_optimizer_state(model, root_rank=0))
+    raises(TypeError, "module: expected a torch.nn.Module. Received: None",
+           lambda: hvd.SyncBatchNorm.convert_sync_batchnorm(None))
+    raises(TypeError, "state: expected an elastic state.* Received: a Linear",
+           lambda: hvd.elastic.run(lambda state: None)(model))
     raises(TypeError, "model: expected a torch.nn.Module. Received: 3", lambda: hvd.elastic.TorchState(3))
     raises(TypeError, "optimizer: expected a torch.optim.Optimizer. Received: 3",
            lambda: hvd.elastic.TorchState(model, 3))

@@ -105,6 +105,11 @@ def run(
 
     @wraps(train)
     def wrapper(state: ElasticState, *args: Any, **kwargs: Any) -> T:
+        if not (hasattr(state, "sync") and hasattr(state, "restore")):
+            raise TypeError(
+                "state: expected an elastic state, as hvd.elastic.TorchState or KerasState, as the first argument. "
+                f"Received: a {type(state).__name__}."
+            )
         manager = elastic.notification_manager
         manager.init()
         manager.register_listener(state)

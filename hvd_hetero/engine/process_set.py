@@ -70,6 +70,15 @@ def _number(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
 
 
+def check_process_set(process_set: Any) -> None:
+    """Raises TypeError for a `process_set=` that is none, as the numbers of its ranks."""
+    if not hasattr(process_set, "process_set_id"):
+        raise TypeError(
+            "process_set: expected an hvd.ProcessSet, as hvd.add_process_set([0, 1]) returns. Received: "
+            f"{process_set!r}."
+        )
+
+
 class ProcessSetEngine:
     """One rank's view of a Horovod process set; see `port.Engine` for the methods that have no docstring here.
 
@@ -98,6 +107,7 @@ class ProcessSetEngine:
     def __init__(self, process_set: Any = None) -> None:
         self._binding = binding = importlib.import_module(self.binding)
         self._given = process_set if process_set is not None else binding.global_process_set
+        check_process_set(self._given)
         # ValueError: the binding raises it at once for arguments that cannot be reduced on any rank.
         self._internal_error = importlib.import_module("horovod.common.exceptions").HorovodInternalError
         self.failure: tuple[type[Exception], ...] = (self._internal_error, ValueError)

@@ -135,6 +135,8 @@ def broadcast_optimizer_state(
     then differ from rank 0's. Adam, which counts its steps, begins here as in one process; after Horovod's function the
     first step of a job counts as the second, and is shorter.
     """
+    if not hasattr(optimizer, "param_groups"):
+        raise TypeError(f"optimizer: expected a torch.optim.Optimizer. Received: a {type(optimizer).__name__}.")
     tensors: list[torch.Tensor] = []
     places = {p.device.type: p.device for group in optimizer.param_groups for p in group["params"]}
 

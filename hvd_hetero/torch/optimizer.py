@@ -9,6 +9,7 @@ import horovod.torch as horovod
 import torch
 
 from hvd_hetero.engine.horovod import HorovodEngine
+from hvd_hetero.engine.process_set import check_process_set
 from hvd_hetero.optimizers.argument import check_divisor, check_whole
 from hvd_hetero.optimizers.balancer import Balancer, check_balancer
 from hvd_hetero.optimizers.equal_weights import EqualWeights
@@ -94,6 +95,7 @@ def DistributedOptimizer(
     from .hooks import release
     from .reducer import GradientReducer
 
+    check_process_set(process_set)
     if balancer is None and topology is None and strategy == "synchronous" and not is_ours(compression):
         optimizer = _checked(optimizer, named_parameters)
         codecs_of(compression)

@@ -127,6 +127,8 @@ class SyncBatchNorm(_BatchNorm):
         cls, module: torch.nn.Module, process_set: Any = None, *, balancer: Balancer | None = None
     ) -> torch.nn.Module:
         """`module` with a `SyncBatchNorm` in place of each batch normalisation, on the same parameters and buffers."""
+        if not isinstance(module, torch.nn.Module):
+            raise TypeError(f"module: expected a torch.nn.Module. Received: {module!r}.")
         for each in module.modules():
             if isinstance(each, _BatchNorm) and not isinstance(each, cls) and type(each).forward not in _FORWARDS:
                 raise TypeError(
