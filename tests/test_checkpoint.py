@@ -1,16 +1,18 @@
 """Checkpoints: a file that is whole or not there, one outcome on all ranks, and leaving at one step."""
 
 import errno
+import hashlib
 import json
 import os
 import signal
 import stat
+import tracemalloc
 
 import numpy as np
 import pytest
 
 from hvd_hetero.engine import checkpoint as checkpoint_module
-from hvd_hetero.engine import checkpoint_file, termination
+from hvd_hetero.engine import checkpoint_file, port, termination
 from hvd_hetero.engine.checkpoint import Checkpoint
 from hvd_hetero.engine.checkpoint_file import CheckpointError, CheckpointFile
 from hvd_hetero.engine.local import LocalEngine, SoloEngine, World
@@ -77,6 +79,86 @@ def test_a_broken_file_is_refused_and_the_one_before_is_used(file, text):
     damage(file.previous)
     with pytest.raises(CheckpointError, match=text.partition(",")[0]):
         file.read()
+
+
+def replace_by_another_job(path):
+    CheckpointFile(path).write([b"of another"])
+    flip(path)
+
+
+def write_elsewhere(path):
+    other = path.with_name("other")
+    other.write_bytes(path.read_bytes())
+    flip(other)
+    other.rename(path)
+
+
+@pytest.mark.parametrize("damage", [*DAMAGES.values(), replace_by_another_job, write_elsewhere])
+@pytest.mark.parametrize("knows", ["times", "coarse times", "nothing"])
+def test_a_file_that_this_process_wrote_is_checked_if_it_was_changed_since(file, monkeypatch, damage, knows):
+    """However soon after that, also where times are those of every other second."""
+    stamp = checkpoint_file._stamp
+    if knows == "coarse times":
+        monkeypatch.setattr(checkpoint_file, "_stamp", lambda path: (*stamp(path)[:3], stamp(path)[3] // 2_000_000_000))
+    for content in (b"first", b"second"):
+        file.write([content])
+    if knows == "nothing":
+        file._written = None
+    kept = file.previous.read_bytes()
+    damage(file.path)
+    if damage is replace_by_another_job:
+        kept = file.previous.read_bytes()
+        assert b"second" in kept
+    file.write([b"third"])
+    assert file.previous.read_bytes() == kept and file.read() == (b"third", "")
+
+
+@pytest.mark.parametrize("times", [True, False])
+def test_what_this_process_wrote_last_is_not_read_again_to_be_kept(file, monkeypatch, times):
+    """All ranks wait meanwhile. It is read where a file system sets no times, which tell it from a changed one."""
+    read = []
+
+    def utime(*arguments, **options):
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    if not times:
+        monkeypatch.setattr(os, "utime", utime)
+    original = checkpoint_file._read
+    monkeypatch.setattr(checkpoint_file, "_read", lambda path, *rest: (read.append(path), original(path, *rest))[1])
+    for content in (b"first", b"second", b"third"):
+        file.write([content])
+    assert read == ([] if times else [file.path] * 2)
+    file.path.unlink()
+    assert file.read()[0] == b"second"
+    file.write([b"fourth"])
+    CheckpointFile(file.path).write([b"of another process"])
+    assert read[-1] == file.path and file.read()[0] == b"of another process"
+    file.path.unlink()
+    assert file.read()[0] == b"fourth"
+
+
+def test_a_content_that_cannot_be_taken_apart_is_a_problem_of_the_file(file):
+    def unpack(content):
+        return json.loads(content.readline())
+
+    file.write([b"[1]\n"])
+    file.write([b"second"])
+    found, problem = file.read(unpack)
+    assert found == [1] and "cannot be taken apart: JSONDecodeError" in problem
+    flip(file.path)
+    found, problem = file.read(unpack)
+    assert found == [1] and "is damaged" in problem
+
+
+@pytest.mark.parametrize("length", [0, 1, 6, 7, 100])
+def test_a_content_is_read_once_from_the_front_to_its_end(file, length):
+    file.write([b"[7]\nsecond", b"third"])
+
+    def unpack(content):
+        return content.readline(), content.read(length), content.read(-1), content.read()
+
+    whole = b"secondthird"
+    assert file.read(unpack) == ((b"[7]\n", whole[:length], b"", whole[length:]), "")
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])
@@ -200,6 +282,30 @@ def test_each_rank_gets_what_all_share_and_its_own(tmp_path):
     assert World(2).run(restore) == [(True, b"shared", b"new")] * 2, "on other ranks, what is their own begins anew"
     (tmp_path / "x").unlink()
     assert World(2).run(restore) == [(False, b"", b"new")] * 2
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_checkpoint_is_in_memory_once_on_each_rank_while_it_travels(tmp_path, monkeypatch, ranks):
+    monkeypatch.setattr(port, "PIECE_BYTES", 1 << 16)
+    content = os.urandom(1 << 23)
+
+    def restore(engine):
+        state = Words(engine.rank)
+        state.load_shared_content = lambda found: seen.append(hashlib.sha256(found).digest())
+        state.load_own_content = lambda own: later.append(tracemalloc.get_traced_memory()[0])
+        return made(engine, tmp_path / "x", state).restore()
+
+    seen, later = [], []
+    World(ranks).run(lambda engine: made(engine, tmp_path / "x", Words(engine.rank, content)).save())
+    tracemalloc.start()
+    try:
+        assert World(ranks).run(restore) == [True] * ranks
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < (ranks + 0.5) * len(content)
+    assert max(later) < 0.5 * len(content), "nor after that"
+    assert seen == [hashlib.sha256(content).digest()] * ranks
 
 
 def test_an_error_on_rank_0_is_one_on_all(tmp_path):

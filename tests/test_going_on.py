@@ -115,17 +115,16 @@ def test_sigterm_is_heard_by_whichever_balancer_is_in_use():
 
 
 def test_a_checkpoint_is_read_while_another_job_replaces_it(tmp_path, monkeypatch):
-    file, problem = CheckpointFile(tmp_path / "x"), checkpoint_file._problem
+    file, read = CheckpointFile(tmp_path / "x"), checkpoint_file._read
     for content in (b"first", b"second"):
         file.write([content])
 
-    def meanwhile(path):
-        found = problem(path)
+    def meanwhile(path, unpack):
         if path == file.path:
             path.rename(file.previous)
-        return found
+        return read(path, unpack)
 
-    monkeypatch.setattr(checkpoint_file, "_problem", meanwhile)
+    monkeypatch.setattr(checkpoint_file, "_read", meanwhile)
     assert file.read() == (b"second", "")
 
 

@@ -7,6 +7,7 @@ import pytest
 pytest.importorskip("horovod.torch", reason="build it with hvd-hetero build-horovod")
 
 import hvd_hetero.keras as hvd
+from hvd_hetero.engine import port
 from hvd_hetero.engine.local import SoloEngine, World
 from hvd_hetero.keras.factor import PROPORTIONAL, in_proportion
 from hvd_hetero.keras.local import merge_variables
@@ -77,3 +78,19 @@ def test_weights_that_are_alike_on_all_ranks_do_not_travel_with_a_merge():
         return [read(frozen).sum(), read(quantized).sum(), *read(mean), int(count)]
 
     assert World(2).run(program, timeout_s=10) == [[499500.0, 49500, 1.0, 1.0, 1]] * 2
+
+
+def test_variables_of_any_type_are_merged_in_pieces(monkeypatch):
+    monkeypatch.setattr(port, "PIECE_BYTES", 24)
+    kinds = ("bfloat16", "float16", "float32", "float64", "int8", "int64")
+
+    def program(engine):
+        variables = [keras.Variable(np.full((2, 4), 4 * engine.rank), dtype=kind, trainable=False) for kind in kinds]
+        scalar = keras.Variable(4.0 * engine.rank)
+        moments = keras.Variable([1.0, 2.0 * engine.rank]), keras.Variable([1.0, 1.0])
+        merge_variables([*variables, scalar], [moments], weight=3.0 - 2.0 * engine.rank, engine=engine, name="merge")
+        found = [keras.ops.convert_to_numpy(each).astype(float).tolist() for each in (*variables, scalar, *moments)]
+        return found, [each.dtype for each in variables]
+
+    expected = [[[1.0] * 4] * 2] * 4 + [[[4.0] * 4] * 2] * 2 + [1.0, [1.0, 0.5], [1.0, 1.75]]
+    assert World(2).run(program, timeout_s=10) == [(expected, list(kinds))] * 2

@@ -11,6 +11,7 @@ pytest.importorskip("horovod.torch", reason="build it with hvd-hetero build-horo
 from torch_local_task import PROTOTYPE, WHOLE, make_data
 
 import hvd_hetero.torch as hvd
+from hvd_hetero.engine import port
 from hvd_hetero.engine.local import World
 from hvd_hetero.torch.buffers import average_buffers
 from hvd_hetero.torch.parameter_store import ParameterStore
@@ -452,6 +453,29 @@ def test_complex_moments_become_means_also_on_a_rank_that_has_none(kind, sparse)
         return found.to_dense().tolist(), found.dtype
 
     assert World(3).run(program) == [([0.0, 1 + 3j], kind)] * 3
+
+
+@pytest.mark.parametrize("piece_bytes", [24, 1 << 24])
+def test_moments_of_any_type_and_layout_become_means_in_pieces(monkeypatch, piece_bytes):
+    monkeypatch.setattr(port, "PIECE_BYTES", piece_bytes)
+    kinds = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.complex64)
+
+    def program(engine):
+        parameters = [nn.Parameter(torch.zeros(2, 3, 2, 2)) for _ in kinds]
+        optimizer = torch.optim.SGD(parameters, lr=0.1)
+        for parameter, kind in zip(parameters, kinds, strict=True):
+            moment = torch.arange(24.0).reshape(2, 3, 2, 2).to(kind).to(memory_format=torch.channels_last)
+            rest = {"scale": torch.tensor(float(engine.rank)), "step": torch.tensor(2.0 + engine.rank)}
+            optimizer.state[parameter] = {"momentum_buffer": moment * 4 * engine.rank, **rest}
+        strides = [optimizer.state[p]["momentum_buffer"].stride() for p in parameters]
+        average_state(optimizer, weight=3.0 - 2 * engine.rank, engine=engine, name="state")
+        for parameter, kind, stride in zip(parameters, kinds, strides, strict=True):
+            state = optimizer.state[parameter]
+            moment = state["momentum_buffer"]
+            assert moment.dtype == kind and moment.stride() == stride
+            assert moment.flatten().tolist() == list(range(24)) and state["scale"] == 0.25 and state["step"] == 3
+
+    World(2).run(program, timeout_s=10)
 
 
 @pytest.mark.parametrize("value", [complex(1.0, float("nan")), complex(float("inf"), 1.0)])

@@ -5,7 +5,6 @@ It works for any framework: the job's `State` returns what has to be saved as by
 
 from __future__ import annotations
 
-import io
 import json
 import os
 from collections.abc import Callable, Sequence
@@ -13,7 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
-from .checkpoint_file import CheckpointError, CheckpointFile
+from .checkpoint_file import CheckpointError, CheckpointFile, Content
 from .environment import is_elastic
 from .port import Engine, Handle, broadcast_bytes, gather_bytes, gather_text, scatter_bytes
 from .stderr import tell
@@ -244,7 +243,7 @@ class Checkpoint:
 
     def _read(self) -> bool:
         """See `restore`."""
-        engine, content, problem, parts = self._engine, None, "", []
+        engine, parts, problem = self._engine, None, ""
         # Hosts without a shared folder: the file is on the host that had rank 0 in an earlier job; in an elastic job
         # there may be several.
         texts = gather_text(engine, str(self._file.number()), name="hvd_hetero.checkpoint.newest")
@@ -256,9 +255,8 @@ class Checkpoint:
                 place = f"the newest checkpoint at {self._file.path} is on the host of rank {root}"
                 tell(f"hvd_hetero: {place}: it is used.")
             try:
-                content, problem = self._file.read()
-                parts = [] if content is None else _unpacked(content)
-                said = {"error": "", "parts": len(parts)}
+                parts, problem = self._file.read(_unpacked)
+                said = {"error": "", "parts": len(parts or ())}
             except (CheckpointError, OSError) as error:
                 said = {"error": str(error), "parts": 0}
             if problem:
@@ -271,10 +269,13 @@ class Checkpoint:
         if not said["parts"]:
             return False
         self._state.merge_models()
-        shared = broadcast_bytes(engine, parts[0] if parts else b"", root=root, name="hvd_hetero.checkpoint.shared")
+        shared, *owns = parts or [b""]
+        del parts  # here and below, what is not needed any more leaves the memory
+        shared = broadcast_bytes(engine, shared, root=root, name="hvd_hetero.checkpoint.shared")
         self._load(self._state.load_shared_content, shared)
+        del shared
         if said["parts"] == 1 + engine.size:
-            mine = scatter_bytes(engine, parts[1:], root=root, name="hvd_hetero.checkpoint.own")
+            mine = scatter_bytes(engine, owns, root=root, name="hvd_hetero.checkpoint.own")
             self._load(self._state.load_own_content, mine)
         return True
 
@@ -300,6 +301,6 @@ def _packed(parts: Sequence[bytes]) -> list[bytes]:
     return [json.dumps([len(part) for part in parts]).encode() + b"\n", *parts]
 
 
-def _unpacked(content: bytes) -> list[bytes]:
-    stream = io.BytesIO(content)
-    return [stream.read(length) for length in json.loads(stream.readline())]
+def _unpacked(content: Content) -> list[bytes]:
+    """Returns the parts of what `_packed` returned. They are all of it that is held in memory."""
+    return [content.read(length) for length in json.loads(content.readline())]

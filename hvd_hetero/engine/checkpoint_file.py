@@ -2,7 +2,8 @@
 
 The new file is written beside the old one, flushed to the disk, and only then takes its name (POSIX makes `rename`
 atomic; the folder is flushed as well, or the name might not outlive a power cut). The one before is kept. A first line
-says what the file is, how long, and its SHA-256, so a torn or foreign file is told from a checkpoint.
+says what the file is, how long, and its SHA-256, so a torn or foreign file is told from a checkpoint. Before a file
+becomes the one before, it is read and checked, unless this process has written it and nobody has changed it since.
 """
 
 from __future__ import annotations
@@ -15,16 +16,45 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, BinaryIO
 
 KIND = "hvd_hetero checkpoint 1"
 LONGEST_LINE = 4096
+BLOCK_BYTES = 1 << 20  # of what is read only to be checked, as much is held in memory
+DATED_BACK_NS = 2_000_000_000  # no file system's times are coarser
 LEFT_S = 3600.0  # a temporary file not written to for so many seconds was left by a process that was killed
 
 
 class CheckpointError(RuntimeError):
     """A checkpoint cannot be read or written: see the methods that raise this."""
+
+
+class Content:
+    """The content of an open checkpoint file, which is read once, from the front to the end, and hashed meanwhile."""
+
+    def __init__(self, file: BinaryIO, length: int) -> None:
+        self._file, self._left, self._digest = file, length, hashlib.sha256()
+
+    def read(self, length: int | None = None) -> bytes:
+        """Returns the next `length` bytes, or as many as are left; None: all that are left."""
+        return self._hashed(self._file.read(self._left if length is None else min(max(length, 0), self._left)))
+
+    def readline(self) -> bytes:
+        """Returns the next line, with the line break at its end."""
+        return self._hashed(self._file.readline(self._left))
+
+    def sha256(self) -> str:
+        """Reads what is left, and returns the SHA-256 of the whole content."""
+        while self.read(BLOCK_BYTES):
+            pass
+        return self._digest.hexdigest()
+
+    def _hashed(self, found: bytes) -> bytes:
+        self._digest.update(found)
+        self._left -= len(found)
+        return found
 
 
 class CheckpointFile:
@@ -33,6 +63,7 @@ class CheckpointFile:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(os.path.realpath(path))  # a link stays one
         self.previous = self.path.with_name(self.path.name + ".previous")
+        self._written: tuple[int, ...] | None = None  # `_stamp` of the file that this process wrote last
 
     def number(self) -> int:
         """Returns the number of the newest checkpoint here, from its first line: a job numbers its checkpoints 1, 2, …
@@ -68,15 +99,23 @@ class CheckpointFile:
                 for piece in pieces:
                     file.write(piece)
                 file.flush()
+                dated = _date_back(file)
                 os.fsync(file.fileno())
-            if self.path.exists() and _problem(self.path) is None:  # a broken one must not replace a whole one
+            stamp = _stamp(new) if dated else None
+            if self._is_whole():  # a broken one must not replace a whole one
                 os.replace(self.path, self.previous)
             os.replace(new, self.path)
+            self._written = stamp
         except BaseException:
             with contextlib.suppress(OSError):
                 new.unlink()
             raise
         _flush(self.path.parent)
+
+    def _is_whole(self) -> bool:
+        """Whether there is a file, and it is an intact checkpoint. The one that this process wrote last is not read
+        again, which may take as long as writing it, unless it was changed."""
+        return self.path.exists() and (_stamp(self.path) == self._written or _read(self.path)[1] is None)
 
     def _clear(self) -> None:
         """Removes temporary files of processes that were killed while they wrote."""
@@ -85,11 +124,16 @@ class CheckpointFile:
                 if time.time() - left.stat().st_mtime > LEFT_S:
                     left.unlink()
 
-    def read(self) -> tuple[bytes | None, str]:
+    def read(self, unpack: Callable[[Content], Any] = Content.read) -> tuple[Any, str]:
         """Reads the newest intact checkpoint.
 
+        Args:
+            unpack: reads what is wanted of the content, and returns it; by default all, as bytes. What it returns of a
+                damaged checkpoint, or raises, is ignored.
+
         Returns:
-            Its content, None if there is no file; and what is wrong with a newer, damaged one, "" if there is none.
+            What `unpack` returned, None if there is no file; and what is wrong with a newer, damaged one, "" if there
+            is none.
 
         Raises:
             CheckpointError: there are files, and none of them is an intact checkpoint.
@@ -97,11 +141,11 @@ class CheckpointFile:
         problems: list[str] = []
         for path in (self.path, self.previous):
             try:
-                problem = _problem(path)
-                if problem is None:
-                    return path.read_bytes().partition(b"\n")[2], "; ".join(problems)
+                found, problem = _read(path, unpack)
             except FileNotFoundError:  # or another job, which writes, has just moved it to where the one before is
                 continue
+            if problem is None:
+                return found, "; ".join(problems)
             problems.append(f"{path} {problem}")
         if problems:
             raise CheckpointError(
@@ -125,20 +169,44 @@ def _flush(folder: Path) -> None:
             raise
 
 
-def _problem(path: Path) -> str | None:
-    """Returns why a file is not an intact checkpoint; None if it is one. Raises OSError if it cannot be read."""
+def _date_back(file: BinaryIO) -> bool:
+    """Makes an open file a little older than it is, so that whoever writes to it later changes its time, however coarse
+    that is. Returns whether the file system lets it."""
+    when = time.time_ns() - DATED_BACK_NS
+    try:
+        os.utime(file.fileno(), ns=(when, when))
+    except OSError:
+        return False
+    return True
+
+
+def _stamp(path: Path) -> tuple[int, ...]:
+    """Returns what tells a file from another one, and from itself after it was written to."""
+    found = path.stat()
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _read(path: Path, unpack: Callable[[Content], Any] = lambda content: None) -> tuple[Any, str | None]:
+    """Returns what `unpack` returns, and None, if a file is an intact checkpoint; if not, None, and why it is none.
+    Raises OSError if it cannot be read."""
     with open(path, "rb") as file:
         try:
             head = json.loads(file.readline(LONGEST_LINE))
             kind, length, expected = head["kind"], head["bytes"], head["sha256"]
         except (ValueError, KeyError, TypeError):
-            return "is not one: its first line does not say so"
+            return None, "is not one: its first line does not say so"
         if kind != KIND:
-            return f"is of another kind: {kind!r} instead of {KIND!r}"
-        digest, found = hashlib.sha256(), 0
-        while block := file.read(1 << 20):
-            digest.update(block)
-            found += len(block)
-    if found != length:
-        return f"is torn: {found} bytes of {length}"
-    return None if digest.hexdigest() == expected else "is damaged: its SHA-256 is another one"
+            return None, f"is of another kind: {kind!r} instead of {KIND!r}"
+        there = os.fstat(file.fileno()).st_size - file.tell()
+        if there != length:
+            return None, f"is torn: {there} bytes of {length}"
+        content, found, problem = Content(file, there), None, None
+        try:
+            found = unpack(content)
+        except OSError:
+            raise
+        except Exception as error:  # of a content that is damaged, if its hash says so
+            problem = f"cannot be taken apart: {type(error).__name__}: {error}"
+        if content.sha256() != expected:
+            return None, "is damaged: its SHA-256 is another one"
+    return found, problem

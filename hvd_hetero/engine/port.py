@@ -8,6 +8,7 @@ handle. Arrays are mutable and live on the CPU or on a device (numpy arrays, tor
 
 from __future__ import annotations
 
+import io
 import re
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager
@@ -216,12 +217,20 @@ def scatter_bytes(engine: Engine, parts: Sequence[bytes], *, root: int, name: st
 
 
 def broadcast_bytes(engine: Engine, mine: bytes, *, root: int, name: str) -> bytes:
-    """Returns the bytes of rank `root`, on all ranks; `mine` is ignored on the others. A collective call."""
-    length = np.array([len(mine)])
-    engine.broadcast_async(length, root=root, name=f"{name}.length").wait()
-    content = np.frombuffer(mine, np.uint8).copy() if engine.rank == root else np.zeros(int(length[0]), np.uint8)
-    broadcast_in_pieces(engine, content, root=root, name=name)
-    return content.tobytes()
+    """Returns the bytes of rank `root`, on all ranks; `mine` is ignored on the others. A collective call, in several
+    operations if they are long, as `broadcast_in_pieces`. No rank holds more in memory than these bytes and a piece."""
+    said = np.array([len(mine)])
+    engine.broadcast_async(said, root=root, name=f"{name}.length").wait()
+    length = int(said[0])
+    row = np.frombuffer(mine, np.uint8)
+    found = io.BytesIO(b"" if engine.rank == root else bytes(length))  # which it overwrites, and returns without a copy
+    for at in range(0, max(length, 1), PIECE_BYTES):
+        end = min(at + PIECE_BYTES, length)
+        piece = row[at:end].copy() if engine.rank == root else np.zeros(end - at, np.uint8)
+        engine.broadcast_async(piece, root=root, name=name).wait()
+        if engine.rank != root:
+            found.write(piece.data)
+    return mine if engine.rank == root else found.getvalue()
 
 
 def broadcast_in_pieces(engine: Engine, array: np.ndarray, *, root: int, name: str) -> None:

@@ -6,10 +6,10 @@ All of it runs on the host: inside `numpy_function` with the TensorFlow back end
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from itertools import chain
 from typing import Any
 
 import keras
@@ -21,7 +21,7 @@ from hvd_hetero.optimizers.local_sgd import LocalSGD
 from hvd_hetero.optimizers.local_step import LocalSteps
 from hvd_hetero.optimizers.routing import Routing
 from hvd_hetero.optimizers.second_moments import SecondMoments
-from hvd_hetero.optimizers.statistic import merged_statistics
+from hvd_hetero.optimizers.statistic import Statistic, merge_statistics
 from hvd_hetero.optimizers.unsent_state import Count
 
 from .accumulation import BatchWeights
@@ -218,7 +218,7 @@ def merge_variables(
     variables: Sequence[Any], moments: Sequence[tuple[Any, Any]] = (), *, weight: float, otherwise: float = 1.0,
     engine: Engine, name: str,
 ) -> None:
-    """Gives all ranks the same values, see `optimizers.statistic.merged_statistics`. A collective call.
+    """Gives all ranks the same values, see `optimizers.statistic.merge_statistics`. A collective call.
 
     Variables that are alike on all ranks, as frozen weights are, do not travel.
 
@@ -235,18 +235,29 @@ def merge_variables(
         )
     unlike = _unlike([*floats, *whole], engine=engine, name=f"{name}.alike")
     floats, whole = [v for v in floats if id(v) in unlike], [v for v in whole if id(v) in unlike]
-    read = keras.ops.convert_to_numpy
-    merged = merged_statistics(
-        [read(v) for v in floats],
-        [(read(mean), read(variance)) for mean, variance in moments],
-        [read(v) for v in whole],
+    merge_statistics(
+        list(map(_statistic_of, floats)),
+        [(_statistic_of(mean), _statistic_of(variance)) for mean, variance in moments],
+        list(map(_statistic_of, whole)),
         weight=weight,
         otherwise=otherwise,
         engine=engine,
         name=name,
     )
-    for variable, value in zip([*floats, *chain.from_iterable(moments), *whole], merged, strict=True):
-        variable.assign(value)
+
+
+def _statistic_of(variable: Any) -> Statistic:
+    """A variable's values, for `merge_statistics`: those of float32 and float64 as they are, others as the widest
+    type."""
+    shape = tuple(variable.shape)
+
+    def read() -> np.ndarray:
+        values = np.asarray(keras.ops.convert_to_numpy(variable))
+        if values.dtype not in (np.float32, np.float64):
+            values = values.astype(np.int64 if "int" in keras.backend.standardize_dtype(variable.dtype) else np.float64)
+        return np.require(values.reshape(-1), requirements="W")
+
+    return Statistic(math.prod(shape), read, lambda merged: variable.assign(merged.reshape(shape)))
 
 
 def _unlike(variables: Sequence[Any], *, engine: Engine, name: str) -> set[int]:

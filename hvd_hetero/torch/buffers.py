@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from itertools import chain
-from typing import Any
-
 import torch
 
 from hvd_hetero.engine.port import Engine
-from hvd_hetero.optimizers.statistic import merged_statistics
+from hvd_hetero.optimizers.statistic import merge_statistics
+
+from .statistic import statistic_of
 
 
 def average_buffers(
@@ -33,27 +32,16 @@ def average_buffers(
                 continue  # with its variance
             elif buffer.layout is not torch.strided:
                 continue  # sparse, such as a graph's edges: no layer gathers statistics in such a tensor
-            elif buffer.is_complex():
-                floats.append(torch.view_as_real(buffer))
-            elif buffer.is_floating_point():
+            elif buffer.is_floating_point() or buffer.is_complex():
                 floats.append(buffer)
             else:
                 whole.append(buffer)
-    merged = merged_statistics(
-        [_array(buffer) for buffer in floats],
-        [(_array(mean), _array(variance)) for mean, variance in moments],
-        [_array(buffer) for buffer in whole],
+    merge_statistics(
+        list(map(statistic_of, floats)),
+        [(statistic_of(mean), statistic_of(variance)) for mean, variance in moments],
+        list(map(statistic_of, whole)),
         weight=weight,
         otherwise=otherwise,
         engine=engine,
         name=name,
     )
-    for buffer, value in zip([*floats, *chain.from_iterable(moments), *whole], merged, strict=True):
-        # A tensor made in inference mode can be written to in inference mode alone.
-        with torch.inference_mode(buffer.is_inference()), torch.no_grad():
-            buffer.copy_(torch.from_numpy(value))
-
-
-def _array(buffer: torch.Tensor) -> Any:
-    """The buffer's values as a numpy array of float64, or of int64 if they are whole numbers or bools."""
-    return (buffer.double() if buffer.is_floating_point() else buffer.long()).cpu().numpy()

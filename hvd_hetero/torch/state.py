@@ -12,9 +12,10 @@ import torch
 
 from hvd_hetero.codecs.verbs import verbs_of
 from hvd_hetero.engine.port import Engine, broadcast_bytes, gather_text
-from hvd_hetero.optimizers.statistic import merged_statistics
+from hvd_hetero.optimizers.statistic import merge_statistics
 
 from .content import SAFE, loaded, saved
+from .statistic import statistic_of
 
 Place = tuple[int, str]  # a parameter's number and the name of what is kept for it
 
@@ -73,14 +74,10 @@ def average_state(optimizer: torch.optim.Optimizer, *, weight: float, engine: En
             optimizer.state[parameters[index]][key] = new if new.is_floating_point() or key != "step" else 0
     counts = {place: value for place, value in sorted(kept.items()) if place[1] == "step"}
     means = [value for (_, key), value in sorted(kept.items()) if key != "step" and not _is_whole(value)]
-    merged = merged_statistics(
-        _arrays(means, torch.float64), [], _arrays(list(counts.values()), torch.int64), weight=weight, engine=engine,
-        name=name,
+    merge_statistics(
+        [statistic_of(value) for value in means], [], [statistic_of(each, torch.int64) for each in counts.values()],
+        weight=weight, engine=engine, name=name,
     )  # fmt: skip
-    for tensor, array in zip([*means, *counts.values()], merged, strict=True):
-        dense = torch.from_numpy(array)
-        dense = (torch.view_as_complex(dense) if tensor.is_complex() else dense).view(tensor.shape)
-        tensor.copy_(dense.to_sparse(tensor.sparse_dim()) if tensor.is_sparse else dense)
     for (index, key), count in counts.items():
         state = optimizer.state[parameters[index]]
         if isinstance(state[key], int):
@@ -177,8 +174,3 @@ def _is_whole(value: torch.Tensor) -> bool:
 
 def _is_history(value: Any) -> bool:
     return isinstance(value, list) and (not value or any(isinstance(each, torch.Tensor) for each in value))
-
-
-def _arrays(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> list[Any]:
-    dense = [tensor.to_dense() for tensor in tensors]
-    return [(torch.view_as_real(each) if each.is_complex() else each).to("cpu", dtype).numpy() for each in dense]
