@@ -23,7 +23,6 @@ from typing import Any, BinaryIO
 KIND = "hvd_hetero checkpoint 1"
 LONGEST_LINE = 4096
 BLOCK_BYTES = 1 << 20  # of what is read only to be checked, as much is held in memory
-DATED_BACK_NS = 2_000_000_000  # no file system's times are coarser
 LEFT_S = 3600.0  # a temporary file not written to for so many seconds was left by a process that was killed
 
 
@@ -99,9 +98,8 @@ class CheckpointFile:
                 for piece in pieces:
                     file.write(piece)
                 file.flush()
-                dated = _date_back(file)
                 os.fsync(file.fileno())
-            stamp = _stamp(new) if dated else None
+            stamp = _stamp(new)
             if self._is_whole():  # a broken one must not replace a whole one
                 os.replace(self.path, self.previous)
             os.replace(new, self.path)
@@ -167,17 +165,6 @@ def _flush(folder: Path) -> None:
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EACCES):
             raise
-
-
-def _date_back(file: BinaryIO) -> bool:
-    """Makes an open file a little older than it is, so that whoever writes to it later changes its time, however coarse
-    that is. Returns whether the file system lets it."""
-    when = time.time_ns() - DATED_BACK_NS
-    try:
-        os.utime(file.fileno(), ns=(when, when))
-    except OSError:
-        return False
-    return True
 
 
 def _stamp(path: Path) -> tuple[int, ...]:
