@@ -247,3 +247,8 @@ def test_what_takes_the_place_of_a_balancer_a_state_or_a_checkpoint_is_named(tmp
                lambda number=number: elastic.CommitStateCallback(state, number))
     raises(TypeError, "model: expected a keras.Model. Received: 3", lambda: elastic.KerasState(3))
     raises(TypeError, "optimizer: expected a keras.optimizers.Optimizer", lambda: elastic.KerasState(model, 3))
+
+
+def test_a_single_number_has_no_axis_along_which_to_gather():
+    for value in (2.5, True, np.float32(1)):
+        raises(ValueError, r"value: expected an array.* Give a list of it", lambda value=value: hvd.allgather(value))

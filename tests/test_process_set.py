@@ -9,6 +9,7 @@ import pytest
 from hvd_hetero.engine import binding, process_set, shared_sets
 from hvd_hetero.engine.hierarchy import Levels, leader, plain_sum, rails, scatter
 from hvd_hetero.engine.horovod import HorovodEngine
+from hvd_hetero.engine.horovod_tensorflow import reason_in
 from hvd_hetero.engine.port import Chain
 
 hvd = pytest.importorskip("horovod.torch")
@@ -191,3 +192,9 @@ def test_of_a_horovod_that_was_shut_down_no_process_set_is_in_use(engines, monke
 def test_the_ranks_of_a_process_set_are_none(given):
     with pytest.raises(TypeError, match="process_set: expected an hvd.ProcessSet, as hvd.add_process_set"):
         HorovodEngine(given)
+
+
+@pytest.mark.parametrize("before", ["", "Graph execution error:\n\nDetected at node Sum defined at\nNode: 'Sum'\n"])
+@pytest.mark.parametrize("after", ["", "\n\t [[{{node Allgather.None.0.float64/hvd_hetero.allgather.1}}]]"])
+def test_what_horovod_says_is_found_in_what_tensorflow_says(before, after):
+    assert reason_in(f"{before}The ranks differ.{after}") == "The ranks differ."

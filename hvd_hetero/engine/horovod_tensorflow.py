@@ -145,6 +145,13 @@ class _Graph:
         return lambda *arrays: run(*arrays)[0]
 
 
+def reason_in(message: str) -> str:
+    """Horovod's message in one of TensorFlow's, which has descriptions of the node before it, or none, and after it."""
+    _, described, rest = message.rpartition("Node: ")
+    text = rest.partition("\n")[2] if described else message
+    return (text or message).partition(" [[")[0].strip()
+
+
 class TensorflowEngine(ProcessSetEngine):
     """One rank of a Horovod process set, for numpy arrays; and sums in graphs (`port.GraphEngine`)."""
 
@@ -182,9 +189,7 @@ class TensorflowEngine(ProcessSetEngine):
             try:
                 result = run(*arrays)
             except self._errors.OpError as error:
-                # TensorFlow's message contains Horovod's, between descriptions of the node.
-                text = error.message.split("Node: ")[-1].partition("\n")[2] or error.message
-                raise self._internal_error(f"Horovod{kind} {name!r}: {text.partition(' [[')[0].strip()}") from None
+                raise self._internal_error(f"Horovod{kind} {name!r}: {reason_in(error.message)}") from None
             if into is None:
                 return result
             np.copyto(into, result)

@@ -27,10 +27,20 @@ def init(*args: Any, **kwargs: Any) -> None:
 
 
 def allgather(value: Any, name: str | None = None, process_set: Any = None) -> Any:
-    """The values of all ranks along the first axis, whose length may differ, as a numpy array. A collective call."""
-    engine, array = backend.engine(process_set), array_to_send(value)
+    """The values of all ranks along the first axis, whose length may differ, as a numpy array. A collective call.
+
+    Raises:
+        ValueError: `value` is a single number, which has no first axis.
+    """
+    array = array_to_send(value)
+    if array.ndim == 0:
+        raise ValueError(
+            f"value: expected an array, as those of all ranks are put one after another. Received: {array[()]!r}, a "
+            "single value. Give a list of it: hvd.allgather([value])."
+        )
+    engine = backend.engine(process_set)
     name = name_of(engine, name, "allgather")
-    if array.dtype.kind not in "bV" or array.ndim == 0:
+    if array.dtype.kind not in "bV":
         return engine.allgather_async(array, name=name).wait()
     width = math.prod(array.shape[1:])  # Horovod has no such type with every back end: rows travel as bytes
     rows = engine.allgather_async(array.reshape(len(array), width).view(np.uint8), name=name).wait()
