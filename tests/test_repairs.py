@@ -376,6 +376,22 @@ def test_hosts_are_filled_in_order(ranks, needed):
     assert needed_hosts("a:4,b:4", ranks) == needed  # of 9 ranks, the launcher says that there are too few slots
 
 
+@needs("as_many_ranks")
+@pytest.mark.parametrize("hosts", ["localhost", "a b", "localhost:x", "a:1,"])
+def test_what_is_no_list_of_hosts_is_told_what_one_looks_like(hosts):
+    command = [HOROVODRUN, "--gloo", "-np", "1", "-H", hosts, "true"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.returncode and "worker-0:2,worker-1:2" in done.stderr
+
+
+@needs("hostfile_lines")
+def test_a_hostfile_may_have_empty_lines_comments_and_hosts_of_one_slot(tmp_path: Path) -> None:
+    from horovod.runner.common.util.hosts import parse_host_files
+
+    (tmp_path / "hosts").write_text("# the fast ones\n\na slots=4\nb slots = 2  # half\n  \nc\nd slots=3 max_slots=5\n")
+    assert parse_host_files(tmp_path / "hosts") == "a:4,b:2,c:1,d:3"
+
+
 @needs("one_output")
 def test_one_rank_may_have_its_output_in_a_file(tmp_path: Path) -> None:
     command = [HOROVODRUN, "--gloo", "-np", "1", "--output-filename", tmp_path, "echo", "here"]

@@ -43,6 +43,7 @@ WITHOUT = {
     "late_discovery": "while a discovery script hangs, ranks do not come together, and the job does not end",
     "early_hosts": "a host that an elastic job finds while its ranks are starting stays idle until hosts change again",
     "ended_waits": "horovodrun does not end on SIGTERM or Ctrl-C while it waits for hosts",
+    "hostfile_lines": "an empty line or a comment in a --hostfile ends horovodrun with an IndexError",
     "as_many_ranks": "under Gloo, horovodrun starts a rank in each slot of the hosts, also where -np names fewer",
     "restored_handlers": "after horovod.run, Ctrl-C does nothing in the rest of the script",
     "one_output": "horovodrun -np 1 with --output-filename starts nothing",

@@ -2,9 +2,7 @@
 
 - "run_settings": `horovod.run` leaves the cycle time and the cache capacity at their defaults.
 - "run_results": `horovod.run` finds the results of the ranks also after the ranks of an elastic job have changed.
-- "own_host": the launcher recognises its own host also where the host's name resolves to 127.0.1.1.
 - "termination": on SIGTERM, ranks have HOROVOD_TERMINATION_TIME seconds (default 5) to end.
-- "as_many_ranks": `horovodrun -np 2 -H host:4` starts two ranks, and hosts that get none need not be there.
 - "restored_handlers": after `horovod.run`, SIGINT and SIGTERM do what they did before.
 - "one_output": --output-filename works with one rank.
 - "kept_output": with --output-filename, a process that replaces a failed one appends to its files.
@@ -53,42 +51,6 @@ EDITS: Final = (
         file="horovod/runner/run_task.py",
         find="import sys\n\nfrom",
         replace="import ctypes\nimport sys\n\nfrom",
-    ),
-    Edit(
-        name="own_host",
-        reason="on Debian a host's own name resolves to 127.0.1.1, which is the address of no interface: horovodrun "
-        "takes its own host for a remote one, starts the ranks there through ssh, and does not pass SIGTERM on to "
-        "them. Any address in 127.* now counts as local",
-        file="horovod/runner/util/network.py",
-        find="""def filter_local_addresses(all_host_names):
-    local_addresses = get_local_host_addresses()
-
-""",
-        replace="""def is_local_address(address):
-    return address is not None and (address.startswith('127.') or address in get_local_host_addresses())
-
-
-def filter_local_addresses(all_host_names):
-""",
-    ),
-    Edit(
-        name="own_host",
-        reason="Part of own_host: filter_local_addresses, which picks out the remote hosts, uses the new test of an "
-        "address",
-        file="horovod/runner/util/network.py",
-        find="        if not host_address or host_address not in local_addresses:\n",
-        replace="        if not is_local_address(host_address):\n",
-    ),
-    Edit(
-        name="own_host",
-        reason="Part of own_host: the launcher, which starts a rank directly or through ssh, uses the new test of an "
-        "address",
-        file="horovod/runner/gloo_run.py",
-        find="""        local_addresses = network.get_local_host_addresses()
-        if host_address not in local_addresses:
-""",
-        replace="""        if not network.is_local_address(host_address):
-""",
     ),
     Edit(
         name="termination",
@@ -202,27 +164,6 @@ def wait_for_end(processes, timeout):
     except psutil.NoSuchProcess:
         pass
     for child in alive:
-""",
-    ),
-    Edit(
-        name="as_many_ranks",
-        reason="under Gloo, `horovodrun -np 2 -H host:4` starts four ranks, one for each slot, where mpirun starts "
-        "two; and a listed host that gets no rank has to be reached through ssh. Now slots are filled in the order of "
-        "the hosts until there are as many ranks as -np says, and the other hosts are left out",
-        file="horovod/runner/launch.py",
-        find="""def _run_static(args):
-""",
-        replace="""def needed_hosts(listed, num_proc):
-    needed, left = [], num_proc
-    for host in hosts.parse_hosts(listed):
-        if left > 0:
-            needed.append(f'{host.hostname}:{min(host.slots, left)}')
-            left -= host.slots
-    return ','.join(needed) if left <= 0 else listed
-
-
-def _run_static(args):
-    args.hosts = needed_hosts(args.hosts, args.num_proc)
 """,
     ),
     Edit(

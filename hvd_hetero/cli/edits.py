@@ -24,6 +24,7 @@ _MODULES = (
     "elastic_workers",
     "elastic_hosts",
     "launcher",
+    "hosts",
     "failure",
     "handle",
     "gpu_copy",

@@ -42,7 +42,7 @@ class Report:
         """The number of steps of the rank that recorded the most, skipped ones included; of those that stayed."""
         return max((len(rank.steps) for rank in self.run.present.values()), default=0)
 
-    @property
+    @cached_property
     def synchronous_fraction(self) -> float:
         """The fraction of the steps that were synchronous and recorded by all ranks."""
         return self.waits.steps / max(1, *(len(rank.after(self.skip)) for rank in self.run.present.values()))
